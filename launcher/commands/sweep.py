@@ -23,6 +23,7 @@ from launcher.errors import (
     STOPPED,
     TO_RESUME,
     CollectiveError,
+    ConfigError,
     Interrupted,
     LauncherError,
     PreemptedError,
@@ -32,7 +33,7 @@ from launcher.errors import (
 from launcher.process.signals import saving_stops
 from launcher.supervisor.parent_signals import heeded, held_back
 from launcher.supervisor.supervise import warm_up
-from launcher.supervisor.worker_count import num_workers, visible_gpus
+from launcher.supervisor.worker_count import num_workers, refuse_small_batch, visible_gpus
 
 if TYPE_CHECKING:
     from launcher.config.composition import Request
@@ -50,23 +51,42 @@ def run_sweep(
     request: Request, configs: Sequence[Config], leader: Leader, findings: Sequence[int] = ()
 ) -> int:
     """Run all jobs and compare them; the first exit code of those that failed, `findings` excepted."""
+    settings = configs[0].sweep
     if leader.launch.launched:
+        if settings.name != "grid" or settings.prune != "none":
+            raise ConfigError(
+                "a search, and sweep.prune, need jobs in processes of their own. Start it without torchrun: "
+                "python -m launcher -m ... launch.nproc=N."
+            )
         return run_in_place(request, configs, leader, findings)
     from launcher.sweep.job import DONE
     from launcher.sweep.prepare import prepared
     from launcher.sweep.scheduler import Grid, Scheduler
+    from launcher.sweep.searching import Searching, pruner_of
     from launcher.telemetry.formatting import duration
 
-    settings = configs[0].sweep
-    with prepared(request, configs) as (directory, record, placed), ExitStack() as stack:
+    with prepared(request, configs) as (planned, record, placed), ExitStack() as stack:
+        directory = planned.directory
         signals = stack.enter_context(heeded(saving_stops(configs[0].launch.preempt_signals)))
-        for job, config in zip(record.jobs, placed, strict=True):
+        for job, config in zip(record.jobs, placed, strict=False):  # of a search each has its own already
             job.nproc = devices_of_a_job(settings, config)
+        pruner = pruner_of(directory, configs[0], record.jobs)
+        plan: Grid | Searching = Grid(record, pruner)
+        if settings.name != "grid":
+
+            def devices_of(config: Config) -> int:
+                refuse_small_batch(config, leader.launch)
+                return devices_of_a_job(settings, config)
+
+            plan = Searching(request, planned, record, configs[0], devices_of, pruner)
         with held_back():
-            if record.left and settings.on == "devices":  # other carriers start processes elsewhere
+            # Other carriers start processes elsewhere.
+            if (record.left or settings.name != "grid") and settings.on == "devices":
                 warm_up(FOR_JOBS)
-        carrier, progress = carrier_of(settings, directory, record)
-        scheduler = Scheduler(directory, record, Grid(record), carrier, settings, progress, signals)
+        carrier, progress = carrier_of(settings, directory, record, devices_of_a_job(settings, configs[0]))
+        if isinstance(plan, Searching):
+            plan.has_room = carrier.has_room
+        scheduler = Scheduler(directory, record, plan, carrier, settings, progress, signals)
         with carrier:
             scheduler.run()
         progress.close()
@@ -90,19 +110,22 @@ def devices_of_a_job(settings: SweepConfig, config: Config) -> int:
     return num_workers(config.launch, LaunchEnv()) or 1
 
 
-def carrier_of(settings: SweepConfig, directory: Path, record: Record) -> tuple[Carrier, Progress]:
-    """The carrier that `sweep.on` names, and what tells of its jobs."""
+def carrier_of(
+    settings: SweepConfig, directory: Path, record: Record, nproc: int
+) -> tuple[Carrier, Progress]:
+    """The carrier that `sweep.on` names, and what tells of its jobs. `nproc` is of the first of a search."""
     from launcher.sweep.carriers.devices import Devices, Pool
     from launcher.sweep.progress import Progress
 
+    trials = settings.stop.trials if settings.name != "grid" else None
     if settings.on == "slurm":
         from launcher.sweep.carriers.slurm import SlurmCarrier
 
-        return SlurmCarrier(settings), Progress(directory, record.jobs, False)
+        return SlurmCarrier(settings), Progress(directory, record.jobs, False, trials)
     if settings.on == "ray":
         from launcher.sweep.carriers.ray import RayCarrier
 
-        return RayCarrier(settings), Progress(directory, record.jobs, False)
+        return RayCarrier(settings), Progress(directory, record.jobs, False, trials)
     gpus, cores = visible_gpus(), sorted(os.sched_getaffinity(0))
     parallel = None if settings.parallel == "auto" else int(settings.parallel)
     if not gpus:
@@ -110,8 +133,8 @@ def carrier_of(settings: SweepConfig, directory: Path, record: Record) -> tuple[
         # a job of a sweep is to have those of the same job alone.
         parallel = parallel or 1
     pool = Pool(gpus, cores, settings.jobs_per_gpu, parallel)
-    alone = pool.at_a_time(min((job.nproc for job in record.jobs), default=1)) == 1
-    return Devices(pool, run_in_child, alone), Progress(directory, record.jobs, alone)
+    alone = pool.at_a_time(min((job.nproc for job in record.jobs), default=nproc)) == 1
+    return Devices(pool, run_in_child, alone), Progress(directory, record.jobs, alone, trials)
 
 
 def run_in_child(directory: Path) -> int:

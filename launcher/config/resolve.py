@@ -116,7 +116,8 @@ def compose_one(request: Request, overrides: tuple[str, ...]) -> Config:
 def space_of(request: Request) -> Space:
     """What a checked request varies."""
     parsed = OverridesParser.create().parse_overrides(list(request.overrides))
-    return Space.of([override for override in parsed if not override.is_hydra_override()])
+    shared = ("hydra", "sweep")  # settings of the whole sweep, which are no jobs' own
+    return Space.of([each for each in parsed if re.split("[./]", each.key_or_group)[0] not in shared])
 
 
 def sweep_problems(space: Space, name: object) -> Iterator[str]:

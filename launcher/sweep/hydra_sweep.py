@@ -51,6 +51,14 @@ class Planned:
     names: Sequence[str]
     overrides: Sequence[tuple[str, ...]]
     master: DictConfig  # the tree of the sweep with Hydra's own section
+    request: Request
+    settings: Sequence[str]  # of hydra.sweep
+
+    def name_of(self, number: int, lines: Sequence[str]) -> str:
+        """The name of a further job, which a search has asked for. Raises ConfigError."""
+        with hydra_initialised(self.request):
+            (name,) = job_names(self.request, self.master, self.settings, [tuple(lines)], number)
+        return name
 
     def save_master(self) -> None:
         """Write multirun.yaml, as Hydra does. Raises OSError."""
@@ -74,7 +82,7 @@ def planned(request: Request, configs: Sequence[Config], lines: Sequence[tuple[s
                 f"{SECTION}.subdir: jobs {names.index(name)} and {number} of the sweep would both have the "
                 f"directory {name}. Name each job differently, for instance with ${{hydra.job.num}}."
             )
-    return Planned(directory, names, lines, master)
+    return Planned(directory, names, lines, master, request, settings)
 
 
 def sweep_settings(request: Request, recipes: Sequence[str]) -> list[str]:
@@ -117,14 +125,21 @@ def is_setting(key: str) -> bool:
 
 
 def job_names(
-    request: Request, master: DictConfig, settings: Sequence[str], lines: Sequence[tuple[str, ...]]
+    request: Request,
+    master: DictConfig,
+    settings: Sequence[str],
+    lines: Sequence[tuple[str, ...]],
+    first: int = 0,
 ) -> list[str]:
-    """The folder of each job, as hydra.sweep.subdir names it. A name of one's own may contain any key."""
+    """The folder of each job, as hydra.sweep.subdir names it. A name of one's own may contain any key.
+
+    `first` is the number of the first of these jobs.
+    """
     own = any(line.startswith(f"{SECTION}.subdir=") for line in settings)
     fixed, parser, names = fixed_keys(request), OverridesParser.create(), []
     distinct = {line for of_job in lines for line in of_job}  # parsing takes 1 ms, and most jobs share most
     overrides = {line: parser.parse_override(line) for line in distinct}
-    for number, of_job in enumerate(lines):
+    for number, of_job in enumerate(lines, first):
         tree = composed(request, [*settings, *of_job], RunMode.RUN) if own else master
         with open_dict(tree):
             job = tree.hydra.job

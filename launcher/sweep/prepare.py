@@ -15,7 +15,8 @@ from pathlib import Path
 
 from launcher.config.composition import Request
 from launcher.config.messages import quoted
-from launcher.config.schema import Config
+from launcher.config.resolve import GRID
+from launcher.config.schema import Config, SweepConfig
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import clear_away
 from launcher.run_dir.lock import locked
@@ -58,27 +59,31 @@ def run_in_place(request: Request, configs: Sequence[Config], run_one: RunOne) -
 
 
 @contextmanager
-def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Path, Record, list[Config]]]:
-    """The directory of a sweep, its record, and the config of each job; locked within the context.
+def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Planned, Record, list[Config]]]:
+    """A sweep whose directory exists, its record, and the config of each job; locked within the context.
+
+    Of a search there are no configs: `Searching` adds its jobs to the record.
 
     Raises ConfigError for the directory of another sweep, program or process, StorageError for one that
     cannot be written.
     """
-    jobs = {repr(config): (config, lines) for config, lines in zip(configs, jobs_of(request), strict=True)}
-    if len(jobs) < len(configs):
+    settings = configs[0].sweep
+    each = zip(configs, jobs_of(request), strict=True) if settings.name == GRID else ()
+    jobs = {repr(config): (config, lines) for config, lines in each}
+    if 0 < len(jobs) < len(configs):
         print(f"sweep: {len(configs) - len(jobs)} of {len(configs)} jobs equal others and are left out")
     found = [config for config, _ in jobs.values()]
-    plan = planned(_in_its_directory(request), found, [lines for _, lines in jobs.values()])
+    plan = planned(_in_its_directory(request), configs, [lines for _, lines in jobs.values()])
     directory = plan.directory
     try:
         with locked(directory, f"{SECTION}.dir"):
             clear_away(directory)
             placed_jobs = _placed(plan, found)
-            record = _record(request, plan, placed_jobs)
-            for job, config in zip(record.jobs, placed_jobs, strict=True):
+            record = _record(request, plan, placed_jobs, settings)
+            for job, config in zip(record.jobs, placed_jobs, strict=settings.name == GRID):
                 made(directory / job.name)
                 write_job(config, job.overrides)
-            yield directory, record, placed_jobs
+            yield plan, record, placed_jobs
     except OSError as error:
         raise StorageError(
             f"the sweep's files cannot be written to {directory}: {error.strerror or error}. Choose a "
@@ -87,20 +92,18 @@ def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Path
 
 
 def _placed(plan: Planned, configs: Sequence[Config]) -> list[Config]:
-    """The configs with what a job has of its sweep: directory, tracking group, name."""
-    return [
-        in_sweep(
-            with_environment(placed(config, plan.directory / name, plan.directory.name), lines, os.environ),
-            name,
-            number,
-        )
-        for number, (config, name, lines) in enumerate(zip(configs, plan.names, plan.overrides, strict=True))
-    ]
+    return [place(config, plan.directory, job) for config, job in zip(configs, _jobs(plan), strict=True)]
 
 
-def _record(request: Request, plan: Planned, configs: Sequence[Config]) -> Record:
+def place(config: Config, directory: Path, job: Job) -> Config:
+    """The config with what a job has of its sweep: directory, tracking group, name."""
+    own = placed(config, directory / job.name, directory.name)
+    return in_sweep(with_environment(own, job.overrides, os.environ), job.name, job.number)
+
+
+def _record(request: Request, plan: Planned, configs: Sequence[Config], settings: SweepConfig) -> Record:
     """The record of a new sweep, or of the one in the directory, ready to continue."""
-    directory, asked = plan.directory, configs[0].sweep.resume
+    directory, asked = plan.directory, settings.resume
     if (directory / SWEEP).exists():
         if asked == NEVER:
             raise ConfigError(
@@ -108,8 +111,9 @@ def _record(request: Request, plan: Planned, configs: Sequence[Config]) -> Recor
                 f"{SECTION}.dir out for a new one, or continue it: {RESUME}={AUTO}."
             )
         record = Record.read(directory)
-        overrides = dict(zip(plan.names, plan.overrides, strict=True))
-        refuse_changes(record, directory, dict(zip(plan.names, configs, strict=True)), overrides)
+        if settings.name == GRID:
+            overrides = dict(zip(plan.names, plan.overrides, strict=True))
+            refuse_changes(record, directory, dict(zip(plan.names, configs, strict=True)), overrides)
         recover(record, directory)
         record.write(directory)
         return record
@@ -123,14 +127,17 @@ def _record(request: Request, plan: Planned, configs: Sequence[Config]) -> Recor
 
 
 def new_record(request: Request, plan: Planned) -> Record:
-    jobs = [
-        Job(number, name, lines)
-        for number, (name, lines) in enumerate(zip(plan.names, plan.overrides, strict=True))
-    ]
     tree = None if request.config_dir is None else str(request.config_dir.absolute())
     own = [line for line in request.overrides if not line.startswith((f"{SECTION}.dir=", f"{RESUME}="))]
     words = ("-m", f"{RESUME}={written(plan.directory)}")
-    return Record(jobs, own, tree, request.config_name, words=words)
+    return Record(_jobs(plan), own, tree, request.config_name, words=words)
+
+
+def _jobs(plan: Planned) -> list[Job]:
+    return [
+        Job(number, name, lines)
+        for number, (name, lines) in enumerate(zip(plan.names, plan.overrides, strict=True))
+    ]
 
 
 def written(directory: Path) -> str:

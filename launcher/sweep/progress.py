@@ -22,8 +22,9 @@ LOG = "output.log"  # of a job, in its folder: what it prints where several run
 class Progress:
     """The lines and the table of one sweep. `alone`: jobs run one at a time, and print for themselves."""
 
-    def __init__(self, directory: Path, jobs: Sequence[Job], alone: bool) -> None:
-        self._directory, self._jobs, self._alone = directory, jobs, alone
+    def __init__(self, directory: Path, jobs: Sequence[Job], alone: bool, trials: int | None = None) -> None:
+        """`trials` is how many jobs a search will have, which adds to `jobs`."""
+        self._directory, self._jobs, self._alone, self._trials = directory, jobs, alone, trials
         self._drawn, self._drawn_s = 0, 0.0
         self._live = not alone and sys.stdout.isatty()
 
@@ -72,7 +73,7 @@ class Progress:
             self._drawn = 0
 
     def _of(self, job: Job) -> str:
-        return f"{job.number + 1} of {len(self._jobs)}"
+        return f"{job.number + 1} of {self._trials or len(self._jobs)}"
 
 
 def table(directory: Path, jobs: Sequence[Job], columns: int, rows: int) -> list[str]:

@@ -19,7 +19,7 @@ from launcher.run_dir.codec import decoded, encoded
 from launcher.run_dir.records import CONFIG, JOB, RESULT, SWEEP, foreign_to_a_run
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME as STATUS
-from launcher.sweep.job import DONE, FAILED, OVER, RUNNING, WAITING, Job, settings_that_differ
+from launcher.sweep.job import DONE, FAILED, OVER, PRUNED, RUNNING, WAITING, Job, settings_that_differ
 
 VERSION = 1
 SHOWN = 8  # differences in an error
@@ -72,7 +72,11 @@ def take_result(job: Job, directory: Path) -> None:
         result = decoded(Result, read_json(directory / RESULT))
     except (OSError, ValueError):
         return
+    if result.state == PRUNED:  # its metric is that of the evaluation which decided
+        job.state, job.exit = PRUNED, result.exit
+        return
     job.metric_name, job.metric = result.metric_name, result.metric
+    job.higher_is_better = result.higher_is_better
     job.error = (result.error or "").partition("\n")[0] or None
     if result.state == DONE:
         job.state, job.exit = DONE, 0
@@ -115,7 +119,12 @@ def refuse_changes(
     for name in [name for name in here if name in there and (directory / name / JOB).exists()]:
         for key, (old, new) in settings_that_differ(directory / name, planned[name]).items():
             differ[f"{key} is {as_typed(old)} there and {as_typed(new)} here"] = None
-    if found := [*found, *differ]:
+    refuse_differences(directory, [*found, *differ])
+
+
+def refuse_differences(directory: Path, found: Sequence[str]) -> None:
+    """Raise ConfigError with what differs between a command and the sweep in this directory, if anything."""
+    if found:
         raise ConfigError(
             f"{directory} holds another sweep: {listed(found, SHOWN, '; ')}. Continue it with its own "
             "command, or with sweep.resume=DIR alone; or choose another directory with hydra.sweep.dir=DIR."

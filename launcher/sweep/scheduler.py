@@ -13,8 +13,11 @@ from typing import Protocol
 
 from launcher.config.schema import SweepConfig
 from launcher.errors import DIVERGED, ConfigError, PreemptedError, counted
+from launcher.errors import PRUNED as PRUNED_CODE
 from launcher.errors import STOPPED as STOPPED_CODES
+from launcher.run_dir.pruning import PruneRequest, ask_to_prune
 from launcher.supervisor.parent_signals import Signals
+from launcher.sweep.asha import Pruner
 from launcher.sweep.carriers import Carrier, Change
 from launcher.sweep.job import DONE, FAILED, OVER, PRUNED, RUNNING, STOPPED, WAITING, Job
 from launcher.sweep.progress import Progress
@@ -38,14 +41,14 @@ class Plan(Protocol):
         """The job is over (done, failed for good, pruned) or stopped; its metric is read."""
 
     def to_prune(self, running: Iterable[Job]) -> Iterable[Job]:
-        """Those that are to be stopped early. Called every POLL_S."""
+        """Those that are to be pruned, each once, with the reason as `error`. Called every POLL_S."""
 
 
 class Grid:
     """The jobs of the record, by number."""
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
+    def __init__(self, record: Record, pruner: Pruner | None = None) -> None:
+        self._record, self._pruner = record, pruner
 
     def next(self) -> Job | None:
         return next((job for job in self._record.jobs if job.state == WAITING), None)
@@ -53,7 +56,7 @@ class Grid:
     def ended(self, job: Job) -> None: ...
 
     def to_prune(self, running: Iterable[Job]) -> Iterable[Job]:
-        return ()
+        return () if self._pruner is None else self._pruner.to_prune(running)
 
 
 class Scheduler:
@@ -73,7 +76,6 @@ class Scheduler:
         self._directory, self._record, self._plan = directory, record, plan
         self._carrier, self._settings, self._progress, self._signals = carrier, settings, progress, signals
         self._running: dict[int, Job] = {}
-        self._pruned: set[int] = set()
         self.asked = self._asked_at_once = False  # to stop, before all jobs are done
         self._changed = True  # since sweep.json was written: once for all jobs that end and start together
         self._began_s, self._before_s = time.monotonic(), record.seconds
@@ -137,8 +139,7 @@ class Scheduler:
         if change.exit == 0:
             take_result(job, self._directory / job.name)
             return DONE
-        if job.number in self._pruned:
-            self._pruned.discard(job.number)
+        if change.exit == PRUNED_CODE:
             return PRUNED
         job.error = None
         take_result(job, self._directory / job.name)
@@ -166,8 +167,9 @@ class Scheduler:
             self._carrier.stop(job)
 
     def _prune(self, job: Job) -> None:
-        self._pruned.add(job.number)
-        self._carrier.stop(job)
+        request = PruneRequest(job.error or "", self._settings.keep_pruned)
+        ask_to_prune(self._directory / job.name, request)
+        self._changed = True  # the metric that decided
 
     def _write(self) -> None:
         self._changed = False

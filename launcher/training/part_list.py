@@ -71,6 +71,7 @@ def parts_of(
         Evaluator(job, trained),
         EarlyStopping(stop, compare_by, course, run.telemetry) if stop.patience is not None else None,
         Plateau(run, config.plateau, job.recipe) if config.plateau.factor is not None else None,
+        run.pruning if run.pruning.rule != "none" else None,
         Energy(gpus),
         Checkpoints(run, saved.directory, saved.take),  # last: saves what the others have made of a step
     ]

@@ -12,20 +12,30 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launcher.config.wandb_sweep import sweep_of_agent
+from launcher.evaluation.comparison import refuse_none
+from launcher.evaluation.evaluate import Evaluation
 from launcher.run_dir.pruning import PruneRequest, prune_request
 
-EVERY_S = (
-    0.5  # between two looks: a step costs one comparison of clocks, and a shared disk two look-ups a second
-)
+EVERY_S = 0.5  # between two looks: a step costs a comparison of clocks, a shared disk two look-ups a second
 
 
 class PruneCheck:
-    """Looks for a request in the run's directory; `request` is what it has found."""
+    """Looks for a request in the run's directory; `request` is what it has found.
 
-    def __init__(self, run_dir: Path, is_leader: bool) -> None:
+    `rule` is that of the sweep, which needs evaluations to judge by. A part of the run for that check alone.
+    """
+
+    offers = ("asked",)
+
+    def __init__(self, run_dir: Path, is_leader: bool, rule: str = "none") -> None:
+        self.rule = rule
         self.request: PruneRequest | None = None
         self._run_dir = run_dir
         self._next_s = 0.0 if is_leader else math.inf
+
+    def check_evaluations(self, evaluations: Mapping[str, Evaluation]) -> None:
+        """Raise ConfigError, on all ranks alike, for a run that its sweep could not judge."""
+        refuse_none("sweep.prune", self.rule, evaluations)
 
     def asked(self) -> bool:
         """Whether the run is to be pruned; false on all ranks but the leader."""

@@ -45,7 +45,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.reports = Reports(self.telemetry, self.votes)
-        self.pruning = PruneCheck(Path(self.config.run.dir), self.env.is_leader)
+        self.pruning = PruneCheck(Path(self.config.run.dir), self.env.is_leader, self.config.sweep.prune)
         self._recorded = self.config
 
     def is_asked_to_end(self) -> bool:

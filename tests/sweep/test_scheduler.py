@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config.schema import SweepConfig
+from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import write_result
 from launcher.run_dir.result import Failure
 from launcher.supervisor.parent_signals import Signals
@@ -210,10 +211,11 @@ def test_of_the_jobs_that_failed_all_but_those_that_diverged_run_again(tmp_path)
 def test_a_pruned_job_frees_its_place_and_is_no_failure(tmp_path) -> None:
     class Pruner(Grid):
         def to_prune(self, running: Iterable[Job]) -> Iterable[Job]:
-            return [job for job in running if job.number == 1 and not run_carrier.stopped]
+            return [job for job in running if job.number == 1 and not (tmp_path / "1" / PRUNE).exists()]
 
-    run_carrier = Scripted(2)
+    run_carrier = Scripted(2, n1=[11])
     jobs = [Job(number, str(number), ()) for number in range(3)]
+    (tmp_path / "1").mkdir()
     record = Record(jobs, ())
     progress = Progress(tmp_path, jobs, alone=False)
     scheduler = Scheduler(
@@ -221,6 +223,7 @@ def test_a_pruned_job_frees_its_place_and_is_no_failure(tmp_path) -> None:
     )
     scheduler.run()
     assert [job.state for job in jobs] == ["done", "pruned", "done"]
+    assert run_carrier.stopped == {}, "the job ends by the request in its folder"
 
 
 def test_the_record_of_200_jobs_is_small(tmp_path) -> None:
