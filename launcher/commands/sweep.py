@@ -7,6 +7,7 @@ the sweep ended. Under torchrun the jobs run in place, one after another, on the
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.commands.run import report_failure, run_one, run_worker
-from launcher.config.messages import directory_override
+from launcher.config.messages import directory_override, program
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.handoff import Leader
 from launcher.errors import (
@@ -186,7 +187,8 @@ class SweepProgress:
     started: int = 0
     exit_codes: list[int] = field(default_factory=list)  # of the jobs that failed, in order
     stopped: bool = False  # by a signal
-    broken: bool = False  # the ranks have lost each other, or a stop was requested: run no further job
+    parted: bool = False  # a rank has failed alone, and the others have lost it
+    broken: bool = False  # parted, or a stop was requested: run no further job
 
     def run(self, config: Config, overrides: Sequence[str]) -> None:
         from launcher.telemetry.tracker.wandb_environment import in_sweep, with_environment
@@ -206,7 +208,8 @@ class SweepProgress:
                 without_advice(error)
             self.exit_codes.append(report_failure(error))
             # In parent mode a rank that is lost is a RunFailed.
-            self.broken = self.stopped or isinstance(error, StalledError | CollectiveError)
+            self.parted = self.leader.parted or isinstance(error, StalledError | CollectiveError)
+            self.broken = self.stopped or self.parted
 
 
 def run_in_place(request: Request, configs: Sequence[Config], leader: Leader, findings: Sequence[int]) -> int:
@@ -221,6 +224,16 @@ def run_in_place(request: Request, configs: Sequence[Config], leader: Leader, fi
         rest = "it continues with the jobs that are not done"
         again = directory_override("hydra.sweep.dir", directory)
         print(f"sweep: stopped. {TO_RESUME} {again}: {rest}", file=sys.stderr, flush=True)
+    elif progress.parted and progress.started < len(configs):
+        own = [line for line in request.overrides if not line.startswith("hydra.sweep.dir=")]
+        words = shlex.join([*own, f"launch.nproc={leader.launch.world_size}"])
+        again = f"{program()} -m {words} {directory_override('sweep.resume', directory)}"
+        print(
+            "sweep: a rank failed alone, and the others have lost it: these processes run no further job. To "
+            f"run the rest, each job on processes of its own: {again}",
+            file=sys.stderr,
+            flush=True,
+        )
     compare_jobs(directory)
     return next((code for code in progress.exit_codes if code not in findings), 0)
 

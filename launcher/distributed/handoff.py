@@ -71,6 +71,7 @@ class Leader:
         self._goodbye_s = self._patience.unmet_s
         self._others = range(1, launch.world_size)
         self._gone: list[int] = []  # ranks that were awaited in vain: they will not confirm the end either
+        self.parted = False  # the latest job failed on some ranks alone, and the others have lost them
         self._store: dist.Store | None = None
         self._messages = itertools.count()
         self._jobs = 0
@@ -94,7 +95,10 @@ class Leader:
         except Exception as error:
             failure = error
         own = departure_of(self.launch.rank, failure)
+        self.parted = True  # unless all ranks say how they have left
         departures = self._departures(store, job, own, config.launch.stall_s)
+        left_with_errors = {bool(each.error) for each in departures}
+        self.parted = len(left_with_errors) > 1 or any(each.lost for each in departures)
         first = self._first_failure(store, job, departures)
         text = attributed(first, departures)
         stopped = first.exit_code in ON_REQUEST
