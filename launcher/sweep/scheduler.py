@@ -90,11 +90,11 @@ class Scheduler:
                 self._write()
             if not self._running and (self.reason or self._plan.next() is None):
                 return
+            self._progress.refresh()  # after the starts: it reads files of all jobs that run
             for change in self._carrier.poll(POLL_S):
                 self._take(change)
             for job in self._plan.to_prune([*self._running.values()]):
                 self._prune(job)
-            self._progress.refresh()
 
     def _startable(self) -> Job | None:
         """The next job, where the limits allow one and the carrier has room."""
