@@ -14,9 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 COMMAND = "LAUNCHER_COMMAND"  # scripts/run sets it: its path as it was typed
-PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[A-Za-z_][\w-]*", re.IGNORECASE)  # read as text unquoted
+PLAIN = re.compile(
+    r"(?!(null|true|false|nan|inf)$)[A-Za-z_][A-Za-z0-9_-]*", re.IGNORECASE
+)  # read as text unquoted
 # YAML reads 1e-3 as text, because YAML 1.1 wants a dot in it; whoever lists it among values means the number.
-EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+EXPONENT = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?[eE][+-]?[0-9]+")
 
 
 def program() -> str:
