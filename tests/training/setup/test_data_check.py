@@ -70,7 +70,16 @@ def test_one_row_of_many_that_differs_between_ranks_is_named():
     other["x"][1234, 1] += 1e-3
     recipe = Recipe(lambda: None, TensorData(columns), TensorData(columns), None)
     found = [fingerprint(recipe, TensorData(each), {}) for each in (columns, other, columns)]
-    with pytest.raises(DataError, match=r"Rank 1 differs in: training column x \("):
+    with pytest.raises(DataError, match=r"Rank 1 differs in: training column x, all rows \("):
+        refuse_other_data(found)
+
+
+def test_small_whole_numbers_in_another_order_are_noticed():
+    labels = [torch.tensor(rows) for rows in ([0, 1, 1, 0], [1, 0, 0, 1])]
+    assert weighted_sum(labels[0]) == weighted_sum(labels[1])  # 5 + 7 = 3 + 9: it does not tell them apart
+    sets = [TensorData({"y": column}) for column in labels]
+    found = [fingerprint(Recipe(lambda: None, each, each, None), each, {}) for each in sets]
+    with pytest.raises(DataError, match=r"Rank 1 differs in: training column y \("):
         refuse_other_data(found)
 
 
