@@ -122,7 +122,7 @@ def run(
             steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
             cause = of_another_rank(failure or error, store, job, launch, heartbeat.words)
             report_failure(telemetry, steps, run_dir, launch, cause)
-            release_frames(error, is_logged=True)
+            release_frames(error)
             if failure is not None:
                 raise failure from error
             raise

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,23 @@ def test_without_a_parent_rank_0_writes_it_down(tmp_path: Path, ranks, odd, size
         assert ended.codes[0] == 1
         assert f"error: {text[:60]}" in ended.outputs[0]
     assert ended.seconds < at_most(30)
+
+
+def die_beside_a_comprehension(network: Any, batch: Any) -> None:
+    if is_here(network, 3):
+        if own_rank() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        group = torch.distributed.group.WORLD
+        [torch.distributed.all_reduce(torch.ones(size), group=group) for size in (USUAL, USUAL)]
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_a_comprehension_says_its_calls_in_time(tmp_path: Path) -> None:
+    """Rank 1 is connected with 0 and 2, which have lost 3, and whose comprehensions hold the group."""
+    ended = run(tmp_path / "run", ranks=4, user_code=die_beside_a_comprehension)
+    assert all(ended.codes), ended
+    text = str(ended.result["error"])
+    assert "Rank 3 has ended or does not answer; rank 0, 1, 2 called all_reduce of float [1000]." in text
 
 
 @pytest.mark.slow

@@ -173,14 +173,13 @@ def _unexpected(error: BaseException, logs: str) -> UnexpectedError | None:
     return failure
 
 
-def release_frames(error: BaseException, is_logged: bool = False) -> None:
-    """Free what the frames of a failure hold, in particular the process group.
+def release_frames(error: BaseException) -> None:
+    """Free what the frames of a failure hold, in particular the process group; the traceback stays.
 
     Gloo closes its connections when the last reference to the group is gone, and only then do the ranks
-    that wait in a collective for this one notice. What a function within a function takes from around it is
-    freed only with the traceback, once that `is_logged`.
+    that wait in a collective for this one notice.
     """
-    (frames.release if is_logged else frames.clear)(error)
+    frames.clear(error)
     works.release()
     gc.collect()
 
