@@ -39,6 +39,8 @@ SAVED = ("state.json", "dataset_dict.json")  # by save_to_disk
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "labels", "class", "target")
 SPLITS = ("train", "test")  # of images of one size
+OF_ONE_SIZE = "train*.parquet and test*.parquet"  # the files of a folder
+OF_ANY_SIZE = "parquet, CSV or JSON files or class folders"
 SHOWN = 10
 
 
@@ -114,13 +116,17 @@ def _listing(
     where: str,
     base: Path,
     val_fraction: float = 0.0,
+    numbered: bool = False,
 ) -> HubListing:
-    """The rows of one or two splits, with the columns of images and of labels that the config names."""
+    """The rows of one or two splits, with the columns of images and of labels that the config names.
+
+    `numbered`: whole numbers without names are those of classes, counted from 0 in both splits.
+    """
     image = _column(train, "image", columns[0], library.Image, IMAGE_COLUMNS, where)
     label = _column(train, "label", columns[1], library.ClassLabel, LABEL_COLUMNS, where)
     rows = tuple(_undecoded(library, each, image) for each in (train, held_out) if each is not None)
     values = [_values(each, label, where) for each in rows]
-    classes = _classes(train.features[label], values[0])
+    classes = _classes(train.features[label], values, numbered)
     labels = [_numbers(each, classes, train.features[label], where) for each in values]
     places = [[(which, row) for row in range(len(each))] for which, each in enumerate(labels)]
     if held_out is None:
@@ -152,13 +158,13 @@ def load_parquet_splits(
 
     path: a folder with train*.parquet and test*.parquet; None: `hub_name` from the hub or its cache.
     cache: where the decoded images of a folder are kept: none, auto or a folder.
-    columns: the names of those of images and labels; None: by their types.
+    columns: the names of those of images and labels; None: by their types, but for labels first `label`.
     """
     files = {} if path is None else {name: _split_files(Path(path).expanduser(), name) for name in SPLITS}
     about = [[str(file.resolve()), *size_and_time(file)] for each in files.values() for file in each]
     stored = cached(
         cache_folder(cache) if files else None,
-        {"images of": about, "columns": columns},
+        {"images and labels of": about, "columns": columns},
         lambda: _decoded(files, path or hub_name, columns),
     )
     train, test = (TensorData(stored.part(name)) for name in SPLITS)
@@ -170,8 +176,12 @@ def _decoded(
 ) -> Stored:
     """The images and labels of both splits, and the names of the classes."""
     library = datasets_library("data=cifar10")
-    loaded = _in_memory(library, files) if files else _loaded(library, where, where)
-    listing = _listing(library, loaded["train"], loaded["test"], columns, where, Path())
+    loaded = _in_memory(library, files) if files else _loaded(library, where, where, OF_ONE_SIZE)
+    train, test = (loaded[name] for name in SPLITS)
+    image, label = columns
+    if label is None and LABEL_COLUMNS[0] in train.features:
+        label = LABEL_COLUMNS[0]
+    listing = _listing(library, train, test, (image, label), where, Path(), numbered=True)
     labels = torch.tensor(listing.labels)
     tensors = {"train/label": labels[: listing.num_train], "test/label": labels[listing.num_train :]}
     for name, rows in zip(SPLITS, listing.rows, strict=True):
@@ -195,10 +205,10 @@ def _in_memory(library: ModuleType, files: Mapping[str, Sequence[Path]]) -> dict
     return {name: library.Dataset(table, fingerprint=name) for name, table in tables.items()}
 
 
-def _loaded(library: ModuleType, path: str, where: str, named: bool = False) -> Any:
+def _loaded(library: ModuleType, path: str, where: str, holds: str = OF_ANY_SIZE, named: bool = False) -> Any:
     """What the library reads: a set, or a mapping of splits.
 
-    `named`: the config names the column of images.
+    `holds`: what a folder in its place has to hold. `named`: the config names the column of images.
     """
     place = Path(path)
     try:
@@ -222,7 +232,7 @@ def _loaded(library: ModuleType, path: str, where: str, named: bool = False) -> 
         raise DataError(
             f"{where} is nothing here, and a set of this name is neither in the cache of the "
             f"`datasets` library nor could it be fetched from the hub: {first_line(error)}. Connect to the "
-            "network once, or give a folder: data.path=DIR with parquet, CSV or JSON files or class folders."
+            f"network once, or give a folder: data.path=DIR with {holds}."
         ) from error
 
 
@@ -311,9 +321,12 @@ def _is_label(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, str) and value.strip() != "")
 
 
-def _classes(kind: Any, values: Sequence[Any]) -> list[Any]:
-    names = getattr(kind, "names", None)
-    return list(names) if names else sorted(set(values), key=lambda value: (isinstance(value, str), value))
+def _classes(kind: Any, values: Sequence[Sequence[Any]], numbered: bool) -> list[Any]:
+    if names := getattr(kind, "names", None):
+        return list(names)
+    if numbered and all(isinstance(value, int) for each in values for value in each):
+        return list(range(max(map(max, values)) + 1))
+    return sorted(set(values[0]), key=lambda value: (isinstance(value, str), value))
 
 
 def _numbers(values: Sequence[Any], classes: Sequence[Any], kind: Any, where: str) -> list[int]:
@@ -335,9 +348,7 @@ def _numbers(values: Sequence[Any], classes: Sequence[Any], kind: Any, where: st
 def _split_files(folder: Path, name: str) -> list[Path]:
     if not folder.is_dir():
         kind = "is a file" if folder.exists() else "does not exist"
-        raise ConfigError(
-            f"data.path={folder} {kind}. Give the folder with train*.parquet and test*.parquet."
-        )
+        raise ConfigError(f"data.path={folder} {kind}. Give the folder with {OF_ONE_SIZE}.")
     files = sorted(folder.glob(f"{name}*.parquet"))
     if not files:
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"

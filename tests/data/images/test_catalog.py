@@ -291,6 +291,30 @@ def test_other_columns_are_found_by_their_types_or_named(tmp_path):
     assert images.train.columns["label"].tolist() == [1, 0]
 
 
+def test_labels_without_names_are_the_numbers_of_classes(tmp_path):
+    write_pair(tmp_path, [png()] * 3, [0, 2, 5], class_names=None)
+    write_parquet(tmp_path / "test.parquet", [png()] * 2, [3, 6], class_names=None)
+    images = load_images(data_config("cifar10", tmp_path))
+    assert images.classes == tuple("0123456")
+    assert images.train.columns["label"].tolist() == [0, 2, 5]
+    assert images.validation.columns["label"].tolist() == [3, 6]
+
+
+def test_the_column_called_label_comes_before_one_of_class_labels(tmp_path):
+    write_pair(tmp_path, [png()] * 2, [0, 1], columns=("img", "coarse"))
+    for name in ("train", "test"):
+        table = pq.read_table(tmp_path / f"{name}.parquet")
+        metadata = json.loads(table.schema.metadata[b"huggingface"])
+        metadata["info"]["features"]["label"] = {"dtype": "int64", "_type": "Value"}
+        table = table.append_column("label", pa.array([1, 0], pa.int64()))
+        pq.write_table(
+            table.replace_schema_metadata({"huggingface": json.dumps(metadata)}), tmp_path / f"{name}.parquet"
+        )
+    images = load_images(data_config("cifar10", tmp_path))
+    assert images.train.columns["label"].tolist() == [1, 0]
+    assert load_images(data_config("cifar10", tmp_path, label_column="coarse")).classes[0] == "cat"
+
+
 def test_grey_images_get_three_channels(tmp_path):
     write_pair(tmp_path, [png(7, mode="L")], [0])
     assert load_images(data_config("cifar10", tmp_path)).train.columns["image"].unique().tolist() == [7]
@@ -327,6 +351,7 @@ def damaged(file):
             lambda d: write_parquet(d / "test.parquet", [png()], [-1], class_names=None),
             r"1 of 1 labels are -1",
         ),
+        (lambda d: write_pair(d, [png()] * 3, [0, 1, -1], class_names=None), r"1 of 3 labels are -1"),
         (lambda d: write_pair(d, [png(), png()], [0, None]), r"row 1 has None in the label column label"),
         (
             lambda d: write_pair(d, [png(), png(size=(5, 6))], [0, 1]),
@@ -409,7 +434,7 @@ def test_without_a_network_the_hub_is_given_up_quickly(tmp_path):
         check=True,
     )
     assert result.stdout.startswith("uoft-cs/cifar10 is nothing here")
-    assert "give a folder: data.path=DIR" in result.stdout
+    assert "give a folder: data.path=DIR with train*.parquet and test*.parquet" in result.stdout
     assert "OfflineModeIsEnabled" in result.stdout  # it was told so, and did not retry for 24 s
     assert result.stderr == ""
 
