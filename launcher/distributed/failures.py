@@ -179,7 +179,8 @@ def reason_of(store: dist.Store, job: str, rank: int) -> tuple[str, int]:
     left = recorded(store, job, rank)
     if left is None:
         return f"rank {rank} failed. Its log and its stderr say why.", LauncherError.exit_code
-    return attributed(left, [left]), left.exit_code
+    # The error may be another rank's, as that of one which did not join a collective.
+    return left.error if left.error.startswith("rank ") else attributed(left, [left]), left.exit_code
 
 
 def leave_word(store: dist.Store, job: str, launch: LaunchEnv, text: str, exit_code: int) -> None:

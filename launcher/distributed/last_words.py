@@ -13,6 +13,8 @@ import struct
 import time
 from dataclasses import asdict, dataclass, replace
 
+from launcher.errors import visible
+
 _FAILED_S = struct.Struct("=d")  # of the machine's monotonic clock; 0: it has not failed
 _LENGTH = struct.Struct("=q")  # of the text in bytes; 0: there is none
 _TEXT_AT = _FAILED_S.size + _LENGTH.size
@@ -66,10 +68,11 @@ class LastWords:
         return min(failed, key=lambda rank: failed[rank], default=None)
 
     def leave(self, departure: Departure) -> None:
-        """Record how a rank leaves, without the traceback where there is no room for it."""
+        """Record how a rank leaves. Without room: no traceback, and an error without its middle."""
         said = departure.as_text().encode()
         if len(said) > ROW_BYTES - _TEXT_AT:
-            said = replace(departure, traceback="").as_text().encode()
+            # Or it would be written over the row of the next rank.
+            said = replace(departure, error=visible(departure.error), traceback="").as_text().encode()
         # The text first: a reader takes it for complete once there is a length.
         self._write(departure.rank, _TEXT_AT, said)
         self._write(departure.rank, _FAILED_S.size, _LENGTH.pack(len(said)))
