@@ -349,7 +349,7 @@ def _table(file: Path, columns: tuple[str, str]) -> Table:
     if not file.is_file():
         kind = "is a folder" if file.exists() else "does not exist"
         raise ConfigError(f"data.csv={file} {kind}. Give a file with the columns {', '.join(COLUMNS)}.")
-    table = read_csv(file)
+    table = read_csv(file, once=(*columns, SPLIT))  # spreadsheets write columns without a name
     if lacking := [name for name in columns if name not in table.columns]:
         raise DataError(
             f"data.csv={file} has no column {' and '.join(lacking)}. Its first line has: "

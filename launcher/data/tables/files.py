@@ -208,9 +208,12 @@ def _read_tsv(file: Path, wanted: Wanted) -> Table:
     return _from_rows(file, rows, wanted, "tabs")
 
 
-def read_csv(file: Path, wanted: Wanted = None) -> Table:
-    """Read a file of any name as CSV. Raises DataError."""
-    return _from_rows(file, _csv_rows(file), wanted, "commas")
+def read_csv(file: Path, wanted: Wanted = None, once: Sequence[str] | None = None) -> Table:
+    """Read a file of any name as CSV. Raises DataError.
+
+    `once`: the names that no two columns may have, of others the first is kept; None: all.
+    """
+    return _from_rows(file, _csv_rows(file), wanted, "commas", once)
 
 
 def _csv_rows(file: Path, separator: str = ",") -> Iterator[tuple[int, list[str]]]:
@@ -229,15 +232,21 @@ def _csv_rows(file: Path, separator: str = ",") -> Iterator[tuple[int, list[str]
         ) from error
 
 
-def _from_rows(file: Path, rows: Iterator[tuple[int, list[str]]], wanted: Wanted, separator: str) -> Table:
+def _from_rows(
+    file: Path,
+    rows: Iterator[tuple[int, list[str]]],
+    wanted: Wanted,
+    separator: str,
+    once: Sequence[str] | None = None,
+) -> Table:
     """A table of a file whose first row has the names of the columns."""
     _, names = next(rows, (0, []))
     names = [name.strip() for name in names]
     if not any(names):
         raise DataError(f"{file} is empty. Its first line must have the names of the columns.")
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
+    if repeated := sorted({n for n in names if names.count(n) > 1 and (once is None or n in once)}):
         raise DataError(f"{file} has more than one column named {', '.join(repeated)!r}. Rename them.")
-    kept = [names.index(name) for name in _picked(file, names, wanted)]
+    kept = [names.index(name) for name in dict.fromkeys(_picked(file, names, wanted))]
     columns = [Column() for _ in kept]
     places = array("q")
     for line, cells in rows:

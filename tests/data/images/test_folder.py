@@ -309,6 +309,14 @@ def test_a_csv_may_lie_beside_the_images_and_leave_the_split_to_the_fraction(tmp
     assert (listing.classes, len(listing.files), listing.num_train) == (("x", "y"), 16, 12)
 
 
+def test_a_csv_may_repeat_columns_that_are_not_read(tmp_path):
+    write_classes(tmp_path, ("a", "b"), count=3)
+    rows = [f"{label}/{number}.png,{label},,,x,y" for label in "ab" for number in range(3)]
+    (tmp_path / "mine.csv").write_text("\n".join(["path,label,,,note,note", *rows]))
+    listing = list_csv(tmp_path / "mine.csv", None, 0.25)
+    assert (len(listing.files), listing.classes) == (6, ("a", "b"))
+
+
 def test_the_columns_of_a_csv_may_have_any_name_and_its_files_no_suffix(tmp_path):
     write_classes(tmp_path / "train_images", ("cat", "dog"), count=2)
     rows = [f"{name}/{number},{name}" for name in ("cat", "dog") for number in range(2)]
