@@ -16,7 +16,7 @@ from textwrap import wrap
 from launcher.config.messages import program
 from launcher.errors import DIVERGED, PRUNED, counted, listed
 from launcher.report.charts.characters import characters, curve_chart
-from launcher.report.comparison import TABLE, compares_precisions, job_directories
+from launcher.report.comparison import TABLE, compares_precisions, job_directories, jobs_of
 from launcher.report.overview import first_line, printable, shortened
 from launcher.report.reading import text_of
 from launcher.report.recording import Follower
@@ -131,10 +131,10 @@ class WatchedSweep:
 
     def screen(self, columns: int, rows: int, braille: bool) -> list[str]:
         rest = [line for text in self._rest() for line in wrap(text, columns, break_long_words=False)]
-        return [*sweep_screen(self._views(), columns, rows - len(rest)), *rest]
+        return [*sweep_screen(self._views(), columns, rows - len(rest), self._waiting()), *rest]
 
     def lines(self) -> list[str]:
-        return [*sweep_screen(self._views(), WIDE, len(self._runs) + 3), *self._rest()]
+        return [*sweep_screen(self._views(), WIDE, len(self._runs) + 3, self._waiting()), *self._rest()]
 
     def warnings(self) -> list[str]:
         """Return no warnings: `report` prints those of the jobs."""
@@ -148,6 +148,10 @@ class WatchedSweep:
 
     def _views(self) -> list[View]:
         return [run.latest for run in self._runs.values()]
+
+    def _waiting(self) -> int:
+        """How many jobs are planned and have written nothing."""
+        return len(jobs_of(self._directory).keys() - {path.name for path in self._runs})
 
     def _rest(self) -> list[str]:
         """What is left of a sweep that has ended before its last job, and the command that runs it."""
@@ -185,10 +189,12 @@ def run_line(view: View) -> str:
     return "  ".join(parts)
 
 
-def sweep_screen(views: Sequence[View], columns: int, rows: int) -> list[str]:
-    """One line per job; those that have ended are left out first where there is no room."""
+def sweep_screen(views: Sequence[View], columns: int, rows: int, waiting: int = 0) -> list[str]:
+    """One line per job that has started; those that have ended are left out first where there is no room."""
     counts = {state: sum(view.state == state for view in views) for state in STATES}
-    head = f"{counted(len(views), 'job')}: " + ", ".join(f"{n} {state}" for state, n in counts.items() if n)
+    counts["waiting"] = waiting
+    head = f"{counted(len(views) + waiting, 'job')}: "
+    head += ", ".join(f"{n} {state}" for state, n in counts.items() if n)
     going = [view for view in views if not view.has_ended]
     ended = [view for view in views if view.has_ended]
     room = max(0, rows - 3)

@@ -15,6 +15,7 @@ from launcher.config.schema import SweepConfig
 from launcher.errors import DIVERGED, ConfigError, PreemptedError, counted
 from launcher.errors import PRUNED as PRUNED_CODE
 from launcher.errors import STOPPED as STOPPED_CODES
+from launcher.process.signals import SAVING
 from launcher.run_dir.pruning import PruneRequest, ask_to_prune
 from launcher.supervisor.parent_signals import Signals
 from launcher.sweep.asha import Pruner
@@ -151,7 +152,10 @@ class Scheduler:
         return WAITING if again else FAILED
 
     def _obey_signals(self) -> None:
-        self._signals.take()
+        arrived = self._signals.take()
+        if self._signals.stop is None and any(number in SAVING for number in arrived):
+            for job in self._running.values():
+                self._carrier.save(job)
         if self._signals.stop is not None and not self.asked:
             self._stop(f"stopped by {self._signals.stop.name}")
         if self._signals.impatient and not self._asked_at_once:

@@ -665,6 +665,8 @@ def test_a_sweep_whose_parent_was_killed_says_what_is_left(
         write_status(tmp_path / name, state, exit=code, age_s=1000.0)
     code = main(["watch", str(tmp_path), "--every=0.05"])
     lines = capsys.readouterr().out.splitlines()
+    head = next(line for line in lines if line.startswith("3 jobs: "))
+    assert ("waiting" in head) == (len(codes) < 3)
     found = [line for line in lines if " planned, " in line or line.startswith("to continue")]
     assert len(found) == len(rest)
     assert all(line.startswith(text) for line, text in zip(found, rest, strict=True))

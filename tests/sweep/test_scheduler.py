@@ -30,6 +30,7 @@ class Scripted:
         self.room, self.codes = room, {int(key[1:]): [*listed] for key, listed in codes.items()}
         self.running: dict[int, Path] = {}
         self.stopped: dict[int, bool] = {}
+        self.saved: list[int] = []
         self.most = 0
         self.order: list[int] = []
         self.on_poll: Callable[[], None] = lambda: None
@@ -57,6 +58,9 @@ class Scripted:
 
     def stop(self, job: Job, at_once: bool = False) -> None:
         self.stopped[job.number] = at_once
+
+    def save(self, job: Job) -> None:
+        self.saved.append(job.number)
 
     def __enter__(self) -> Scripted:
         return self
@@ -173,6 +177,17 @@ def test_a_signal_stops_all_jobs_and_the_next_process_runs_the_rest(tmp_path) ->
     run.again()
     assert run.states == ["done"] * 4
     assert [job.attempts for job in run.record.jobs] == [1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_request_to_save_reaches_the_jobs_that_run_and_stops_none(tmp_path, number) -> None:
+    def ask(run: Run) -> None:
+        if len(run.carrier.order) == 3:
+            run.signals.receive(number)
+
+    run = Run(tmp_path, Scripted(2), 4, on_poll=ask)
+    assert run.carrier.saved == [2]  # job 1 has ended with that look, and job 3 has not started
+    assert run.states == ["done"] * 4
 
 
 def test_a_second_interrupt_kills_them(tmp_path) -> None:

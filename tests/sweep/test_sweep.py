@@ -93,6 +93,25 @@ def test_sigterm_saves_all_jobs_and_says_how_to_continue(tmp_path: Path) -> None
         assert "sweep: 3 of 3 jobs done" in parent.stdout
 
 
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_request_to_save_is_passed_on_to_the_jobs(tmp_path: Path, parallel: int) -> None:
+    write_recipe(tmp_path, "if os.path.exists('slow'): " + ENDLESS)
+    (tmp_path / "slow").touch()
+    words = (*HERE, f"sweep.parallel={parallel}", "train.epochs=60", "seed=0,1")
+    with Parent(tmp_path, *words, nproc=1) as parent:
+        parent.rank(0)
+        parent.wait_until(lambda: parent.stdout.count("sweep: job") == parallel, 40, "jobs run")
+
+        def saved() -> int:
+            parent.signal(signal.SIGUSR1)  # a job that does not train yet saves nothing
+            return len(list((tmp_path / "sweep").glob("*/checkpoints/step-*/manifest.json")))
+
+        parent.wait_until(lambda: saved() >= parallel, 40, "each of them has saved")
+        (tmp_path / "slow").unlink()
+        assert parent.end(60) == 0
+    assert states(tmp_path) == ["done"] * 2
+
+
 def test_a_sweep_that_is_killed_again_and_again_ends_as_one_that_is_not(tmp_path: Path) -> None:
     """The same command each time. Which moments are hit depends on the machine; the results must not."""
     words = (*HERE, "sweep.parallel=2", "train.epochs=30", "checkpoint.every_steps=7", "seed=0,1,2,3")

@@ -57,6 +57,9 @@ class Carrier(Protocol):
     def stop(self, job: Job, at_once: bool = False) -> None:
         """Ask the job to save and end (SIGTERM), or kill it with all its processes. Returns at once."""
 
+    def save(self, job: Job) -> None:
+        """Ask the job to save a checkpoint and continue (SIGUSR1), where a signal can ask for that."""
+
     def __enter__(self) -> Carrier: ...
 
     def __exit__(self, *error: object) -> None: ...

@@ -85,9 +85,10 @@ class Devices:
         return changes
 
     def stop(self, job: Job, at_once: bool = False) -> None:
-        for child, started in self._started.items():
-            if started.number == job.number:
-                os.kill(child, signal.SIGKILL if at_once else signal.SIGTERM)  # not reaped: no other's number
+        self._send(job, signal.SIGKILL if at_once else signal.SIGTERM)
+
+    def save(self, job: Job) -> None:
+        self._send(job, signal.SIGUSR1)
 
     def __enter__(self) -> Devices:
         return self
@@ -97,6 +98,11 @@ class Devices:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         self._started.clear()
+
+    def _send(self, job: Job, number: signal.Signals) -> None:
+        for child, started in self._started.items():
+            if started.number == job.number:
+                os.kill(child, number)  # it is not reaped yet: the number is no other process's
 
     @property
     def _num_parts(self) -> int:

@@ -157,6 +157,11 @@ class RayCarrier:
             each.killed = True
             self._ray.kill(each.actor)
 
+    def save(self, job: Job) -> None:
+        each = self._running[job.number]
+        if each.has_started:
+            each.actor.send.remote(signal.SIGUSR1)
+
     def __enter__(self) -> RayCarrier:
         return self
 

@@ -132,6 +132,9 @@ class SlurmCarrier:
         how = ["--signal=TERM"] if each.runs and not at_once else []
         subprocess.run(["scancel", *how, each.id], capture_output=True, timeout=COMMAND_S)
 
+    def save(self, job: Job) -> None:
+        """Do nothing: in a job of Slurm SIGUSR1 means that its time ends (launch.preempt_signals)."""
+
     def __enter__(self) -> SlurmCarrier:
         return self
 
