@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.commands.run import report_failure, run_one, run_worker
-from launcher.config.messages import directory_override, program
+from launcher.config.messages import directory_override, program, tree_flags
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.handoff import Leader
 from launcher.errors import (
@@ -226,7 +226,8 @@ def run_in_place(request: Request, configs: Sequence[Config], leader: Leader, fi
         print(f"sweep: stopped. {TO_RESUME} {again}: {rest}", file=sys.stderr, flush=True)
     elif progress.parted and progress.started < len(configs):
         own = [line for line in request.overrides if not line.startswith("hydra.sweep.dir=")]
-        words = shlex.join([*own, f"launch.nproc={leader.launch.world_size}"])
+        flags = tree_flags(request.config_dir, request.config_name)
+        words = shlex.join([*flags, *own, f"launch.nproc={leader.launch.world_size}"])
         again = f"{program()} -m {words} {directory_override('sweep.resume', directory)}"
         print(
             "sweep: a rank failed alone, and the others have lost it: these processes run no further job. To "

@@ -28,6 +28,12 @@ def program() -> str:
     return "launcher" if os.path.basename(sys.argv[0]) == "launcher" else "python -m launcher"
 
 
+def tree_flags(config_dir: object, config_name: str) -> list[str]:
+    """The flags of a command that composes from the user's tree, as absolute paths; empty without one."""
+    own = [] if config_dir is None else ["--config-dir", os.path.abspath(str(config_dir))]
+    return own if config_name == "config" else [*own, "--config-name", config_name]
+
+
 def tool(name: str) -> str:
     """The command that runs another program of the environment: `scripts/run wandb`, or `wandb`."""
     return f"{program()} {name}" if os.environ.get(COMMAND) else name

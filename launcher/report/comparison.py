@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
-from launcher.config.messages import program
+from launcher.config.messages import program, tree_flags
 from launcher.errors import counted
 from launcher.report.pictures import draw_comparison
 from launcher.report.run_record import MARKS, RunRecord, is_run, overrides_of
@@ -59,8 +59,9 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
     """Write picture and tables of these runs to the sweep's directory. Raises OSError."""
     settings = settings_of(runs)
     table, rows, picture = (sweep_dir / name for name in (TABLE, ROWS, COMPARISON))
-    jobs = jobs_of(sweep_dir)
-    write_text(table, markdown(sweep_dir.name, settings, note_of(runs), effort(jobs)))
+    jobs, record = jobs_of(sweep_dir), recorded(sweep_dir)
+    flags = tree_flags(record.get("config_dir"), record.get("config_name", "config"))
+    write_text(table, markdown(sweep_dir.name, settings, note_of(runs), effort(jobs), flags))
     write_text(rows, as_csv(runs, jobs))
     written = [draw_comparison(settings, compared_by(runs), picture), table, rows]
     if _only_precision([run.overrides for run in runs]):
@@ -73,8 +74,16 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
 def jobs_of(sweep_dir: Path) -> dict[str, dict[str, Any]]:
     """What sweep.json records of each job, by the name of its folder; empty where it cannot be read."""
     try:
-        return {str(job["name"]): job for job in read_json(sweep_dir / SWEEP)["jobs"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        return {str(job["name"]): job for job in recorded(sweep_dir)["jobs"]}
+    except (KeyError, TypeError):
+        return {}
+
+
+def recorded(sweep_dir: Path) -> dict[str, Any]:
+    """The content of sweep.json; empty where it cannot be read."""
+    try:
+        return read_json(sweep_dir / SWEEP)
+    except (OSError, ValueError):
         return {}
 
 
@@ -143,8 +152,8 @@ def note_of(runs: Sequence[RunRecord]) -> str:
     return description(choice_file([conf_dir()], "experiment", names.pop()))
 
 
-def markdown(title: str, settings: Sequence[RunSetting], note: str, effort: str) -> str:
-    """One row per setting: mean and standard deviation over its seeds."""
+def markdown(title: str, settings: Sequence[RunSetting], note: str, effort: str, flags: Sequence[str]) -> str:
+    """One row per setting: mean and standard deviation over its seeds. `flags` go before its overrides."""
     runs = [run for setting in settings for run in setting.runs]
     name = compared_by(runs)
     lines = [f"# {markdown_text(title)}", "", *([note, ""] if note else [])]
@@ -158,14 +167,14 @@ def markdown(title: str, settings: Sequence[RunSetting], note: str, effort: str)
     lines += ["", "Mean ± standard deviation over the seeds; the best first.", ""]
     lines += [effort, ""] if effort else []
     if len(ranked) > 1 and ranked[0].mean_metric is not None:
-        lines += [f"Best: `{command_of(ranked[0])}`", ""]
+        lines += [f"Best: `{command_of(ranked[0], flags)}`", ""]
     return "\n".join([*lines, f"![curves]({COMPARISON})", ""])
 
 
-def command_of(setting: RunSetting) -> str:
+def command_of(setting: RunSetting, flags: Sequence[str]) -> str:
     """What runs this setting alone, without the seed."""
-    given = setting.runs[0].overrides.items()
-    return f"{program()} {shlex.join(f'{key}={value}' for key, value in given if key != REPEATED)}"
+    given = [f"{key}={value}" for key, value in setting.runs[0].overrides.items() if key != REPEATED]
+    return f"{program()} {shlex.join([*flags, *given])}"
 
 
 def cells(setting: RunSetting, metric_name: str) -> list[str]:

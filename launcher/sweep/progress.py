@@ -41,14 +41,12 @@ class Progress:
             return
         if job.state == PRUNED:
             return self.say(f"sweep: job {self._of(job)} pruned{after}{_metric_of(job)}")
-        how = {STOPPED: "stopped", FAILED: "failed", WAITING: "failed, and runs again"}[job.state]
-        reason = (
-            "" if self._alone and job.error else f", exit {job.exit}: {job.error or 'no reason is known'}"
-        )
+        how = ("stopped" if job.state == STOPPED else "failed") + after
+        how += " and runs again" * (job.state == WAITING)
+        told = self._alone and job.error  # on the terminal, by the job
+        reason = "" if told else f", exit {job.exit}: {(job.error or 'no reason is known').rstrip('.')}"
         log = "" if self._alone else f"; output: {self._directory / job.name / LOG}"
-        self.say(
-            f"sweep: job {self._of(job)} {how}{after}" + (reason + log) * (job.state != STOPPED), error=True
-        )
+        self.say(f"sweep: job {self._of(job)} {how}" + (reason + log) * (job.state != STOPPED), error=True)
 
     def say(self, text: str, error: bool = False) -> None:
         self._erase()

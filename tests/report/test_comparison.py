@@ -289,3 +289,14 @@ def test_the_table_begins_with_the_best_and_says_its_command(tmp_path, metric_na
     assert "| loss, held out |" in text
     assert "| 0.25 |" in text
     assert f"Best: `python -m launcher recipe=resnet18 optim.lr={order[0]}`" in text
+
+
+def test_the_command_of_the_best_has_the_tree_that_the_sweep_was_composed_from(tmp_path) -> None:
+    for number in range(2):
+        directory = write_job(tmp_path, number, ["recipe=rings", f"optim.lr={number + 1}"])
+        write_json(directory / "result.json", {"state": "done", "metric_name": "accuracy", "metric": 0.5})
+    write_json(tmp_path / "sweep.json", {"jobs": [], "config_dir": "/my tree", "config_name": "mine"})
+    text = write_comparison(tmp_path)[1].read_text()
+    assert (
+        "Best: `python -m launcher --config-dir '/my tree' --config-name mine recipe=rings optim.lr=" in text
+    )

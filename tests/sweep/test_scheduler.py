@@ -241,6 +241,20 @@ def test_a_pruned_job_frees_its_place_and_is_no_failure(tmp_path) -> None:
     assert run_carrier.stopped == {}, "the job ends by the request in its folder"
 
 
+@pytest.mark.parametrize(
+    ("state", "line"),
+    [
+        ("failed", "job 1 of 1 failed after 0:02, exit 1: it broke. See rank0.log; output: "),
+        ("waiting", "job 1 of 1 failed after 0:02 and runs again, exit 1: it broke. See rank0.log; output: "),
+        ("stopped", "job 1 of 1 stopped after 0:02"),
+    ],
+)
+def test_the_line_of_a_job_that_is_not_done_reads_as_one_sentence(tmp_path, capsys, state, line) -> None:
+    job = Job(0, "0", (), state=state, exit=1, error="it broke. See rank0.log.", seconds=2.0)
+    Progress(tmp_path, [job], alone=False).ended(job)
+    assert f"sweep: {line}" in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_record_of_200_jobs_is_small(tmp_path) -> None:
     lines = [f"key.number{number}.of.a.section=value{number}" for number in range(12)]
     jobs = [

@@ -69,7 +69,7 @@ def test_a_job_whose_process_is_killed_is_told_at_once_and_tried_again(tmp_path:
         assert parent.end(60) == 0
         told = " ".join(parent.stderr.split())
         assert re.search(
-            r"job \d of 2 failed, and runs again .*exit 137: was killed by SIGKILL; output: ", told
+            r"job \d of 2 failed after \S+ and runs again, exit 137: was killed by SIGKILL; output: ", told
         )
     assert states(tmp_path) == ["done", "done"]
     assert sorted(job["attempts"] for job in jobs(tmp_path)) == [1, 2]
