@@ -50,9 +50,9 @@ def write_reports(arguments: Arguments) -> None:
             jobs = [by_directory[job.resolve()] for job in job_directories(sweep)]
             written += write_comparison(sweep, jobs)
         title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-        if len(directories) == 1 and sweeps:
-            title = directories[0].absolute().name
-        write_text(place, render(runs, title))
+        alone = directories[0] if len(directories) == 1 and sweeps else None
+        title = alone.absolute().name if alone else title
+        write_text(place, render(runs, title, alone))
     except OSError as error:
         name = "" if error.filename is None else f"{error.filename}: "
         raise StorageError(f"report {directories[0]}: {name}{error.strerror or error}.") from error

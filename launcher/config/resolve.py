@@ -113,9 +113,9 @@ def compose_one(request: Request, overrides: tuple[str, ...]) -> Config:
     return validation.parse(with_absolute_paths(found.tree), found.recorded)
 
 
-def space_of(request: Request) -> Space:
-    """What a checked request varies."""
-    parsed = OverridesParser.create().parse_overrides(list(request.overrides))
+def space_of(overrides: Sequence[str]) -> Space:
+    """What the overrides of a checked request vary."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
     shared = ("hydra", "sweep")  # settings of the whole sweep, which are no jobs' own
     return Space.of([each for each in parsed if re.split("[./]", each.key_or_group)[0] not in shared])
 

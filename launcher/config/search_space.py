@@ -1,8 +1,8 @@
 """What a sweep varies, in Hydra's own syntax: choice(), range(), interval(), tag(log, ...), int(...).
 
 Owns how the overrides of a command become dimensions, the number of their combinations, and how a point of
-the space becomes the overrides of one job. Knows no sampler: a dimension says what a number in [0, 1) stands
-for.
+the space becomes the overrides of one job. Imports no sampler: a dimension says what a number in [0, 1)
+stands for, and what it is to Optuna.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 
@@ -64,6 +66,29 @@ class Interval:
 
 
 Dimension = Choices | Interval
+
+
+def value_of(dimension: Dimension, text: str) -> Any:
+    """A value as it stands in an override: a number, or the text of one of the unordered choices."""
+    if isinstance(dimension, Choices) and not dimension.ordered:
+        return text
+    with suppress(ValueError):
+        return int(text)
+    # Optuna refuses the last value of a range whose rounding errors do not divide by the step.
+    return round(float(text), 12) if isinstance(dimension, Choices) else float(text)
+
+
+def distribution(dimension: Dimension, kinds: Any) -> Any:
+    """The dimension as one of `kinds`, which is `optuna.distributions`."""
+    if not isinstance(dimension, Choices):
+        if dimension.whole:
+            return kinds.IntDistribution(int(dimension.low), int(dimension.high), log=dimension.log)
+        return kinds.FloatDistribution(dimension.low, dimension.high, log=dimension.log)
+    if not dimension.ordered or len(dimension.values) < 2:
+        return kinds.CategoricalDistribution(dimension.values)
+    numbers = sorted(value_of(dimension, value) for value in dimension.values)
+    kind = kinds.IntDistribution if isinstance(numbers[0], int) else kinds.FloatDistribution
+    return kind(numbers[0], numbers[-1], step=round(numbers[1] - numbers[0], 12))
 
 
 @dataclass(frozen=True)

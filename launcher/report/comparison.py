@@ -23,6 +23,7 @@ from launcher.config.messages import program, tree_flags
 from launcher.errors import counted
 from launcher.report.pictures import draw_comparison
 from launcher.report.run_record import MARKS, RunRecord, is_run, overrides_of
+from launcher.report.search import Search
 from launcher.report.settings import REPEATED, RunSetting, best_first, compared_by
 from launcher.report.side_by_side import Measured, Side, measured, side_by_side
 from launcher.run_dir.atomic import read_json, write_text
@@ -61,7 +62,9 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
     table, rows, picture = (sweep_dir / name for name in (TABLE, ROWS, COMPARISON))
     jobs, record = jobs_of(sweep_dir), recorded(sweep_dir)
     flags = tree_flags(record.get("config_dir"), record.get("config_name", "config"))
-    write_text(table, markdown(sweep_dir.name, settings, note_of(runs), effort(jobs), flags))
+    search = Search.read(sweep_dir, runs)
+    below = [effort(jobs), importance_rows(search) if search else ""]
+    write_text(table, markdown(sweep_dir.name, settings, note_of(runs), below, flags))
     write_text(rows, as_csv(runs, jobs))
     written = [draw_comparison(settings, compared_by(runs), picture), table, rows]
     if _only_precision([run.overrides for run in runs]):
@@ -152,8 +155,13 @@ def note_of(runs: Sequence[RunRecord]) -> str:
     return description(choice_file([conf_dir()], "experiment", names.pop()))
 
 
-def markdown(title: str, settings: Sequence[RunSetting], note: str, effort: str, flags: Sequence[str]) -> str:
-    """One row per setting: mean and standard deviation over its seeds. `flags` go before its overrides."""
+def markdown(
+    title: str, settings: Sequence[RunSetting], note: str, below: Sequence[str], flags: Sequence[str]
+) -> str:
+    """One row per setting: mean and standard deviation over its seeds; then paragraphs.
+
+    `flags` go before the overrides of the best.
+    """
     runs = [run for setting in settings for run in setting.runs]
     name = compared_by(runs)
     lines = [f"# {markdown_text(title)}", "", *([note, ""] if note else [])]
@@ -165,10 +173,19 @@ def markdown(title: str, settings: Sequence[RunSetting], note: str, effort: str,
     ranked = best_first(settings)
     lines += [markdown_row(cells(setting, name)) for setting in ranked]
     lines += ["", "Mean ± standard deviation over the seeds; the best first.", ""]
-    lines += [effort, ""] if effort else []
+    lines += [line for text in below if text for line in (text, "")]
     if len(ranked) > 1 and ranked[0].mean_metric is not None:
         lines += [f"Best: `{command_of(ranked[0], flags)}`", ""]
     return "\n".join([*lines, f"![curves]({COMPARISON})", ""])
+
+
+def importance_rows(search: Search) -> str:
+    """The share of each searched key, a row each, or why there is none."""
+    shares = search.importance()
+    if isinstance(shares, str):
+        return markdown_text(shares)
+    rows = [f"- `{key}`: {share:.0%}".replace("%", " %") for key, share in shares.items()]
+    return "\n".join([f"Parameter importance, from {len(search.best_first)} finished trials:", "", *rows])
 
 
 def command_of(setting: RunSetting, flags: Sequence[str]) -> str:

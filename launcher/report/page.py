@@ -35,6 +35,7 @@ from launcher.report.html import (
 )
 from launcher.report.overview import MAX_DETAILED, failures, headline, table_of_runs
 from launcher.report.run_record import RunRecord
+from launcher.report.search import Search, search_part
 from launcher.report.settings import run_settings
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.codec import encoded
@@ -66,18 +67,20 @@ def write_report(run: RunRecord) -> Path:
 def write_sweep_report(sweep_dir: Path, runs: Sequence[RunRecord]) -> Path:
     """Write report.html of the runs of a sweep to its directory. Raises OSError."""
     path = sweep_dir / REPORT
-    write_text(path, render(runs, sweep_dir.name))
+    write_text(path, render(runs, sweep_dir.name, sweep_dir))
     return path
 
 
-def render(runs: Sequence[RunRecord], title: str = "") -> str:
-    """The whole page."""
+def render(runs: Sequence[RunRecord], title: str = "", sweep_dir: Path | None = None) -> str:
+    """The whole page; of a sweep that searched with the search."""
+    search = None if sweep_dir is None else Search.read(sweep_dir, runs)
     settings = run_settings(runs)
     charts = _drawn(run_charts(settings).values())
     curves = paragraph(restart_note(settings), "note") + legend(common_legend(settings)) + charts
     parts = [
         headline(runs[0]) if len(runs) == 1 else table_of_runs(runs, settings),
         failures(runs),
+        section("Search", search_part(search)) if search else "",
         section("Curves", curves),
         _details_of_first(runs),
     ]

@@ -11,12 +11,11 @@ import math
 import random
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from launcher.config.search_space import Choices, Dimension, Space
+from launcher.config.search_space import Choices, Dimension, Space, distribution, value_of
 from launcher.errors import ConfigError, StorageError
 from launcher.sweep.job import DONE, FAILED, OVER, PRUNED, Job
 
@@ -80,7 +79,9 @@ class OptunaSearch:
         """`jobs` are those that sweep.json has, in order. The caller holds the lock of the sweep's folder."""
         self._space, self._seed, self._directory = space, seed, directory
         self._optuna = _imported()
-        self._distributions = {each.key: self._distribution(each) for each in space.dimensions}
+        self._distributions = {
+            each.key: distribution(each, self._optuna.distributions) for each in space.dimensions
+        }
         self._drawn = RandomSearch(space, seed, jobs)
         self._jobs = [replace(job) for job in jobs]  # as they were told, whatever the caller makes of them
         self._trials: dict[int, Trial] = {}  # that run, by the job's number
@@ -183,19 +184,7 @@ class OptunaSearch:
 
     def _params(self, job: Job) -> dict[str, Any]:
         values = dict(line.split("=", 1) for line in job.overrides)
-        return {each.key: _read(each, values[each.key]) for each in self._space.dimensions}
-
-    def _distribution(self, dimension: Dimension) -> Any:
-        kinds = self._optuna.distributions
-        if not isinstance(dimension, Choices):
-            if dimension.whole:
-                return kinds.IntDistribution(int(dimension.low), int(dimension.high), log=dimension.log)
-            return kinds.FloatDistribution(dimension.low, dimension.high, log=dimension.log)
-        if not dimension.ordered or len(dimension.values) < 2:
-            return kinds.CategoricalDistribution(dimension.values)
-        numbers = sorted(_read(dimension, value) for value in dimension.values)
-        kind = kinds.IntDistribution if isinstance(numbers[0], int) else kinds.FloatDistribution
-        return kind(numbers[0], numbers[-1], step=numbers[1] - numbers[0])
+        return {each.key: value_of(each, values[each.key]) for each in self._space.dimensions}
 
 
 def _written(dimension: Dimension, value: Any) -> str:
@@ -205,15 +194,6 @@ def _written(dimension: Dimension, value: Any) -> str:
     if not dimension.ordered:
         return str(value)
     return min(dimension.values, key=lambda each: abs(float(each) - value))
-
-
-def _read(dimension: Dimension, text: str) -> Any:
-    """The inverse of `_written`."""
-    if isinstance(dimension, Choices) and not dimension.ordered:
-        return text
-    with suppress(ValueError):
-        return int(text)
-    return float(text)
 
 
 def _imported() -> Any:

@@ -41,7 +41,7 @@ class Searching:
         self._trials = sample.sweep.stop.trials
         self._settings = tuple(line for line in request.overrides if is_setting(line))
         self._refuse_another_search()
-        space = space_of(request)
+        space = space_of(request.overrides)
         self._search: Search
         if sample.sweep.name == "tpe":
             self._search = OptunaSearch(space, sample.seed, plan.directory, record.jobs)
