@@ -60,6 +60,10 @@ def run_sweep(
                 "python -m launcher -m ... launch.nproc=N."
             )
         return run_in_place(request, configs, leader, findings)
+    if settings.name == "tpe":
+        from launcher.sweep.search import imported_optuna
+
+        imported_optuna()  # refused before the sweep's directory is made
     from launcher.sweep.job import DONE
     from launcher.sweep.prepare import prepared
     from launcher.sweep.scheduler import Grid, Scheduler
@@ -95,7 +99,7 @@ def run_sweep(
         took = f"in {duration(record.seconds)}, {record.device_seconds / 3600:.3g} device hours"
         print(f"sweep: {done} of {counted(len(record.jobs), 'job')} done {took}", flush=True)
         if record.left and scheduler.reason:
-            say_how_to_continue(scheduler, directory)
+            say_how_to_continue(scheduler, record, directory)
         compare_jobs(directory)
         return exit_code_of(record, scheduler, findings)
 
@@ -159,11 +163,14 @@ def without_advice(error: LauncherError) -> None:
     error.args = (str(error).partition(f" {TO_RESUME}")[0],)
 
 
-def say_how_to_continue(scheduler: Scheduler, directory: Path) -> None:
+def say_how_to_continue(scheduler: Scheduler, record: Record, directory: Path) -> None:
     again = directory_override("sweep.resume", directory)
     if not scheduler.asked:  # a limit: it would stop the sweep again
         limit = scheduler.reason.partition("=")[0]
         again = f"{limit}=null {again}"
+        multirun, *words = record.words
+        record.words = (multirun, f"{limit}=null", *(word for word in words if not word.startswith(limit)))
+        record.write(directory)  # for `watch`
         return print(f"sweep: {scheduler.reason}. {TO_RESUME} {again}", file=sys.stderr, flush=True)
     rest = "it continues with the jobs that are not done"
     print(f"sweep: stopped. {TO_RESUME} {again}: {rest}", file=sys.stderr, flush=True)

@@ -74,15 +74,15 @@ def planned(request: Request, configs: Sequence[Config], lines: Sequence[tuple[s
     settings = sweep_settings(request, [config.recipe.name for config in configs])
     with hydra_initialised(request):
         master = composed(request, [*settings, *request.overrides], RunMode.MULTIRUN)
-        directory = made(Path(setting(master, "dir")).absolute())
+        directory = Path(setting(master, "dir")).absolute()
         names = job_names(request, master, settings, lines)
     for number, name in enumerate(names):
         if name in names[:number]:
             raise ConfigError(
-                f"{SECTION}.subdir: jobs {names.index(name)} and {number} of the sweep would both have the "
-                f"directory {name}. Name each job differently, for instance with ${{hydra.job.num}}."
+                f"{SECTION}.subdir: jobs {names.index(name) + 1} and {number + 1} of the sweep would both "
+                f"have the directory {name}. Name each job differently, for instance with ${{hydra.job.num}}."
             )
-    return Planned(directory, names, lines, master, request, settings)
+    return Planned(made(directory), names, lines, master, request, settings)
 
 
 def sweep_settings(request: Request, recipes: Sequence[str]) -> list[str]:

@@ -78,7 +78,7 @@ class OptunaSearch:
     def __init__(self, space: Space, seed: int, directory: Path, jobs: Sequence[Job]) -> None:
         """`jobs` are those that sweep.json has, in order. The caller holds the lock of the sweep's folder."""
         self._space, self._seed, self._directory = space, seed, directory
-        self._optuna = _imported()
+        self._optuna = imported_optuna()
         self._distributions = {
             each.key: distribution(each, self._optuna.distributions) for each in space.dimensions
         }
@@ -196,7 +196,8 @@ def _written(dimension: Dimension, value: Any) -> str:
     return min(dimension.values, key=lambda each: abs(float(each) - value))
 
 
-def _imported() -> Any:
+def imported_optuna() -> Any:
+    """Raises ConfigError, with what to install, where it is absent."""
     try:
         import optuna
     except ImportError as error:

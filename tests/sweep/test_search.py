@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from launcher.cli import main
 from launcher.config.search_space import Space
 from launcher.errors import ConfigError
 from launcher.sweep.job import DONE, FAILED, PRUNED, RUNNING, Job
@@ -87,6 +88,14 @@ def test_a_search_without_optuna_says_how_to_install_it(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError, match=r"pip install .*optuna>=4\.9,<6"):
         OptunaSearch(space("a=1,2"), 0, tmp_path, [])
+
+
+def test_a_search_without_optuna_leaves_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    place = f"hydra.sweep.dir={tmp_path / 'sweep'}"
+    assert main(["-m", "recipe=resnet18", "sweep=tpe", "optim.lr=0.05,0.1", place]) == 2
+    assert "sweep=tpe needs Optuna" in capsys.readouterr().err
+    assert not (tmp_path / "sweep").exists()
 
 
 def test_optuna_is_imported_for_its_own_search_alone() -> None:

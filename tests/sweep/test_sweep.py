@@ -55,7 +55,7 @@ def test_jobs_side_by_side_have_the_results_of_jobs_one_by_one(tmp_path: Path) -
         assert all("done after" in log.read_text() for log in logs)
         table = (place / "sweep" / "summary.md").read_text()
         assert re.search(r"^4 jobs: 4 done; \S+ device hours\.$", table, re.M)
-        rows = list(csv.DictReader((place / "sweep" / "summary.csv").open()))
+        rows = list(csv.DictReader((place / "sweep" / "summary.csv").read_text().splitlines()))
         assert [(row["exit"], row["attempts"]) for row in rows] == [("0", "1")] * 4
         assert all(float(row["device_seconds"]) > 0 for row in rows)
     assert found[1] == found[2]
@@ -124,7 +124,7 @@ def test_a_sweep_that_is_killed_again_and_again_ends_as_one_that_is_not(tmp_path
     chance, kills = random.Random(0), 0
     while True:
         with Parent(killed, *words, nproc=1, name=f"parent{kills}") as parent:
-            deadline = time.monotonic() + chance.uniform(0.5, 6) * (1 + kills / 4)
+            deadline = time.monotonic() + chance.uniform(0.5, 3) * (1 + kills / 4)
             while parent._process.exitcode is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             if parent._process.exitcode is not None:
@@ -161,6 +161,18 @@ def test_a_finished_sweep_is_left_and_another_is_refused(tmp_path: Path, capsys,
             assert difference in " ".join(parent.stderr.split())
 
 
+def test_after_a_limit_the_recorded_command_runs_the_rest(tmp_path: Path) -> None:
+    write_recipe(tmp_path)
+    with Parent(tmp_path, *HERE, "sweep.stop.trials=1", "train.epochs=1", "seed=0,1", nproc=1) as parent:
+        assert parent.end(60) == 0
+    assert states(tmp_path) == ["done", "waiting"]
+    words = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["words"]
+    assert words[:2] == ["-m", "sweep.stop.trials=null"]
+    with Parent(tmp_path, *words, "train.epochs=1", "seed=0,1", nproc=1, name="again") as parent:
+        assert parent.end(60) == 0
+    assert states(tmp_path) == ["done", "done"]
+
+
 def test_two_processes_cannot_run_one_sweep(tmp_path: Path) -> None:
     write_recipe(tmp_path, ENDLESS)
     words = (*HERE, "train.epochs=1000", "seed=0,1")
@@ -181,7 +193,7 @@ REFUSED = [
     (["seed=0,1", "sweep.parallel=1,2"], "a setting of the whole sweep takes one value"),
     (["seed=range(100000)"], "100,000 jobs: a sweep has at most 2,000"),
     (["seed=range(100)", "optim.lr=range(1,100)"], "9,900 jobs: a sweep has at most 2,000"),
-    (["seed=0,1", "hydra.sweep.subdir=same"], "jobs 0 and 1 of the sweep would both have the directory same"),
+    (["seed=0,1", "hydra.sweep.subdir=same"], "jobs 1 and 2 of the sweep would both have the directory same"),
     (["seed=0,1", "hydra.sweep.dir=foreign"], "holds files that do not belong to a sweep: thesis.tex"),
     (["seed=0,1", "sweep.resume=nothing"], "sweep.resume=.*nothing: holds no sweep"),
     (["sweep.resume=foreign"], "foreign: holds no sweep"),
