@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -71,7 +72,8 @@ def test_further_interrupts_while_a_stopped_run_ends_change_nothing(tmp_path: Pa
         status = parent.run_dir / "status.json"
         parent.wait_until(lambda: '"preempted"' in status.read_text(), 20, "the run is saved")
         while parent._process.exitcode is None:
-            parent.signal(signal.SIGINT)
+            with contextlib.suppress(ProcessLookupError):  # its end is known here a little later
+                parent.signal(signal.SIGINT)
             parent._process.join(0.01)
         assert parent.end() == 75
         assert "Traceback" not in parent.stderr
