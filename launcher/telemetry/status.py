@@ -12,9 +12,9 @@ from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
 
+import launcher.telemetry.events as events
 from launcher.run_dir.atomic import write_json
 from launcher.run_dir.status import FILE_NAME, Status
-from launcher.telemetry import events
 from launcher.telemetry.stream import Sink
 
 EVERY_S = 5.0  # half of the documented 10 s, which leaves room for the current step

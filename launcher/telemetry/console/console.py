@@ -12,8 +12,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TextIO
 
+import launcher.telemetry.events as events
 from launcher.process.terminal import columns_of, wrapped
-from launcher.telemetry import events
 from launcher.telemetry.console.progress_bar import Bars
 from launcher.telemetry.formatting import (
     duration,
