@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.failures import JobFailed
 from launcher.distributed.handoff import Leader
-from launcher.errors import ON_REQUEST, PRUNED, STOPPED, LauncherError, escaped
+from launcher.errors import ON_REQUEST, PRUNED, STOPPED, LauncherError, PreemptedError, escaped
 from launcher.process.shortage import shortage_of
 from launcher.process.terminal import columns_of, wrapped
 from launcher.run_dir.records import write_failure
@@ -62,7 +62,7 @@ def report_failure(error: Exception) -> int:
     if isinstance(error, LauncherError):
         if error.exit_code in STOPPED:  # a further Ctrl-C would replace the exit code, or end in a traceback
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        kind = {75: "stopped", PRUNED: "pruned"}.get(error.exit_code, "error")
+        kind = {PreemptedError.exit_code: "stopped", PRUNED: "pruned"}.get(error.exit_code, "error")
         text = wrapped(f"{kind}: {error}", columns_of(sys.stderr))
         print(f"{error.traceback}{text}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -57,7 +57,7 @@ def run_sweep(
         if settings.name != "grid" or settings.prune != "none":
             raise ConfigError(
                 "a search, and sweep.prune, need jobs in processes of their own. Start it without torchrun: "
-                "python -m launcher -m ... launch.nproc=N."
+                f"{program()} -m ... launch.nproc=N."
             )
         return run_in_place(request, configs, leader, findings)
     if settings.name == "tpe":
