@@ -23,7 +23,7 @@ from pathlib import Path
 
 REPEATED = 4  # retransmissions, at intervals that double: at least 3 s of silence
 GRACE_S = 2.0  # for torchrun to end by itself, and for other workers of this machine to record why they end
-WATCH_S = 10.0
+WATCH_S = 10.0  # three times what REPEATED takes; a torchrun that has not ended by then is busy, not stranded
 ESTABLISHED = "01"  # in /proc/net/tcp
 
 

@@ -74,7 +74,7 @@ PACKAGES = (
     "safetensors",
     "fp16-launcher",
 )
-GIT_TIMEOUT_S = 2.0
+GIT_TIMEOUT_S = 2.0  # `git status` of a large tree on a network disk takes longer: the run does not wait
 SHOWN_LOGS = 3
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 

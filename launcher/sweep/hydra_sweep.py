@@ -40,7 +40,7 @@ from launcher.errors import ConfigError, StorageError, first_line
 ROOT = Path("multirun")
 SECTION = "hydra.sweep"
 FILE_NAME = "multirun.yaml"
-NAME_LENGTH = 100
+NAME_LENGTH = 100  # characters of a job's folder: file systems allow 255 bytes, a terminal shows this many
 
 
 @dataclasses.dataclass(frozen=True)

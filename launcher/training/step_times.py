@@ -16,7 +16,9 @@ from launcher.distributed.env import WorkerEnv
 from launcher.engine.diagnostics.step_timer import PARTS, UPDATE, WIRE
 
 AROUND_THE_LAYERS = 3  # loss, its scaling, and what is counted take as long as so many small layers
-UPDATE_BYTES, SLOW_MEMORY = 40, 4e9  # per parameter; bytes per second
+# Per parameter, what the plain form of AdamW moves; bytes per second of one core with slow memory. Both err
+# towards a longer update, so that a large model is never said to be bound by the host.
+UPDATE_BYTES, SLOW_MEMORY = 40, 4e9
 
 
 def parts_of(spans_ms: Mapping[str, float], world_size: int) -> dict[str, float]:

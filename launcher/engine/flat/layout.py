@@ -28,8 +28,12 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ALIGNMENT = 32  # elements: 64 bytes in half precision, one cache line
 MAX_ALIGNED_RANKS = 64  # beyond, padding would cost more than alignment gains
 FIRST_RUN_BYTES = 1 << 20  # small, so that communication starts early
-MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 25 << 20  # 25 MB is also the default of DDP's bucket_cap_mb
-FINER = 4  # by how much runs are smaller than messages, where messages may be regrouped
+# 1 MB takes 0.3 ms at 25 Gbit/s, more than the latency of a message; 25 MB is the default of DDP's
+# bucket_cap_mb.
+MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 25 << 20
+# By how much runs are smaller than messages, where messages may be regrouped: the trial of bucket sizes tries
+# this one, half and twice the present size.
+FINER = 4
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from launcher.training.warning_log import Occurrences
 
 WINDOW = 50  # steps, or as many as there are ranks
 LAG = 2  # steps after the end of a window until each rank has read its last one
-LATE_SHARE = 0.25  # of a step
-LATE_MS = 1.0
+LATE_SHARE = 0.25  # of a step: less is worth no look at another machine
+LATE_MS = 1.0  # in steps of some milliseconds a quarter is what the scheduler of one host already takes
 
 
 class Stragglers:
