@@ -32,13 +32,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from launcher.distributed.links import PAYLOAD, StepSeconds, wire_seconds
 from scripts.bench.interleaved import Goal, Times, goal_table, row_of, write
 from scripts.bench.links_rank import AUTO, OURS, Plan
 from scripts.bench.network import INTERFACE, Network, burst_bytes, lacking, network
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PAYLOAD = 0.956  # of a frame: the rest is headers and acknowledgements
 LIMIT_S = 900
 TAIL = 3000  # characters kept of what a failed rank wrote
 OF_LIMIT = {100: 1.03, 300: 1.05, 1000: 1.12}
@@ -126,13 +126,13 @@ def goals_of_bytes(by_rank: list[Any]) -> list[Goal]:
 
 def seconds_on_wire(num_bytes: int, mbit: int) -> float:
     """What is left to send after the burst that a link saves while it is idle."""
-    return max(0.0, num_bytes / PAYLOAD - burst_bytes(mbit)) * 8 / (mbit * 1e6)
+    return wire_seconds(max(0.0, num_bytes - PAYLOAD * burst_bytes(mbit)), mbit)
 
 
 def limits_of(alone: list[list[float]], mbit: int, num_parameters: int) -> list[float]:
     """Seconds: the least that a step can take, by round. Two ranks send 2 bytes per parameter each."""
     wire_s = seconds_on_wire(2 * num_parameters, mbit)
-    return [forward + max(backward, wire_s) + update for forward, backward, update in alone]
+    return [StepSeconds(*parts).over(wire_s) for parts in alone]
 
 
 def limits_of_shards(alone: list[list[float]], mbit: int, num_parameters: int) -> list[float]:
