@@ -25,6 +25,7 @@ from launcher.commands.watch import watch
 from launcher.config.wandb_sweep import with_typed_values
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.handoff import HandoffTimeouts, Leader, follow
+from launcher.distributed.slurm import variables_of_rank
 from launcher.errors import DIVERGED, INTERRUPTED, Interrupted, escaped, in_words
 from launcher.process.terminal import columns_of, wrapped
 
@@ -32,6 +33,7 @@ from launcher.process.terminal import columns_of, wrapped
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; errors are on stderr by then."""
     try:
+        os.environ.update(variables_of_rank(os.environ))
         launch = LaunchEnv.from_environ(os.environ)
         argv = sys.argv[1:] if argv is None else argv
         return follow_leader(launch, argv) if launch.rank > 0 else lead(launch, argv)

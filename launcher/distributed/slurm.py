@@ -1,0 +1,45 @@
+"""What Slurm says in the environment of a task of srun: which rank it is, and where the ranks meet.
+
+Owns every read of SLURM_ variables for this, and runs no command of Slurm: a container may have none. Imports
+no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+# Below the ports that Linux gives to outgoing connections, which begin at 32768.
+FIRST_PORT, NUM_PORTS = 15000, 15000
+
+
+def variables_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
+    """RANK and the other variables of torchrun, for a task of srun; empty unless there are several tasks.
+
+    MASTER_ADDR and MASTER_PORT are left as they are where they are set.
+    """
+    if int(environ.get("SLURM_STEP_NUM_TASKS") or 1) < 2 or {"RANK", "OMPI_COMM_WORLD_SIZE"} & environ.keys():
+        return {}  # mpirun starts its processes from one task of srun per node
+    address, port = endpoint(environ)
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(len(environ["SLURM_GTIDS"].split(","))),  # the tasks on this node
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or address,
+        "MASTER_PORT": environ.get("MASTER_PORT") or port,
+    }
+
+
+def endpoint(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Address and port at which the tasks of a step meet: its first node, and a port by the number of the job.
+
+    So that steps which share a node have different ports. Tasks of an array are jobs with numbers of their own.
+    """
+    number = int(environ["SLURM_JOB_ID"]) * 31 + int(environ["SLURM_STEP_ID"])
+    return first_node(environ["SLURM_STEP_NODELIST"]), str(FIRST_PORT + number % NUM_PORTS)
+
+
+def first_node(nodes: str) -> str:
+    """The first name in a list of Slurm's, such as `gpu[001-004,007],login`."""
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes).partition(",")[0]
