@@ -32,9 +32,9 @@ def variables_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def endpoint(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Address and port at which the tasks of a step meet: its first node, and a port by the number of the job.
+    """Address and port at which the tasks of a step meet: its first node, and a port by the job's number.
 
-    So that steps which share a node have different ports. Tasks of an array are jobs with numbers of their own.
+    So steps that share a node have different ports. Each task of an array is a job with its own number.
     """
     number = int(environ["SLURM_JOB_ID"]) * 31 + int(environ["SLURM_STEP_ID"])
     return first_node(environ["SLURM_STEP_NODELIST"]), str(FIRST_PORT + number % NUM_PORTS)
