@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from enum import Enum
 from numbers import Real
 
@@ -24,7 +25,23 @@ from launcher.engine.flat.names import named_buffers, named_parameters
 
 SHOWN = 4  # differences of one rank that an error names
 TEXT_BYTES = 1024  # of one rank's part of that error
+REFUSED = "the error"  # of a rank by itself
 PLAIN = (str, int, Enum, torch.dtype, type(None))
+
+
+@contextmanager
+def refusing_together(model: object, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """The context for the checks that a rank makes alone, before all ranks call `refuse_differences`.
+
+    Where a rank raises, the others would wait for it there for ever. So it takes part, and they raise too.
+    """
+    try:
+        yield
+    except Exception as error:
+        if group is not None:
+            text = f"{type(error).__name__}: {error}".rstrip(".")
+            _unlike({REFUSED: text}, model if isinstance(model, nn.Module) else nn.Module(), group)
+        raise
 
 
 def refuse_differences(
@@ -34,9 +51,12 @@ def refuse_differences(
 
     Raises UnusableError on all ranks or on none. A collective of 24 bytes, unless there is a difference.
     """
-    if group is None:
-        return
-    own = dict(_texts(model, settings))
+    if group is not None and (found := _unlike(dict(_texts(model, settings)), model, group)):
+        raise UnusableError(found)
+
+
+def _unlike(own: dict[str, str], model: nn.Module, group: dist.ProcessGroup) -> str:
+    """The error for `own` texts that are not those of all ranks; empty if they are. A collective."""
     data = json.dumps(own, sort_keys=True).encode()  # the order of keywords means nothing
     # 7 bytes: the number and its negative both fit int64.
     digest = int.from_bytes(hashlib.sha256(data).digest()[:7], "little")
@@ -46,13 +66,13 @@ def refuse_differences(
     works.all_reduce(agreed, group, dist.ReduceOp.MAX)
     largest, negative, length = agreed.tolist()
     if largest == -negative:
-        return
+        return ""
     whole = _bytes_tensor(data, length, device)
     works.broadcast(whole, group)
     found = _bytes_tensor(_differences(own, json.loads(_bytes(whole))).encode(), TEXT_BYTES, device)
     rows = [torch.empty_like(found) for _ in range(dist.get_world_size(group))]
     works.run(dist.all_gather(rows, found, group=group, async_op=True), found)
-    raise UnusableError(
+    return (
         "the ranks were given different models or settings, and would not train the same weights. "
         f"{_by_ranks([_bytes(row).decode(errors='ignore') for row in rows])}. Build the same model in the "
         "same order on all ranks, and decide on settings from what all ranks share, not from a rank's own "
@@ -115,7 +135,9 @@ def _row(texts: Sequence[str]) -> str:
 
 
 def _differences(own: dict[str, str], first: dict[str, str]) -> str:
-    """What differs between this rank and rank 0; empty if nothing does."""
+    """What differs between this rank and rank 0; empty if nothing does. A refusal comes without the rest."""
+    if REFUSED in own | first:
+        own, first = ({REFUSED: each.get(REFUSED, "none")} for each in (own, first))
     names = [name for name in own | first if own.get(name) != first.get(name)]
     found = [f"{name} is {own.get(name, 'absent')}, not {first.get(name, 'absent')}" for name in names]
     return listed(found, SHOWN, "; ")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import launcher.engine.limits as limits
-from launcher.engine.agreement import refuse_differences
+from launcher.engine.agreement import refuse_differences, refusing_together
 from launcher.engine.arguments import group_of, rates_of, refuse_attribute, refuse_kinds
 from launcher.engine.assembly import Choices, StepperParts
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
@@ -100,31 +100,33 @@ class Stepper:
         groups: Sequence[ParameterGroup] = (),
     ) -> None:
         before = set(vars(self))  # what a subclass has set already
-        refuse_kinds(
-            model,
-            optimizer,
-            groups,
-            {"policy": policy, "scaling": scaling, "wire": wire},
-            {"emulate": emulate, "compiled": compiled, "capturable": capturable},
-        )
-        # After the kinds are known: it reads the parameters of `model`.
-        refuse_lent(model)
-        policy = policy or Policy.fp16()
-        choices = Choices(
-            policy=policy,
-            wire=wire or Wire(),
-            scaling=scaling or Scaling.of(policy),
-            clip_norm=clip_norm,
-            optimizer=optimizer,
-            learning_rates=rates_of(learning_rates, optimizer.lr),
-            groups=groups,
-            reference_count=reference_count,
-            capturable=capturable,
-            micro_batches=micro_batches,
-            emulate=emulate,
-            compiled=compiled,
-        )
-        self.model, self.policy, self.group = model, policy, group_of(group)
+        own_group = group_of(group)
+        with refusing_together(model, own_group):
+            refuse_kinds(
+                model,
+                optimizer,
+                groups,
+                {"policy": policy, "scaling": scaling, "wire": wire},
+                {"emulate": emulate, "compiled": compiled, "capturable": capturable},
+            )
+            # After the kinds are known: it reads the parameters of `model`.
+            refuse_lent(model)
+            policy = policy or Policy.fp16()
+            choices = Choices(
+                policy=policy,
+                wire=wire or Wire(),
+                scaling=scaling or Scaling.of(policy),
+                clip_norm=clip_norm,
+                optimizer=optimizer,
+                learning_rates=rates_of(learning_rates, optimizer.lr),
+                groups=groups,
+                reference_count=reference_count,
+                capturable=capturable,
+                micro_batches=micro_batches,
+                emulate=emulate,
+                compiled=compiled,
+            )
+        self.model, self.policy, self.group = model, policy, own_group
         if self.group is None:
             warn_if_alone(stacklevel=2)
         # First: what comes next then raises on all ranks or on none.

@@ -191,6 +191,29 @@ def test_a_group_of_other_ranks_is_refused() -> None:
     assert member == ""
 
 
+def refused_on_one_rank(env: WorkerEnv) -> list[str]:
+    """The errors of three Steppers, where one rank alone, then both, have a buffer that is sparse."""
+    found = []
+    for odd in ({0}, {1}, {0, 1}):
+        model = mlp()
+        model[0].register_buffer("graph", torch.eye(3).to_sparse() if env.rank in odd else torch.eye(3))
+        with pytest.raises(UnusableError) as raised:
+            Stepper(model, SGD(0.1), Policy.fp16(), env.group)
+        found.append(str(raised.value))
+    return found
+
+
+def test_what_one_rank_refuses_by_itself_is_an_error_on_all_of_them() -> None:
+    found = run_ranks(2, refused_on_one_rank)
+    own = "0.graph of Sequential is torch.float32, torch.sparse_coo. Parameters and buffers must be dense"
+    for odd, texts in enumerate(zip(*found, strict=True)):
+        for rank, text in enumerate(texts):
+            assert text.startswith(own) == (odd in (rank, 2))
+            assert own in text
+    assert f"on rank(s) 1 the error is none, not UnusableError: {own}" in found[1][0]
+    assert f"on rank(s) 1 the error is UnusableError: {own}" in found[0][1]
+
+
 def odd_tensors(env: WorkerEnv) -> tuple[str, bool]:
     """The error for a sparse buffer, and whether frozen parameters of every dtype have rank 0's values."""
     model = mlp()
