@@ -16,9 +16,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import PRUNED, PreemptedError, described
+from launcher.process.ignoring import ignoring
+from launcher.process.signals import HEEDED
 from launcher.telemetry.event_log import FILE_NAME, recorded
 from launcher.telemetry.stream import Record
 from launcher.telemetry.tracker.mode import sync_command
@@ -148,21 +151,22 @@ def _init(run: TrackedRun, online: bool, options: WandbOptions) -> Run:
     """Start wandb, which writes to wandb/ in `run.directory`. Raises wandb's errors."""
     import wandb
 
-    return wandb.init(
-        dir=str(run.directory),
-        mode="online" if online else "offline",
-        project=run.project,
-        entity=run.entity,
-        name=run.name,
-        id=run.run_id,
-        group=run.group,
-        tags=list(run.tags),
-        notes=run.notes,
-        config=dict(run.config),
-        # Otherwise a second run in this process, such as the next job of a sweep, would get the first one.
-        reinit="finish_previous",
-        settings=own_settings(online, options),
-    )
+    with service_ignoring_signals():
+        return wandb.init(
+            dir=str(run.directory),
+            mode="online" if online else "offline",
+            project=run.project,
+            entity=run.entity,
+            name=run.name,
+            id=run.run_id,
+            group=run.group,
+            tags=list(run.tags),
+            notes=run.notes,
+            config=dict(run.config),
+            # Otherwise a second run in this process, such as the next of a sweep, would get the first one.
+            reinit="finish_previous",
+            settings=own_settings(online, options),
+        )
 
 
 def _shown(item: Media, name: str) -> object:
@@ -283,6 +287,29 @@ def quiet_environment() -> Iterator[None]:
         for name in added:
             os.environ.pop(name, None)
         os.environ.update(removed)
+
+
+@contextlib.contextmanager
+def service_ignoring_signals() -> Iterator[None]:
+    """Let a service that is started within the context ignore requests to stop, until its worker has ended.
+
+    A scheduler sends them to all processes of a job. wandb has no option for it: its module that starts the
+    service is given another Popen. If wandb has no such module, the service starts as usual.
+    """
+    try:
+        from wandb.sdk.lib.service import service_process
+    except ImportError:
+        yield
+        return
+
+    def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(ignoring(HEEDED, command), **options)
+
+    vars(service_process)["subprocess"] = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        vars(service_process)["subprocess"] = subprocess
 
 
 @contextlib.contextmanager
