@@ -202,13 +202,12 @@ def override_problems(override: Override, composer: Composer, multirun: bool) ->
 def compose_job(overrides: tuple[str, ...], composer: Composer, findings: Findings) -> Resolved:
     """The tree of one job without its invalid overrides, which become findings."""
     choices = tuple(line for line in overrides if line.partition("=")[0] in composer.groups)
-    parser = OverridesParser.create()
+    known = composer.known(choices) | composer.groups.keys()  # not every group is also a key of the tree
     kept = []
-    for override in parser.parse_overrides(list(with_plain_constant(overrides))):
+    for override in composer.parsed(with_plain_constant(overrides)):
         if override.is_hydra_override():
             continue
         key, value = override.key_or_group, value_of(override)
-        known = composer.known(choices) | composer.groups.keys()  # not every group is also a key of the tree
         unknown = list(unknown_keys(key, value, known))
         findings.add(*(unknown_problem(key, value, choices, composer) for key, value in unknown))
         if not unknown:

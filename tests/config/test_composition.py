@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
-from omegaconf import open_dict
+from hydra.types import RunMode
+from omegaconf import OmegaConf, open_dict
 
 from launcher.config import composition
-from launcher.config.composition import Composer, Request, Resolved, checked_tree, compose, hydra_initialised
+from launcher.config.composition import (
+    Base,
+    Composer,
+    Request,
+    Resolved,
+    apply_values,
+    checked_tree,
+    compose,
+    hydra_initialised,
+)
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.optimizers import AdamConfig
 from launcher.config.parameter_groups import GroupConfig
 from launcher.config.resolve import compose_jobs, swept_keys
 from launcher.config.schema import Config
+from launcher.config.trees import replaced
 from launcher.errors import ConfigError
 from launcher.run_dir.records import config_yaml
+from launcher.sweep import hydra_sweep
 from launcher.sweep.hydra_sweep import fixed_keys, job_directory
 from launcher.sweep.prepare import run_in_place
 from tests.golden import Message
@@ -242,6 +257,11 @@ COMPOSED = {
     "a section": ["data.augment={crop_padding:2,flip:true}", "precision.scale={mode:static,init:128}"],
     "a section of a group": ["optim={lr:0.5}", "tracker=none", "tracker={tags:[a,b]}"],
     "lists": ["tracker.tags=[a,'b c']", "optim.groups=[{match:'*.bias',weight_decay:0}]"],
+    "references": ["optim.lr=2", "tracker.group='${seed} of ${optim.lr}'", "train.max_steps=${train.epochs}"],
+    "references to none": ["tracker.group='${train.max_steps}-${tracker.tags}'", "seed='${train.max_steps}'"],
+    "escaped": ["tracker.group='\\${seed}'", "tracker.run_name='a\\\\b ${seed}'"],
+    "a reference to a reference": ["tracker.group=${seed}", "tracker.run_name=${tracker.group}"],
+    "numbers that look alike": ["seed=1e1", "optim.lr=1", "optim.momentum=nan", "tracker.group='1'"],
     "interpolations": ["seed=3", "train.max_steps=${seed}", "tracker.group=run-${optim.lr}"],
     "an interpolation to another choice": ["model=resnet34", "tracker.run_name=${model.name}"],
     "environment": ["tracker.group=${oc.env:NOT_SET_HERE,a group}"],
@@ -268,10 +288,12 @@ NOT_COMPOSED = {
 
 
 def hydras_own(request: Request, overrides: Sequence[str]) -> Resolved:
-    tree = compose(request, overrides)
-    with open_dict(tree):
-        del tree["hydra"]
-    return checked_tree(tree)
+    base = Base.of(compose(request, overrides))
+    with patch.object(composition, "with_references", lambda tree: None):  # OmegaConf resolves
+        found = checked_tree(base.values)
+    resolved, recorded = OmegaConf.to_container(base.nodes, resolve=True), dict.fromkeys(found.recorded)
+    assert repr(replaced(resolved, recorded)) == repr(replaced(found.tree, recorded))
+    return found
 
 
 @pytest.fixture
@@ -289,8 +311,26 @@ def test_values_on_a_copy_of_the_choices_give_the_tree_that_hydra_composes(own_r
     composer = Composer(own_request)
     for overrides in COMPOSED.values():
         lines = ("recipe=resnet18", *overrides)
-        assert composer.resolved(lines) == hydras_own(own_request, lines), overrides
+        assert repr(composer.resolved(lines)) == repr(hydras_own(own_request, lines)), overrides
     assert len(composer.bases) < len(COMPOSED)
+
+
+def test_any_overrides_give_the_tree_that_hydra_composes(own_request, monkeypatch) -> None:
+    drawn, words = random.Random(0), [word for overrides in COMPOSED.values() for word in overrides]
+    composer, copied = Composer(own_request), []
+    base = composer.base(("recipe=resnet18",))
+    values = [word for word in words if base.has_in_place(*composer.parsed([word]))]
+    monkeypatch.setattr(composition, "apply_values", lambda *given: copied.append(1) or apply_values(*given))
+    for number in range(40):
+        lines = ("recipe=resnet18", *drawn.sample([words, values][number % 2], k=drawn.randint(2, 6)))
+        found = []
+        for composed_by in (composer.resolved, partial(hydras_own, own_request)):
+            try:
+                found.append(repr(composed_by(lines)))  # text, because nan differs from itself
+            except ConfigError as error:
+                found.append(str(error))
+        assert found[0] == found[1], lines
+    assert 0 < len(copied) <= 20
 
 
 @pytest.mark.parametrize("overrides", NOT_COMPOSED.values(), ids=NOT_COMPOSED)
@@ -300,6 +340,28 @@ def test_what_hydra_does_not_compose_fails_with_the_same_words(own_request, over
         hydras_own(own_request, lines)
     with pytest.raises(ConfigError, match=f"^{re.escape(str(expected.value))}$"):
         Composer(own_request).resolved(lines)
+
+
+def test_jobs_are_named_as_hydra_names_them() -> None:
+    texts = (
+        "${seed}/lr-${optim.lr}_${hydra.job.num}",
+        "${hydra.job.override_dirname} ${tracker.tags} ${optim.clip_norm}",
+        "${hydra.job.id}-${hydra.runtime.choices.optim}",
+    )
+    request = Request(("recipe=resnet18", "seed=1,2", "optim=sgd,adamw"), multirun=True)
+    settings = ["hydra.sweep.dir=x", f"hydra.sweep.subdir='{' '.join(texts)}'"]
+    lines = [("recipe=resnet18", "seed=1", "optim.lr=1e1"), ("recipe=resnet18", "seed=2", "optim=rmsprop")]
+    with hydra_initialised(request):
+        master = hydra_sweep.composed(request, [*settings, *request.overrides[:1]], RunMode.MULTIRUN)
+        expected = hydra_sweep.job_names(request, master, settings, lines)
+        found = []
+        for text in texts:
+            with open_dict(master):
+                master.hydra.sweep.subdir = text
+            own = [settings[0], f"hydra.sweep.subdir='{text}'"]
+            found.append(hydra_sweep.job_names(request, master, own, lines))
+    assert [" ".join(parts) for parts in zip(*found, strict=True)] == expected
+    assert found[2] == ["0-sgd", "1-rmsprop"]
 
 
 def test_a_sweep_reads_the_files_once_per_choice(monkeypatch) -> None:
