@@ -17,6 +17,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs a C compiler for the stand-in of libnvidia-ml.so.1")
     folder = tmp_path_factory.mktemp("nvml")
     source = Path(__file__).with_name("standin.c")
-    words = [compiler, "-shared", "-fPIC", "-w", "-o", str(folder / "libnvidia-ml.so.1"), str(source)]
-    subprocess.run(words, check=True, timeout=60)
+    name = "libnvidia-ml.so.1"
+    options = ["-shared", "-fPIC", "-w", f"-Wl,-soname,{name}"]
+    subprocess.run([compiler, *options, "-o", str(folder / name), str(source)], check=True, timeout=60)
     return folder

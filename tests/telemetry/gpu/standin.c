@@ -1,6 +1,6 @@
 /* A stand-in for NVIDIA's libnvidia-ml.so.1: two GPUs whose behaviour the file $NVML_STANDIN sets, read at each call.
    It holds words: "lost1" (GPU 1 falls off the bus), "hot0", "narrow0", "shared0", "old" (no energy counter, no field
-   values), "nodriver", "ecc0", "deaf0" (no power and no energy for now), "mig" (GPU 1 is sliced). Power is 100 W and 200 W; counters follow the clock since start. */
+   values), "nodriver", "ecc0", "deaf0" (no power and no energy for now), "mig" (GPU 1 is sliced). Power is 100 W and 200 W; counters follow the clock. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,8 +24,10 @@ static int set(const char *word) {
     fclose(file);
     return strstr(text, word) != NULL;
 }
+double standin_now_s = 0;  /* set from outside: the clock that counters follow instead */
 static double now(void) {
     struct timespec t;
+    if (standin_now_s > 0) return standin_now_s;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec + t.tv_nsec * 1e-9;
 }
