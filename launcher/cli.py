@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from launcher.commands.arguments import Arguments, parse
 from launcher.commands.compare import as_sweep
+from launcher.commands.doctor import doctor
 from launcher.commands.export import export_weights
 from launcher.commands.help import config_directories, described_recipes, help_text, version_text
 from launcher.commands.job import run_job
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.update(variables_of_rank(os.environ))
         launch = LaunchEnv.from_environ(os.environ)
         argv = sys.argv[1:] if argv is None else argv
+        if launch.launched and list(argv[:1]) == ["doctor"]:
+            return doctor(parse(argv), launch)  # every rank looks, with its own words
         return follow_leader(launch, argv) if launch.rank > 0 else lead(launch, argv)
     except (KeyboardInterrupt, Interrupted):
         return INTERRUPTED
@@ -101,6 +104,8 @@ def run_command(arguments: Arguments, leader: Leader) -> int:
         export_weights(arguments)
     elif arguments.command == "new":
         write_recipe(arguments.words)
+    elif arguments.command == "doctor":
+        return doctor(arguments, leader.launch)
     elif arguments.command == "job":
         return run_job(arguments, leader)
     elif arguments.command == "compare":

@@ -29,6 +29,7 @@ from launcher.distributed.heartbeat import Heartbeat
 from launcher.distributed.preflight import meet
 from launcher.distributed.process_group import join, tighten
 from launcher.distributed.watchdog import Watchdog
+from launcher.doctor.machine import warn_of_machine
 from launcher.engine.diagnostics.host_cost import host_ms_per_layer
 from launcher.engine.diagnostics.step_timer import PARTS
 from launcher.process.allocator import keep_freed_memory
@@ -150,6 +151,7 @@ def _join_and_run(
         apply_switches(config)
         if env.device.type == "cpu":
             keep_freed_memory()
+        warn_of_machine(config, env)
         peers = meet(config, env, store, job)
         gpus = measure_gpus(config, env, peers, telemetry)
         assembled, loaded = _assemble(config, env, telemetry, heartbeat, requests)

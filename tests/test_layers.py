@@ -19,7 +19,7 @@ LAYERS = (
     {"run_dir"},
     {"distributed", "engine"},
     {"telemetry", "data"},
-    {"metrics"},
+    {"metrics", "doctor"},
     {"recipe"},
     {"checkpoint", "report"},
     {"evaluation"},

@@ -14,7 +14,7 @@ from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import nearest, shortened, suggestion
 from launcher.errors import ConfigError
 
-COMMANDS = ("recipes", "report", "watch", "export", "new", "compare", "job")
+COMMANDS = ("recipes", "report", "watch", "export", "new", "compare", "job", "doctor")
 ANY = ()  # any value
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
@@ -23,7 +23,7 @@ INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchp
 class Flag:
     short: str = ""
     values: tuple[str, ...] | None = None  # that it takes; None: it is a switch
-    command: str = ""  # the only one that has it
+    commands: tuple[str, ...] = ()  # that have it; none: all
 
 
 FLAGS: Mapping[str, Flag] = {
@@ -39,11 +39,12 @@ FLAGS: Mapping[str, Flag] = {
     "--package": Flag("-p", ANY),
     "--config-name": Flag("-cn", ANY),
     "--config-dir": Flag("-cd", ANY),
-    "--best": Flag(command="export"),
-    "--no-ema": Flag(command="export"),
-    "--dtype": Flag(values=("fp32", "fp16"), command="export"),
-    "--out": Flag(values=ANY, command="report"),
-    "--every": Flag(values=ANY, command="watch"),
+    "--best": Flag(commands=("export",)),
+    "--no-ema": Flag(commands=("export",)),
+    "--dtype": Flag(values=("fp32", "fp16"), commands=("export",)),
+    "--out": Flag(values=ANY, commands=("report",)),
+    "--every": Flag(values=ANY, commands=("watch",)),
+    "--json": Flag(commands=("doctor",)),
 }
 SHORT = {flag.short: name for name, flag in FLAGS.items() if flag.short} | {"-cp": "--config-path"}
 REFUSED = {
@@ -96,8 +97,8 @@ def parse(argv: Sequence[str]) -> Arguments:
     has_command = bool(words) and is_command(words[0])
     command = known_command(words[0]) if has_command else "train"
     for name in flags:
-        if FLAGS[name].command not in ("", command):
-            raise ConfigError(f"{name}: belongs to the command {FLAGS[name].command} only.")
+        if (owners := FLAGS[name].commands) and command not in owners:
+            raise ConfigError(f"{name}: belongs to the command {' and '.join(owners)} only.")
     return Arguments(command, tuple(words[has_command:]), flags)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launcher.commands.arguments import Arguments
 from launcher.commands.compare import as_sweep
+from launcher.commands.doctor import doctor
 from launcher.commands.export import export_weights
 from launcher.commands.job import run_job
 from launcher.commands.new import write_recipe
@@ -105,6 +106,7 @@ USAGE: dict[str, tuple[str, str, Callable[..., object] | None]] = {
         export_weights,
     ),
     "new": ("new NAME", "writes a recipe of your own that already trains", write_recipe),
+    "doctor": ("doctor [key=value ...] [--json]", "looks at GPUs, links, disk, network and tracker", doctor),
     "job": ("job DIR", "runs or resumes one job of a sweep, from its folder", run_job),
 }
 

@@ -1,0 +1,102 @@
+"""What ranks do to test the links between them. Run as a program, one process a rank, it tests one machine.
+
+    python -m launcher.doctor.exchange RANK WORLD_SIZE FILE SECONDS DEVICE ...
+
+FILE is where the ranks meet; DEVICE, one for each rank, is `cpu` or `cuda:N`. Rank 0 prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from launcher.engine.flat.layout import MAX_RUN_BYTES
+
+COPIED_BYTES = 64 << 20
+KNOWN = 1 << 20  # elements whose sum is compared
+WARM_UP = 2  # exchanges; the first opens connections
+MOST = 2000  # exchanges
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    copied: bool  # bytes arrived as they were sent, both ways
+    summed: bool  # on all ranks, every element
+    bytes_per_s: float  # over each link of a ring, as nccl-tests' bus bandwidth: 2 (n - 1) / n of a message
+
+
+def exchange(rank: int, world_size: int, device: torch.device, seconds: float) -> Exchanged:
+    """All-reduce known values, then messages of the largest size that a step sends, for some seconds.
+
+    All ranks of the default group call it.
+    """
+    numbers = torch.arange(KNOWN, dtype=torch.int32, device=device)
+    found = numbers * (rank + 1)
+    dist.all_reduce(found)
+    # int32, which wraps around on both sides in the same way: exact for any number of ranks.
+    wrong = (found != numbers * (world_size * (world_size + 1) // 2)).sum()
+    dist.all_reduce(wrong)
+    message = torch.zeros(MAX_RUN_BYTES // 2, dtype=torch.float16, device=device)
+    for _ in range(WARM_UP):
+        one_s = _timed(message, 1)
+    count = torch.tensor([min(MOST, max(1, int(seconds / one_s)))], device=device)
+    dist.broadcast(count, 0)  # all ranks exchange equally often
+    each_s = _timed(message, int(count)) / int(count)
+    volume = 2 * (world_size - 1) / world_size * message.nbytes
+    return Exchanged(True, not int(wrong), volume / each_s)
+
+
+def _timed(message: torch.Tensor, count: int) -> float:
+    began = time.perf_counter()
+    for _ in range(count):
+        dist.all_reduce(message)
+    if message.is_cuda:
+        torch.cuda.synchronize(message.device)
+    return time.perf_counter() - began
+
+
+def copies(devices: list[torch.device]) -> bool:
+    """Whether random bytes are the same after a copy from each of the GPUs to each other one."""
+    for source in devices:
+        sent = torch.randint(0, 256, (COPIED_BYTES,), dtype=torch.uint8, device=source)
+        for target in devices:
+            if target != source and not torch.equal(sent.to(target).cpu(), sent.cpu()):
+                return False
+    return True
+
+
+def main(rank: int, world_size: int, file: str, seconds: float, devices: list[torch.device]) -> None:
+    own = devices[rank]
+    is_gpu = own.type == "cuda"
+    if is_gpu:
+        torch.cuda.set_device(own)
+    dist.init_process_group(
+        "nccl" if is_gpu else "gloo",
+        store=dist.FileStore(file, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    copied = not is_gpu or rank > 0 or copies(devices)
+    found = exchange(rank, world_size, own, seconds)
+    dist.destroy_process_group()
+    if rank == 0:
+        print(json.dumps(dataclasses.asdict(dataclasses.replace(found, copied=copied))), flush=True)
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    main(
+        int(arguments[0]),
+        int(arguments[1]),
+        arguments[2],
+        float(arguments[3]),
+        [*map(torch.device, arguments[4:])],
+    )

@@ -1,0 +1,155 @@
+"""The doctor on all hosts of a launch: what each has found, compared, and the links between them.
+
+Owns what must be equal on all hosts. Every rank calls `consult`; one rank of each host looks at its machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from socket import gethostname
+from typing import TYPE_CHECKING, NamedTuple
+
+from launcher.distributed.env import LaunchEnv, WorkerEnv
+from launcher.distributed.store import arrived, open_store
+from launcher.doctor.findings import FAILURE, NOTE, Finding, judged
+from launcher.errors import StalledError, listed
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+EQUAL = ("Python", "torch", "hydra-core", "CUDA", "NCCL", "driver", "GPUs")
+CLOCK_NOTE_S, CLOCK_S = 2.0, 60.0  # a barrier leaves hosts apart by less than the first
+SLOW_SHARE = 0.5  # of the median link
+SENT = 3  # messages over each link; the first opens the connection
+LEADING_S = 900.0  # that one rank of each host may look at its machine while the others wait
+
+
+class Host(NamedTuple):
+    """What one host reports."""
+
+    name: str
+    found: list[Finding]
+    time: float  # of its clock, at the same moment on all hosts
+    sees_run_dir: bool
+    received_bytes_per_s: float  # from the host before it, 0 for the only one
+
+
+def consult(
+    launch: LaunchEnv, place: Path, look: Callable[[], list[Finding]], timeout_s: float
+) -> list[Host] | None:
+    """The reports of all hosts, the comparison and the links added to that of the first; None on other ranks.
+
+    Raises PreflightError or StalledError where the ranks do not meet.
+    """
+    store = open_store(launch, timeout_s)
+    found = look() if launch.local_rank == 0 else []  # before torch is imported here: checks are forked
+    if store is None:
+        return [Host(gethostname(), found, time.time(), True, 0.0)]
+    store.set(f"doctor/looked/{launch.rank}", "")
+    _await(store, [f"doctor/looked/{rank}" for rank in range(launch.world_size)], LEADING_S)
+    from launcher.distributed.process_group import join
+
+    with join(launch, store, "doctor", timeout_s) as env:
+        own, exchanged = _met(store, env, place, found)
+    if launch.local_rank == 0:
+        store.set(f"doctor/host/{launch.rank}", json.dumps(own, default=dataclasses.asdict))
+    store.set(f"doctor/done/{launch.rank}", str(launch.local_rank))
+    if launch.rank > 0:
+        from torch.distributed import DistError
+
+        with suppress(DistError):  # rank 0 may hold the store, and have ended with it
+            _await(store, ["doctor/end"], timeout_s)
+        return None
+    _await(store, [f"doctor/done/{rank}" for rank in range(launch.world_size)], timeout_s)
+    leaders = [rank for rank in range(launch.world_size) if store.get(f"doctor/done/{rank}") == b"0"]
+    said = [Host(*json.loads(store.get(f"doctor/host/{rank}"))) for rank in leaders]
+    hosts = [host._replace(found=[Finding(**each) for each in host.found]) for host in said]  # type: ignore[arg-type]
+    hosts[0].found.extend([exchanged, *compared(hosts)])
+    store.set("doctor/end", "")
+    return hosts
+
+
+def _await(store: dist.Store, keys: list[str], wait_s: float) -> None:
+    if not arrived(store, keys, wait_s):
+        raise StalledError(f"doctor: not all ranks have answered within {wait_s:g} s.")
+
+
+def _met(store: dist.Store, env: WorkerEnv, place: Path, found: list[Finding]) -> tuple[Host, Finding]:
+    """This rank's report, and the finding of the exchange between all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from launcher.doctor.exchange import exchange
+    from launcher.doctor.links import MEASURED_S, judged_exchange
+
+    token = place / f".doctor-{os.environ.get('MASTER_PORT', '')}"
+    if env.rank == 0:
+        token.touch()
+    exchanged = exchange(env.rank, env.world_size, env.device, MEASURED_S)
+    now, sees = time.time(), token.exists()  # an all-reduce has just ended on all ranks
+    dist.barrier()
+    if env.rank == 0:
+        token.unlink(missing_ok=True)
+    leading = torch.zeros(env.world_size, device=env.device)
+    leading[env.rank] = env.local_rank == 0
+    dist.all_reduce(leading)
+    rate = _received(env, [rank for rank, leads in enumerate(leading.tolist()) if leads])
+    own = Host(gethostname(), found, now, sees, rate)
+    return own, judged_exchange(dataclasses.asdict(exchanged), env.world_size)
+
+
+def _received(env: WorkerEnv, leaders: Sequence[int]) -> float:
+    """Bytes per second that this rank receives from the host before its own, one link after the other."""
+    import torch
+    import torch.distributed as dist
+
+    from launcher.engine.flat.layout import MAX_RUN_BYTES
+
+    rate, message = 0.0, torch.zeros(MAX_RUN_BYTES // 2, dtype=torch.float16, device=env.device)
+    for number, source in enumerate(leaders if len(leaders) > 1 else ()):
+        target = leaders[(number + 1) % len(leaders)]
+        for _ in range(SENT):
+            began = time.perf_counter()
+            if env.rank == source:
+                dist.send(message, target)
+            elif env.rank == target:
+                dist.recv(message, source)
+                elapsed_s = float(message[-1]) + time.perf_counter() - began  # on a GPU, reading it waits
+                rate = message.nbytes / elapsed_s
+        dist.barrier()
+    return rate
+
+
+def compared(hosts: Sequence[Host]) -> Iterator[Finding]:
+    """What differs between hosts, and the slowest of their links."""
+    if len(hosts) < 2:
+        return
+    values: list[Mapping[str, str]] = [{each.name: each.value for each in host.found} for host in hosts]
+    for name in EQUAL:
+        by_value: dict[str, list[str]] = {}
+        for host, said in zip(hosts, values, strict=True):
+            by_value.setdefault(said.get(name, "none"), []).append(host.name)
+        if len(by_value) > 1:
+            text = "; ".join(f"{value} on {listed(names, 4)}" for value, names in by_value.items())
+            yield judged(f"hosts: {name}", text, "Install and start all hosts alike.", FAILURE)
+    offset = max((host.time - hosts[0].time for host in hosts), key=abs)
+    apart = "Synchronise the clocks (chronyc makestep)." if abs(offset) > CLOCK_NOTE_S else ""
+    verdict = FAILURE if abs(offset) > CLOCK_S else NOTE
+    yield judged("hosts: clocks", f"{abs(offset):.1f} s apart at most", apart, verdict)
+    blind = [host.name for host in hosts if not host.sees_run_dir]
+    own_disk = "A restart on other hosts finds no checkpoint there: put run.dir on a shared disk."
+    value = f"not seen by {listed(blind, 8)}" if blind else "one file system"
+    yield judged("hosts: run.dir", value, own_disk if blind else "")
+    rates = [host.received_bytes_per_s for host in hosts]
+    slowest = min(range(len(hosts)), key=rates.__getitem__)
+    is_slow = rates[slowest] < SLOW_SHARE * statistics.median(rates)
+    value = f"slowest {hosts[slowest - 1].name} to {hosts[slowest].name}, {rates[slowest] / 1e9:.2f} GB/s"
+    look = "It holds up all ranks: look at its cable, port and interface." if is_slow else ""
+    yield judged("hosts: links", value, look)

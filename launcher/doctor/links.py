@@ -1,0 +1,145 @@
+"""Checks of the links between the ranks of one machine: copies and sums that must be exact, and bandwidth.
+
+Owns the processes that test them, the limit of their time, and the name of what is broken. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import combinations
+from pathlib import Path
+
+from launcher.distributed import nccl
+from launcher.doctor.findings import FAILURE, Check, Finding, judged
+from launcher.errors import counted
+
+PAIR_S = 90.0  # interpreters that import torch and start CUDA and NCCL take 15 s, beside other jobs a minute
+MEASURED_S = 2.0
+PROGRAM = (sys.executable, "-m", "launcher.doctor.exchange")
+WITHOUT_PEERS = {"NCCL_P2P_DISABLE": "1"}
+
+
+def checks(gpus: int, ranks: int) -> list[Check]:
+    """All checks of this file, of which those of pairs of GPUs come first."""
+    found = []
+    if gpus > 1:
+        rounds = gpus if gpus % 2 else gpus - 1
+        found.append(Check("GPU pairs", lambda: pairs(gpus), 2 * PAIR_S * rounds + 10))
+    if ranks > 1:
+        devices = [f"cuda:{number}" for number in range(ranks)] if gpus else ["cpu"] * ranks
+        found.append(Check("all-reduce", lambda: bandwidth(devices), PAIR_S + 30))
+    return found
+
+
+def bandwidth(devices: Sequence[str], program: Sequence[str] = PROGRAM) -> Iterator[Finding]:
+    """The rate of an all-reduce between all ranks of this machine, which also must be exact."""
+    said = exchanged(devices, MEASURED_S, {}, program)
+    if isinstance(said, str):
+        yield judged(
+            "all-reduce",
+            said,
+            "The ranks of a run would not get further. NCCL_DEBUG=INFO says more.",
+            FAILURE,
+        )
+        return
+    yield judged_exchange(said, len(devices))
+
+
+def judged_exchange(said: Mapping[str, float], ranks: int) -> Finding:
+    """The finding of an exchange between `ranks` ranks."""
+    wrong = "" if said["summed"] else "Sums are wrong: do not train here before that is mended."
+    rate = f"{said['bytes_per_s'] / 1e9:.2f} GB/s on each link of a ring of {counted(ranks, 'rank')}"
+    return judged("all-reduce", rate, wrong, FAILURE)
+
+
+def pairs(gpus: int, program: Sequence[str] = PROGRAM) -> Iterator[Finding]:
+    """Copies and sums between every two GPUs. Pairs without a GPU in common are tested at the same time."""
+    broken: dict[tuple[int, int], str] = {}
+    with ThreadPoolExecutor(max(1, gpus // 2)) as pool:
+        for together in rounds(gpus):
+            found = pool.map(lambda pair: trouble(pair, program), together)
+            broken |= {pair: text for pair, text in zip(together, found, strict=True) if text}
+    if not broken:
+        yield Finding("GPU pairs", f"{len(list(combinations(range(gpus), 2)))}, copies and sums exact")
+    for (one, other), text in broken.items():
+        yield judged("GPU pairs", f"{one} and {other}: {text}", advice_on_peers(), FAILURE)
+
+
+def rounds(gpus: int) -> Iterator[list[tuple[int, int]]]:
+    """Every pair once, in rounds in which each GPU occurs at most once: the circle method of tournaments."""
+    places = [*range(gpus)] + ([-1] if gpus % 2 else [])
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        met = zip(places[:half], reversed(places[half:]), strict=True)
+        yield [(min(pair), max(pair)) for pair in met if -1 not in pair]
+        places = [places[0], places[-1], *places[1:-1]]
+
+
+def trouble(pair: tuple[int, int], program: Sequence[str]) -> str:
+    """What is wrong between two GPUs; empty if nothing is."""
+    devices = [f"cuda:{number}" for number in pair]
+    said = exchanged(devices, 0.0, {}, program)
+    if not isinstance(said, str):
+        wrong = [name for name in ("copied", "summed") if not said[name]]
+        if not wrong:
+            return ""
+        said = f"bytes that were {' and '.join(wrong)} are wrong"
+    again = exchanged(devices, 0.0, WITHOUT_PEERS, program)
+    heals = not isinstance(again, str) and again["summed"]
+    return f"{said}; with NCCL_P2P_DISABLE=1 sums are {'right' if heals else 'no better'}"
+
+
+def advice_on_peers() -> str:
+    """What to do about direct copies between GPUs that hang or corrupt."""
+    if any(Path("/sys/class/iommu").glob("*")):
+        return (
+            "The IOMMU is on, which redirects copies between GPUs: turn it off (BIOS, or iommu=pt for the "
+            "kernel), or ACS on the PCIe switches, or run with NCCL_P2P_DISABLE=1."
+        )
+    return "Run with NCCL_P2P_DISABLE=1; look at dmesg, the risers, and ACS on the PCIe switches."
+
+
+def exchanged(
+    devices: Sequence[str], seconds: float, environ: Mapping[str, str], program: Sequence[str]
+) -> dict[str, float] | str:
+    """What rank 0 of the test program says; a text where the ranks hang or fail."""
+    variables = dict(os.environ)
+    nccl.prepare(variables, one_machine=True)
+    variables |= {"OMP_NUM_THREADS": "1", **environ}
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ExitStack() as running:
+        words = [str(len(devices)), f"{folder}/store", str(seconds), *devices]
+        ranks = [
+            running.enter_context(
+                subprocess.Popen(
+                    [*program, str(rank), *words],
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(len(devices))
+        ]
+        deadline = time.monotonic() + PAIR_S + seconds
+        try:
+            said = [rank.communicate(timeout=max(0.1, deadline - time.monotonic())) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            return f"no answer within {PAIR_S + seconds:g} s"
+        finally:
+            for rank in ranks:
+                rank.kill()
+    for number, rank in enumerate(ranks):
+        if rank.returncode:
+            last = said[number][1].strip().splitlines()[-1:] or ["no word"]
+            return f"rank {number} ended with {rank.returncode}: {last[0][:300]}"
+    answer: dict[str, float] = json.loads(said[0][0].splitlines()[-1])
+    return answer

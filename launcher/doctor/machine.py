@@ -1,0 +1,254 @@
+"""Checks of a machine that need no GPU: versions, cores, memory, limits, disk, clock, interface, tracker.
+
+Owns their thresholds. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import resource
+import socket
+import struct
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import islice
+from pathlib import Path
+
+from launcher.config.schema import Config
+from launcher.distributed.env import WorkerEnv
+from launcher.distributed.nccl import of_shared_memory
+from launcher.doctor.findings import FAILURE, NOTE, Check, Finding, judged
+from launcher.errors import counted
+from launcher.telemetry.tracker.mode import decide
+
+GB = 1e9
+MIN_FREE_BYTES = 1 << 30  # a ResNet-50 with SGD and momentum takes 0.3 GB a checkpoint, and two are kept
+SLOW_DISK = 50e6  # bytes per second: a laptop's disk of 2010
+PROBE_BYTES = 64 << 20
+FEW_FILES = 1024  # the usual soft limit; loader processes share tensors by descriptors
+RANK_BYTES = 1 << 30  # torch, its libraries and a small model
+MAX_COUNTED_FILES = 50_000  # of a data set, some seconds on a network disk
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+SIOCGIFADDR = 0x8915  # asks for the address of an interface
+INFINIBAND = "/sys/class/infiniband"
+SLOW_LINK = 1000  # Mbit/s: below, the exchange of a ResNet-50 takes longer than its step on any GPU
+OLDEST_CLOCK = time.mktime((2025, 6, 1, 0, 0, 0, 0, 0, 0))  # before any torch that the launcher runs with
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a run would use of this machine."""
+
+    config: Config
+    ranks: int
+    gpus: int
+
+    @property
+    def place(self) -> Path:
+        return place_of(self.config)
+
+
+def place_of(config: Config) -> Path:
+    """The nearest folder of the run's directory that exists."""
+    path = Path(config.run.dir).absolute()
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def checks(subject: Subject) -> list[Check]:
+    """All checks of this file, in the order in which they are printed."""
+    return [
+        Check("versions", versions),
+        Check("CPU", lambda: cores(subject)),
+        Check("memory", lambda: memory(subject)),
+        Check("shared memory", lambda: shared_memory(subject)),
+        Check("limits", limits),
+        Check("disk", lambda: disk(subject.place), 60.0, "The disk of run.dir hangs: choose another place."),
+        Check("data", lambda: page_cache(subject), 30.0, "The disk of the data hangs, or is far away."),
+        Check("clock", clock),
+        Check("interface", lambda: interface(os.environ), 10.0, "The name of this host cannot be resolved."),
+        Check("tracker", lambda: tracker(subject.config, os.environ)),
+    ]
+
+
+def warn_of_machine(config: Config, env: WorkerEnv) -> None:
+    """Warn of what is wrong with this host, of that which can be looked at in some milliseconds.
+
+    One rank of each host looks.
+    """
+    if env.local_rank > 0:
+        return
+    subject = Subject(config, env.local_world_size, env.local_world_size if env.device.type == "cuda" else 0)
+    for look in (cores, memory, shared_memory, lambda _: limits(), free_space, lambda _: clock()):
+        with suppress(OSError, ValueError, LookupError):  # a machine without /proc/meminfo trains as well
+            for finding in look(subject):
+                if finding.advice:
+                    warnings.warn(finding.sentence, stacklevel=1)
+
+
+def versions() -> Iterator[Finding]:
+    yield Finding("Python", platform.python_version())
+    for name in ("torch", "hydra-core", "wandb"):
+        yield Finding(name, metadata.version(name))
+
+
+def cores(subject: Subject) -> Iterator[Finding]:
+    count, allowed, advice = len(os.sched_getaffinity(0)), quota(), ""
+    value = f"{counted(count, 'core')} for {counted(subject.ranks, 'rank')}"
+    if allowed is not None and allowed < count - 0.5:
+        value += f", of which the container may use {allowed:.1f}"
+        advice = (
+            f"Threads beyond that are stopped in turn: set OMP_NUM_THREADS="
+            f"{max(1, int(allowed / subject.ranks))}, or raise the container's CPU limit."
+        )
+    elif count < subject.ranks:
+        advice = "Ranks wait for each other's core: start fewer, or bind them to more cores."
+    yield judged("CPU", value, advice)
+
+
+def quota(path: str = "/sys/fs/cgroup/cpu.max") -> float | None:
+    """The cores that the cgroup allows at once; None without a limit."""
+    with suppress(OSError, ValueError):
+        allowed, period = Path(path).read_text().split()
+        return int(allowed) / int(period)
+    return None
+
+
+def memory(subject: Subject) -> Iterator[Finding]:
+    available = available_bytes()
+    each = available / subject.ranks
+    few = f"A rank takes about {RANK_BYTES / GB:.0f} GB without its data: start fewer, or end other programs."
+    value = f"{available / GB:.1f} GB free, {each / GB:.1f} a rank"
+    yield judged("memory", value, few if each < RANK_BYTES else "")
+
+
+def available_bytes() -> int:
+    """Memory of the host that programs can still have: free, or filled with files that can be read again."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+
+
+def shared_memory(subject: Subject) -> Iterator[Finding]:
+    little = of_shared_memory()
+    value = "/dev/shm is missing or small" if little else f"{_free('/dev/shm') / GB:.1f} GB in /dev/shm"
+    yield judged("shared memory", value, little, FAILURE if min(subject.gpus, subject.ranks) > 1 else NOTE)
+
+
+def limits() -> Iterator[Finding]:
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = f"Loader processes may fail: ulimit -n {most if most > 0 else 65536}."
+    yield judged("open files", f"at most {files}", few if 0 <= files < FEW_FILES else "")
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if locked != resource.RLIM_INFINITY and any(Path(INFINIBAND).glob("*")):
+        advice = "NCCL registers memory with InfiniBand: ulimit -l unlimited (docker: --ulimit memlock=-1)."
+        yield judged("locked memory", f"at most {locked >> 20} MB", advice, FAILURE)
+
+
+def free_space(subject: Subject) -> Iterator[Finding]:
+    yield _space(subject.place, "")
+
+
+def _space(place: Path, rate: str, advice: str = "") -> Finding:
+    free = _free(place)
+    little = "Make room, or choose run.dir elsewhere." if free < MIN_FREE_BYTES else ""
+    return judged("disk", f"{free / GB:.1f} GB free{rate} at {place}", little or advice)
+
+
+def _free(place: str | Path) -> int:
+    found = os.statvfs(place)
+    return found.f_bavail * found.f_frsize
+
+
+def disk(place: Path) -> Iterator[Finding]:
+    """Free space, and the rate at which a checkpoint is written; leaves nothing."""
+    probe = place / f".doctor-{socket.gethostname()}-{os.getpid()}"
+    block, began = os.urandom(1 << 20), time.perf_counter()
+    try:
+        with open(probe, "xb") as file:
+            for _ in range(PROBE_BYTES // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        advice = "Runs cannot save there: make room, or choose run.dir elsewhere."
+        yield judged("disk", f"{place}: {error.strerror}", advice, FAILURE)
+        return
+    finally:
+        probe.unlink(missing_ok=True)
+    rate = PROBE_BYTES / (time.perf_counter() - began)
+    slow = "Checkpoints take long: choose a faster disk, or a larger checkpoint.every_s."
+    yield _space(place, f", {rate / 1e6:.0f} MB/s written", slow if rate < SLOW_DISK else "")
+
+
+def page_cache(subject: Subject) -> Iterator[Finding]:
+    """Whether the data set fits in the memory that the kernel may fill with files."""
+    path = subject.config.data.path
+    if path is None:
+        return
+    folders = ((folder, name) for folder, _, names in os.walk(path) for name in names)
+    files = [path] if os.path.isfile(path) else (os.path.join(*found) for found in folders)
+    sizes = [os.lstat(file).st_size for file in islice(files, MAX_COUNTED_FILES)]
+    total, least = sum(sizes), "at least " if len(sizes) == MAX_COUNTED_FILES else ""
+    far = "It does not stay in memory: each epoch reads it from the disk, whose rate then counts."
+    value = f"{least}{total / GB:.1f} GB in {counted(len(sizes), 'file')}"
+    yield judged("data", value, far if total > available_bytes() else "")
+
+
+def clock() -> Iterator[Finding]:
+    now = time.time()
+    wrong = "It is wrong, so certificates and trackers fail: set it (chronyc makestep)."
+    value = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    yield judged("clock", value, wrong if now < OLDEST_CLOCK else "")
+
+
+def interface(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """The network interface by which other machines reach this one, as Gloo chooses it."""
+    names = [name for _, name in socket.if_nameindex()]
+    for key in INTERFACES:
+        given = environ.get(key, "")
+        is_plain = given and "," not in given and given[0] not in "^="  # NCCL's lists are not looked at
+        if is_plain and not any(name.startswith(given) for name in names):
+            advice = f"Give one of {', '.join(names)}."
+            yield judged("interface", f"{key}={given} does not exist", advice, FAILURE)
+            return
+    name = environ.get(INTERFACES[0]) or _interface_of(socket.gethostbyname(socket.gethostname()), names)
+    mtu, mbit = (_number(Path(f"/sys/class/net/{name}/{key}")) for key in ("mtu", "speed"))
+    value = f"{name}, MTU {mtu}" + (f", {mbit} Mbit/s" if mbit else "")
+    advice = "Look at the cable, the port and other interfaces." if mbit and mbit < SLOW_LINK else ""
+    if name in ("lo", None) and len(names) > 1:
+        value = f"{socket.gethostname()} stands for loopback"
+        advice = f"For runs on several machines set {' and '.join(INTERFACES)}: {', '.join(names)}."
+    yield judged("interface", value, advice)
+
+
+def _interface_of(address: str, names: list[str]) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for name in names:
+            with suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return "lo" if address.startswith("127.") else None
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file of /sys; None where it has none, as the rate of a virtual interface is -1."""
+    with suppress(OSError, ValueError):
+        return number if (number := int(path.read_text())) > 0 else None
+    return None
+
+
+def tracker(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
+    names = [config.tracker.name] if isinstance(config.tracker.name, str) else config.tracker.name
+    if "wandb" not in names:
+        yield Finding("tracker", ", ".join(names))
+        return
+    mode = decide(config.tracker, environ)
+    unasked = mode.mode == "offline" and "mode=" not in mode.reason.lower()
+    advice = "Runs are recorded on disk, and can be uploaded later." if unasked else ""
+    yield judged("tracker", f"wandb {mode.text}", advice)
