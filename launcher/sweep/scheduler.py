@@ -7,23 +7,26 @@ the plan's decision; where it runs is the carrier's.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from launcher.config.messages import directory_override
 from launcher.config.schema import SweepConfig
-from launcher.errors import DIVERGED, ConfigError, PreemptedError, counted
+from launcher.errors import DIVERGED, TO_RESUME, ConfigError, PreemptedError, PreflightError, counted
 from launcher.errors import PRUNED as PRUNED_CODE
 from launcher.errors import STOPPED as STOPPED_CODES
 from launcher.process.signals import SAVING
 from launcher.run_dir.pruning import PruneRequest, ask_to_prune
 from launcher.supervisor.parent_signals import Signals
 from launcher.sweep.asha import Pruner
-from launcher.sweep.carriers import Carrier, Change
+from launcher.sweep.carriers import Carrier, Change, NoAnswerError
 from launcher.sweep.job import DONE, FAILED, OVER, PRUNED, RUNNING, STOPPED, WAITING, Job
 from launcher.sweep.progress import Progress
 from launcher.sweep.record import Record, count_time, take_result
+from launcher.telemetry.formatting import duration
 
+PATIENCE_S = 300.0  # for a scheduler that does not answer: its daemon restarts, or a spare machine takes over
 POLL_S = 0.2  # longest wait for a change, after which signals, limits and the table are looked at
 # A further attempt would end in the same way: the config is wrong, or the training diverges.
 FINAL = (ConfigError.exit_code, DIVERGED)
@@ -79,6 +82,7 @@ class Scheduler:
         self._running: dict[int, Job] = {}
         self.asked = self._asked_at_once = False  # to stop, before all jobs are done
         self._changed = True  # since sweep.json was written: once for all jobs that end and start together
+        self._silent_since_s: float | None = None  # the carrier
         self._began_s, self._before_s = time.monotonic(), record.seconds
 
     def run(self) -> None:
@@ -92,7 +96,7 @@ class Scheduler:
             if not self._running and (self.reason or self._plan.next() is None):
                 return
             self._progress.refresh()  # after the starts: it reads files of all jobs that run
-            for change in self._carrier.poll(POLL_S):
+            for change in self._poll():
                 self._take(change)
             for job in self._plan.to_prune([*self._running.values()]):
                 self._prune(job)
@@ -119,6 +123,28 @@ class Scheduler:
         self._carrier.submit(job, self._directory / job.name)
         if job.handle is not None:  # this process may be killed at any moment, and the job would go on
             self._write()
+
+    def _poll(self) -> Sequence[Change]:
+        """What has changed. Raises PreflightError for a carrier that has not answered for PATIENCE_S."""
+        try:
+            changes = self._carrier.poll(POLL_S)
+        except NoAnswerError as error:
+            now = time.monotonic()
+            if self._silent_since_s is None:
+                self._silent_since_s = now
+                minutes = f"{PATIENCE_S / 60:g} minutes"
+                self._progress.say(f"sweep: {error} The sweep asks again for {minutes}.", error=True)
+            if now - self._silent_since_s < PATIENCE_S and not self._asked_at_once:
+                return ()
+            raise PreflightError(
+                f"{error} The sweep has ended; its jobs may still run, and sweep.json has all that is known. "
+                f"{TO_RESUME} {directory_override('sweep.resume', self._directory)}"
+            ) from error
+        if self._silent_since_s is not None:
+            silent = duration(time.monotonic() - self._silent_since_s)
+            self._progress.say(f"sweep: there is an answer again, after {silent}")
+            self._silent_since_s = None
+        return changes
 
     def _take(self, change: Change) -> None:
         job, self._changed = self._running[change.number], True

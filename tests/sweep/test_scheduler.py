@@ -11,16 +11,19 @@ from pathlib import Path
 import pytest
 
 from launcher.config.schema import SweepConfig
+from launcher.errors import PreflightError
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import write_result
 from launcher.run_dir.result import Failure
 from launcher.supervisor.parent_signals import Signals
-from launcher.sweep.carriers import Change
+from launcher.sweep import scheduler
+from launcher.sweep.carriers import Change, NoAnswerError
 from launcher.sweep.job import Job
 from launcher.sweep.progress import Progress
 from launcher.sweep.record import Record, recover
 from launcher.sweep.scheduler import Grid, Scheduler
 from tests.configs import composed
+from tests.golden import Message
 
 
 class Scripted:
@@ -263,3 +266,30 @@ def test_the_record_of_200_jobs_is_small(tmp_path) -> None:
     ]
     Record(jobs, lines).write(tmp_path)
     assert (tmp_path / "sweep.json").stat().st_size < 1_000_000
+
+
+def test_a_carrier_that_does_not_answer_for_a_while_is_asked_again(tmp_path, capsys) -> None:
+    carrier, polls = Scripted(2), iter(range(100))
+
+    def silent(run: Run) -> None:
+        if 1 <= next(polls) <= 3:
+            raise NoAnswerError("squeue fails: no route.")
+
+    assert Run(tmp_path, carrier, 3, silent).states == ["done"] * 3
+    printed = capsys.readouterr()
+    assert printed.err.count("squeue fails") == 1
+    assert "sweep: there is an answer again, after " in printed.out
+
+
+def test_one_that_does_not_answer_at_all_ends_the_sweep_with_how_to_continue(
+    tmp_path, monkeypatch, message: Message
+) -> None:
+    def silent(run: Run) -> None:
+        raise NoAnswerError("squeue fails: no route.")
+
+    monkeypatch.setattr(scheduler, "PATIENCE_S", 0.0)
+    with pytest.raises(PreflightError, match="squeue fails: no route") as caught:
+        Run(tmp_path, Scripted(2), 3, silent)
+    assert f"To resume: the same command with sweep.resume={tmp_path}" in message(caught.value)
+    recorded = json.loads((tmp_path / "sweep.json").read_text())["jobs"]
+    assert [job["state"] for job in recorded] == ["running", "running", "waiting"]

@@ -21,7 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from launcher.errors import PreflightError
 from launcher.sweep.job import Job
+
+
+class NoAnswerError(PreflightError):
+    """What runs the jobs does not answer now, with its words. It may in a while: the sweep asks again."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +49,23 @@ class Carrier(Protocol):
 
         A job that comes with a handle was submitted by an earlier process that was killed: follow it where it
         still runs or waits, and start it again only where it does not. Raises LauncherError where this
-        carrier cannot start any job, such as a scheduler that refuses.
+        carrier cannot start any job, such as a scheduler that refuses. One that does not answer is asked
+        again by `poll`.
         """
 
     def poll(self, wait_s: float) -> Sequence[Change]:
         """What has changed; waits for so many seconds at most, and no longer than for the first change.
 
         A signal handler may run meanwhile. A job that was submitted and ends by itself, is stopped, or gets
-        lost has exactly one change with an exit code.
+        lost has exactly one change with an exit code. Raises NoAnswerError in each call until there is an
+        answer again.
         """
 
     def stop(self, job: Job, at_once: bool = False) -> None:
-        """Ask the job to save and end (SIGTERM), or kill it with all its processes. Returns at once."""
+        """Ask the job to save and end (SIGTERM), or kill it with all its processes.
+
+        Does not wait for the end. Where there is no answer, `poll` asks again.
+        """
 
     def save(self, job: Job) -> None:
         """Ask the job to save a checkpoint and continue (SIGUSR1), where a signal can ask for that."""

@@ -14,7 +14,8 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from launcher.config.schema import SweepConfig
 from launcher.errors import PreemptedError, PreflightError
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.status import FILE_NAME
-from launcher.sweep.carriers import Change, command_of
+from launcher.sweep.carriers import Change, NoAnswerError, command_of
 from launcher.sweep.job import Job
 from launcher.sweep.progress import LOG
 
@@ -40,11 +41,17 @@ WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED")
 class Submitted:
     job: Job
     directory: Path
-    id: str
-    since: float = field(default_factory=time.time)
+    id: str = ""  # none until sbatch has accepted it
+    since: float = 0.0  # in unix seconds: what it wrote before is of an earlier attempt
     runs: bool = False
     stopped: bool = False
+    unsent: Sequence[str] | None = None  # arguments of an scancel that Slurm has not carried out
     gone_s: float = 0.0  # since when squeue does not list it
+
+    @property
+    def name(self) -> str:
+        """Of the job in Slurm's queue."""
+        return f"{self.directory.parent.name}/{self.directory.name}"
 
 
 class SlurmCarrier:
@@ -56,6 +63,7 @@ class SlurmCarrier:
         has_gpus = "gpu" in _ask("sinfo", "--noheader", "--format=%G")
         self._per_worker = "gpus_per_node" if has_gpus else "cpus_per_task"
         self._jobs: dict[int, Submitted] = {}
+        self._silence: NoAnswerError | None = None  # why the latest squeue failed, if it has
         self._next_s = 0.0
 
     def has_room(self, job: Job) -> bool:
@@ -64,46 +72,62 @@ class SlurmCarrier:
         return sum(not each.runs for each in self._jobs.values()) < QUEUED
 
     def submit(self, job: Job, directory: Path) -> None:
-        name = f"{directory.parent.name}/{directory.name}"
-        for found, (state, _, called) in _queue().items():
-            # Submitted by an earlier process of this sweep, which may not have had the time to record it.
-            if called == name and state != "COMPLETING":
-                job.handle = found
-                self._jobs[job.number] = Submitted(job, directory, found, since=0.0)
+        self._jobs[job.number] = each = Submitted(job, directory)
+        self._submit(each)
+
+    def _submit(self, each: Submitted) -> None:
+        """Give the job to Slurm, unless an earlier process has. Where there is no answer, `poll` does it."""
+        with suppress(NoAnswerError):
+            if _is_queued(each):
                 return
+            try:
+                self._give(each)
+            except self._submitit.core.utils.FailedJobError as error:
+                if not _is_queued(each):  # it may be: only the answer was lost
+                    text = f"sweep.on=slurm: sbatch refuses the job: {_words(error)}"
+                    raise PreflightError(text) from error
+
+    def _give(self, each: Submitted) -> None:
+        job, directory = each.job, each.directory
         executor = self._submitit.SlurmExecutor(directory.parent / FOLDER)
         executor.update_parameters(
-            job_name=name,
+            job_name=each.name,
             time=None,  # the partition's; Submitit's own is five minutes
             stderr_to_stdout=True,
             # After Submitit's own, so that what the job prints is where other carriers have it.
             srun_args=["--output", str(directory.absolute() / LOG), "--open-mode=append"],
             **{self._per_worker: job.nproc},
         )
-        try:
-            # Submitit's process becomes the job's: Slurm's signals reach no handler of Submitit.
-            command = command_of(directory.absolute())
-            submitted = executor.submit(os.execv, command[0], command)
-        except self._submitit.core.utils.FailedJobError as error:
-            raise PreflightError(f"sweep.on=slurm: sbatch refuses the job: {_words(error)}") from error
-        job.handle = submitted.job_id
-        self._jobs[job.number] = Submitted(job, directory, submitted.job_id)
+        each.since = time.time()
+        # Submitit's process becomes the job's: Slurm's signals reach no handler of Submitit.
+        command = command_of(directory.absolute())
+        job.handle = each.id = executor.submit(os.execv, command[0], command).job_id
 
     def poll(self, wait_s: float) -> Sequence[Change]:
         now = time.monotonic()
         if now < self._next_s:
             time.sleep(min(wait_s, self._next_s - now))
+            if self._silence is not None:
+                raise self._silence
             return []
-        self._next_s = now + EVERY_S
-        queue = _queue() if self._jobs else {}
-        return [change for each in [*self._jobs.values()] for change in self._changes(each, queue)]
+        self._next_s, self._silence = now + EVERY_S, None
+        try:
+            queue = _queue() if self._jobs else {}
+            return [change for each in [*self._jobs.values()] for change in self._changes(each, queue)]
+        except NoAnswerError as error:
+            self._silence = error
+            raise
 
     def _changes(self, each: Submitted, queue: Mapping[str, Queued]) -> Iterator[Change]:
+        if not each.id and not each.stopped:
+            return self._submit(each)
         state, nodes, _ = queue.get(each.id, ("", "", ""))
         if state:
             each.gone_s = 0.0
             starts = not each.runs and state not in WAITS
             each.runs = state not in WAITS  # one whose node died waits again
+            if each.unsent is not None:
+                self._cancel(each, each.unsent)
             if starts:
                 each.job.devices = [f"{nodes}/{number}" for number in range(each.job.nproc)]
                 yield Change(each.job.number)
@@ -112,11 +136,12 @@ class SlurmCarrier:
         code = _end_of(each.directory, each.since)
         if code is None and not each.stopped and time.monotonic() - each.gone_s < SETTLE_S:
             return
-        del self._jobs[each.job.number]
         if code == PreemptedError.exit_code and not each.stopped:
             # Slurm has asked it to leave for another job, or before a time limit: it resumes.
-            self.submit(each.job, each.directory)
-        elif code is not None:
+            self._jobs[each.job.number] = again = Submitted(each.job, each.directory)
+            return self._submit(again)
+        del self._jobs[each.job.number]
+        if code is not None:
             yield Change(each.job.number, code)
         elif each.stopped:
             yield Change(each.job.number, 128 + signal.SIGTERM)
@@ -127,10 +152,17 @@ class SlurmCarrier:
     def stop(self, job: Job, at_once: bool = False) -> None:
         each = self._jobs[job.number]
         each.stopped = True
-        # Without a signal Slurm cancels the job: SIGTERM, and SIGKILL after its KillWait. A signal to a job
-        # that waits is an error, and one that has just ended is no matter.
-        how = ["--signal=TERM"] if each.runs and not at_once else []
-        subprocess.run(["scancel", *how, each.id], capture_output=True, timeout=COMMAND_S)
+        if each.id:
+            # Without a signal Slurm cancels the job: SIGTERM, and SIGKILL after its KillWait. A signal to a
+            # job that waits is an error.
+            self._cancel(each, ["--signal=TERM"] if each.runs and not at_once else [])
+
+    def _cancel(self, each: Submitted, how: Sequence[str]) -> None:
+        """Stop the job. Where that fails `poll` does it, unless the job has just ended."""
+        each.unsent = how
+        with suppress(NoAnswerError):
+            _ask("scancel", *how, each.id)
+            each.unsent = None
 
     def save(self, job: Job) -> None:
         """Do nothing: in a job of Slurm SIGUSR1 means that its time ends (launch.preempt_signals)."""
@@ -159,6 +191,15 @@ def _submitit() -> Any:
     return submitit
 
 
+def _is_queued(each: Submitted) -> bool:
+    """Whether Slurm has the job, whose id is noted then. Raises NoAnswerError."""
+    for found, (state, _, called) in _queue().items():
+        if called == each.name and state != "COMPLETING":
+            each.job.handle = each.id = found
+            return True
+    return False
+
+
 def _queue() -> dict[str, Queued]:
     """This user's jobs that wait or run, by id."""
     lines = _ask("squeue", "--noheader", "--me", "--format=%i|%T|%N|%j").splitlines()
@@ -167,13 +208,14 @@ def _queue() -> dict[str, Queued]:
 
 
 def _ask(*command: str) -> str:
-    """What a command of Slurm prints. Raises PreflightError with its words."""
+    """What a command of Slurm prints. Raises NoAnswerError with its words."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S)
     except subprocess.TimeoutExpired:
-        raise PreflightError(f"sweep.on=slurm: {command[0]} did not answer in {COMMAND_S:g} s.") from None
+        raise NoAnswerError(f"sweep.on=slurm: {command[0]} did not answer in {COMMAND_S:g} s.") from None
     if done.returncode:
-        raise PreflightError(f"sweep.on=slurm: {command[0]} fails: {' '.join(done.stderr.split())}")
+        words = " ".join(done.stderr.split()).rstrip(".")
+        raise NoAnswerError(f"sweep.on=slurm: {command[0]} fails: {words}.")
     return done.stdout
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from launcher.errors import PreflightError
+from launcher.sweep.carriers import NoAnswerError
 from launcher.telemetry.event_log import read_events
 from tests.configs import composed
 from tests.golden import Message
@@ -75,6 +76,28 @@ def test_jobs_are_stopped_and_killed(tmp_path: Path) -> None:
     found = codes(changes)
     assert found[0] == 75
     assert found[1] in (75, 128 + signal.SIGTERM)  # it may save within Slurm's KillWait
+
+
+def test_a_slurm_that_does_not_answer_for_a_while_loses_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = jobs_in(tmp_path, 3, ENDLESS, epochs=100000)
+    changes: list[Any] = []
+    with SlurmCarrier(SWEEP) as carrier:
+        for job, place in jobs[:2]:
+            carrier.submit(job, place)
+        follow(carrier, lambda found: started(0, 1)(found) and have_saved(jobs[:2]), changes)
+        with monkeypatch.context() as silence:
+            silence.setenv("SLURM_CONF", str(tmp_path / "none"))
+            carrier.submit(*jobs[2])
+            carrier.stop(jobs[0][0])
+            with pytest.raises(NoAnswerError, match=r"sweep\.on=slurm: squeue fails: .*none"):
+                follow(carrier, ended(0), changes)
+        follow(carrier, lambda found: ended(0)(found) and started(2)(found), changes)
+        for job, _ in jobs[1:]:
+            carrier.stop(job)
+        follow(carrier, ended(0, 1, 2), changes)
+    assert [codes(changes)[number] for number in (0, 1)] == [75, 75]
 
 
 def test_a_slurm_that_refuses_has_its_words(
