@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from launcher.config.composition import Request
     from launcher.config.schema import Config, SweepConfig
     from launcher.sweep.carriers import Carrier
-    from launcher.sweep.progress import Progress
     from launcher.sweep.record import Record
     from launcher.sweep.scheduler import Scheduler
 
@@ -66,29 +65,33 @@ def run_sweep(
         imported_optuna()  # refused before the sweep's directory is made
     from launcher.sweep.job import DONE
     from launcher.sweep.prepare import prepared
+    from launcher.sweep.progress import Progress
     from launcher.sweep.scheduler import Grid, Scheduler
     from launcher.sweep.searching import Searching, pruner_of
     from launcher.telemetry.formatting import duration
 
+    carrier, alone = carrier_of(settings, min(map(devices_of_a_job, configs)))  # also refused before that
     with prepared(request, configs) as (planned, record, placed), ExitStack() as stack:
         directory = planned.directory
         signals = stack.enter_context(heeded(saving_stops(configs[0].launch.preempt_signals)))
         for job, config in zip(record.jobs, placed, strict=False):  # of a search each has its own already
-            job.nproc = devices_of_a_job(settings, config)
+            job.nproc = devices_of_a_job(config)
         pruner = pruner_of(directory, configs[0], record.jobs)
         plan: Grid | Searching = Grid(record, pruner)
         if settings.name != "grid":
 
             def devices_of(config: Config) -> int:
-                refuse_small_batch(config, leader.launch)
-                return devices_of_a_job(settings, config)
+                nproc = devices_of_a_job(config)
+                refuse_small_batch(config, leader.launch, nproc)
+                return nproc
 
             plan = Searching(request, planned, record, configs[0], devices_of, pruner)
         with held_back():
             # Other carriers start processes elsewhere.
             if (record.left or settings.name != "grid") and settings.on == "devices":
                 warm_up(FOR_JOBS)
-        carrier, progress = carrier_of(settings, directory, record, devices_of_a_job(settings, configs[0]))
+        trials = settings.stop.trials if settings.name != "grid" else None
+        progress = Progress(directory, record.jobs, alone, trials)
         if isinstance(plan, Searching):
             plan.has_room = carrier.has_room
         scheduler = Scheduler(directory, record, plan, carrier, settings, progress, signals)
@@ -104,33 +107,35 @@ def run_sweep(
         return exit_code_of(record, scheduler, findings)
 
 
-def devices_of_a_job(settings: SweepConfig, config: Config) -> int:
-    """The workers of a job; auto shares the GPUs out among the jobs that run at a time."""
-    if config.launch.nproc != "auto":
-        return int(config.launch.nproc)
-    if settings.on != "devices":
-        return 1  # this machine's GPUs say nothing of those elsewhere
-    if num_gpus := len(visible_gpus()):
-        return 1 if settings.parallel == "auto" else max(1, num_gpus // int(settings.parallel))
-    return num_workers(config.launch, LaunchEnv()) or 1
+def devices_of_a_job(config: Config) -> int:
+    """The workers of a job; auto shares the GPUs out among the jobs that run at a time.
+
+    Raises PreflightError for more workers than GPUs.
+    """
+    sweep, nproc = config.sweep, config.launch.nproc
+    if sweep.on != "devices":
+        return 1 if nproc == "auto" else int(nproc)  # this machine's GPUs say nothing of those elsewhere
+    workers = num_workers(config.launch, LaunchEnv()) or 1
+    if nproc == "auto" and (num_gpus := len(visible_gpus())):
+        return 1 if sweep.parallel == "auto" else max(1, num_gpus // int(sweep.parallel))
+    return workers
 
 
-def carrier_of(
-    settings: SweepConfig, directory: Path, record: Record, nproc: int
-) -> tuple[Carrier, Progress]:
-    """The carrier that `sweep.on` names, and what tells of its jobs. `nproc` is of the first of a search."""
+def carrier_of(settings: SweepConfig, nproc: int) -> tuple[Carrier, bool]:
+    """The carrier that `sweep.on` names, and whether it runs one job at a time, which prints for itself.
+
+    `nproc` is of the smallest job.
+    """
     from launcher.sweep.carriers.devices import Devices, Pool
-    from launcher.sweep.progress import Progress
 
-    trials = settings.stop.trials if settings.name != "grid" else None
     if settings.on == "slurm":
         from launcher.sweep.carriers.slurm import SlurmCarrier
 
-        return SlurmCarrier(settings), Progress(directory, record.jobs, False, trials)
+        return SlurmCarrier(settings), False
     if settings.on == "ray":
         from launcher.sweep.carriers.ray import RayCarrier
 
-        return RayCarrier(settings), Progress(directory, record.jobs, False, trials)
+        return RayCarrier(settings), False
     gpus, cores = visible_gpus(), sorted(os.sched_getaffinity(0))
     parallel = None if settings.parallel == "auto" else int(settings.parallel)
     if not gpus:
@@ -138,8 +143,8 @@ def carrier_of(
         # a job of a sweep is to have those of the same job alone.
         parallel = parallel or 1
     pool = Pool(gpus, cores, settings.jobs_per_gpu, parallel)
-    alone = pool.at_a_time(min((job.nproc for job in record.jobs), default=nproc)) == 1
-    return Devices(pool, run_in_child, alone), Progress(directory, record.jobs, alone, trials)
+    alone = pool.at_a_time(nproc) == 1
+    return Devices(pool, run_in_child, alone), alone
 
 
 def run_in_child(directory: Path) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
 from launcher.commands.run import report_failure, run_one
-from launcher.commands.sweep import run_sweep
+from launcher.commands.sweep import devices_of_a_job, run_sweep
 from launcher.distributed.handoff import Leader
 from launcher.errors import PRUNED, ConfigError, LauncherError
 from launcher.supervisor.worker_count import refuse_small_batch
@@ -51,8 +51,9 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
         refuse_unknown_part(arguments, configs[0])
         overrides = with_plain_constant(request.overrides)
         return ask_hydra(request, [*arguments.hydra_flags(), request.search_path, *overrides])
-    for config in configs:
-        refuse_small_batch(config, leader.launch)  # all jobs are checked before the first starts
+    side_by_side = expanded.multirun and not leader.launch.launched
+    for config in configs:  # all jobs are checked before the first starts
+        refuse_small_batch(config, leader.launch, devices_of_a_job(config) if side_by_side else None)
         refuse_missing(config.tracker)
     if expanded.multirun:
         refuse_sweep(os.environ)

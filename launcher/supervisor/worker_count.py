@@ -43,9 +43,12 @@ def num_workers(wish: LaunchConfig, launch: LaunchEnv) -> int | None:
     return workers
 
 
-def refuse_small_batch(config: Config, launch: LaunchEnv) -> None:
-    """Raise ConfigError for an update of fewer samples than ranks, before any worker starts."""
-    ranks = num_workers(config.launch, launch) or launch.world_size
+def refuse_small_batch(config: Config, launch: LaunchEnv, workers: int | None = None) -> None:
+    """Raise ConfigError for an update of fewer samples than ranks, before any worker starts.
+
+    `workers` is how many a job of a sweep gets; None for a run that gets what this machine has.
+    """
+    ranks = workers or num_workers(config.launch, launch) or launch.world_size
     if config.data.batch_size < ranks:
         raise ConfigError(
             f"data.batch_size={config.data.batch_size} is less than the number of ranks, {ranks}: each rank "

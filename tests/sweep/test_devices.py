@@ -8,10 +8,16 @@ import random
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from launcher.commands import sweep
+from launcher.config.resolve import Request, compose_jobs
+from launcher.distributed.env import LaunchEnv
+from launcher.errors import ConfigError, PreflightError
+from launcher.supervisor import worker_count
 from launcher.supervisor.parent_signals import Signals
 from launcher.sweep.carriers.devices import Devices, Pool
 from launcher.sweep.job import Job
@@ -22,6 +28,30 @@ from tests.configs import composed
 from tests.faults.parent import is_alive
 
 EIGHT = [f"GPU-{number}" for number in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], 1),
+        (["sweep.parallel=2"], 4),
+        (["launch.nproc=3"], 3),
+        (["sweep.on=slurm"], 1),
+        (["sweep.on=ray", "launch.nproc=16"], 16),
+        (["launch.nproc=9"], None),
+    ],
+)
+def test_how_many_workers_a_job_gets_on_eight_gpus(words, expected, monkeypatch) -> None:
+    for module in (worker_count, sweep):
+        monkeypatch.setattr(module, "visible_gpus", lambda: tuple(EIGHT))
+    (config,) = compose_jobs(Request(("recipe=resnet18", "data.batch_size=4", *words), multirun=True))
+    if expected is None:
+        with pytest.raises(PreflightError, match=r"launch\.nproc=9 asks for more workers than the 8 GPUs"):
+            sweep.devices_of_a_job(config)
+        return
+    assert sweep.devices_of_a_job(config) == expected
+    with nullcontext() if expected <= 4 else pytest.raises(ConfigError, match="number of ranks, 16"):
+        worker_count.refuse_small_batch(config, LaunchEnv(), expected)
 
 
 def job(number: int, nproc: int = 1) -> Job:
