@@ -154,6 +154,8 @@ def unreadable_problem(line: str, error: Exception, parser: OverridesParser) -> 
     escaped = value.replace('"', r"\"")
     quoted = f'{key}="{escaped}"'
     unreadable = f"{line}: cannot be read as key=value ({first_line(error)})."
+    if re.match(r"choice\(.*\bnull\b", value):
+        return f"{unreadable} Hydra's choice() takes no null. List the values without it: {key}=null,1"
     if value.startswith(("[", "{")) or "${" in value:  # with a mistake in it
         return unreadable
     try:

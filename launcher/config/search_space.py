@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, QuotedString, RangeSweep
 
 DIGITS = 6  # of a value that is drawn: the name of its job stays short, and no result depends on the seventh
 
@@ -25,7 +26,7 @@ class Choices:
 
     key: str
     values: tuple[str, ...]
-    ordered: bool = False  # a range(): evenly spaced numbers
+    ordered: bool = False  # a range(): two or more evenly spaced numbers
 
     def at(self, share: float) -> str:
         """The value at a share in [0, 1)."""
@@ -84,7 +85,7 @@ def distribution(dimension: Dimension, kinds: Any) -> Any:
         if dimension.whole:
             return kinds.IntDistribution(int(dimension.low), int(dimension.high), log=dimension.log)
         return kinds.FloatDistribution(dimension.low, dimension.high, log=dimension.log)
-    if not dimension.ordered or len(dimension.values) < 2:
+    if not dimension.ordered:
         return kinds.CategoricalDistribution(dimension.values)
     numbers = sorted(value_of(dimension, value) for value in dimension.values)
     kind = kinds.IntDistribution if isinstance(numbers[0], int) else kinds.FloatDistribution
@@ -150,7 +151,8 @@ def _dimension(override: Override, key: str) -> Dimension:
         assert swept.end is not None
         whole = isinstance(swept.start, int)
         return Interval(key, swept.start, swept.end, "log" in swept.tags, whole)
-    return Choices(key, tuple(override.sweep_string_iterator()), override.is_range_sweep())
+    values = tuple(override.sweep_string_iterator())
+    return Choices(key, values, ordered=override.is_range_sweep() and len(values) > 1)
 
 
 def interval_problem(override: Override) -> str | None:
@@ -161,6 +163,8 @@ def interval_problem(override: Override) -> str | None:
         return (
             f"{line}: the tag {unknown[0]} means nothing here. The only one is log: tag(log, interval(a,b))."
         )
+    if isinstance(swept, ChoiceSweep) and not swept.simple_form and _has_quotes(swept.list):
+        return f"{line}: Hydra's choice() loses quotes within a value. List the values without it: key=a,b"
     if not isinstance(swept, IntervalSweep):
         return f"{line}: only an interval can be tagged log: tag(log, interval(a,b))." if tags else None
     low, high = swept.start, swept.end
@@ -168,11 +172,18 @@ def interval_problem(override: Override) -> str | None:
     assert high is not None
     if not (math.isfinite(low) and math.isfinite(high)):
         return f"{line}: the ends of an interval are finite numbers."
-    if low >= high:
+    if low == high:
+        return f"{line}: an interval has two ends. For one value: {override.get_key_element()}={low:g}"
+    if low > high:
         return f"{line}: an interval goes from its lower end to its higher one: interval({high:g},{low:g})."
     if tags and low <= 0:
         return f"{line}: a logarithm needs ends above 0. Raise the lower end, or leave out tag(log, ...)."
     return None
+
+
+def _has_quotes(values: Sequence[object]) -> bool:
+    texts = (value.text if isinstance(value, QuotedString) else value for value in values)
+    return any(isinstance(text, str) and re.search("['\"]", text) for text in texts)
 
 
 def count_of(override: Override) -> int:

@@ -152,6 +152,10 @@ class TestOptuna:
         assert len({search.ask() for _ in range(6)} - {None}) == 6
         assert search.ask() is None
 
+    def test_a_range_of_one_value_is_one_job(self, tmp_path: Path) -> None:
+        search = OptunaSearch(space("a=range(3,4)"), 0, tmp_path, [])
+        assert (search.ask(), search.ask()) == (("a=3",), None)
+
     def test_a_metric_that_is_no_number_is_a_failure_to_the_study(self, tmp_path: Path) -> None:
         search = OptunaSearch(space("a=1,2,3"), 0, tmp_path, [])
         for number, metric in enumerate((math.nan, None, 0.5)):
