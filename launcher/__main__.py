@@ -43,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The interpreter collects garbage as it ends, among all objects of torch: 1.0 of 1.6 s on a busy machine,
     # for which another host's torchrun waits.
     gc.freeze()
+    if exit_code > 128:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signals.end_by(exit_code - 128)
     return exit_code
 
 

@@ -158,6 +158,22 @@ def test_an_early_stop_saves_is_no_failure_and_can_be_resumed(tmp_path: Path) ->
     assert "failed runs" not in running.log
 
 
+def test_a_stop_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
+    """Three failures within its first minute would end the agent."""
+    write_recipe(tmp_path)
+    with open(tmp_path / "tiny.py", "a") as file:
+        file.write("open('imported', 'w').close(); time.sleep(600)")
+    with agent(tmp_path, "${args_no_hyphens}") as running:
+        for number in range(4):
+            running.server.commands.append([running.server.run(f"r{number}", {"seed": number})])
+            running.until((tmp_path / "imported").exists, "the recipe is imported")
+            (tmp_path / "imported").unlink()
+            running.server.commands.append([{"type": "stop", "run_id": f"r{number}"}])
+            running.until_idle()
+        assert running.end() == 0, running.log
+    assert "failed runs" not in running.log
+
+
 def test_nothing_outlives_a_killed_agent(tmp_path: Path) -> None:
     write_recipe(tmp_path, ENDLESS)
     with agent(tmp_path, "launch.nproc=2", "train.epochs=100000", "${args_no_hyphens}") as running:
