@@ -14,7 +14,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from launcher.config.messages import program
-from launcher.errors import DIVERGED, PRUNED, counted, listed
+from launcher.errors import DIVERGED, PRUNED, TO_RESUME, counted, listed
 from launcher.report.charts.characters import characters, curve_chart
 from launcher.report.comparison import TABLE, compares_precisions, job_directories, jobs_of
 from launcher.report.overview import first_line, printable, shortened
@@ -239,7 +239,8 @@ def job_line(view: View, columns: int, longest_name: int = 0) -> str:
         _loss(record),
         *_metric(record),
         *([f"eta {duration(view.eta_s)}"] if view.eta_s is not None else []),
-        *([first_line(record.error)] if record.error else []),
+        # Of a job that was stopped without how to resume it alone: the sweep's command resumes all.
+        *([first_line(record.error).partition(f" {TO_RESUME}")[0]] if record.error else []),
     ]
     return "  ".join(parts)
 

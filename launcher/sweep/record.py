@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.config.messages import as_typed
+from launcher.config.messages import as_typed, directory_override, shortened
 from launcher.config.schema import Config
 from launcher.errors import DIVERGED, ConfigError, listed
 from launcher.run_dir.atomic import json_line, read_json, write_content
@@ -22,7 +22,7 @@ from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.sweep.job import DONE, FAILED, OVER, PRUNED, RUNNING, WAITING, Job, settings_that_differ
 
 VERSION = 1
-SHOWN = 8  # differences in an error
+SHOWN, LONGEST = 5, 120  # differences in an error, and the characters of each
 
 
 @dataclass
@@ -125,9 +125,11 @@ def refuse_changes(
 def refuse_differences(directory: Path, found: Sequence[str]) -> None:
     """Raise ConfigError with what differs between a command and the sweep in this directory, if anything."""
     if found:
+        differences = listed([shortened(each, LONGEST) for each in found], SHOWN, "; ")
         raise ConfigError(
-            f"{directory} holds another sweep: {listed(found, SHOWN, '; ')}. Continue it with its own "
-            "command, or with sweep.resume=DIR alone; or choose another directory with hydra.sweep.dir=DIR."
+            f"{directory} holds another sweep. To continue that one, give no other words: -m "
+            f"{directory_override('sweep.resume', directory)}. For this one, choose another directory with "
+            f"hydra.sweep.dir=DIR. What differs: {differences}."
         )
 
 

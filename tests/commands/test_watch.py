@@ -662,11 +662,13 @@ def test_a_sweep_whose_parent_was_killed_says_what_is_left(
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").touch()
         state = {0: "done", 75: "preempted"}.get(code, "failed")
-        write_status(tmp_path / name, state, exit=code, age_s=1000.0)
+        error = f"stopped. To resume: the same command with run.dir={name}" if code else None
+        write_status(tmp_path / name, state, exit=code, age_s=1000.0, error=error)
     code = main(["watch", str(tmp_path), "--every=0.05"])
     lines = capsys.readouterr().out.splitlines()
     head = next(line for line in lines if line.startswith("3 jobs: "))
     assert ("waiting" in head) == (len(codes) < 3)
+    assert not any("To resume" in line for line in lines)  # each job alone
     found = [line for line in lines if " planned, " in line or line.startswith("to continue")]
     assert len(found) == len(rest)
     assert all(line.startswith(text) for line, text in zip(found, rest, strict=True))

@@ -279,6 +279,11 @@ def test_a_place_that_is_not_a_runs_is_refused_and_left_as_it_is(tmp_path, monke
     assert set(os.listdir(directory)) == before
 
 
+def test_a_user_without_a_home_may_train(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "none"))
+    assert prepared(sample_config(str(tmp_path / "mine")), [])
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -185,6 +185,7 @@ def test_two_processes_cannot_run_one_sweep(tmp_path: Path) -> None:
             )
         with Parent(tmp_path, "-m", "sweep.resume=sweep", nproc=1, name="third") as third:
             assert third.end(60) == 2
+            assert "is in use by another process" in " ".join(third.stderr.split())
 
 
 REFUSED = [
