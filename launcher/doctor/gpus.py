@@ -55,6 +55,9 @@ def kernels() -> Iterator[Finding]:
         advice = "Install a build of torch for CUDA: remove .venv, and scripts/run sets it up again."
         value = f"{counted(driver.num_gpus, 'GPU')}, but torch {torch.__version__} is built for the CPU"
         yield judged("GPU", value, advice)
+    elif (shown := os.environ.get("CUDA_VISIBLE_DEVICES", "-1")) not in ("", "-1"):
+        advice = "Unset it, or give numbers or UUIDs that nvidia-smi -L lists."
+        yield judged("GPU", f"CUDA_VISIBLE_DEVICES={shown} shows none", advice)
     else:
         yield Finding("GPU", "none: workers train on the CPU, which emulates fp16, for trying out and tests")
 

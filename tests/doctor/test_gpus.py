@@ -110,6 +110,14 @@ def test_cards_without_fp16_or_bf16_hardware_say_so() -> None:
     assert "bf16" not in about(8, 0).value
 
 
+def test_a_variable_that_shows_no_gpu_is_a_note(monkeypatch) -> None:
+    monkeypatch.setattr(gpus, "ask_driver", Driver)
+    for shown, verdict in (("7", NOTE), ("", OK), ("-1", OK)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        (found,) = gpus.kernels()
+        assert found.verdict == verdict
+
+
 def test_gpus_with_a_torch_for_the_cpu_are_a_note(monkeypatch) -> None:
     monkeypatch.setattr(gpus, "ask_driver", lambda: Driver(0, 2, (12, 4)))
     monkeypatch.setattr(gpus, "refuse_unusable_driver", lambda *_: None)
