@@ -37,14 +37,18 @@ class Confusion:
     def report(self) -> str:
         """Precision, recall, F1 and support of each class that occurs, in the form of scikit-learn's report.
 
-        scikit-learn itself takes more than a second to import, at the end of every run.
+        scikit-learn itself takes more than a second to import, at the end of every run. Without samples, such
+        as where every label is ignored, its means are nan.
         """
         rows = self.table()
-        width = max(len(LAST), *(len(row["class"]) for row in rows))
+        width = max([len(LAST), *(len(row["class"]) for row in rows)])
         numbers = np.array([[row["precision"], row["recall"], row["f1"]] for row in rows])  # [classes, 3]
         support = [row["support"] for row in rows]
-        means = {"macro avg": numbers.mean(axis=0), LAST: np.average(numbers, axis=0, weights=support)}
-        correct = f"{np.trace(self.counts) / sum(support):.4f}"
+        means = {"macro avg": np.full(3, np.nan), LAST: np.full(3, np.nan)}
+        correct = "nan"
+        if rows:
+            means = {"macro avg": numbers.mean(axis=0), LAST: np.average(numbers, axis=0, weights=support)}
+            correct = f"{np.trace(self.counts) / sum(support):.4f}"
 
         def line(name: str, cells: Sequence[str], samples: object) -> str:
             return f"{name:>{width}} " + "".join(f" {cell:>9}" for cell in (*cells, str(samples)))

@@ -6,6 +6,7 @@ their values, and the overrides. `python -m launcher job DIR` runs it. Imports n
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
 from launcher.run_dir.atomic import read_json, write_json
-from launcher.run_dir.records import JOB, user_shape
+from launcher.run_dir.records import CONFIG, JOB, user_shape
 
 WAITING, RUNNING = "waiting", "running"
 DONE, FAILED, STOPPED, PRUNED = "done", "failed", "stopped", "pruned"  # stopped: on request, and saved
@@ -59,6 +60,8 @@ def read_job(directory: Path) -> tuple[Config, tuple[str, ...]]:
     from launcher.config.trees import replaced
     from launcher.config.validation import parse
 
+    if not os.path.lexists(directory / JOB):
+        raise ConfigError(f"{directory}: {_instead_of_a_job(directory)} Give the folder of a job of a sweep.")
     try:
         record = read_json(directory / JOB)
         tree, recorded, overrides = (record[key] for key in ("config", "from_environment", "overrides"))
@@ -72,6 +75,15 @@ def read_job(directory: Path) -> tuple[Config, tuple[str, ...]]:
         ) from error
     placed = replace(config, run=replace(config.run, dir=str(directory.absolute())))
     return placed, tuple(map(str, overrides))
+
+
+def _instead_of_a_job(directory: Path) -> str:
+    """What a folder without a job.json is, in a sentence."""
+    if not directory.is_dir():
+        return "there is no such folder."
+    if (directory / CONFIG).exists():
+        return "this is a run, and no job of a sweep; to resume it, give its command with run.dir=DIR."
+    return f"this folder holds no {JOB}."
 
 
 def settings_that_differ(directory: Path, config: Config) -> Mapping[str, tuple[object, object]]:

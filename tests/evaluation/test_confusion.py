@@ -33,3 +33,16 @@ def test_the_report_is_that_of_scikit_learn(num_classes: int, share: float) -> N
         counts *= random.random(counts.shape) < share  # some classes never occur, or are never predicted
         counts[0, 0] += 1
         assert Confusion(names, counts).report() == report_of_sklearn(names, counts)
+
+
+def test_a_report_of_no_samples_says_so() -> None:
+    """Every label may be one that the metric ignores."""
+    empty = Confusion(("cat", "dog"), np.zeros((2, 2), np.int64))
+    assert empty.table() == []
+    lines = empty.report().split("\n")
+    assert [line.split() for line in lines if line] == [
+        ["precision", "recall", "f1-score", "support"],
+        ["accuracy", "nan", "0"],
+        ["macro", "avg", "nan", "nan", "nan", "0"],
+        ["weighted", "avg", "nan", "nan", "nan", "0"],
+    ]

@@ -49,12 +49,23 @@ def test_the_value_of_a_variable_is_in_no_file(tmp_path, monkeypatch) -> None:
         read_job(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "text", [None, "", "[]", "{}", '{"config": 1, "from_environment": {}, "overrides": []}']
-)
-def test_a_folder_without_a_job_is_refused(tmp_path, text) -> None:
-    if text is not None:
-        (tmp_path / "job.json").write_text(text)
+def test_a_folder_without_a_job_is_refused_in_words(tmp_path) -> None:
+    of_run = tmp_path / "run"
+    of_run.mkdir()
+    (of_run / "config.yaml").touch()
+    for folder, words in (
+        (tmp_path / "none", "there is no such folder"),
+        (tmp_path, r"holds no job\.json"),
+        (of_run, r"a run, and no job of a sweep.*with run\.dir=DIR"),
+    ):
+        with pytest.raises(ConfigError, match=words) as refused:
+            read_job(folder)
+        assert "Errno" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"config": 1, "from_environment": {}, "overrides": []}'])
+def test_a_file_without_a_job_is_refused(tmp_path, text) -> None:
+    (tmp_path / "job.json").write_text(text)
     with pytest.raises(ConfigError, match=r"holds no job\.json that this version can read"):
         read_job(tmp_path)
 
