@@ -25,6 +25,9 @@ from torch import Tensor
 Known = dict[str, object]  # classes and functions by name, the same names on all ranks
 PLAIN: Known = {}  # what a value may always consist of
 CONSTANTS = EllipsisType | NotImplementedType | torch.memory_format
+OPERATORS = type(torch.ops.aten.add) | type(
+    torch.ops.aten.add.Tensor
+)  # code of torch, which it cannot pickle
 LEVELS_SHOWN = 6  # of the place of the part that cannot be sent, in an error
 
 
@@ -144,8 +147,9 @@ def _explained(value: object, known: Known) -> Iterator[None]:
     """Raise CannotSendError for what pickle says. What a __getstate__ raises is left as it is."""
     try:
         yield
-    except (_Unknown, pickle.PicklingError, RecursionError, TypeError) as error:
-        if type(error) is TypeError and "pickle" not in str(error):  # as of an object without a state
+    except (_Unknown, pickle.PicklingError, TypeError, RuntimeError) as error:
+        # As of an object without a state; of one that pybind11 has made.
+        if type(error) in (TypeError, RuntimeError) and "pickle" not in str(error):
             raise
         raise _complaint(value, known) from error
 
@@ -154,7 +158,7 @@ def _is_code(value: object) -> bool:
     """Whether it is a class, a function or a constant of C. A method of an object is sent with the object."""
     if isinstance(value, BuiltinFunctionType):
         return isinstance(value.__self__, ModuleType | type | None)
-    if isinstance(value, type | FunctionType | np.ufunc | CONSTANTS):
+    if isinstance(value, type | FunctionType | np.ufunc | OPERATORS | CONSTANTS):
         return True
     # Such as numpy.mean, and what functools.cache returns: pickle would send their names.
     return callable(value) and hasattr(value, "__qualname__") and isinstance(value.__reduce_ex__(5), str)

@@ -288,6 +288,18 @@ def test_an_object_without_a_state_is_refused_before_the_first_batch() -> None:
         known_of(threading.Lock())
 
 
+@pytest.mark.parametrize("operator", [torch.ops.aten.add, torch.ops.aten.add.Tensor], ids=str)
+def test_an_operator_of_torch_arrives_as_itself(operator) -> None:
+    """Its own protocol of copying ends in an error of pybind11."""
+    holder = Holder(operator)
+    assert arrived(holder, known_of(holder)).value is operator
+
+
+def test_an_object_of_pybind11_is_refused_by_its_place() -> None:
+    with pytest.raises(CannotSendError, match=r"^value is of the type builtins"):
+        known_of(Holder(torch.ops.aten.add.op))
+
+
 class Failing(Holder):
     def __getstate__(self) -> Any:
         raise TypeError("no state today")
