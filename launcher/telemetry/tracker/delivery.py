@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from math import inf
 from pathlib import Path
@@ -16,11 +17,12 @@ from pathlib import Path
 from launcher.run_dir.atomic import make_folder, read_json, write_json
 from launcher.run_dir.records import TRACKERS
 from launcher.telemetry.event_log import happened, time_of
-from launcher.telemetry.events import DecisionEvent
+from launcher.telemetry.events import PERIODIC, DecisionEvent
 from launcher.telemetry.stream import Record
 
 WRITTEN_S = 6.0  # until every tracker has written what it was given: wandb takes 1 s, TensorBoard's file 5 s
 NOTABLE_S = 60.0  # of a run whose events a tracker lacks; ten times WRITTEN_S, which every killed run lacks
+LIMIT = 500  # periodic events of a killed attempt that are kept in memory: half of a tracker's queue
 NOT_SENT = ("start", "end")
 OF_WANDB = ("online", "offline")  # what its decision says
 
@@ -48,7 +50,8 @@ class Delivery:
     """The events that the tracker of one run has.
 
     `before` gives the events of earlier attempts that fulfil a condition. Without a file the tracker has
-    none of them. So too if the file is of another `run_id`.
+    none of them. So too if the file is of another `run_id`. `every`: of more than
+    `LIMIT` periodic events each `every`-th of its kind is kept.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Delivery:
         self._path = path
         self._run_id = run_id
         self._until = self._read()  # `time` of an event
-        self._missing = list(before(lambda event: time_of(event) > self._until))
+        self._missing, self.every = _thinned(before(lambda event: time_of(event) > self._until))
         self._latest = self._mark = self._until
         self._marked_s = time.monotonic()
 
@@ -95,6 +98,26 @@ class Delivery:
             with contextlib.suppress(OSError):  # then more is sent again
                 make_folder(self._path.parent)
                 write_json(self._path, {"run_id": self._run_id, "time": until})
+
+
+def _thinned(events: Iterable[Record]) -> tuple[list[Record], int]:
+    """The events, of periodic ones each n-th of its kind so that no more than `LIMIT` are held; and n."""
+    kept: list[tuple[int, Record]] = []  # with the number of the event among its kind; 0 if it is kept anyway
+    every, periodic, seen = 1, 0, Counter[str]()
+    for event in events:
+        number = 0
+        if (kind := event["event"]) in PERIODIC:
+            seen[kind] += 1
+            number = seen[kind]
+        if number % every:
+            continue
+        kept.append((number, event))
+        periodic += number > 0
+        while periodic > LIMIT:
+            every *= 2
+            kept = [(number, event) for number, event in kept if number % every == 0]
+            periodic = sum(number > 0 for number, _ in kept)
+    return [event for _, event in kept], every
 
 
 def _recorded(path: Path) -> tuple[str, float]:

@@ -110,9 +110,11 @@ class TrackerSink(Sink):
         self._missing = [event for event in missing if row_of(event) or media_of(event)]
         if self._missing:
             steps = [event["step"] for event in self._missing]
+            every = self._delivery.every
+            rest = f"; 1 in {every:,} of those of steps, and metrics.jsonl has all of them"
             self._report(
                 f"{self.name} gets {len(steps):,} rows of steps {min(steps)} to {max(steps)}, which it may "
-                "not have from the earlier attempt"
+                f"not have from the earlier attempt{rest if every > 1 else ''}"
             )
 
     def close(self) -> None:

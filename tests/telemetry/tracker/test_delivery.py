@@ -82,3 +82,15 @@ def test_an_evaluation_that_is_repeated_is_not_sent_twice(tmp_path: Path) -> Non
     attempt(tmp_path, range(1, 3))
     (tmp_path / "trackers" / "t.json").write_text("{")
     assert attempt(tmp_path, range(3, 4), evaluates_again=True)[0] == [1, 2, 3, 3], "a damaged file: all rows"
+
+
+def test_of_a_long_attempt_that_the_tracker_lacks_a_bounded_number_is_held(tmp_path: Path) -> None:
+    """What happens once is kept; of periodic events, each n-th of its kind."""
+    events = [{"event": "step", "time": 1.0 + step, "step": step} for step in range(1, 100_001)]
+    events[50_000:50_000] = [{"event": "checkpoint", "time": 50_000.0, "step": 50_000}]
+    delivery = Delivery(tmp_path / "t.json", "id", lambda wanted: filter(wanted, iter(events)))
+    found = delivery.missing(100_000, evaluates_again=False)
+    assert [event["step"] for event in found if event["event"] == "checkpoint"] == [50_000]
+    steps = [event["step"] for event in found if event["event"] == "step"]
+    assert module.LIMIT / 2 < len(steps) <= module.LIMIT
+    assert steps == list(range(delivery.every, 100_001, delivery.every))
