@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from launcher.sweep.scheduler import Scheduler
 
 # Almost every job imports them until its end, for a second or two: they are imported once, before the forks.
-FOR_JOBS = ("sklearn.metrics", "matplotlib.figure", "sympy")
+FOR_JOBS = ("sklearn.metrics", "matplotlib.figure", "torch.fx.experimental.symbolic_shapes")
 
 
 def run_sweep(

@@ -187,7 +187,6 @@ class Composer:
         self.groups = group_choices(*request.directories)
         self.fixed_hydra = fixed_hydra_settings() if request.config_dir else None
         self.bases: dict[tuple[str, ...], Base] = {}  # by the overrides that name choices
-        self.trees: dict[tuple[str, ...], Resolved] = {}
         self.lines: dict[str, Override] = {}
         self.keys: dict[tuple[str, ...], frozenset[str]] = {}
 
@@ -201,13 +200,10 @@ class Composer:
         return self.resolved(overrides).tree
 
     def resolved(self, overrides: tuple[str, ...]) -> Resolved:
-        if overrides not in self.trees:
-            parsed = self.parsed(overrides)
-            choices = [override for override in parsed if self.is_choice(override)]
-            base = self.base(tuple(override.input_line or "" for override in choices))
-            values = base.with_values([override for override in parsed if override not in choices])
-            self.trees[overrides] = checked_tree(values)
-        return self.trees[overrides]
+        parsed = self.parsed(overrides)
+        choices = [override for override in parsed if self.is_choice(override)]
+        base = self.base(tuple(override.input_line or "" for override in choices))
+        return checked_tree(base.with_values([override for override in parsed if override not in choices]))
 
     def is_choice(self, override: Override) -> bool:
         """Whether it decides which files are read; Hydra takes a mapping for the values of a section."""

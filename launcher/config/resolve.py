@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
@@ -104,10 +105,10 @@ def compose_jobs(request: Request) -> list[Config]:
     return [validation.parse(with_absolute_paths(each.tree), each.recorded) for each in found]
 
 
-def compose_one(request: Request, overrides: tuple[str, ...]) -> Config:
+def compose_one(composer: Composer, overrides: tuple[str, ...]) -> Config:
     """The checked config of one job that a search has asked for. Raises ConfigError."""
-    findings, composer = Findings(), Composer(request)
-    with hydra_initialised(request):
+    findings = Findings()
+    with hydra_initialised(composer.request):
         found = compose_job(overrides, composer, findings)
     findings.raise_if_any()
     return validation.parse(with_absolute_paths(found.tree), found.recorded)
@@ -140,10 +141,11 @@ def sweep_problems(space: Space, name: object) -> Iterator[str]:
         yield too_many_jobs(int(space.size))
 
 
-def swept_keys(request: Request) -> set[str]:
+@cache  # asked for each job of a search, and parsing takes 1 ms a word
+def swept_keys(request: Request) -> frozenset[str]:
     """The keys that have several values in a checked request."""
     parsed = OverridesParser.create().parse_overrides(list(request.overrides))
-    return {override.key_or_group for override in parsed if override.is_sweep_override()}
+    return frozenset(override.key_or_group for override in parsed if override.is_sweep_override())
 
 
 def unreadable_problem(line: str, error: Exception, parser: OverridesParser) -> str:

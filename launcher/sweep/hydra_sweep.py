@@ -54,13 +54,13 @@ class Planned:
     names: Sequence[str]
     overrides: Sequence[tuple[str, ...]]
     master: DictConfig  # the tree of the sweep with Hydra's own section
-    request: Request
+    composer: Composer
     settings: Sequence[str]  # of hydra.sweep
 
     def name_of(self, number: int, lines: Sequence[str]) -> str:
         """The name of a further job, which a search has asked for. Raises ConfigError."""
-        with hydra_initialised(self.request):
-            (name,) = job_names(self.request, self.master, self.settings, [tuple(lines)], number)
+        with hydra_initialised(self.composer.request):
+            (name,) = job_names(self.composer, self.master, self.settings, [tuple(lines)], number)
         return name
 
     def save_master(self) -> None:
@@ -75,17 +75,18 @@ def planned(request: Request, configs: Sequence[Config], lines: Sequence[tuple[s
     """
     OmegaConf.register_new_resolver("job_directory", job_directory, replace=True)
     settings = sweep_settings(request, [config.recipe.name for config in configs])
+    composer = Composer(request)
     with hydra_initialised(request):
         master = composed(request, [*settings, *request.overrides], RunMode.MULTIRUN)
         directory = Path(setting(master, "dir")).absolute()
-        names = job_names(request, master, settings, lines)
+        names = job_names(composer, master, settings, lines)
     for number, name in enumerate(names):
         if name in names[:number]:
             raise ConfigError(
                 f"{SECTION}.subdir: jobs {names.index(name) + 1} and {number + 1} of the sweep would both "
                 f"have the directory {name}. Name each job differently, for instance with ${{hydra.job.num}}."
             )
-    return Planned(made(directory), names, lines, master, request, settings)
+    return Planned(made(directory), names, lines, master, composer, settings)
 
 
 def sweep_settings(request: Request, recipes: Sequence[str]) -> list[str]:
@@ -128,7 +129,7 @@ def is_setting(key: str) -> bool:
 
 
 def job_names(
-    request: Request,
+    composer: Composer,
     master: DictConfig,
     settings: Sequence[str],
     lines: Sequence[tuple[str, ...]],
@@ -140,7 +141,8 @@ def job_names(
     """
     own = any(line.startswith(f"{SECTION}.subdir=") for line in settings)
     wanted = as_plain(master.hydra.sweep, resolve=False)["subdir"]
-    composer, fixed, names = Composer(request), fixed_keys(request), []
+    request, names = composer.request, []
+    fixed = fixed_keys(request)
     for number, of_job in enumerate(lines, first):
         dirname = get_overrides_dirname(composer.parsed(of_job), fixed, item_sep=",", kv_sep="=")
         if not own:  # only the command line can change what conf/config.yaml has

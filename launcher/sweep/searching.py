@@ -85,7 +85,7 @@ class Searching:
             )
         self._jobs.append(job)
         try:
-            config = compose_one(self._request, (*lines, *self._settings))
+            config = compose_one(self._plan.composer, (*lines, *self._settings))
             job.nproc = self._devices_of(config)
             made(directory / job.name)
             write_job(place(config, directory, job), lines)
@@ -107,7 +107,7 @@ class Searching:
         found += [f"{line} is here and not there" for line in sorted(here - there)]
         first = next((job for job in jobs if (directory / job.name / "job.json").exists()), None)
         if first is not None and not found:
-            config = compose_one(self._request, (*first.overrides, *self._settings))
+            config = compose_one(self._plan.composer, (*first.overrides, *self._settings))
             found = [
                 f"{key} is {old!r} there and {new!r} here"
                 for key, (old, new) in settings_that_differ(directory / first.name, config).items()

@@ -353,13 +353,13 @@ def test_jobs_are_named_as_hydra_names_them() -> None:
     lines = [("recipe=resnet18", "seed=1", "optim.lr=1e1"), ("recipe=resnet18", "seed=2", "optim=rmsprop")]
     with hydra_initialised(request):
         master = hydra_sweep.composed(request, [*settings, *request.overrides[:1]], RunMode.MULTIRUN)
-        expected = hydra_sweep.job_names(request, master, settings, lines)
+        expected = hydra_sweep.job_names(Composer(request), master, settings, lines)
         found = []
         for text in texts:
             with open_dict(master):
                 master.hydra.sweep.subdir = text
             own = [settings[0], f"hydra.sweep.subdir='{text}'"]
-            found.append(hydra_sweep.job_names(request, master, own, lines))
+            found.append(hydra_sweep.job_names(Composer(request), master, own, lines))
     assert [" ".join(parts) for parts in zip(*found, strict=True)] == expected
     assert found[2] == ["0-sgd", "1-rmsprop"]
 

@@ -7,7 +7,7 @@ import math
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from launcher.config.composition import Request
+from launcher.config.composition import Composer, Request
 from launcher.config.resolve import compose_jobs, compose_one
 from launcher.config.search_space import Choices, Interval, Space
 from launcher.errors import ConfigError
@@ -104,7 +104,7 @@ def test_a_search_is_checked_at_its_ends_and_then_job_by_job() -> None:
     )
     found = compose_jobs(request)
     assert [(config.optim.lr, config.seed) for config in found] == [(0.1, 1), (0.5, 2), (0.1, 3)]
-    config = compose_one(request, (RECIPE, "sweep.name=random", "optim.lr=0.25", "seed=7"))
+    config = compose_one(Composer(request), (RECIPE, "sweep.name=random", "optim.lr=0.25", "seed=7"))
     assert (config.optim.lr, config.seed) == (0.25, 7)
     with pytest.raises(ConfigError, match="optim"):
-        compose_one(request, (RECIPE, "optim.lr=-1"))
+        compose_one(Composer(request), (RECIPE, "optim.lr=-1"))
