@@ -1,4 +1,4 @@
-"""Executes a program that ignores signals, whatever handlers it installs. A script: see `ignoring`.
+"""Executes a program that ignores signals, whatever handlers it installs. Also the script that does so.
 
 A scheduler signals all processes of a job, and the service of a tracker has to outlive that. An executed
 program ignores what was ignored before, until it installs a handler, as programs in Go do for SIGTERM. Here
@@ -13,8 +13,10 @@ import os
 import platform
 import signal
 import struct
+import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2  # linux/prctl.h, linux/seccomp.h
 # By machine: AUDIT_ARCH_* of linux/audit.h, and the number of rt_sigaction
@@ -25,15 +27,21 @@ NUMBER, ARCH, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 ALLOW, SUCCESS = 0x7FFF0000, 0x00050000  # SECCOMP_RET_ALLOW; SECCOMP_RET_ERRNO without an error
 
 
-def ignoring(numbers: Sequence[int], command: Sequence[str]) -> list[str]:
-    """The command that executes `command` with these signals ignored."""
-    return [sys.executable, "-I", "-S", __file__, ",".join(str(int(each)) for each in numbers), *command]
+def start_ignoring(numbers: Sequence[int], command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a program that ignores these signals from its first moment on; `options` are those of Popen."""
+    script = [sys.executable, "-I", "-S", __file__, ",".join(str(int(each)) for each in numbers)]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # the script inherits it, and unblocks them
+    try:
+        return subprocess.Popen([*script, *command], **options)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def main() -> None:
     numbers = [int(each) for each in sys.argv[1].split(",")]
     for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_IGN)  # drops one that has arrived meanwhile
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     keep_handlers(numbers)
     os.execv(sys.argv[2], sys.argv[2:])
 

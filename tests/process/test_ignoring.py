@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 
-from launcher.process.ignoring import ignoring
+from launcher.process.ignoring import start_ignoring
 from launcher.process.signals import HEEDED
 
 PROGRAM = """
@@ -25,8 +25,10 @@ print(heard)
 
 
 def test_a_program_that_handles_signals_does_not_get_those_that_it_is_to_ignore() -> None:
-    command = ignoring(HEEDED, [sys.executable, "-I", "-S", "-c", PROGRAM])
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+    command = [sys.executable, "-I", "-S", "-c", PROGRAM]
+    with start_ignoring(HEEDED, command, stdout=subprocess.PIPE, text=True) as program:
+        for number in HEEDED:  # before it can have done anything
+            program.send_signal(number)
         assert program.stdout is not None
         assert program.stdout.readline() == "ready\n"
         for number in (*HEEDED, signal.SIGALRM):

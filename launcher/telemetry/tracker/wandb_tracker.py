@@ -15,12 +15,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import PRUNED, PreemptedError, described
-from launcher.process.ignoring import ignoring
+from launcher.process.ignoring import start_ignoring
 from launcher.process.signals import HEEDED
 from launcher.telemetry.event_log import FILE_NAME, recorded
 from launcher.telemetry.stream import Record
@@ -302,10 +303,8 @@ def service_ignoring_signals() -> Iterator[None]:
         yield
         return
 
-    def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(ignoring(HEEDED, command), **options)
-
-    vars(service_process)["subprocess"] = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+    starting = SimpleNamespace(Popen=partial(start_ignoring, HEEDED), DEVNULL=subprocess.DEVNULL)
+    vars(service_process)["subprocess"] = starting
     try:
         yield
     finally:
