@@ -1,0 +1,1 @@
+"""Runs on several machines, or on a scheduler's imitation of them."""
