@@ -185,6 +185,9 @@ def exit_code_of(record: Record, scheduler: Scheduler, findings: Sequence[int]) 
     """The first code of a job that failed; of a sweep that was stopped, that of its jobs, else 75."""
     codes = [job.exit for job in record.jobs if job.state == "failed" and job.exit not in findings]
     stopped = [job.exit for job in record.jobs if job.state == "stopped"]
+    unsaved = [code for code in stopped if code != PreemptedError.exit_code]
+    if scheduler.asked_at_once and unsaved and not codes:  # killed by a second Ctrl-C, not by themselves
+        return INTERRUPTED
     if scheduler.asked and record.left and not codes and not stopped:
         return PreemptedError.exit_code
     return next((code for code in (*codes, *stopped) if code), 0)

@@ -80,7 +80,7 @@ class Scheduler:
         self._directory, self._record, self._plan = directory, record, plan
         self._carrier, self._settings, self._progress, self._signals = carrier, settings, progress, signals
         self._running: dict[int, Job] = {}
-        self.asked = self._asked_at_once = False  # to stop, before all jobs are done
+        self.asked = self.asked_at_once = False  # to stop, before all jobs are done
         self._changed = True  # since sweep.json was written: once for all jobs that end and start together
         self._silent_since_s: float | None = None  # the carrier
         self._began_s, self._before_s = time.monotonic(), record.seconds
@@ -134,7 +134,7 @@ class Scheduler:
                 self._silent_since_s = now
                 minutes = f"{PATIENCE_S / 60:g} minutes"
                 self._progress.say(f"sweep: {error} The sweep asks again for {minutes}.", error=True)
-            if now - self._silent_since_s < PATIENCE_S and not self._asked_at_once:
+            if now - self._silent_since_s < PATIENCE_S and not self.asked_at_once:
                 return ()
             raise PreflightError(
                 f"{error} The sweep has ended; its jobs may still run, and sweep.json has all that is known. "
@@ -184,8 +184,8 @@ class Scheduler:
                 self._carrier.save(job)
         if self._signals.stop is not None and not self.asked:
             self._stop(f"stopped by {self._signals.stop.name}")
-        if self._signals.impatient and not self._asked_at_once:
-            self._asked_at_once = True
+        if self._signals.impatient and not self.asked_at_once:
+            self.asked_at_once = True
             for job in self._running.values():
                 self._carrier.stop(job, at_once=True)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.commands.sweep import exit_code_of
 from launcher.config.schema import SweepConfig
 from launcher.errors import PreflightError
 from launcher.run_dir.pruning import PRUNE
@@ -200,6 +201,9 @@ def test_a_second_interrupt_kills_them(tmp_path) -> None:
 
     run = Run(tmp_path, Scripted(3), 3, on_poll=interrupt)
     assert run.carrier.stopped == {1: False, 2: True}
+    assert exit_code_of(run.record, run.scheduler, ()) == 75  # all had saved
+    run.record.jobs[2].exit = 137
+    assert exit_code_of(run.record, run.scheduler, ()) == 130
 
 
 def test_a_killed_process_leaves_a_record_from_which_the_next_continues(tmp_path) -> None:
