@@ -17,7 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from launcher.engine import SGD, Policy, Stepper
+from launcher.engine import SGD, AdamW, Policy, Stepper
+from launcher.engine.flat.layout import Piece
+from launcher.engine.optim.fused import Scalars
+from launcher.engine.optim.updater import Updater
 from recipes.resnet import BasicBlock, Bottleneck, ResNet
 from tests.meta_device import META
 
@@ -218,3 +221,51 @@ def test_a_further_micro_batch_adds_two_kernels_a_bucket_to_its_passes() -> None
     added = three - two
     buckets, counts, slope = 2, 6, 1
     assert added <= passes.counts()[1] + 2 * buckets + counts + slope, (alone, two, three, passes.counts())
+
+
+class Moved(TorchDispatchMode):
+    """The bytes that operations read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in NO_KERNELS:
+            return func(*args, **(kwargs or {}))
+        self.bytes += sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+        if name.startswith("_fused_"):  # all but the gradients are written, too
+            masters, _, *states = args
+            written = [masters, *(each for each in states if each and each[0].shape == masters[0].shape)]
+            self.bytes += sum(tensor.nbytes for tensors in written for tensor in tensors)
+            return None
+        found = func(*args, **(kwargs or {}))
+        if not name.endswith("_"):  # in place: what was counted above
+            self.bytes += sum(leaf.nbytes for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
+        return found
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "wire", "most"),
+    [
+        (SGD(0.1, momentum=0.9), torch.float16, 32),
+        (AdamW(0.1), torch.float16, 40),
+        (SGD(0.1, momentum=0.9), torch.float32, 34),
+    ],
+)
+def test_an_update_without_a_compiler_moves_no_more_bytes_a_parameter(
+    optimizer: SGD | AdamW, wire: torch.dtype, most: int
+) -> None:
+    """Widening the gradient, torch's fused kernel and rounding the weights, each in one pass."""
+    numel = 1 << 20
+    weight = torch.empty(numel, dtype=torch.float16, device=META)
+    piece = Piece(weight, torch.empty(numel, device=META), torch.empty(numel, dtype=wire, device=META))
+    multiplier, rate, number, skip = torch.empty(4, device=META).unbind()
+    scalars = Scalars(multiplier, rate.double(), number.double(), skip > 0)
+    updater = Updater([piece], optimizer, compiled=False)
+    with Moved() as moved:
+        updater.step(scalars)
+    assert moved.bytes / numel <= most + 0.01

@@ -245,7 +245,12 @@ def _batches(pieces: Sequence[Piece], states: Sequence[list[Tensor]], chunk: int
 
 
 def _fused(optimizer: Optimizer, batch: _Batch, scalars: Scalars) -> None:
-    """One batch by torch's fused kernel. In a skipped step half weights are rewritten unchanged."""
+    """One batch by torch's fused kernel. In a skipped step half weights are rewritten unchanged.
+
+    On a GPU 32 bytes of memory per parameter for SGD with momentum, 40 for AdamW: 6 to widen, 20 or 28 to
+    update, 6 to round. The compiled pass takes 20 and 28. The `grad_scale` of torch's kernels takes 4 more,
+    since they write the gradients back, and gives other bits, since they divide by it.
+    """
     grads = _widened(batch, scalars.multiplier)
     masters = [part.weight.float() if part.master is None else part.master for part in batch.parts]
     optimizer.fused(masters, grads, batch.states, scalars)

@@ -141,7 +141,13 @@ class Shards:
         return found
 
     def gather_weights(self) -> None:
-        """Give all ranks the weights of all pieces, after an update. A collective where sharded."""
+        """Give all ranks the weights of all pieces, after an update. A collective where sharded.
+
+        Waits for them, although the next forward pass could begin before. Hooks that made each module wait
+        for its own weights would not see every read: torch.nn.MultiheadAttention and the Mamba of
+        transformers use the weights of a child without calling it, and a user may read any parameter between
+        two steps. Such a read would get weights of two steps, without an error.
+        """
         for segment in self._layout.segments:
             transport = self._transports[segment.name]
             if isinstance(transport, ShardedSum):
