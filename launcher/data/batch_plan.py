@@ -66,6 +66,8 @@ def cut(positions: range, size: int) -> list[range]:
 
     Lengths differ by at most one: BatchNorm has no variance on a remainder of a single sample.
     """
+    if 0 < len(positions) <= size:  # nearly every step
+        return [positions]
     pieces = -(-len(positions) // size)
     return [share_of(positions, piece, pieces) for piece in range(pieces)]
 
