@@ -19,6 +19,7 @@ from launcher.commands.export import export_weights
 from launcher.commands.help import config_directories, described_recipes, help_text, version_text
 from launcher.commands.job import run_job
 from launcher.commands.new import write_recipe
+from launcher.commands.plan import plan
 from launcher.commands.report import write_reports
 from launcher.commands.run import report_failure, run_worker
 from launcher.commands.train import train
@@ -106,6 +107,8 @@ def run_command(arguments: Arguments, leader: Leader) -> int:
         write_recipe(arguments.words)
     elif arguments.command == "doctor":
         return doctor(arguments, leader.launch)
+    elif arguments.command == "plan":
+        plan(arguments, leader.launch)
     elif arguments.command == "job":
         return run_job(arguments, leader)
     elif arguments.command == "compare":

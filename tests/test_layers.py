@@ -25,7 +25,7 @@ LAYERS = (
     {"evaluation"},
     {"training"},
     {"worker"},
-    {"supervisor", "sweep"},
+    {"supervisor", "sweep", "plan"},
     {"commands"},
     {"cli"},
     {"__main__"},

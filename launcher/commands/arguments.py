@@ -14,7 +14,7 @@ from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import nearest, shortened, suggestion
 from launcher.errors import ConfigError
 
-COMMANDS = ("recipes", "report", "watch", "export", "new", "compare", "job", "doctor")
+COMMANDS = ("recipes", "report", "watch", "export", "new", "compare", "plan", "job", "doctor")
 ANY = ()  # any value
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
@@ -44,7 +44,11 @@ FLAGS: Mapping[str, Flag] = {
     "--dtype": Flag(values=("fp32", "fp16"), commands=("export",)),
     "--out": Flag(values=ANY, commands=("report",)),
     "--every": Flag(values=ANY, commands=("watch",)),
-    "--json": Flag(commands=("doctor",)),
+    "--json": Flag(commands=("plan", "doctor")),
+    "--link": Flag(values=ANY, commands=("plan",)),
+    "--ranks": Flag(values=ANY, commands=("plan",)),
+    "--samples-per-s": Flag(values=ANY, commands=("plan",)),
+    "--measure": Flag(commands=("plan",)),
 }
 SHORT = {flag.short: name for name, flag in FLAGS.items() if flag.short} | {"-cp": "--config-path"}
 REFUSED = {

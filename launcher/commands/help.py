@@ -16,6 +16,7 @@ from launcher.commands.doctor import doctor
 from launcher.commands.export import export_weights
 from launcher.commands.job import run_job
 from launcher.commands.new import write_recipe
+from launcher.commands.plan import plan
 from launcher.commands.report import write_reports
 from launcher.commands.watch import watch
 from launcher.config.groups import choice_file, choice_values, conf_dir, description, group_choices
@@ -94,6 +95,7 @@ USAGE: dict[str, tuple[str, str, Callable[..., object] | None]] = {
         "trains with each precision; compares time, memory and loss",
         as_sweep,
     ),
+    "plan": ("plan recipe=resnet18 [--json]", "says what would run, and what it would need", plan),
     "report": (
         "report RUN ... [--out FILE]",
         "writes report.html of a run, a sweep, or several runs",

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from launcher.config.composition import Request
     from launcher.config.schema import Config, SweepConfig
     from launcher.sweep.carriers import Carrier
+    from launcher.sweep.carriers.devices import Pool
     from launcher.sweep.record import Record
     from launcher.sweep.scheduler import Scheduler
 
@@ -126,7 +127,7 @@ def carrier_of(settings: SweepConfig, nproc: int) -> tuple[Carrier, bool]:
 
     `nproc` is of the smallest job.
     """
-    from launcher.sweep.carriers.devices import Devices, Pool
+    from launcher.sweep.carriers.devices import Devices
 
     if settings.on == "slurm":
         from launcher.sweep.carriers.slurm import SlurmCarrier
@@ -136,15 +137,22 @@ def carrier_of(settings: SweepConfig, nproc: int) -> tuple[Carrier, bool]:
         from launcher.sweep.carriers.ray import RayCarrier
 
         return RayCarrier(settings), False
+    pool = pool_of(settings)
+    alone = pool.at_a_time(nproc) == 1
+    return Devices(pool, run_in_child, alone), alone
+
+
+def pool_of(settings: SweepConfig) -> Pool:
+    """The devices of this machine, as a sweep shares them out."""
+    from launcher.sweep.carriers.devices import Pool
+
     gpus, cores = visible_gpus(), sorted(os.sched_getaffinity(0))
     parallel = None if settings.parallel == "auto" else int(settings.parallel)
     if not gpus:
         # On a CPU one job at a time by itself: the bits of a result may depend on the number of threads, and
         # a job of a sweep is to have those of the same job alone.
         parallel = parallel or 1
-    pool = Pool(gpus, cores, settings.jobs_per_gpu, parallel)
-    alone = pool.at_a_time(nproc) == 1
-    return Devices(pool, run_in_child, alone), alone
+    return Pool(gpus, cores, settings.jobs_per_gpu, parallel)
 
 
 def run_in_child(directory: Path) -> int:

@@ -142,6 +142,17 @@ class Replica:
             *(p.master for p in self.shards.pieces if p.half and p.master is not None),
         ]
 
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of what `tensors` has, by kind, and of frozen parameters, which are weights."""
+        frozen = [p for p in self.model.parameters() if not p.requires_grad]
+        return {
+            "weights": size_bytes([*(each.weight for each in self.layout.segments), *frozen]),
+            "masters": size_bytes(p.master for p in self.shards.pieces if p.half and p.master is not None),
+            "gradients": size_bytes(each.grad for each in self.layout.segments),
+            "states": size_bytes(self.updater.tensors()),
+            "buffers": size_bytes(self.buffers.tensors()),
+        }
+
     def _start(self) -> None:
         """Reset what `has_trained` and `changed_buffers` compare with."""
         self.trained.zero_()  # in place: a recorded step writes there

@@ -511,6 +511,13 @@ class Stepper:
         """Bytes of persistent training state: weights, masters, wire gradients, optimizer states, buffers."""
         return size_bytes([*self._parts.replica.tensors(), *self.reducer.tensors()])
 
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of weights, masters, (wire) gradients, states and buffers; `state_bytes` has more, but small.
+
+        An optimizer of torch makes its states in its first step.
+        """
+        return self._parts.replica.bytes_by_kind()
+
     def _refuse_missed_backward(self) -> None:
         """Refuse gradients in p.grad without any of this step: loss.backward() was called instead."""
         if self._step.done or all(p.grad is None for p in self.layout.parameters.values()):

@@ -32,7 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from launcher.distributed.links import PAYLOAD, StepSeconds, wire_seconds
+from launcher.distributed.links import PAYLOAD, StepSeconds, ring_bytes, wire_seconds
 from scripts.bench.interleaved import Goal, Times, goal_table, row_of, write
 from scripts.bench.links_rank import AUTO, OURS, Plan
 from scripts.bench.network import INTERFACE, Network, burst_bytes, lacking, network
@@ -44,6 +44,7 @@ TAIL = 3000  # characters kept of what a failed rank wrote
 OF_LIMIT = {100: 1.03, 300: 1.05, 1000: 1.12}
 SPEED_UP = {100: 1.95, 300: 1.9, 1000: 1.75}
 OF_HOOK_DEFAULT, OF_HOOK_BEST, OF_NATIVE = 0.95, 1.0, 1.03
+OF_FORECAST = 0.1
 OF_BEST_SIZE = 1.03  # of buckets: by chance the best of several is better than it is
 # By side of ours: the policy of the same step without a wire.
 ARITHMETIC = {"ours, fp32 arithmetic": "fp32", "ours": "fp16"}
@@ -155,6 +156,7 @@ def goals_of_times(mbit: int, found: dict[str, Any], num_parameters: int) -> lis
         times["limit"] = limits_of(found["alone"][policy], mbit, num_parameters)
         goals.append(Goal.of("P3", f"{mbit} Mbit, {side}", times, side, "limit", OF_LIMIT[mbit], 1.0))
         goals.append(speed_up(mbit, times, side))
+        goals.append(goal_of_forecast(mbit, found, num_parameters, side))
     own = "ours, fp32 arithmetic"
     goals.append(Goal.of("P5", f"{mbit} Mbit, {own}", times, own, "ddp + hook", OF_HOOK_DEFAULT))
     goals.append(
@@ -168,6 +170,18 @@ def goals_of_times(mbit: int, found: dict[str, Any], num_parameters: int) -> lis
     what = f"{mbit} Mbit, ours, shard"
     goals.append(Goal.of("wire", what, times, "ours, shard", "limit", OF_LIMIT[mbit], 1.0))
     return goals
+
+
+def goal_of_forecast(mbit: int, found: dict[str, Any], num_parameters: int, side: str) -> Goal:
+    """P27: how far the step that `plan` foretells from the parts of a step alone is from the measured one."""
+    parts = [statistics.median(part) for part in zip(*found["alone"][ARITHMETIC[side]], strict=True)]
+    foretold = StepSeconds(*parts).over(wire_seconds(ring_bytes(2 * num_parameters, 2), mbit))
+    measured = statistics.median(found["times"][side])
+    off = abs(foretold / measured - 1)
+    return Goal(
+        *("P27", f"{mbit} Mbit, {side}, step foretold by plan: share that it is off", 1000 * foretold, "ms"),
+        *("measured", 1000 * measured, off, off, off, OF_FORECAST, 0.0),
+    )
 
 
 def speed_up(mbit: int, times: Times, side: str) -> Goal:

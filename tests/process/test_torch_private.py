@@ -25,16 +25,20 @@ FILES = sorted((ROOT / "launcher").rglob("*.py"))
 KNOWN: dict[str, dict[str, str]] = json.loads(FILE.read_text())
 NAMES = tuple(KNOWN[CHECKED[0]])
 # Attributes and functions of C++ without a line of Python or a stub: they are tested with the installed torch
-# only. `_timeout` is one of a ProcessGroup's options, `_saved_...` belong to a node of the backward pass.
+# only. `_timeout` is one of a ProcessGroup's options, `_saved_...` belong to a node of the backward
+# pass, and the others are operators of aten.
 COMPILED = (
     "_cdata",
     "_distributed_c10d",
     "_dump_fr_trace_json",
     "_is_mkldnn_bf16_supported",
     "_is_mkldnn_fp16_supported",
+    "_local_scalar_dense",
     "_saved_other",
     "_saved_reduction",
+    "_scaled_dot_product_flash_attention_for_cpu",
     "_timeout",
+    "_to_copy",
 )
 # Private attributes of other libraries than torch: of os, random, Hydra, datasets, wandb and torchmetrics.
 OF_OTHERS = {

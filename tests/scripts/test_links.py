@@ -56,6 +56,14 @@ def test_goals_are_over_the_best_buckets_of_the_hook_and_over_the_default_ones()
     }
 
 
+def test_the_forecast_of_a_step_is_compared_with_what_it_took() -> None:
+    """1 M parameters are 16 Mbit: 0.1 + 16 / 95.6 + 0.3 s over 100 Mbit, where backward takes less."""
+    found = {"times": {"ours": [0.6] * 3}, "alone": {"fp16": [[0.1, 0.1, 0.3]] * 3}}
+    goal = links.goal_of_forecast(100, found, 1_000_000, "ours")
+    assert goal.value == pytest.approx(abs((0.4 + 16 / 95.6) / 0.6 - 1))
+    assert goal.reached
+
+
 def test_the_measured_size_is_compared_with_the_best_of_the_given_ones() -> None:
     goal = links.goal_of_buckets(100, {"1 MB": [4.0] * 3, "2 MB": [3.0] * 3, "measured": [3.3] * 3})
     assert (goal.baseline, goal.value, goal.reached) == ("2 MB", pytest.approx(1.1), False)
@@ -160,7 +168,16 @@ def test_links_measures_bytes_and_steps_between_hosts(tmp_path: Path) -> None:
         "links.py", "--hosts", "2", "--rates", "300", "--buckets", "300", "--json", str(file), timeout_s=280
     )
     content = json.loads(file.read_text())
-    assert {goal["row"] for goal in content["goals"]} == {"P1", "P2", "P3", "P4", "P5", "wire", "buckets"}
+    assert {goal["row"] for goal in content["goals"]} == {
+        "P1",
+        "P2",
+        "P3",
+        "P4",
+        "P5",
+        "P27",
+        "wire",
+        "buckets",
+    }
     tuned = {f"{peer}, {size} MB" for peer in ("ddp", "ddp + hook") for size in TUNED_MB}
     assert {*OURS, *tuned, "ddp", "ddp + hook", "limit, fp32", "limit, fp16"} < content["rows"][
         "300 Mbit"

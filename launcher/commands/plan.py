@@ -1,0 +1,106 @@
+"""`plan`: what a command would run, without running it.
+
+Owns the flags of the command and who it asks: the config, the number of devices, and the forecast itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from launcher.commands.arguments import Arguments
+from launcher.commands.sweep import devices_of_a_job
+from launcher.commands.watch import has_unicode
+from launcher.distributed.env import LaunchEnv
+from launcher.errors import ConfigError, escaped
+from launcher.supervisor.worker_count import count_gpus, num_workers, refuse_small_batch
+
+if TYPE_CHECKING:
+    from launcher.config.composition import Request
+    from launcher.config.schema import Config
+
+LINKS, RANKS = "100,1000,10000", "2,8,64"
+
+
+def plan(arguments: Arguments, launch: LaunchEnv) -> None:
+    """Says what a command would run, and starts nothing: batches, steps and schedule; memory of a rank by
+    kind, and the micro-batch that fits on GPUs; bytes on the wire, and step times over links; size of
+    checkpoints. Reads the data as the run would. With -m the jobs of a sweep too, and their device hours.
+
+      --json               one line of JSON instead of the page
+      --link MBIT,...      rates of links in Mbit/s; default 100,1000,10000
+      --ranks N,...        numbers of ranks for the table of links; default 2,8,64
+      --samples-per-s N    what one rank trains, as in result.json of a run; gives step times and hours
+      --measure            trains a few steps of one rank here instead, for the same
+
+    Example: {program} plan recipe=resnet50 data.path=photos --link 25000 --samples-per-s 800
+    """
+    from launcher.commands.train import HYDRA_ANSWERS, request_of
+    from launcher.config.experiments import with_experiment
+    from launcher.config.resolve import compose_jobs
+
+    if asked_hydra := [flag for flag in HYDRA_ANSWERS if flag in arguments.flags]:
+        raise ConfigError(
+            f"plan {asked_hydra[0]}: is asked about a config, and plan about a run: leave plan out."
+        )
+    mbits = numbers_of(arguments, "--link", LINKS)
+    ranks = [int(each) for each in numbers_of(arguments, "--ranks", RANKS, whole=True)]
+    rates = numbers_of(arguments, "--samples-per-s", "")
+    request = with_experiment(request_of(arguments))
+    configs = compose_jobs(request)
+    for config in configs:
+        refuse_small_batch(config, launch)
+    config, multirun = configs[0], request.multirun
+    world_size = devices_of_a_job(config) if multirun else world_of(config, launch)
+    from launcher.plan.forecast import Asked, forecast
+    from launcher.plan.page import lines_of, lines_of_sweep
+
+    asked = Asked(mbits, ranks, rates[0] if rates else None, "--measure" in arguments.flags)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a run gives them, once it is one
+        found = forecast(config, world_size, count_gpus() > 0, asked)
+        if multirun:
+            found["sweep"] = sweep_of(request, configs, found)
+    if "--json" in arguments.flags:
+        print(json.dumps(found))
+        return
+    lines = [*lines_of(found, has_unicode())]
+    lines += lines_of_sweep(found["sweep"]) if multirun else []
+    print("\n".join(map(escaped, lines) if sys.stdout.isatty() else lines))
+
+
+def world_of(config: Config, launch: LaunchEnv) -> int:
+    """The ranks of a single run."""
+    workers = num_workers(config.launch, launch)
+    return launch.world_size if workers is None else workers
+
+
+def sweep_of(request: Request, configs: list[Config], found: Mapping[str, Any]) -> dict[str, Any]:
+    """The jobs of the sweep, as fast per device as the first."""
+    from launcher.commands.sweep import pool_of
+    from launcher.plan.jobs import jobs_of_sweep
+    from launcher.sweep.hydra_sweep import jobs_of
+
+    settings, step = configs[0].sweep, found["step_s"]
+    is_grid = settings.name == "grid"
+    overrides = jobs_of(request) if is_grid else [()]
+    devices = [devices_of_a_job(config) for config in (configs if is_grid else configs[:1])]
+    rate = None if step is None else -(-found["batch_size"] // found["world_size"]) / step["total"]
+    return jobs_of_sweep(configs, overrides, devices, pool_of(settings).at_a_time(min(devices)), rate)
+
+
+def numbers_of(arguments: Arguments, flag: str, default: str, whole: bool = False) -> list[float]:
+    """The positive numbers of a flag, separated by commas. Raises ConfigError."""
+    text = arguments.flags.get(flag) or default
+    try:
+        found = [float(each) for each in text.split(",")] if text else []
+    except ValueError:
+        found = [math.nan]
+    if not all(each > 0 and math.isfinite(each) and (not whole or each % 1 == 0) for each in found):
+        kind = "whole numbers above 0" if whole else "numbers above 0"
+        raise ConfigError(f"{flag} {text}: must be {kind}, separated by commas: {flag} {default or '800'}")
+    return found

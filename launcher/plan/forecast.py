@@ -1,0 +1,228 @@
+"""What one job would be: its steps, memory, wire, times, checkpoint and files, as plain values for JSON.
+
+Owns what is computed from what, and the facts about GPUs. It reads the data as a run does, and starts
+nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launcher.config.schema import Config
+from launcher.data.batch_plan import BatchPlan
+from launcher.data.sources import DataSets, batch_plan
+from launcher.distributed.env import WorkerEnv
+from launcher.distributed.links import StepSeconds, ring_bytes, wire_seconds
+from launcher.errors import LauncherError, first_line
+from launcher.plan.memory import PASSES, Rank, StepMemory, rank_on
+from launcher.plan.meta import META
+from launcher.recipe.contract import Recipe
+from launcher.recipe.registry import load_recipe
+from launcher.training.device import seed_generators
+from launcher.training.failures.recipe_errors import guarding
+from launcher.training.progress import Course
+from launcher.training.setup import build
+
+GIB = 2**30
+# GiB that torch reports as a device's total, which is less than on the label.
+GPUS = {
+    "T4 16 GB": 14.6,
+    "V100 16 GB": 15.8,
+    "V100 32 GB": 31.7,
+    "RTX 3090 24 GB": 23.7,
+    "A100 40 GB": 39.4,
+    "A100 80 GB": 79.2,
+}
+# Not measured here, but usual: a CUDA context with its kernels, cuBLAS, cuDNN and NCCL, and what the caching
+# allocator cannot use of the rest.
+CONTEXT_GIB, USABLE = 1.0, 0.95
+BACKWARD_SHARE = 2 / 3  # of a pass: each product has two in the backward pass
+FILES = (  # of a run, in its directory
+    *("config.yaml", "overrides.txt", "env.json", "status.json", "metrics.jsonl", "result.json"),
+    *("report.html", "curves.png", "logs/rank<k>.log", "checkpoints/step-<n>/"),
+)
+TIMED = 3  # steps, after one that is not
+RATES_KEPT = 60  # points of the schedule
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says beside the config."""
+
+    mbits: Sequence[float]
+    ranks: Sequence[int]
+    samples_per_s: float | None  # of one rank
+    measures: bool
+
+
+@dataclass(frozen=True)
+class Task:
+    """A recipe with its data, and how the samples of one rank are divided."""
+
+    recipe: Recipe
+    plan: BatchPlan
+    course: Course
+
+    @classmethod
+    def of(cls, config: Config, world_size: int) -> Task:
+        """Loads the recipe and its data, as a run does. Raises what a run raises."""
+        seed_generators(config.seed)
+        with guarding(f'the function under @recipe("{config.recipe.uses}")', "the error above"):
+            recipe = load_recipe(config)
+        env = WorkerEnv(0, world_size, 0, world_size, torch.device("cpu"), None)
+        data = DataSets.of(config, env, recipe.train, {}, recipe.collate)
+        plan = batch_plan(config, env, data.train, recipe.lengths)
+        course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
+        return cls(recipe, plan, course)
+
+
+def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dict[str, Any]:
+    """All that is known of a job before it starts; a None where it is not."""
+    task = Task.of(config, world_size)
+    seconds = _given(task.plan, asked.samples_per_s)
+    if asked.measures:
+        seconds = _measured(config, task, on_gpu)
+    reason = ""
+    try:
+        with rank_on(META, config, task.recipe, task.plan) as rank:
+            found = _counted(config, task, rank, on_gpu)
+    except LauncherError:
+        raise
+    except Exception as error:  # of any kind: it is the model's, and the real pass raises it again
+        reason = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+        with rank_on(torch.device("cpu"), config, task.recipe, task.plan) as rank:
+            found = _counted(config, task, rank, on_gpu=False)
+    message = found["memory"]["bytes"]["gradients"]
+    return {
+        "recipe": config.recipe.name,
+        "world_size": world_size,
+        "device": "GPU" if on_gpu else "CPU",
+        "measured_because": reason,
+        **_course(config, task),
+        "checkpoint": _checkpoint(config, found.pop("checkpoint_bytes")),
+        **found,
+        "wire": {"bytes": message, "sent_by_each_rank": round(ring_bytes(message, world_size))},
+        "step_s": None if seconds is None else vars(seconds) | {"total": seconds.total},
+        "files": [config.run.dir or f"outputs/{config.recipe.name}/<time>-<4 hex>", *FILES],
+        "links": [_link(message, mbit, ranks, seconds) for mbit in asked.mbits for ranks in asked.ranks],
+    }
+
+
+def _course(config: Config, task: Task) -> dict[str, Any]:
+    plan, course = task.plan, task.course
+    rates = build.rates_of(config, task.recipe, course.total_steps)
+    last = course.total_steps - 1
+    kept = sorted({round(each * last / (RATES_KEPT - 1)) for each in range(RATES_KEPT)})
+    return {
+        "samples": plan.num_samples,
+        "batch_size": plan.batch_size,
+        "micro_batch": plan.largest_micro_batch,
+        "micro_batches": plan.micro_batches,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "steps": course.total_steps,
+        "evaluations": sum(map(course.evaluates_after, range(1, course.total_steps + 1))),
+        "schedule": {
+            "name": build.named_schedule(config) if task.recipe.schedule else config.schedule.name,
+            "rates": [[step, rates[min(step, len(rates) - 1)]] for step in kept],
+        },
+    }
+
+
+def _counted(config: Config, task: Task, rank: Rank, on_gpu: bool) -> dict[str, Any]:
+    """Parameters, memory by kind, and the micro-batch that fits each GPU."""
+    share, size = task.plan.largest_share, task.plan.largest_micro_batch
+    here, _, _ = rank.step(size, on_gpu)
+    # A CPU updates in pieces of its cache, which take nothing.
+    beside = here if on_gpu else replace(here, update=0)
+    temporary = beside.most - beside.activations
+    kinds = rank.held | {"activations": beside.activations, "temporary": max(0, temporary)}
+    sizes = sorted({size, max(1, -(-size // 2))})
+    by_size = [here if on_gpu and each == size else rank.step(each, True)[0] for each in sizes]
+    held, sums = sum(rank.held.values()), 4 * rank.stepper.num_trainable
+    if task.plan.micro_batches > 1:
+        held -= sums  # of a rank with micro-batches; added where they are needed
+    return {
+        "parameters": rank.num_parameters,
+        "checkpoint_bytes": rank.checkpoint_bytes(task.plan.world_size if config.wire.shard else 1),
+        "memory": {"bytes": kinds, "total": sum(kinds.values())},
+        "gpus": [
+            {"name": name, "micro_batch": fitting(room, held, sums, by_size, share)}
+            for name, room in ROOM.items()
+        ],
+    }
+
+
+ROOM = {name: USABLE * (gib - CONTEXT_GIB) * GIB for name, gib in GPUS.items()}  # bytes for tensors
+
+
+def fitting(room: float, held: int, sums: int, counted: Sequence[StepMemory], share: int) -> int:
+    """The largest micro-batch that fits into `room` bytes beside `held`: on a line through those `counted`.
+
+    One that is smaller than the `share` of a rank needs `sums` bytes more, to add the gradients. 0 if not
+    even one sample fits.
+    """
+    first, last = counted[0], counted[-1]
+    per_sample = max(last.activations / last.size, 1.0)
+    if last.size > first.size:
+        per_sample = max(per_sample, (last.passes - first.passes) / (last.size - first.size))
+    base = held + max(0.0, last.passes - per_sample * last.size)
+    if held + last.update > room:
+        return 0
+    whole = int((room - base) / per_sample)
+    return whole if whole >= share else max(0, min(share - 1, int((room - base - sums) / per_sample)))
+
+
+def _given(plan: BatchPlan, samples_per_s: float | None) -> StepSeconds | None:
+    """The parts of a step at a rate of one rank: a third of it forward, two thirds backward."""
+    if samples_per_s is None:
+        return None
+    step_s = plan.largest_share / samples_per_s
+    return _last_backward(step_s * (1 - BACKWARD_SHARE), step_s * BACKWARD_SHARE, 0.0, plan.micro_batches)
+
+
+def _last_backward(forward: float, backward: float, update: float, passes: int) -> StepSeconds:
+    """The wire is busy beside the last backward pass only, so the others count with the forward passes."""
+    return StepSeconds(forward + backward * (passes - 1) / passes, backward / passes, update)
+
+
+def _measured(config: Config, task: Task, on_gpu: bool) -> StepSeconds:
+    """The fastest of a few steps of one rank on this machine, without any other rank."""
+    device = torch.device("cuda" if on_gpu else "cpu")
+    alone = replace(task.plan, micro_batch=task.plan.largest_micro_batch)
+    with rank_on(device, config, task.recipe, alone, counting=False) as rank:
+        passes = min(PASSES, alone.micro_batches)
+        steps = [rank.step(alone.largest_micro_batch, on_gpu)[1] for _ in range(1 + TIMED)][1:]
+    fastest = min(steps, key=lambda step: step.total)
+    each = alone.micro_batches / passes
+    return _last_backward(
+        fastest.forward * each, fastest.backward * each, fastest.update, alone.micro_batches
+    )
+
+
+def _link(message: int, mbit: float, ranks: int, seconds: StepSeconds | None) -> dict[str, Any]:
+    wire_s = wire_seconds(ring_bytes(message, ranks), mbit)
+    return {
+        "mbit": mbit,
+        "ranks": ranks,
+        "wire_s": wire_s,
+        "step_s": None if seconds is None else seconds.over(wire_s),
+        "efficiency": None if seconds is None else seconds.efficiency(wire_s),
+    }
+
+
+def _checkpoint(config: Config, one: int) -> dict[str, Any]:
+    """A checkpoint of `one` bytes is written while `keep` others exist, and the best may be one more."""
+    run_dir = Path(config.run.dir or "outputs").absolute()
+    place = next(each for each in (run_dir, *run_dir.parents) if each.is_dir())
+    return {
+        "bytes": one,
+        "at_most": one * (config.checkpoint.keep + 2),
+        "free_bytes": shutil.disk_usage(place).free,
+        "place": str(place),
+    }

@@ -1,0 +1,144 @@
+"""The memory of one rank's training step, by kind, from passes that are counted.
+
+Owns the assembly of a rank's model and Stepper without telemetry and other ranks, and what of its bytes is
+which kind. Bytes are those of tensors: scratch that a kernel takes and returns within one call is not seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from launcher.config.schema import Config
+from launcher.data.batch_plan import BatchPlan
+from launcher.data.sources import DataSets, Readable, trial_batches
+from launcher.distributed.env import WorkerEnv
+from launcher.distributed.links import StepSeconds
+from launcher.engine import Stepper
+from launcher.plan.meta import META, Arithmetic, OnMeta, Tracker, Uncounted, group_of
+from launcher.recipe.contract import Recipe, loss_of
+from launcher.training.setup import build
+
+PASSES = 2  # of a step at most: the second adds to the sums of the first
+Bytes = dict[str, int]
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes that one step takes beside what is always there, by their moment. `size`: of its micro-batch."""
+
+    size: int
+    activations: int  # kept from the forward for the backward pass, with the micro-batch itself
+    passes: int  # the most during forward and backward pass
+    update: int  # the most from then to the end of the step
+
+    @property
+    def most(self) -> int:
+        return max(self.passes, self.update)
+
+
+class Rank:
+    """Rank 0 of a job: its model, data and Stepper on `meta`, or on a device for real."""
+
+    def __init__(
+        self, config: Config, recipe: Recipe, plan: BatchPlan, env: WorkerEnv, tracker: Tracker | Uncounted
+    ) -> None:
+        self.recipe, self.plan, self.device, self._tracker = recipe, plan, env.device, tracker
+        held_out = recipe.validation_sets
+        sets = DataSets.of(config, env, recipe.train, held_out, recipe.collate)
+        self.data: Readable = sets.train
+        of_data = self._now()
+        with _default(self.device):
+            self.model: nn.Module = build.build_model(config, recipe, env, plan)
+        # A short run: neither compiled, which takes long, nor with a rate for each step.
+        self.stepper: Stepper = build.build_stepper(config, env, recipe, self.model, plan, total_steps=1)
+        average = build.weight_average(config, self.stepper)
+        gc.collect()  # the parameters as they were built
+        self._beside = {"averages": 0 if average is None else self.stepper.num_trainable * 4, "data": of_data}
+        known = sum(self.stepper.bytes_by_kind().values()) + sum(self._beside.values())
+        self._beside["wire"] = max(0, self._now() - known)  # what is of no other kind
+
+    @property
+    def held(self) -> Bytes:
+        """The bytes that are held all the time, by kind. Of an optimizer of torch complete after a step."""
+        return self.stepper.bytes_by_kind() | self._beside
+
+    def step(self, size: int, of_gpu: bool) -> tuple[StepMemory, StepSeconds, int]:
+        """One step of micro-batches of `size`: its bytes, how long its parts took, and the bytes it sent.
+
+        `of_gpu`, on `meta`: half arithmetic as a GPU has it instead of the emulation of a CPU.
+        """
+        plan, tracker, stepper = replace(self.plan, micro_batch=size), self._tracker, self.stepper
+        stepper.set_micro_batches(plan.micro_batches)
+        self.model.train()
+        tracker.restart()
+        held, activations, seconds = self._now(), 0, [0.0, 0.0, 0.0]
+        for batch in trial_batches(self.data, plan, self.recipe.train_transform, PASSES)[:PASSES]:
+            began = time.perf_counter()
+            with self._forward(of_gpu), tracker.without_values():
+                found = loss_of(self.recipe.loss, self.model, batch)
+            activations = max(activations, self._now() - held)
+            between = time.perf_counter()
+            stepper.backward(found.sum, found.count)
+            seconds[0] += between - began
+            seconds[1] += time.perf_counter() - between
+            del found
+        states = stepper.bytes_by_kind()["states"]
+        passes, began = tracker.bytes_on(self.device, "peak") - held, time.perf_counter()
+        del batch
+        tracker.restart()
+        _, sent = stepper.step_on_device()
+        seconds[2] = time.perf_counter() - began
+        made = stepper.bytes_by_kind()["states"] - states
+        update = tracker.bytes_on(self.device, "peak") - held - made
+        return StepMemory(size, activations, passes, update), StepSeconds(*seconds), sent
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the trainable parameters, without the padding between them."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    def checkpoint_bytes(self, shards: int) -> int:
+        """Bytes of all ranks' weights and states as saved, of an optimizer in so many shards."""
+        held = self.held
+        frozen = sum(p.numel() * p.element_size() for p in self.model.parameters() if not p.requires_grad)
+        buffers = held["buffers"] // 2  # of which each step keeps a copy
+        weights = 4 * self.num_parameters + frozen
+        return weights + held["states"] * shards + held["averages"] + buffers
+
+    def _forward(self, of_gpu: bool) -> AbstractContextManager[object]:
+        half = self.stepper.policy.arithmetic
+        if self.device != META:
+            return self.stepper.forward()
+        return nullcontext() if half == torch.float32 else Arithmetic(half, of_gpu)
+
+    def _now(self) -> int:
+        return self._tracker.bytes_on(self.device)
+
+
+def _default(device: torch.device) -> AbstractContextManager[object]:
+    """What a model makes without naming a device is made on `meta`; elsewhere the CPU is the default."""
+    return device if device == META else nullcontext()
+
+
+@contextmanager
+def rank_on(
+    device: torch.device, config: Config, recipe: Recipe, plan: BatchPlan, counting: bool = True
+) -> Iterator[Rank]:
+    """Rank 0 of `plan.world_size`, of which the others do not exist; nothing is sent.
+
+    Without `counting` of bytes its steps take as long as those of a run.
+    """
+    on_meta = device == META
+    if on_meta:  # it has no autocast: Rank._forward replaces the emulation where it stands for a GPU
+        config = replace(config, precision=replace(config.precision, emulate=True))
+    tracker = Tracker() if counting else Uncounted()
+    with group_of(plan.world_size) as group, tracker, OnMeta() if on_meta else nullcontext():
+        env = WorkerEnv(plan.rank, plan.world_size, 0, plan.world_size, device, group)
+        yield Rank(config, recipe, plan, env, tracker)

@@ -1,0 +1,127 @@
+"""`plan`: what it says of a run and of a sweep, and of recipes that are hard to foresee."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import cli
+from launcher.distributed.links import StepSeconds, ring_bytes, wire_seconds
+from launcher.plan.jobs import makespan
+
+OWN = """
+import torch
+from torch import nn
+from launcher.recipe import Config, Recipe, TensorData, cross_entropy, recipe
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3, device={device!r})
+
+    def forward(self, x):
+        {line}
+        return self.layer(x)
+
+@recipe("own")
+def own(config: Config) -> Recipe:
+    data = TensorData({{"image": torch.randn(64, 8), "label": torch.arange(64) % 3}})
+    return Recipe(Net, data, data, cross_entropy, classes=("a", "b", "c"))
+"""
+WORDS = ("plan", "recipe=tabular", "launch.nproc=2")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert cli.main([*words, "--json"]) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def own(tmp_path: Path, device: str = "cpu", line: str = "pass") -> tuple[str, ...]:
+    file = tmp_path / "own.py"
+    file.write_text(OWN.format(device=device, line=line))
+    return ("plan", "recipe=cnn", "recipe.uses=own", f"recipes.path={file}", "data.batch_size=16")
+
+
+def test_a_plan_has_steps_memory_wire_and_files_and_starts_nothing(capsys, tmp_path) -> None:
+    found = planned(capsys, *WORDS, "--samples-per-s", "1000", "--link", "100", "--ranks", "4")
+    assert found["world_size"] == 2
+    assert found["steps"] == found["steps_per_epoch"] * 30
+    assert len(found["schedule"]["rates"]) == 60
+    assert found["memory"]["total"] == sum(found["memory"]["bytes"].values())
+    assert all(gpu["micro_batch"] > 0 for gpu in found["gpus"])
+    step = StepSeconds(*(found["step_s"][part] for part in ("forward", "backward", "update")))
+    assert step.total == pytest.approx(found["batch_size"] / 2 / 1000)
+    wire_s = wire_seconds(ring_bytes(found["wire"]["bytes"], 4), 100)
+    (link,) = found["links"]
+    assert (link["wire_s"], link["step_s"]) == (wire_s, step.over(wire_s))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_names_what_the_values_are(capsys) -> None:
+    assert cli.main([*WORDS, "--link", "2500", "--ranks", "16"]) == 0
+    page = capsys.readouterr().out
+    for words in (
+        "nothing is started",
+        "learning rate",
+        "masters",
+        "T4 16 GB",
+        "2.5 Gbit      16",
+        "free at",
+    ):
+        assert words in page
+
+
+def test_a_sweep_has_its_jobs_in_order_with_their_device_hours(capsys) -> None:
+    words = (*WORDS, "-m", "optim.lr=0.1,0.2", "train.epochs=1,2", "--samples-per-s", "100")
+    sweep = planned(capsys, *words)["sweep"]
+    assert [job["overrides"][-2:] for job in sweep["jobs"]] == [
+        [f"optim.lr={lr}", f"train.epochs={epochs}"] for lr in (0.1, 0.2) for epochs in (1, 2)
+    ]
+    hours = [job["device_hours"] for job in sweep["jobs"]]
+    assert hours[1] == 2 * hours[0] > 0
+    assert sweep["device_hours"] == pytest.approx(sum(hours))
+    assert sweep["hours"] == pytest.approx(sum(hours) / 2)  # on two devices each, one at a time
+
+
+def test_a_search_has_the_shape_of_a_trial_and_their_number(capsys) -> None:
+    words = (*WORDS, "-m", "sweep=random", "optim.lr=interval(0.1,0.2)", "--samples-per-s", "100")
+    sweep = planned(capsys, *words, "sweep.stop.trials=5")["sweep"]
+    assert (sweep["search"], sweep["trials"], len(sweep["jobs"])) == ("random", 5, 1)
+    assert sweep["device_hours"] == pytest.approx(5 * sweep["jobs"][0]["device_hours"])
+    endless = planned(capsys, *words, "sweep.stop.trials=null")["sweep"]
+    assert (endless["trials"], endless["device_hours"]) == (None, None)
+
+
+def test_jobs_start_in_order_as_soon_as_a_place_is_free() -> None:
+    assert makespan([3.0, 1.0, 1.0, 2.0], 2) == 4.0
+    assert makespan([], 2) == 0.0
+
+
+def test_a_model_that_allocates_on_a_gpu_is_planned_without_one(capsys, tmp_path) -> None:
+    found = planned(capsys, *own(tmp_path, device="cuda"))
+    assert (found["parameters"], found["measured_because"]) == (27, "")
+
+
+def test_a_forward_pass_that_depends_on_values_is_measured_for_real(capsys, tmp_path) -> None:
+    found = planned(capsys, *own(tmp_path, line="x = x * 2 if float(x.sum()) > 0 else x"))
+    assert found["measured_because"] == "ValueNeeded: it reads the value of a tensor"
+    assert found["memory"]["bytes"]["activations"] > 0
+
+
+def test_data_that_are_not_there_are_the_error_of_the_run(capsys) -> None:
+    assert cli.main(["plan", "recipe=gpt", "data.path=nowhere.txt"]) == 2
+    assert "nowhere.txt: there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--link", "fast"], ["--ranks", "2.5"], ["--samples-per-s", "0"]])
+def test_a_number_that_is_none_is_refused(words, capsys, message) -> None:
+    assert cli.main([*WORDS, *words]) == 2
+    message(capsys.readouterr().err)

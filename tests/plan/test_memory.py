@@ -1,0 +1,122 @@
+"""What a step takes, counted on tensors without values, against a real step on this CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher.config.composition import Request
+from launcher.config.resolve import compose_jobs
+from launcher.config.schema import Config
+from launcher.plan.forecast import Task, fitting
+from launcher.plan.memory import StepMemory, rank_on
+from launcher.plan.meta import META
+from tests.configs import composed
+
+EXAMPLES = Path(__file__).parents[2] / "recipes" / "examples"
+DATA = Path("shared/data")
+SLACK = 2 << 20  # bytes: of a CPU's own buffers, which matter in tiny models only
+SMALL = ("data=synthetic", "data.num_samples=64")
+TEXT, PAIRS = "The quick brown fox jumps over the lazy dog. " * 400, "A man eats.\tA man sleeps.\tneutral\n"
+
+
+def config_of(words: tuple[str, ...]) -> Config:
+    own = EXAMPLES / f"{words[0].removeprefix('recipe=')}.py"
+    tree, path = (EXAMPLES / "conf", (f"recipes.path={own}",)) if own.exists() else (None, ())
+    (config,) = compose_jobs(Request((*words, *path), tree))
+    return config
+
+
+def bytes_of(config: Config, device: torch.device) -> int:
+    """At the peak of the second step, without the data."""
+    task = Task.of(config, 1)
+    with rank_on(device, config, task.recipe, task.plan) as rank:
+        for _ in range(2):
+            step, _, _ = rank.step(task.plan.largest_micro_batch, of_gpu=False)
+        held = sum(rank.held.values()) - rank.held["data"]
+        return held + (step.passes if device == META else step.most)
+
+
+TEN = [
+    ("recipe=resnet18",),
+    ("recipe=resnet18", "data.batch_size=16", "precision=amp_fp16", *SMALL),
+    ("recipe=resnet18", "optim=adamw", "precision=fp32"),
+    ("recipe=resnet18", "optim=adamw", "data.micro_batch=16"),
+    ("recipe=resnet50", "data.batch_size=8", *SMALL),
+    ("recipe=cnn", "data.batch_size=64", *SMALL),
+    ("recipe=segmentation",),
+    ("recipe=recurrent",),
+    ("recipe=gpt", "data.path={text}"),
+    ("recipe=bert", "data.path={pairs}"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", TEN, ids=" ".join)
+def test_counted_bytes_are_those_of_a_real_step_within_five_percent(words, tmp_path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "pairs").mkdir()
+    for name in ("train.tsv", "test.tsv"):
+        (tmp_path / "pairs" / name).write_text("sentence1\tsentence2\tgold_label\n" + PAIRS * 64)
+    places = {"text": tmp_path / "text.txt", "pairs": tmp_path / "pairs"}
+    config = config_of(tuple(word.format_map(places) for word in words))
+    foretold, real = bytes_of(config, META), bytes_of(config, torch.device("cpu"))
+    assert foretold == pytest.approx(real, rel=0.05, abs=SLACK)
+
+
+def test_weights_masters_gradients_and_states_are_as_large_as_the_policy_says() -> None:
+    """Half weights and wire gradients of 2 bytes, fp32 masters and two states of 4, and little padding."""
+    config = composed("recipe=tabular", "model.width=256")
+    task = Task.of(config, 2)
+    with rank_on(META, config, task.recipe, task.plan) as rank:
+        held, numel = rank.held, rank.stepper.num_trainable
+        sizes = {"weights": 2, "masters": 4, "gradients": 2, "states": 8}
+        for kind, size in sizes.items():
+            assert held[kind] == pytest.approx(size * numel, rel=0.1), kind
+        gpu, _, sent = rank.step(task.plan.largest_micro_batch, of_gpu=True)
+        cpu, _, _ = rank.step(task.plan.largest_micro_batch, of_gpu=False)
+        assert held["gradients"] <= sent <= held["gradients"] + 4096  # with the tally
+        assert 0 < gpu.activations < cpu.activations  # a CPU widens halves to compute with them
+
+
+def test_a_sharded_optimizer_has_its_part_of_masters_and_states() -> None:
+    held = []
+    for shard in ("false", "true"):
+        config = composed("recipe=tabular", "model.width=256", f"wire.shard={shard}")
+        task = Task.of(config, 4)
+        with rank_on(META, config, task.recipe, task.plan) as rank:
+            held.append(rank.held)
+    assert held[1]["states"] == pytest.approx(held[0]["states"] / 4, rel=0.1)
+    assert held[1]["weights"] == held[0]["weights"]
+
+
+@pytest.mark.parametrize(
+    ("room", "fits"),
+    [
+        (1000 + 10 * 64 + 40, 64),  # the whole share, without sums
+        (1000 + 10 * 32 + 40 + 200, 32),
+        (1000 + 10 * 100 + 40, 100),
+        (1240, 0),
+        (900, 0),
+    ],
+)
+def test_the_batch_that_fits_is_on_the_line_through_two(room, fits) -> None:
+    counted = [StepMemory(size, 5 * size, 40 + 10 * size, 100) for size in (16, 32)]
+    assert fitting(room, held=1000, sums=200, counted=counted, share=64) == fits
+
+
+@pytest.mark.gpu
+def test_the_peak_of_a_step_on_a_gpu_is_within_a_tenth_of_what_was_counted() -> None:
+    """The band until it has been measured: kernels of cuDNN take scratch, and the allocator rounds up."""
+    config = composed("recipe=resnet18", "data.batch_size=128", *SMALL)
+    task, device = Task.of(config, 1), torch.device("cuda")
+    with rank_on(META, config, task.recipe, task.plan) as rank:
+        step, _, _ = rank.step(task.plan.largest_micro_batch, of_gpu=True)
+        foretold = sum(rank.held.values()) + step.most
+    with rank_on(device, config, task.recipe, task.plan, counting=False) as rank:
+        rank.step(task.plan.largest_micro_batch, of_gpu=True)
+        torch.cuda.reset_peak_memory_stats()
+        rank.step(task.plan.largest_micro_batch, of_gpu=True)
+        assert torch.cuda.max_memory_allocated() == pytest.approx(foretold, rel=0.1)
