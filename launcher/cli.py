@@ -21,23 +21,30 @@ from launcher.commands.job import run_job
 from launcher.commands.new import write_recipe
 from launcher.commands.plan import plan
 from launcher.commands.report import write_reports
-from launcher.commands.run import report_failure, run_worker
+from launcher.commands.run import report_failure, run_node, run_worker
 from launcher.commands.train import train
 from launcher.commands.watch import watch
 from launcher.config.wandb_sweep import with_typed_values
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.handoff import HandoffTimeouts, Leader, follow
+from launcher.distributed.machines import elastic_nodes, endpoint_of, given, node_of
 from launcher.distributed.slurm import variables_of_rank
-from launcher.errors import DIVERGED, INTERRUPTED, Interrupted, escaped, in_words
+from launcher.errors import DIVERGED, INTERRUPTED, Interrupted, LauncherError, escaped, in_words
 from launcher.process.terminal import columns_of, wrapped
+from launcher.supervisor.worker_count import PET_WORKERS, count_gpus
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; errors are on stderr by then."""
     try:
-        os.environ.update(variables_of_rank(os.environ))
-        launch = LaunchEnv.from_environ(os.environ)
         argv = sys.argv[1:] if argv is None else argv
+        words = () if "RANK" in os.environ else words_of_a_run(argv)
+        if nnodes := elastic_nodes(words, os.environ):
+            return run_elastic(nnodes, words, argv)
+        launch = node_of(words, os.environ)
+        if not launch.is_node:  # a task of srun is a rank, unless the command makes it the parent of a node
+            os.environ.update(variables_of_rank(os.environ))
+            launch = LaunchEnv.from_environ(os.environ)
         if launch.launched and list(argv[:1]) == ["doctor"]:
             return doctor(parse(argv), launch)  # every rank looks, with its own words
         return follow_leader(launch, argv) if launch.rank > 0 else lead(launch, argv)
@@ -49,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
     """Rank 0, or the only process: run the command, then dismiss the other ranks with the same code."""
-    leader = Leader(launch, run_worker, arguments=argv)
+    leader = Leader(launch, run_node if launch.is_node else run_worker, arguments=without_rank(argv))
     exit_code, reason = 1, "rank 0 ended unexpectedly"
     try:
         exit_code, reason = run_command(parse(with_typed_values(argv, os.environ)), leader), ""
@@ -68,10 +75,30 @@ def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
 
 def follow_leader(launch: LaunchEnv, argv: Sequence[str]) -> int:
     patience = HandoffTimeouts(first_job_s=init_timeout_s(argv))
-    exit_code, reason = follow(launch, run_worker, patience, on_end=ignore_sigterm, arguments=argv)
+    run_job = run_node if launch.is_node else run_worker
+    exit_code, reason = follow(launch, run_job, patience, on_end=ignore_sigterm, arguments=without_rank(argv))
     if reason and launch.local_rank == 0:  # on other machines than rank 0's nothing has been printed yet
-        print(wrapped(f"error on rank 0: {reason}", columns_of(sys.stderr)), file=sys.stderr, flush=True)
+        print(
+            wrapped(f"error on {launch.noun} 0: {reason}", columns_of(sys.stderr)),
+            file=sys.stderr,
+            flush=True,
+        )
     return exit_code
+
+
+def words_of_a_run(argv: Sequence[str]) -> tuple[str, ...]:
+    """The overrides of a command that runs one job; empty for any other, and for one that is refused later."""
+    try:
+        arguments = parse(with_typed_values(argv, os.environ))
+    except LauncherError:
+        return ()
+    runs = arguments.command == "train" and arguments.flags.keys() <= {"--config-dir", "--config-name"}
+    return arguments.words if runs else ()
+
+
+def without_rank(argv: Sequence[str]) -> list[str]:
+    """The words that must be the same on all machines."""
+    return [word for word in argv if not word.lstrip("+").startswith("launch.node_rank=")]
 
 
 def init_timeout_s(argv: Sequence[str]) -> float:
@@ -115,4 +142,21 @@ def run_command(arguments: Arguments, leader: Leader) -> int:
         return train(as_sweep(arguments), leader, findings=(DIVERGED,))
     else:
         return train(arguments, leader)
+    return 0
+
+
+def run_elastic(nnodes: str, words: Sequence[str], argv: Sequence[str]) -> int:
+    """Run torchrun in this process, for MIN:MAX machines; returns the exit code of the first failure."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    address, port = endpoint_of(words, os.environ)
+    nproc = given(words, "nproc") or os.environ.get(PET_WORKERS) or str(count_gpus() or 1)
+    options = ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", f"--rdzv-id={port}"]
+    options += [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}"]
+    options += [f"--max-restarts={given(words, 'max_restarts') or 0}", "-m", "launcher"]
+    try:
+        torchrun([*options, *without_rank(argv)])
+    except ChildFailedError as error:  # their output has said why
+        return max(1, error.get_first_failure()[1].exitcode)
     return 0

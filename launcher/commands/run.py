@@ -37,7 +37,7 @@ def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
     with claimed(leader.recalled(config), overrides) as claim:
         if claim.finished:
             print(wrapped(claim.finished, columns_of(sys.stdout)), flush=True)
-        elif workers is None:
+        elif workers is None or leader.launch.is_node:
             leader.remember(claim.config)
             try:
                 leader.run(claim.config)
@@ -54,6 +54,15 @@ def run_worker(config: Config, launch: LaunchEnv, store: dist.Store | None, job:
     from launcher import worker
 
     worker.run(config, launch, store, job)
+
+
+def run_node(config: Config, launch: LaunchEnv, store: dist.Store | None, job: str) -> None:
+    """Run the workers of this machine, as one of the parents of a run on several machines."""
+    from launcher.supervisor.nodes import Nodes
+    from launcher.supervisor.supervise import supervise
+
+    assert store is not None
+    supervise(config, num_workers(config.launch, LaunchEnv()) or 1, Nodes(launch, store, job, config.launch))
 
 
 def report_failure(error: Exception) -> int:

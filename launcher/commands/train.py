@@ -13,6 +13,7 @@ from launcher.commands.arguments import Arguments
 from launcher.commands.run import report_failure, run_one
 from launcher.commands.sweep import devices_of_a_job, run_sweep
 from launcher.distributed.handoff import Leader
+from launcher.distributed.machines import refuse_alone
 from launcher.errors import PRUNED, ConfigError, LauncherError
 from launcher.supervisor.worker_count import refuse_small_batch
 
@@ -56,9 +57,14 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
         refuse_small_batch(config, leader.launch, devices_of_a_job(config) if side_by_side else None)
         refuse_missing(config.tracker)
     if expanded.multirun:
+        if any(config.launch.nnodes not in ("auto", 1) for config in configs):
+            raise ConfigError(
+                "launch.nnodes with -m: a sweep runs its jobs on one machine. Leave it out, or start one job."
+            )
         refuse_sweep(os.environ)
         return run_sweep(expanded, configs, leader, findings)
     (config,) = configs
+    refuse_alone(config.launch, leader.launch, os.environ)
     tracked = with_environment(of_agent(config, os.environ), request.overrides, os.environ)
     try:
         run_one(tracked, request.overrides, leader)

@@ -17,7 +17,9 @@ from launcher.config.rules import (
     Auto,
     Count,
     CountOrZero,
+    Endpoint,
     LossScale,
+    Machines,
     Name,
     NotNegative,
     Options,
@@ -208,6 +210,10 @@ class TelemetryConfig:
 @dataclass(frozen=True)
 class LaunchConfig:
     nproc: Auto | Count
+    nnodes: Auto | Machines
+    node_rank: Auto | CountOrZero
+    rdzv_endpoint: Endpoint | None
+    hosts: Literal["alike", "mixed"]
     max_restarts: CountOrZero
     init_timeout_s: Seconds
     stall_s: Seconds

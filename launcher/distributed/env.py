@@ -5,6 +5,7 @@ Owns every read of RANK and related variables. Imports no torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 RANKS_SHOWN = 16  # in an error, which may be about thousands
+NODE = "node"  # LaunchEnv.noun
 LEADER = 0  # the rank that writes files, and has what is gathered for them
 
 
@@ -30,6 +32,25 @@ class LaunchEnv:
     restart_count: int = 0
     run_id: str = "none"
     launched: bool = False  # by a launcher that sets RANK
+    noun: str = "rank"  # or "node": this process is the parent on one of several machines
+
+    @property
+    def name(self) -> str:
+        """This process in messages: `rank 1`, `node 1`."""
+        return f"{self.noun} {self.rank}"
+
+    @property
+    def is_node(self) -> bool:
+        """Whether this process is the parent on one of several machines."""
+        return self.noun == NODE
+
+    @property
+    def meeting_place(self) -> str:
+        """Where the processes of this launch meet, as part of a sentence."""
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if self.is_node:
+            return f"launch.rdzv_endpoint={address}:{port}"
+        return f"MASTER_ADDR={address} and MASTER_PORT={port}"
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> LaunchEnv:
@@ -87,6 +108,6 @@ class WorkerEnv:
         return self.rank == LEADER
 
 
-def numbered(ranks: Sequence[int]) -> str:
+def numbered(ranks: Sequence[int], noun: str = "rank") -> str:
     """The ranks as part of a sentence: `rank 1, 3`."""
-    return f"rank {listed(ranks, RANKS_SHOWN)}"
+    return f"{noun} {listed(ranks, RANKS_SHOWN)}"

@@ -28,7 +28,7 @@ from launcher.distributed.failures import (
     recorded,
 )
 from launcher.distributed.last_words import Departure
-from launcher.distributed.launches import join_launch, meeting_place, origin
+from launcher.distributed.launches import claim, join_launch, origin
 from launcher.distributed.store import awaited, awaited_in_vain, limit_silence, memory, open_store
 from launcher.errors import ON_REQUEST, CollectiveError, LauncherError, StalledError
 
@@ -147,7 +147,7 @@ class Leader:
     def _opened(self) -> dist.Store | None:
         if self._store is None and (store := open_store(self.launch, self._patience.first_job_s)):
             # Before any job: the others compare their launch with it as they join.
-            store.set("leader", json.dumps(origin(self._arguments)))
+            claim(store, self.launch, "leader", origin(self._arguments))
             self._store = store
         return self._store
 
@@ -159,9 +159,9 @@ class Leader:
         self._gone = awaited_in_vain(store, "here/{}", self._others, wait_s)
         if self._gone:
             text = (
-                f"{numbered(self._gone)} did not come to {meeting_place()} within {wait_s:g} s: it was not "
-                "started, has died, or was started with other values of these. launch.init_timeout_s says "
-                "how long rank 0 waits."
+                f"{self._named_gone()} did not come to {self.launch.meeting_place} within {wait_s:g} s: it "
+                "was not started, has died, or was started with other values of these. launch.init_timeout_s "
+                f"says how long {self.launch.noun} 0 waits."
             )
             raise JobFailed(text, Departure(0, time.time(), text, StalledError.exit_code))
 
@@ -190,7 +190,7 @@ class Leader:
                 self._gone = awaited_in_vain(store, key, self._others, wait_s - soon_s)
         if not self._gone:
             return [own, *self._left(store, job)]
-        silent = numbered(self._gone)
+        silent = self._named_gone()
         if own.lost:
             text = (
                 f"{silent} was lost, and has not said why within {wait_s:g} s: it was killed, hangs, or its "
@@ -198,7 +198,12 @@ class Leader:
             )
             raise JobFailed(text, own)
         after = f"failed: {own.error}" if own.error else "did"
-        raise StalledError(f"{silent} did not leave job {job} within {wait_s:g} s after rank 0 {after}.")
+        raise StalledError(
+            f"{silent} did not leave job {job} within {wait_s:g} s after {self.launch.noun} 0 {after}."
+        )
+
+    def _named_gone(self) -> str:
+        return numbered(self._gone, self.launch.noun)
 
     def _left(self, store: dist.Store, job: str) -> list[Departure]:
         """How the others have left the job, of those that have."""
@@ -230,12 +235,12 @@ def follow(
     patience = patience or HandoffTimeouts()
     store = open_store(launch, patience.first_job_s)
     assert store is not None, "a single process has no leader"
-    join_launch(store, launch.rank, arguments, patience.first_job_s)
+    join_launch(store, launch, arguments, patience.first_job_s)
     failure: Exception | None = None
     wait_s = patience.first_job_s
     for number in itertools.count():
         what = "the next job" if number else "the job"
-        message = json.loads(awaited(store, f"message/{number}", wait_s, launch.rank, what, failure))
+        message = json.loads(awaited(store, f"message/{number}", wait_s, launch, what, failure))
         if "end" in message:
             on_end()
             store.set(f"heard/{launch.rank}", "")

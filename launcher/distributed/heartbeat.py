@@ -162,22 +162,24 @@ class Heartbeats:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
+        self.first_rank = 0  # of this machine, whose ranks are numbered in one row
         self._memory = mmap.mmap(-1, num_ranks * _SIZE)  # anonymous and shared: no file, no name
         self.words = LastWords(num_ranks)
         self.restart()
 
-    def restart(self) -> None:
+    def restart(self, first_rank: int = 0) -> None:
         """Reset all ranks to starting, as of now."""
+        self.first_rank = self.words.first_rank = first_rank
         self.words.clear()
-        for rank in range(self._num_ranks):
+        for rank in range(first_rank, first_rank + self._num_ranks):
             self.of(rank).beat("starting", 0)
             self.of(rank).reading(-1)
 
     def of(self, rank: int) -> Heartbeat:
-        return Heartbeat(self._memory, rank, self.words)
+        return Heartbeat(self._memory, rank - self.first_rank, self.words)
 
     def read(self) -> list[Beat]:
-        """The latest heartbeat of each rank, by rank."""
+        """The latest heartbeat of each rank of this machine, in their order."""
         now = time.monotonic()
         rows = (_ROW.unpack_from(self._memory, rank * _SIZE) for rank in range(self._num_ranks))
         samples = (

@@ -50,11 +50,12 @@ class LastWords:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
+        self.first_rank = 0  # of this machine
         self._memory = mmap.mmap(-1, num_ranks * ROW_BYTES)  # anonymous and shared
 
     def clear(self) -> None:
         """Forget all ranks, before they are started again."""
-        for rank in range(self._num_ranks):
+        for rank in self._ranks:
             self._write(rank, 0, bytes(_TEXT_AT))
 
     def fail(self, rank: int) -> None:
@@ -64,7 +65,7 @@ class LastWords:
 
     def first_failure(self) -> int | None:
         """The rank that failed first, if any has failed."""
-        failed = {rank: at_s for rank in range(self._num_ranks) if (at_s := self._failed_s(rank))}
+        failed = {rank: at_s for rank in self._ranks if (at_s := self._failed_s(rank))}
         return min(failed, key=lambda rank: failed[rank], default=None)
 
     def leave(self, departure: Departure) -> None:
@@ -79,14 +80,21 @@ class LastWords:
 
     def of(self, rank: int) -> Departure | None:
         """What a rank recorded as it left; None if it has not, or was killed before it was done."""
-        (length,) = _LENGTH.unpack_from(self._memory, rank * ROW_BYTES + _FAILED_S.size)
-        start = rank * ROW_BYTES + _TEXT_AT
+        (length,) = _LENGTH.unpack_from(self._memory, self._row(rank) + _FAILED_S.size)
+        start = self._row(rank) + _TEXT_AT
         return Departure.of_text(self._memory[start : start + length]) if length else None
 
+    @property
+    def _ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self._num_ranks)
+
+    def _row(self, rank: int) -> int:
+        return (rank - self.first_rank) * ROW_BYTES
+
     def _failed_s(self, rank: int) -> float:
-        failed_s: float = _FAILED_S.unpack_from(self._memory, rank * ROW_BYTES)[0]
+        failed_s: float = _FAILED_S.unpack_from(self._memory, self._row(rank))[0]
         return failed_s
 
     def _write(self, rank: int, offset: int, data: bytes) -> None:
-        start = rank * ROW_BYTES + offset
+        start = self._row(rank) + offset
         self._memory[start : start + len(data)] = data

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from launcher.distributed.env import LaunchEnv
 from launcher.distributed.store import awaited
 from launcher.errors import PreflightError
 
@@ -21,11 +22,6 @@ if TYPE_CHECKING:
 
 # Set by schedulers, the same for all ranks of a job.
 JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
-
-
-def meeting_place() -> str:
-    """Where the ranks of this launch meet, as part of a sentence."""
-    return f"MASTER_ADDR={os.environ['MASTER_ADDR']} and MASTER_PORT={os.environ['MASTER_PORT']}"
 
 
 def origin(arguments: Sequence[str]) -> dict[str, object]:
@@ -39,32 +35,38 @@ def origin(arguments: Sequence[str]) -> dict[str, object]:
     }
 
 
-def join_launch(store: dist.Store, rank: int, arguments: Sequence[str], wait_s: float) -> None:
+def join_launch(store: dist.Store, launch: LaunchEnv, arguments: Sequence[str], wait_s: float) -> None:
     """Tell rank 0 that this rank is here; raises PreflightError if one of the two is of another launch."""
-    own = origin(arguments)
-    leader = json.loads(awaited(store, "leader", wait_s, rank, "the job", None))
-    if differences := _differences(own, leader):
+    own, noun = origin(arguments), launch.noun
+    leader = json.loads(awaited(store, "leader", wait_s, launch, "the job", None))
+    if differences := _differences(own, leader, noun):
         raise PreflightError(
-            f"rank {rank} and the rank 0 that it found at {meeting_place()} (process {leader['process']} on "
-            f"{leader['host']}) are not of one launch: {'; '.join(differences)}. Give all ranks of a launch "
-            "the same arguments, and each launch a MASTER_PORT of its own."
+            f"{launch.name} and the {noun} 0 that it found at {launch.meeting_place} (process "
+            f"{leader['process']} on {leader['host']}) are not of one launch: {'; '.join(differences)}. Give "
+            f"all {noun}s of a launch the same arguments, and each launch a port of its own."
         )
-    first = json.loads(store.compare_set(f"here/{rank}", "", json.dumps(own)))
+    claim(store, launch, f"here/{launch.rank}", own)
+
+
+def claim(store: dist.Store, launch: LaunchEnv, key: str, own: Mapping[str, Any]) -> None:
+    """Record this process under a key; raises PreflightError if another process has."""
+    first = json.loads(store.compare_set(key, "", json.dumps(own)))
     if first != own:
+        number = "launch.node_rank" if launch.is_node else "RANK"
         raise PreflightError(
-            f"another process is rank {rank} already at {meeting_place()}: {first['process']} on "
-            f"{first['host']}. Give each process of a launch a RANK of its own, and each launch a "
-            "MASTER_PORT of its own."
+            f"another process is {launch.name} already at {launch.meeting_place}: {first['process']} on "
+            f"{first['host']}. Give each process of a launch a {number} of its own, and each launch a port "
+            "of its own."
         )
 
 
-def _differences(own: Mapping[str, Any], leader: Mapping[str, Any]) -> list[str]:
+def _differences(own: Mapping[str, Any], leader: Mapping[str, Any], noun: str) -> list[str]:
     found = []
     given, theirs = Counter(own["arguments"]), Counter(leader["arguments"])
-    for words, who in ((given - theirs, "this rank"), (theirs - given, "rank 0")):
+    for words, who in ((given - theirs, f"this {noun}"), (theirs - given, f"{noun} 0")):
         if words:
             found.append(f"only {who} was given {' '.join(words)}")
     ids = ((key, own["job"].get(key), leader["job"].get(key)) for key in JOB_IDS)
     return found + [
-        f"{key} is {here} here and {there} on rank 0" for key, here, there in ids if here != there
+        f"{key} is {here} here and {there} on {noun} 0" for key, here, there in ids if here != there
     ]

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from launcher.distributed.env import LaunchEnv
-from launcher.errors import PreflightError, StalledError, first_line
+from launcher.errors import PreflightError, StalledError, first_sentence
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -47,8 +47,9 @@ def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
             store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
     except (dist.DistError, OSError) as error:
         raise StalledError(
-            f"rank {launch.rank} could not reach rank 0 within {timeout_s:g} s: {first_line(error)} Rank 0 "
-            f"was not started, has died, or MASTER_ADDR={address} and MASTER_PORT={port} do not point to it."
+            f"{launch.name} could not reach {launch.noun} 0 within {timeout_s:g} s: {first_sentence(error)} "
+            f"{launch.noun.capitalize()} 0 was not started, has died, or {launch.meeting_place} does not "
+            "point to it. launch.init_timeout_s says how long others wait for it."
         ) from error
     store.set_timeout(timeout)
     return dist.PrefixStore(f"launcher/{launch.run_id}/{launch.restart_count}", store)
@@ -57,7 +58,7 @@ def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
 def _meeting_place(launch: LaunchEnv) -> tuple[str, int]:
     for key in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(key):
-            raise PreflightError(f"{key} is not set, so rank {launch.rank} cannot find the others.")
+            raise PreflightError(f"{key} is not set, so {launch.name} cannot find the others.")
     port = os.environ["MASTER_PORT"]
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise PreflightError(f"MASTER_PORT={port!r} in the environment must be a port: 1 to 65535.")
@@ -141,21 +142,24 @@ def _limit_silence(descriptor: int, port: int, seconds: float) -> None:
 
 
 def awaited(
-    store: dist.Store, key: str, wait_s: float, rank: int, what: str, failure: Exception | None
+    store: dist.Store, key: str, wait_s: float, launch: LaunchEnv, what: str, failure: Exception | None
 ) -> bytes:
     """The value that rank 0 sets. Raises `failure`, or else StalledError, if it does not."""
     from torch.distributed import DistError
 
+    first = f"{launch.noun} 0"
     began = time.monotonic()
     try:
         if arrived(store, [key], wait_s):
             return store.get(key)
-        text = "Rank 0 is still starting, hangs, or has died: its output says which."
+        text = f"{first.capitalize()} is still starting, hangs, or has died: its output says which."
     except DistError:
-        text = "Then the store was gone: rank 0 or its torchrun has ended or died, or the link to it is down."
+        text = (
+            f"Then the store was gone: {first} or its torchrun has ended or died, or the link to it is down."
+        )
     waited_s = time.monotonic() - began
     raise failure or StalledError(
-        f"rank {rank} waited {waited_s:.0f} s for rank 0 to hand over {what}. {text}"
+        f"{launch.name} waited {waited_s:.0f} s for {first} to hand over {what}. {text}"
     )
 
 

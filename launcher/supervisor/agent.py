@@ -12,12 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from launcher.checkpoint.catalog import FOLDER, candidates, step_of
 from launcher.config.messages import directory_override
@@ -26,39 +24,13 @@ from launcher.process.lifetime import Orphans
 from launcher.run_dir.status import FILE_NAME, state_since
 from launcher.supervisor.attempt import Generation
 from launcher.supervisor.child import Work, be_a_rank
+from launcher.supervisor.nodes import RESTART, OneMachine
 from launcher.supervisor.parent_signals import Signals, held_back
 from launcher.supervisor.restart_policy import Restarts
 from launcher.supervisor.root_cause import PREEMPTED, AttemptVerdict, RunFailed
 
+EXIT_S = 10  # for the agents of other machines to end, once node 0 has decided
 POLL_EVERY_S = 0.05  # a failure is noticed well before SETTLE_S; each poll reads some rows of memory
-
-
-class OneMachine(RendezvousHandler):
-    """A rendezvous of one agent with itself: nothing to wait for and no socket."""
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-
-    def get_backend(self) -> str:
-        return "none"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        # Only torch wants an address: the ranks meet in a file, and nothing listens.
-        return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None: ...
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
 
 
 class Inherited(LogsSpecs):
@@ -78,14 +50,14 @@ class Inherited(LogsSpecs):
 class Agent(LocalElasticAgent):
     """Runs the workers of one run to its end. `run` raises the LauncherError of a run that fails."""
 
-    def __init__(self, work: Work, num_workers: int, signals: Signals) -> None:
+    def __init__(self, work: Work, num_workers: int, signals: Signals, nodes: OneMachine) -> None:
         max_restarts = work.config.launch.max_restarts
         run_dir = Path(work.config.run.dir)
         super().__init__(
             WorkerSpec(
                 role="worker",
                 local_world_size=num_workers,
-                rdzv_handler=OneMachine(run_dir.name),
+                rdzv_handler=nodes,
                 entrypoint=be_a_rank,
                 args=(work,),
                 max_restarts=max_restarts,
@@ -93,7 +65,9 @@ class Agent(LocalElasticAgent):
             ),
             Inherited(),
             start_method="fork",
+            exit_barrier_timeout=EXIT_S,
         )
+        self._nodes = nodes
         self._work = work
         self._signals = signals
         self._run_dir, self._began = run_dir, time.time()
@@ -103,27 +77,34 @@ class Agent(LocalElasticAgent):
         self._stopping = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
-        self._work.restart()
+        self._work.restart(worker_group.workers[0].global_rank)
         orphans = Orphans()
         with held_back():
             pids: dict[int, object] = super()._start_workers(worker_group)
             self._signals.handle()  # the agent has replaced them by its own handlers
         assert self._pcontext is not None
         processes = self._pcontext._pc.processes  # type: ignore[attr-defined]
-        self._generation = Generation(processes, self._work, orphans)
+        self._generation = Generation(processes, self._work, orphans, self._nodes.host)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._generation is not None
         self._obey_signals(self._generation)
-        verdict = self._generation.poll()
-        if verdict is None:
-            return RunResult(WorkerState.HEALTHY)
-        if verdict.exit_code == 0:
-            ranks = [worker.global_rank for worker in worker_group.workers]
-            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
-        self._restart_or_raise(verdict)
-        return RunResult(WorkerState.FAILED)  # the agent starts the next generation
+        try:
+            verdict = self._nodes.verdict(self._generation.poll(), self._generation)
+            if verdict is None:
+                return RunResult(WorkerState.HEALTHY)
+            if verdict.exit_code not in (0, RESTART):
+                self._restart_or_raise(verdict)
+                verdict = AttemptVerdict(RESTART)
+        except LauncherError as error:
+            self._nodes.decide(AttemptVerdict(error.exit_code, str(error)))
+            raise
+        self._nodes.decide(verdict)
+        if verdict.exit_code == RESTART:
+            return RunResult(WorkerState.FAILED)  # the agent starts the next generation
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
 
     def _obey_signals(self, generation: Generation) -> None:
         for arrived in self._signals.take():
@@ -135,6 +116,10 @@ class Agent(LocalElasticAgent):
             generation.end_within(0)
 
     def _restart_or_raise(self, verdict: AttemptVerdict) -> None:
+        if not self._nodes.leads:
+            raise RunFailed(verdict)  # as node 0 has decided
+        if self._signals.stop is None and (asked := self._nodes.stop_elsewhere):
+            self._signals.stop = signal.Signals(asked)
         newest = self._newest_step()
         state = state_since(self._run_dir / FILE_NAME, self._began)
         if self._signals.stop is not None and state == "preempted":

@@ -21,7 +21,7 @@ from launcher.errors import ON_REQUEST
 from launcher.process.lifetime import Orphans
 from launcher.process.signals import STACKS
 from launcher.supervisor.child import Work
-from launcher.supervisor.root_cause import OVERRUN, AttemptVerdict, Fate, hang, judge
+from launcher.supervisor.root_cause import ASKED, HANGING, OVERRUN, Fate, Report
 
 SETTLE_S = 0.5  # for the other workers to record their errors, once one has failed
 OVERRUN_S = 3.0  # if those errors decide which rank is at fault: the ranks compare their collectives
@@ -36,8 +36,14 @@ AFTER_A_STEP = frozenset(PHASES[PHASES.index("report") :])
 class Generation:
     """Monitors the workers of one generation. Call `poll` every fraction of a second."""
 
-    def __init__(self, processes: Sequence[BaseProcess], work: Work, orphans: Orphans) -> None:
+    def __init__(
+        self, processes: Sequence[BaseProcess], work: Work, orphans: Orphans, host: str = ""
+    ) -> None:
         self._processes = processes
+        self._host = host
+        self._first_rank = work.heartbeats.first_rank
+        self._report: Report | None = None
+        self._is_hanging = False
         self._work = work
         self._orphans = orphans
         self._limits = work.config.launch
@@ -56,8 +62,18 @@ class Generation:
         """Set the workers' deadline, unless an earlier one is set."""
         self._deadline_s = min(self._deadline_s, time.monotonic() + seconds)
 
-    def poll(self) -> AttemptVerdict | None:
-        """The verdict once the workers have ended or been killed; None while they run."""
+    def end_as(self, end: str) -> None:
+        """End the workers as those of another machine have ended."""
+        self._is_hanging = end == HANGING
+        self.end_within(self._limits.grace_s if end in (ASKED, HANGING) else self._settle_s(SETTLE_S))
+
+    def poll(self) -> Report | None:
+        """The report once the workers have ended or been killed; None while they run."""
+        if self._report is None:
+            self._report = self._polled()
+        return self._report
+
+    def _polled(self) -> Report | None:
         now = time.monotonic()
         if now - self._polled_s > PAUSE_S:
             self._watched_since_s = now
@@ -68,9 +84,9 @@ class Generation:
                 self._exited.add(rank)
                 self._record_exit(process.exitcode)
         if len(self._exited) == len(self._processes) or now >= self._deadline_s:
-            return self._judge()
-        if self._deadline_s == float("inf") and self._is_overdue(now):
-            return self._name_hanging()
+            return self._ended()
+        if self._is_hanging or (self._deadline_s == float("inf") and self._is_overdue(now)):
+            return self._hanging()
         return None
 
     def kill(self) -> None:
@@ -82,8 +98,8 @@ class Generation:
 
     def tidy(self) -> None:
         """Remove stack files that were never written to."""
-        for rank in range(len(self._processes)):
-            path = self._work.stacks_of(rank)
+        for number in range(len(self._processes)):
+            path = self._work.stacks_of(self._first_rank + number)
             with contextlib.suppress(OSError):
                 if path.stat().st_size == 0:
                     path.unlink()
@@ -101,25 +117,31 @@ class Generation:
         else:
             if exit_code < 0 and self._killed is None:  # it is known which rank failed first
                 self._killed = self._fates()
-            seconds = (0, TRACKED_S) if exit_code < 0 else (SETTLE_S, TRACKED_AFTER_ERROR_S)
-            is_tracked = bool(self._work.config.tracker.names) and 0 not in self._exited
-            self.end_within(seconds[is_tracked])
+            self.end_within(self._settle_s(0 if exit_code < 0 else SETTLE_S))
 
-    def _judge(self) -> AttemptVerdict:
+    def _settle_s(self, least_s: float) -> float:
+        """How long the others have to end after a failure; rank 0 longer, if it has a tracker to finish."""
+        has_tracker = bool(self._work.config.tracker.names) and 0 not in self._exited and not self._first_rank
+        return (TRACKED_AFTER_ERROR_S if least_s else TRACKED_S) if has_tracker else least_s
+
+    def _ended(self) -> Report:
         fates = self._killed or self._fates()
         self.kill()
         # Read after the kill: what a rank has recorded until its end counts.
         words = self._work.heartbeats.words
         fates = [replace(fate, departure=words.of(fate.rank)) for fate in fates]
-        return judge(fates, words.first_failure(), self._limits.stall_s)
+        return Report(fates, words.first_failure())
 
-    def _name_hanging(self) -> AttemptVerdict:
+    def _hanging(self) -> Report:
         fates = self._fates()
-        verdict = hang(fates)
         self._dump_stacks([fate for fate in fates if fate.exit_code is None])
         self.kill()
-        stacks = self._work.stacks_of(0).with_name("stacks-rank*.txt")
-        return AttemptVerdict(verdict.exit_code, f"{verdict.text}; stacks of all ranks: {stacks}")
+        return Report(fates, hanging=True)
+
+    @property
+    def stacks(self) -> Path:
+        """The files with the stacks of workers that hang."""
+        return self._work.stacks_of(0).with_name("stacks-rank*.txt")
 
     def _is_overdue(self, now: float) -> bool:
         every = self._work.heartbeats.read()
@@ -135,8 +157,15 @@ class Generation:
     def _fates(self) -> list[Fate]:
         beats = self._work.heartbeats.read()
         return [
-            Fate(rank, process.pid or 0, beats[rank], process.exitcode, stopped=_is_stopped(process))
-            for rank, process in enumerate(self._processes)
+            Fate(
+                self._first_rank + number,
+                process.pid or 0,
+                beats[number],
+                process.exitcode,
+                stopped=_is_stopped(process),
+                host=self._host,
+            )
+            for number, process in enumerate(self._processes)
         ]
 
     def _dump_stacks(self, alive: Sequence[Fate]) -> None:

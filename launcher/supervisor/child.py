@@ -27,6 +27,7 @@ from launcher.distributed.env import LaunchEnv
 from launcher.distributed.failures import departure_of
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.distributed.last_words import Departure
+from launcher.distributed.store import limit_silence, open_store
 from launcher.process.lifetime import ParentDeathSignal, end_with
 from launcher.process.signals import FATAL, HEEDED, STACKS
 from launcher.run_dir.atomic import make_folder, open_plain
@@ -41,7 +42,7 @@ class Work:
     heartbeats: Heartbeats
     parent: int  # process id
     obeyed: tuple[signal.Signals, ...]  # those of HEEDED that are not ignored
-    store: int  # descriptor of the file in which the ranks meet
+    store: int  # descriptor of the file in which the ranks meet, if all are on this machine
 
     @classmethod
     @contextlib.contextmanager
@@ -58,10 +59,13 @@ class Work:
         finally:
             os.close(store)
 
-    def restart(self) -> None:
-        """Forget what the workers of an earlier generation have written. All of them have ended."""
+    def restart(self, first_rank: int) -> None:
+        """Forget what the workers of an earlier generation have written. All of them have ended.
+
+        `first_rank` is the lowest on this machine.
+        """
         os.ftruncate(self.store, 0)  # one that was killed within a write has left a torn record
-        self.heartbeats.restart()
+        self.heartbeats.restart(first_rank)
 
     def stacks_of(self, rank: int) -> Path:
         return stacks_path(Path(self.config.run.dir), rank)
@@ -77,9 +81,7 @@ def be_a_rank(work: Work) -> NoReturn:
     _take_signals_back(work.obeyed)
     launch = LaunchEnv.from_environ(os.environ)
     _write_stacks_on_request(work.stacks_of(launch.rank))
-    # Its destructor would read the file, whose last record may be torn: never called.
-    store = dist.FileStore(f"/proc/self/fd/{work.store}")
-    departure = _run(work, launch, store)
+    departure = _run(work, launch)
     for loader in multiprocessing.active_children():
         # os._exit runs no exit handlers, which would end the loader processes.
         loader.terminate()
@@ -89,12 +91,24 @@ def be_a_rank(work: Work) -> NoReturn:
     os._exit(departure.exit_code)
 
 
-def _run(work: Work, launch: LaunchEnv, store: dist.Store) -> Departure:
-    store.set_timeout(timedelta(seconds=work.config.launch.init_timeout_s))
+def _run(work: Work, launch: LaunchEnv) -> Departure:
+    limits = work.config.launch
     heartbeat = work.heartbeats.of(launch.rank)
+    # Its destructor would read the file, whose last record may be torn: never called.
+    file = dist.FileStore(f"/proc/self/fd/{work.store}")
+    file.set_timeout(timedelta(seconds=limits.init_timeout_s))
     try:
-        shared = store if launch.world_size > 1 else None
-        worker.run(work.config, launch, shared, str(launch.restart_count), heartbeat)
+        several = launch.local_world_size < launch.world_size  # machines, whose parents share a store
+        shared = open_store(launch, limits.init_timeout_s) if several else file
+        if several:
+            limit_silence(limits.stall_s)
+        worker.run(
+            work.config,
+            launch,
+            shared if launch.world_size > 1 else None,
+            str(launch.restart_count),
+            heartbeat,
+        )
     except BaseException as error:
         departure = departure_of(launch.rank, error)
     else:

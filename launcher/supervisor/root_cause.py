@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from launcher.distributed.failures import attributed
 from launcher.distributed.flight_recorder import called, of_sizes
@@ -15,6 +17,7 @@ from launcher.distributed.heartbeat import FINISHING, Beat, where
 from launcher.distributed.last_words import Departure
 from launcher.errors import ON_REQUEST, LauncherError, PreemptedError, StalledError
 
+DONE, ASKED, FAILED, HANGING = "done", "asked", "failed", "hanging"  # how the ranks of a machine have ended
 UNEXPECTED, STALLED = 1, StalledError.exit_code
 PREEMPTED = PreemptedError.exit_code
 # Exits of a rank that received more than it expected: Gloo aborts it, or memory was overwritten.
@@ -33,6 +36,7 @@ class Fate:
     exit_code: int | None = None  # negative: the signal that killed it; None: alive until then
     departure: Departure | None = None  # how it ended, if it had time to record it
     stopped: bool = False  # by SIGSTOP, a terminal or a debugger
+    host: str = ""  # its name, where there are several
 
     @property
     def silent(self) -> bool:
@@ -62,6 +66,55 @@ class AttemptVerdict:
     restart_helps: bool = False  # whatever the exit code
 
 
+@dataclass(frozen=True)
+class Report:
+    """What is known of the ranks of one machine at the end of their generation."""
+
+    fates: list[Fate]
+    first_failure: int | None = None  # the rank that claimed to be the first
+    hanging: bool = False  # some have shown no sign of life for too long
+
+    def as_values(self) -> dict[str, Any]:
+        """The report as values of JSON, for `of_values`."""
+        return asdict(self)
+
+    @classmethod
+    def of_values(cls, values: dict[str, Any] | None) -> Report | None:
+        """What `as_values` was called on; None of None."""
+        if values is None:
+            return None
+        fates = [
+            Fate(**{**fate, "beat": Beat(**fate["beat"]), "departure": left and Departure(**left)})
+            for fate in values["fates"]
+            for left in [fate["departure"]]
+        ]
+        return cls(fates, values["first_failure"], values["hanging"])
+
+    @property
+    def end(self) -> str:
+        """How these ranks have ended, and so how those of other machines are to end."""
+        codes = {fate.exit_code for fate in self.fates}
+        if codes == {0}:
+            return DONE
+        return HANGING if self.hanging else ASKED if codes <= {0, *ON_REQUEST} else FAILED
+
+
+def verdict_of(reports: Sequence[Report], stall_s: float, stacks: Path) -> AttemptVerdict:
+    """The verdict on the ranks of all machines."""
+    fates = sorted((fate for report in reports for fate in report.fates), key=lambda fate: fate.rank)
+    if any(report.hanging for report in reports):
+        verdict = hang(fates)
+        return replace(verdict, text=f"{verdict.text}; stacks of all ranks: {stacks}")
+    # Each machine knows which of its ranks failed first; between machines their clocks have to decide.
+    claims = {report.first_failure for report in reports}
+    first = min(
+        (fate.departure for fate in fates if fate.rank in claims and fate.departure is not None),
+        key=lambda departure: departure.time_s,
+        default=None,
+    )
+    return judge(fates, None if first is None else first.rank, stall_s)
+
+
 class RunFailed(LauncherError):
     """The workers of a run have ended without a result."""
 
@@ -83,9 +136,11 @@ def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> A
     if blamed.failed:
         assert blamed.departure is not None
         departure = blamed.departure
+        said = _said_by(blamed, fates)
+        is_its_own = blamed.host and said.startswith(f"rank {blamed.rank} ")
         return AttemptVerdict(
             departure.exit_code,
-            _said_by(blamed, fates),
+            f"{said} (on {blamed.host})" if is_its_own else said,
             traceback=departure.traceback,
             restart_helps=departure.restart_helps,
         )
@@ -181,13 +236,17 @@ def _of_silent(fate: Fate, fates: Sequence[Fate]) -> AttemptVerdict:
     meanwhile = f", while {called(last)}" if last and fate.exit_code in OVERRUN else ""
     return AttemptVerdict(
         UNEXPECTED,
-        f"rank {fate.rank} was killed by {_signal_name(number)} (pid {fate.pid}) {place}{meanwhile}",
+        f"rank {fate.rank} was killed by {_signal_name(number)} ({_process(fate)}) {place}{meanwhile}",
         hint,
     )
 
 
 def _name(fate: Fate) -> str:
-    return f"rank {fate.rank} (pid {fate.pid})"
+    return f"rank {fate.rank} ({_process(fate)})"
+
+
+def _process(fate: Fate) -> str:
+    return f"pid {fate.pid}{f' on {fate.host}' if fate.host else ''}"
 
 
 def _signal_name(number: int) -> str:

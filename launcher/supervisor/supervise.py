@@ -11,6 +11,7 @@ import importlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.config.schema import Config
 from launcher.distributed.heartbeat import Heartbeats
@@ -23,9 +24,12 @@ from launcher.run_dir.result import Failure
 from launcher.supervisor.parent_signals import Signals, heeded, held_back
 from launcher.supervisor.root_cause import AttemptVerdict, RunFailed
 
+if TYPE_CHECKING:
+    from launcher.supervisor.nodes import OneMachine
 
-def supervise(config: Config, num_workers: int) -> None:
-    """Run one job on so many workers of this machine; returns when it is done.
+
+def supervise(config: Config, num_workers: int, nodes: OneMachine | None = None) -> None:
+    """Run one job on so many workers of this machine, one of `nodes`; returns when it is done.
 
     Raises PreemptedError if the run was stopped and saved, NoProgressError if it crashes repeatedly, and
     RunFailed with the failure's exit code otherwise; `status.json` and `result.json` record the same. Call it
@@ -35,26 +39,34 @@ def supervise(config: Config, num_workers: int) -> None:
     heartbeats = Heartbeats(num_workers)
     try:
         with heeded(saving_stops(config.launch.preempt_signals)) as signals, adopting():
-            _supervise(config, num_workers, signals, heartbeats)
+            _supervise(config, num_workers, signals, heartbeats, nodes)
     except Exception as error:
-        if not isinstance(error, PreemptedError):  # that one the leader has written, with the checkpoint
+        leads = nodes is None or nodes.leads
+        if leads and not isinstance(
+            error, PreemptedError
+        ):  # that one the leader has written, with the checkpoint
             # The leader may have been killed, or name the wrong cause.
             write_failure(Path(config.run.dir), Failure.of(error), heartbeats.steps_done())
         raise
 
 
-def _supervise(config: Config, num_workers: int, signals: Signals, heartbeats: Heartbeats) -> None:
+def _supervise(
+    config: Config, num_workers: int, signals: Signals, heartbeats: Heartbeats, nodes: OneMachine | None
+) -> None:
     with held_back():  # threads of libraries keep the signals blocked: only this thread is interrupted
         warm_up()
     from launcher.supervisor.agent import Agent
     from launcher.supervisor.child import Work
+    from launcher.supervisor.nodes import OneMachine
 
     if signals.stop is not None:
         raise RunFailed(
             AttemptVerdict(128 + signals.stop, f"stopped by {signals.stop.name} before the workers started")
         )
-    with Work.opened(config, heartbeats, signals.obeyed) as work:
-        Agent(work, num_workers, signals).run()
+    nodes = nodes or OneMachine(config.launch)
+    nodes.stop_asked = lambda: signals.stop
+    with Work.opened(config, heartbeats, signals.obeyed) as work, nodes:
+        Agent(work, num_workers, signals, nodes).run()
 
 
 def warm_up(more: Sequence[str] = ()) -> None:

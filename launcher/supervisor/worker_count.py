@@ -16,6 +16,7 @@ from launcher.distributed.env import LaunchEnv
 from launcher.errors import ConfigError, PreflightError, counted
 from launcher.process.torch_build import CRASHED, Driver, ask_driver, refuse_failed_driver
 
+PET_WORKERS = "PET_NPROC_PER_NODE"  # of torchrun; Kubeflow Trainer sets it
 CPU_WORKERS = "LAUNCHER_CPU_WORKERS"  # scripts/run sets it: the workers of launch.nproc=auto without a GPU
 
 
@@ -30,13 +31,18 @@ def num_workers(wish: LaunchConfig, launch: LaunchEnv) -> int | None:
         return None
     num_gpus = count_gpus()
     if wish.nproc == "auto":
+        if (of_scheduler := os.environ.get(PET_WORKERS, "")).isdecimal():  # it may also be "gpu" or "auto"
+            return _refuse_too_many(int(of_scheduler), num_gpus, PET_WORKERS)
         if not num_gpus and (workers_of_script := os.environ.get(CPU_WORKERS)):
             return int(workers_of_script)
         return max(1, num_gpus) if num_gpus >= 2 or wish.max_restarts > 0 else None
-    workers = int(wish.nproc)
+    return _refuse_too_many(int(wish.nproc), num_gpus, "launch.nproc")
+
+
+def _refuse_too_many(workers: int, num_gpus: int, key: str) -> int:
     if num_gpus and workers > num_gpus:
         raise PreflightError(
-            f"launch.nproc={workers} asks for more workers than the {counted(num_gpus, 'GPU')} that this "
+            f"{key}={workers} asks for more workers than the {counted(num_gpus, 'GPU')} that this "
             f"process may use. Ask for at most {num_gpus}, or hide them with "
             "CUDA_VISIBLE_DEVICES= to train on the CPU."
         )
@@ -48,7 +54,8 @@ def refuse_small_batch(config: Config, launch: LaunchEnv, workers: int | None = 
 
     `workers` is how many a job of a sweep gets; None for a run that gets what this machine has.
     """
-    ranks = workers or num_workers(config.launch, launch) or launch.world_size
+    workers = workers or num_workers(config.launch, launch)
+    ranks = (workers or 1) * launch.world_size if launch.is_node else workers or launch.world_size
     if config.data.batch_size < ranks:
         raise ConfigError(
             f"data.batch_size={config.data.batch_size} is less than the number of ranks, {ranks}: each rank "

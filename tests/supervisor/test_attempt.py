@@ -16,6 +16,7 @@ from launcher.process.lifetime import Orphans
 from launcher.supervisor import attempt
 from launcher.supervisor.attempt import Generation
 from launcher.supervisor.child import Work
+from launcher.supervisor.root_cause import AttemptVerdict, verdict_of
 from tests.configs import composed
 
 INIT_S, STALL_S = 100.0, 200.0
@@ -60,6 +61,11 @@ def generation(table, tmp_path: Path) -> Iterator[Generation]:
     generation.kill()
 
 
+def verdict_on(generation: Generation) -> AttemptVerdict | None:
+    report = generation.poll()
+    return None if report is None else verdict_of([report], STALL_S, generation.stacks)
+
+
 def until_there(path: Path) -> None:
     while not path.exists():
         time.sleep(0.01)
@@ -92,7 +98,7 @@ def test_after_the_first_step_a_phase_may_take_stall_s(phase, step, generation, 
     clock.ahead_s += INIT_S + 1
     assert generation.poll() is None
     clock.ahead_s += STALL_S - INIT_S
-    verdict = generation.poll()
+    verdict = verdict_on(generation)
     assert verdict is not None
     assert verdict.exit_code == 6
     assert "rank 0 (pid" in verdict.text
@@ -107,7 +113,7 @@ def test_before_the_first_step_all_phases_together_may_take_init_timeout_s(
     assert generation.poll() is None
     clock.ahead_s += INIT_S
     beat(table, phase, 10)  # of a resumed run, a moment ago
-    verdict = generation.poll()
+    verdict = verdict_on(generation)
     assert verdict is not None
     assert verdict.exit_code == 6
 
@@ -128,12 +134,12 @@ def test_rank_0_may_finish_its_tracker_once_another_rank_was_killed(table, tmp_p
     assert generation.poll() is None
     ranks[1].kill()
     ranks[1].join()
-    verdict = generation.poll() or generation.poll()
+    verdict = verdict_on(generation) or verdict_on(generation)
     assert (verdict is None) == (tracker == "wandb")
     finished.touch()
     ranks[0].join()
     assert ranks[0].exitcode == (0 if tracker == "wandb" else -signal.SIGKILL)
-    verdict = verdict or generation.poll()
+    verdict = verdict or verdict_on(generation)
     assert verdict is not None
     assert verdict.text.startswith("rank 1 was killed by SIGKILL")
 
@@ -145,7 +151,7 @@ def test_a_tracker_that_does_not_finish_delays_the_verdict_by_a_bounded_time(
     beat(table, "compute", 3, under_way=True)
     generation._processes[1].kill()
     generation._processes[1].join()
-    verdict = generation.poll() or generation.poll()
+    verdict = verdict_on(generation) or verdict_on(generation)
     assert verdict is not None
     assert verdict.text.startswith("rank 1 was killed by SIGKILL")
     assert generation._processes[0].exitcode == -signal.SIGKILL

@@ -257,7 +257,17 @@ def test_a_second_interrupt_is_impatience(monkeypatch, numbers, pause_s, impatie
 
 def wish(nproc: str | int = "auto", max_restarts: int = 0) -> LaunchConfig:
     return LaunchConfig(
-        nproc, max_restarts, init_timeout_s=1, stall_s=1, grace_s=1, preempt_signals="auto", log_level="info"
+        nproc,
+        "auto",
+        "auto",
+        None,
+        "alike",
+        max_restarts,
+        init_timeout_s=1,
+        stall_s=1,
+        grace_s=1,
+        preempt_signals="auto",
+        log_level="info",
     )
 
 

@@ -1,0 +1,112 @@
+"""The machines of a run: which of them this process is, as the command line or a scheduler says.
+
+Owns the reading of launch.nnodes, launch.node_rank and launch.rdzv_endpoint before there is a config, which
+only node 0 composes, and the refusal to train on one machine where a scheduler says that there are more.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+
+from launcher.config.messages import program
+from launcher.config.schema import LaunchConfig
+from launcher.distributed import slurm
+from launcher.distributed.env import NODE, LaunchEnv
+from launcher.errors import ConfigError, PreflightError
+
+# By key, the variables that give it where the command line does not. PET_* are those of torchrun, which
+# Kubeflow Trainer sets; Slurm numbers the nodes of a step.
+VARIABLES = {
+    "nnodes": ("PET_NNODES",),
+    "node_rank": ("PET_NODE_RANK", "SLURM_NODEID"),
+}
+# Set by what starts one process on each of several machines; of mpirun it is the number of processes.
+MACHINES_SAID = ("SLURM_NNODES", "PET_NNODES", "SKYPILOT_NUM_NODES", "OMPI_COMM_WORLD_SIZE")
+COMPLETE = "launch.nnodes=N launch.node_rank=K launch.rdzv_endpoint=HOST:PORT"
+
+
+def node_of(words: Sequence[str], environ: MutableMapping[str, str]) -> LaunchEnv:
+    """This process as one of the parents of a run on several machines; LaunchEnv() if there is only one.
+
+    `words` are overrides. Sets MASTER_ADDR and MASTER_PORT in `environ`, where the parents meet. Raises
+    ConfigError for a number of machines without the place of this one, or without an endpoint.
+    """
+    wish = {key: given(words, key) or _first(environ, names) for key, names in VARIABLES.items()}
+    nnodes, rank = wish["nnodes"], wish["node_rank"]
+    if not nnodes.isdecimal() or int(nnodes) < 2:
+        if given(words, "node_rank").isdecimal() and int(rank) > 0 and ":" not in nnodes:
+            raise ConfigError(f"launch.node_rank={rank} without launch.nnodes: give {COMPLETE}.")
+        return LaunchEnv()
+    if not rank.isdecimal():
+        raise ConfigError(
+            f"launch.nnodes={nnodes} without launch.node_rank: give launch.node_rank=0 on the machine of "
+            f"launch.rdzv_endpoint, and 1 to {int(nnodes) - 1} on the others."
+        )
+    if int(rank) >= int(nnodes):
+        raise ConfigError(
+            f"launch.node_rank={rank} with launch.nnodes={nnodes}: nodes count from 0, so it must be below "
+            f"{nnodes}. Start one node less, or raise launch.nnodes on all of them."
+        )
+    environ["MASTER_ADDR"], environ["MASTER_PORT"] = endpoint_of(words, environ)
+    return LaunchEnv(rank=int(rank), world_size=int(nnodes), noun=NODE)
+
+
+def endpoint_of(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
+    """Address and port at which the machines meet. Raises ConfigError where they are not given."""
+    endpoint = given(words, "rdzv_endpoint")
+    if not endpoint and "PET_MASTER_ADDR" in environ:
+        endpoint = f"{environ['PET_MASTER_ADDR']}:{environ.get('PET_MASTER_PORT', '')}"
+    elif not endpoint and "SLURM_STEP_NODELIST" in environ:
+        endpoint = ":".join(slurm.endpoint(environ))
+    address, _, port = endpoint.rpartition(":")
+    if not address or not port.isdecimal() or not 0 < int(port) < 65536:
+        what = (
+            f"launch.rdzv_endpoint={endpoint}" if endpoint else "launch.nnodes without launch.rdzv_endpoint"
+        )
+        raise ConfigError(
+            f"{what}: it must be HOST:PORT, an address of node 0 that the other machines reach, and a port "
+            "that is free there; the same on all machines."
+        )
+    return address.strip("[]"), port
+
+
+def elastic_nodes(words: Sequence[str], environ: Mapping[str, str]) -> str:
+    """MIN:MAX of launch.nnodes, empty if it is no range."""
+    nnodes = given(words, "nnodes") or _first(environ, VARIABLES["nnodes"])
+    return nnodes if ":" in nnodes else ""
+
+
+def refuse_alone(wish: LaunchConfig, launch: LaunchEnv, environ: Mapping[str, str]) -> None:
+    """Raise PreflightError for a run of one machine where a scheduler says that there are more.
+
+    `launch.nnodes=1` allows it. Raises ConfigError if the config has more machines than this launch.
+    """
+    hosts = launch.world_size if launch.is_node else -(-launch.world_size // launch.local_world_size)
+    if hosts > 1 or wish.nnodes == 1:
+        return
+    if wish.nnodes != "auto" and not (launch.launched and ":" in str(wish.nnodes)):
+        raise ConfigError(
+            f"launch.nnodes={wish.nnodes}, but this process was started for one machine. Give {COMPLETE} on "
+            "the command line of each machine: all but node 0 read it there, before they have a config."
+        )
+    for key in MACHINES_SAID:
+        said = environ.get(key, "").partition(":")[0]  # of MIN:MAX the least
+        is_mpi = key.startswith("OMPI")
+        what = "processes" if is_mpi else "machines"
+        if said.isdecimal() and int(said) > (launch.world_size if is_mpi else 1):
+            raise PreflightError(
+                f"{key}={said} in the environment: there are {said} {what}, but this process would train "
+                f"alone. Start one on each machine: {program()} ... {COMPLETE}, or torchrun with --nnodes. "
+                "To train on one machine all the same, give launch.nnodes=1."
+            )
+
+
+def given(words: Sequence[str], key: str) -> str:
+    """The value of `launch.<key>` among overrides, of which the last counts; empty if there is none."""
+    values = [word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"launch.{key}=")]
+    return values[-1].strip("'\"") if values and values[-1] not in ("auto", "null") else ""
+
+
+def _first(environ: Mapping[str, str], names: Sequence[str]) -> str:
+    return next((environ[name] for name in names if environ.get(name)), "")

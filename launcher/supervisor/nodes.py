@@ -1,0 +1,226 @@
+"""The parents of a run on several machines: how they agree that a generation has ended, and why.
+
+Each parent monitors the workers of its machine. Once some of them have ended it says so through the store of
+node 0, which ends the workers of all machines, judges all ranks together, and decides for all: done, restart,
+or the error. A thread exchanges the words, so that a store that does not answer never delays a parent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from launcher.config.schema import LaunchConfig
+from launcher.distributed.env import LEADER, LaunchEnv, numbered
+from launcher.distributed.failures import LEAVE_S
+from launcher.distributed.store import limit_silence
+from launcher.errors import StalledError
+from launcher.supervisor.root_cause import DONE, AttemptVerdict, Report, RunFailed, verdict_of
+
+if TYPE_CHECKING:
+    from launcher.supervisor.attempt import Generation
+
+EXCHANGE_EVERY_S = 0.2  # of every parent; node 0 reads the words of all with one request
+QUIET_S = 5.0  # without a word of a parent, once a generation has ended on some machine
+REPORT_S = 20.0  # for a parent that still speaks to report on its workers: their kill may take 5 s
+PAUSE_S = 1.0  # after a longer pause this process itself was stopped, and not the others
+RESTART = -1  # exit code of what node 0 decides, if the run does not end
+
+
+class OneMachine(RendezvousHandler):
+    """The only parent of a run: a rendezvous with itself, nothing to wait for and no socket."""
+
+    leads = True  # whether this is the parent of rank 0, which decides
+    host = ""  # its name in messages, where there are several
+
+    def __init__(self, limits: LaunchConfig) -> None:
+        self._limits = limits
+        self.stop_asked: Callable[[], int | None] = lambda: None  # the signal by which this parent was asked
+
+    def __enter__(self) -> OneMachine:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def get_backend(self) -> str:
+        return "none"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        # Only torch wants an address: the ranks meet in a file, and nothing listens.
+        return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None: ...
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return "run"
+
+    def shutdown(self) -> bool:
+        return True
+
+    def verdict(self, own: Report | None, generation: Generation) -> AttemptVerdict | None:
+        """The verdict on all ranks, once all have ended."""
+        return None if own is None else verdict_of([own], self._limits.stall_s, generation.stacks)
+
+    def decide(self, verdict: AttemptVerdict) -> None:
+        """Tell other parents how the run ends, or RESTART."""
+
+    @property
+    def stop_elsewhere(self) -> int | None:
+        """The signal by which another machine was asked to stop, as far as its parent has said."""
+        return None
+
+
+class Nodes(OneMachine):
+    """This parent among those of all machines. Use it as a context, within which the words are exchanged."""
+
+    use_agent_store = True  # the workers meet in it too
+
+    def __init__(self, launch: LaunchEnv, store: dist.Store, job: str, limits: LaunchConfig) -> None:
+        super().__init__(limits)
+        self.node, self._num_nodes = launch.rank, launch.world_size
+        self.leads, self.host = launch.rank == LEADER, os.uname().nodename
+        self._store, self._prefix = store, f"job/{job}/nodes"
+        self._others = range(1, self._num_nodes) if self.leads else [LEADER]  # whose words this parent reads
+        self._own: dict[str, Any] = {"generation": -1}
+        self._words: Mapping[int, Mapping[str, Any]] = {}
+        now = time.monotonic()
+        self._heard_s = dict.fromkeys(self._others, now)
+        self._polled_s, self._ended_s = now, float("inf")
+        self._lost_store = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._exchange, name="words of the nodes", daemon=True)
+
+    def __enter__(self) -> Nodes:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join(LEAVE_S)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the parents of all machines to begin the next generation."""
+        generation = self._own["generation"] + 1
+        self._ended_s = float("inf")
+        self._own = {"generation": generation}
+        deadline = time.monotonic() + self._limits.init_timeout_s
+        # Waited for in Python: a wait of the store would not see a signal.
+        while late := [node for node in self._others if self._generation_of(node) < generation]:
+            if (stop := self.stop_asked()) is not None:
+                raise RunFailed(AttemptVerdict(128 + stop, "stopped by a signal before the workers started"))
+            self._refuse_silent(late, self._limits.stall_s)
+            if time.monotonic() > deadline:
+                raise self._gone(late)
+            time.sleep(0.05)
+        store = dist.PrefixStore(f"{self._prefix}/generation/{generation}", self._store)
+        place = RendezvousStoreInfo(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        return RendezvousInfo(store, self.node, self._num_nodes, place)
+
+    def verdict(self, own: Report | None, generation: Generation) -> AttemptVerdict | None:
+        """On node 0: the verdict on all ranks, once those of all machines have ended. On others: as decided.
+
+        Ends the workers of this machine when those of another one have ended. Raises StalledError for a
+        machine that is gone.
+        """
+        now = time.monotonic()
+        if now - self._polled_s > PAUSE_S:
+            self._heard_s = dict.fromkeys(self._others, now)
+        self._polled_s = now
+        if own is not None and "report" not in self._own:
+            self._own |= {"report": own.as_values(), "stop": self.stop_asked()}
+        return self._judged(own, generation) if self.leads else self._obeyed(own, generation)
+
+    def decide(self, verdict: AttemptVerdict) -> None:
+        self._own |= {"decision": asdict(verdict)}
+
+    @property
+    def stop_elsewhere(self) -> int | None:
+        return next((word["stop"] for word in self._words.values() if word.get("stop")), None)
+
+    def _judged(self, own: Report | None, generation: Generation) -> AttemptVerdict | None:
+        values = {node: self._word(node).get("report") for node in self._others}
+        reports = [report for report in (own, *map(Report.of_values, values.values())) if report is not None]
+        if len(reports) == self._num_nodes:
+            return verdict_of(reports, self._limits.stall_s, generation.stacks)
+        quiet_s, missing = self._limits.stall_s, [node for node, value in values.items() if value is None]
+        if ends := [report.end for report in reports if report.end != DONE]:
+            self._ended_s = min(self._ended_s, time.monotonic())
+            self._own.setdefault("ending", ends[0])
+            if own is None:
+                generation.end_as(ends[0])
+            quiet_s = min(quiet_s, QUIET_S)
+            if time.monotonic() - self._ended_s > self._limits.grace_s + REPORT_S:
+                raise self._gone(missing)
+        self._refuse_silent(missing, quiet_s)
+        return None
+
+    def _obeyed(self, own: Report | None, generation: Generation) -> AttemptVerdict | None:
+        word = self._word(LEADER)
+        if decision := word.get("decision"):
+            return AttemptVerdict(**decision)
+        if own is None and "ending" in word:
+            generation.end_as(word["ending"])
+        self._refuse_silent([LEADER], self._limits.stall_s if own is None else QUIET_S)
+        return None
+
+    def _refuse_silent(self, nodes: Sequence[int], quiet_s: float) -> None:
+        now = time.monotonic()
+        silent = [node for node in nodes if now - self._heard_s[node] > quiet_s]
+        if silent or (self._lost_store and not self.leads):
+            raise self._gone(silent or [LEADER])
+
+    def _gone(self, nodes: Sequence[int]) -> StalledError:
+        limit_silence(LEAVE_S)  # of what this process still asks the store
+        hosts = [self._words[node]["host"] for node in nodes if node in self._words]
+        named = f" ({', '.join(hosts)})" if hosts else ""
+        return StalledError(
+            f"{numbered(nodes, 'node')}{named} is gone: its parent process was killed or hangs, or the "
+            "machine or the link to it is down. To resume, run the same command on all machines."
+        )
+
+    def _generation_of(self, node: int) -> int:
+        return int(self._words.get(node, {}).get("generation", -1))
+
+    def _word(self, node: int) -> Mapping[str, Any]:
+        """What the node has said of the present generation."""
+        is_present = self._generation_of(node) == self._own["generation"]
+        return self._words[node] if is_present else {}
+
+    def _exchange(self) -> None:
+        """Say and hear, until the end; the last word is said after it."""
+        own, others = (
+            f"{self._prefix}/{{}}".format(self.node),
+            [f"{self._prefix}/{n}" for n in self._others],
+        )
+        beats: dict[int, int] = {}
+        try:
+            # A connection of its own: a wait of the main thread holds the lock of the other one.
+            store = self._store.clone()  # type: ignore[attr-defined]
+            limit_silence(self._limits.stall_s)
+            beat, over = 0, False
+            while not over:
+                over = self._over.wait(EXCHANGE_EVERY_S)
+                beat += 1
+                store.set(own, json.dumps({**self._own, "beat": beat, "host": self.host}))
+                if not over and store.check(others):
+                    texts = store.multi_get(others)
+                    self._words = dict(zip(self._others, map(json.loads, texts), strict=True))
+                    for node, word in self._words.items():
+                        if word["beat"] != beats.get(node):
+                            beats[node], self._heard_s[node] = word["beat"], time.monotonic()
+        except dist.DistError:
+            self._lost_store = True

@@ -1,0 +1,155 @@
+"""Which machine of a run this process is, and the refusal to train alone where a scheduler says otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from launcher.cli import without_rank, words_of_a_run
+from launcher.config.schema import LaunchConfig
+from launcher.distributed.env import LaunchEnv
+from launcher.distributed.machines import elastic_nodes, node_of, refuse_alone
+from launcher.errors import LauncherError
+from tests.configs import composed
+
+TWO = ("launch.nnodes=2", "launch.rdzv_endpoint=10.0.0.1:29500")
+PET = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "trainer-node-0-0",
+    "PET_MASTER_PORT": "29400",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "rank", "place"),
+    [
+        ((*TWO, "launch.node_rank=1"), {}, 1, "10.0.0.1:29500"),
+        ((*TWO, "launch.node_rank=0"), PET, 0, "10.0.0.1:29500"),
+        (TWO, {"SLURM_NODEID": "1"}, 1, "10.0.0.1:29500"),
+        ((), PET, 1, "trainer-node-0-0:29400"),
+        (
+            ("launch.nnodes=2",),
+            {
+                "SLURM_NODEID": "1",
+                "SLURM_STEP_NODELIST": "gpu[3,7]",
+                "SLURM_JOB_ID": "2",
+                "SLURM_STEP_ID": "0",
+            },
+            1,
+            "gpu3:15062",
+        ),
+        (("launch.nnodes=2", "launch.nnodes=3", "++launch.node_rank=2"), PET, 2, "trainer-node-0-0:29400"),
+        (
+            ("launch.nnodes=2", "launch.rdzv_endpoint='[fd00::1]:29500'", "launch.node_rank=0"),
+            {},
+            0,
+            "fd00::1:29500",
+        ),
+    ],
+)
+def test_a_node_is_what_its_command_line_says_and_else_its_environment(words, environ, rank, place) -> None:
+    environ = dict(environ)
+    launch = node_of(words, environ)
+    assert (launch.rank, launch.is_node, launch.launched) == (rank, True, False)
+    assert launch.name == f"node {rank}"
+    assert f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" == place
+
+
+@pytest.mark.parametrize(
+    ("words", "environ"),
+    [
+        ((), {}),
+        (("launch.nnodes=1",), PET),
+        (("launch.nnodes=1",), {"SLURM_NODEID": "1"}),
+        (("launch.nnodes=two",), {}),
+        (("launch.nnodes=1:2",), {"PET_NODE_RANK": "1"}),
+    ],
+)
+def test_one_machine_has_no_place_among_several(words, environ) -> None:
+    assert node_of(words, dict(environ)) == LaunchEnv()
+
+
+@pytest.mark.parametrize(
+    ("words", "environ"),
+    [
+        (("launch.nnodes=2", "launch.node_rank=0"), {}),
+        (("launch.nnodes=2", "launch.node_rank=0", "launch.rdzv_endpoint=10.0.0.1"), {}),
+        (("launch.nnodes=2", "launch.node_rank=0"), {"PET_MASTER_ADDR": "a"}),
+        (TWO, {}),
+        ((*TWO, "launch.node_rank=2"), {}),
+        (("launch.node_rank=1",), {}),
+    ],
+    ids=["no endpoint", "no port", "no port of PET", "no rank", "a node too many", "no number of nodes"],
+)
+def test_a_place_that_is_none_is_refused(words, environ, message) -> None:
+    with pytest.raises(LauncherError) as raised:
+        node_of(words, dict(environ))
+    assert raised.value.exit_code == 2
+    message(raised.value)
+
+
+def test_a_range_goes_to_torchrun() -> None:
+    assert elastic_nodes(("launch.nnodes=1:4",), {}) == "1:4"
+    assert elastic_nodes((), {"PET_NNODES": "1:4"}) == "1:4"
+    assert elastic_nodes(("launch.nnodes=2",), {"PET_NNODES": "1:4"}) == ""
+
+
+def test_only_a_command_that_runs_one_job_has_machines(monkeypatch) -> None:
+    monkeypatch.delenv("WANDB_SWEEP_PARAM_PATH", raising=False)
+    assert words_of_a_run(["recipe=resnet18", "launch.nnodes=2"]) == ("recipe=resnet18", "launch.nnodes=2")
+    for argv in (
+        ["report", "runs"],
+        ["-m", "recipe=resnet18"],
+        ["recipe=resnet18", "--cfg", "job"],
+        ["--no"],
+    ):
+        assert words_of_a_run(argv) == ()
+    assert without_rank(["seed=1", "+launch.node_rank=1"]) == ["seed=1"]
+
+
+def limits(**changes) -> LaunchConfig:
+    return replace(composed().launch, **changes)
+
+
+ALONE, TORCHRUN = LaunchEnv(), LaunchEnv(0, 2, 0, 2, launched=True)
+
+
+@pytest.mark.parametrize(
+    ("wish", "launch", "environ"),
+    [
+        *(
+            ("auto", launch, {key: "2"})
+            for launch in (ALONE, TORCHRUN)
+            for key in ("SLURM_NNODES", "PET_NNODES", "SKYPILOT_NUM_NODES")
+        ),
+        ("auto", ALONE, {"OMPI_COMM_WORLD_SIZE": "2"}),
+        ("auto", ALONE, {"PET_NNODES": "2:4"}),
+        (2, ALONE, {}),
+        (2, TORCHRUN, {}),
+        ("1:2", ALONE, {}),
+    ],
+)
+def test_a_host_that_would_train_alone_by_mistake_is_refused(wish, launch, environ, message) -> None:
+    with pytest.raises(LauncherError, match=r"launch\.nnodes=") as raised:
+        refuse_alone(limits(nnodes=wish), launch, environ)
+    if launch is ALONE:
+        message(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("wish", "launch", "environ"),
+    [
+        ("auto", ALONE, {}),
+        ("auto", ALONE, {"SLURM_NNODES": "1", "OMPI_COMM_WORLD_SIZE": "1"}),
+        (1, ALONE, {"SLURM_NNODES": "2"}),
+        ("auto", LaunchEnv(0, 4, 0, 2, launched=True), {"SLURM_NNODES": "2"}),
+        ("auto", TORCHRUN, {"OMPI_COMM_WORLD_SIZE": "2"}),
+        ("auto", TORCHRUN, {"PET_NNODES": "1:4"}),
+        ("1:2", TORCHRUN, {}),
+        (2, LaunchEnv(0, 2, noun="node"), {"SLURM_NNODES": "2"}),
+    ],
+)
+def test_a_host_that_is_alone_on_purpose_trains(wish, launch, environ) -> None:
+    refuse_alone(limits(nnodes=wish), launch, environ)
