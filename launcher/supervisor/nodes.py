@@ -179,7 +179,9 @@ class Nodes(OneMachine):
 
     def _refuse_silent(self, nodes: Sequence[int], quiet_s: float) -> None:
         now = time.monotonic()
-        silent = [node for node in nodes if now - self._heard_s[node] > quiet_s]
+        # One that has not yet spoken imports torch.
+        limits = {node: quiet_s if node in self._words else self._limits.init_timeout_s for node in nodes}
+        silent = [node for node, limit_s in limits.items() if now - self._heard_s[node] > limit_s]
         if silent or (self._lost_store and not self.leads):
             raise self._gone(silent or [LEADER])
 
