@@ -170,6 +170,8 @@ class Nodes(OneMachine):
 
     def _obeyed(self, own: Report | None, generation: Generation) -> AttemptVerdict | None:
         word = self._word(LEADER)
+        if self._generation_of(LEADER) > self._own["generation"]:
+            return AttemptVerdict(RESTART)  # it has begun before its decision was read
         if decision := word.get("decision"):
             return AttemptVerdict(**decision)
         if own is None and "ending" in word:
