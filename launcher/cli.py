@@ -38,10 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; errors are on stderr by then."""
     try:
         argv = sys.argv[1:] if argv is None else argv
-        words = () if "RANK" in os.environ else words_of_a_run(argv)
-        if nnodes := elastic_nodes(words, os.environ):
+        words = None if "RANK" in os.environ else words_of_a_run(argv)
+        if words is not None and (nnodes := elastic_nodes(words, os.environ)):
             return run_elastic(nnodes, words, argv)
-        launch = node_of(words, os.environ)
+        launch = LaunchEnv() if words is None else node_of(words, os.environ)
         if not launch.is_node:  # a task of srun is a rank, unless the command makes it the parent of a node
             os.environ.update(variables_of_rank(os.environ))
             launch = LaunchEnv.from_environ(os.environ)
@@ -86,14 +86,14 @@ def follow_leader(launch: LaunchEnv, argv: Sequence[str]) -> int:
     return exit_code
 
 
-def words_of_a_run(argv: Sequence[str]) -> tuple[str, ...]:
-    """The overrides of a command that runs one job; empty for any other, and for one that is refused later."""
+def words_of_a_run(argv: Sequence[str]) -> tuple[str, ...] | None:
+    """The overrides of a command that runs one job; None for any other, and for one that is refused."""
     try:
         arguments = parse(with_typed_values(argv, os.environ))
     except LauncherError:
-        return ()
+        return None
     runs = arguments.command == "train" and arguments.flags.keys() <= {"--config-dir", "--config-name"}
-    return arguments.words if runs else ()
+    return arguments.words if runs else None
 
 
 def without_rank(argv: Sequence[str]) -> list[str]:

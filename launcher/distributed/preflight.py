@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from socket import gethostname
@@ -22,6 +23,9 @@ from launcher.errors import PreflightError, counted
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+
+CLOCK_S = 60.0  # by which the clocks of two machines may differ
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> 
     store.set(f"{job}/meeting/{env.rank}", json.dumps({"peer": asdict(own), "facts": facts(config)}))
     said = [json.loads(store.get(f"{job}/meeting/{rank}")) for rank in range(env.world_size)]
     refuse_differences([words["facts"] for words in said])
+    if config.launch.hosts == "alike":
+        _refuse_other_clock(env, store, job)
     return [Peer(**words["peer"]) for words in said]
 
 
@@ -63,7 +69,35 @@ def facts(config: Config) -> dict[str, str]:
         "the seed": str(config.seed),
         "the digest of the config": _digest(json.dumps(to_dict(config), sort_keys=True).encode()),
         "the digest of the recipe file": _digest(recipe),
+    } | (_facts_of_host() if config.launch.hosts == "alike" else {})
+
+
+def _facts_of_host() -> dict[str, str]:
+    """What launch.hosts=alike demands of all machines besides."""
+    package = Path(__file__).parents[1]
+    files = sorted(package.rglob("*.py"))
+    has_gpu = torch.cuda.is_available()
+    return {
+        "the digest of the launcher's files": _digest(b"".join(file.read_bytes() for file in files)),
+        "the number of GPUs": str(torch.cuda.device_count()),
+        "NCCL": str(torch.cuda.nccl.version() if has_gpu else None),  # type: ignore[no-untyped-call]
     }
+
+
+def _refuse_other_clock(env: WorkerEnv, store: dist.Store, job: str) -> None:
+    """Raise PreflightError if this clock is not that of rank 0. All ranks have just read the same keys."""
+    key = f"{job}/clock"
+    if env.is_leader:
+        store.set(key, str(time.time()))
+        return
+    # Read as soon as it is set: late ranks have delayed rank 0 as well.
+    ahead_s = time.time() - float(store.get(key))
+    if abs(ahead_s) > CLOCK_S:
+        raise PreflightError(
+            f"rank {env.rank}: the clock of this machine ({gethostname()}) is {abs(ahead_s):.0f} s "
+            f"{'ahead of' if ahead_s > 0 else 'behind'} that of rank 0's. Set the clocks (NTP), or allow the "
+            "difference with launch.hosts=mixed."
+        )
 
 
 def refuse_differences(by_rank: list[dict[str, str]]) -> None:
@@ -78,7 +112,8 @@ def refuse_differences(by_rank: list[dict[str, str]]) -> None:
     if lines:
         raise PreflightError(
             f"the ranks were not started alike: {'; '.join(lines)}. Start all of them from the same "
-            "installation, with the same files and arguments."
+            "installation, with the same files and arguments; launch.hosts=mixed allows machines with "
+            "another launcher, NCCL or number of GPUs."
         )
 
 

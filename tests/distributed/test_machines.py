@@ -105,7 +105,7 @@ def test_only_a_command_that_runs_one_job_has_machines(monkeypatch) -> None:
         ["recipe=resnet18", "--cfg", "job"],
         ["--no"],
     ):
-        assert words_of_a_run(argv) == ()
+        assert words_of_a_run(argv) is None
     assert without_rank(["seed=1", "+launch.node_rank=1"]) == ["seed=1"]
 
 
