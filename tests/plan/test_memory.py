@@ -16,10 +16,10 @@ from launcher.plan.meta import META
 from tests.configs import composed
 
 EXAMPLES = Path(__file__).parents[2] / "recipes" / "examples"
-DATA = Path("shared/data")
 SLACK = 2 << 20  # bytes: of a CPU's own buffers, which matter in tiny models only
 SMALL = ("data=synthetic", "data.num_samples=64")
-TEXT, PAIRS = "The quick brown fox jumps over the lazy dog. " * 400, "A man eats.\tA man sleeps.\tneutral\n"
+TEXT = "The quick brown fox jumps over the lazy dog. " * 400
+PAIRS = "A man eats.\tA man sleeps.\tneutral\nA man eats.\tHe eats.\tentailment\n"
 
 
 def config_of(words: tuple[str, ...]) -> Config:
@@ -59,7 +59,7 @@ def test_counted_bytes_are_those_of_a_real_step_within_five_percent(words, tmp_p
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "pairs").mkdir()
     for name in ("train.tsv", "test.tsv"):
-        (tmp_path / "pairs" / name).write_text("sentence1\tsentence2\tgold_label\n" + PAIRS * 64)
+        (tmp_path / "pairs" / name).write_text("sentence1\tsentence2\tgold_label\n" + PAIRS * 32)
     places = {"text": tmp_path / "text.txt", "pairs": tmp_path / "pairs"}
     config = config_of(tuple(word.format_map(places) for word in words))
     foretold, real = bytes_of(config, META), bytes_of(config, torch.device("cpu"))
