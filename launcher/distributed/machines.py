@@ -13,7 +13,7 @@ from launcher.config.messages import program
 from launcher.config.schema import LaunchConfig
 from launcher.distributed import slurm
 from launcher.distributed.env import NODE, LaunchEnv
-from launcher.errors import ConfigError, PreflightError
+from launcher.errors import ConfigError, PreflightError, counted
 
 # By key, the variables that give it where the command line does not. PET_* are those of torchrun, which
 # Kubeflow Trainer sets; Slurm numbers the nodes of a step.
@@ -22,7 +22,13 @@ VARIABLES = {
     "node_rank": ("PET_NODE_RANK", "SLURM_NODEID"),
 }
 # Set by what starts one process on each of several machines; of mpirun it is the number of processes.
-MACHINES_SAID = ("SLURM_NNODES", "PET_NNODES", "SKYPILOT_NUM_NODES", "OMPI_COMM_WORLD_SIZE")
+MACHINES_SAID = (
+    "SLURM_NNODES",
+    "SLURM_JOB_NUM_NODES",
+    "PET_NNODES",
+    "SKYPILOT_NUM_NODES",
+    "OMPI_COMM_WORLD_SIZE",
+)
 COMPLETE = "launch.nnodes=N launch.node_rank=K launch.rdzv_endpoint=HOST:PORT"
 
 
@@ -47,6 +53,12 @@ def node_of(words: Sequence[str], environ: MutableMapping[str, str]) -> LaunchEn
         raise ConfigError(
             f"launch.node_rank={rank} with launch.nnodes={nnodes}: nodes count from 0, so it must be below "
             f"{nnodes}. Start one node less, or raise launch.nnodes on all of them."
+        )
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", nnodes)
+    if tasks != nnodes and not given(words, "node_rank"):
+        raise ConfigError(
+            f"launch.nnodes={nnodes}, but srun has started {counted(int(tasks), 'task')}: it must start one "
+            f"on each node. Give srun, or sbatch, --nodes={nnodes} --ntasks-per-node=1."
         )
     environ["MASTER_ADDR"], environ["MASTER_PORT"] = endpoint_of(words, environ)
     return LaunchEnv(rank=int(rank), world_size=int(nnodes), noun=NODE)

@@ -26,8 +26,8 @@ def variables_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(len(environ["SLURM_GTIDS"].split(","))),  # the tasks on this node
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or address,
-        "MASTER_PORT": environ.get("MASTER_PORT") or port,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
     }
 
 
@@ -35,9 +35,11 @@ def endpoint(environ: Mapping[str, str]) -> tuple[str, str]:
     """Address and port at which the tasks of a step meet: its first node, and a port by the job's number.
 
     So steps that share a node have different ports. Each task of an array is a job with its own number.
+    MASTER_ADDR and MASTER_PORT replace them where they are set.
     """
     number = int(environ["SLURM_JOB_ID"]) * 31 + int(environ["SLURM_STEP_ID"])
-    return first_node(environ["SLURM_STEP_NODELIST"]), str(FIRST_PORT + number % NUM_PORTS)
+    address = environ.get("MASTER_ADDR") or first_node(environ["SLURM_STEP_NODELIST"])
+    return address, environ.get("MASTER_PORT") or str(FIRST_PORT + number % NUM_PORTS)
 
 
 def first_node(nodes: str) -> str:

@@ -14,6 +14,13 @@ from launcher.errors import LauncherError
 from tests.configs import composed
 
 TWO = ("launch.nnodes=2", "launch.rdzv_endpoint=10.0.0.1:29500")
+STEP = {
+    "SLURM_JOB_ID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NODELIST": "gpu[001-002]",
+    "SLURM_STEP_NUM_TASKS": "2",
+}
 PET = {
     "PET_NNODES": "2",
     "PET_NODE_RANK": "1",
@@ -29,6 +36,8 @@ PET = {
         ((*TWO, "launch.node_rank=0"), PET, 0, "10.0.0.1:29500"),
         (TWO, {"SLURM_NODEID": "1"}, 1, "10.0.0.1:29500"),
         ((), PET, 1, "trainer-node-0-0:29400"),
+        (("launch.nnodes=2",), STEP, 1, "gpu001:15001"),
+        (("launch.nnodes=2",), STEP | {"MASTER_ADDR": "10.0.0.1"}, 1, "10.0.0.1:15001"),
         (
             ("launch.nnodes=2",),
             {

@@ -55,11 +55,14 @@ def environment() -> dict[str, str]:
 class Job:
     """A job of train.sbatch in `directory`. Leaving the context cancels it."""
 
-    def __init__(self, directory: Path, *words: str, options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, directory: Path, *words: str, options: tuple[str, ...] = (), command: str = ""
+    ) -> None:
         self.directory, self.output = directory, directory / "job.out"
-        command = ["sbatch", "--parsable", f"--output={self.output}", *options, str(SCRIPT), *words]
+        arguments = ["sbatch", "--parsable", f"--output={self.output}", *options]
+        arguments += [f"--wrap={command}"] if command else [str(SCRIPT), *words]
         done = subprocess.run(
-            command, cwd=directory, env=environment(), capture_output=True, text=True, timeout=60
+            arguments, cwd=directory, env=environment(), capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 0, done.stderr
         self.id = done.stdout.strip()

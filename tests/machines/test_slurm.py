@@ -31,6 +31,7 @@ SLOW = "if not os.path.exists('go'): time.sleep(0.2)"
 EPOCHS = 60  # of four steps
 TRAIN = (
     *WORDS,
+    "launch.nproc=1",
     f"train.epochs={EPOCHS}",
     "train.eval_every_epochs=20",
     "data.workers=1",  # loader processes get the signals as well
@@ -134,6 +135,19 @@ def test_jobs_of_an_array_have_directories_of_their_own_and_stay_cancelled(direc
         cluster.ask("scancel", job.id)
         job.until(job.is_gone, "both are gone")
         assert [read(place / "status.json")["state"] for place in places] == ["preempted"] * 2
+
+
+def test_one_task_where_there_are_two_nodes_is_refused(directory: Path) -> None:
+    options = ("--nodes=2", "--ntasks=2")
+    one = f"srun --nodes=1 --ntasks=1 {cluster.LAUNCHER}"
+    with Job(
+        directory,
+        options=options,
+        command=f"{one} {' '.join(TRAIN)}; {one} {' '.join(TRAIN)} launch.nnodes=2",
+    ) as job:
+        job.until_ended()
+        assert "SLURM_JOB_NUM_NODES=2 in the environment" in job.said
+        assert "launch.nnodes=2, but srun has started 1 task" in job.said
 
 
 def test_the_directory_of_a_run_that_is_still_alive_is_refused(directory: Path) -> None:
