@@ -181,7 +181,7 @@ def test_sigterm_to_one_parent_saves_after_one_step_on_all_machines(hosts: Hosts
     assert hosts.end().digest == undisturbed(ranks=2).digest
 
 
-def test_machines_that_do_not_fit_are_refused_in_words(hosts: Hosts, message) -> None:
+def test_machines_that_do_not_fit_are_refused_in_words(hosts: Hosts) -> None:
     short = "launch.init_timeout_s=4"
     hosts.start_node(1, short)
     nobody = hosts.end()
@@ -195,8 +195,8 @@ def test_machines_that_do_not_fit_are_refused_in_words(hosts: Hosts, message) ->
     assert (
         "error: node 1 did not come to launch.rdzv_endpoint=10.99.0.1:29511 within 4 s" in missing.outputs[0]
     )
-    hosts.start_node(0)
-    hosts.start_node(1, "seed=7")
+    hosts.start_node(0, "launch.init_timeout_s=25")  # both import torch within that time
+    hosts.start_node(1, "launch.init_timeout_s=25", "seed=7")
     other = hosts.end()
     assert other.codes[1] == 3
     assert "only this node was given seed=7" in other.outputs[1]
