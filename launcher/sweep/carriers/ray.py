@@ -29,6 +29,7 @@ from launcher.sweep.job import Job
 from launcher.sweep.progress import LOG
 
 CONNECT_S = 10.0  # to a cluster in the same network
+HEAD_S = 30.0  # without Ray's head; after 60 s Ray ends this process, without a word on how to continue
 LOSSES = 3  # of the actor of one job, after which the job has failed: they may be its own fault
 QUEUED = 4  # jobs that wait for Ray to place them, so that it can start one at once
 
@@ -90,6 +91,8 @@ class RayCarrier:
         self._sweep = sweep
         self._ray = connected()
         self._running: dict[int, Running] = {}
+        host, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
+        self._head, self._head_seen_s = (host, int(port)), time.monotonic()
 
     def has_room(self, job: Job) -> bool:
         if self._sweep.parallel != "auto":
@@ -119,6 +122,7 @@ class RayCarrier:
         return each
 
     def poll(self, wait_s: float) -> Sequence[Change]:
+        self._look_for_head()
         if not self._running:
             time.sleep(wait_s)
             return []
@@ -127,6 +131,21 @@ class RayCarrier:
         if ready:
             ready, _ = self._ray.wait([*references], num_returns=len(references), timeout=0)
         return [change for each in ready for change in self._changes(references[each])]
+
+    def _look_for_head(self) -> None:
+        """Raise PreflightError if Ray's head has not been there for a while."""
+        now = time.monotonic()
+        try:
+            socket.create_connection(self._head, 1.0).close()
+            self._head_seen_s = now
+        except OSError as error:
+            if now - self._head_seen_s > HEAD_S:
+                self._running.clear()  # none of them can be reached any more
+                raise PreflightError(
+                    f"Ray's head at {':'.join(map(str, self._head))} has not answered for {HEAD_S:g} s "
+                    f"({error}). Start Ray again, then the same command: finished jobs are kept, and the "
+                    "others resume from their checkpoints."
+                ) from error
 
     def _changes(self, each: Running) -> Iterator[Change]:
         try:

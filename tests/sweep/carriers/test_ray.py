@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,3 +130,15 @@ def test_without_a_cluster_the_command_that_starts_one_is_named(
     with pytest.raises(PreflightError, match=r"no Ray cluster can be reached .* `ray start --head`"):
         RayCarrier(SWEEP)
     assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_a_head_that_is_gone_ends_the_sweep_with_how_to_continue(cluster, monkeypatch) -> None:
+    with RayCarrier(SWEEP) as carrier:
+        assert not carrier.poll(0.0)
+        monkeypatch.setattr("launcher.sweep.carriers.ray.HEAD_S", -1.0)
+        assert not carrier.poll(0.0)  # it is there
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        monkeypatch.setattr(carrier, "_head", ("127.0.0.1", port))
+        with pytest.raises(PreflightError, match="then the same command"):
+            carrier.poll(0.0)
