@@ -1,7 +1,7 @@
 """Opens the telemetry of a run: the sinks on rank 0.
 
 Owns their choice and order: files first, because they are the source of truth, then the console, then the
-tracker. Other ranks use `Telemetry()`.
+trackers. Other ranks use `Telemetry()`.
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ def open_telemetry(
             telemetry.add(
                 _sink(telemetry, config, name, run, online, with_gpu, patience or TrackerTimeouts())
             )
+    if environ.get("KUBEFLOW_TRAINER_SERVER_URL"):
+        from launcher.telemetry.kubeflow import TrainJobProgress  # loads ssl
+
+        telemetry.decision("progress", "is posted to Kubeflow Trainer")
+        telemetry.add(TrainJobProgress(environ, telemetry.warn))
     return telemetry
 
 
