@@ -25,6 +25,7 @@ import pytest
 
 T = TypeVar("T")
 GRACE_S = 2.0  # what is about to end is no leak
+END_S = 30.0  # for one that was killed to end beside other work: it is reported once
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 WATCHED = ("launcher", "conf", "recipes", "tests", "scripts")
 CACHES = ("__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".hypothesis", ".venv", ".git")
@@ -63,6 +64,7 @@ class Moment:
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        _after_grace(lambda: {pid for pid in left if not _reaped(pid)}, END_S)
         return f"processes: {names}. Wait for each, and kill it in a finally." if names else ""
 
     def _threads(self) -> str:
@@ -146,9 +148,9 @@ def _command(pid: int) -> str:
     return "ended"
 
 
-def _after_grace(find: Callable[[], set[T]]) -> set[T]:
+def _after_grace(find: Callable[[], set[T]], grace_s: float | None = None) -> set[T]:
     """What is still found after a while; at once if there is nothing."""
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + (GRACE_S if grace_s is None else grace_s)  # a test shortens GRACE_S
     while (found := find()) and time.monotonic() < deadline:
         time.sleep(0.01)
     return found

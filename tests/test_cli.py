@@ -83,12 +83,14 @@ def test_flags_may_stand_anywhere(argv: str, expected: Arguments) -> None:
         ("recipies", "recipies: there is no such command. Nearest: recipes."),
         (
             "resnet18",
-            f"resnet18: there is no such command. Commands: {', '.join(COMMANDS)}. To train: recipe=resnet18.",
+            "resnet18: there is no such command. "
+            f"Commands: {', '.join(COMMANDS)}. To train: recipe=resnet18.",
         ),
         ("--info nothing", "--info nothing: must be one of all, config,"),
         (
             "plna recipe=resnet18",
-            f"plna: there is no such command. Nearest: plan. Commands: {', '.join(COMMANDS)}. To train: recipe=<name>",
+            "plna: there is no such command. Nearest: plan. "
+            f"Commands: {', '.join(COMMANDS)}. To train: recipe=<name>",
         ),
     ],
 )

@@ -31,7 +31,7 @@ LEAKS = {
         r"processes: \{\d+: .*multiprocessing.forkserver",
     ),
     "a thread": (
-        "threading.Thread(target=time.sleep, args=(0.4,), name='busy').start()",
+        "threading.Thread(target=time.sleep, args=(3.0,), name='busy').start()",
         r"threads: \['busy'\]",
     ),
     "a variable": ("os.environ['OURS'] = 'secret'", r"changed environment variables: \['OURS'\]"),
