@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.engine.flat.layout import MAX_RUN_BYTES
+from launcher.process.lifetime import end_with_starter
 
 COPIED_BYTES = 64 << 20
 KNOWN = 1 << 20  # elements whose sum is compared
@@ -92,6 +94,7 @@ def main(rank: int, world_size: int, file: str, seconds: float, devices: list[to
 
 
 if __name__ == "__main__":
+    end_with_starter(os.environ)
     arguments = sys.argv[1:]
     main(
         int(arguments[0]),

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.errors import LauncherError, described
+from launcher.process.lifetime import end_with
 
 OK, NOTE, FAILURE = "ok", "note", "failure"  # a note: runs work, but slower or at a risk
 
@@ -53,9 +54,10 @@ class Check:
 def found_by(check: Check) -> list[Finding]:
     """Run a check in a forked process: what it imports, allocates or breaks ends with it."""
     reader, writer = os.pipe()
-    child = os.fork()
+    parent, child = os.getpid(), os.fork()
     if child == 0:
         try:
+            end_with(parent)  # no Ctrl-C reaches another session, and a check that hangs has no other limit
             os.setsid()  # so that processes which the check has started are ended with it
             os.close(reader)
             with open(writer, "w", encoding="utf-8") as answer:

@@ -20,6 +20,7 @@ from pathlib import Path
 from launcher.distributed import nccl
 from launcher.doctor.findings import FAILURE, Check, Finding, judged
 from launcher.errors import counted
+from launcher.process.lifetime import ENDS_WITH_STARTER
 
 PAIR_S = 90.0  # interpreters that import torch and start CUDA and NCCL take 15 s, beside other jobs a minute
 MEASURED_S = 2.0
@@ -113,7 +114,7 @@ def exchanged(
     """What rank 0 of the test program says; a text where the ranks hang or fail."""
     variables = dict(os.environ)
     nccl.prepare(variables, one_machine=True)
-    variables |= {"OMP_NUM_THREADS": "1", **environ}
+    variables |= {"OMP_NUM_THREADS": "1", ENDS_WITH_STARTER: "1", **environ}
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ExitStack() as running:
         words = [str(len(devices)), f"{folder}/store", str(seconds), *devices]
         ranks = [

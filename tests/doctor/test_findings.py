@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import time
@@ -87,3 +88,30 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_check_ends_with_the_doctor(number) -> None:
+    reader, writer = os.pipe()
+
+    def look() -> Iterator[Finding]:
+        os.write(writer, f"{os.getpid()}\n".encode())
+        yield from hangs()
+
+    doctor = os.fork()
+    if doctor == 0:
+        try:
+            for each in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(each, lambda *_: os._exit(1))
+            found_by(Check("this", look, limit_s=600.0))
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, encoding="utf-8") as answer:
+        check = int(answer.readline())
+        os.kill(doctor, number)
+        os.waitpid(doctor, 0)
+        ended = select.select([answer], [], [], 30.0)[0]  # the check has the other end as well
+        if not ended:
+            os.kill(check, signal.SIGKILL)
+        assert ended
