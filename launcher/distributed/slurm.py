@@ -18,8 +18,10 @@ def variables_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
 
     MASTER_ADDR and MASTER_PORT are left as they are where they are set.
     """
-    if int(environ.get("SLURM_STEP_NUM_TASKS") or 1) < 2 or {"RANK", "OMPI_COMM_WORLD_SIZE"} & environ.keys():
-        return {}  # mpirun starts its processes from one task of srun per node
+    # mpirun starts its processes from one task of srun per node, and each agent of wandb runs of its own.
+    others = {"RANK", "OMPI_COMM_WORLD_SIZE", "WANDB_SWEEP_PARAM_PATH"}
+    if int(environ.get("SLURM_STEP_NUM_TASKS") or 1) < 2 or others & environ.keys():
+        return {}
     address, port = endpoint(environ)
     return {
         "RANK": environ["SLURM_PROCID"],

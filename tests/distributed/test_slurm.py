@@ -30,7 +30,15 @@ def test_each_task_of_srun_is_a_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    "environ", [{}, ALONE, BATCH, TASK | {"RANK": "0"}, TASK | {"OMPI_COMM_WORLD_SIZE": "8"}]
+    "environ",
+    [
+        {},
+        ALONE,
+        BATCH,
+        TASK | {"RANK": "0"},
+        TASK | {"OMPI_COMM_WORLD_SIZE": "8"},
+        TASK | {"WANDB_SWEEP_PARAM_PATH": "values.yaml"},
+    ],
 )
 def test_no_other_process_in_a_job_is_one(environ) -> None:
     assert variables_of_rank(environ) == {}
