@@ -47,6 +47,21 @@ def bert_shapes(layers: int, width: int) -> Shapes:
     return shapes | linear("pooler", width, width)
 
 
+def gpt_shapes(layers: int, width: int) -> Shapes:
+    """Layers of GPT-2 and GPT-3, 50257 tokens, 2048 positions, and the output tied to the input."""
+    shapes = {
+        "tokens.weight": torch.Size((50257, width)),
+        "positions.weight": torch.Size((2048, width)),
+    }
+    for layer in range(layers):
+        name = f"layer{layer}"
+        shapes |= norm(f"{name}.attention_norm", width) | norm(f"{name}.inner_norm", width)
+        shapes |= linear(f"{name}.attention", 3 * width, width)
+        shapes |= linear(f"{name}.attention_output", width, width)
+        shapes |= linear(f"{name}.inner", 4 * width, width) | linear(f"{name}.output", width, 4 * width)
+    return shapes | norm("norm", width)
+
+
 def mlp_shapes() -> Shapes:
     """784 to 10 through three layers of 1024."""
     return linear("0", 1024, 784) | linear("2", 1024, 1024) | linear("4", 1024, 1024) | linear("6", 10, 1024)
