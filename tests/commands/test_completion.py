@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -74,9 +74,10 @@ def test_bash_offers_what_may_follow(tmp_path: Path) -> None:
 
 def test_an_answer_is_quick_and_imports_no_torch(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("COMP_LINE", "launcher recipe=res")
-    began = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = ask(["-sc", "query=bash"], tmp_path, WATCHED)
-    assert time.monotonic() - began < 10, "half a second, on an idle machine"
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime < 5, "half a second; of the processor, whatever else runs"
     assert done.returncode == 0
     assert "recipe=resnet18" in done.stdout.split()
     assert "torch" not in done.stderr.split()

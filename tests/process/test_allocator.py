@@ -31,7 +31,7 @@ def page_faults(env: WorkerEnv, keeps: bool) -> int:
 
 def test_freed_memory_is_there_for_the_next_step() -> None:
     (freed,), (kept,) = run_ranks(1, page_faults, False), run_ranks(1, page_faults, True)
-    assert kept < freed / 4  # the heap may grow once more
+    assert kept < freed / 2  # the heap may grow a few times more, by what other threads hold at its end
 
 
 @pytest.mark.parametrize("name", OWN_CHOICES)
