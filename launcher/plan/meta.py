@@ -2,7 +2,8 @@
 
 Owns the device `meta` as a stand-in for a CPU or a GPU, and what torch lacks there: collectives, the fused
 updates, attention without the matrix of all pairs, and half arithmetic as a GPU has it. Tensors on `meta` are
-used rather than FakeTensorMode, under which the same step took ten times the CPU time: 12 s for a ResNet-50.
+used rather than FakeTensorMode: to the end of the first backward pass, a ResNet-50 took 0.8 s of CPU time on
+`meta` and 7.0 s under FakeTensorMode (once each, on a loaded machine).
 """
 
 from __future__ import annotations
