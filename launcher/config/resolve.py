@@ -47,7 +47,7 @@ from launcher.config.overrides import (
 )
 from launcher.config.rules import SCHEDULES, TRACKERS, one_of, value_problem
 from launcher.config.schema import Config, rules
-from launcher.config.search_space import Interval, Space
+from launcher.config.search_space import Dimension, Interval, Space
 from launcher.config.trees import paths_of, value_at
 from launcher.errors import ConfigError, first_line
 
@@ -129,6 +129,7 @@ def sweep_problems(space: Space, name: object) -> Iterator[str]:
                 f"sweep={name}: nothing is searched. Give at least one key several values or an interval: "
                 "'optim.lr=tag(log, interval(1e-4, 1e-1))'."
             )
+        yield from filter(None, map(fraction_problem, space.dimensions))
         return
     for each in space.dimensions:
         if isinstance(each, Interval):
@@ -139,6 +140,21 @@ def sweep_problems(space: Space, name: object) -> Iterator[str]:
             )
     if MOST_JOBS < space.size < math.inf:
         yield too_many_jobs(int(space.size))
+
+
+def fraction_problem(dimension: Dimension) -> str | None:
+    """The problem of an interval of fractions for a key that takes whole numbers only."""
+    rule = rules().get(dimension.key)
+    if rule is None or not isinstance(dimension, Interval) or dimension.whole:
+        return None
+    ends = (dimension.low, dimension.high)
+    if any(map(rule.holds, ends)) or not all(end.is_integer() and rule.holds(int(end)) for end in ends):
+        return None
+    drawn = f"interval({dimension.low:.0f},{dimension.high:.0f})"
+    drawn = f"tag(log,{drawn})" if dimension.log else drawn
+    return (
+        f"{dimension.key}={drawn}: must be {rule.text}. To draw whole numbers: {dimension.key}=int({drawn})"
+    )
 
 
 @cache  # asked for each job of a search, and parsing takes 1 ms a word

@@ -75,6 +75,8 @@ def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Plan
     found = [config for config, _ in jobs.values()]
     plan = planned(_in_its_directory(request), configs, [lines for _, lines in jobs.values()])
     directory = plan.directory
+    if not (directory / SWEEP).exists():
+        refuse_foreign(directory)  # before the lock, which is a file in it
     try:
         with locked(directory, f"{SECTION}.dir"):
             clear_away(directory)
@@ -119,7 +121,6 @@ def _record(request: Request, plan: Planned, configs: Sequence[Config], settings
         return record
     if asked not in (AUTO, NEVER):
         raise ConfigError(f"{RESUME}={asked}: holds no sweep. Give the directory of one.")
-    refuse_foreign(directory)
     record = new_record(request, plan)
     record.write(directory, durable=True)  # before any other file: without it the directory is foreign
     plan.save_master()

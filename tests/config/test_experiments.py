@@ -118,6 +118,7 @@ def test_an_experiment_runs_and_is_compared_without_a_further_flag(tmp_path) -> 
         "side_by_side.md",
         "summary.csv",
         "summary.md",
+        "sweep.json",
     }
     assert {path.name.partition("_")[2] for path in sweep.iterdir() if path.is_dir()} == {
         f"precision={precision},seed={seed}" for precision in ("fp32", "fp16", "pure_fp16") for seed in (0, 1)

@@ -87,6 +87,8 @@ def test_samples_have_every_choice_and_both_ends() -> None:
         [r"tracker.notes=choice(a,'it\'s')"],
         ["sweep.name=tpe", "optim.lr=interval(-1,1)"],
         ["sweep.name=tpe", "optim.lr=interval(0.1,1)", "optim=sgd,nothing"],
+        ["sweep.name=random", "data.batch_size=interval(8,64)"],
+        ["sweep.name=tpe", "data.batch_size=tag(log,interval(8,64))", "train.epochs=interval(1.5,4)"],
         ["seed=range(0,1000000000)"],
         ["seed=range(5,5)"],
         ["seed=range(0,1000)", "optim.lr=range(0.001,0.101,0.001)"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import random
 import re
 import shlex
@@ -216,3 +217,4 @@ def test_what_cannot_run_is_refused_before_the_first_job(tmp_path, monkeypatch, 
     assert main(["-m", *recipe, *words]) == 2
     assert re.search(text, " ".join(capsys.readouterr().err.split()))
     assert not [*tmp_path.glob("**/status.json")]
+    assert os.listdir(tmp_path / "foreign") == ["thesis.tex"]

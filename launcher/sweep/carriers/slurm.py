@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.config.messages import install_line
+from launcher.config.messages import directory_override, install_line
 from launcher.config.schema import SweepConfig
-from launcher.errors import PreemptedError, PreflightError
+from launcher.errors import TO_RESUME, PreemptedError, PreflightError
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.status import FILE_NAME
 from launcher.sweep.carriers import Change, NoAnswerError, command_of
@@ -84,8 +84,11 @@ class SlurmCarrier:
                 self._give(each)
             except self._submitit.core.utils.FailedJobError as error:
                 if not _is_queued(each):  # it may be: only the answer was lost
-                    text = f"sweep.on=slurm: sbatch refuses the job: {_words(error)}"
-                    raise PreflightError(text) from error
+                    again = directory_override("sweep.resume", each.directory.parent)
+                    raise PreflightError(
+                        f"sweep.on=slurm: sbatch refuses the job: {_words(error)}. The sweep has ended; jobs "
+                        f"that Slurm has accepted go on. Once sbatch accepts it: {TO_RESUME} {again}"
+                    ) from error
 
     def _give(self, each: Submitted) -> None:
         job, directory = each.job, each.directory
@@ -231,4 +234,4 @@ def _end_of(directory: Path, since: float) -> int | None:
 
 def _words(error: Exception) -> str:
     """The last line of sbatch's, out of Submitit's report of its failure."""
-    return str(error).strip().splitlines()[-1].strip()
+    return str(error).strip().splitlines()[-1].strip().rstrip(".")

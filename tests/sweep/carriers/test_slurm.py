@@ -107,7 +107,9 @@ def test_a_slurm_that_refuses_has_its_words(
     ((job, place),) = jobs_in(tmp_path, 1)
     with SlurmCarrier(SWEEP) as carrier, pytest.raises(PreflightError) as caught:
         carrier.submit(job, place)
-    assert "Invalid partition name specified" in message(caught.value)
+    text = message(caught.value)
+    assert "Invalid partition name specified" in text
+    assert f"sweep.resume={tmp_path}" in str(caught.value)
 
 
 def test_a_slurm_that_does_not_answer_has_its_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
