@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from launcher.config.user_code import short_traceback
 from launcher.errors import LauncherError, PreflightError, UnexpectedError, whole_text
@@ -21,7 +21,7 @@ FIXED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING":
 # Loader processes are forked when memory is already registered with a network card: without these, of
 # libibverbs and of libfabric on AWS, a page to which both processes then write is lost to the card.
 FORK_SAFE = {"RDMAV_FORK_SAFE": "1", "FI_EFA_FORK_SAFE": "1"}
-LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # otherwise both listen on the LAN's address
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # otherwise both listen on the LAN's address
 REMOTE = re.compile(
     r"remote|Connection (closed|reset|refused)|Broken pipe|time(d )?out|abort|Proxy Call to rank",
     re.IGNORECASE,
@@ -33,9 +33,30 @@ SMALL_SHM = 256 * 2**20  # bytes; NCCL takes some 10 MB for each pair of GPUs wi
 def prepare(environ: MutableMapping[str, str], one_machine: bool) -> None:
     """Set what NCCL and Gloo read from the environment. The user's own values stay."""
     environ.update(FIXED)
-    names = LOOPBACK if one_machine and "lo" in (name for _, name in socket.if_nameindex()) else ()
+    names = INTERFACES if one_machine and "lo" in (name for _, name in socket.if_nameindex()) else ()
     for key, value in (FORK_SAFE | dict.fromkeys(names, "lo")).items():
         environ.setdefault(key, value)
+
+
+def refuse_missing_interface(environ: Mapping[str, str]) -> None:
+    """Raise PreflightError for a variable that names a network interface which this machine does not have.
+
+    Gloo wants whole names; NCCL also takes their beginnings, `=` before whole ones and `^` before others.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    for key in INTERFACES:
+        given = environ.get(key, "")
+        may_begin = key.startswith("NCCL") and not given.startswith("=")
+        known = given.startswith("^") or any(
+            name.startswith(each) if may_begin else name == each
+            for each in given.lstrip("=").split(",")
+            for name in names
+        )
+        if given and not known:
+            raise PreflightError(
+                f"{key}={given} in the environment names no network interface of this machine. It has "
+                f"{', '.join(names)}."
+            )
 
 
 def is_own(text: str) -> bool:

@@ -35,12 +35,13 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
     refuse_unusable_driver(launch.rank, device)
     refuse_missing_kernels(launch.rank, device)
     _refuse_shared_gpu(launch, store, job, device)
-    _divide_threads(launch)
+    divide_threads(launch.local_world_size)
     if store is None:
         yield WorkerEnv(0, 1, 0, 1, device, None)
         return
     # Before the group is opened: NCCL and Gloo read the environment when they start.
     nccl.prepare(os.environ, one_machine=launch.local_world_size == launch.world_size)
+    nccl.refuse_missing_interface(os.environ)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         # A fresh prefix per job: a second group in one launch would otherwise read the first one's keys.
@@ -125,12 +126,12 @@ def _refuse_shared_gpu(launch: LaunchEnv, store: dist.Store | None, job: str, de
         )
 
 
-def _divide_threads(launch: LaunchEnv) -> None:
-    """Share the cores among the ranks of this machine, unless the user has set OMP_NUM_THREADS."""
+def divide_threads(ranks: int) -> None:
+    """Share the cores among so many ranks of this machine, unless the user has set OMP_NUM_THREADS."""
     import torch
 
     if not own_thread_count():
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world_size))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
 def own_thread_count() -> str:

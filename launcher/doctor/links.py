@@ -47,7 +47,7 @@ def bandwidth(devices: Sequence[str], program: Sequence[str] = PROGRAM) -> Itera
         yield judged(
             "all-reduce",
             said,
-            "The ranks of a run would not get further. NCCL_DEBUG=INFO says more.",
+            "The ranks of a run would not get further. NCCL_DEBUG=INFO says more in a run.",
             FAILURE,
         )
         return
@@ -114,6 +114,7 @@ def exchanged(
     """What rank 0 of the test program says; a text where the ranks hang or fail."""
     variables = dict(os.environ)
     nccl.prepare(variables, one_machine=True)
+    variables.pop("NCCL_DEBUG", None)  # its lines fill the pipes of ranks that are read one after another
     variables |= {"OMP_NUM_THREADS": "1", ENDS_WITH_STARTER: "1", **environ}
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ExitStack() as running:
         words = [str(len(devices)), f"{folder}/store", str(seconds), *devices]

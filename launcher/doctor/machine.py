@@ -22,7 +22,7 @@ from pathlib import Path
 
 from launcher.config.schema import Config
 from launcher.distributed.env import WorkerEnv
-from launcher.distributed.nccl import of_shared_memory
+from launcher.distributed.nccl import INTERFACES, of_shared_memory, refuse_missing_interface
 from launcher.doctor.findings import FAILURE, NOTE, Check, Finding, judged
 from launcher.errors import counted
 from launcher.telemetry.tracker.mode import decide
@@ -34,7 +34,6 @@ PROBE_BYTES = 64 << 20
 FEW_FILES = 1024  # the usual soft limit; loader processes share tensors by descriptors
 RANK_BYTES = 1 << 30  # torch, its libraries and a small model
 MAX_COUNTED_FILES = 50_000  # of a data set, some seconds on a network disk
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SIOCGIFADDR = 0x8915  # asks for the address of an interface
 INFINIBAND = "/sys/class/infiniband"
 SLOW_LINK = 1000  # Mbit/s: below, the exchange of a ResNet-50 takes longer than its step on any GPU
@@ -208,15 +207,10 @@ def clock() -> Iterator[Finding]:
 
 def interface(environ: Mapping[str, str]) -> Iterator[Finding]:
     """The network interface by which other machines reach this one, as Gloo chooses it."""
+    refuse_missing_interface(environ)
     names = [name for _, name in socket.if_nameindex()]
-    for key in INTERFACES:
-        given = environ.get(key, "")
-        is_plain = given and "," not in given and given[0] not in "^="  # NCCL's lists are not looked at
-        if is_plain and not any(name.startswith(given) for name in names):
-            advice = f"Give one of {', '.join(names)}."
-            yield judged("interface", f"{key}={given} does not exist", advice, FAILURE)
-            return
-    name = environ.get(INTERFACES[0]) or _interface_of(socket.gethostbyname(socket.gethostname()), names)
+    address = socket.gethostbyname(socket.gethostname())
+    name = environ.get(INTERFACES[0], "").partition(",")[0] or _interface_of(address, names)
     mtu, mbit = (_number(Path(f"/sys/class/net/{name}/{key}")) for key in ("mtu", "speed"))
     value = f"{name}, MTU {mtu}" + (f", {mbit} Mbit/s" if mbit else "")
     advice = "Look at the cable, the port and other interfaces." if mbit and mbit < SLOW_LINK else ""

@@ -19,6 +19,7 @@ from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import DataSets, batch_plan
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.links import StepSeconds, ring_bytes, wire_seconds
+from launcher.distributed.process_group import divide_threads
 from launcher.errors import LauncherError, first_line
 from launcher.plan.memory import PASSES, Rank, StepMemory, rank_on
 from launcher.plan.meta import META
@@ -194,6 +195,7 @@ def _last_backward(forward: float, backward: float, update: float, passes: int) 
 def _measured(config: Config, task: Task, on_gpu: bool) -> StepSeconds:
     """The fastest of a few steps of one rank on this machine, without any other rank."""
     device = torch.device("cuda" if on_gpu else "cpu")
+    divide_threads(task.plan.world_size)  # as each rank has them in a run
     alone = replace(task.plan, micro_batch=task.plan.largest_micro_batch)
     with rank_on(device, config, task.recipe, alone, counting=False) as rank:
         passes = min(PASSES, alone.micro_batches)

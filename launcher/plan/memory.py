@@ -79,7 +79,8 @@ class Rank:
         self.model.train()
         tracker.restart()
         held, activations, seconds = self._now(), 0, [0.0, 0.0, 0.0]
-        for batch in trial_batches(self.data, plan, self.recipe.train_transform, PASSES)[:PASSES]:
+        passes = min(PASSES, self.plan.micro_batches)  # of any size as many, so that sizes compare
+        for batch in trial_batches(self.data, plan, self.recipe.train_transform, passes)[:passes]:
             began = time.perf_counter()
             with self._forward(of_gpu), tracker.without_values():
                 found = loss_of(self.recipe.loss, self.model, batch)
@@ -90,14 +91,14 @@ class Rank:
             seconds[1] += time.perf_counter() - between
             del found
         states = stepper.bytes_by_kind()["states"]
-        passes, began = tracker.bytes_on(self.device, "peak") - held, time.perf_counter()
+        peak, began = tracker.bytes_on(self.device, "peak") - held, time.perf_counter()
         del batch
         tracker.restart()
         _, sent = stepper.step_on_device()
         seconds[2] = time.perf_counter() - began
         made = stepper.bytes_by_kind()["states"] - states
         update = tracker.bytes_on(self.device, "peak") - held - made
-        return StepMemory(size, activations, passes, update), StepSeconds(*seconds), sent
+        return StepMemory(size, activations, peak, update), StepSeconds(*seconds), sent
 
     @property
     def num_parameters(self) -> int:

@@ -36,7 +36,7 @@ def test_a_failure_is_exit_code_3_with_what_to_do(tmp_path) -> None:
     done = doctor(tmp_path, "tracker=none", "launch.nproc=1", GLOO_SOCKET_IFNAME="none0")
     assert done.returncode == 3, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("failure")]
-    assert "GLOO_SOCKET_IFNAME=none0 does not exist. Give one of" in line
+    assert "GLOO_SOCKET_IFNAME=none0 in the environment names no network interface" in line
 
 
 def test_an_unknown_key_is_refused_before_anything_is_looked_at(tmp_path) -> None:

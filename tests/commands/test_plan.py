@@ -65,6 +65,18 @@ def test_a_plan_has_steps_memory_wire_and_files_and_starts_nothing(capsys, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+def test_steps_of_one_rank_are_measured_here_and_leave_no_files(capsys, tmp_path) -> None:
+    words = own(tmp_path, line="assert not x.is_cuda")
+    before = sorted(tmp_path.iterdir())
+    found = planned(capsys, *words, "launch.nproc=2", "--measure", "--link", "100", "--ranks", "4")
+    parts = [found["step_s"][part] for part in ("forward", "backward", "update")]
+    assert min(parts) > 0
+    assert found["step_s"]["total"] == pytest.approx(sum(parts))
+    (link,) = found["links"]
+    assert link["step_s"] == StepSeconds(*parts).over(link["wire_s"])
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_the_page_names_what_the_values_are(capsys) -> None:
     assert cli.main([*WORDS, "--link", "2500", "--ranks", "16"]) == 0
     page = capsys.readouterr().out

@@ -105,7 +105,7 @@ def over_nccl(monkeypatch):
     """`join` as on a GPU, with a group that sends nothing. Its variables go to a copy of the environment."""
     init = dist.init_process_group
     monkeypatch.setattr(process_group, "_device", lambda launch: torch.device("cuda", 0))
-    for name in ("refuse_unusable_driver", "refuse_missing_kernels", "_refuse_shared_gpu", "_divide_threads"):
+    for name in ("refuse_unusable_driver", "refuse_missing_kernels", "_refuse_shared_gpu", "divide_threads"):
         monkeypatch.setattr(process_group, name, lambda *given: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(

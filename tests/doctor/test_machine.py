@@ -15,6 +15,7 @@ from launcher.distributed.env import WorkerEnv
 from launcher.doctor import machine
 from launcher.doctor.findings import FAILURE, NOTE, OK
 from launcher.doctor.machine import Subject
+from launcher.errors import PreflightError
 from tests.configs import composed
 
 
@@ -114,8 +115,9 @@ def test_a_clock_that_stands_in_the_past(monkeypatch) -> None:
 
 def test_interfaces(monkeypatch) -> None:
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
-    found = only(machine.interface({"NCCL_SOCKET_IFNAME": "ib0"}))
-    assert (found.verdict, found.advice) == (FAILURE, "Give one of lo, eth0.")
+    for refused in ("NCCL_SOCKET_IFNAME=ib0", "NCCL_SOCKET_IFNAME==eth", "GLOO_SOCKET_IFNAME=eth"):
+        with pytest.raises(PreflightError, match="It has lo, eth0"):
+            list(machine.interface(dict([refused.split("=", 1)])))
     for accepted in ("eth", "^docker", "=eth0", "eth0,eth1"):
         assert only(machine.interface({"NCCL_SOCKET_IFNAME": accepted})).verdict != FAILURE
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")

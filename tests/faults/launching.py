@@ -229,7 +229,7 @@ def _be_a_rank(
     )
     os.environ.update(environ)
     torch.set_num_threads(1)
-    process_group._divide_threads = lambda launch: None  # two threads change bits, and the cores are shared
+    process_group.divide_threads = lambda ranks: None  # two threads change bits, and the cores are shared
     leave_out_pictures()
     resolve.compose_jobs = lambda request: [config]
     sys.modules["tests.faults.launching"].USER_CODE = user_code  # type: ignore[attr-defined]

@@ -16,7 +16,9 @@ from launcher.plan.meta import META
 from tests.configs import composed
 
 EXAMPLES = Path(__file__).parents[2] / "recipes" / "examples"
-SLACK = 2 << 20  # bytes: of a CPU's own buffers, which matter in tiny models only
+# Bytes that are allowed beside the 5 %, for models whose step takes only 0.2 to 1.3 MB. Scratch of kernels is
+# not among the bytes of tensors: with it, the peak of convolutions was 12 to 29 % higher.
+SLACK = 2 << 20
 SMALL = ("data=synthetic", "data.num_samples=64")
 TEXT = "The quick brown fox jumps over the lazy dog. " * 400
 PAIRS = "A man eats.\tA man sleeps.\tneutral\nA man eats.\tHe eats.\tentailment\n"
