@@ -27,6 +27,7 @@ from launcher.sweep.record import Record, count_time, take_result
 from launcher.telemetry.formatting import duration
 
 PATIENCE_S = 300.0  # for a scheduler that does not answer: its daemon restarts, or a spare machine takes over
+WRITE_EVERY_S = 60.0  # what a killed process leaves out of sweep.stop.hours at most
 POLL_S = 0.2  # longest wait for a change, after which signals, limits and the table are looked at
 # A further attempt would end in the same way: the config is wrong, or the training diverges.
 FINAL = (ConfigError.exit_code, DIVERGED)
@@ -91,7 +92,7 @@ class Scheduler:
             self._obey_signals()
             while not self.reason and (job := self._startable()) is not None:
                 self._start(job)
-            if self._changed:
+            if self._changed or self._seconds() - self._record.seconds > WRITE_EVERY_S:
                 self._write()
             if not self._running and (self.reason or self._plan.next() is None):
                 return
