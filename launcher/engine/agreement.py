@@ -61,6 +61,8 @@ def _unlike(own: dict[str, str], model: nn.Module, group: dist.ProcessGroup) -> 
     # 7 bytes: the number and its negative both fit int64.
     digest = int.from_bytes(hashlib.sha256(data).digest()[:7], "little")
     device = next((t.device for t in (*model.parameters(), *model.buffers())), None)
+    if dist.get_backend(group) == "nccl":  # also of a rank whose model is on the CPU, or is none
+        device = torch.device("cuda")
     # One MAX of x and of -x gives the largest and the smallest: opposite only if x is the same on all ranks.
     agreed = torch.tensor([digest, -digest, len(data)], dtype=torch.int64, device=device)
     works.all_reduce(agreed, group, dist.ReduceOp.MAX)
