@@ -27,11 +27,10 @@ from launcher.commands.watch import watch
 from launcher.config.wandb_sweep import with_typed_values
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.handoff import HandoffTimeouts, Leader, follow
-from launcher.distributed.machines import elastic_nodes, endpoint_of, given, node_of
+from launcher.distributed.machines import given, node_of
 from launcher.distributed.slurm import variables_of_rank
 from launcher.errors import DIVERGED, INTERRUPTED, Interrupted, LauncherError, escaped, in_words
 from launcher.process.terminal import columns_of, wrapped
-from launcher.supervisor.worker_count import PET_WORKERS, count_gpus
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,14 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         argv = sys.argv[1:] if argv is None else argv
         words = None if "RANK" in os.environ else words_of_a_run(argv)
-        if words is not None and (nnodes := elastic_nodes(words, os.environ)):
-            return run_elastic(nnodes, words, argv)
         launch = LaunchEnv() if words is None else node_of(words, os.environ)
-        if not launch.is_node:  # a task of srun is a rank, unless the command makes it the parent of a node
-            os.environ.update(variables_of_rank(os.environ))
+        if not launch.is_node:
+            # A task of srun is a rank, unless the command makes it the parent of a node, or a run of its own.
+            if given(words or (), "nnodes") != "1":
+                os.environ.update(variables_of_rank(os.environ))
             launch = LaunchEnv.from_environ(os.environ)
-        if launch.launched and list(argv[:1]) == ["doctor"]:
-            return doctor(parse(argv), launch)  # every rank looks, with its own words
+        if launch.launched and "doctor" in argv and (arguments := parse(argv)).command == "doctor":
+            return doctor(arguments, launch)  # every rank looks, with its own words
         return follow_leader(launch, argv) if launch.rank > 0 else lead(launch, argv)
     except (KeyboardInterrupt, Interrupted):
         return INTERRUPTED
@@ -142,21 +141,4 @@ def run_command(arguments: Arguments, leader: Leader) -> int:
         return train(as_sweep(arguments), leader, findings=(DIVERGED,))
     else:
         return train(arguments, leader)
-    return 0
-
-
-def run_elastic(nnodes: str, words: Sequence[str], argv: Sequence[str]) -> int:
-    """Run torchrun in this process, for MIN:MAX machines; returns the exit code of the first failure."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
-    address, port = endpoint_of(words, os.environ)
-    nproc = given(words, "nproc") or os.environ.get(PET_WORKERS) or str(count_gpus() or 1)
-    options = ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", f"--rdzv-id={port}"]
-    options += [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}"]
-    options += [f"--max-restarts={given(words, 'max_restarts') or 0}", "-m", "launcher"]
-    try:
-        torchrun([*options, *without_rank(argv)])
-    except ChildFailedError as error:  # their output has said why
-        return max(1, error.get_first_failure()[1].exitcode)
     return 0

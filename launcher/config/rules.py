@@ -168,20 +168,6 @@ Options = Annotated[
 ]
 Count = Annotated[int, whole(1)]
 CountOrZero = Annotated[int, whole(0)]
-Machines = Annotated[
-    int | str,
-    Rule(
-        "a whole number of at least 1, or MIN:MAX",
-        lambda value: (
-            whole(1).holds(value)
-            or (
-                isinstance(value, str)
-                and (ends := re.fullmatch(r"([1-9]\d{0,8}):([1-9]\d{0,8})", value)) is not None
-                and int(ends[1]) <= int(ends[2])
-            )
-        ),
-    ),
-]
 Endpoint = Annotated[str, string("HOST:PORT", lambda value: re.fullmatch(r"\S+:\d{1,5}", value) is not None)]
 Share = Annotated[float, share]
 Positive = Annotated[float, number("above 0", lambda value: value > 0)]

@@ -19,7 +19,6 @@ from launcher.config.rules import (
     CountOrZero,
     Endpoint,
     LossScale,
-    Machines,
     Name,
     NotNegative,
     Options,
@@ -210,7 +209,7 @@ class TelemetryConfig:
 @dataclass(frozen=True)
 class LaunchConfig:
     nproc: Auto | Count
-    nnodes: Auto | Machines
+    nnodes: Auto | Count
     node_rank: Auto | CountOrZero
     rdzv_endpoint: Endpoint | None
     hosts: Literal["alike", "mixed"]

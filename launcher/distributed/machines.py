@@ -41,7 +41,7 @@ def node_of(words: Sequence[str], environ: MutableMapping[str, str]) -> LaunchEn
     wish = {key: given(words, key) or _first(environ, names) for key, names in VARIABLES.items()}
     nnodes, rank = wish["nnodes"], wish["node_rank"]
     if not nnodes.isdecimal() or int(nnodes) < 2:
-        if given(words, "node_rank").isdecimal() and int(rank) > 0 and ":" not in nnodes:
+        if given(words, "node_rank").isdecimal() and int(rank) > 0:
             raise ConfigError(f"launch.node_rank={rank} without launch.nnodes: give {COMPLETE}.")
         return LaunchEnv()
     if not rank.isdecimal():
@@ -83,12 +83,6 @@ def endpoint_of(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, 
     return address.strip("[]"), port
 
 
-def elastic_nodes(words: Sequence[str], environ: Mapping[str, str]) -> str:
-    """MIN:MAX of launch.nnodes, empty if it is no range."""
-    nnodes = given(words, "nnodes") or _first(environ, VARIABLES["nnodes"])
-    return nnodes if ":" in nnodes else ""
-
-
 def refuse_alone(wish: LaunchConfig, launch: LaunchEnv, environ: Mapping[str, str]) -> None:
     """Raise PreflightError for a run of one machine where a scheduler says that there are more.
 
@@ -97,13 +91,14 @@ def refuse_alone(wish: LaunchConfig, launch: LaunchEnv, environ: Mapping[str, st
     hosts = launch.world_size if launch.is_node else -(-launch.world_size // launch.local_world_size)
     if hosts > 1 or wish.nnodes == 1:
         return
-    if wish.nnodes != "auto" and not (launch.launched and ":" in str(wish.nnodes)):
+    if wish.nnodes != "auto":
         raise ConfigError(
             f"launch.nnodes={wish.nnodes}, but this process was started for one machine. Give {COMPLETE} on "
             "the command line of each machine: all but node 0 read it there, before they have a config."
         )
     for key in MACHINES_SAID:
-        said = environ.get(key, "").partition(":")[0]  # of MIN:MAX the least
+        # Of MIN:MAX torchrun may have started the least; without it there would be one of the most.
+        said = environ.get(key, "").split(":")[0 if launch.launched else -1]
         is_mpi = key.startswith("OMPI")
         what = "processes" if is_mpi else "machines"
         if said.isdecimal() and int(said) > (launch.world_size if is_mpi else 1):

@@ -25,9 +25,8 @@ from torch import Tensor
 Known = dict[str, object]  # classes and functions by name, the same names on all ranks
 PLAIN: Known = {}  # what a value may always consist of
 CONSTANTS = EllipsisType | NotImplementedType | torch.memory_format
-OPERATORS = type(torch.ops.aten.add) | type(
-    torch.ops.aten.add.Tensor
-)  # code of torch, which it cannot pickle
+# Code of torch, which it cannot pickle.
+OPERATORS = type(torch.ops.aten.add) | type(torch.ops.aten.add.Tensor)
 LEVELS_SHOWN = 6  # of the place of the part that cannot be sent, in an error
 
 

@@ -129,9 +129,8 @@ def _refuse_foreign(directory: Path) -> None:
     """Raise ConfigError for a directory with other files, before anything is written to it."""
     rule = "A run needs a directory of its own: a new name, an empty one, or that of a run to resume."
     for place, what in (("/", "the root directory"), ("~", "a home directory")):
-        with contextlib.suppress(
-            OSError, RuntimeError
-        ):  # a user may have no home, or one that does not exist
+        # A user may have no home, or one that does not exist.
+        with contextlib.suppress(OSError, RuntimeError):
             if directory.samefile(Path(place).expanduser()):
                 raise ConfigError(f"run.dir={directory} is {what}. {rule}")
     foreign = [] if _holds_run(directory) else foreign_to_a_run(directory)

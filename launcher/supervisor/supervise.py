@@ -42,10 +42,9 @@ def supervise(config: Config, num_workers: int, nodes: OneMachine | None = None)
             _supervise(config, num_workers, signals, heartbeats, nodes)
     except Exception as error:
         leads = nodes is None or nodes.leads
-        if leads and not isinstance(
-            error, PreemptedError
-        ):  # that one the leader has written, with the checkpoint
-            # The leader may have been killed, or name the wrong cause.
+        # The leader has written that it was preempted, with the checkpoint. Else it may have been killed, or
+        # name the wrong cause.
+        if leads and not isinstance(error, PreemptedError):
             write_failure(Path(config.run.dir), Failure.of(error), heartbeats.steps_done())
         raise
 

@@ -9,8 +9,8 @@ import pytest
 from launcher.cli import without_rank, words_of_a_run
 from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.machines import elastic_nodes, node_of, refuse_alone
-from launcher.errors import LauncherError
+from launcher.distributed.machines import node_of, refuse_alone
+from launcher.errors import ConfigError, LauncherError
 from tests.configs import composed
 
 TWO = ("launch.nnodes=2", "launch.rdzv_endpoint=10.0.0.1:29500")
@@ -99,10 +99,9 @@ def test_a_place_that_is_none_is_refused(words, environ, message) -> None:
     message(raised.value)
 
 
-def test_a_range_goes_to_torchrun() -> None:
-    assert elastic_nodes(("launch.nnodes=1:4",), {}) == "1:4"
-    assert elastic_nodes((), {"PET_NNODES": "1:4"}) == "1:4"
-    assert elastic_nodes(("launch.nnodes=2",), {"PET_NNODES": "1:4"}) == ""
+def test_a_range_on_the_command_line_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a whole number of at least 1"):
+        composed("recipe=cnn", "launch.nnodes=1:4")
 
 
 def test_only_a_command_that_runs_one_job_has_machines(monkeypatch) -> None:
@@ -134,10 +133,9 @@ ALONE, TORCHRUN = LaunchEnv(), LaunchEnv(0, 2, 0, 2, launched=True)
             for key in ("SLURM_NNODES", "PET_NNODES", "SKYPILOT_NUM_NODES")
         ),
         ("auto", ALONE, {"OMPI_COMM_WORLD_SIZE": "2"}),
-        ("auto", ALONE, {"PET_NNODES": "2:4"}),
+        ("auto", ALONE, {"PET_NNODES": "1:4"}),
         (2, ALONE, {}),
         (2, TORCHRUN, {}),
-        ("1:2", ALONE, {}),
     ],
 )
 def test_a_host_that_would_train_alone_by_mistake_is_refused(wish, launch, environ, message) -> None:
@@ -156,7 +154,6 @@ def test_a_host_that_would_train_alone_by_mistake_is_refused(wish, launch, envir
         ("auto", LaunchEnv(0, 4, 0, 2, launched=True), {"SLURM_NNODES": "2"}),
         ("auto", TORCHRUN, {"OMPI_COMM_WORLD_SIZE": "2"}),
         ("auto", TORCHRUN, {"PET_NNODES": "1:4"}),
-        ("1:2", TORCHRUN, {}),
         (2, LaunchEnv(0, 2, noun="node"), {"SLURM_NNODES": "2"}),
     ],
 )

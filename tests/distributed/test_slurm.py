@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from launcher import cli
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.slurm import first_node, variables_of_rank
+from launcher.errors import PreflightError
 
 TASK = {
     "SLURM_GTIDS": "2,3",
@@ -42,6 +46,20 @@ def test_each_task_of_srun_is_a_rank() -> None:
 )
 def test_no_other_process_in_a_job_is_one(environ) -> None:
     assert variables_of_rank(environ) == {}
+
+
+def test_a_task_without_its_variables_is_refused_with_their_names() -> None:
+    lacking = {key: value for key, value in TASK.items() if key != "SLURM_GTIDS"}
+    with pytest.raises(PreflightError, match="not SLURM_GTIDS"):
+        variables_of_rank(lacking)
+
+
+def test_one_machine_by_the_command_makes_each_task_a_run_of_its_own(monkeypatch) -> None:
+    led: list[LaunchEnv] = []
+    monkeypatch.setattr(cli, "lead", lambda launch, argv: led.append(launch) or 0)
+    monkeypatch.setattr(os, "environ", dict(TASK))
+    assert cli.main(["recipe=cnn", "launch.nnodes=1"]) == 0
+    assert led == [LaunchEnv()]
 
 
 def test_the_place_to_meet_is_that_of_the_step_or_the_one_that_is_set() -> None:
