@@ -87,7 +87,7 @@ class SlurmCarrier:
                     again = directory_override("sweep.resume", each.directory.parent)
                     raise PreflightError(
                         f"sweep.on=slurm: sbatch refuses the job: {_words(error)}. The sweep has ended; jobs "
-                        f"that Slurm has accepted go on. Once sbatch accepts it: {TO_RESUME} {again}"
+                        f"that Slurm has accepted run on. {TO_RESUME} {again}, once sbatch accepts its jobs."
                     ) from error
 
     def _give(self, each: Submitted) -> None:
