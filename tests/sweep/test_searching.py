@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
 import time
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench.sweep import measured
 from tests.faults.parent import Parent, write_recipe
 from tests.sweep.test_sweep import HERE, jobs, states
 
@@ -112,3 +114,14 @@ def test_a_pruner_without_evaluations_is_refused_by_the_first_job(tmp_path: Path
     with Parent(tmp_path, *HERE, "sweep.prune=asha", "seed=0,1", "data.val_fraction=0", nproc=1) as parent:
         assert parent.end(60) == 2
         assert "sweep.prune=asha needs evaluations" in " ".join(parent.stderr.split())
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_search_of_200_trials_keeps_devices_busy_in_little_memory(tmp_path: Path, kind: str) -> None:
+    """Simulated trials of 3 to 12 s on 8 declared devices, which empty as the last ones end."""
+    found = measured("simulate", 200, kind, 3.0)
+    assert (found["jobs"], found["files"]) == (200, 0)
+    assert found["memory_mb"] <= 150
+    crowded = os.getloadavg()[0] > 2 * len(os.sched_getaffinity(0))
+    assert found["busy"] >= (0.8 if crowded else 0.95)
