@@ -6,7 +6,7 @@ Knows no files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -163,15 +163,15 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Staged:
-    """A snapshot whose copies to the host may still be pending."""
+    """A snapshot whose copies to the host may still be pending, and which `finished` puts together."""
 
-    _snapshot: Snapshot
+    _build: Callable[[], Snapshot]
     _copies: Copies
 
     def finished(self) -> Snapshot:
         """The snapshot, once the device has made the copies. Callable from any thread."""
         self._copies.wait()
-        return self._snapshot
+        return self._build()
 
 
 def stage(
@@ -193,9 +193,9 @@ def stage(
     """
     random = _random_states(env)
     state = stepper.state(LEADER, memory.allocate)
-    buffers = _buffers_by_rank(state.buffers, env)
+    buffers_by_rank = _gather_buffers(state.buffers, env)
     averages = None if average is None else average.state(LEADER, memory.allocate)
-    averaged_buffers = {} if averages is None else _buffers_by_rank(averages.buffers, env)
+    average_buffers_by_rank = _gather_buffers({} if averages is None else averages.buffers, env)
     # Only after the last collective: the ranks that save nothing take part in all of them.
     if not env.is_leader:
         return None
@@ -206,32 +206,37 @@ def stage(
     copied = {part: {n: copies.tensors[f"{part}/{n}"] for n in tensors} for part, tensors in parts.items()}
     if copies.ready is not None:
         stepper.hold_update(copies.ready)
-    snapshot = Snapshot(
-        # Buffers as a run of any size starts from them.
-        engine=replace(
-            state,
-            weights=copied["weights"],
-            optimizer=copied["optimizer"],
-            buffers={name: of_all_ranks(rows) for name, rows in buffers.items()},
-            counters=dict(state.counters),
-        ),
-        progress=progress,
-        identity=identity,
-        origin=origin,
-        random=random,
-        names=_state_dict_names(stepper.model),
-        rank_buffers={name: rows for name, rows in buffers.items() if not _alike(rows)},
-        metric=metric,
-        extra=extra,
-        average=averages
-        and AverageState(
-            copied["average"],
-            {name: of_all_ranks(rows) for name, rows in averaged_buffers.items()},
-            dict(averages.counters),
-        ),
-        average_buffers=averaged_buffers,
-    )
-    return Staged(snapshot, copies)
+    counters, names = dict(state.counters), _state_dict_names(stepper.model)
+
+    def build() -> Snapshot:
+        buffers, average_buffers = buffers_by_rank(), average_buffers_by_rank()
+        return Snapshot(
+            # Buffers as a run of any size starts from them.
+            engine=replace(
+                state,
+                weights=copied["weights"],
+                optimizer=copied["optimizer"],
+                buffers={name: of_all_ranks(rows) for name, rows in buffers.items()},
+                counters=counters,
+            ),
+            progress=progress,
+            identity=identity,
+            origin=origin,
+            random=random,
+            names=names,
+            rank_buffers={name: rows for name, rows in buffers.items() if not _alike(rows)},
+            metric=metric,
+            extra=extra,
+            average=averages
+            and AverageState(
+                copied["average"],
+                {name: of_all_ranks(rows) for name, rows in average_buffers.items()},
+                dict(averages.counters),
+            ),
+            average_buffers=average_buffers,
+        )
+
+    return Staged(build, copies)
 
 
 def restore(
@@ -278,19 +283,27 @@ def _random_states(env: WorkerEnv) -> dict[str, Tensor]:
     return {name: _gathered(state, env) for name, state in own.items()}
 
 
-def _buffers_by_rank(buffers: Mapping[str, Tensor], env: WorkerEnv) -> dict[str, Tensor]:
-    """All ranks' values on the host, [world_size, *shape] by name. A collective, one for all buffers."""
+def _gather_buffers(buffers: Mapping[str, Tensor], env: WorkerEnv) -> Callable[[], dict[str, Tensor]]:
+    """A function that gives all ranks' values on the host, [world_size, *shape] by name.
+
+    A collective, one for all buffers. The function can be called later and on another thread.
+    """
+    if not buffers:
+        return dict
     flat = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers.values()]
-    if not flat:
-        return {}
-    rows = torch.split(_gathered(torch.cat(flat), env), [len(part) for part in flat], dim=1)
-    return {
-        # cloned, because viewing bytes as a wider dtype needs an aligned address
-        name: part.clone(memory_format=torch.contiguous_format)
-        .view(buffer.dtype)
-        .reshape(env.world_size, *buffer.shape)
-        for (name, buffer), part in zip(buffers.items(), rows, strict=True)
-    }
+    gathered, sizes = _gathered(torch.cat(flat), env), [len(part) for part in flat]
+    kinds = {name: (buffer.dtype, buffer.shape) for name, buffer in buffers.items()}
+
+    def by_name() -> dict[str, Tensor]:
+        return {
+            # cloned, because viewing bytes as a wider dtype needs an aligned address
+            name: part.clone(memory_format=torch.contiguous_format).view(dtype).reshape(len(part), *shape)
+            for (name, (dtype, shape)), part in zip(
+                kinds.items(), torch.split(gathered, sizes, dim=1), strict=True
+            )
+        }
+
+    return by_name
 
 
 def _alike(rows: Tensor) -> bool:

@@ -117,7 +117,11 @@ class Replica:
                 f"buffers {', '.join(sorted(new))} were registered after the Stepper was built. Register "
                 "buffers in the model's __init__."
             )
-        return {name: not torch.equal(bits_of(buffer), start[name]) for name, buffer in buffers.items()}
+        for name, buffer in buffers.items():
+            bits = start[name]
+            if bits is not None and not torch.equal(bits_of(buffer), bits):
+                start[name] = None  # compared no more: on a GPU, each comparison waits for the device
+        return {name: start[name] is None for name in buffers}
 
     @property
     def has_trained(self) -> bool:
@@ -135,7 +139,7 @@ class Replica:
         """All that is kept between steps, wire gradients included."""
         return [
             self.scale.memory,
-            *self._start_bits.values(),
+            *(bits for bits in self._start_bits.values() if bits is not None),
             *self.buffers.tensors(),
             *self.updater.tensors(),
             *(tensor for segment in self.layout.segments for tensor in (segment.weight, segment.grad)),
@@ -157,7 +161,9 @@ class Replica:
         """Reset what `has_trained` and `changed_buffers` compare with."""
         self.trained.zero_()  # in place: a recorded step writes there
         self._trained_on_host = False
-        self._start_bits = {name: bits_of(buffer) for name, buffer in named_buffers(self.model).items()}
+        self._start_bits: dict[str, Tensor | None] = {  # None for a buffer that was found changed
+            name: bits_of(buffer) for name, buffer in named_buffers(self.model).items()
+        }
 
     def _replicated(self, segment: Segment) -> dict[str, Tensor]:
         """The unsharded flat tensors of a segment by kind: weight, master, optimizer states."""

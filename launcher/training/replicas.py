@@ -18,10 +18,10 @@ from launcher.distributed.collectives import exchange_texts, gather
 from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine import Stepper, WeightAverage
 from launcher.engine.flat.names import named_buffers, named_parameters
+from launcher.engine.flat.words import words_of
 from launcher.engine.works import all_reduce
 from launcher.errors import ReplicaError, listed
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ABSTAINS = -2  # a rank that has not trained since the start: below both answers and their negatives
 SHOWN = 5  # names in an error; more would bury the rest
 
@@ -69,9 +69,17 @@ def _refuse_lone_changes(stepper: Stepper, group: dist.ProcessGroup) -> None:
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> Tensor:
-    """int64 [tensors]: the sum of each tensor's bit patterns, whatever the order of its elements."""
-    sums = [flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64) for flat in tensors.values()]
-    return torch.stack(sums)
+    """int64 [tensors]: the sum of each tensor's bit patterns, modulo 2**64. Any one changed bit changes it.
+
+    Equal tensors must also have equal strides and begin at equal multiples of 8 bytes.
+    """
+    return torch.stack([_sum_of_bits(tensor) for tensor in tensors.values()])
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    words, rest = words_of(tensor)
+    found = words.sum()
+    return found + rest.sum(dtype=torch.int64) if rest.numel() else found
 
 
 def _difference(names: list[str], own: Tensor, group: dist.ProcessGroup) -> str:

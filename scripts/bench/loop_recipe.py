@@ -30,9 +30,8 @@ from torch.utils.data import DataLoader
 from launcher.data.batch_plan import epoch_order
 from launcher.engine import SGD, Policy, Scaling, Stepper, StepReport, StepResult
 from launcher.recipe import Batch, Config, Recipe, TensorData, cross_entropy, recipe
-from launcher.training.progress import Position
-from launcher.training.task import Task
 from scripts.bench.baselines import Disagreement
+from scripts.bench.before_steps import call_before_each_step
 from scripts.bench.interleaved import Times
 
 SETTINGS = "LAUNCHER_BENCH_LOOP"  # the environment variable with those of a run, as JSON
@@ -247,17 +246,6 @@ class Turns:
         pairs = zip(self._model.parameters(), self._copy.parameters(), strict=True)
         if not all(torch.equal(one, two) for one, two in pairs):
             raise Disagreement(f"the weights of launcher and loop by hand differ after step {self._step}.")
-
-
-def call_before_each_step(call: Callable[[], None]) -> None:
-    """Not by a function of the recipe: a transform, say, costs the launcher what the other side lacks."""
-    train_on = Task.train_on
-
-    def called(task: Task, position: Position) -> StepResult:
-        call()
-        return train_on(task, position)
-
-    Task.train_on = called  # type: ignore[method-assign]
 
 
 @recipe("bench_loop")

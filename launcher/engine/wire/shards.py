@@ -15,6 +15,7 @@ from torch import Tensor
 import launcher.engine.works as works
 from launcher.engine.flat.allocation import one_thread
 from launcher.engine.flat.layout import Layout, Piece, Segment, Slot, SlotRun, Stretch
+from launcher.engine.flat.words import words_of
 from launcher.engine.wire.transports import ShardedSum, Transport, all_gather, is_sharded
 
 Allocate = Callable[[int, bool], Tensor]  # fp32 host memory for so many elements, pinned or not
@@ -239,6 +240,5 @@ def _spread_run(run: SlotRun, named: Mapping[str, Tensor], tensor: Tensor, part:
 
 
 def _same_bits(one: Tensor, two: Tensor) -> bool:
-    """Whether flat tensors of one dtype hold the same bits. torch compares integers faster than halves."""
-    kind = {2: torch.int16, 4: torch.int32}[one.element_size()]
-    return torch.equal(one.view(kind), two.view(kind))
+    """Whether flat tensors of one dtype hold the same bits."""
+    return all(map(torch.equal, words_of(one), words_of(two)))
