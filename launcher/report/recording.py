@@ -31,7 +31,7 @@ from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.codec import decoded, encoded
 from launcher.run_dir.records import LOGS
 from launcher.telemetry import events
-from launcher.telemetry.event_log import FILE_NAME, MAX_LINE_BYTES, TOO_LONG
+from launcher.telemetry.event_log import FILE_NAME, LAST_BYTES, MAX_LINE_BYTES, TOO_LONG
 from launcher.telemetry.step_time import PARTS, TIMES, TimeShares, TimeTotals, time_at_end
 from launcher.telemetry.stream import Record
 
@@ -291,6 +291,7 @@ class Follower:
         self.recording = Recording()
         self._identity: tuple[int, int] | None = None
         self._offset = 0
+        self._last = b""  # what stands before the offset
         self._torn = b""
 
     def poll(self, at_most_bytes: int | None = None) -> bool:
@@ -306,7 +307,8 @@ class Follower:
             return changed
         with open(descriptor, "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
-            if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._offset:
+            file.seek(self._offset - len(self._last))
+            if (status.st_dev, status.st_ino) != self._identity or file.read(len(self._last)) != self._last:
                 self._reset()
                 self._identity = (status.st_dev, status.st_ino)
             return self._read(file, at_most_bytes)
@@ -316,6 +318,7 @@ class Follower:
         changed, done_bytes = False, 0
         while block := file.read(BLOCK_BYTES):
             self._offset += len(block)
+            self._last = (self._last + block)[-LAST_BYTES:]
             done_bytes += len(block)
             *lines, rest = block.split(b"\n")
             if lines:
@@ -334,6 +337,7 @@ class Follower:
         self.recording = Recording()
         self._identity = None
         self._offset = 0
+        self._last = b""
         self._torn = b""
 
 

@@ -14,7 +14,7 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,16 +138,11 @@ def write_content(path: Path, content: bytes, durable: bool = False) -> None:
 
     `durable` also waits until the content is on disk, for files that must survive a power failure.
     """
-    write_chunks(path, (content,), durable)
-
-
-def write_chunks(path: Path, chunks: Iterable[bytes], durable: bool = False) -> None:
-    """`write_content` of all chunks, of which one at a time is in memory."""
     require_plain(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
         with open(temporary, "xb") as file:
-            file.writelines(chunks)
+            file.write(content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

@@ -18,7 +18,7 @@ from pathlib import Path
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import METRICS
 from launcher.sweep.job import OVER, RUNNING, Job
-from launcher.telemetry.event_log import parsed
+from launcher.telemetry.event_log import LAST_BYTES, parsed
 from launcher.telemetry.events import EvalEvent, StartEvent, event_of
 
 REDUCTION = 3  # one job in so many passes a rung, and rungs lie so many times as far apart; 3 and 4 are usual
@@ -35,18 +35,21 @@ class Evaluations:
     values: dict[int, float] = field(default_factory=dict)  # by step: a resumed job repeats some of them
     _compare_by: str | None = None  # of the recipe
     _offset: int = 0  # bytes read of metrics.jsonl
+    _last: bytes = b""  # what stands before them
 
     def poll(self) -> None:
-        """Read whole new lines. A file that is absent has none. Raises OSError."""
+        """Read whole new lines; all again where the job has resumed. Raises OSError, not without a file."""
         with (
             suppress(FileNotFoundError),
             open(open_plain(self.directory / METRICS, os.O_RDONLY), "rb") as file,
         ):
-            file.seek(self._offset)
+            file.seek(self._offset - len(self._last))
+            if file.read(len(self._last)) != self._last:
+                self._offset = file.seek(0)
             for line in file:
                 if not line.endswith(b"\n"):
                     return
-                self._offset += len(line)
+                self._offset, self._last = self._offset + len(line), line[-LAST_BYTES:]
                 if line.startswith(BEGINNINGS) and (record := parsed(line)) is not None:
                     self._add(event_of(record))
 

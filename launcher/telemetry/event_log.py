@@ -13,23 +13,21 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from launcher.errors import listed
-from launcher.run_dir.atomic import json_line, open_plain, restored, write_chunks
+from launcher.run_dir.atomic import json_line, open_plain, restored
 from launcher.run_dir.records import METRICS
 from launcher.telemetry.events import PERIODIC, Event, record_of
 from launcher.telemetry.stream import LIMIT, Record, Sink
 
 FILE_NAME = METRICS
-SHOWN = 5  # line numbers in a warning
 MAX_LINE_BYTES = (
     1 << 24
 )  # a longer line is damaged: the largest events, tables of an evaluation, have some MB
 BLOCK_BYTES = 1 << 20  # read at once: more makes it no faster
+LAST_BYTES = 512  # a whole line of a step: by its time a reader knows that the file was not cut behind it
 MAX_STEP = 1 << 53  # exact in a float
 # The beginning of every line that `EventLog` writes: what decides whether the line is needed.
 HEAD = re.compile(rb'\{"event": "(\w+)", "time": (\d+(?:\.\d+)?), "step": (\d{1,18})[,}]')
@@ -129,19 +127,24 @@ class EventLog(Sink):
             )
 
     def _drop_events(self, step: int, evaluates_again: bool) -> None:
+        def settled(heads: Sequence[Record | None]) -> bool:
+            """Lines of `step` are written in order: before one of an earlier step nothing is dropped."""
+            return any(head and head["event"] == "step" and head["step"] < step for head in heads) and all(
+                happened(head, step, evaluates_again) for head in heads
+            )
+
+        end = None  # of what stays as it is
+        kept: list[tuple[str, int, bytes]] = []  # what the process that resumes has written so far
         with _open(self._path) as file:
-            kept: list[tuple[int, int]] = []  # ranges of bytes, adjacent ones joined
-            size_bytes = 0
-            for begin, size_bytes, line in _lines(file):
-                if happened(_head(line), step, evaluates_again):
-                    if kept and kept[-1][1] == begin:
-                        begin = kept.pop()[0]
-                    kept.append((begin, size_bytes))
-            if kept != [(0, size_bytes)] and size_bytes:
-                # On the disk before it replaces the file, which is the only record of these events.
-                write_chunks(self._path, _ranges(file, kept), durable=True)
-                self._file.close()
-                self._file = self._opened()
+            for begin, _, line in _lines(file, _latest(file, settled)):
+                head = _head(line)
+                if not happened(head, step, evaluates_again):
+                    end = begin if end is None else end
+                elif end is not None:
+                    kept.append((head["event"], head["step"], line) if head else ("", 0, line))
+        if end is not None:
+            os.ftruncate(self._file.fileno(), end)
+            self._unwritten.extendleft(reversed(kept))
 
     def _opened(self) -> io.FileIO:
         return open(open_plain(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
@@ -149,69 +152,35 @@ class EventLog(Sink):
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """All events of the file in order, without damaged lines. Raises OSError."""
-    return read_log(path).events
+    with _open(path) as file:
+        return [event for _, _, line in _lines(file) if (event := parsed(line)) is not None]
 
 
-@dataclass(frozen=True)
-class ReadEvents:
-    """The readable events of a file."""
-
-    events: list[dict[str, Any]]
-    damaged: list[int]  # line numbers, from 1, that hold no event
-
-    @property
-    def warning(self) -> str:
-        """The warning about damaged lines; "" if there are none."""
-        if not self.damaged:
-            return ""
-        return f"{FILE_NAME} is damaged: left out line {listed(self.damaged, SHOWN)}"
-
-
-def read_log(path: Path, wanted: Callable[[Record], bool] = lambda event: True) -> ReadEvents:
-    """The wanted events of the file and its damaged lines. An incomplete last line (of a killed writer) is
-    ignored.
-
-    Raises OSError.
-    """
-    found = list(_selected(path, wanted))
-    return ReadEvents(
-        [event for _, event in found if event is not None],
-        [number for number, event in found if event is None],
-    )
-
-
-def recorded_before(path: Path) -> ReadEvents:
-    """What a run that resumes needs of a file that may be large: its decisions, and its damaged lines.
-
-    Empty without a file. Raises OSError.
-    """
-    if not path.exists():
-        return ReadEvents([], [])
-    return read_log(path, lambda head: head["event"] == "decision")
-
-
-def recorded(path: Path, wanted: Callable[[Record], bool]) -> Iterator[dict[str, Any]]:
+def recorded(
+    path: Path,
+    wanted: Callable[[Record], bool],
+    settled: Callable[[Sequence[Record | None]], bool] = lambda heads: False,
+) -> Iterator[dict[str, Any]]:
     """The events of the file that are `wanted`, in order. Only these are parsed, and none is kept.
 
-    `wanted` gets at least event, time and step. Nothing without a file. Raises OSError.
+    `wanted` gets at least event, time and step. Reading begins with the last MB whose lines are `settled`:
+    nothing wanted stands before them; None is a damaged line. Nothing without a file. Raises OSError.
     """
     if path.exists():
-        yield from (event for _, event in _selected(path, wanted) if event is not None)
+        with _open(path) as file:
+            for _, _, line in _lines(file, _latest(file, settled)):
+                head = _head(line)
+                if head is not None and wanted(head) and (event := parsed(line)) is not None:
+                    yield event
 
 
-def _selected(path: Path, wanted: Callable[[Record], bool]) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Line numbers and events that are wanted; None for a damaged line."""
-    with _open(path) as file:
-        for number, (_, _, line) in enumerate(_lines(file), start=1):
-            head = _head(line)
-            if line != b"\n" and (head is None or wanted(head)):
-                yield number, None if head is None else parsed(line)
-
-
-def last_run_id(events: Iterable[Record]) -> str | None:
-    """The tracker's id of the run, if it has been tracked before."""
-    found = [event["run_id"] for event in events if isinstance(event.get("run_id"), str)]
-    return found[-1] if found else None
+def recorded_after(path: Path, time_s: float) -> Iterator[dict[str, Any]]:
+    """The events of the file after a time, for which only what follows it is read. Raises OSError."""
+    return recorded(
+        path,
+        lambda event: time_of(event) > time_s,
+        lambda heads: all(time_of(head) <= time_s for head in heads if head is not None),
+    )
 
 
 def happened(event: Record | None, step: int, evaluates_again: bool) -> bool:
@@ -255,9 +224,25 @@ def _open(path: Path) -> BinaryIO:
     return open(open_plain(path, os.O_RDONLY), "rb", buffering=BLOCK_BYTES)
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+def _latest(file: BinaryIO, settled: Callable[[Sequence[Record | None]], bool]) -> int:
+    """Where the last block begins whose whole lines are `settled`; 0 if there is none.
+
+    The blocks are read from the end of the file on, so that a long recording costs what is new in it.
+    """
+    begin = file.seek(0, os.SEEK_END)
+    while begin > 0:
+        begin = max(0, begin - BLOCK_BYTES)
+        file.seek(begin)
+        first, *lines = file.read(BLOCK_BYTES).split(b"\n")
+        if len(lines) > 1 and settled([_head(line + b"\n") for line in lines[:-1]]):
+            return begin + len(first) + 1
+    return 0
+
+
+def _lines(file: BinaryIO, begin: int = 0) -> Iterator[tuple[int, int, bytes]]:
     """Begin, end and content of each complete line; `TOO_LONG` for one that nobody should hold in memory."""
-    begin = end = 0
+    end = begin
+    file.seek(begin)
     while line := file.readline(MAX_LINE_BYTES):
         end += len(line)
         if line.endswith(b"\n"):
@@ -271,15 +256,6 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
                 end += len(rest)
                 yield begin, end, TOO_LONG
                 begin = end
-
-
-def _ranges(file: BinaryIO, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-    for begin, end in ranges:
-        file.seek(begin)
-        while begin < end:
-            block = file.read(min(BLOCK_BYTES, end - begin))
-            begin += len(block)
-            yield block
 
 
 def _cut_torn_line(path: Path) -> None:

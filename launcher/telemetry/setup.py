@@ -17,10 +17,10 @@ from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import clear_away, read_json
 from launcher.run_dir.records import ENVIRONMENT, TRACKERS, user_shape
 from launcher.telemetry.console.console import Console
-from launcher.telemetry.event_log import EventLog, last_run_id, recorded, recorded_before
+from launcher.telemetry.event_log import EventLog, recorded_after
 from launcher.telemetry.status import StatusFile
 from launcher.telemetry.stream import Sink, Telemetry
-from launcher.telemetry.tracker.delivery import Delivery, path_of
+from launcher.telemetry.tracker.delivery import Delivery, path_of, tracked_before
 from launcher.telemetry.tracker.mode import Decision, decide, sync_command
 from launcher.telemetry.tracker.protocol import TrackedRun, Tracker
 from launcher.telemetry.tracker.registry import make, refuse_missing
@@ -51,7 +51,6 @@ def open_telemetry(
     run_dir = Path(config.run.dir)
     clear_away(run_dir)  # rank 0 of this attempt is the only writer
     try:
-        before = recorded_before(run_dir / EventLog.name)
         files: list[Sink] = [EventLog(run_dir / EventLog.name), StatusFile(run_dir / StatusFile.name)]
         telemetry = Telemetry(files, every_s=EVERY_S)
     except OSError as error:
@@ -59,9 +58,7 @@ def open_telemetry(
             f"The run's files cannot be written to {run_dir}: {error}. Choose another place with run.dir=DIR."
         ) from error
     telemetry.add(Console(sys.stdout, sys.stderr, run_dir))
-    if before.warning:
-        telemetry.warn(before.warning)
-    run_id = config.tracker.run_id or last_run_id(before.events) or new_run_id()
+    run_id = config.tracker.run_id or tracked_before(run_dir, config.tracker.names) or new_run_id()
     if not config.tracker.names:
         telemetry.decision("tracker", "none: events are written only to the files of the run", mode="none")
     for name in config.tracker.names:
@@ -117,7 +114,7 @@ def _sink(
             chosen = partial(checkpoint_artifact, run_dir, config.tracker.artifacts)
             options = replace(options, patience=timeouts, checkpoint=chosen)
         make_tracker = partial(WandbTracker, options)
-    delivery = Delivery(path_of(run_dir, name), run.run_id, partial(recorded, run_dir / EventLog.name))
+    delivery = Delivery(path_of(run_dir, name), run.run_id, partial(recorded_after, run_dir / EventLog.name))
     facts, report = partial(_facts, run_dir), partial(telemetry.decision, "tracker")
     return TrackerSink(
         name, make_tracker, run, telemetry.warn, timeouts, facts=facts, delivery=delivery, report=report

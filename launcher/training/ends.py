@@ -102,7 +102,7 @@ def write_page(run_dir: Path, telemetry: Telemetry) -> None:
     run = None
     for name, write in PAGE_FILES.items():
         try:
-            run = run or RunRecord.read(run_dir)
+            run = run or RunRecord.read(run_dir, telemetry.warn)
             write(run)
         except Exception as error:  # a plot must not fail a run that is complete, nor cost the other files
             reason = " ".join(in_words(error).split())

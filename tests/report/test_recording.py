@@ -135,6 +135,15 @@ def test_a_file_that_is_rewound_replaced_or_gone_is_read_again(tmp_path):
     log.close()
     follower.poll()
     assert follower.recording.steps["loss"].points()[0].tolist() == [1, 2, 3, 4, 5]
+    log = EventLog(path)
+    log.rewind(4, evaluates_again=False)
+    for number in range(5, 12):
+        log.append(step(number, loss=78.0))
+    log.close()
+    follower.poll()
+    found = follower.recording.steps["loss"].points()
+    assert found[0].tolist() == list(range(1, 12)), "longer again than it was when last read"
+    assert set(found[1][4:]) == {78.0}
     path.write_bytes(json_line(step(1)))  # cut in place, the same file
     follower.poll()
     assert follower.recording.steps["loss"].num_points == 1

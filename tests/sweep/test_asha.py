@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,10 @@ def test_evaluations_are_read_as_they_are_written(tmp_path: Path) -> None:
     write(tmp_path / "job", evaluation(10, accuracy=0.75), evaluation(15, accuracy=None))
     found.poll()
     assert found.costs == [-0.5, -0.75, math.inf], "a resumed job repeats an evaluation"
+    os.truncate(tmp_path / "job" / METRICS, 0)
+    write(tmp_path / "job", START, evaluation(20, accuracy=0.25), *[START] * 9)
+    found.poll()
+    assert found.costs == [-0.5, -0.75, math.inf, -0.25], "its file was cut and is longer again"
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import launcher.telemetry.event_log as event_log
+from launcher.report.recording import read_recording
 from launcher.run_dir.atomic import json_line, read_json, write_json, write_text
 from launcher.telemetry.event_log import (
+    BLOCK_BYTES,
     MAX_LINE_BYTES,
     EventLog,
+    happened,
     read_events,
-    read_log,
     recorded,
-    recorded_before,
+    recorded_after,
 )
 
 words = st.text().filter(lambda text: text not in ("inf", "-inf", "nan"))
@@ -110,9 +113,8 @@ DAMAGED = [
 def test_a_damaged_line_in_the_middle_is_left_out_and_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"event": "step", "step": 1}\n' + line + b'\n{"event": "step", "step": 2}\n')
-    recording = read_log(path)
-    assert [event["step"] for event in recording.events] == [1, 2]
-    assert recording.warning == "metrics.jsonl is damaged: left out line 2"
+    assert [event["step"] for event in read_events(path)] == [1, 2]
+    assert read_recording(tmp_path).warnings == ["metrics.jsonl is damaged: left out line 2"]
 
 
 @pytest.mark.parametrize("line", DAMAGED)
@@ -124,7 +126,7 @@ def test_recording_continues_after_a_damaged_line_also_where_the_run_goes_back(t
     log.append({"event": "step", "step": 3})
     log.close()
     assert [event["step"] for event in read_events(path)] == [1, 3]
-    assert read_log(path).damaged == [1], "it stays for whoever wants to look at it"
+    assert read_recording(tmp_path).damaged == [1], "it stays for whoever wants to look at it"
 
 
 WRITER = """
@@ -254,8 +256,7 @@ def test_a_resume_reads_a_long_recording_in_little_memory(tmp_path):
     try:
         log = EventLog(path)
         log.rewind(39_990, evaluates_again=False)
-        assert len(list(recorded(path, lambda event: event["time"] > 1000.0 + 39_980))) == 10
-        recorded_before(path)
+        assert len(list(recorded_after(path, 1000.0 + 39_980))) == 10
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -276,23 +277,56 @@ def test_only_lines_that_are_needed_are_parsed(tmp_path, monkeypatch):
     log = EventLog(path)
     log.rewind(990, evaluates_again=False)
     log.close()
-    assert recorded_before(path).damaged == []
-    late = recorded(path, lambda event: event["time"] > 1985.0)
-    assert [event["step"] for event in late] == [986, 987, 988, 989, 990]
-    assert len(parsed) == 5
+    assert [event["step"] for event in recorded_after(path, 1985.0)] == [986, 987, 988, 989, 990]
+    assert [event["step"] for event in recorded(path, lambda event: event["step"] == 7)] == [7]
+    assert len(parsed) == 6
+
+
+# What a long recording ends in, beside its steps: the events of the resumed process stand after its `end`.
+ENDS = {
+    "killed": ([], 39_990, False, 39_990),
+    "resumed from an earlier checkpoint": ([], 11, False, 11),
+    "begun again": ([], 0, False, 0),
+    "preempted": ([("end", 40_000), ("decision", 0)], 40_000, False, 40_001),
+    "done, and evaluated again": ([("eval", 40_000), ("end", 40_000), ("decision", 0)], 40_000, True, 40_001),
+    "late events": ([("gpu", 39_000), ("decision", 0), ("gpu", 39_990)], 39_990, False, 39_993),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_resume_reads_what_is_new_of_a_recording_and_keeps_what_a_whole_reading_keeps(
+    tmp_path, monkeypatch, name
+):
+    rest, step, evaluates_again, num_kept = ENDS[name]
+    path = tmp_path / "metrics.jsonl"
+    recorded_steps(path, 40_000, text="x" * 100)
+    log = EventLog(path)
+    for number, (event, at) in enumerate(rest):
+        log.append({"event": event, "time": 50_000.0 + number, "step": at})
+    before = read_events(path)
+    read = []
+    head = event_log._head
+    monkeypatch.setattr(event_log, "_head", lambda line: read.append(len(line)) or head(line))
+    log.rewind(step, evaluates_again)
+    if step > 39_000:
+        assert sum(read) < 4.5 * BLOCK_BYTES < path.stat().st_size, "two blocks, each twice"
+    log.close()
+    assert read_events(path) == [event for event in before if happened(event, step, evaluates_again)]
+    assert len(read_events(path)) == num_kept
 
 
 def test_a_rewind_that_fails_is_made_up_for_before_the_next_event(tmp_path):
     path = tmp_path / "metrics.jsonl"
     recorded_steps(path, 30)
     log = EventLog(path)
+    log.append({"event": "decision", "step": 0})
     with full(0):
         with pytest.raises(OSError, match="File too large"):
             log.rewind(10, evaluates_again=False)
         assert try_to_write(log, [11]) == 1
     log.append({"event": "step", "step": 12})
     log.close()
-    assert [event["step"] for event in read_events(path)] == list(range(1, 13))
+    assert [event["step"] for event in read_events(path)] == [*range(1, 11), 0, 11, 12]
 
 
 def test_a_line_longer_than_any_event_is_damage_and_costs_no_memory(tmp_path):
@@ -304,12 +338,11 @@ def test_a_line_longer_than_any_event_is_damage_and_costs_no_memory(tmp_path):
         file.write(b'"}\n{"event": "step", "step": 2}\n')
     tracemalloc.start()
     try:
-        recording = read_log(path)
+        found = read_events(path)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert [event["step"] for event in recording.events] == [1, 2]
-    assert recording.damaged == [2]
+    assert [event["step"] for event in found] == [1, 2]
     assert peak_bytes < 2.5 * MAX_LINE_BYTES
 
 

@@ -1,8 +1,8 @@
 """Which events of a run a tracker has, so that a resumed run sends it those that a killed attempt did not.
 
-Owns one small file per tracker, `trackers/NAME.json`. It names the time of the newest event that the tracker
-has written. The file is some seconds behind: after a kill a tracker may receive events twice, but misses none
-that metrics.jsonl has.
+Owns one small file per tracker, `trackers/NAME.json`. It names the tracker's id of the run, before the
+tracker starts, and the time of the newest event that the tracker has written. The file is some seconds
+behind: after a kill a tracker may receive events twice, but misses none that metrics.jsonl has.
 """
 
 from __future__ import annotations
@@ -46,10 +46,15 @@ def path_of(run_dir: Path, name: str) -> Path:
     return run_dir / TRACKERS / f"{name}.json"
 
 
+def tracked_before(run_dir: Path, names: Iterable[str]) -> str:
+    """The id by which these trackers know the run; "" if none does."""
+    return next((run_id for name in names if (run_id := _recorded(path_of(run_dir, name))[0])), "")
+
+
 class Delivery:
     """The events that the tracker of one run has.
 
-    `before` gives the events of earlier attempts that fulfil a condition. Without a file the tracker has
+    `after` gives the events of earlier attempts after a time. Without a file the tracker has
     none of them. So too if the file is of another `run_id`. `every`: of more than
     `LIMIT` periodic events each `every`-th of its kind is kept.
     """
@@ -58,12 +63,15 @@ class Delivery:
         self,
         path: Path,
         run_id: str,
-        before: Callable[[Callable[[Record], bool]], Iterable[Record]] = lambda wanted: (),
+        after: Callable[[float], Iterable[Record]] = lambda time_s: (),
     ) -> None:
         self._path = path
         self._run_id = run_id
-        self._until = self._read()  # `time` of an event
-        self._missing, self.every = _thinned(before(lambda event: time_of(event) > self._until))
+        before, until = _recorded(path)
+        self._until = until if before == run_id else 0.0  # `time` of an event
+        if before != run_id:
+            self._write()
+        self._missing, self.every = _thinned(after(self._until))
         self._latest = self._mark = self._until
         self._marked_s = time.monotonic()
 
@@ -81,23 +89,22 @@ class Delivery:
         self._latest = max(self._latest, time_of(event))
         now_s = time.monotonic()
         if now_s - self._marked_s >= WRITTEN_S:
-            self._write(self._mark)
+            self._advance(self._mark)
             self._mark, self._marked_s = self._latest, now_s
 
     def finish(self) -> None:
         """Call it after the tracker has written everything."""
-        self._write(self._latest)
+        self._advance(self._latest)
 
-    def _read(self) -> float:
-        run_id, time_s = _recorded(self._path)
-        return time_s if run_id == self._run_id else 0.0
-
-    def _write(self, until: float) -> None:
+    def _advance(self, until: float) -> None:
         if until > self._until:
             self._until = until
-            with contextlib.suppress(OSError):  # then more is sent again
-                make_folder(self._path.parent)
-                write_json(self._path, {"run_id": self._run_id, "time": until})
+            self._write()
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # then more is sent again
+            make_folder(self._path.parent)
+            write_json(self._path, {"run_id": self._run_id, "time": self._until})
 
 
 def _thinned(events: Iterable[Record]) -> tuple[list[Record], int]:

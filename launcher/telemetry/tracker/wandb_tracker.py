@@ -357,5 +357,5 @@ def _kill(process: subprocess.Popen[bytes] | None) -> None:
 
 
 def new_run_id() -> str:
-    """A new id in wandb's format, chosen here so that metrics.jsonl has it before wandb starts."""
+    """A new id in wandb's format, chosen here so that the run's files have it before wandb starts."""
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))

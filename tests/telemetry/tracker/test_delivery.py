@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.telemetry import Telemetry
-from launcher.telemetry.event_log import EventLog, recorded
+from launcher.telemetry.event_log import EventLog, recorded_after
 from launcher.telemetry.tracker import TrackedRun
 from launcher.telemetry.tracker import delivery as module
 from launcher.telemetry.tracker.delivery import Delivery
@@ -37,7 +37,7 @@ def attempt(
         tracker.rows.append((step, {}))
 
     tracker.log = log  # type: ignore[method-assign]
-    before = partial(recorded, run_dir / EventLog.name)
+    before = partial(recorded_after, run_dir / EventLog.name)
     telemetry = Telemetry([EventLog(run_dir / EventLog.name)])
     reports: list[str] = []
     delivery = Delivery(run_dir / "trackers" / "t.json", run_id, before)
@@ -88,7 +88,7 @@ def test_of_a_long_attempt_that_the_tracker_lacks_a_bounded_number_is_held(tmp_p
     """What happens once is kept; of periodic events, each n-th of its kind."""
     events = [{"event": "step", "time": 1.0 + step, "step": step} for step in range(1, 100_001)]
     events[50_000:50_000] = [{"event": "checkpoint", "time": 50_000.0, "step": 50_000}]
-    delivery = Delivery(tmp_path / "t.json", "id", lambda wanted: filter(wanted, iter(events)))
+    delivery = Delivery(tmp_path / "t.json", "id", lambda time_s: iter(events))
     found = delivery.missing(100_000, evaluates_again=False)
     assert [event["step"] for event in found if event["event"] == "checkpoint"] == [50_000]
     steps = [event["step"] for event in found if event["event"] == "step"]
