@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -117,8 +118,11 @@ def main(argv: Sequence[str] | None = None, known: Sequence[Benchmark] | None = 
                     print(f"{benchmark.name} {word}: {result[word]}\n{result.get('output', '')}".rstrip())
             goals += goals_in(result)
     print(f"\n{goal_table(sorted(goals, key=row_order))}")
-    reached = sum(goal.reached for goal in goals)
-    print(f"{reached} of {len(goals)} reached; on a loaded machine none of this holds: see load_average.")
+    verdicts = Counter(goal.verdict for goal in goals)
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
+    print(
+        f"Goals: {len(goals)}, of which {counts}. On a loaded machine none of this holds: see load_average."
+    )
     content = {"machine": machine(), "versions": versions(), "quick": arguments.quick, "benchmarks": found}
     if file := arguments.json or (None if arguments.quick else RESULTS):  # where a result would lie
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ Owns how times are taken, how a ratio and its spread are computed, and the form 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from scripts.bench.machine import machine
 
 Times = dict[str, list[float]]
+CANNOT_BE_SAID = "cannot be said"
 
 
 @runtime_checkable
@@ -67,6 +69,21 @@ def row_of(seconds: Sequence[float]) -> dict[str, float]:
     return {"min_ms": 1e3 * min(seconds), "median_ms": 1e3 * statistics.median(seconds)}
 
 
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The interval in which the median of all such values is, with a probability of at least 90 %.
+
+    Between two of the sorted values: the number of values below the median is binomial (sign test). With less
+    than five values no two of them suffice, and the interval has all of them.
+    """
+    ordered = sorted(values)
+    n = len(ordered)
+    outside, edge = 0.5**n, 0  # the probability that at most `edge` values are below
+    while outside + math.comb(n, edge + 1) * 0.5**n <= 0.05:
+        edge += 1
+        outside += math.comb(n, edge) * 0.5**n
+    return ordered[edge], ordered[-1 - edge]
+
+
 @dataclass(frozen=True)
 class Goal:
     """One figure of the table in the design: `value` is ours over `baseline`, or ours alone."""
@@ -78,7 +95,7 @@ class Goal:
     baseline: str
     theirs: float | None
     value: float
-    low: float  # a tenth of the rounds is below, a tenth above `high`
+    low: float  # of the interval in which the true value is, as `median_interval`
     high: float
     goal: float
     limit: float | None = None
@@ -88,8 +105,15 @@ class Goal:
     def reached(self) -> bool:
         return self.value <= self.goal if self.at_most else self.value >= self.goal
 
+    @property
+    def verdict(self) -> str:
+        """Nothing can be said where the goal is within the interval."""
+        if self.low <= self.goal < self.high if self.at_most else self.low < self.goal <= self.high:
+            return CANNOT_BE_SAID
+        return "reached" if self.reached else "not reached"
+
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"reached": self.reached}
+        return asdict(self) | {"verdict": self.verdict}
 
     @classmethod
     def of(
@@ -104,11 +128,10 @@ class Goal:
     ) -> Goal:
         """The median of ours over that of a baseline of the same rounds, which must be at most `goal`.
 
-        Low and high are the tenths of the ratios within a round.
+        Low and high are of the ratios within a round.
         """
         own, other = times[ours], times[baseline]
-        paired = sorted(one / two for one, two in zip(own, other, strict=True))
-        edge = len(paired) // 10
+        low, high = median_interval([one / two for one, two in zip(own, other, strict=True)])
         mine, theirs = statistics.median(own), statistics.median(other)
         return cls(
             row=row,
@@ -118,20 +141,20 @@ class Goal:
             baseline=baseline,
             theirs=1e3 * theirs,
             value=mine / theirs,
-            low=paired[edge],
-            high=paired[-1 - edge],
+            low=low,
+            high=high,
             goal=goal,
             limit=limit,
         )
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Goal:
-        return cls(**{key: value for key, value in values.items() if key != "reached"})
+        return cls(**{key: value for key, value in values.items() if key != "verdict"})
 
 
 def goal_table(goals: Iterable[Goal]) -> str:
     """One line per goal."""
-    head = ("", "what", "ours", "baseline", "value", "10 to 90 %", "limit", "goal", "reached")
+    head = ("", "what", "ours", "baseline", "value", "90 % interval", "limit", "goal", "verdict")
     lines = [head]
     for goal in goals:
         theirs = "" if goal.theirs is None else f" {goal.theirs:.3g} {goal.unit}"
@@ -146,7 +169,7 @@ def goal_table(goals: Iterable[Goal]) -> str:
                 f"{goal.low:.2f} to {goal.high:.2f}",
                 "" if goal.limit is None else f"{goal.limit:.2f}",
                 f"{sign} {goal.goal:.2f}",
-                "yes" if goal.reached else "NO",
+                goal.verdict,
             )
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]

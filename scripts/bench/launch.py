@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.interleaved import Goal, goal_table
+from scripts.bench.interleaved import Goal, goal_table, median_interval
 from scripts.bench.machine import machine
 
 PATIENCE_S = 60
@@ -235,8 +235,8 @@ def goal_of_answer(what: str, seconds: Sequence[float]) -> Goal:
         baseline="none",
         theirs=None,
         value=value,
-        low=min(seconds),
-        high=max(seconds),
+        low=median_interval(seconds)[0],
+        high=median_interval(seconds)[1],
         goal=ANSWER_GOALS[what],
     )
 

@@ -35,7 +35,7 @@ from launcher.training.progress import Position
 from launcher.training.requests import Requests
 from launcher.training.run import Run
 from launcher.training.step_times import StepTimes, parts_of
-from scripts.bench.interleaved import Goal, Times, goal_table, interleave, row_of, write
+from scripts.bench.interleaved import Goal, Times, goal_table, interleave, median_interval, row_of, write
 
 STEP_MS = 5.0
 LIMIT = 0.005  # of a step
@@ -109,8 +109,7 @@ def added(times: Times, ours: str, baseline: str) -> float:
 
 def goal_of(what: str, times: Times, ours: str, baseline: str) -> Goal:
     more = [1e3 * (one - two) / STEP_MS for one, two in zip(times[ours], times[baseline], strict=True)]
-    edge = len(more) // 10
-    ordered = sorted(more)
+    low, high = median_interval(more)
     cost = added(times, ours, baseline)
     return Goal(
         row="split",
@@ -120,8 +119,8 @@ def goal_of(what: str, times: Times, ours: str, baseline: str) -> Goal:
         baseline=f"a step of {STEP_MS:g} ms",
         theirs=None,
         value=cost / STEP_MS,
-        low=ordered[edge],
-        high=ordered[-1 - edge],
+        low=low,
+        high=high,
         goal=LIMIT,
     )
 

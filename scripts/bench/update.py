@@ -38,7 +38,7 @@ from launcher.training.setup.build import SECONDS_SAVED_PER_PARAMETER, SECONDS_T
 from scripts.bench.baselines import Disagreement
 from scripts.bench.delivery import loss_delivering
 from scripts.bench.group_of_one import collectives_of_one
-from scripts.bench.interleaved import Goal, goal_table, interleave, row_of
+from scripts.bench.interleaved import Goal, goal_table, interleave, median_interval, row_of
 from scripts.bench.machine import machine
 from scripts.bench.shapes import MODELS, Shapes
 from scripts.bench.update_baselines import (
@@ -278,8 +278,8 @@ def goals_of(case: Case, processes: Sequence[Mapping[str, Mapping[str, float]]])
                         baseline=baseline,
                         theirs=statistics.median(process[baseline]["median_ms"] for process in processes),
                         value=statistics.median(ratios),
-                        low=min(ratios),
-                        high=max(ratios),
+                        low=median_interval(ratios)[0],
+                        high=median_interval(ratios)[1],
                         goal=goal,
                         limit=limit,
                     )

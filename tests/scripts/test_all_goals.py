@@ -11,7 +11,7 @@ from scripts.bench import all_goals
 from scripts.bench.all_goals import Benchmark, benchmarks, goals_in, main
 from scripts.bench.interleaved import Goal
 
-TIMES = {"ours": [2.0, 2.0], "peer": [1.0, 4.0]}
+TIMES = {"ours": [2.0, 2.0], "peer": [2.5, 2.5]}
 MISSED = Goal.of("P10", "slow", TIMES, "ours", "peer", goal=0.7)
 REACHED = Goal.of("P2", "fast", TIMES, "ours", "peer", goal=0.9, limit=0.5)
 
@@ -29,13 +29,13 @@ def test_one_table_has_the_goals_of_all_in_the_order_of_their_rows(tmp_path, cap
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if line.startswith("P")]
     assert [line.split()[0] for line in lines] == ["P2", "P10"]
-    assert lines[0].endswith("yes")
-    assert lines[1].endswith("NO")
-    assert "1 of 2 reached" in printed
+    assert lines[0].endswith("  reached")
+    assert lines[1].endswith("  not reached")
+    assert "Goals: 2, of which 1 not reached, 1 reached." in printed
     content = json.loads(file.read_text())
     assert {"cpu", "torch", "date", "load_average"} <= content["machine"].keys()
     assert goals_in(content["benchmarks"]["one"]) == [MISSED]
-    assert not content["benchmarks"]["one"]["goals"][0]["reached"]
+    assert content["benchmarks"]["one"]["goals"][0]["verdict"] == "not reached"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_benchmark_without_a_result_fails_and_the_next_one_runs(command, said,
     assert main(["--json", str(tmp_path / "all.json")], known) == 1
     printed = capsys.readouterr().out
     assert f"bad failed: {said}" in printed
-    assert "1 of 1 reached" in printed
+    assert "Goals: 1, of which 1 reached." in printed
 
 
 @pytest.mark.parametrize(("words", "writes"), [([], True), (["--quick"], False)])

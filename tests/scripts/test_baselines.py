@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from launcher.distributed.env import WorkerEnv
 from scripts.bench.baselines import PEERS, Disagreement, Setup, installed, refuse_disagreement
-from scripts.bench.interleaved import Goal, goal_table, interleave
+from scripts.bench.interleaved import CANNOT_BE_SAID, Goal, goal_table, interleave, median_interval
 from scripts.bench.ours import ours
 from tests.ranks.harness import run_ranks
 
@@ -89,4 +90,28 @@ def test_a_goal_is_reached_or_not_by_the_median_of_both_sides() -> None:
     assert (goal.value, goal.low, goal.high) == (1.0, 1.0, 4.5)
     assert not goal.reached
     assert Goal.from_json(goal.as_json()) == goal
-    assert goal_table([goal]).endswith("NO")
+    assert goal.verdict == "not reached"
+    assert goal_table([goal]).endswith("not reached")
+
+
+@pytest.mark.parametrize(
+    ("ratios", "interval", "verdict"),
+    [
+        ([0.7] * 8, (0.7, 0.7), "reached"),
+        ([0.5, *[0.7] * 6, 9.0], (0.7, 0.7), "reached"),
+        ([0.5, *[1.1] * 6, 9.0], (1.1, 1.1), "not reached"),
+        ([0.5, 0.8, 0.8, 0.8, 1.1, 1.1, 1.1, 9.0], (0.8, 1.1), CANNOT_BE_SAID),
+        ([0.8, 0.8, 0.8, 1.1], (0.8, 1.1), CANNOT_BE_SAID),
+    ],
+)
+def test_a_verdict_needs_an_interval_on_one_side_of_the_goal(ratios, interval, verdict) -> None:
+    goal = Goal.of("P1", "what", {"ours": ratios, "theirs": [1.0] * len(ratios)}, "ours", "theirs", goal=0.9)
+    assert (goal.low, goal.high) == interval
+    assert goal.verdict == verdict
+
+
+def test_the_interval_has_the_median_nine_times_in_ten() -> None:
+    generator = random.Random(0)
+    for n in (5, 8, 20):
+        drawn = [median_interval([generator.gauss(0, 1) for _ in range(n)]) for _ in range(2000)]
+        assert sum(low <= 0 <= high for low, high in drawn) >= 0.89 * len(drawn)
