@@ -107,9 +107,11 @@ def attributed(blamed: Departure, departures: Sequence[Departure]) -> str:
     error, of_rank = blamed.error, f"rank {blamed.rank} "
     if blamed.shared:
         return error
-    alike = sum(_without_ranks(each.error) == _without_ranks(error) for each in departures)
-    if not blamed.lost and alike > 1:
-        return f"each rank {error.removeprefix(of_rank)}" if error.startswith(of_rank) else error
+    alike = [each for each in departures if _without_ranks(each.error) == _without_ranks(error)]
+    if not blamed.lost and len(alike) > 1:
+        # Parents of several machines may leave with one error, of one rank.
+        of_each = all(each.error.startswith(f"rank {each.rank} ") for each in alike)
+        return f"each rank {error.removeprefix(of_rank)}" if of_each else error
     return error if error.startswith(of_rank) else f"{of_rank}failed: {error}"
 
 

@@ -91,6 +91,7 @@ def differ(rank: int) -> Fate:
         ([fate(0, 1, "in rank0.log"), fate(1, 1, "at 1 in rank1.log")], 1, 1, "rank 1 failed: at 1"),
         ([fate(0, 4, "rank 0 lacks"), fate(1, 4, "rank 1 lacks")], 1, 4, "each rank lacks"),
         ([fate(0, 4, "rank 0 lacks"), fate(1, 0, "")], 0, 4, "rank 0 lacks"),
+        ([fate(0, 4, "rank 0 lacks"), fate(1, 4, "rank 0 lacks")], 0, 4, "rank 0 lacks"),
         ([fate(0, 4, "rank 0 lacks")], 0, 4, "this process lacks"),
         ([fate(0, 1, "my mistake")], 0, 1, "my mistake"),
         ([fate(0, 1, "a bug"), fate(1, 1, "a bug")], 1, 1, "a bug"),
