@@ -26,12 +26,13 @@ from launcher.data.tensors import Batches
 from launcher.distributed.env import LaunchEnv, WorkerEnv
 from launcher.distributed.failures import claim_first_failure, give_reason
 from launcher.distributed.heartbeat import Heartbeat
-from launcher.distributed.preflight import meet
+from launcher.distributed.preflight import meet, prepare_directory
 from launcher.distributed.process_group import join, tighten
 from launcher.distributed.watchdog import Watchdog
 from launcher.doctor.machine import warn_of_machine
 from launcher.engine.diagnostics.host_cost import host_ms_per_layer
 from launcher.engine.diagnostics.step_timer import PARTS
+from launcher.errors import LauncherError
 from launcher.process.allocator import keep_freed_memory
 from launcher.process.signals import saving_stops
 from launcher.process.torch_build import warn_if_unchecked
@@ -92,9 +93,13 @@ def run(
     `job` names this job among those of the launch: its process group and its keys in the store are its own.
     Resumes from a checkpoint if there is one. Raises PreemptedError if a signal asked the run to stop.
     """
-    run_dir = Path(config.run.dir)
     alone = launch.world_size == 1
     heartbeat = heartbeat or Heartbeat()
+    try:
+        run_dir = prepare_directory(config, launch)
+    except LauncherError:
+        claim_first_failure(store, job, launch.rank, heartbeat.words)
+        raise
     with (
         # Left in reverse: the telemetry may still log, and signals stay requests until both are closed.
         heeded(alone, saving_stops(config.launch.preempt_signals)) as requests,

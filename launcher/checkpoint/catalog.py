@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from launcher.checkpoint.format import DAMAGED, UNFINISHED, read, read_state, set_aside
+from launcher.checkpoint.format import DAMAGED, UNFINISHED, load, read, read_state, set_aside
 from launcher.checkpoint.manifest import MANIFEST, looks_whole, manifest_digest, verify
+from launcher.checkpoint.sending import at_hand
 from launcher.checkpoint.snapshot import Compared, Identity, Snapshot
 from launcher.distributed.collectives import send_to_all
 from launcher.distributed.env import LEADER, WorkerEnv
@@ -192,17 +193,23 @@ class Resumption:
     damaged: tuple[Damage, ...] = ()
 
 
-def resume(env: WorkerEnv, directory: Path, wish: str, identity: Identity) -> Resumption:
+def resume(
+    env: WorkerEnv, directory: Path, wish: str, identity: Identity, own_disks: bool = False
+) -> Resumption:
     """Choose and read the checkpoint to resume from, as `checkpoint.resume` says. A collective.
 
-    Raises on all ranks: ConfigError for the checkpoint of another run or a newer version, StorageError where
-    the requested one is not intact, or where the ranks do not see the same files.
+    With `own_disks` rank 0 sends it to machines that do not have it. Raises on all ranks: ConfigError for the
+    checkpoint of another run or a newer version, StorageError where the requested one is not intact, or where
+    the ranks do not see the same files.
     """
-    found = agree(env, directory, wish)
+    found = agree(env, directory, wish, own_disks)
     path, snapshot = found.path, None
-    with raised_on_all(env):
-        if path is not None:
-            snapshot = read(path)
+    with (
+        at_hand(env, path, directory) if own_disks and path else contextlib.nullcontext(path) as own,
+        raised_on_all(env),
+    ):
+        if path is not None and own is not None:
+            snapshot = read(own) if own == path else load(own)
             elsewhere = path.parent.resolve() != directory.resolve()
             identity.refuse_other(snapshot.identity, str(path), as_start=elsewhere)
     with raised_on_all(env):
@@ -211,12 +218,13 @@ def resume(env: WorkerEnv, directory: Path, wish: str, identity: Identity) -> Re
     return Resumption(snapshot, path, found.damaged)
 
 
-def agree(env: WorkerEnv, directory: Path, wish: str = AUTO) -> Found:
+def agree(env: WorkerEnv, directory: Path, wish: str = AUTO, own_disks: bool = False) -> Found:
     """Rank 0 chooses; the others verify that they see the same manifest digest. A collective.
 
     `wish`: `auto`, the newest intact checkpoint in `directory` if there is one; `never`; or the path of a
     checkpoint or of a run. A run that started from another run's checkpoint resumes from its own once it has
-    an intact one. `directory` is this rank's view of it. Raises on all ranks.
+    an intact one. `directory` is this rank's view of it; with `own_disks` the choice may be missing there,
+    but nothing later may be there. Raises on all ranks.
     """
     own = message_of(partial(_choice, directory, wish)) if env.is_leader else b""
     values = json.loads(content_of(send_to_all(env, own, LEADER)))
@@ -227,7 +235,7 @@ def agree(env: WorkerEnv, directory: Path, wish: str = AUTO) -> Found:
         path = directory / path.name
     with raised_on_all(env):
         if not env.is_leader:
-            _refuse_other_view(directory, path, values["digest"], damaged, wish)
+            _refuse_other_view(directory, path, values["digest"], damaged, wish, own_disks)
     return Found(path, damaged)
 
 
@@ -285,25 +293,38 @@ def _demanded(path: Path) -> Found:
 
 
 def _refuse_other_view(
-    directory: Path, path: Path | None, digest: str | None, damaged: tuple[Damage, ...], wish: str
+    directory: Path,
+    path: Path | None,
+    digest: str | None,
+    damaged: tuple[Damage, ...],
+    wish: str,
+    own_disks: bool,
 ) -> None:
     """Raise StorageError where this rank does not see what rank 0 has chosen."""
+    problems = []
     try:
-        if path is None:
+        if path is None or own_disks:
             passed_over = {damage.name for damage in damaged}
-            others = [found.name for found in candidates(directory) if found.name not in passed_over]
-            problems = [f"{directory} holds {others[0]}"] if others and wish != NEVER else []
-        else:
-            problems = verify(path)
+            others = [found for found in candidates(directory) if found.name not in passed_over]
+            last = step_of(path) if path is not None and path.parent == directory else -1
+            if others and step_of(others[0]) > last and wish != NEVER:
+                problems = [f"{directory} holds {others[0].name}"]
+        if path is not None and (path.is_dir() or not own_disks):
+            problems += verify(path)
             if not problems and manifest_digest(path) != digest:
                 problems = [f"its {path.name} has other content"]
     except (LauncherError, OSError, ValueError) as error:
         problems = [str(error)]
     if problems:
         chosen = "no checkpoint" if path is None else str(path)
+        rule = (
+            "With launch.hosts=mixed, rank 0 must be on the machine that has the newest one"
+            if own_disks
+            else "run.dir must be a directory that all machines share"
+        )
         raise StorageError(
             f"the ranks do not see the same checkpoints: rank 0 resumes from {chosen}, but on this "
-            f"rank {'; '.join(problems)}. run.dir must be a directory that all machines share."
+            f"rank {'; '.join(problems)}. {rule}."
         )
 
 

@@ -9,23 +9,27 @@ import hashlib
 import json
 import os
 import platform
+import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from launcher.config.schema import Config, to_dict
-from launcher.distributed.env import WorkerEnv
-from launcher.errors import PreflightError, counted
+from launcher.distributed.env import LaunchEnv, WorkerEnv, numbered
+from launcher.errors import PreflightError, StorageError, counted
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 
 CLOCK_S = 60.0  # by which the clocks of two machines may differ
+SEEN_S = 5.0  # until a new file is seen on all machines: a network file system may show it late
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,38 @@ def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> 
     own = Peer(device, gpu, os.getpid(), gethostname())
     if store is None:
         return [own]
-    store.set(f"{job}/meeting/{env.rank}", json.dumps({"peer": asdict(own), "facts": facts(config)}))
-    said = [json.loads(store.get(f"{job}/meeting/{rank}")) for rank in range(env.world_size)]
+    words: dict[str, Any] = {"peer": asdict(own), "facts": facts(config)}
+    alike = config.launch.hosts == "alike"
+    makes_mark = alike and env.is_leader and config.run.dir
+    with _mark(config.run.dir) if makes_mark else nullcontext("") as mark:
+        if alike and not env.is_leader:
+            words["sees"] = _sees(json.loads(store.get(f"{job}/meeting/0"))["mark"])
+        store.set(f"{job}/meeting/{env.rank}", json.dumps(words | {"mark": mark}))
+        said = [json.loads(store.get(f"{job}/meeting/{rank}")) for rank in range(env.world_size)]
     refuse_differences([words["facts"] for words in said])
-    if config.launch.hosts == "alike":
+    if alike:
+        _refuse_own_disk(config, said)
         _refuse_other_clock(env, store, job)
     return [Peer(**words["peer"]) for words in said]
+
+
+def prepare_directory(config: Config, launch: LaunchEnv) -> Path:
+    """The run's directory on this machine; made under launch.hosts=mixed, for files of its ranks.
+
+    Raises PreflightError where it is not there although rank 0 has made it, StorageError where it cannot be
+    made.
+    """
+    directory = Path(config.run.dir)
+    if config.launch.hosts == "alike" and not _sees(config.run.dir):
+        raise _own_disk(config, [launch.rank], gethostname())
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"rank {launch.rank}: run.dir={directory} cannot be made on {gethostname()}: "
+            f"{error.strerror}. Choose one that all machines can write."
+        ) from error
+    return directory
 
 
 def facts(config: Config) -> dict[str, str]:
@@ -82,6 +112,45 @@ def _facts_of_host() -> dict[str, str]:
         "the number of GPUs": str(torch.cuda.device_count()),
         "NCCL": str(torch.cuda.nccl.version() if has_gpu else None),  # type: ignore[no-untyped-call]
     }
+
+
+@contextmanager
+def _mark(directory: str) -> Iterator[str]:
+    """The path of a file that is in the directory within the context; empty where none can be made."""
+    path = Path(directory, f".meeting-{secrets.token_hex(4)}")  # a new name: no machine remembers it
+    with suppress(OSError):  # of a directory that cannot be written, which the run reports later
+        path.touch()
+    try:
+        yield str(path) if os.path.exists(path) else ""
+    finally:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _sees(path: str) -> bool:
+    """Whether this machine sees what rank 0 has made."""
+    deadline = time.monotonic() + SEEN_S
+    while path and not os.path.exists(path):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _refuse_own_disk(config: Config, said: list[dict[str, Any]]) -> None:
+    """Raise PreflightError for ranks that do not see the directory in which rank 0 writes the checkpoints."""
+    blind = [rank for rank, words in enumerate(said) if not words.get("sees", True)]
+    if blind:
+        raise _own_disk(config, blind, said[blind[0]]["peer"]["host"])
+
+
+def _own_disk(config: Config, ranks: list[int], host: str) -> PreflightError:
+    return PreflightError(
+        f"{numbered(ranks)} (on {host}) does not see rank 0's run.dir={config.run.dir}, where the "
+        "checkpoints are: a run whose rank 0 is on that machine after a restart would begin anew. Give a "
+        "run.dir on a file system that all machines share. launch.hosts=mixed allows machines with disks of "
+        "their own: rank 0 sends them its checkpoint, and must then always be on the same machine."
+    )
 
 
 def _refuse_other_clock(env: WorkerEnv, store: dist.Store, job: str) -> None:

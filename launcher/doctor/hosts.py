@@ -146,7 +146,7 @@ def compared(hosts: Sequence[Host]) -> Iterator[Finding]:
     verdict = FAILURE if abs(offset) > CLOCK_S else NOTE
     yield judged("hosts: clocks", f"{abs(offset):.1f} s apart at most", apart, verdict)
     blind = [host.name for host in hosts if not host.sees_run_dir]
-    own_disk = "A restart on other hosts finds no checkpoint there: put run.dir on a shared disk."
+    own_disk = "A run is refused there: put run.dir on a shared disk, or give launch.hosts=mixed."
     value = f"not seen by {listed(blind, 8)}" if blind else "one file system"
     yield judged("hosts: run.dir", value, own_disk if blind else "")
     rates = [host.received_bytes_per_s for host in hosts]

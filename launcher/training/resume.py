@@ -61,7 +61,8 @@ class SavedRun:
         wish = self.run.config.checkpoint.resume
         if restart_count and (wish == NEVER or Path(wish).is_relative_to(self.run.config.run.dir)):
             wish = AUTO  # its first start has already set the others aside
-        found = checkpoint.resume(self.run.env, self.directory, wish, self._identity)
+        own_disks = self.run.config.launch.hosts == "mixed"
+        found = checkpoint.resume(self.run.env, self.directory, wish, self._identity, own_disks)
         for damage in found.damaged:
             self.run.telemetry.warn(f"a damaged checkpoint is skipped and set aside: {damage}")
         if found.snapshot is None:

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.checkpoint import load, publish, resume
+from launcher.checkpoint import load, publish, resume, sending
 from launcher.checkpoint.catalog import agree, newest_intact, retain
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, verify
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, StorageError
 from tests.faults import saving
 from tests.ranks.harness import run_ranks
-from tests.snapshots import IDENTITY, publish_steps, same, snapshot
+from tests.snapshots import IDENTITY, comparable, publish_steps, same, snapshot
 
 FILES = (WEIGHTS, OPTIMIZER, STATE, MANIFEST)
 
@@ -344,6 +344,56 @@ def test_all_ranks_resume_the_same_step_or_all_refuse(tmp_path: Path) -> None:
     assert first == second
     for name, (_, expected) in cases.items():
         assert first[name].startswith(expected), f"{name}: {first[name]}"
+
+
+def resume_on_own_disks(
+    env: WorkerEnv, cases: dict[str, tuple[list[Path], str]]
+) -> dict[str, tuple[str, list[str]]]:
+    """The outcome of each case, and what is then in this rank's directory. Each rank is a machine."""
+    sending.PIECE_BYTES = 100  # several for each file
+    env, outcomes = replace(env, local_rank=0), {}
+    for name, (directories, _) in cases.items():
+        try:
+            found = resume(env, directories[env.rank], "auto", IDENTITY, own_disks=True)
+            outcome = str(found.snapshot and comparable(found.snapshot.engine))
+            assert found.path is None or found.path.parent == directories[env.rank]
+        except StorageError as error:
+            outcome = f"refused: {error}"
+        outcomes[name] = outcome, sorted(path.name for path in directories[env.rank].iterdir())
+    return outcomes
+
+
+def test_machines_with_disks_of_their_own_get_the_checkpoint_of_rank_0(tmp_path: Path) -> None:
+    made = {
+        "only rank 0 has any": ((1, 2), ()),
+        "rank 1 has an earlier one": ((1, 2), (1,)),
+        "rank 1 has a later one": ((1,), (1, 2)),
+        "only rank 1 has any": ((), (1,)),
+        "both": ((1,), (1,)),
+        "none": ((), ()),
+        "no room": ((1,), ()),
+    }
+    cases = {}
+    for name, steps_by_rank in made.items():
+        directories = [tmp_path / f"{name}-{rank}" for rank in range(2)]
+        for directory, steps in zip(directories, steps_by_rank, strict=True):
+            directory.mkdir()
+            publish_steps(directory, *steps)
+        cases[name] = (directories, "")
+    (directories[1] / f"{sending.RECEIVED}step-00000001").touch()
+    first, second = run_ranks(2, resume_on_own_disks, cases)
+    for name, steps_by_rank in made.items():
+        (mine, _), (theirs, left) = first[name], second[name]
+        assert mine == theirs, name
+        if name == "no room":
+            assert mine.startswith("refused: on rank 1: the checkpoint of rank 0 cannot be sent"), mine
+            continue
+        is_refused = "only rank 1" in name or "later" in name
+        assert mine.startswith("refused: on rank 1: the ranks do not see the same") == is_refused, mine
+        newest = max(steps_by_rank[0], default=None)
+        if not is_refused:
+            assert mine == str(newest and comparable(snapshot(newest).engine))
+        assert left == [f"step-{step:08d}" for step in steps_by_rank[1]]
 
 
 def resume_earlier(env: WorkerEnv, cases: list[tuple[list[Path], str]]) -> list[tuple[str, list[str]]]:
