@@ -112,7 +112,7 @@ class StepperParts:
         self.judge = judge_on(on_host, compiled, layout.device)
         self.clock = StepClock(layout.device)
         self.names = [slot.name for slot in layout.slots]
-        self.notices = Notices({slot.name for slot in layout.slots if slot.numel})
+        self.notices = Notices({slot.name for slot in layout.slots if slot.numel}, self.reducer.unused)
         self.replica = Replica(model, layout, self.buffers, self.shards, self.updater, self.scale)
 
 

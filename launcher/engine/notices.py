@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,11 +19,17 @@ NO_SAMPLES = (
     "count) before stepper.step(), with the number of samples as count."
 )
 NO_GRADIENTS = (
-    "{silent} of {total} parameters had only zero gradients in the first {steps} applied steps: {names}. "
+    "{silent} of {total} parameters {had} in the first {steps}: {names}. "
     "Weight decay still changes them. If the loss should depend on them, check that the forward pass uses "
-    "them, that nothing detaches it (.detach(), .data, torch.no_grad()), and under fp16 that the loss scale "
-    "is not too small. Otherwise freeze them with requires_grad_(False) before building the Stepper."
+    "them, that nothing detaches it (.detach(), .data, torch.no_grad()){more}. Otherwise freeze them with "
+    "requires_grad_(False) before building the Stepper, unless later steps use them."
 )
+NOTHING_ARRIVED = {"had": "received no gradient", "steps": "applied step", "more": ""}
+ONLY_ZEROS = {
+    "had": "had only zero gradients",
+    "steps": f"{GRADIENT_STEPS} applied steps",
+    "more": ", and under fp16 that the loss scale is not too small",
+}
 
 ALONE = (
     "{variable}={size}, but no process group is initialised: this process trains alone, and the others each "
@@ -47,10 +53,14 @@ def warn_if_alone(stacklevel: int) -> None:
 
 
 class Notices:
-    """Warnings of one Stepper, each issued once. `parameters` names its non-empty parameters."""
+    """Warnings of one Stepper, each issued once. `parameters` names its non-empty parameters.
 
-    def __init__(self, parameters: Collection[str]) -> None:
+    `unused` names those for which the backward passes of this rank's first step had no gradient.
+    """
+
+    def __init__(self, parameters: Collection[str], unused: Callable[[], Collection[str]]) -> None:
         self._given: set[str] = set()
+        self._unused = unused
         self._total = len(parameters)
         self._silent = set(parameters)  # only zero gradients in the applied steps read so far
         self._steps = 0
@@ -67,12 +77,18 @@ class Notices:
             return
         self._steps += 1
         self._silent -= {names[index] for index in sums.nonzero().flatten().tolist()}
-        if self._silent and self._steps == GRADIENT_STEPS:
-            silent = [name for name in names if name in self._silent]
-            text = NO_GRADIENTS.format(
-                silent=len(silent),
-                total=self._total,
-                steps=self._steps,
-                names=listed(silent, SHOWN),
-            )
+        if self._steps == 1:
+            # Layers beside one that starts at zero have a gradient, of zeros; what has none is said at once.
+            unused = self._silent.intersection(self._unused())
+            self._name(names, unused, NOTHING_ARRIVED, stacklevel + 1)
+            self._silent -= unused
+        elif self._steps == GRADIENT_STEPS:
+            self._name(names, self._silent, ONLY_ZEROS, stacklevel + 1)
+
+    def _name(
+        self, names: Sequence[str], silent: Collection[str], words: Mapping[str, str], stacklevel: int
+    ) -> None:
+        if silent:
+            shown = listed([name for name in names if name in silent], SHOWN)
+            text = NO_GRADIENTS.format(silent=len(silent), total=self._total, names=shown, **words)
             self.warn(text, stacklevel + 1)

@@ -58,6 +58,7 @@ def test_a_run_continues_bit_for_bit_from_a_file(tmp_path: Path, name, policy, t
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.filterwarnings("ignore:.* parameters received no gradient")
 @pytest.mark.parametrize("through", [through_torch, through_safetensors])
 def test_parameters_of_every_kind_come_back(tmp_path: Path, through) -> None:
     steppers = []

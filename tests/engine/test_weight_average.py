@@ -126,6 +126,7 @@ def test_the_model_has_the_averages_within_the_context_and_its_own_bits_after_it
     assert state_digest(stepper) == state_digest(alone)
 
 
+@pytest.mark.filterwarnings("ignore:.* parameters received no gradient")
 @pytest.mark.parametrize("build", [conv_net, Odd])
 def test_a_state_continues_bit_for_bit_from_any_step(build) -> None:
     shape = (8,) if build is Odd else (3, 8, 8)

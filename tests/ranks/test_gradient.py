@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -80,6 +81,7 @@ def test_a_step_without_samples_changes_nothing() -> None:
 
 def odd_parameters(env: WorkerEnv, policy: Policy, overlap: bool) -> dict[str, Any]:
     """The odd model, each rank in another branch, against its gradient by plain autograd in one process."""
+    warnings.filterwarnings("ignore", ".* parameters received no gradient")
     options = {"scaling": Scaling(init=256), "wire": Wire(bucket_bytes=128, overlap=overlap)}
     model = Odd(seed=env.rank)  # rank 0's values are taken, those of frozen parameters as well
     stepper = Stepper(model, SGD(0.1, momentum=0.9), policy, env.group, reference_count=4, **options)

@@ -19,7 +19,6 @@ import launcher.telemetry.event_log as event_log
 from launcher.report.recording import read_recording
 from launcher.run_dir.atomic import json_line, read_json, write_json, write_text
 from launcher.telemetry.event_log import (
-    BLOCK_BYTES,
     MAX_LINE_BYTES,
     EventLog,
     happened,
@@ -284,12 +283,12 @@ def test_only_lines_that_are_needed_are_parsed(tmp_path, monkeypatch):
 
 # What a long recording ends in, beside its steps: the events of the resumed process stand after its `end`.
 ENDS = {
-    "killed": ([], 39_990, False, 39_990),
+    "killed": ([], 390, False, 390),
     "resumed from an earlier checkpoint": ([], 11, False, 11),
     "begun again": ([], 0, False, 0),
-    "preempted": ([("end", 40_000), ("decision", 0)], 40_000, False, 40_001),
-    "done, and evaluated again": ([("eval", 40_000), ("end", 40_000), ("decision", 0)], 40_000, True, 40_001),
-    "late events": ([("gpu", 39_000), ("decision", 0), ("gpu", 39_990)], 39_990, False, 39_993),
+    "preempted": ([("end", 400), ("decision", 0)], 400, False, 401),
+    "done, and evaluated again": ([("eval", 400), ("end", 400), ("decision", 0)], 400, True, 401),
+    "late events": ([("gpu", 380), ("decision", 0), ("gpu", 390)], 390, False, 393),
 }
 
 
@@ -299,7 +298,8 @@ def test_a_resume_reads_what_is_new_of_a_recording_and_keeps_what_a_whole_readin
 ):
     rest, step, evaluates_again, num_kept = ENDS[name]
     path = tmp_path / "metrics.jsonl"
-    recorded_steps(path, 40_000, text="x" * 100)
+    monkeypatch.setattr(event_log, "BLOCK_BYTES", 1 << 13)
+    recorded_steps(path, 400, text="x" * 100)
     log = EventLog(path)
     for number, (event, at) in enumerate(rest):
         log.append({"event": event, "time": 50_000.0 + number, "step": at})
@@ -308,8 +308,8 @@ def test_a_resume_reads_what_is_new_of_a_recording_and_keeps_what_a_whole_readin
     head = event_log._head
     monkeypatch.setattr(event_log, "_head", lambda line: read.append(len(line)) or head(line))
     log.rewind(step, evaluates_again)
-    if step > 39_000:
-        assert sum(read) < 4.5 * BLOCK_BYTES < path.stat().st_size, "two blocks, each twice"
+    if step > 380:
+        assert sum(read) < 4.5 * event_log.BLOCK_BYTES < path.stat().st_size, "two blocks, each twice"
     log.close()
     assert read_events(path) == [event for event in before if happened(event, step, evaluates_again)]
     assert len(read_events(path)) == num_kept

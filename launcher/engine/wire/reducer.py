@@ -285,6 +285,10 @@ class Reducer:
             for slot, part in zip(bucket.slots, bucket.transport.parts(bucket), strict=True)
         }
 
+    def unused(self) -> list[str]:
+        """The parameters for which this rank's first step had no gradient."""
+        return [name for inbox in self._parts.inboxes for name in inbox.unused or ()]
+
     def tensors(self) -> list[Tensor]:
         """What is held here besides the wire gradients: accumulators and the tail."""
         return [self.buckets[-1].tail, *self._parts.accumulated.values()]

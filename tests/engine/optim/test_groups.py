@@ -203,6 +203,7 @@ def test_a_frozen_group_is_left_alone() -> None:
     assert stepper.updater._factors is None
 
 
+@pytest.mark.filterwarnings("ignore:.* parameters received no gradient")
 def test_odd_parameters_are_updated_in_their_groups() -> None:
     """Tied, empty, frozen, of mixed dtypes: a tied one is found by its second name too."""
     x, classes = torch.randn(8, 8), torch.randint(3, (8,))

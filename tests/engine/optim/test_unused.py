@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer
 
 ADAMW = {"lr": 0.1, "weight_decay": 0.1}
 CASES = {
@@ -67,21 +67,35 @@ def detached() -> nn.Module:
     return model
 
 
+def times_zero() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda module, inputs, output: output * 0)
+    return model
+
+
+AT_ONCE = {1: "2 of 4 parameters received no gradient in the first applied step: 0.weight, 0.bias. "}
+LATER = {10: "3 of 4 parameters had only zero gradients in the first 10 applied steps: 1.weight, 0.weight"}
+
+
 @pytest.mark.parametrize("policy", [Policy.fp32(), Policy.fp16()], ids=lambda policy: policy.name)
-@pytest.mark.parametrize(("build", "silent"), [(zero_start, ""), (detached, "0.weight, 0.bias")])
-def test_parameters_without_any_gradient_are_named_once(policy, build, silent) -> None:
+@pytest.mark.parametrize(("build", "said"), [(zero_start, {}), (detached, AT_ONCE), (times_zero, LATER)])
+def test_parameters_without_any_gradient_are_named_once(policy, build, said) -> None:
     torch.manual_seed(0)
     model = build()
     model.empty = nn.Parameter(torch.zeros(0))
-    stepper = Stepper(model, SGD(0.01), policy, reference_count=1)
+    scaling = Scaling("static", 128) if policy.name == "fp16" else Scaling("none")
+    stepper = Stepper(model, SGD(0.01), policy, scaling=scaling, reference_count=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(25):
+        steps = []
+        for step in range(1, 26):
             with stepper.forward():
                 loss = nn.Sequential.forward(model, torch.ones(1, 2)).float().sub(1).square().sum()
             stepper.backward(loss, 1)
             stepper.step().read()
-    assert [warning.filename for warning in caught] == ([__file__] if silent else [])
-    for warning in caught:
-        text = f"2 of 4 parameters had only zero gradients in the first 10 applied steps: {silent}. "
-        assert str(warning.message).startswith(text)
+            steps += [step] * (len(caught) - len(steps))
+    assert [warning.filename for warning in caught] == [__file__] * len(said)
+    found = {step: str(warning.message) for step, warning in zip(steps, caught, strict=True)}
+    assert found.keys() == said.keys()
+    for step, text in said.items():
+        assert found[step].startswith(text)
