@@ -22,6 +22,10 @@ from launcher.config.trees import nested_keys, texts
 
 MAX_LENGTH = 4096  # characters of one override; Hydra parses about 10,000 per second
 MAX_TOTAL = 32_768  # of all: about three seconds of parsing
+OWN_RECIPE = (
+    " A recipe of your own is chosen by its settings: DIR/recipe/{name}.yaml with the lines "
+    "`# @package _global_` and `recipe: {{name: {name}, uses: {name}}}`, and --config-dir DIR."
+)
 NOT_OFFERED = {  # the engine's own reasons; importing them would need torch
     "optim=lbfgs": "it evaluates the loss several times per step, and a step here is one reduced gradient",
     "optim=sparse_adam": "it takes sparse gradients, and gradients travel in dense buckets",
@@ -219,10 +223,9 @@ def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | Non
         return f"{group}={show(choice)}: several trackers are the list of a key: tracker.name={show(choice)}."
     if name := read_as(choice, choices):
         return f"{group}={name}: is read as a number, true or false. Quote the name: '{group}=\"{name}\"'."
-    return (
-        f"{group}={show(choice)}: there is no such {group}.{suggestion(nearest(show(choice), choices))} "
-        f"All: {', '.join(choices)}."
-    )
+    near, name = nearest(show(choice), choices), show(choice)
+    own = OWN_RECIPE.format(name=name) if group == "recipe" and not near else ""
+    return f"{group}={name}: there is no such {group}.{suggestion(near)} All: {', '.join(choices)}.{own}"
 
 
 def read_as(value: object, choices: Sequence[str]) -> str | None:

@@ -452,6 +452,14 @@ def test_a_name_that_hydra_reads_as_a_value_is_to_be_quoted(tmp_path, name: str)
     assert "recipe=8: there is no such recipe." in problems("recipe=8", config_dir=tree)
 
 
+def test_a_recipe_without_its_file_of_settings_is_shown_the_content(tmp_path) -> None:
+    told = problems("recipe=rings", "recipes.path=mine.py")
+    found = re.search(r"DIR/recipe/rings.yaml with the lines `(.*)` and `(.*)`, and --config-dir DIR", told)
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "rings.yaml").write_text("\n".join(found.groups()))
+    assert composed("recipe=rings", config_dir=tmp_path).recipe.uses == "rings"
+
+
 @pytest.mark.parametrize(
     ("group", "text", "missing", "base"),
     [
