@@ -86,6 +86,7 @@ def test_flags_may_stand_anywhere(argv: str, expected: Arguments) -> None:
             "resnet18: there is no such command. "
             f"Commands: {', '.join(COMMANDS)}. To train: recipe=resnet18.",
         ),
+        ("-p optim", "--package: chooses the part of the config that --cfg job shows. Add --cfg job."),
         ("--info nothing", "--info nothing: must be one of all, config,"),
         (
             "plna recipe=resnet18",

@@ -103,6 +103,8 @@ def parse(argv: Sequence[str]) -> Arguments:
     for name in flags:
         if (owners := FLAGS[name].commands) and command not in owners:
             raise ConfigError(f"{name}: belongs to the command {' and '.join(owners)} only.")
+    if "--package" in flags and "--cfg" not in flags:
+        raise ConfigError("--package: chooses the part of the config that --cfg job shows. Add --cfg job.")
     return Arguments(command, tuple(words[has_command:]), flags)
 
 

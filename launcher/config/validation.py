@@ -22,6 +22,9 @@ BASES = {
     "precision": "fp16",
     "tracker": "wandb",
 }  # groups besides optim with keys that conf/config.yaml lacks
+NOT_GLOBAL = (
+    " A file of recipe/ or experiment/ sets keys of all sections: its first line is `# @package _global_`."
+)
 OPTIONS = "options"  # the dataclass field for keys of one model or data set only
 
 
@@ -64,7 +67,10 @@ def find_problems(values: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -
 
 def key_problems(values: Mapping[str, Any], kinds: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for key in values.keys() - kinds.keys():
-        yield unknown_key(f"{prefix}{key}", f"{prefix}{key}", [f"{prefix}{known}" for known in kinds])
+        path = f"{prefix}{key}"
+        of_file = path == "experiment" or (prefix == "recipe." and key in types_of(Config))
+        known = [f"{prefix}{name}" for name in kinds]
+        yield f"{unknown_key(path, path, known)}{NOT_GLOBAL if of_file else ''}"
     for key, kind in kinds.items():
         path = f"{prefix}{key}"
         if key not in values:

@@ -452,6 +452,14 @@ def test_a_name_that_hydra_reads_as_a_value_is_to_be_quoted(tmp_path, name: str)
     assert "recipe=8: there is no such recipe." in problems("recipe=8", config_dir=tree)
 
 
+@pytest.mark.parametrize("group", ["recipe", "experiment"])
+def test_a_file_for_the_whole_config_that_does_not_say_so_is_told_what_to_write(tmp_path, group) -> None:
+    (tmp_path / group).mkdir()
+    (tmp_path / group / "mine.yaml").write_text("optim: {lr: 0.5}\nrecipe: {name: mine, uses: mine}\n")
+    told = problems("recipe=cnn", f"{group}=mine", config_dir=tmp_path)
+    assert "its first line is `# @package _global_`" in told
+
+
 def test_a_recipe_without_its_file_of_settings_is_shown_the_content(tmp_path) -> None:
     told = problems("recipe=rings", "recipes.path=mine.py")
     found = re.search(r"DIR/recipe/rings.yaml with the lines `(.*)` and `(.*)`, and --config-dir DIR", told)
