@@ -84,7 +84,7 @@ def benchmarks() -> list[Benchmark]:
         Benchmark("loop", (str(HERE / "loop.py"),), 1200),
         Benchmark("precision_step", on_ranks("precision_step.py"), 900),
         Benchmark("update", (str(HERE / "update.py"),), 7200),
-        Benchmark("checkpoint", (str(HERE / "checkpoint.py"),), 3600),
+        Benchmark("checkpoint", (str(HERE / "checkpoint.py"),), 7200),
         Benchmark("threads", (str(HERE / "threads.py"),), 1800),
         Benchmark("bookkeeping", (str(HERE / "bookkeeping.py"),), 600),
         Benchmark("time_split", (str(HERE / "time_split.py"),), 300),

@@ -46,7 +46,7 @@ from scripts.bench.checkpoint_recipe import SETTINGS, Settings
 from scripts.bench.interleaved import Goal, goal_table, interleave, median_interval, write
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 900
+LIMIT_S = 3600
 AFTER = 10  # steps after the one that publishes
 
 
