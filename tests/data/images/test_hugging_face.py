@@ -16,11 +16,13 @@ from launcher.errors import ConfigError, DataError
 from tests.data.images.photographs import data_config
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
+datasets = None  # imported by the first test: while tests are collected, each test process would take seconds
 
 
 @pytest.fixture(autouse=True)
 def library_cache(tmp_path_factory, monkeypatch):
+    global datasets
+    datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("library")))
     datasets.disable_progress_bars()
 
