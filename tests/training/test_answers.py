@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from launcher.distributed.env import WorkerEnv
+from launcher.evaluation.evaluate import Evaluation
 from launcher.recipe import Loss, Recipe, TensorData, cross_entropy
 from launcher.run_dir.atomic import read_json
 from launcher.telemetry.event_log import read_events
 from launcher.telemetry.formatting import evaluation_cells
 from launcher.training.answers import AT_ONCE, MOST_KEPT, Answers, SinceEvaluation
 from launcher.training.parts.training_metrics import TrainingMetrics
+from launcher.training.progress import Measured, Position
 from tests.forked import launch_forked
 from tests.models import mlp
 from tests.telemetry.made import made
+from tests.training.reports import CLEAN
 
+OF_TRAINING = ("train_loss", "train_accuracy")
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
 LOGITS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]])
 
@@ -108,6 +112,21 @@ def test_the_table_has_them_beside_what_was_held_out() -> None:
     assert cells["train accuracy"] == "25.00 %"
 
 
+def test_an_evaluation_that_is_repeated_after_a_kill_says_the_same_of_training() -> None:
+    position, measured = Position(0, 0, 1), Measured(evaluations={"all": Evaluation(0.5, 2, {}, {})})
+    killed, resumed = (TrainingMetrics(Answers(ALONE, None)) for _ in range(2))
+    killed.after_step(position, replace(CLEAN, loss=0.25))
+    found = killed.metrics()
+    assert found["train_loss"] == 0.25
+    killed.after_evaluation(position, measured)
+    resumed.load_state(json.loads(json.dumps(killed.state())))
+    for _ in range(2):
+        assert resumed.metrics() == found
+        resumed.after_evaluation(position, measured)
+    resumed.after_step(position, replace(CLEAN, loss=4.0))
+    assert resumed.metrics() == {"train_loss": 4.0}
+
+
 SHORT = [
     "recipe=cnn",
     "data=digits",
@@ -143,3 +162,9 @@ def test_an_epoch_has_the_loss_and_accuracy_of_all_its_samples_also_after_a_resu
     assert found[0]["train_accuracy"] < found[2]["train_accuracy"]
     whole = read_json(tmp_path / "two" / "result.json")["training_seconds"]
     assert whole == pytest.approx(sum(times_ms.values()) / 1e3), "the time of the steps before it, too"
+    (tmp_path / "two" / "result.json").unlink()  # as if killed before it was written
+    assert launch_forked(tmp_path, [*SHORT, "run.dir=two"]).returncode == 0
+    *_, again = (
+        event for event in read_events(tmp_path / "two" / "metrics.jsonl") if event["event"] == "eval"
+    )
+    assert {key: again[key] for key in OF_TRAINING} == {key: found[2][key] for key in OF_TRAINING}

@@ -23,24 +23,32 @@ class TrainingMetrics:
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
         self._since = SinceEvaluation()
+        self._evaluated: dict[str, float] = {}  # of the last evaluation, while no step has followed it
 
     def after_step(self, position: Position, report: StepReport) -> None:
+        self._evaluated = {}
         if report.count and not report.bad_losses:
             self._since.loss_sum += report.loss * report.count
             self._since.loss_count += report.count
 
     def metrics(self) -> dict[str, float]:
-        """`train_loss` and `train_accuracy`. A collective."""
+        """`train_loss` and `train_accuracy`. A collective.
+
+        A run that was killed before its result was written repeats its last evaluation: with the same ones.
+        """
         self._answers.add_to(self._since)
-        return self._since.metrics()
+        return self._evaluated or self._since.metrics()
 
     def after_evaluation(self, position: Position, measured: Measured) -> None:
         if measured.evaluations:
+            self._evaluated = self._evaluated or self._since.metrics()
             self._since = SinceEvaluation()
 
     def state(self) -> dict[str, Any]:
         self._answers.add_to(self._since)
-        return asdict(self._since)
+        return asdict(self._since) | {"evaluated": self._evaluated}
 
     def load_state(self, values: dict[str, Any]) -> None:
-        self._since = SinceEvaluation(**values)
+        since = dict(values)
+        self._evaluated = since.pop("evaluated", {})
+        self._since = SinceEvaluation(**since)
