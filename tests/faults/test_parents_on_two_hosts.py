@@ -126,14 +126,16 @@ def test_a_killed_rank_is_named_and_a_restart_ends_bit_equal(hosts: Hosts, undis
     assert "error" not in ended.outputs[1]
 
 
+@pytest.mark.parametrize("what", ["parent", "host"])
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_parent_ends_all_machines_and_the_same_command_resumes(
-    hosts: Hosts, undisturbed, lost: int
+def test_a_killed_parent_or_host_ends_all_machines_and_the_same_command_resumes(
+    hosts: Hosts, undisturbed, lost: int, what: str
 ) -> None:
-    hosts.start()
+    hosts.start("launch.max_restarts=3")
     workers = hosts.at_step(8)
     killed = hosts.parents[lost]
-    os.kill(killed.pid, signal.SIGKILL)
+    for pid in (*(workers[lost] if what == "host" else ()), killed.pid):
+        os.kill(pid, signal.SIGKILL)
     ended = hosts.end(STALL_S + 10)
     assert ended.codes[lost] == -signal.SIGKILL
     assert ended.codes[1 - lost] == 6, ended
@@ -144,6 +146,41 @@ def test_a_killed_parent_ends_all_machines_and_the_same_command_resumes(
         time.sleep(0.05)
     hosts.start(slow=False)
     assert hosts.end().digest == undisturbed(ranks=2).digest
+
+
+def test_a_directory_that_one_machine_does_not_see_is_refused_and_disks_of_their_own_work(
+    hosts: Hosts, undisturbed
+) -> None:
+    own = hosts.directory / "disk of node 1"
+    own.mkdir()
+    hosts.run_dir.mkdir()
+    # `ip netns exec` has made a mount namespace for the process.
+    bind = ("sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', str(own), str(hosts.run_dir))
+
+    def start(*words: str, slow: bool = True) -> None:
+        hosts.start_node(0, *words, slow=slow)
+        hosts.start_node(1, *words, slow=slow, before=bind)
+
+    start()
+    refused = hosts.end()
+    assert refused.codes == [3, 3], refused
+    for output in refused.outputs:
+        assert re.search(r"rank 1 \(on \S+\) does not see rank 0's run\.dir=.*launch\.hosts=mixed", output)
+    mixed = ("launch.hosts=mixed", "launch.max_restarts=1")
+    start(*mixed)
+    hosts.at_step(8)
+    hosts.parents[1].send_signal(signal.SIGTERM)
+    stopped = hosts.end()
+    assert stopped.codes == [75, 75], stopped
+    start(*mixed)
+    step = stopped.status["step"]
+    (pid,) = hosts.at_step(step + 8)[1]
+    os.kill(pid, signal.SIGKILL)
+    ended = hosts.end()
+    assert ended.digest == undisturbed(ranks=2).digest
+    resumed, restarted = (event["step"] for event in ended.events("restart"))
+    assert step == resumed < restarted
+    assert [path.name for path in (own / "checkpoints").iterdir()] == []
 
 
 def test_both_machines_end_where_the_link_is_down_for_good(hosts: Hosts) -> None:
@@ -200,6 +237,47 @@ def test_machines_that_do_not_fit_are_refused_in_words(hosts: Hosts) -> None:
     other = hosts.end()
     assert other.codes[1] == 3
     assert "only this node was given seed=7" in other.outputs[1]
+
+
+@pytest.mark.parametrize(("node", "key"), [(0, "GLOO_SOCKET_IFNAME"), (1, "NCCL_SOCKET_IFNAME")])
+def test_an_interface_that_one_machine_lacks_ends_both(hosts: Hosts, node: int, key: str) -> None:
+    for each in range(2):
+        hosts.start_node(each, **({key: "nope"} if each == node else {}))
+    ended = hosts.end(60)
+    assert ended.codes == [3, 3], ended
+    said = rf"rank {node} failed: {key}=nope in the environment names no network interface of this machine\. "
+    for output in ended.outputs:
+        assert re.search(rf"error.*: {said}It has lo, {INTERFACE}", output), ended
+
+
+def test_a_node_too_many_ends_and_disturbs_nobody(hosts: Hosts, undisturbed) -> None:
+    hosts.start()
+    hosts.start_node(1, slow=True)
+    hosts.start_node(1, "launch.node_rank=2", slow=True)
+    hosts.start_node(1, "launch.nnodes=3", "launch.node_rank=2", slow=True)
+    ended = hosts.end()
+    first, *twice, beyond, of_three = zip(ended.codes, ended.outputs, strict=True)
+    assert first[0] == 0
+    assert ended.result["weights_sha256"] == undisturbed(ranks=2).result["weights_sha256"]
+    (done, _), (refused, text) = sorted(twice)
+    assert (done, refused) == (0, 3), ended
+    assert "error: another process is node 1 already at launch.rdzv_endpoint=" in text
+    assert beyond[0] == 2
+    assert "error: launch.node_rank=2 with launch.nnodes=2: nodes count from 0" in beyond[1]
+    assert of_three[0] == 3
+    assert "error: node 2 and the node 0 that it found" in of_three[1]
+    assert "only this node was given launch.nnodes=3" in of_three[1]
+
+
+def test_two_nodes_0_end_in_the_time_of_the_start_with_a_sentence_each(hosts: Hosts) -> None:
+    hosts.start_node(0, "launch.init_timeout_s=4")
+    hosts.start_node(1, "launch.init_timeout_s=4", "launch.node_rank=0")
+    ended = hosts.end(60)
+    assert set(ended.codes) <= {2, 3, 6}, ended
+    for output in ended.outputs:
+        assert output.count("error: ") == 1, ended
+    taken = "another process is node 0 already|is in use by another process"
+    assert any(re.search(taken, output) for output in ended.outputs), ended
 
 
 def test_a_wrong_config_is_said_once_by_node_0_and_ends_all(hosts: Hosts) -> None:
