@@ -23,6 +23,7 @@ VARIABLES = {
 }
 # Set by what starts one process on each of several machines; of mpirun it is the number of processes.
 MACHINES_SAID = (
+    "SLURM_STEP_NUM_NODES",  # before those of its job; of one task srun makes a step of one node
     "SLURM_NNODES",
     "SLURM_JOB_NUM_NODES",
     "PET_NNODES",

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -98,6 +99,25 @@ def test_a_job_that_is_to_leave_saves_comes_back_and_ends_bit_equal(
         assert (ended, done) == ([75], [0])
 
 
+def test_one_task_per_gpu_trains_like_one_per_node_saves_and_comes_back(directory: Path) -> None:
+    gpus, words = ("--nodes=2", "--gpus-per-node=2"), (*TRAIN, "launch.nproc=2")
+    (directory / "go").touch()
+    with Job(directory, *words, options=(*gpus, "--ntasks-per-node=1")) as parents:
+        parents.until_ended()
+    assert "workers 4 (4 x CPU" in parents.said
+    (directory / "go").unlink()
+    with Job(directory, *words, options=(*gpus, "--ntasks-per-node=2")) as job:
+        job.until(lambda: step_of(job.run_dir) >= 10, "it trains")
+        job.signal("USR1")
+        job.until_requeued()
+        assert read(job.run_dir / "status.json")["state"] == "preempted", job.said
+        (directory / "go").touch()
+        job.start_again()
+        job.until_ended()
+        assert_done_like(job, parents)
+        assert "workers 4 (4 x CPU" in job.said
+
+
 def test_signals_at_any_time_during_start_and_save_only_delay_a_job(
     directory: Path, undisturbed: Job
 ) -> None:
@@ -143,11 +163,16 @@ def test_one_task_where_there_are_two_nodes_is_refused(directory: Path) -> None:
     with Job(
         directory,
         options=options,
-        command=f"{one} {' '.join(TRAIN)}; {one} {' '.join(TRAIN)} launch.nnodes=2",
+        command="; ".join(
+            f"{one} {' '.join(TRAIN)} {more}"
+            for more in ("", "launch.nnodes=2", "launch.nnodes=1 train.max_steps=4 run.dir=alone")
+        ),
     ) as job:
+        (directory / "go").touch()
         job.until_ended()
-        assert "SLURM_JOB_NUM_NODES=2 in the environment" in job.said
+        assert re.search(r"SLURM_\w+=2 in the environment.* give launch\.nnodes=1", job.said, re.S)
         assert "launch.nnodes=2, but srun has started 1 task" in job.said
+        assert read(directory / "alone" / "result.json")["world_size"] == 1, job.said
 
 
 def test_the_directory_of_a_run_that_is_still_alive_is_refused(directory: Path) -> None:
