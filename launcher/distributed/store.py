@@ -52,7 +52,9 @@ def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
             "point to it. launch.init_timeout_s says how long others wait for it."
         ) from error
     store.set_timeout(timeout)
-    return dist.PrefixStore(f"launcher/{launch.run_id}/{launch.restart_count}", store)
+    # A store of rank 0's own is new in each attempt. A torchrun that joined later has counted fewer of them.
+    attempt = launch.restart_count if _has_agent_store() else 0
+    return dist.PrefixStore(f"launcher/{launch.run_id}/{attempt}", store)
 
 
 def _meeting_place(launch: LaunchEnv) -> tuple[str, int]:

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from launcher.distributed.env import LaunchEnv
 from launcher.distributed.failures import departure_of
+from launcher.distributed.store import open_store
 from launcher.errors import DataError
 from tests.forked import Forked, be_script
 from tests.limits import at_most
@@ -143,6 +145,18 @@ def test_every_rank_gets_the_same_job_in_the_same_directory(start, tmp_path) -> 
     assert [out for _, out, _ in results] == [
         f"rank {rank} job 0 seed 5 {run_dir} None\n" for rank in range(3)
     ]
+
+
+def test_a_torchrun_that_joins_after_a_restart_meets_the_others(monkeypatch) -> None:
+    """Without a store of the agents, each of which counts the restarts that it has seen."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    restarted, joined = (open_store(LaunchEnv(rank, 2, restart_count=1 - rank), 20) for rank in range(2))
+    restarted.set("message/0", "the job")
+    assert joined.check(["message/0"])
 
 
 def test_a_process_alone_needs_no_store(start, tmp_path) -> None:
