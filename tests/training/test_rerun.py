@@ -20,7 +20,7 @@ from launcher.training.rerun import (
 )
 
 MODULE = ModuleFinding("fc", "Linear", "inf", 7, True, (-2.0, 3.0), (1,), 3)
-FINE = Diagnosis(None, None, True, (), ("fc", 12.5))
+FINE = Diagnosis(None, None, (), ("fc", 12.5))
 BATCH = {"image": torch.zeros(3, 2), "label": torch.zeros(3, dtype=torch.int64)}
 
 
@@ -38,7 +38,7 @@ def test_samples_are_listed_as_far_as_it_helps(suspects, indices, text) -> None:
 
 def test_a_nan_in_the_batch_names_its_sample_and_column() -> None:
     batch = {**BATCH, "image": torch.tensor([[0.0, 1.0], [0.0, 0.0], [float("nan"), 0.0]])}
-    found = Diagnosis(None, ModuleFinding("conv", "Conv2d", "nan", 0, False, None, (2,), 3), False, (), None)
+    found = Diagnosis(None, ModuleFinding("conv", "Conv2d", "nan", 0, False, None, (2,), 3), (), None)
     evidence = evidence_of(found, False, None, 1, batch, [40, 41, 42])
     assert evidence.order == 1 << 32
     assert "training sample 42 (of 3" in evidence.text
@@ -47,7 +47,7 @@ def test_a_nan_in_the_batch_names_its_sample_and_column() -> None:
 
 
 def test_a_module_is_told_with_its_rows_inputs_and_bad_weights() -> None:
-    found = Diagnosis(MODULE, MODULE, True, tuple("abcdefg"), None)
+    found = Diagnosis(MODULE, MODULE, tuple("abcdefg"), None)
     text = evidence_of(found, False, None, 0, BATCH, [40, 41, 42]).text
     assert "training sample 41 (of 3" in text
     assert "fc (Linear), inf, from inputs between -2 and 3" in text

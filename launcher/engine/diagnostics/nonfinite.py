@@ -52,7 +52,6 @@ class Diagnosis:
 
     origin: ModuleFinding | None
     first: ModuleFinding | None
-    input_finite: bool  # of the whole model
     parameters: tuple[str, ...]  # those that hold a value that is not finite
     largest: tuple[str, float] | None
 
@@ -89,13 +88,8 @@ def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
             ):
                 hooks.callback(hook.remove)
         run()
-    return Diagnosis(
-        observer.origin,
-        observer.first,
-        observer.input_finite,
-        tuple(nonfinite_parameters(model)),
-        observer.largest,
-    )
+    bad = tuple(nonfinite_parameters(model))
+    return Diagnosis(observer.origin, observer.first, bad, observer.largest)
 
 
 def diagnose_backward(model: nn.Module, run: Callable[[], Mapping[str, Tensor]]) -> BackwardDiagnosis:
@@ -135,7 +129,6 @@ class _Observer:
 
     origin: ModuleFinding | None = None
     first: ModuleFinding | None = None
-    input_finite: bool = True
     largest: tuple[str, float] | None = None
     # Of the inputs of each call that has not ended, whether they are finite, and their range.
     _open: list[tuple[bool, tuple[float, float] | None]] = field(default_factory=list)
@@ -143,10 +136,7 @@ class _Observer:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = list(_floats((args, kwargs)))
-        finite = all(map(_finite, tensors))
-        if not self._open and not self._ended:
-            self.input_finite = finite
-        self._open.append((finite, _range(tensors)))
+        self._open.append((all(map(_finite, tensors)), _range(tensors)))
 
     def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         outputs = list(_floats(output))

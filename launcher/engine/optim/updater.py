@@ -120,10 +120,6 @@ class Updater:
                 shares.append(_Share(optimizer, index, pieces, states, batches))
         return shares
 
-    @property
-    def _batches(self) -> list[_Batch]:
-        return [batch for share in self._shares for batch in share.batches]
-
     def step(self, scalars: Scalars) -> None:
         """Apply one update to all pieces, or write nothing if `scalars.skip` is true."""
         if self._on_host and scalars.skip:

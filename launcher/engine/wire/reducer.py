@@ -144,8 +144,6 @@ class Reducer:
 
         Outside this context a backward pass is plain torch: its gradients stay in `p.grad`.
         """
-        if not last and not self._parts.accumulated:
-            raise RuntimeError("a reducer for one micro-batch per step was given more than one")
         self.arrivals.expect(last)
         self._sending.early = early
         with self.grad_put_aside():

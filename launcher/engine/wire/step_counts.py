@@ -42,12 +42,10 @@ class HostTally:
 
     def take_back(self) -> None:
         """Forget the micro-batch that was added last."""
-        _refuse_sent(self._shared is not None)
         self._newest = None
 
     def vote(self, question: int, votes: int) -> None:
         """Record this rank's votes for `question`."""
-        _refuse_sent(self._shared is not None)
         self._sums[3 + question] = float(votes)
 
     def send(self) -> None:
@@ -102,7 +100,6 @@ class DeviceTally:
         # Of the micro-batch that may still be taken back: count, loss, and 0 or nan where that is not finite.
         self._newest: tuple[Tensor | float, Tensor, Tensor] | None = None
         self._work: dist.Work | None = None
-        self._sent = False
         self._is_first = True  # no micro-batch is included yet
 
     def add(self, loss_sum: Tensor, count: float | Tensor) -> None:
@@ -112,11 +109,9 @@ class DeviceTally:
         self._newest = (n, loss, loss - loss)
 
     def take_back(self) -> None:
-        _refuse_sent(self._sent)
         self._newest = None
 
     def vote(self, question: int, votes: int) -> None:
-        _refuse_sent(self._sent)
         self._sums[3 + question] = votes
 
     def send(self) -> None:
@@ -124,7 +119,6 @@ class DeviceTally:
 
     def give(self) -> Tensor:
         self._include_newest()
-        self._sent = True
         return self._sums
 
     def receive(self, totals: Tensor) -> None:
@@ -142,7 +136,7 @@ class DeviceTally:
     def restart(self) -> None:
         self._sums.zero_()
         self._newest = self._work = None
-        self._sent, self._is_first = False, True
+        self._is_first = True
 
     def _include_newest(self) -> None:
         if self._newest is not None:
@@ -168,10 +162,6 @@ def tally_on(on_host: bool, device: torch.device, group: dist.ProcessGroup | Non
 def _started(sums: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
     """Start their sum over the ranks, where there are several."""
     return works.started(dist.all_reduce(sums, group=group, async_op=True)) if group is not None else None
-
-
-def _refuse_sent(sent: bool) -> None:
-    assert not sent, "the counts and votes of this step have been sent"
 
 
 class Reference:

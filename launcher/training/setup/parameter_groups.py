@@ -47,7 +47,6 @@ class ParameterGroups:
     """What a Stepper is given, and why."""
 
     groups: Sequence[ParameterGroup] = ()
-    layers: Sequence[Layer] = ()  # from the lowest; none without optim.layer_decay
     sentences: Sequence[tuple[str, str]] = field(default_factory=tuple)  # topic and text, for the start
     idle: Sequence[str] = ()  # warnings of groups that change nothing
 
@@ -78,7 +77,7 @@ def parameter_groups(optim: OptimConfig, own: Sequence[ParameterGroup], model: n
         for said, groups in (("optim", configured), ("Recipe", own))
         for text in idle_groups(model, groups)
     ]
-    return ParameterGroups(_merged(found), layers, tuple(_sentences(optim, model, found, layers)), idle)
+    return ParameterGroups(_merged(found), tuple(_sentences(optim, model, found, layers)), idle)
 
 
 def _owners(said: str, model: nn.Module, groups: Sequence[ParameterGroup]) -> Mapping[str, ParameterGroup]:

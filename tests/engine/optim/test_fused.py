@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 
 import pytest
@@ -65,7 +66,7 @@ def stepper_of(form: str, *arguments, **options) -> Stepper:
     assert isinstance(updater, Updater)
     assert stepper.compilation.used == (form == "compiled"), stepper.compilation.reason
     if "GPU" in form:
-        for batch in updater._batches:
+        for batch in itertools.chain.from_iterable(share.batches for share in updater._shares):
             batch.scratch.clear()
     if form == "as for a compiler":
         updater._compiled = _whole
