@@ -25,7 +25,7 @@ from types import TracebackType
 from launcher.checkpoint.catalog import by_metric, candidates, retain
 from launcher.checkpoint.format import publish, size_of_tensors
 from launcher.checkpoint.manifest import looks_whole
-from launcher.checkpoint.snapshot import Snapshot, Staged
+from launcher.checkpoint.snapshot import Staged
 from launcher.errors import LauncherError
 
 # After a piece of 1 ms a pause of 39 ms.
@@ -133,17 +133,17 @@ class Writer:
         # The event before it ends the pauses of the write: nothing trains beside it any more.
         self._thread.shutdown(wait=True)
 
-    def publish(self, take: Callable[[], Staged | Snapshot | None]) -> Report | None:
-        """Take a snapshot and start writing it; returns the previous report unless it was returned before.
+    def publish(self, take: Callable[[], Staged | None]) -> Report | None:
+        """Stage a snapshot and start writing it; returns the previous report unless it was returned before.
 
         Waits for the previous write first, so that host memory never holds two snapshots. `take` may be a
         collective.
         """
         previous = self.wait()
-        snapshot = take()
+        staged = take()
         self._awaited.clear()
-        if snapshot is not None:
-            self._pending = self._thread.submit(self._write, snapshot)
+        if staged is not None:
+            self._pending = self._thread.submit(self._write, staged)
         return previous
 
     def poll(self) -> Report | None:
@@ -156,8 +156,8 @@ class Writer:
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
-    def _write(self, taken: Staged | Snapshot) -> Report:
-        snapshot = taken.finished() if isinstance(taken, Staged) else taken
+    def _write(self, staged: Staged) -> Report:
+        snapshot = staged()
         began, step, path = time.perf_counter(), snapshot.progress.step, None
         error, size_bytes = None, 0
         try:

@@ -13,7 +13,7 @@ import math
 import re
 import shutil
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -47,10 +47,14 @@ class Damage:
 
 @dataclass(frozen=True)
 class Found:
-    """The chosen checkpoint, None for a fresh start, and the damaged ones that were skipped."""
+    """The chosen checkpoint, None for a fresh start, and the damaged ones that were skipped.
+
+    `snapshot` is its content, once it has been read to resume from.
+    """
 
     path: Path | None
     damaged: tuple[Damage, ...] = ()
+    snapshot: Snapshot | None = None
 
 
 def step_of(path: Path) -> int:
@@ -137,20 +141,6 @@ def retain(
     return deleted
 
 
-def set_aside_replaced(directory: Path, resumed: Path | None) -> list[Path]:
-    """Rename checkpoints of later steps than `resumed`, or all on a fresh start, to `replaced-...`.
-
-    Otherwise the run could later resume from steps that it has discarded. Raises OSError.
-    """
-    present = candidates(directory)
-    if resumed is not None:
-        if resumed.parent.resolve() != directory.resolve():
-            return []  # chosen only where this directory has no intact checkpoint
-        step = step_of(resumed)
-        present = [path for path in present if step_of(path) >= step and path.name != resumed.name]
-    return [set_aside(path, REPLACED) for path in present]
-
-
 def _first_intact(paths: Sequence[Path], rename_damaged: bool) -> Found:
     damaged: list[Damage] = []
     for path in paths:
@@ -184,18 +174,7 @@ def _refuse_link(path: Path) -> None:
 AUTO, NEVER = "auto", "never"
 
 
-@dataclass(frozen=True)
-class Resumption:
-    """What a run resumes from; `snapshot` and `path` are None for a fresh start."""
-
-    snapshot: Snapshot | None
-    path: Path | None
-    damaged: tuple[Damage, ...] = ()
-
-
-def resume(
-    env: WorkerEnv, directory: Path, wish: str, identity: Identity, own_disks: bool = False
-) -> Resumption:
+def resume(env: WorkerEnv, directory: Path, wish: str, identity: Identity, own_disks: bool = False) -> Found:
     """Choose and read the checkpoint to resume from, as `checkpoint.resume` says. A collective.
 
     With `own_disks` rank 0 sends it to machines that do not have it. Raises on all ranks: ConfigError for the
@@ -215,7 +194,7 @@ def resume(
     with raised_on_all(env):
         if env.is_leader:  # one process must rename
             _set_aside_replaced(directory, path)
-    return Resumption(snapshot, path, found.damaged)
+    return replace(found, snapshot=snapshot)
 
 
 def agree(env: WorkerEnv, directory: Path, wish: str = AUTO, own_disks: bool = False) -> Found:
@@ -329,8 +308,19 @@ def _refuse_other_view(
 
 
 def _set_aside_replaced(directory: Path, resumed: Path | None) -> None:
+    """Rename checkpoints of later steps than `resumed`, or all on a fresh start, to `replaced-...`.
+
+    Otherwise the run could later resume from steps that it has discarded. Raises StorageError.
+    """
+    present = candidates(directory)
+    if resumed is not None:
+        if resumed.parent.resolve() != directory.resolve():
+            return  # chosen only where this directory has no intact checkpoint
+        step = step_of(resumed)
+        present = [path for path in present if step_of(path) >= step and path.name != resumed.name]
     try:
-        set_aside_replaced(directory, resumed)
+        for path in present:
+            set_aside(path, REPLACED)
     except OSError as error:
         raise StorageError(
             f"replaced checkpoints cannot be renamed in {directory}: {error}. "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import launcher.checkpoint.generators as generators
-from launcher.checkpoint.host_memory import Copies, HostMemory
+from launcher.checkpoint.host_memory import HostMemory
 from launcher.config.schema import Config
 from launcher.distributed.collectives import gather
 from launcher.distributed.env import LEADER, WorkerEnv
@@ -161,17 +161,8 @@ class Snapshot:
     average_buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Staged:
-    """A snapshot whose copies to the host may still be pending, and which `finished` puts together."""
-
-    _build: Callable[[], Snapshot]
-    _copies: Copies
-
-    def finished(self) -> Snapshot:
-        """The snapshot, once the device has made the copies. Callable from any thread."""
-        self._copies.wait()
-        return self._build()
+# Puts a snapshot together once the device has made its copies, on any thread.
+Staged = Callable[[], Snapshot]
 
 
 def stage(
@@ -208,7 +199,8 @@ def stage(
         stepper.hold_update(copies.ready)
     counters, names = dict(state.counters), _state_dict_names(stepper.model)
 
-    def build() -> Snapshot:
+    def finished() -> Snapshot:
+        copies.wait()
         buffers, average_buffers = buffers_by_rank(), average_buffers_by_rank()
         return Snapshot(
             # Buffers as a run of any size starts from them.
@@ -236,7 +228,7 @@ def stage(
             average_buffers=average_buffers,
         )
 
-    return Staged(build, copies)
+    return finished
 
 
 def restore(

@@ -226,7 +226,7 @@ class Files:
         self.job.step()
         staged = self.job.stage()
         assert staged is not None
-        self.snapshot = staged.finished()
+        self.snapshot = staged()
         self.directory, self.source, self.target = directory / "own", directory / "source", directory / "copy"
         self.write()
         (self.path,) = self.directory.iterdir()

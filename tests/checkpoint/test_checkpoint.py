@@ -12,6 +12,7 @@ import threading
 import time
 from base64 import b64encode
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from launcher.checkpoint import (
     Origin,
     Progress,
     Snapshot,
+    Staged,
     Writer,
     load,
     publish,
@@ -355,11 +357,11 @@ def test_checkpoints_of_another_metric_are_not_compared(tmp_path: Path) -> None:
     ]
     with Writer(tmp_path, keep=1) as writer:
         for each in saved[:2]:
-            writer.publish(lambda each=each: each)
+            writer.publish(lambda each=each: lambda: each)
     assert best_intact(tmp_path) == tmp_path / "step-00000002"
     with Writer(tmp_path, keep=1) as writer:
         for each in saved[2:]:
-            writer.publish(lambda each=each: each)
+            writer.publish(lambda each=each: lambda: each)
     assert best_intact(tmp_path) == tmp_path / "step-00000003"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
@@ -375,7 +377,7 @@ def test_of_equal_ones_the_first_is_the_best(tmp_path: Path, lower: bool) -> Non
     values = {1: 0.3} | dict.fromkeys((2, 3, 4), 0.1 if lower else 0.5)
     with Writer(tmp_path, keep=1) as writer:
         for step in values:
-            writer.publish(lambda step=step: snapshot(step, values[step], lower))
+            writer.publish(lambda step=step: partial(snapshot, step, values[step], lower))
     assert best_intact(tmp_path) == tmp_path / "step-00000002"
 
 
@@ -384,7 +386,7 @@ def test_the_best_by_metric_is_found_and_kept(tmp_path: Path, lower, best) -> No
     metrics = {1: 0.5, 2: 0.9, 3: None, 4: 0.1, 5: float("nan"), 6: 0.3}
     with Writer(tmp_path, keep=1) as writer:
         for step, metric in metrics.items():
-            writer.publish(lambda step=step, metric=metric: snapshot(step, metric, lower))
+            writer.publish(lambda step=step, metric=metric: partial(snapshot, step, metric, lower))
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == [f"step-{best:08d}", "step-00000006"]
     assert best_intact(tmp_path) == tmp_path / f"step-{best:08d}"
@@ -409,7 +411,7 @@ def test_what_cannot_be_deleted_is_reported_beside_what_was_written(tmp_path: Pa
     publish_steps(tmp_path, 1)
     (tmp_path / ".unfinished-step-00000009-0a1b2c3d").touch()  # somebody's: ours are directories
     with Writer(tmp_path, keep=1) as writer:
-        writer.publish(lambda: snapshot(2))
+        writer.publish(lambda: partial(snapshot, 2))
         report = writer.wait()
     assert report is not None
     assert report.path == tmp_path / "step-00000002"
@@ -454,7 +456,7 @@ def test_a_write_pauses_until_it_is_awaited(tmp_path: Path, monkeypatch) -> None
     monkeypatch.setattr("launcher.checkpoint.async_writer.SHARE", 1e-9)
     monkeypatch.setattr("launcher.checkpoint.async_writer.LONGEST_S", 3600.0)
     with Writer(tmp_path, keep=2) as writer:
-        writer.publish(lambda: snapshot(1, num_values=10**6))  # 4 MB: the first pause takes minutes
+        writer.publish(lambda: partial(snapshot, 1, num_values=10**6))  # 4 MB: the first pause takes minutes
         while not any(file.stat().st_size for file in tmp_path.glob("*/weights.safetensors")):
             time.sleep(0.001)
         assert writer.poll() is None
@@ -490,15 +492,15 @@ def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, mon
 
     monkeypatch.setattr("launcher.checkpoint.async_writer.publish", slow)
     with Writer(tmp_path, keep=2) as writer:
-        assert writer.publish(lambda: snapshot(1)) is None
+        assert writer.publish(lambda: partial(snapshot, 1)) is None
         assert started.wait(10)
         assert writer.poll() is None  # the training continues meanwhile
         assert not list(tmp_path.iterdir())
         threading.Timer(0.05, may_finish.set).start()
 
-        def take_second() -> Snapshot:
+        def take_second() -> Staged:
             assert (tmp_path / "step-00000001").exists(), "two snapshots would be in memory"
-            return snapshot(2)
+            return partial(snapshot, 2)
 
         first = writer.publish(take_second)
         assert first is not None
@@ -512,7 +514,7 @@ def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, mon
 
 def test_leaving_the_writer_waits_for_the_last_one(tmp_path: Path) -> None:
     with Writer(tmp_path, keep=2) as writer:
-        writer.publish(lambda: snapshot(1))
+        writer.publish(lambda: partial(snapshot, 1))
     assert same(load(tmp_path / "step-00000001"), snapshot(1))
 
 
