@@ -81,15 +81,14 @@ class StepGraph:
         are of `passes`.
         """
         self._refuse_live_graphs()
-        kept, generators = _copies(self._stepper.tensors()), _generators(self._stepper.device)
+        kept, device = _copies(self._stepper.tensors()), self._stepper.device
         try:
-            with self._recorder.aside():
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), self._recorder.aside():
                 for each in passes:
                     self._rehearse(each)
         finally:
             for tensor, copy in kept:
                 tensor.copy_(copy)
-            _restore(generators, self._stepper.device)
         self._agree(self._recorded(passes))
         self._stepper.clock.restart()
 
@@ -215,15 +214,3 @@ def _metadata_of(parameter: Tensor) -> dict[object, object]:
 def _copies(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Copy each tensor to the host: the device may have no room for a second copy of everything."""
     return [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
-
-
-def _generators(device: torch.device) -> list[Tensor]:
-    """The states of torch's default generators, of the host and of the device."""
-    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *own]
-
-
-def _restore(states: list[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)

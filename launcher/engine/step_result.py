@@ -5,12 +5,13 @@ Owns the copy of a step's numbers to the host and their decoding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from launcher.engine.diagnostics.step_timer import Spans
+from launcher.engine.diagnostics.step_timer import Mark, spans_ms
 from launcher.engine.limits import VOTES
 from launcher.engine.notices import NO_SAMPLES, Notices
 from launcher.engine.verdict import Numbers
@@ -69,7 +70,7 @@ class StepResult:
     _names: list[str]
     _num_ranks: int
     _wire_bytes: int
-    _spans: Spans
+    _marks: Sequence[Mark]
     _notices: Notices
 
     def read(self) -> StepReport:
@@ -110,7 +111,7 @@ class StepResult:
             culprit_ranks=tuple(rank for rank in marked if marks[rank] == CULPRIT) if marked else (),
             culprit_parameters=self._not_finite(sums) if skipped else (),
             votes=votes,
-            spans_ms=self._spans.read_ms(),
+            spans_ms=spans_ms(self._marks),
             abandoned_ranks=abandoned,
         )
 

@@ -26,7 +26,7 @@ from launcher.data.tensors import DeviceBatches, TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine import SGD, Policy, Stepper, StepResult
-from launcher.engine.diagnostics.step_timer import DATA, Spans
+from launcher.engine.diagnostics.step_timer import DATA, Mark
 from launcher.telemetry import Telemetry
 from launcher.training.answers import Answers
 from launcher.training.job import Job
@@ -49,8 +49,8 @@ class NoClock:
 
     def mark(self, part: str) -> None: ...
 
-    def take(self) -> Spans:
-        return Spans([])
+    def take(self) -> list[Mark]:
+        return []
 
 
 class Steps:

@@ -6,7 +6,6 @@ Reads the last few nodes of the autograd graph, and nothing from the device. Unk
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,26 +37,23 @@ def is_mean(loss: Tensor, count: float | Tensor) -> bool:
     parts = _parts(loss.grad_fn, number)
     if parts is None:
         return False
-    plain = [name for name in parts.means if name.startswith("MeanBackward")]
-    means = parts.means if not parts.sums else parts.means - Counter(dict.fromkeys(plain, MAX_NODES))
+    means, has_others = parts
+    if has_others:
+        means = Counter({name: n for name, n in means.items() if not name.startswith("MeanBackward")})
     return any(number is None or amount % number for amount in means.values())
 
 
-@dataclass
-class _Parts:
-    """What a loss is the sum of: means by the name of their node, and the number of all other parts."""
+def _parts(root: Any, number: float | None) -> tuple[Counter[str], bool] | None:
+    """What a loss that ends in `root` is the sum of; None if there are too many parts.
 
-    means: Counter[str] = field(default_factory=Counter)
-    sums: int = 0
-
-
-def _parts(root: Any, number: float | None) -> _Parts | None:
-    """The parts of the sum that ends in `root`; None if there are too many of them."""
-    parts = _Parts()
+    The means by the name of their node, and whether there are other parts.
+    """
+    means: Counter[str] = Counter()
+    has_others = False
     nodes: list[Any] = [root]
     for _ in range(MAX_NODES):
         if not nodes:
-            return parts
+            return means, has_others
         node = nodes.pop()
         if node is None:  # a constant
             continue
@@ -65,13 +61,13 @@ def _parts(root: Any, number: float | None) -> _Parts | None:
         scales = name.startswith(("MulBackward", "DivBackward"))
         factor = _factor(node, name) if scales else None
         if name.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == MEAN:
-            parts.means[name] += 1
+            means[name] += 1
         elif factor is not None and number is not None and factor * number == 1.0:
-            parts.means["over the count"] += 1
+            means["over the count"] += 1
         elif name in _TRANSPARENT or (factor is not None and 0 < abs(factor) <= 1):  # a weight
             nodes += [parent for parent, _ in node.next_functions]
         elif factor != 0:
-            parts.sums += 1
+            has_others = True
     return None
 
 

@@ -6,8 +6,9 @@ Marking never waits for the device.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -46,25 +47,19 @@ class StepClock:
         else:
             self._marks.append((part, time.perf_counter()))
 
-    def take(self) -> Spans:
-        """The step's parts, and begin the next step."""
-        spans = Spans(self._marks)
+    def take(self) -> list[Mark]:
+        """The marks of the finished step, and begin the next step."""
+        marks = self._marks
         self.restart()
-        return spans
+        return marks
 
 
-class Spans:
-    """The marks of one finished step."""
-
-    def __init__(self, marks: list[Mark]) -> None:
-        self._marks = marks
-
-    def read_ms(self) -> dict[str, float]:
-        """Milliseconds by part. On CUDA the device must have passed the last mark."""
-        parts: dict[str, float] = {}
-        for (_, start), (part, end) in zip(self._marks, self._marks[1:], strict=False):
-            parts[part] = parts.get(part, 0.0) + _between_ms(start, end)
-        return parts
+def spans_ms(marks: Sequence[Mark]) -> dict[str, float]:
+    """Milliseconds by part of a finished step. On CUDA the device must have passed the last mark."""
+    parts: dict[str, float] = {}
+    for (_, start), (part, end) in itertools.pairwise(marks):
+        parts[part] = parts.get(part, 0.0) + _between_ms(start, end)
+    return parts
 
 
 def _between_ms(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
