@@ -152,16 +152,15 @@ def sync_directory(directory: Path) -> None:
 def _failing_as_storage_error(step: int, directory: Path, temporary: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         raise StorageError(
             f"the checkpoint of step {step} cannot be written to {directory}: {error.strerror or error}. "
             "Earlier ones are intact. Free disk space; the directory must be writable and hold no "
             "checkpoint of that step from another run."
         ) from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _write_files(directory: Path, snapshot: Snapshot, run: Pace) -> None:

@@ -68,13 +68,11 @@ class SyncBatchNorm(_BatchNorm):
             self.num_batches_tracked.add_(1)
             # A single sample has no unbiased variance: no division by 0.
             unbiased = variance * (count / (count - 1).clamp(min=1))
-            if self.momentum is not None:
-                self.running_mean.lerp_(mean, self.momentum)
-                self.running_var.lerp_(unbiased, self.momentum)
-            else:
+            factor: float | Tensor | None = self.momentum
+            if factor is None:  # the mean over all batches so far
                 factor = self.num_batches_tracked.to(mean.dtype).reciprocal()
-                self.running_mean.lerp_(mean, factor)
-                self.running_var.lerp_(unbiased, factor)
+            self.running_mean.lerp_(mean, factor)
+            self.running_var.lerp_(unbiased, factor)
 
 
 class _Normalise(torch.autograd.Function):

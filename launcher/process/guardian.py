@@ -17,7 +17,6 @@ import select
 import signal
 import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 VARIABLE = "LAUNCHER_ENDS_WITH"  # one value per launcher above this process
@@ -111,22 +110,14 @@ def _end_all(value: bytes) -> None:
 
 
 def _signal_all(value: bytes, number: int) -> bool:
-    """Signal all processes that have the value; returns whether there are any."""
-    return sum(_signal(pid, value, number) for pid in _others()) > 0
-
-
-def _signal(pid: int, value: bytes, number: int) -> bool:
-    """Signal a process if it has the value; returns whether it has."""
-    with contextlib.suppress(OSError):  # it has ended, or is another user's
-        if _is_marked(pid, value):
-            os.kill(pid, number)  # microseconds later: its number is not another's yet
-            return True
-    return False
-
-
-def _others() -> Iterator[int]:
-    own = os.getpid()
-    return (int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != own)
+    """Signal all other processes that have the value; returns whether there are any."""
+    found = False
+    for pid in {int(name) for name in os.listdir("/proc") if name.isdecimal()} - {os.getpid()}:
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if _is_marked(pid, value):
+                os.kill(pid, number)  # microseconds later: its number is not another's yet
+                found = True
+    return found
 
 
 def _is_marked(pid: int, value: bytes) -> bool:

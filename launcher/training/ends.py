@@ -91,12 +91,6 @@ def write_split(run_dir: Path, recipe: Recipe) -> None:
         raise StorageError(f"{run_dir / SPLIT} cannot be written: {error.strerror}") from error
 
 
-def mark_end(run_dir: Path, state: str, exit_code: int) -> None:
-    """Write status.json again, with the reserve where the disk is full."""
-    with contextlib.suppress(OSError):
-        mark_ended(run_dir / FILE_NAME, state, exit_code)
-
-
 def write_page(run_dir: Path, telemetry: Telemetry) -> None:
     """Write pictures and report.html, from the files of the run alone; a failure of one is a warning."""
     run = None
@@ -240,6 +234,7 @@ def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
         )
     )
     if run.env.is_leader:
-        mark_end(run_dir, "done", 0)
+        with contextlib.suppress(OSError):
+            mark_ended(run_dir / FILE_NAME, "done", 0)
         # Last: the page is drawn from the files of the run, in which its end must stand.
         write_page(run_dir, run.telemetry)

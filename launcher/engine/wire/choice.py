@@ -67,26 +67,23 @@ def choose_transports(
     """
     if group is None:
         return {segment.name: NativeSum(None) for segment in layout.segments}, 1
-    side = SideStream(layout.device)
-    if wire.shard and layout.world_size > 1:
-        transports: dict[str, Transport] = {
-            segment.name: NativeSum(group) if segment.name == VECTORS else ShardedSum(group, side)
-            for segment in layout.segments
-        }
-        return transports, 1
-    if wire.sum == "fp32":
+    side, divisor = SideStream(layout.device), 1
+    native = {segment.name for segment in layout.segments if segment.grad.dtype == torch.float32}
+    own: Transport | None = None  # of the other segments
+    if wire.shard:
+        native, own = {VECTORS}, ShardedSum(group, side)
+    elif wire.sum == "native":
+        divisor = wire.predivide or default_predivide(layout.world_size)
+    else:
         divisor = 1 << (layout.world_size - 1).bit_length()  # the smallest power of two >= W
-        wide: Transport
         if is_pair(layout, group):
-            wide = WidePair(group)
+            own = WidePair(group)
         else:
-            wide = WideSum(group, divisor, side, second_group(group) if wire.overlap else None)
-        return {
-            segment.name: NativeSum(group, divisor) if segment.grad.dtype == torch.float32 else wide
-            for segment in layout.segments
-        }, divisor
-    divisor = wire.predivide or default_predivide(layout.world_size)
-    return {segment.name: NativeSum(group, divisor) for segment in layout.segments}, divisor
+            own = WideSum(group, divisor, side, second_group(group) if wire.overlap else None)
+    return {
+        segment.name: NativeSum(group, divisor) if own is None or segment.name in native else own
+        for segment in layout.segments
+    }, divisor
 
 
 def bits_depend_on_messages(wire: Wire, wire_dtype: torch.dtype, world_size: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -256,19 +256,9 @@ def _of_other_model(
 
 def _prefix_hint(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], file: Path) -> str:
     """How to rename the file's tensors, where more of them would match without or with a prefix."""
-    extra: Counter[str] = Counter()
-    lacking: Counter[str] = Counter()
-    for name in tensors:
-        parts = name.split(".")
-        extra.update(".".join(parts[:at]) + "." for at in range(1, len(parts)) if ".".join(parts[at:]) in own)
-    for name in own:
-        parts = name.split(".")
-        lacking.update(
-            ".".join(parts[:at]) + "." for at in range(1, len(parts)) if ".".join(parts[at:]) in tensors
-        )
     count, prefix, is_extra = max(
-        *((count, prefix, True) for prefix, count in extra.items()),
-        *((count, prefix, False) for prefix, count in lacking.items()),
+        *((count, prefix, True) for prefix, count in _prefixes(tensors, own).items()),
+        *((count, prefix, False) for prefix, count in _prefixes(own, tensors).items()),
         (0, "", True),
         (0, "", False),
     )
@@ -280,3 +270,14 @@ def _prefix_hint(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], file:
     key = f"k.removeprefix({prefix!r})" if is_extra else f"{prefix!r} + k"
     line = RENAMING.format(key=key, old=str(file), new=str(file.with_stem(f"{file.stem}-renamed")))
     return f'{found} To rename them: python -c "{line}"'
+
+
+def _prefixes(names: Iterable[str], known: Container[str]) -> Counter[str]:
+    """How many of `names` would be `known` without each prefix."""
+    found: Counter[str] = Counter()
+    for name in names:
+        parts = name.split(".")
+        found.update(
+            ".".join(parts[:at]) + "." for at in range(1, len(parts)) if ".".join(parts[at:]) in known
+        )
+    return found
