@@ -1,13 +1,16 @@
-"""A pass of a model on tensors without values, with its memory counted: the only user of torch's MemTracker.
+"""A pass of a model on tensors without values, with its memory counted.
 
 Owns the device `meta` as a stand-in for a CPU or a GPU, and what torch lacks there: collectives, the fused
 updates, attention without the matrix of all pairs, and half arithmetic as a GPU has it. Tensors on `meta` are
 used rather than FakeTensorMode: to the end of the first backward pass, a ResNet-50 took 0.8 s of CPU time on
-`meta` and 7.0 s under FakeTensorMode (once each, on a loaded machine).
+`meta` and 7.0 s under FakeTensorMode (once each, on a loaded machine). Bytes are counted here rather than by
+torch's MemTracker, whose package imports DTensor and inductor: a quarter of the time of a plan.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -16,9 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from launcher.engine.precision.classes import FLOATS, INNER, PRODUCTS, PROMOTING, map_tensors, round_to
 from launcher.engine.precision.emulation import RoundedArithmetic, Rounding
@@ -38,8 +42,8 @@ class ValueNeeded(Exception):
     """A model or a loss reads a value, which a tensor on `meta` has not."""
 
 
-class Tracker(MemTracker):
-    """Bytes of all tensors that are made while it is active: `current`, and `peak` since `restart`.
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the storages that were made while it is active and still live, and their peak since `restart`.
 
     A value of a tensor on `meta` is read as 1, several as zeros, but for the context `without_values`. The
     engine reads counts of samples and what the ranks agree on. A model may only ask whether something is
@@ -49,6 +53,9 @@ class Tracker(MemTracker):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._answers = True
+        self._counted: set[int] = set()  # storages, by address
+        self._bytes: Counter[torch.device] = Counter()
+        self._peak: Counter[torch.device] = Counter()
 
     @contextmanager
     def without_values(self) -> Iterator[None]:
@@ -61,11 +68,11 @@ class Tracker(MemTracker):
 
     def restart(self) -> None:
         """Forget the peak."""
-        self._peak_mem, self._peak_mem_snap = {}, {}
+        self._peak = self._bytes.copy()
 
     def bytes_on(self, device: torch.device, moment: str = "current") -> int:
         """Bytes on `device` now, or at the "peak"."""
-        return int(self.get_tracker_snapshot(moment).get(device, {}).get("Total", 0))
+        return (self._peak if moment == "peak" else self._bytes)[device]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -80,8 +87,25 @@ class Tracker(MemTracker):
                 return self._answer(first)
             if func is TO and (kwargs or {}).get("device", META) != META:
                 return self._several(first)
-        func = SHAPES.get(func, func)
-        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        found = SHAPES.get(func, func)(*args, **kwargs or {})
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self._count(tensor)
+        return found
+
+    def _count(self, tensor: Tensor) -> None:
+        storage, device = tensor.untyped_storage(), tensor.device
+        if storage._cdata in self._counted:
+            return
+        self._counted.add(storage._cdata)
+        self._bytes[device] += storage.nbytes()
+        self._peak[device] = max(self._peak[device], self._bytes[device])
+        # A storage keeps its Python object as long as it lives, whichever tensors share it.
+        weakref.finalize(storage, self._release, storage._cdata, device, storage.nbytes())
+
+    def _release(self, address: int, device: torch.device, size: int) -> None:
+        self._counted.remove(address)
+        self._bytes[device] -= size
 
     def _answer(self, tensor: Tensor) -> bool | float:
         if self._answers:
@@ -95,12 +119,6 @@ class Tracker(MemTracker):
         if not self._answers:
             raise ValueNeeded(NEEDED)
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
-
-    def _no_statistics(self, *arguments: Any) -> None:
-        """In place of the statistics of each module, which take longer than all else and are not shown."""
-
-    _pre_fw_hook = _post_fw_hook = _no_statistics  # type: ignore[assignment]
-    _pre_bw_hook = _post_bw_hook = _no_statistics  # type: ignore[assignment]
 
 
 def _normed(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
