@@ -29,13 +29,13 @@ LINKS, RANKS = "100,1000,10000", "2,8,64"
 def plan(arguments: Arguments, launch: LaunchEnv) -> None:
     """Says what a command would run, and starts nothing: batches, steps and schedule; memory of a rank by
     kind, and the micro-batch that fits on GPUs; bytes on the wire, and step times over links; size of
-    checkpoints. Reads the data as the run would. With -m the jobs of a sweep too, and their device hours.
+    checkpoints. Reads the data as the run would. With -m, also lists a sweep's jobs and device hours.
 
       --json               one line of JSON instead of the page
       --link MBIT,...      rates of links in Mbit/s; default 100,1000,10000
       --ranks N,...        numbers of ranks for the table of links; default 2,8,64
-      --samples-per-s N    what one rank trains, as in result.json of a run; gives step times and hours
-      --measure            trains a few steps of one rank here instead, for the same
+      --samples-per-s N    rate of one rank (samples_per_s of result.json / ranks); gives step times and hours
+      --measure            measures that rate in a few steps of one rank on this machine
 
     Example: {program} plan recipe=resnet50 data.path=photos --link 25000 --samples-per-s 800
     """

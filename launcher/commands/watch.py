@@ -33,8 +33,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def watch(arguments: Arguments) -> int:
     """Shows the progress of a run or a sweep: on a terminal a full-screen view, otherwise a line every 10
-    seconds. Reads only the files in RUN, so it can run on another machine with the same disk. Ctrl-C leaves
-    the view; the run continues. When the run ends, so does this command, with the run's exit code.
+    seconds. Reads only the files in RUN, so it can run on any machine that mounts RUN. Ctrl-C leaves the
+    view; the run continues. When the run ends, so does this command, with the run's exit code.
 
       --every SECONDS    seconds between two updates, from 0.05 to 86400
 
