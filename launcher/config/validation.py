@@ -174,6 +174,24 @@ RELATIONS = (
         lambda artifacts, trackers: artifacts != "none" and "wandb" not in (trackers, *trackers),
         "tracker.artifacts={}: needs tracker=wandb, which keeps them.",
     ),
+    # Each of these decides by evaluations within a run. With that at its end alone nothing would ever happen.
+    *(
+        Relation(
+            (key, "train.eval_every_epochs", "train.epochs", "train.eval_every_steps"),
+            lambda value, every, epochs, steps: (
+                value not in (None, "none") and every >= epochs and steps is None
+            ),
+            key
+            + "={}: needs evaluations during a run, and train.eval_every_epochs={} of train.epochs={} leaves "
+            "only that at its end. Evaluate more often: train.eval_every_steps=N.",
+        )
+        for key in ("early_stopping.patience", "plateau.factor", "sweep.prune")
+    ),
+    Relation(
+        ("sweep.prune", "data.val_fraction"),
+        lambda prune, fraction: prune != "none" and fraction == 0,
+        "sweep.prune={}: needs evaluations, and data.val_fraction={} holds nothing out to evaluate on.",
+    ),
     Relation(
         ("optim.nesterov", "optim.momentum"),
         lambda nesterov, momentum: nesterov and momentum == 0,

@@ -194,6 +194,27 @@ def test_what_is_wrong_is_named_with_its_rule(
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("early_stopping.patience", 2), ("plateau.factor", 0.5), ("sweep.prune", "asha")]
+)
+def test_what_decides_by_evaluations_is_refused_where_the_only_one_is_at_the_end(
+    key: str, value: object, message: Message
+) -> None:
+    given = {key.replace(".", "__"): value, "schedule__name": "constant", "schedule__warmup_fraction": 0}
+    parse(changed(**given, train__epochs=8, train__eval_every_epochs=7))
+    parse(changed(**given, train__epochs=8, train__eval_every_epochs=8, train__eval_every_steps=5))
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(**given, train__epochs=8, train__eval_every_epochs=8))
+    assert message(caught.value).startswith(f"{key}=")
+    assert "leaves only that at its end" in str(caught.value)
+
+
+def test_a_pruner_needs_samples_that_are_held_out(message: Message) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(sweep__prune="asha", data__val_fraction=0))
+    assert "holds nothing out" in message(caught.value)
+
+
 def test_all_problems_are_told_at_once(message: Message) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(changed(train__epochs=0, data__batch_size=0, seed=-1, precision__scale__max=3))
