@@ -278,7 +278,7 @@ def compare_jobs(directory: Path) -> None:
                 print(f"\n{path.read_text(encoding='utf-8')}")
             elif path.name == TABLE and directory / SIDE_BY_SIDE not in written:
                 rows = path.read_text(encoding="utf-8").splitlines()
-                print("", *(row for row in rows if row.startswith(("|", "Best: "))), "", sep="\n")
+                print("", *(row for row in rows if row.startswith(("|", "Best"))), "", sep="\n")
             print(f"sweep: {path}", flush=True)
     except Exception as error:
         print(f"warning: the jobs could not be compared: {type(error).__name__}: {error}", file=sys.stderr)

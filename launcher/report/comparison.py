@@ -14,7 +14,6 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,19 @@ from launcher.errors import counted
 from launcher.report.pictures import draw_comparison
 from launcher.report.run_record import MARKS, RunRecord, is_run, overrides_of
 from launcher.report.search import Search
-from launcher.report.settings import REPEATED, RunSetting, best_first, compared_by
+from launcher.report.settings import (
+    REPEATED,
+    RunSetting,
+    best_first,
+    compared_by,
+    metric_cell,
+    metric_column,
+    metric_names,
+)
 from launcher.report.side_by_side import Measured, Side, measured, side_by_side
 from launcher.run_dir.atomic import read_json, write_text
 from launcher.run_dir.records import SWEEP
-from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric, metric_title, number
+from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric_title, number
 
 COMPARISON, TABLE, ROWS = "comparison.png", "summary.md", "summary.csv"
 SIDE_BY_SIDE = "side_by_side.md"
@@ -163,19 +170,21 @@ def markdown(
     `flags` go before the overrides of the best.
     """
     runs = [run for setting in settings for run in setting.runs]
-    name = compared_by(runs)
     lines = [f"# {markdown_text(title)}", "", *([note, ""] if note else [])]
-    varied = setting_keys(runs)
+    varied, names = setting_keys(runs), metric_names(settings)
     of_rows = varied[0] if len(varied) == 1 else "setting"
-    title = metric_title(name) or "metric"
+    title = metric_column(settings)
     head = [of_rows, "runs", title, "loss, held out", "training loss, last", "skipped steps", "time"]
     lines += [markdown_row(head), f"|{' --- |' * len(head)}"]
     ranked = best_first(settings)
-    lines += [markdown_row(cells(setting, name)) for setting in ranked]
-    lines += ["", "Mean ± standard deviation over the seeds; the best first.", ""]
+    lines += [markdown_row(cells(setting, settings)) for setting in ranked]
+    order = "the best first" if len(names) < 2 else "the best of each metric first"
+    lines += ["", f"Mean ± standard deviation over the seeds; {order}.", ""]
     lines += [line for text in below if text for line in (text, "")]
-    if len(ranked) > 1 and ranked[0].mean_metric is not None:
-        lines += [f"Best: `{command_of(ranked[0], flags)}`", ""]
+    for name in names if len(ranked) > 1 else ():
+        best = next(setting for setting in ranked if setting.metric_name == name)
+        of_name = f" by {metric_title(name)}" if len(names) > 1 else ""
+        lines += [f"Best{of_name}: `{command_of(best, flags)}`", ""]
     return "\n".join([*lines, f"![curves]({COMPARISON})", ""])
 
 
@@ -194,14 +203,14 @@ def command_of(setting: RunSetting, flags: Sequence[str]) -> str:
     return f"{program()} {shlex.join([*flags, *given])}"
 
 
-def cells(setting: RunSetting, metric_name: str) -> list[str]:
+def cells(setting: RunSetting, settings: Sequence[RunSetting]) -> list[str]:
     done = setting.done
     ended = f"{len(done)}" if len(done) == len(setting.runs) else f"{len(done)} of {len(setting.runs)} done"
     seconds = [value for run in done if (value := run.result.training_seconds) is not None]
     return [
         setting.label,
         ended,
-        setting.spread(lambda run: run.result.metric, partial(metric, metric_name)),
+        metric_cell(setting, settings),
         setting.spread(lambda run: run.result.metrics.get("loss"), number),
         setting.spread(lambda run: run.recording.steps["loss"].last, number),
         number(sum(run.result.skipped_steps or 0 for run in done)) if done else "-",

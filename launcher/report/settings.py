@@ -41,12 +41,21 @@ class RunSetting:
         return [run for run in self.runs if run.state == "done"]
 
     @property
+    def metrics(self) -> list[float | None]:
+        """What they are compared by, of the runs that are done."""
+        return [run.metric if run.result.metric is None else run.result.metric for run in self.done]
+
+    @property
     def mean_metric(self) -> float | None:
         """Over the runs that are done; None where none has it, or where it is no number."""
-        found = [run.metric if run.result.metric is None else run.result.metric for run in self.done]
-        values = [value for value in found if value is not None]
+        values = [value for value in self.metrics if value is not None]
         mean = statistics.fmean(values) if values else math.nan
         return mean if math.isfinite(mean) else None
+
+    @property
+    def metric_name(self) -> str:
+        """What its runs are compared by; "" if nothing was evaluated."""
+        return compared_by(self.runs)
 
     def spread(self, of: Callable[[RunRecord], float | None], shown: Callable[[float], str]) -> str:
         """Mean and deviation over the runs that are done."""
@@ -116,13 +125,26 @@ def compared_by(runs: Sequence[RunRecord]) -> str:
     return next((str(name) for name in named if name), "")
 
 
+def metric_names(settings: Sequence[RunSetting]) -> list[str]:
+    """The metrics by which the settings are compared: several where recipes or data sets differ in theirs."""
+    return list(dict.fromkeys(setting.metric_name for setting in settings if setting.mean_metric is not None))
+
+
 def best_first(settings: Sequence[RunSetting]) -> list[RunSetting]:
-    """Sort by the mean metric; settings without one are last, in the order in which they ran."""
-    runs = [run for setting in settings for run in setting.runs]
-    sign = -1.0 if higher_is_better([run.result for run in runs], compared_by(runs)) else 1.0
-    return sorted(
-        settings, key=lambda each: math.inf if each.mean_metric is None else sign * each.mean_metric
-    )
+    """Sort by the mean metric, the settings of each metric by themselves.
+
+    Settings without one are last, in the order in which they ran.
+    """
+    names = metric_names(settings)
+
+    def rank(setting: RunSetting) -> tuple[int, float]:
+        if setting.mean_metric is None:
+            return len(names), 0.0
+        name = setting.metric_name
+        sign = -1.0 if higher_is_better([run.result for run in setting.runs], name) else 1.0
+        return names.index(name), sign * setting.mean_metric
+
+    return sorted(settings, key=rank)
 
 
 def best_places(settings: Sequence[RunSetting]) -> list[int]:
@@ -134,20 +156,31 @@ def setting_rows(settings: Sequence[RunSetting]) -> list[dict[str, str]]:
     """One row per setting: mean and deviation over its runs that are done; none where each has one run."""
     if all(len(setting.runs) < 2 for setting in settings):
         return []
-    name = compared_by([run for setting in settings for run in setting.runs]) or "metric"
     return [
         {
             "setting": setting.label,
             "runs done": f"{len(setting.done)} of {len(setting.runs)}",
-            metric_title(name): mean_and_deviation(
-                [run.metric for run in setting.done if run.metric_name == name], partial(metric, name)
-            ),
+            metric_column(settings): metric_cell(setting, settings),
             "loss, training": setting.spread(lambda run: run.recording.steps["loss"].last, number),
             "samples / s": setting.spread(lambda run: run.samples_per_s, number),
             "time": setting.spread(lambda run: run.seconds, duration),
         }
         for setting in settings
     ]
+
+
+def metric_column(settings: Sequence[RunSetting]) -> str:
+    """The title of the column of the metric by which the settings are compared."""
+    names = metric_names(settings)
+    return metric_title(names[0]) if len(names) == 1 else "metric"
+
+
+def metric_cell(setting: RunSetting, settings: Sequence[RunSetting]) -> str:
+    """Mean and deviation of the setting's metric, with its name where the settings have several."""
+    name = setting.metric_name
+    value = mean_and_deviation(setting.metrics, partial(metric, name))
+    has_name = setting.mean_metric is not None and len(metric_names(settings)) > 1
+    return f"{metric_title(name)} {value}" if has_name else value
 
 
 def _label(keys: Sequence[str], values: Sequence[str], names: Sequence[str]) -> str:

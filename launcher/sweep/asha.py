@@ -80,16 +80,18 @@ class Asha:
 
     def __init__(self, patience: int) -> None:
         self._patience = patience
-        self._rungs: dict[int, dict[int, float]] = defaultdict(dict)  # costs by number of evaluations, by job
+        # Costs by job, for each metric and number of evaluations.
+        self._rungs: dict[tuple[str | None, int], dict[int, float]] = defaultdict(dict)
 
-    def reached(self, job: int, costs: list[float]) -> int | None:
+    def reached(self, job: int, costs: list[float], metric: str | None = None) -> int | None:
         """Record a job's evaluations so far; the rung that it has just reached and not passed, or None.
 
-        A rung is a number of evaluations. Each is decided once, when it is reached, by what is known then.
+        Jobs are compared with those of the same metric. A rung is a number of evaluations. Each is decided
+        once, when it is reached, by what is known then.
         """
         rung = self._patience
         while rung <= len(costs):
-            at_rung = self._rungs[rung]
+            at_rung = self._rungs[metric, rung]
             if job not in at_rung:
                 at_rung[job] = cost = costs[rung - 1]
                 better = sum(other < cost for other in at_rung.values())
@@ -109,7 +111,8 @@ class Pruner:
         self._evaluations: dict[int, Evaluations] = {}
         for job in jobs:
             if job.state in OVER:
-                self._asha.reached(job.number, self._read(job).costs)
+                found = self._read(job)
+                self._asha.reached(job.number, found.costs, found.name)
 
     def to_prune(self, running: Iterable[Job]) -> list[Job]:
         """The jobs that are to end, each once, with the metric of the evaluation that decided."""
@@ -117,7 +120,7 @@ class Pruner:
 
     def _is_out(self, job: Job) -> bool:
         found = self._read(job)
-        rung = self._asha.reached(job.number, found.costs)
+        rung = self._asha.reached(job.number, found.costs, found.name)
         if rung is None:
             return False
         job.metric = sorted(found.values.items())[rung - 1][1]

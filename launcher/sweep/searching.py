@@ -41,6 +41,7 @@ class Searching:
         self._trials = sample.sweep.stop.trials
         self._settings = tuple(line for line in request.overrides if is_setting(line))
         self._refuse_another_search()
+        self._refuse_several_metrics()
         space = space_of(request.overrides)
         self._search: Search
         if sample.sweep.name == "tpe":
@@ -64,6 +65,8 @@ class Searching:
         return waiting
 
     def ended(self, job: Job) -> None:
+        """Raises ConfigError for a job that is compared by another metric than those before."""
+        self._refuse_several_metrics()
         if job.state in OVER:
             self._search.tell(job)
 
@@ -95,6 +98,15 @@ class Searching:
         # Before it starts: a process that continues the sweep must not draw another job with this number.
         self._record.write(directory)
         return job
+
+    def _refuse_several_metrics(self) -> None:
+        names = sorted({job.metric_name for job in self._jobs if job.metric_name})
+        if len(names) > 1:
+            raise ConfigError(
+                f"the jobs of this search are compared by different metrics ({', '.join(names)}), and a "
+                "search looks for the best of one. Search for each recipe and each data set by itself, or "
+                "list all jobs as a grid: sweep=grid."
+            )
 
     def _refuse_another_search(self) -> None:
         """Raise ConfigError unless the jobs of the record are of this space and this base config."""

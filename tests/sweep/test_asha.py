@@ -50,6 +50,14 @@ def test_a_verdict_is_given_once_at_each_rung() -> None:
     assert asha.reached(3, [0.1, 0.2, 0.5, 0.5, 0.5, 0.6]) == 6, "two evaluations times three"
 
 
+def test_jobs_of_different_metrics_are_not_compared() -> None:
+    asha = Asha(patience=1)
+    for job, cost in enumerate((-0.9, -0.8, -0.95)):
+        assert asha.reached(job, [cost], "accuracy") is None or cost == -0.8
+    assert asha.reached(3, [50.0], "rmse") is None
+    assert asha.reached(4, [60.0], "rmse") is None
+
+
 def test_a_value_that_is_no_number_is_the_worst() -> None:
     asha = Asha(patience=1)
     for job, cost in enumerate((0.5, math.inf)):

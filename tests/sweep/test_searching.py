@@ -107,13 +107,13 @@ def test_another_search_in_the_same_directory_is_refused(
         assert text in " ".join(parent.stderr.split())
 
 
-def test_a_pruner_without_evaluations_is_refused_by_the_first_job(tmp_path: Path) -> None:
+def test_a_search_over_data_of_different_metrics_ends_with_the_reason(tmp_path: Path) -> None:
     write_recipe(tmp_path)
-    text = (tmp_path / "tiny.py").read_text()
-    (tmp_path / "tiny.py").write_text(text.replace("(build, data, data,", "(build, data, {},"))
-    with Parent(tmp_path, *HERE, "sweep.prune=asha", "seed=0,1", "data.val_fraction=0", nproc=1) as parent:
-        assert parent.end(60) == 2
-        assert "sweep.prune=asha needs evaluations" in " ".join(parent.stderr.split())
+    words = ("sweep=random", "data=diabetes,wine", "optim.lr=interval(0.001,0.01)", "sweep.stop.trials=8")
+    own = ("recipe=tabular", "recipe.uses=tabular", "train.epochs=1")  # instead of the tiny one
+    with Parent(tmp_path, "-m", *words, *own, nproc=1) as parent:
+        assert parent.end(100) == 2
+        assert "compared by different metrics (accuracy, rmse)" in " ".join(parent.stderr.split())
 
 
 @pytest.mark.timeout(400)
