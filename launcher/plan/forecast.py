@@ -20,7 +20,8 @@ from launcher.data.sources import DataSets, batch_plan
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.links import StepSeconds, ring_bytes, wire_seconds
 from launcher.distributed.process_group import divide_threads
-from launcher.errors import LauncherError, first_line
+from launcher.engine import UnusableError
+from launcher.errors import ConfigError, LauncherError, first_line
 from launcher.plan.memory import PASSES, Rank, StepMemory, rank_on
 from launcher.plan.meta import META
 from launcher.recipe.contract import Recipe
@@ -31,6 +32,7 @@ from launcher.training.progress import Course
 from launcher.training.setup import build
 
 GIB = 2**30
+LOG = "the log of a run"  # where a traceback is that is not shown here
 # GiB that torch reports as a device's total, which is less than on the label.
 GPUS = {
     "T4 16 GB": 14.6,
@@ -74,7 +76,7 @@ class Task:
     def of(cls, config: Config, world_size: int) -> Task:
         """Loads the recipe and its data, as a run does. Raises what a run raises."""
         seed_generators(config.seed)
-        with guarding(f'the function under @recipe("{config.recipe.uses}")', "the error above"):
+        with guarding(f'the function under @recipe("{config.recipe.uses}")', LOG):
             recipe = load_recipe(config)
         env = WorkerEnv(0, world_size, 0, world_size, torch.device("cpu"), None)
         data = DataSets.of(config, env, recipe.train, {}, recipe.collate)
@@ -95,9 +97,14 @@ def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dic
             found = _counted(config, task, rank, on_gpu)
     except LauncherError:
         raise
+    except UnusableError as error:  # a run would say the same
+        raise ConfigError(str(error)) from error
     except Exception as error:  # of any kind: it is the model's, and the real pass raises it again
         reason = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
-        with rank_on(torch.device("cpu"), config, task.recipe, task.plan) as rank:
+        with (
+            guarding("the recipe's model or loss", LOG),
+            rank_on(torch.device("cpu"), config, task.recipe, task.plan) as rank,
+        ):
             found = _counted(config, task, rank, on_gpu=False)
     message = found["memory"]["bytes"]["gradients"]
     return {

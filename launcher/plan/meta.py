@@ -89,7 +89,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self._several(first)
         found = SHAPES.get(func, func)(*args, **kwargs or {})
         for tensor in tree_leaves(found):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:  # a sparse one has no storage
                 self._count(tensor)
         return found
 

@@ -25,7 +25,6 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -44,8 +43,8 @@ from launcher.engine import AdamW, Policy, Stepper
 from launcher.process.allocator import keep_freed_memory
 from scripts.bench.checkpoint_recipe import SETTINGS, Settings
 from scripts.bench.interleaved import Goal, goal_table, interleave, median_interval, write
+from scripts.bench.real_run import times_of
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 3600
 AFTER = 10  # steps after the one that publishes
 
@@ -146,19 +145,9 @@ def measure(case: Case, windows: int, directory: Path | None) -> Windows:
             "checkpoint.keep=1",
             f"run.dir={run}",
         ]
-        done = subprocess.run(
-            [sys.executable, "-m", "launcher", *words],
-            env=os.environ | {SETTINGS: json.dumps(asdict(settings)), "PYTHONPATH": str(ROOT)},
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S,
-        )
-        if done.returncode or not file.exists():
-            raise RuntimeError(f"{case.name}: exit code {done.returncode}\n{done.stdout[-3000:]}")
-        return Windows.of(json.loads(file.read_text()), case.window, windows)
+        variables = {SETTINGS: json.dumps(asdict(settings))}
+        times = times_of(case.name, words, variables, Path(folder), LIMIT_S)
+        return Windows.of(times, case.window, windows)
 
 
 def summary(found: Windows) -> dict[str, float]:

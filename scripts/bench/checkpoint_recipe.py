@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from launcher.recipe import Config, Recipe, TensorData, cross_entropy, recipe, registry_of
-from scripts.bench.before_steps import call_before_each_step
+from scripts.bench.real_run import call_before_each_step
 
 SETTINGS = "LAUNCHER_BENCH_CHECKPOINT"  # the environment variable with those of a run, as JSON
 BYTES_PER_PARAMETER = 12  # of a checkpoint with AdamW: a master and two states

@@ -17,9 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -28,8 +25,8 @@ from typing import Any
 
 from scripts.bench.interleaved import Goal, Times, goal_table, row_of, write
 from scripts.bench.loop_recipe import SETTINGS, Settings
+from scripts.bench.real_run import times_of
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300
 STEPS_PER_EPOCH, BATCH = 50, 128
 LOOP_GOAL, LOADER_GOAL = 1.03, 1.05
@@ -77,27 +74,10 @@ def measure(case: Case, rounds: int, block: int) -> dict[str, Times]:
         file = Path(folder) / "times.json"
         settings = Settings(case.source, case.workers, block, rounds, STEPS_PER_EPOCH, BATCH, str(file))
         words = [*WORDS, *case.words(), f"train.max_steps={settings.total_steps}", f"run.dir={folder}/run"]
-        done = subprocess.run(
-            [sys.executable, "-m", "launcher", *words],
-            env=environment() | {SETTINGS: json.dumps(asdict(settings))},
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S,
+        found: dict[str, Times] = times_of(
+            case.title, words, {SETTINGS: json.dumps(asdict(settings))}, Path(folder), LIMIT_S
         )
-        if done.returncode or not file.exists():
-            raise RuntimeError(f"{case.title}: exit code {done.returncode}\n{done.stdout[-3000:]}")
-        found: dict[str, Times] = json.loads(file.read_text())
         return found
-
-
-def environment() -> dict[str, str]:
-    """Without what a user has set for the tracker, whose default is measured."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
-    return kept | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def rows_of(times: dict[str, Times]) -> dict[str, dict[str, float]]:

@@ -31,8 +31,8 @@ from launcher.data.batch_plan import epoch_order
 from launcher.engine import SGD, Policy, Scaling, Stepper, StepReport, StepResult
 from launcher.recipe import Batch, Config, Recipe, TensorData, cross_entropy, recipe
 from scripts.bench.baselines import Disagreement
-from scripts.bench.before_steps import call_before_each_step
 from scripts.bench.interleaved import Times
+from scripts.bench.real_run import call_before_each_step
 
 SETTINGS = "LAUNCHER_BENCH_LOOP"  # the environment variable with those of a run, as JSON
 FEATURES, WIDTH, CLASSES = 64, 256, 10

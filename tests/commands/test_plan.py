@@ -137,3 +137,23 @@ def test_data_that_are_not_there_are_the_error_of_the_run(capsys) -> None:
 def test_a_number_that_is_none_is_refused(words, capsys, message) -> None:
     assert cli.main([*WORDS, *words]) == 2
     message(capsys.readouterr().err)
+
+
+def test_a_model_that_does_not_fit_its_data_is_one_sentence(capsys, tmp_path) -> None:
+    words = own(tmp_path)
+    file = tmp_path / "own.py"
+    file.write_text(file.read_text().replace("nn.Linear(8, 3", "nn.Linear(9, 3"))
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert "layer (Linear, 9 -> 3) was given [16, 8]" in said
+    assert "Traceback" not in said
+
+
+def test_what_the_engine_cannot_train_is_refused_as_by_a_run(capsys, tmp_path) -> None:
+    words = own(tmp_path)
+    file = tmp_path / "own.py"
+    file.write_text(
+        file.read_text().replace("nn.Linear(8, 3, device='cpu')", "nn.EmbeddingBag(8, 3, sparse=True)")
+    )
+    assert cli.main(words) == 2
+    assert "layer of Net has sparse=True" in capsys.readouterr().err

@@ -92,7 +92,7 @@ def test_a_git_that_hangs_or_fails_is_left_out(tmp_path, monkeypatch, script):
     monkeypatch.setattr(records, "GIT_TIMEOUT_S", 0.2)
     began = time.monotonic()
     records.write_environment(tmp_path, [])
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30, "it sleeps for 60 s"
     assert read_json(tmp_path / "env.json")["git"] is None
 
 

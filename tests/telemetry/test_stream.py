@@ -225,7 +225,7 @@ def test_a_disk_that_does_not_answer_blocks_no_step_and_what_is_lost_is_counted(
 
     def write(record):
         entered.set()
-        stuck.wait(20)
+        stuck.wait(120)
 
     slow.write = write
     with Telemetry([kept, slow], every_s=0.01, limit=5) as telemetry:
@@ -235,7 +235,7 @@ def test_a_disk_that_does_not_answer_blocks_no_step_and_what_is_lost_is_counted(
         for step in range(1, 101):
             telemetry.emit(made("step", step))
             telemetry.advance(0, step)
-        assert time.monotonic() - began < 5, "each write takes 20 s"
+        assert time.monotonic() - began < 30, "each write takes 120 s"
         stuck.set()
         telemetry.emit(made("end", 100))
     assert [record["step"] for record in kept.records if record["event"] == "step"] == [0, 1, 2, 3, 4, 5]
