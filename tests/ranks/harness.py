@@ -32,6 +32,8 @@ PRELOADED = [
     "sklearn.datasets",
     "PIL.ImageDraw",
     "PIL.ImageFont",
+    "pytest",  # of the test's module, which each rank imports
+    "torch._dynamo",  # of torch's optimizers and of compilation: 2 s of each rank otherwise
 ]
 
 
