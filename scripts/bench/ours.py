@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,8 +17,11 @@ OPTIMIZERS = {"adamw": AdamW(**OPTIONS["adamw"]), "sgd": SGD(**OPTIONS["sgd"])}
 def stepper_for(model: nn.Module, setup: Setup, policy: str = "fp16", **options: Any) -> Stepper:
     """A Stepper for a setup; `options` are its keyword arguments, such as `wire` and `emulate`.
 
-    Without `setup.scaled` it has the policy's own loss scale.
+    Without `setup.scaled` it has the policy's own loss scale. Among several ranks it has a group of its own,
+    as in a run: Steppers that share one send nothing before their backward passes have ended. A collective.
     """
+    if dist.is_initialized():
+        options.setdefault("group", dist.new_group())
     model = setup.laid_out(model.to(setup.device))
     scaling = Scaling("dynamic", init=setup.init_scale) if setup.scaled else None
     return Stepper(model, OPTIMIZERS[setup.optimizer], Policy.named(policy), scaling=scaling, **options)
