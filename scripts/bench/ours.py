@@ -17,11 +17,12 @@ OPTIMIZERS = {"adamw": AdamW(**OPTIONS["adamw"]), "sgd": SGD(**OPTIONS["sgd"])}
 def stepper_for(model: nn.Module, setup: Setup, policy: str = "fp16", **options: Any) -> Stepper:
     """A Stepper for a setup; `options` are its keyword arguments, such as `wire` and `emulate`.
 
-    Without `setup.scaled` it has the policy's own loss scale. Among several ranks it has a group of its own,
-    as in a run: Steppers that share one send nothing before their backward passes have ended. A collective.
+    Without `setup.scaled` it has the policy's own loss scale. Among several ranks it has a group of its own
+    unless one is given: Steppers that share one send nothing before their backward passes have ended, and a
+    run has only one. All ranks must then call this together.
     """
-    if dist.is_initialized():
-        options.setdefault("group", dist.new_group())
+    if dist.is_initialized() and "group" not in options:
+        options["group"] = dist.new_group()
     model = setup.laid_out(model.to(setup.device))
     scaling = Scaling("dynamic", init=setup.init_scale) if setup.scaled else None
     return Stepper(model, OPTIMIZERS[setup.optimizer], Policy.named(policy), scaling=scaling, **options)
