@@ -35,7 +35,8 @@ def plan(arguments: Arguments, launch: LaunchEnv) -> None:
       --link MBIT,...      rates of links in Mbit/s; default 100,1000,10000
       --ranks N,...        numbers of ranks for the table of links; default 2,8,64
       --samples-per-s N    rate of one rank (samples_per_s of result.json / ranks); gives step times and hours
-      --measure            measures that rate in a few steps of one rank on this machine
+      --measure            measures that rate in a few steps of one rank on this machine;
+                           on a CPU also the time that sending takes from its cores
 
     Example: {program} plan recipe=resnet50 data.path=photos --link 25000 --samples-per-s 800
     """

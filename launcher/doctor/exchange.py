@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from launcher.distributed.links import ring_bytes
 from launcher.engine.flat.layout import MAX_RUN_BYTES
 from launcher.process.lifetime import end_with_starter
 
@@ -32,6 +33,7 @@ class Exchanged:
     copied: bool  # bytes arrived as they were sent, both ways
     summed: bool  # on all ranks, every element
     bytes_per_s: float  # over each link of a ring, as nccl-tests' bus bandwidth: 2 (n - 1) / n of a message
+    cpu_s_per_byte: float  # of this process's time, over what it sends
 
 
 def exchange(rank: int, world_size: int, device: torch.device, seconds: float) -> Exchanged:
@@ -50,9 +52,11 @@ def exchange(rank: int, world_size: int, device: torch.device, seconds: float) -
         one_s = _timed(message, 1)
     count = torch.tensor([min(MOST, max(1, int(seconds / one_s)))], device=device)
     dist.broadcast(count, 0)  # all ranks exchange equally often
-    each_s = _timed(message, int(count)) / int(count)
-    volume = 2 * (world_size - 1) / world_size * message.nbytes
-    return Exchanged(True, not int(wrong), volume / each_s)
+    cpu_s = time.process_time()
+    took_s = _timed(message, int(count))
+    cpu_s = time.process_time() - cpu_s
+    volume = ring_bytes(message.nbytes, world_size) * int(count)
+    return Exchanged(True, not int(wrong), volume / took_s, cpu_s / volume)
 
 
 def _timed(message: torch.Tensor, count: int) -> float:

@@ -42,7 +42,7 @@ def checks(gpus: int, ranks: int) -> list[Check]:
 
 def bandwidth(devices: Sequence[str], program: Sequence[str] = PROGRAM) -> Iterator[Finding]:
     """The rate of an all-reduce between all ranks of this machine, which also must be exact."""
-    said = exchanged(devices, MEASURED_S, {}, program)
+    said = exchanged(devices, MEASURED_S, program=program)
     if isinstance(said, str):
         yield judged(
             "all-reduce",
@@ -109,13 +109,16 @@ def advice_on_peers() -> str:
 
 
 def exchanged(
-    devices: Sequence[str], seconds: float, environ: Mapping[str, str], program: Sequence[str]
+    devices: Sequence[str],
+    seconds: float,
+    environ: Mapping[str, str] | None = None,
+    program: Sequence[str] = PROGRAM,
 ) -> dict[str, float] | str:
     """What rank 0 of the test program says; a text where the ranks hang or fail."""
     variables = dict(os.environ)
     nccl.prepare(variables, one_machine=True)
     variables.pop("NCCL_DEBUG", None)  # its lines fill the pipes of ranks that are read one after another
-    variables |= {"OMP_NUM_THREADS": "1", ENDS_WITH_STARTER: "1", **environ}
+    variables |= {"OMP_NUM_THREADS": "1", ENDS_WITH_STARTER: "1", **(environ or {})}
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ExitStack() as running:
         words = [str(len(devices)), f"{folder}/store", str(seconds), *devices]
         ranks = [

@@ -20,8 +20,9 @@ from launcher.data.sources import DataSets, batch_plan
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.links import StepSeconds, ring_bytes, wire_seconds
 from launcher.distributed.process_group import divide_threads
+from launcher.doctor.links import exchanged
 from launcher.engine import UnusableError
-from launcher.errors import ConfigError, LauncherError, first_line
+from launcher.errors import ConfigError, LauncherError, PreflightError, first_line
 from launcher.plan.memory import PASSES, Rank, StepMemory, rank_on
 from launcher.plan.meta import META
 from launcher.recipe.contract import Recipe
@@ -51,6 +52,7 @@ FILES = (  # of a run, in its directory
     *("report.html", "curves.png", "logs/rank<k>.log", "checkpoints/step-<n>/"),
 )
 TIMED = 3  # steps, after one that is not
+EXCHANGED_S = 0.5
 RATES_KEPT = 60  # points of the schedule
 
 
@@ -62,6 +64,15 @@ class Asked:
     ranks: Sequence[int]
     samples_per_s: float | None  # of one rank
     measures: bool
+
+
+@dataclass(frozen=True)
+class Sending:
+    """How a rank sends the gradients of a step."""
+
+    bytes: int  # of all gradients
+    buckets: int
+    cpu_s_per_byte: float  # of its cores, 0 where a GPU computes
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,7 @@ def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dic
     seconds = _given(task.plan, asked.samples_per_s)
     if asked.measures:
         seconds = _measured(config, task, on_gpu)
+    cpu_s_per_byte = _cost_of_sending() if asked.measures and not on_gpu else 0.0
     reason = ""
     try:
         with rank_on(META, config, task.recipe, task.plan) as rank:
@@ -107,6 +119,7 @@ def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dic
         ):
             found = _counted(config, task, rank, on_gpu=False)
     message = found["memory"]["bytes"]["gradients"]
+    sending = Sending(message, found.pop("buckets"), cpu_s_per_byte)
     return {
         "recipe": config.recipe.name,
         "world_size": world_size,
@@ -115,10 +128,10 @@ def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dic
         **_course(config, task),
         "checkpoint": _checkpoint(config, found.pop("checkpoint_bytes")),
         **found,
-        "wire": {"bytes": message, "sent_by_each_rank": round(ring_bytes(message, world_size))},
+        "wire": vars(sending) | {"sent_by_each_rank": round(ring_bytes(message, world_size))},
         "step_s": None if seconds is None else vars(seconds) | {"total": seconds.total},
         "files": [config.run.dir or f"outputs/{config.recipe.name}/<time>-<4 hex>", *FILES],
-        "links": [_link(message, mbit, ranks, seconds) for mbit in asked.mbits for ranks in asked.ranks],
+        "links": [_link(sending, mbit, ranks, seconds) for mbit in asked.mbits for ranks in asked.ranks],
     }
 
 
@@ -157,6 +170,7 @@ def _counted(config: Config, task: Task, rank: Rank, on_gpu: bool) -> dict[str, 
         held -= sums  # of a rank with micro-batches; added where they are needed
     return {
         "parameters": rank.num_parameters,
+        "buckets": rank.stepper.num_buckets,
         "checkpoint_bytes": rank.checkpoint_bytes(task.plan.world_size if config.wire.shard else 1),
         "memory": {"bytes": kinds, "total": sum(kinds.values())},
         "gpus": [
@@ -214,14 +228,27 @@ def _measured(config: Config, task: Task, on_gpu: bool) -> StepSeconds:
     )
 
 
-def _link(message: int, mbit: float, ranks: int, seconds: StepSeconds | None) -> dict[str, Any]:
-    wire_s = wire_seconds(ring_bytes(message, ranks), mbit)
+def _cost_of_sending() -> float:
+    """Seconds of all cores of a rank per byte that it sends: of two ranks on this machine."""
+    said = exchanged(["cpu", "cpu"], EXCHANGED_S)
+    if isinstance(said, str):
+        raise PreflightError(
+            f"--measure: two ranks of this machine could not exchange gradients: {said}. python -m launcher "
+            "doctor looks for the cause; --samples-per-s N plans without measuring."
+        )
+    return said["cpu_s_per_byte"] / torch.get_num_threads()
+
+
+def _link(sending: Sending, mbit: float, ranks: int, seconds: StepSeconds | None) -> dict[str, Any]:
+    sent = ring_bytes(sending.bytes, ranks)
+    wire_s = wire_seconds(sent, mbit)
+    sending_s = wire_s, sending.buckets, sent * sending.cpu_s_per_byte
     return {
         "mbit": mbit,
         "ranks": ranks,
         "wire_s": wire_s,
-        "step_s": None if seconds is None else seconds.over(wire_s),
-        "efficiency": None if seconds is None else seconds.efficiency(wire_s),
+        "step_s": seconds and seconds.over(*sending_s),
+        "efficiency": seconds and seconds.efficiency(*sending_s),
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from launcher.errors import counted
 from launcher.report.charts.characters import characters
 from launcher.report.charts.chart import Axis, Chart, Line, axis_of
 from launcher.telemetry.formatting import duration, number
@@ -62,13 +63,16 @@ def _wire(plan: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield _row(
         "wire",
-        f"{_size(wire['bytes'])} of gradients a step; each rank sends {_size(wire['sent_by_each_rank'])}",
+        f"{_size(wire['bytes'])} of gradients a step in {counted(wire['buckets'], 'bucket')}; "
+        f"each rank sends {_size(wire['sent_by_each_rank'])}",
     )
     if step is None:
         yield "  step time: give --samples-per-s N of one rank, or --measure it here"
     else:
         parts = ", ".join(f"{name} {1000 * step[name]:.1f} ms" for name in ("forward", "backward", "update"))
         yield f"  step of one rank: {1000 * step['total']:.1f} ms ({parts})"
+        if cost := wire["cpu_s_per_byte"]:
+            yield f"  sending takes {1e9 * cost:.2f} s of its cores per GB, measured between two ranks here"
     yield f"  {'link':>10}{'ranks':>8}{'wire ms':>12}" + (
         f"{'step ms':>12}{'efficiency':>12}" if step else ""
     )

@@ -173,9 +173,15 @@ def goals_of_times(mbit: int, found: dict[str, Any], num_parameters: int) -> lis
 
 
 def goal_of_forecast(mbit: int, found: dict[str, Any], num_parameters: int, side: str) -> Goal:
-    """P27: how far the step that `plan` foretells from the parts of a step alone is from the measured one."""
+    """P27: how far the step that `plan` foretells from the parts of a step alone is from the measured one.
+
+    The CPU time of sending is measured before, in exchanges without a training step.
+    """
     parts = [statistics.median(part) for part in zip(*found["alone"][ARITHMETIC[side]], strict=True)]
-    foretold = StepSeconds(*parts).over(wire_seconds(ring_bytes(2 * num_parameters, 2), mbit))
+    sent = ring_bytes(2 * num_parameters, 2)
+    foretold = StepSeconds(*parts).over(
+        wire_seconds(sent, mbit), found["num_buckets"], sent * found["cpu_s_per_byte"]
+    )
     measured = statistics.median(found["times"][side])
     off = abs(foretold / measured - 1)
     return Goal(

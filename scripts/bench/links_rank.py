@@ -26,7 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import WorkerEnv
+from launcher.doctor.exchange import exchange
 from launcher.engine import Stepper, StepResult, Wire
+from launcher.plan.forecast import EXCHANGED_S
 from launcher.process.allocator import keep_freed_memory
 from launcher.process.lifetime import end_with
 from launcher.training.parts.bucket_trial import BucketTrial
@@ -192,6 +194,9 @@ def count(plan: Plan, batch: Batch) -> dict[str, Any]:
 def timed(plan: Plan, batch: Batch) -> dict[str, Any]:
     """Seconds of steps by rate and side, and of the parts of a step alone by rate and policy."""
     model = plan.model()
+    cost = exchange(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), EXCHANGED_S)
+    buckets = stepper_for(copy.deepcopy(model), SETUP, emulate=True).num_buckets
+    sending = {"cpu_s_per_byte": cost.cpu_s_per_byte, "num_buckets": buckets}
     alone_group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     assert isinstance(alone_group, dist.ProcessGroup)
     alone = {name: Alone(model, name, alone_group) for name in ("fp32", "fp16")}
@@ -205,7 +210,7 @@ def timed(plan: Plan, batch: Batch) -> dict[str, Any]:
         limit_own_link(mbit)
         times: Times = interleave(calls, plan.repeats, warm_up=1, before=dist.barrier)
         parts = {name: each.parts[-plan.repeats :] for name, each in alone.items()}
-        found[str(mbit)] = {"times": times, "alone": parts}
+        found[str(mbit)] = {"times": times, "alone": parts} | sending
     limit_own_link(None)
     ends = {name: [*losses[name], float(step(batch))] for name, step in sides.items()}
     refuse_disagreement(ends, TOLERANCE)

@@ -61,7 +61,10 @@ def test_a_plan_has_steps_memory_wire_and_files_and_starts_nothing(capsys, tmp_p
     assert step.total == pytest.approx(found["batch_size"] / 2 / 1000)
     wire_s = wire_seconds(ring_bytes(found["wire"]["bytes"], 4), 100)
     (link,) = found["links"]
-    assert (link["wire_s"], link["step_s"]) == (wire_s, step.over(wire_s))
+    assert (link["wire_s"], link["step_s"]) == (
+        wire_s,
+        step.over(wire_s, found["wire"]["buckets"]),
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -73,7 +76,10 @@ def test_steps_of_one_rank_are_measured_here_and_leave_no_files(capsys, tmp_path
     assert min(parts) > 0
     assert found["step_s"]["total"] == pytest.approx(sum(parts))
     (link,) = found["links"]
-    assert link["step_s"] == StepSeconds(*parts).over(link["wire_s"])
+    wire = found["wire"]
+    cpu_s = ring_bytes(wire["bytes"], 4) * wire["cpu_s_per_byte"]
+    assert cpu_s > 0
+    assert link["step_s"] == StepSeconds(*parts).over(link["wire_s"], wire["buckets"], cpu_s)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -157,3 +163,11 @@ def test_what_the_engine_cannot_train_is_refused_as_by_a_run(capsys, tmp_path) -
     )
     assert cli.main(words) == 2
     assert "layer of Net has sparse=True" in capsys.readouterr().err
+
+
+def test_ranks_that_cannot_exchange_end_a_measurement_with_what_they_said(
+    capsys, tmp_path, monkeypatch, message
+) -> None:
+    monkeypatch.setattr("launcher.plan.forecast.exchanged", lambda devices, seconds: "no answer within 90 s")
+    assert cli.main([*own(tmp_path), "--measure"]) == 3
+    message(capsys.readouterr().err)
