@@ -72,7 +72,8 @@ class Sending:
 
     bytes: int  # of all gradients
     buckets: int
-    cpu_s_per_byte: float  # of its cores, 0 where a GPU computes
+    overlaps: bool  # the backward pass
+    cpu_s_per_byte: float  # of all its cores; 0 where a GPU computes, and where it was not measured
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dic
         ):
             found = _counted(config, task, rank, on_gpu=False)
     message = found["memory"]["bytes"]["gradients"]
-    sending = Sending(message, found.pop("buckets"), cpu_s_per_byte)
+    sending = Sending(message, found.pop("buckets"), config.wire.overlap, cpu_s_per_byte)
     return {
         "recipe": config.recipe.name,
         "world_size": world_size,
@@ -229,7 +230,11 @@ def _measured(config: Config, task: Task, on_gpu: bool) -> StepSeconds:
 
 
 def _cost_of_sending() -> float:
-    """Seconds of all cores of a rank per byte that it sends: of two ranks on this machine."""
+    """Seconds of all cores of a rank per byte that it sends: of two ranks on this machine.
+
+    Gradients of fp16. Of fp32 a byte takes less, because Gloo sums half as many numbers. Call it after
+    `_measured`, which gives torch as many threads as a rank has.
+    """
     said = exchanged(["cpu", "cpu"], EXCHANGED_S)
     if isinstance(said, str):
         raise PreflightError(
@@ -242,7 +247,8 @@ def _cost_of_sending() -> float:
 def _link(sending: Sending, mbit: float, ranks: int, seconds: StepSeconds | None) -> dict[str, Any]:
     sent = ring_bytes(sending.bytes, ranks)
     wire_s = wire_seconds(sent, mbit)
-    sending_s = wire_s, sending.buckets, sent * sending.cpu_s_per_byte
+    # Without overlap all of it is sent after the backward pass, as one bucket would be.
+    sending_s = wire_s, sending.buckets if sending.overlaps else 1, sent * sending.cpu_s_per_byte
     return {
         "mbit": mbit,
         "ranks": ranks,

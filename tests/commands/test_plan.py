@@ -61,10 +61,7 @@ def test_a_plan_has_steps_memory_wire_and_files_and_starts_nothing(capsys, tmp_p
     assert step.total == pytest.approx(found["batch_size"] / 2 / 1000)
     wire_s = wire_seconds(ring_bytes(found["wire"]["bytes"], 4), 100)
     (link,) = found["links"]
-    assert (link["wire_s"], link["step_s"]) == (
-        wire_s,
-        step.over(wire_s, found["wire"]["buckets"]),
-    )
+    assert (link["wire_s"], link["step_s"]) == (wire_s, step.over(wire_s, found["wire"]["buckets"]))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -81,6 +78,14 @@ def test_steps_of_one_rank_are_measured_here_and_leave_no_files(capsys, tmp_path
     assert cpu_s > 0
     assert link["step_s"] == StepSeconds(*parts).over(link["wire_s"], wire["buckets"], cpu_s)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_without_overlap_the_whole_wire_follows_the_backward_pass(capsys) -> None:
+    words = (*WORDS, "wire.overlap=false", "--samples-per-s", "1000", "--link", "1", "--ranks", "4")
+    found = planned(capsys, *words)
+    (link,) = found["links"]
+    assert found["wire"]["buckets"] > 1
+    assert link["step_s"] == pytest.approx(found["step_s"]["total"] + link["wire_s"])
 
 
 def test_the_page_names_what_the_values_are(capsys) -> None:
