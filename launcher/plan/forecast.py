@@ -71,7 +71,7 @@ class Sending:
     """How a rank sends the gradients of a step."""
 
     bytes: int  # of all gradients
-    buckets: int
+    buckets: int | None  # of several ranks; None for one whose step time is not asked for
     overlaps: bool  # the backward pass
     cpu_s_per_byte: float  # of all its cores; 0 where a GPU computes, and where it was not measured
 
@@ -120,7 +120,10 @@ def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dic
         ):
             found = _counted(config, task, rank, on_gpu=False)
     message = found["memory"]["bytes"]["gradients"]
-    sending = Sending(message, found.pop("buckets"), config.wire.overlap, cpu_s_per_byte)
+    buckets = found.pop("buckets")
+    if world_size == 1:
+        buckets = None if seconds is None else _buckets_of_a_pair(config, task)
+    sending = Sending(message, buckets, config.wire.overlap, cpu_s_per_byte)
     return {
         "recipe": config.recipe.name,
         "world_size": world_size,
@@ -227,6 +230,19 @@ def _measured(config: Config, task: Task, on_gpu: bool) -> StepSeconds:
     return _last_backward(
         fastest.forward * each, fastest.backward * each, fastest.update, alone.micro_batches
     )
+
+
+def _buckets_of_a_pair(config: Config, task: Task) -> int:
+    """One rank sends nothing, so that its own buckets say nothing of the links between several.
+
+    1 where the model cannot be built on `meta`: then nothing is foretold to be hidden.
+    """
+    plan = replace(task.plan, world_size=2, batch_size=max(2, task.plan.batch_size))
+    try:
+        with rank_on(META, config, task.recipe, plan) as rank:
+            return rank.stepper.num_buckets
+    except Exception:  # of any kind: it is the model's, which `measured_because` names
+        return 1
 
 
 def _cost_of_sending() -> float:

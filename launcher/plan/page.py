@@ -61,11 +61,9 @@ def _memory(plan: Mapping[str, Any]) -> Iterator[str]:
 def _wire(plan: Mapping[str, Any]) -> Iterator[str]:
     step, wire = plan["step_s"], plan["wire"]
     yield ""
-    yield _row(
-        "wire",
-        f"{_size(wire['bytes'])} of gradients a step in {counted(wire['buckets'], 'bucket')}; "
-        f"each rank sends {_size(wire['sent_by_each_rank'])}",
-    )
+    parts = f" in {counted(wire['buckets'], 'bucket')}" if wire["buckets"] else ""
+    sent = _size(wire["sent_by_each_rank"])
+    yield _row("wire", f"{_size(wire['bytes'])} of gradients a step{parts}; each rank sends {sent}")
     if step is None:
         yield "  step time: give --samples-per-s N of one rank, or --measure it here"
     else:

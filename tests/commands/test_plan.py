@@ -88,6 +88,17 @@ def test_without_overlap_the_whole_wire_follows_the_backward_pass(capsys) -> Non
     assert link["step_s"] == pytest.approx(found["step_s"]["total"] + link["wire_s"])
 
 
+def test_a_plan_of_one_rank_foretells_several_with_the_buckets_that_they_send(capsys, tmp_path) -> None:
+    words = (*own(tmp_path), "--samples-per-s", "1000", "--link", "100", "--ranks", "2")
+    file = tmp_path / "own.py"
+    layers = (
+        "nn.Sequential(nn.Linear(8, 1024), *(nn.Linear(1024, 1024) for _ in range(4)), nn.Linear(1024, 3))"
+    )
+    file.write_text(file.read_text().replace("nn.Linear(8, 3, device='cpu')", layers))
+    one, two = (planned(capsys, *words, f"launch.nproc={ranks}") for ranks in (1, 2))
+    assert one["wire"]["buckets"] == two["wire"]["buckets"] > 2
+
+
 def test_the_page_names_what_the_values_are(capsys) -> None:
     assert cli.main([*WORDS, "--link", "2500", "--ranks", "16"]) == 0
     page = capsys.readouterr().out
