@@ -1,7 +1,8 @@
 """The memory of one rank's training step, by kind, from passes that are counted.
 
 Owns the assembly of a rank's model and Stepper without telemetry and other ranks, and what of its bytes is
-which kind. Bytes are those of tensors: scratch that a kernel takes and returns within one call is not seen.
+which kind. Bytes are those of tensors, and of the copies that convolutions make on a CPU; other scratch that
+a kernel takes and returns within one call is not seen.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from launcher.config.schema import Config
@@ -77,6 +79,7 @@ class Rank:
         plan, tracker, stepper = replace(self.plan, micro_batch=size), self._tracker, self.stepper
         stepper.set_micro_batches(plan.micro_batches)
         self.model.train()
+        tracker.of_cpu = not of_gpu
         tracker.restart()
         held, activations, seconds = self._now(), 0, [0.0, 0.0, 0.0]
         passes = min(PASSES, self.plan.micro_batches)  # of any size as many, so that sizes compare
@@ -130,9 +133,14 @@ def _default(device: torch.device) -> AbstractContextManager[object]:
 
 @contextmanager
 def rank_on(
-    device: torch.device, config: Config, recipe: Recipe, plan: BatchPlan, counting: bool = True
+    device: torch.device,
+    config: Config,
+    recipe: Recipe,
+    plan: BatchPlan,
+    counting: bool = True,
+    group: dist.ProcessGroup | None = None,
 ) -> Iterator[Rank]:
-    """Rank 0 of `plan.world_size`, of which the others do not exist; nothing is sent.
+    """Rank `plan.rank` of `plan.world_size`. Without a `group` the others do not exist, and nothing is sent.
 
     Without `counting` of bytes its steps take as long as those of a run.
     """
@@ -140,6 +148,10 @@ def rank_on(
     if on_meta:  # it has no autocast: Rank._forward replaces the emulation where it stands for a GPU
         config = replace(config, precision=replace(config.precision, emulate=True))
     tracker = Tracker() if counting else Uncounted()
-    with group_of(plan.world_size) as group, tracker, OnMeta() if on_meta else nullcontext():
+    with ExitStack() as contexts:
+        if group is None:
+            group = contexts.enter_context(group_of(plan.world_size))
+        contexts.enter_context(tracker)
+        contexts.enter_context(OnMeta() if on_meta else nullcontext())
         env = WorkerEnv(plan.rank, plan.world_size, 0, plan.world_size, device, group)
         yield Rank(config, recipe, plan, env, tracker)
