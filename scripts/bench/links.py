@@ -4,13 +4,15 @@
 
 A network of 4.2 M parameters on one core per rank, SGD with momentum. Bytes are counted by the kernel on the
 interface of each host, between 2 and between 4 hosts. Steps are timed between 2 hosts, each of which limits
-what it sends (tc tbf). Peers: DistributedDataParallel in fp32, and with torch's fp16_compress_hook and
-GradScaler, each with its default buckets and with smaller ones, of which the best counts. All sides
+what it sends (tc tbf). Peers: DistributedDataParallel in fp32, and with torch's fp16_compress_hook, with and
+without GradScaler, each with its default buckets and with smaller ones, of which the best counts. All sides
 alternate and must have the same losses. Peers compute in fp32, as ours does beside them ("fp32 arithmetic");
-ours as the launcher runs it emulates fp16. The lower limit
-of a step is T_fwd + max(T_bwd, wire) + T_update, of our own step without a wire on the same cores, with 2
-bytes per parameter over 95.6 % of the link's rate, less the burst that a link saves while it is idle. Sharded
-ranks send half of these bytes beside the update.
+ours as the launcher runs it emulates fp16. The lower limit of a step is T_fwd + max(T_bwd, wire) + T_update,
+with 2 bytes per parameter over 95.6 % of the link's rate, less the burst that a link saves while it is idle.
+Its parts are those of torch alone, in fp32 with the fused optimizer; for emulated fp16 those of our own step
+without a wire. Sharded ranks send half of these bytes beside the update. The forecast of `plan` has those of
+our own step, and for the cost of sending the time that the same step takes longer over the link without a
+limit, as `plan --measure` does over loopback.
 
 --buckets compares ours with itself: buckets of given sizes, and of the size that the launcher measures in its
 first steps over that link.
@@ -34,7 +36,7 @@ from typing import IO, Any
 
 from launcher.distributed.links import PAYLOAD, StepSeconds, ring_bytes, wire_seconds
 from scripts.bench.interleaved import Goal, Times, goal_table, row_of, write
-from scripts.bench.links_rank import AUTO, OURS, Plan
+from scripts.bench.links_rank import ARITHMETIC, AUTO, BARE_HOOK, OURS, Plan
 from scripts.bench.network import INTERFACE, Network, burst_bytes, lacking, network
 
 HERE = Path(__file__).resolve().parent
@@ -46,8 +48,6 @@ SPEED_UP = {100: 1.95, 300: 1.9, 1000: 1.75}
 OF_HOOK_DEFAULT, OF_HOOK_BEST, OF_NATIVE = 0.95, 1.0, 1.03
 OF_FORECAST = 0.1
 OF_BEST_SIZE = 1.03  # of buckets: by chance the best of several is better than it is
-# By side of ours: the policy of the same step without a wire.
-ARITHMETIC = {"ours, fp32 arithmetic": "fp32", "ours": "fp16"}
 
 
 def on_hosts(hosts: Network, plan: Plan) -> list[Any]:
@@ -153,17 +153,16 @@ def goals_of_times(mbit: int, found: dict[str, Any], num_parameters: int) -> lis
     times: Times = dict(found["times"])
     goals = []
     for side, policy in ARITHMETIC.items():
-        times["limit"] = limits_of(found["alone"][policy], mbit, num_parameters)
+        alone = "torch" if policy == "fp32" else policy
+        times["limit"] = limits_of(found["alone"][alone], mbit, num_parameters)
         goals.append(Goal.of("P3", f"{mbit} Mbit, {side}", times, side, "limit", OF_LIMIT[mbit], 1.0))
         goals.append(speed_up(mbit, times, side))
         goals.append(goal_of_forecast(mbit, found, num_parameters, side))
     own = "ours, fp32 arithmetic"
-    goals.append(Goal.of("P5", f"{mbit} Mbit, {own}", times, own, "ddp + hook", OF_HOOK_DEFAULT))
-    goals.append(
-        Goal.of(
-            "P5", f"{mbit} Mbit, {own}, best buckets", times, own, best(times, "ddp + hook"), OF_HOOK_BEST
-        )
-    )
+    for hook in ("ddp + hook", BARE_HOOK):
+        tuned = best(times, hook)
+        goals.append(Goal.of("P5", f"{mbit} Mbit, {own}", times, own, hook, OF_HOOK_DEFAULT))
+        goals.append(Goal.of("P5", f"{mbit} Mbit, {own}, best buckets", times, own, tuned, OF_HOOK_BEST))
     wires = ("ours, sum=fp32", "ours, shard")
     goals += [Goal.of("wire", f"{mbit} Mbit, {side}", times, side, "ours", OF_NATIVE) for side in wires]
     times["limit"] = limits_of_shards(found["alone"]["fp16"], mbit, num_parameters)
@@ -173,16 +172,13 @@ def goals_of_times(mbit: int, found: dict[str, Any], num_parameters: int) -> lis
 
 
 def goal_of_forecast(mbit: int, found: dict[str, Any], num_parameters: int, side: str) -> Goal:
-    """P27: how far the step that `plan` foretells from the parts of a step alone is from the measured one.
-
-    The CPU time of sending is measured before, in exchanges without a training step.
-    """
-    parts = [statistics.median(part) for part in zip(*found["alone"][ARITHMETIC[side]], strict=True)]
-    sent = ring_bytes(2 * num_parameters, 2)
-    foretold = StepSeconds(*parts).over(
-        wire_seconds(sent, mbit), found["num_buckets"], sent * found["cpu_s_per_byte"]
-    )
-    measured = statistics.median(found["times"][side])
+    """P27: how far the step that `plan` foretells from the parts of a step alone is from the measured one."""
+    policy, median = ARITHMETIC[side], statistics.median
+    parts = [median(part) for part in zip(*found["alone"][policy], strict=True)]
+    cost = median(found["unlimited"][side]) - median(found["unlimited"][f"alone, {policy}"])
+    wire_s = wire_seconds(ring_bytes(2 * num_parameters, 2), mbit)
+    foretold = StepSeconds(*parts).over(wire_s, found["num_buckets"], max(0.0, cost))
+    measured = median(found["times"][side])
     off = abs(foretold / measured - 1)
     return Goal(
         *("P27", f"{mbit} Mbit, {side}, step foretold by plan: share that it is off", 1000 * foretold, "ms"),

@@ -21,14 +21,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import WorkerEnv
-from launcher.doctor.exchange import exchange
 from launcher.engine import Stepper, StepResult, Wire
-from launcher.plan.forecast import EXCHANGED_S
 from launcher.process.allocator import keep_freed_memory
 from launcher.process.lifetime import end_with
 from launcher.training.parts.bucket_trial import BucketTrial
@@ -41,6 +40,7 @@ from scripts.bench.ours import ours, step_with, stepper_for
 HALF = torch.float16
 SETUP = Setup("sgd", half=False, init_scale=2**10)
 UNSCALED = replace(SETUP, scaled=False)
+BARE_HOOK = "ddp + hook without GradScaler"
 TUNED_MB = (1, 2, 4)  # buckets of DistributedDataParallel besides its default of 25
 # By side, the wire of ours. All but the first run the launcher's default policy, fp16 emulated.
 OURS = {
@@ -49,6 +49,8 @@ OURS = {
     "ours, sum=fp32": Wire(sum="fp32"),
     "ours, shard": Wire(shard=True),
 }
+# By side of ours: the policy of the same step without a wire.
+ARITHMETIC = {"ours, fp32 arithmetic": "fp32", "ours": "fp16"}
 BUCKETS_MB = (0.25, 0.5, 1, 2, 4, 8, 16)  # of ours, beside the size that it measures
 AUTO = "measured"
 ENOUGH = 1000  # steps that the launcher believes to come, so that measuring pays
@@ -113,9 +115,16 @@ def steps_of_ours(model: nn.Module) -> dict[str, Step]:
 
 
 def peers_of(model: nn.Module, tuned_mb: tuple[int, ...]) -> dict[str, Step]:
-    """DistributedDataParallel in fp32 as it comes, and with the hook and what fp16 needs on the wire."""
+    """DistributedDataParallel in fp32 as it comes, with the hook and the GradScaler that fp16 needs, and with
+    the hook alone, whose small gradients become zero and whose overflows are applied.
+    """
+    kinds = [
+        ("ddp", ddp, UNSCALED),
+        ("ddp + hook", ddp_with_hook, SETUP),
+        (BARE_HOOK, ddp_with_hook, UNSCALED),
+    ]
     found = {}
-    for name, build, setup in (("ddp", ddp, UNSCALED), ("ddp + hook", ddp_with_hook, SETUP)):
+    for name, build, setup in kinds:
         found[name] = build(copy.deepcopy(model), setup)
         for bucket_mb in tuned_mb:
             tuned = replace(setup, bucket_mb=bucket_mb)
@@ -124,24 +133,68 @@ def peers_of(model: nn.Module, tuned_mb: tuple[int, ...]) -> dict[str, Step]:
 
 
 class Alone:
-    """Our step in a group of one, in three timed parts: what a step takes without a wire."""
+    """A step that sends nothing, in three timed parts."""
 
-    def __init__(self, model: nn.Module, policy: str, group: dist.ProcessGroup) -> None:
-        emulate = None if policy == "fp32" else True
-        self._stepper = stepper_for(copy.deepcopy(model), SETUP, policy, group=group, emulate=emulate)
+    def __init__(self) -> None:
         self.parts: list[tuple[float, float, float]] = []  # seconds of forward, backward, update
 
     def step(self, batch: Batch) -> None:
         inputs, labels = batch
         marks = [time.perf_counter()]
-        with self._stepper.forward():
-            loss = F.cross_entropy(self._stepper.model(inputs).float(), labels, reduction="sum")
+        loss = self._forward(inputs, labels)
         marks.append(time.perf_counter())
-        self._stepper.backward(loss, len(labels))
+        self._backward(loss, len(labels))
         marks.append(time.perf_counter())
-        self._stepper.step()
+        self._update()
         marks.append(time.perf_counter())
         self.parts.append((marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2]))
+
+    def _forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _backward(self, loss: Tensor, count: int) -> None:
+        raise NotImplementedError
+
+    def _update(self) -> None:
+        raise NotImplementedError
+
+
+class OursAlone(Alone):
+    """Our step as a rank of several whose messages go nowhere, which `plan` measures."""
+
+    def __init__(self, model: nn.Module, policy: str, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        name = next(name for name, kind in ARITHMETIC.items() if kind == policy)
+        emulate = None if policy == "fp32" else True
+        self._stepper = stepper_for(model, SETUP, policy, group=group, emulate=emulate, wire=OURS[name])
+
+    def _forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        with self._stepper.forward():
+            return F.cross_entropy(self._stepper.model(inputs).float(), labels, reduction="sum")
+
+    def _backward(self, loss: Tensor, count: int) -> None:
+        self._stepper.backward(loss, count)
+
+    def _update(self) -> None:
+        self._stepper.step()
+
+
+class TorchAlone(Alone):
+    """The least that one rank does: forward, backward and fused optimizer of torch, in fp32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model, self._optimizer = model, UNSCALED.fused(model)
+
+    def _forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        self._optimizer.zero_grad(set_to_none=True)
+        return F.cross_entropy(self._model(inputs), labels)
+
+    def _backward(self, loss: Tensor, count: int) -> None:
+        loss.backward()
+
+    def _update(self) -> None:
+        self._optimizer.step()
 
 
 def checked(sides: Mapping[str, Step], batch: Batch) -> dict[str, list[float]]:
@@ -192,25 +245,28 @@ def count(plan: Plan, batch: Batch) -> dict[str, Any]:
 
 
 def timed(plan: Plan, batch: Batch) -> dict[str, Any]:
-    """Seconds of steps by rate and side, and of the parts of a step alone by rate and policy."""
+    """Seconds of steps by rate and side, of the parts of steps alone by rate, and of ours without a limit."""
     model = plan.model()
-    cost = exchange(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), EXCHANGED_S)
-    buckets = stepper_for(copy.deepcopy(model), SETUP, emulate=True).num_buckets
-    sending = {"cpu_s_per_byte": cost.cpu_s_per_byte, "num_buckets": buckets}
-    alone_group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    assert isinstance(alone_group, dist.ProcessGroup)
-    alone = {name: Alone(model, name, alone_group) for name in ("fp32", "fp16")}
+    nowhere = dist.new_group([*range(dist.get_world_size())], backend="fake")
+    assert isinstance(nowhere, dist.ProcessGroup)
+    alone: dict[str, Alone] = {
+        kind: OursAlone(copy.deepcopy(model), kind, nowhere) for kind in ARITHMETIC.values()
+    }
+    alone["torch"] = TorchAlone(copy.deepcopy(model))
     sides = steps_of_ours(model) | peers_of(model, TUNED_MB)
     losses = checked(sides, batch)
     calls: dict[str, Callable[[], object]] = {name: partial(step, batch) for name, step in sides.items()}
     calls |= {f"alone, {name}": partial(each.step, batch) for name, each in alone.items()}
+    # All sides, so that they have taken equally many steps when their losses are compared.
+    unlimited = interleave(calls, plan.repeats, warm_up=1, before=dist.barrier)
+    buckets = stepper_for(copy.deepcopy(model), SETUP, emulate=True).num_buckets
     found: dict[str, Any] = {}
     for mbit in plan.mbits:
         dist.barrier()
         limit_own_link(mbit)
         times: Times = interleave(calls, plan.repeats, warm_up=1, before=dist.barrier)
         parts = {name: each.parts[-plan.repeats :] for name, each in alone.items()}
-        found[str(mbit)] = {"times": times, "alone": parts} | sending
+        found[str(mbit)] = {"times": times, "alone": parts, "unlimited": unlimited, "num_buckets": buckets}
     limit_own_link(None)
     ends = {name: [*losses[name], float(step(batch))] for name, step in sides.items()}
     refuse_disagreement(ends, TOLERANCE)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.engine import StepResult
+from launcher.process.lifetime import ENDS_WITH_STARTER
 from launcher.training.progress import Position
 from launcher.training.task import Task
 
@@ -26,7 +27,7 @@ def times_of(
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     done = subprocess.run(
         [sys.executable, "-m", "launcher", *words],
-        env=kept | {"PYTHONPATH": paths, **variables},
+        env=kept | {"PYTHONPATH": paths, ENDS_WITH_STARTER: "1", **variables},
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

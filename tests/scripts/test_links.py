@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts.bench import bookkeeping, links, network
-from scripts.bench.links_rank import OURS, TUNED_MB
+from scripts.bench.links_rank import BARE_HOOK, OURS, TUNED_MB
 from tests.scripts.test_bench import ROOT, run
 
 NETWORKS = pytest.mark.skipif(bool(os.geteuid()), reason="network namespaces need root")
@@ -33,16 +33,22 @@ def test_sharded_ranks_send_half_of_the_bytes_beside_their_half_of_the_update() 
     assert found == pytest.approx([0.1 + 0.2 + 0.15, 0.1 + half_s + half_s])
 
 
-SENDING = {"num_buckets": 4, "cpu_s_per_byte": 1e-9}
+SENDING = {
+    "num_buckets": 4,
+    "unlimited": {
+        **{"ours": [0.9, 0.21, 0.1], "alone, fp16": [0.2, 0.1, 0.2]},
+        **{"ours, fp32 arithmetic": [0.3], "alone, fp32": [0.2]},
+    },
+}
 
 
 def times_of(own: float) -> dict[str, list[float]]:
-    peers = {"ddp": 4.0, "ddp, 1 MB": 3.0, "ddp + hook": 2.5, "ddp + hook, 1 MB": 2.0}
+    peers = {"ddp": 4.0, "ddp, 1 MB": 3.0, "ddp + hook": 2.5, "ddp + hook, 1 MB": 2.0, BARE_HOOK: 2.4}
     return {name: [seconds] * 3 for name, seconds in (peers | dict.fromkeys(OURS, own)).items()}
 
 
 def test_goals_are_over_the_best_buckets_of_the_hook_and_over_the_default_ones() -> None:
-    alone = {"fp32": [[0.5, 0.5, 0.5]] * 3, "fp16": [[0.5, 0.5, 0.5]] * 3}
+    alone = dict.fromkeys(("torch", "fp32", "fp16"), [[0.5, 0.5, 0.5]] * 3)
     goals = links.goals_of_times(300, {"times": times_of(2.1), "alone": alone} | SENDING, 1)
     found = {(goal.row, goal.baseline): goal for goal in goals if "fp32 arithmetic" in goal.what}
     assert found["P5", "ddp + hook"].value == pytest.approx(0.84)
@@ -60,11 +66,16 @@ def test_goals_are_over_the_best_buckets_of_the_hook_and_over_the_default_ones()
 
 
 def test_the_forecast_of_a_step_is_compared_with_what_it_took() -> None:
-    """1 M parameters are 16 Mbit, 16 / 95.6 s over 100 Mbit; the first of 4 buckets waits for 0.1 / 4 s."""
+    """1 M parameters are 16 Mbit, 16 / 95.6 s over 100 Mbit; the first of 4 buckets waits for 0.1 / 4 s.
+
+    Over 1 Gbit the step computes for longer than it sends, and sending takes 0.01 s of it.
+    """
     found = {"times": {"ours": [0.6] * 3}, "alone": {"fp16": [[0.1, 0.1, 0.3]] * 3}} | SENDING
     goal = links.goal_of_forecast(100, found, 1_000_000, "ours")
     assert goal.value == pytest.approx(abs((0.4 + 0.1 / 4 + 16 / 95.6) / 0.6 - 1))
     assert goal.reached
+    goal = links.goal_of_forecast(1000, found, 1_000_000, "ours")
+    assert goal.value == pytest.approx(abs((0.5 + 0.01 + 16 / 956 / 4) / 0.6 - 1))
 
 
 def test_the_measured_size_is_compared_with_the_best_of_the_given_ones() -> None:
