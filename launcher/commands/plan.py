@@ -17,6 +17,7 @@ from launcher.commands.sweep import devices_of_a_job
 from launcher.commands.watch import has_unicode
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import ConfigError, escaped
+from launcher.run_dir.claim import keep_forecast
 from launcher.supervisor.worker_count import count_gpus, num_workers, refuse_small_batch
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def plan(arguments: Arguments, launch: LaunchEnv) -> None:
     """Says what a command would run, and starts nothing: batches, steps and schedule; memory of a rank by
     kind, and the micro-batch that fits on GPUs; bytes on the wire, and step times over links; size of
     checkpoints. Reads the data as the run would. With -m, also lists a sweep's jobs and device hours.
+    With run.dir=DIR, writes DIR/plan.json: the report of the run shows it beside what was measured.
 
       --json               one line of JSON instead of the page
       --link MBIT,...      rates of links in Mbit/s; default 100,1000,10000
@@ -57,7 +59,7 @@ def plan(arguments: Arguments, launch: LaunchEnv) -> None:
         refuse_small_batch(config, launch)
     config, multirun = configs[0], request.multirun
     world_size = devices_of_a_job(config) if multirun else world_of(config, launch)
-    from launcher.plan.forecast import Asked, forecast
+    from launcher.plan.forecast import Asked, forecast, kept
     from launcher.plan.page import lines_of, lines_of_sweep
 
     asked = Asked(mbits, ranks, rates[0] if rates else None, "--measure" in arguments.flags)
@@ -66,6 +68,8 @@ def plan(arguments: Arguments, launch: LaunchEnv) -> None:
         found = forecast(config, world_size, count_gpus() > 0, asked)
         if multirun:
             found["sweep"] = sweep_of(request, configs, found)
+    if config.run.dir and not multirun:
+        keep_forecast(config, kept(config, found))
     if "--json" in arguments.flags:
         print(json.dumps(found))
         return

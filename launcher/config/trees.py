@@ -58,3 +58,8 @@ def nested_keys(value: object) -> Iterator[str]:
     if isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from nested_keys(item)
+
+
+def typed_leaves(tree: Mapping[str, Any]) -> dict[str, str]:
+    """The values of `leaves` as users type them, by dotted path."""
+    return {key: "null" if value is None else str(value) for key, value in leaves(tree)}

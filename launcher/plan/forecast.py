@@ -6,20 +6,25 @@ nothing.
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from launcher.config.schema import Config
+from launcher.config.schema import Config, to_dict
+from launcher.config.trees import typed_leaves
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import DataSets, batch_plan
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.links import StepSeconds, ring_bytes, wire_seconds
-from launcher.distributed.process_group import divide_threads
+from launcher.distributed.process_group import divide_threads, own_thread_count
 from launcher.doctor.links import exchanged
 from launcher.engine import UnusableError
 from launcher.errors import ConfigError, LauncherError, PreflightError, first_line
@@ -27,6 +32,8 @@ from launcher.plan.memory import PASSES, Rank, StepMemory, rank_on
 from launcher.plan.meta import META
 from launcher.recipe.contract import Recipe
 from launcher.recipe.registry import load_recipe
+from launcher.run_dir.forecast import Forecast
+from launcher.run_dir.records import user_shape
 from launcher.training.device import seed_generators
 from launcher.training.failures.recipe_errors import guarding
 from launcher.training.progress import Course
@@ -52,7 +59,7 @@ FILES = (  # of a run, in its directory
     *("report.html", "curves.png", "logs/rank<k>.log", "checkpoints/step-<n>/"),
 )
 TIMED = 3  # steps, after one that is not
-EXCHANGED_S = 0.5
+PAIR_S = 1.0  # of steps of two ranks, each without and with sending
 RATES_KEPT = 60  # points of the schedule
 
 
@@ -100,10 +107,11 @@ class Task:
 def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dict[str, Any]:
     """All that is known of a job before it starts; a None where it is not."""
     task = Task.of(config, world_size)
-    seconds = _given(task.plan, asked.samples_per_s)
-    if asked.measures:
-        seconds = _measured(config, task, on_gpu)
-    cpu_s_per_byte = _cost_of_sending() if asked.measures and not on_gpu else 0.0
+    seconds, cpu_s_per_byte = _given(task.plan, asked.samples_per_s), 0.0
+    if asked.measures and on_gpu:
+        seconds = _alone(config, task, torch.device("cuda"))
+    elif asked.measures:
+        seconds, cpu_s_per_byte = _on_this_cpu(config, task)
     reason = ""
     try:
         with rank_on(META, config, task.recipe, task.plan) as rank:
@@ -124,6 +132,7 @@ def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dic
     if world_size == 1:
         buckets = None if seconds is None else _buckets_of_a_pair(config, task)
     sending = Sending(message, buckets, config.wire.overlap, cpu_s_per_byte)
+    sent = ring_bytes(message, world_size)
     return {
         "recipe": config.recipe.name,
         "world_size": world_size,
@@ -132,8 +141,12 @@ def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dic
         **_course(config, task),
         "checkpoint": _checkpoint(config, found.pop("checkpoint_bytes")),
         **found,
-        "wire": vars(sending) | {"sent_by_each_rank": round(ring_bytes(message, world_size))},
+        "wire": vars(sending) | {"sent_by_each_rank": round(sent)},
         "step_s": None if seconds is None else vars(seconds) | {"total": seconds.total},
+        # Of all ranks on this machine; of several GPUs the link is not known.
+        "here_s": None
+        if seconds is None or (world_size > 1 and on_gpu)
+        else seconds.total + sent * cpu_s_per_byte,
         "files": [config.run.dir or f"outputs/{config.recipe.name}/<time>-<4 hex>", *FILES],
         "links": [_link(sending, mbit, ranks, seconds) for mbit in asked.mbits for ranks in asked.ranks],
     }
@@ -175,6 +188,7 @@ def _counted(config: Config, task: Task, rank: Rank, on_gpu: bool) -> dict[str, 
     return {
         "parameters": rank.num_parameters,
         "buckets": rank.stepper.num_buckets,
+        "state_bytes": rank.stepper.state_bytes(),
         "checkpoint_bytes": rank.checkpoint_bytes(task.plan.world_size if config.wire.shard else 1),
         "memory": {"bytes": kinds, "total": sum(kinds.values())},
         "gpus": [
@@ -217,19 +231,43 @@ def _last_backward(forward: float, backward: float, update: float, passes: int) 
     return StepSeconds(forward + backward * (passes - 1) / passes, backward / passes, update)
 
 
-def _measured(config: Config, task: Task, on_gpu: bool) -> StepSeconds:
+def _alone(config: Config, task: Task, device: torch.device) -> StepSeconds:
     """The fastest of a few steps of one rank on this machine, without any other rank."""
-    device = torch.device("cuda" if on_gpu else "cpu")
     divide_threads(task.plan.world_size)  # as each rank has them in a run
     alone = replace(task.plan, micro_batch=task.plan.largest_micro_batch)
     with rank_on(device, config, task.recipe, alone, counting=False) as rank:
-        passes = min(PASSES, alone.micro_batches)
-        steps = [rank.step(alone.largest_micro_batch, on_gpu)[1] for _ in range(1 + TIMED)][1:]
-    fastest = min(steps, key=lambda step: step.total)
-    each = alone.micro_batches / passes
-    return _last_backward(
-        fastest.forward * each, fastest.backward * each, fastest.update, alone.micro_batches
-    )
+        steps = [rank.step(alone.largest_micro_batch, device.type == "cuda")[1] for _ in range(1 + TIMED)][1:]
+    return _of_all_passes(min(steps, key=lambda step: step.total), alone.micro_batches)
+
+
+def _of_all_passes(step: StepSeconds, micro_batches: int) -> StepSeconds:
+    """A step of `micro_batches` from one in which at most PASSES of them were computed."""
+    each = micro_batches / min(PASSES, micro_batches)
+    return _last_backward(step.forward * each, step.backward * each, step.update, micro_batches)
+
+
+def _on_this_cpu(config: Config, task: Task) -> tuple[StepSeconds, float]:
+    """The parts of a step, and the seconds of all cores of a rank per byte that it sends.
+
+    Of several ranks the parts are those of two that compute at the same time, as in a run.
+    """
+    world_size, cores = task.plan.world_size, len(os.sched_getaffinity(0))
+    threads = int(own_thread_count() or max(1, cores // max(2, world_size)))
+    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
+        file = Path(folder, "config.json")
+        file.write_text(json.dumps(to_dict(config)))
+        program = (sys.executable, "-m", "launcher.plan.pair", str(file), str(world_size))
+        said = exchanged(["cpu", "cpu"], PAIR_S, {"OMP_NUM_THREADS": str(threads)}, program)
+    if isinstance(said, str):
+        raise PreflightError(
+            f"--measure: two ranks of this machine could not exchange gradients: {said}. python -m launcher "
+            "doctor looks for the cause; --samples-per-s N plans without measuring."
+        )
+    cost = said.pop("cpu_s_per_byte")
+    if world_size == 1:  # with all cores, where each of the two had half
+        parts = _alone(config, task, torch.device("cpu"))
+        return parts, cost * threads / torch.get_num_threads()
+    return _of_all_passes(StepSeconds(**said), task.plan.micro_batches), cost
 
 
 def _buckets_of_a_pair(config: Config, task: Task) -> int:
@@ -245,19 +283,18 @@ def _buckets_of_a_pair(config: Config, task: Task) -> int:
         return 1
 
 
-def _cost_of_sending() -> float:
-    """Seconds of all cores of a rank per byte that it sends: of two ranks on this machine.
-
-    Gradients of fp16. Of fp32 a byte takes less, because Gloo sums half as many numbers. Call it after
-    `_measured`, which gives torch as many threads as a rank has.
-    """
-    said = exchanged(["cpu", "cpu"], EXCHANGED_S)
-    if isinstance(said, str):
-        raise PreflightError(
-            f"--measure: two ranks of this machine could not exchange gradients: {said}. python -m launcher "
-            "doctor looks for the cause; --samples-per-s N plans without measuring."
-        )
-    return said["cpu_s_per_byte"] / torch.get_num_threads()
+def kept(config: Config, found: Mapping[str, Any]) -> Forecast:
+    """What a run of this config can be compared with, of what `forecast` returned."""
+    return Forecast(
+        steps=found["steps"],
+        parameters=found["parameters"],
+        step_ms=None if found["here_s"] is None else 1000 * found["here_s"],
+        wire_bytes_per_step=found["wire"]["sent_by_each_rank"],
+        state_bytes=found["state_bytes"],
+        memory_bytes=found["memory"]["total"],
+        checkpoint_bytes=found["checkpoint"]["bytes"],
+        config=typed_leaves(user_shape(config)),
+    )
 
 
 def _link(sending: Sending, mbit: float, ranks: int, seconds: StepSeconds | None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from launcher.report.charts.run_charts import common_legend, restart_note, run_c
 from launcher.report.charts.svg import legend, markup
 from launcher.report.charts.time_split import time_split
 from launcher.report.charts.timeline import timeline
+from launcher.report.foretold import foretold
 from launcher.report.html import (
     cells,
     facts,
@@ -101,6 +102,7 @@ def _details_of_first(runs: Sequence[RunRecord]) -> str:
         _each("Time line", runs, timeline),
         _each("Evaluations", runs, _evaluations),
         _each("Shown by the recipe", runs, after_evaluation),
+        _each("Foretold and measured", runs, foretold),
         _each("Skipped steps", runs, _overflows),
         _each("Ranks that the others waited for", runs, _stragglers),
         _each("Warnings", runs, _warnings),

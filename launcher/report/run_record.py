@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launcher.config.trees import leaves
+from launcher.config.trees import typed_leaves
 from launcher.errors import first_line
 from launcher.report.reading import Warn, json_of, result_of, silent, status_of, text_of
 from launcher.report.recording import Recording, read_recording
 from launcher.report.run_state import ENDED, KILLED, NO_RESULT, RunState
 from launcher.run_dir.codec import decoded
+from launcher.run_dir.forecast import PLAN, Forecast
 from launcher.run_dir.lock import Holder, holder_of
 from launcher.run_dir.records import CONFIG, ENVIRONMENT, OVERRIDES, RESULT
 from launcher.run_dir.result import Result
@@ -47,6 +48,7 @@ class RunRecord:
     config: dict[str, str] = field(default_factory=dict)  # by dotted key, as the user asked for it
     overrides: dict[str, str] = field(default_factory=dict)  # of the defaults, by key
     classification_report: str = ""
+    forecast: Forecast | None = None  # of a run that was planned with its run.dir
 
     @classmethod
     def read(cls, run_dir: Path, warn: Warn = silent, recording: Recording | None = None) -> RunRecord:
@@ -55,7 +57,7 @@ class RunRecord:
         recording = read_recording(run_dir) if recording is None else recording
         for text in recording.warnings:
             warn(f"{run_dir}: {text}")
-        config_text = text_of(run_dir / CONFIG)
+        config_text, plan = text_of(run_dir / CONFIG), json_of(run_dir, PLAN, warn)
         found = cls.followed(run_dir, recording, process, warn=warn)
         return replace(
             found,
@@ -64,6 +66,7 @@ class RunRecord:
             config=_as_asked(_flat(config_text, run_dir, warn), recording),
             overrides=overrides_of(run_dir),
             classification_report=text_of(run_dir / "classification_report.txt"),
+            forecast=decoded(Forecast, plan) if plan else None,
         )
 
     @classmethod
@@ -249,16 +252,11 @@ def _flat(text: str, run_dir: Path, warn: Warn) -> dict[str, str]:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         warn(f"{run_dir / CONFIG} is damaged: not compared ({first_line(error)})")
         return {}
-    return _texts(tree) if isinstance(tree, dict) else {}
+    return typed_leaves(tree) if isinstance(tree, dict) else {}
 
 
 def _as_asked(config: dict[str, str], recording: Recording) -> dict[str, str]:
     """The config without what the run found out for itself, such as a micro-batch that fits."""
     start = recording.of(StartEvent).last
     wishes = (start.asked if start else None) or {}
-    return config | {key: text for key, text in _texts(wishes).items() if key in config}
-
-
-def _texts(tree: Mapping[str, object]) -> dict[str, str]:
-    """The values as YAML has them, by dotted key."""
-    return {key: "null" if value is None else str(value) for key, value in leaves(tree)}
+    return config | {key: text for key, text in typed_leaves(wishes).items() if key in config}

@@ -16,8 +16,10 @@ from pathlib import Path
 
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, DataError, LauncherError, StorageError, listed
-from launcher.run_dir.atomic import NotPlainError, read_json
+from launcher.run_dir.atomic import NotPlainError, read_json, write_json
+from launcher.run_dir.codec import encoded
 from launcher.run_dir.differences import another_run, other_training
+from launcher.run_dir.forecast import PLAN, Forecast
 from launcher.run_dir.lock import locked
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import (
@@ -79,6 +81,20 @@ def claimed(config: Config, overrides: Sequence[str]) -> Iterator[Claim]:
             raise
         finally:
             give_up_reserve(directory)
+
+
+def keep_forecast(config: Config, forecast: Forecast) -> Path:
+    """Write plan.json to the directory that `run.dir` names for a run, which finds it there.
+
+    Raises ConfigError for a directory with other files; StorageError for one that cannot be written.
+    """
+    try:
+        directory = _made(Path(config.run.dir or ""))
+        _refuse_foreign(directory)
+        write_json(directory / PLAN, encoded(forecast))
+    except OSError as error:
+        raise _unwritable(config, error) from error
+    return directory / PLAN
 
 
 def _says_all(error: LauncherError, directory: Path) -> bool:

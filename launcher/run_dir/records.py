@@ -31,6 +31,7 @@ from launcher.run_dir.atomic import (
     write_text,
 )
 from launcher.run_dir.codec import encoded
+from launcher.run_dir.forecast import PLAN
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.result import Failure, Result
 from launcher.run_dir.status import FILE_NAME, RESERVE, Status, mark_ended, write_with_reserve
@@ -53,6 +54,7 @@ FILES = (
     "gradients.png",
     REPORT,
     JOB,
+    PLAN,
     ".lock",
     RESERVE,
 )

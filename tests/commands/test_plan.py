@@ -184,6 +184,6 @@ def test_what_the_engine_cannot_train_is_refused_as_by_a_run(capsys, tmp_path) -
 def test_ranks_that_cannot_exchange_end_a_measurement_with_what_they_said(
     capsys, tmp_path, monkeypatch, message
 ) -> None:
-    monkeypatch.setattr("launcher.plan.forecast.exchanged", lambda devices, seconds: "no answer within 90 s")
+    monkeypatch.setattr("launcher.plan.forecast.exchanged", lambda *given: "no answer within 90 s")
     assert cli.main([*own(tmp_path), "--measure"]) == 3
     message(capsys.readouterr().err)
