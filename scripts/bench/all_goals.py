@@ -90,6 +90,11 @@ def benchmarks() -> list[Benchmark]:
         Benchmark("time_split", (str(HERE / "time_split.py"),), 300),
         Benchmark("links", (str(HERE / "links.py"),), 1800, network.lacking),
         Benchmark("launch", (str(HERE / "launch.py"),), 1800),
+        Benchmark("plan", (str(HERE / "plan.py"),), 600),
+        Benchmark("sweep", (str(HERE / "sweep.py"),), 3600),
+        Benchmark("telemetry", (str(HERE / "telemetry.py"),), 900),
+        Benchmark("ema", (str(HERE / "ema.py"),), 900),
+        Benchmark("data", (str(HERE / "data.py"),), 1800),
         Benchmark("gpu", (str(HERE / "gpu_session.py"),), 900, without_gpu, "--dry-run"),
     ]
 

@@ -226,6 +226,15 @@ def test_telemetry_runs_with_all_sinks_and_none(tmp_path) -> None:
     assert [goal["row"] for goal in content["goals"]] == ["telemetry", "telemetry"]
 
 
+@pytest.mark.slow
+def test_plan_is_timed_beside_the_import_of_torch(tmp_path) -> None:
+    file = tmp_path / "plan.json"
+    run("plan.py", "--json", str(file))
+    content = json.loads(file.read_text())
+    assert content["rows"]["plan"]["median_ms"] > content["rows"]["import torch"]["median_ms"] > 0
+    assert [goal["row"] for goal in content["goals"]] == ["P27"]
+
+
 def test_a_side_that_stops_training_while_it_is_timed_ends_the_benchmark() -> None:
     sides = step_cost.sides_of("fp32", step_cost.mlp, ["raw"])
     batch, honest = step_cost.batch_of(), sides["raw"]
