@@ -8,7 +8,8 @@ after every block.
 The loop by hand prints and measures what a user of the launcher gets by default: a line every 10 steps with
 the loss, the rate, the loss scale, the skipped steps and the speed, and after each epoch the loss and the
 accuracy on its training samples, summed without reading a tensor in a step. It saves nothing, handles no
-signal, and nobody notices if it hangs.
+signal, and nobody notices if it hangs. The loop of the engine's README does none of this: it reads the report
+of each step, and nothing else.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from scripts.bench.interleaved import Times
 from scripts.bench.real_run import call_before_each_step
 
 SETTINGS = "LAUNCHER_BENCH_LOOP"  # the environment variable with those of a run, as JSON
-FEATURES, WIDTH, CLASSES = 64, 256, 10
+FEATURES, CLASSES = 64, 10
 LOG_EVERY = 10  # steps: the launcher's default
 CLOCKS: dict[str, Callable[[], float]] = {"cpu": time.process_time, "wall": time.perf_counter}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`source`: tensors or loader. The first block of both sides is not counted."""
+    """`source`: tensors, loader, or readme. The first block of both sides is not counted."""
 
     source: str
     workers: int
@@ -51,6 +52,7 @@ class Settings:
     steps_per_epoch: int
     batch_size: int
     file: str  # for the times
+    width: int = 256  # of the perceptron
 
     @property
     def total_steps(self) -> int:
@@ -98,9 +100,9 @@ def columns_of(num_samples: int) -> dict[str, Tensor]:
     return {"image": images, "label": torch.randint(CLASSES, (num_samples,), generator=generator)}
 
 
-def perceptron() -> nn.Module:
+def perceptron(width: int) -> nn.Module:
     return nn.Sequential(
-        nn.Linear(FEATURES, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)
+        nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
     )
 
 
@@ -154,14 +156,33 @@ class Printed:
             right.zero_()
 
 
+def stepper_of(model: nn.Module, config: Config) -> Stepper:
+    rule = SGD(lr=config.optim.lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    scaled = config.precision.name != "fp32"
+    scaling = Scaling("dynamic", init=config.precision.scale.init) if scaled else None
+    return Stepper(model, rule, Policy.named(config.precision.name), scaling=scaling)
+
+
+def as_the_readme(model: nn.Module, config: Config, batches: Iterator[Batch]) -> Callable[[], None]:
+    """One step on the next batch, as the README of the engine has it, but for its print."""
+    stepper = stepper_of(model, config)
+
+    def step() -> None:
+        batch = next(batches)
+        with stepper.forward():
+            logits = model(batch["image"]).float()
+        loss_sum = F.cross_entropy(logits, batch["label"], reduction="sum")
+        stepper.backward(loss_sum, len(logits))
+        stepper.step().read()
+
+    return step
+
+
 def by_hand(
     model: nn.Module, config: Config, batches: Iterator[Batch], steps_per_epoch: int
 ) -> Callable[[], None]:
     """One step on the next batch: what an author writes around a Stepper, each report read one step late."""
-    optim = config.optim
-    rule = SGD(lr=optim.lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    scaling = Scaling("dynamic", init=config.precision.scale.init)
-    stepper = Stepper(model, rule, Policy.named(config.precision.name), scaling=scaling)
+    stepper = stepper_of(model, config)
     waiting: list[StepResult] = []
     printed = Printed(steps_per_epoch)
     right = torch.zeros((), dtype=torch.int64)
@@ -194,7 +215,7 @@ class Turns:
         self.times: dict[str, Times] = {clock: {"launcher": [], "by hand": []} for clock in CLOCKS}
 
     def build_model(self) -> nn.Module:
-        self._model = perceptron()
+        self._model = perceptron(self._settings.width)
         self._copy = copy.deepcopy(self._model)
         return self._model
 
@@ -253,18 +274,20 @@ def bench_loop(config: Config) -> Recipe:
     settings = Settings(**json.loads(os.environ[SETTINGS]))
     torch.set_num_threads(1)  # or processor time would count threads that only wait for each other
     columns = columns_of(settings.num_samples)
-    batches = {"tensors": batches_in_memory, "loader": batches_of_loader}[settings.source]
-    turns = Turns(
-        settings,
-        lambda model: by_hand(
-            model, config, batches(columns, settings, config.seed), settings.steps_per_epoch
-        ),
-    )
+    made = batches_of_loader if settings.source == "loader" else batches_in_memory
+
+    def other(model: nn.Module) -> Callable[[], None]:
+        batches = made(columns, settings, config.seed)
+        if settings.source == "readme":
+            return as_the_readme(model, config, batches)
+        return by_hand(model, config, batches, settings.steps_per_epoch)
+
+    turns = Turns(settings, other)
     call_before_each_step(turns.next_step)
     held_out = TensorData({name: column[:64] for name, column in columns.items()})
     return Recipe(
         build_model=turns.build_model,
-        train=TensorData(columns) if settings.source == "tensors" else Samples(columns),
+        train=Samples(columns) if settings.source == "loader" else TensorData(columns),
         validation=held_out,
         loss=cross_entropy,
         classes=tuple(map(str, range(CLASSES))),

@@ -212,7 +212,7 @@ def test_loop_runs_the_launcher_beside_a_loop_by_hand(tmp_path) -> None:
     file = tmp_path / "loop.json"
     run("loop.py", "--json", str(file))
     content = json.loads(file.read_text())
-    assert len(content["goals"]) == len(content["rows"]) == 4
+    assert len(content["goals"]) == len(content["rows"]) == 6
     assert {goal["row"] for goal in content["goals"]} == {"P16", "loader"}
 
 
