@@ -19,7 +19,7 @@ from launcher.config.schema import Config
 from launcher.distributed.collectives import gather
 from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine import AverageState, Stepper, WeightAverage
-from launcher.engine.flat.names import named_buffers, named_parameters, plain_names
+from launcher.engine.flat.names import named_buffers, named_parameters, plain_name
 from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.engine.state import EngineState
 from launcher.errors import ConfigError, listed
@@ -320,10 +320,9 @@ def _gathered(state: Tensor, env: WorkerEnv) -> Tensor:
 
 
 def _state_dict_names(model: nn.Module) -> dict[str, str]:
-    plain = plain_names(model)
     own = {id(t): name for name, t in (*named_parameters(model).items(), *named_buffers(model).items())}
     return {
-        plain(key): own[id(value)]
+        plain_name(key): own[id(value)]
         for key, value in model.state_dict(keep_vars=True).items()
         if id(value) in own
     }

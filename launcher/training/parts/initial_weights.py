@@ -23,7 +23,7 @@ from launcher.config.schema import Config, ModelConfig
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import WorkerEnv
 from launcher.engine.flat.buffers import HALF
-from launcher.engine.flat.names import named_parameters, plain_names
+from launcher.engine.flat.names import named_parameters, plain_name
 from launcher.errors import ConfigError, listed
 from launcher.run_dir.result import Result
 from launcher.training.run import Run
@@ -196,10 +196,11 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 
     Lazy ones are left out: building the Stepper refuses them.
     """
-    plain = plain_names(model)
     state = model.state_dict(keep_vars=True)
     return {
-        plain(key): value for key, value in state.items() if isinstance(value, Tensor) and not is_lazy(value)
+        plain_name(key): value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and not is_lazy(value)
     }
 
 
