@@ -137,36 +137,28 @@ class _Block:
 
 
 def _blocks(buffers: Mapping[str, Tensor]) -> Iterator[_Block]:
-    """One for each buffer in the order of registration, and one for those that share memory."""
-    aliases = {name: names for names in neighbourhoods(buffers) for name in names}
+    """One for each buffer, and one for those that share memory, in the order of registration.
+
+    Those are in the order of address, in a form that `refuse_aliases` accepts.
+    """
+    sharing = {name: names for names in neighbourhoods(buffers) for name in names}
     done: set[str] = set()
     for name, buffer in buffers.items():
-        if not buffer.numel():
-            _widen(buffer)
-        elif name not in aliases:
-            _widen(buffer)
-            contiguous = torch.empty_like(buffer, device="meta", memory_format=torch.contiguous_format)
-            yield _Block(buffer.detach().reshape(-1), [(buffer, contiguous.stride(), 0)])
-        elif name not in done:
-            done.update(aliases[name])
-            yield _shared_block({each: buffers[each] for each in aliases[name]})
+        names = sharing.get(name, [name])
+        if name not in done:
+            if names == [name]:
+                buffer.data = buffer.data.contiguous()
+            yield _block([buffers[each] for each in names])
+        done.update(names)
 
 
-def _shared_block(buffers: Mapping[str, Tensor]) -> _Block:
-    """What buffers in overlapping memory view, in order of address, if `refuse_aliases` accepts them."""
-    tensors = list(buffers.values())
-    start = tensors[0].storage_offset()
-    end = max(t.storage_offset() + extent(t) for t in tensors)
-    values = tensors[0].detach().as_strided((end - start,), (1,), start)
-    members = [(t, t.stride(), int(t.storage_offset()) - int(start)) for t in tensors]
-    for tensor in tensors:
-        _widen(tensor)
+def _block(buffers: Sequence[Tensor]) -> _Block:
+    """What these view, half values in fp32."""
+    start = buffers[0].storage_offset()
+    end = max(t.storage_offset() + extent(t) for t in buffers)
+    values = buffers[0].detach().as_strided((end - start,), (1,), start)
+    members = [(t, t.stride(), int(t.storage_offset()) - int(start)) for t in buffers]
     return _Block(values.float() if values.dtype in HALF else values, members)
-
-
-def _widen(buffer: Tensor) -> None:
-    if buffer.dtype in HALF:
-        buffer.data = buffer.data.float()
 
 
 def _flatten(blocks: Sequence[_Block]) -> Tensor:
