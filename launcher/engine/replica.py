@@ -6,6 +6,7 @@ of events in a step belongs to the Stepper.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -137,24 +138,22 @@ class Replica:
 
     def tensors(self) -> list[Tensor]:
         """All that is kept between steps, wire gradients included."""
-        return [
-            self.scale.memory,
-            *(bits for bits in self._start_bits.values() if bits is not None),
-            *self.buffers.tensors(),
-            *self.updater.tensors(),
-            *(tensor for segment in self.layout.segments for tensor in (segment.weight, segment.grad)),
-            *(p.master for p in self.shards.pieces if p.half and p.master is not None),
-        ]
+        start = [bits for bits in self._start_bits.values() if bits is not None]
+        return [self.scale.memory, *start, *itertools.chain.from_iterable(self._by_kind().values())]
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes of what `tensors` has, by kind, and of frozen parameters, which are weights."""
-        frozen = [p for p in self.model.parameters() if not p.requires_grad]
+        frozen = size_bytes(p for p in self.model.parameters() if not p.requires_grad)
+        found = {kind: size_bytes(tensors) for kind, tensors in self._by_kind().items()}
+        return found | {"weights": found["weights"] + frozen}
+
+    def _by_kind(self) -> dict[str, list[Tensor]]:
         return {
-            "weights": size_bytes([*(each.weight for each in self.layout.segments), *frozen]),
-            "masters": size_bytes(p.master for p in self.shards.pieces if p.half and p.master is not None),
-            "gradients": size_bytes(each.grad for each in self.layout.segments),
-            "states": size_bytes(self.updater.tensors()),
-            "buffers": size_bytes(self.buffers.tensors()),
+            "weights": [segment.weight for segment in self.layout.segments],
+            "masters": [p.master for p in self.shards.pieces if p.half and p.master is not None],
+            "gradients": [segment.grad for segment in self.layout.segments],
+            "states": self.updater.tensors(),
+            "buffers": self.buffers.tensors(),
         }
 
     def _start(self) -> None:

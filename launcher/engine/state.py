@@ -21,8 +21,10 @@ from launcher.engine.limits import LARGEST_COUNT, a_reference_count, is_whole
 from launcher.engine.precision.loss_scale import LossScale
 from launcher.engine.precision.policy import ScaleMode
 
-_PARTS = ("weights", "optimizer", "buffers", "counters")
+_TENSORS = ("weights", "optimizer", "buffers")
+_PARTS = (*_TENSORS, "counters")
 _NUMBERS = ("reference_count", "scale_mode")
+Form = tuple[torch.Size, torch.dtype]
 EXPECTED = (
     "Give what Stepper.state_dict() returned, or EngineState.from_tensors() of what tensors() returned."
 )
@@ -51,13 +53,11 @@ class EngineState:
 
     def clone(self) -> EngineState:
         """A copy that later steps do not change."""
-        return replace(
-            self,
-            weights=_clones(self.weights),
-            optimizer=_clones(self.optimizer),
-            buffers=_clones(self.buffers),
-            counters=dict(self.counters),
-        )
+        copies = {
+            part: {name: tensor.detach().clone() for name, tensor in getattr(self, part).items()}
+            for part in _TENSORS
+        }
+        return replace(self, counters=dict(self.counters), **copies)
 
     def as_dict(self) -> dict[str, object]:
         """The fields as a dict of dicts of the same tensors, of ints, a string and None."""
@@ -71,12 +71,13 @@ class EngineState:
 
     def tensors(self) -> dict[str, Tensor]:
         """One flat dict: `weights/fc.weight`, `optimizer/exp_avg/fc.weight`, `counters/applied` (int64)."""
-        parts = {"weights": self.weights, "optimizer": self.optimizer, "buffers": self.buffers}
         found = {
-            f"{part}/{n}": t.detach().contiguous() for part, named in parts.items() for n, t in named.items()
+            f"{part}/{name}": tensor.detach().contiguous()
+            for part in _TENSORS
+            for name, tensor in getattr(self, part).items()
         }
-        for key in found.keys() & {f"buffers/{name}" for name in self.buffers}:
-            found[key] = found[key].clone()  # safetensors refuses tensors that share memory, as buffers may
+        for name in self.buffers:  # safetensors refuses tensors that share memory, as buffers may
+            found[f"buffers/{name}"] = found[f"buffers/{name}"].clone()
         found |= {f"counters/{name}": torch.tensor(value) for name, value in self.counters.items()}
         if self.reference_count is not None:
             found["reference_count"] = torch.tensor(self.reference_count)
@@ -106,10 +107,6 @@ def _whole(key: str, tensor: Tensor) -> int:
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64 or tensor.numel() != 1 or tensor.is_meta:
         raise UnusableError(f"{key} is {_described(tensor)}: it must be one int64. {EXPECTED}")
     return int(tensor)
-
-
-def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,29 +189,17 @@ def refuse_other_model(model: nn.Module, state: EngineState) -> None:
             f"load() takes what state() returned, not a {given}. load_state_dict() takes a dict."
         )
     refuse_other_forms(vars(state))
-    parameters, buffers = named_parameters(model), named_buffers(model)
-    refuse_misfits("weights", {n: p.shape for n, p in parameters.items()}, state.weights)
-    refuse_misfits("buffers", {n: b.shape for n, b in buffers.items()}, state.buffers)
-    for name, p in parameters.items():
-        expected = torch.float32 if p.dtype in HALF else p.dtype
-        refuse_dtype("weights", name, expected, state.weights[name].dtype)
-    for name, buffer in buffers.items():
-        given = state.buffers[name].dtype
-        if not (given in HALF and buffer.dtype == torch.float32):
-            refuse_dtype("buffers", name, buffer.dtype, given)
+    weights = {
+        name: (p.shape, torch.float32 if p.dtype in HALF else p.dtype)
+        for name, p in named_parameters(model).items()
+    }
+    refuse_misfits("weights", weights, state.weights)
+    refuse_misfits("buffers", forms_of(named_buffers(model)), state.buffers, widens=True)
 
 
 def exact(p: Tensor) -> Tensor:
     """A parameter as a state holds it: fp32 if it is half, otherwise unchanged."""
     return p.detach().float() if p.dtype in HALF else p.detach()
-
-
-def refuse_dtype(kind: str, name: str, expected: torch.dtype, given: torch.dtype) -> None:
-    if given != expected:
-        raise ValueError(
-            f"the state does not fit: of the {kind}, {name} is {given} in the state and must be {expected}. "
-            "Give it as Stepper.state() did: masters are never rebuilt from half values."
-        )
 
 
 def is_readable(value: object) -> bool:
@@ -237,27 +222,33 @@ def _described(value: object) -> str:
     return f"{kind} of {value.dtype}, {value.layout}, on {value.device}"
 
 
-def refuse_misfits(
-    kind: str,
-    expected: Mapping[str, torch.Size],
-    given: Mapping[str, Tensor],
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Raise ValueError for other names, or tensors of another shape, which copying might broadcast.
+def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, Form]:
+    """What a state must have in their place."""
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
-    Also for a dtype other than `dtype`, if given.
+
+def refuse_misfits(
+    kind: str, expected: Mapping[str, Form], given: Mapping[str, Tensor], widens: bool = False
+) -> None:
+    """Raise ValueError for other names or dtypes, or for another shape, which copying might broadcast.
+
+    `widens`: what is expected in fp32 may be half.
     """
     refuse_other_names(kind, set(expected), set(given))
-    for name, shape in expected.items():
-        if not is_readable(given[name]):
+    for name, (shape, dtype) in expected.items():
+        found = given[name]
+        if not is_readable(found):
             raise ValueError(
-                f"the state does not fit: of the {kind}, {name} is {_described(given[name])}. Give a dense "
+                f"the state does not fit: of the {kind}, {name} is {_described(found)}. Give a dense "
                 "tensor that holds its values: not sparse, on meta, freed or of a library's own class."
             )
-        if given[name].shape != shape:
+        if found.shape != shape:
             raise ValueError(
-                f"the state does not fit: of the {kind}, {name} has shape {tuple(given[name].shape)} in the "
+                f"the state does not fit: of the {kind}, {name} has shape {tuple(found.shape)} in the "
                 f"state and {tuple(shape)} in the model. Build the model that the state was saved from."
             )
-        if dtype is not None:
-            refuse_dtype(kind, name, dtype, given[name].dtype)
+        if found.dtype != dtype and not (widens and dtype == torch.float32 and found.dtype in HALF):
+            raise ValueError(
+                f"the state does not fit: of the {kind}, {name} is {found.dtype} in the state and must be "
+                f"{dtype}. Give it as Stepper.state() did: masters are never rebuilt from half values."
+            )

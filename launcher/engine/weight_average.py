@@ -18,7 +18,7 @@ import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.names import named_buffers
 from launcher.engine.limits import is_whole
-from launcher.engine.state import refuse_dtype, refuse_misfits, refuse_other_names
+from launcher.engine.state import forms_of, refuse_misfits, refuse_other_names
 from launcher.engine.stepper import Stepper
 from launcher.engine.wire.shards import Allocate, on_host
 
@@ -140,10 +140,8 @@ class WeightAverage:
         if not isinstance(state, AverageState):
             raise UnusableError(f"load() takes what state() returned, not a {type(state).__name__}.")
         shards, buffers = self._stepper.shards, self._named_buffers()
-        refuse_misfits("averaged weights", shards.shapes, state.weights, torch.float32)
-        refuse_misfits("averaged buffers", {n: b.shape for n, b in buffers.items()}, state.buffers)
-        for name, buffer in buffers.items():
-            refuse_dtype("averaged buffers", name, buffer.dtype, state.buffers[name].dtype)
+        refuse_misfits("averaged weights", shards.forms, state.weights)
+        refuse_misfits("averaged buffers", forms_of(buffers), state.buffers)
         refuse_other_names("counters of the average", set(COUNTERS), set(state.counters))
         applied, present = state.counters["applied"], int(self._stepper.scale.applied)
         if not (is_whole(applied) and 0 <= applied <= present):

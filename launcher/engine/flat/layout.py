@@ -55,6 +55,11 @@ class Slot:
         """This parameter's part of a flat buffer in memory order, [numel]."""
         return flat[self.offset : self.offset + self.numel]
 
+    def within(self, part: slice) -> slice:
+        """Which elements of `part` of a flat buffer are this parameter's, counted from the part's start."""
+        start = max(self.offset, part.start) - part.start
+        return slice(start, max(start, min(self.offset + self.numel, part.stop) - part.start))
+
 
 @dataclass(frozen=True)
 class SlotRun:

@@ -39,10 +39,10 @@ class Scalars:
     weight_decay: Tensor | None = None  # fp64
     narrow: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def for_fused_kernel(self) -> Scalars:
-        """The same with rate, number and skip flag as a fused kernel reads them on a GPU."""
+    def for_fused_kernel(self, wide_rate: bool) -> Scalars:
+        """The same with rate, number and skip flag as a fused kernel reads them: on a CPU a `wide_rate`."""
         own = self.narrow or tuple(tensor_of(each).float() for each in (self.lr, self.number, self.skip))
-        return replace(self, lr=own[0], number=own[1], found_inf=own[2])
+        return replace(self, lr=self.lr if wide_rate else own[0], number=own[1], found_inf=own[2])
 
     def on(self, device: torch.device) -> Scalars:
         """The same as tensors: torch.compile takes a number for a constant, and compiles for each."""

@@ -24,7 +24,7 @@ from launcher.engine.flat.names import named_parameters
 from launcher.engine.optim.fused import Optimizer, Scalars
 from launcher.engine.optim.updater import Collect, Stretches, Updater
 from launcher.engine.precision.policy import Policy
-from launcher.engine.state import refuse_dtype, refuse_misfits
+from launcher.engine.state import forms_of, refuse_misfits
 from launcher.engine.wire.shards import Shards
 
 _REFUSED = {
@@ -69,10 +69,9 @@ class TorchOptimizer:
 
 
 def _refuse_kind(kind: object) -> None:
-    if isinstance(kind, torch.optim.Optimizer) or not isinstance(kind, type):
-        what = (
-            f"an instance of {type(kind).__name__}" if isinstance(kind, torch.optim.Optimizer) else repr(kind)
-        )
+    if not isinstance(kind, type):
+        is_built = isinstance(kind, torch.optim.Optimizer)
+        what = f"an instance of {type(kind).__name__}" if is_built else repr(kind)
         raise UnusableError(
             f"TorchOptimizer was given {what}. Give the class and its options: "
             "TorchOptimizer(torch.optim.Adam, lr=1e-3)."
@@ -248,29 +247,24 @@ class AdaptedUpdater:
         """
         expected = self._expected(named, updated)
         tensors = {key: _as_tensor(self._optimizer, key, each) for key, each in expected.items()}
-        refuse_misfits("optimizer states", {key: each.shape for key, each in tensors.items()}, named)
-        for key, each in tensors.items():
-            refuse_dtype("optimizer states", key, each.dtype, named[key].dtype)
+        refuse_misfits("optimizer states", forms_of(tensors), named)
 
     def load_states(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> None:
         """Take the optimizer's tensors and numbers, which `refuse_states` has accepted."""
         self._optimizer.state.clear()
         for key, example in self._expected(named, updated).items():
             state, _, name = key.partition("/")
-            number = None if isinstance(example, Tensor) else type(example)(named[key].item())
-            self._optimizer.state[self._masters[name]][state] = (
-                named[key].to(example.device, copy=True) if isinstance(example, Tensor) else number
-            )
+            is_tensor, saved = isinstance(example, Tensor), named[key]
+            value = saved.to(example.device, copy=True) if is_tensor else type(example)(saved.item())
+            self._optimizer.state[self._masters[name]][state] = value
 
     def _expected(self, named: Mapping[str, Tensor], updated: bool) -> dict[str, Any]:
         expected = self._examples(updated)
         if updated and not type(self._optimizer).__module__.startswith("torch.optim"):
             # Only of torch's own is it known that no later step adds states.
-            expected = {key: value for key, value in named.items() if self._is_ours(key)} | expected
+            own = {key: value for key, value in named.items() if key.partition("/")[2] in self._masters}
+            return own | expected
         return expected
-
-    def _is_ours(self, key: str) -> bool:
-        return key.partition("/")[2] in self._masters
 
     def _examples(self, updated: bool) -> dict[str, Any]:
         """What a new optimizer of this kind keeps for parameters like these, by `state/parameter`.

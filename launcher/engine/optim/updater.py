@@ -100,11 +100,10 @@ class Updater:
         self._factors_of = _factors if self._on_host or not compiled else torch.compile(_factors)
 
     def _shared_out(self, stretches: Stretches | None) -> list[_Share]:
-        """All elements, by rates; where there are no groups, the pieces as they are."""
-        chunk = CHUNK if self._on_cpu else DEVICE_CHUNK
+        """All elements, by rates."""
         if stretches is None:
-            batches = _batches(self.pieces, self.states, chunk)
-            return [_Share(self.optimizer, 0, self.pieces, self.states, batches)]
+            whole = [[Stretch(0, 0, len(piece.weight))] for piece in self.pieces]
+            stretches = Stretches((Rates(),), whole)
         shares = []
         for index, rates in enumerate(stretches.rates):
             parts = [
@@ -116,7 +115,7 @@ class Updater:
                 pieces, states = [piece for piece, _ in parts], [states for _, states in parts]
                 decay = rates.weight_decay
                 optimizer = self.optimizer if decay is None else replace(self.optimizer, weight_decay=decay)
-                batches = _batches(pieces, states, chunk)
+                batches = _batches(pieces, states, CHUNK if self._on_cpu else DEVICE_CHUNK)
                 shares.append(_Share(optimizer, index, pieces, states, batches))
         return shares
 
@@ -131,14 +130,10 @@ class Updater:
                 self._run_compiled(self._compiled, scalars)
 
     def _run_fused(self, scalars: Scalars) -> None:
-        whole = scalars
-        if not self._on_host:
-            narrow = scalars.for_fused_kernel()
-            # On a CPU the kernel takes the rate in fp64.
-            whole = replace(narrow, lr=scalars.lr) if self._on_cpu or self._factors else narrow
-        own = [whole] if self._factors is None else self._factors.rates(whole)
-        if self._factors is not None and not self._on_cpu:
-            own = [replace(each, lr=tensor_of(each.lr).float()) for each in own]
+        own = [scalars if self._on_host else scalars.for_fused_kernel(wide_rate=self._on_cpu)]
+        if self._factors is not None:
+            rates = scalars.lr * self._factors.scales
+            own = [replace(own[0], lr=lr) for lr in (rates if self._on_cpu else rates.float()).unbind()]
         for share in self._shares:
             for batch in share.batches:
                 _fused(share.optimizer, batch, own[share.rates])
@@ -163,15 +158,15 @@ class Updater:
 
     def refuse_states(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> None:
         """Raise ValueError for the states of another optimizer, by `state/parameter`."""
-        shapes = shards.shapes
-        expected = {f"{state}/{name}": shapes[name] for state in self.optimizer.states for name in shapes}
-        refuse_misfits("optimizer states", expected, named, torch.float32)
+        expected = {
+            f"{state}/{name}": form for state in self.optimizer.states for name, form in shards.forms.items()
+        }
+        refuse_misfits("optimizer states", expected, named)
 
     def load_states(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> None:
         """Take the states, which `refuse_states` has accepted: zeros if nothing was `updated` before."""
-        shapes = shards.shapes
         for position, state in enumerate(self.optimizer.states):
-            values = {name: named[f"{state}/{name}"] for name in shapes}
+            values = {name: named[f"{state}/{name}"] for name in shards.forms}
             shards.spread(values, [states[position] for states in self.states])
 
     def tensors(self) -> list[Tensor]:
@@ -201,10 +196,6 @@ class _GroupFactors:
         own = None if same else torch.tensor(decays, dtype=torch.float64).to(device)
         return cls(scales.to(device), own)
 
-    def rates(self, scalars: Scalars) -> list[Scalars]:
-        """The scalars of each group, with its learning rate."""
-        return [replace(scalars, lr=lr) for lr in (scalars.lr * self.scales).unbind()]
-
     def factors(
         self, optimizer: Optimizer, scalars: Scalars, factors_of: Callable[..., tuple[Tensor, ...]]
     ) -> list[Scalars]:
@@ -228,9 +219,7 @@ def _batches(pieces: Sequence[Piece], states: Sequence[list[Tensor]], chunk: int
                 batches.append(_Batch([], [[] for _ in own], []))
                 room = chunk
             part = slice(start, min(start + room, numel))
-            master = None if piece.master is None else piece.master[part]
-            weight = piece.weight[part] if piece.half or master is None else master
-            batches[-1].parts.append(Piece(weight, master, piece.grad[part]))
+            batches[-1].parts.append(piece.part(part))
             for tensors, state in zip(batches[-1].states, own, strict=True):
                 tensors.append(state[part])
             length = part.stop - start

@@ -6,7 +6,9 @@ divides the memory of masters and optimizer states by the number of ranks; vecto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from launcher.engine.flat.layout import Layout, Piece, Segment, Slot, SlotRun, S
 from launcher.engine.flat.words import words_of
 from launcher.engine.wire.transports import ShardedSum, Transport, all_gather, is_sharded
 
+T = TypeVar("T")
 Allocate = Callable[[int, bool], Tensor]  # fp32 host memory for so many elements, pinned or not
 CHUNK = 1 << 24  # elements gathered at once: 64 MB on a device
 
@@ -39,17 +42,12 @@ class Shards:
         self._layout = layout
         self._group = group
         self._transports = transports
-        self.pieces: list[Piece] = []
-        self._owners: list[Segment] = []  # by piece
-        for segment in layout.segments:
-            new = self._pieces_of(segment)
-            self.pieces += new
-            self._owners += [segment] * len(new)
+        self.pieces = [piece for segment in layout.segments for piece in self._pieces_of(segment)]
 
     @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of the parameters by name, in the order of the layout."""
-        return {slot.name: slot.shape for slot in self._layout.slots}
+    def forms(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of each parameter's master by name, in the order of the layout."""
+        return {slot.name: (slot.shape, torch.float32) for slot in self._layout.slots}
 
     def stretches(self) -> list[list[Stretch]]:
         """The elements that are updated alike, by piece, counted from the piece's start."""
@@ -78,8 +76,7 @@ class Shards:
         collective, and takes CHUNK elements on the device, however large the model is.
         """
         found: dict[str, Tensor] = {}
-        for segment in self._layout.segments:
-            own = [tensor for owner, tensor in zip(self._owners, tensors, strict=True) if owner is segment]
+        for segment, own in self._by_segment(tensors):
             whole: Tensor | None = own[0]
             if self._divides(segment):
                 whole = self._gathered(segment, own, rank, allocate)
@@ -95,8 +92,7 @@ class Shards:
 
     def spread(self, named: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> None:
         """The inverse of `collect`: copy values by parameter name into one flat tensor per piece."""
-        for segment in self._layout.segments:
-            own = [tensor for owner, tensor in zip(self._owners, tensors, strict=True) if owner is segment]
+        for segment, own in self._by_segment(tensors):
             with one_thread():
                 if self._divides(segment):
                     for run, tensor, part in zip(segment.runs, own, self._parts(segment), strict=True):
@@ -121,10 +117,11 @@ class Shards:
 
     def rounded(self) -> list[tuple[Segment, Slot]]:
         """The parameters whose weights are rounded copies of masters, on whichever ranks those are."""
-        halves = zip(self.pieces, self._owners, strict=True)
-        owners = {owner.name for piece, owner in halves if piece.half and piece.master is not None}
         return [
-            (owner, slot) for owner in self._layout.segments if owner.name in owners for slot in owner.slots
+            (segment, slot)
+            for segment, (piece, *_) in self._by_segment(self.pieces)
+            if piece.half and piece.master is not None
+            for slot in segment.slots
         ]
 
     def take_weights(self, segment: Segment, slot: Slot) -> None:
@@ -169,12 +166,17 @@ class Shards:
 
     def _masters_and_weights(self, segment: Segment, slot: Slot) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's part of a parameter's masters, flat, with the weights of the same elements."""
-        own = [piece for owner, piece in zip(self._owners, self.pieces, strict=True) if owner is segment]
+        own = next(pieces for each, pieces in self._by_segment(self.pieces) if each is segment)
         for piece, part in zip(own, self._parts(segment), strict=True):
-            start, end = max(part.start, slot.offset), min(part.stop, slot.offset + slot.numel)
-            if piece.master is not None and start < end:
-                inside = slice(start - part.start, end - part.start)
+            inside = slot.within(part)
+            if piece.master is not None and inside.start < inside.stop:
                 yield piece.master[inside], piece.weight[inside]
+
+    def _by_segment(self, by_piece: Iterable[T]) -> Iterator[tuple[Segment, list[T]]]:
+        """The segments, each with what belongs to its pieces."""
+        rest = iter(by_piece)
+        for segment in self._layout.segments:
+            yield segment, list(itertools.islice(rest, len(self._parts(segment))))
 
     def _pieces_of(self, segment: Segment) -> list[Piece]:
         transport = self._transports[segment.name]
@@ -231,12 +233,13 @@ class Shards:
 def _spread_run(run: SlotRun, named: Mapping[str, Tensor], tensor: Tensor, part: slice) -> None:
     """Copy into `tensor` the elements `part` of what the parameters of a run are."""
     for slot in run.slots:
-        start, end = max(part.start, slot.offset), min(part.stop, slot.offset + slot.numel)
-        if start < end:
+        inside = slot.within(part)
+        if inside.start < inside.stop:
             value = named[slot.name]
             flat = value.new_empty(slot.numel)  # in the order of the layout
             flat.as_strided(slot.shape, slot.stride).copy_(value)
-            tensor[start - part.start : end - part.start].copy_(flat[start - slot.offset : end - slot.offset])
+            first = inside.start + part.start - slot.offset
+            tensor[inside].copy_(flat[first : first + inside.stop - inside.start])
 
 
 def _same_bits(one: Tensor, two: Tensor) -> bool:

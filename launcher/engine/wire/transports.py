@@ -264,11 +264,7 @@ class ShardedSum(Transport):
 
     def parts(self, bucket: Bucket) -> list[Tensor]:
         owned, piece = self.owned(bucket.segment, bucket.run), bucket.run.piece(self._rank, self._world_size)
-        spans = [
-            (max(slot.offset, piece.start), min(slot.offset + slot.numel, piece.stop))
-            for slot in bucket.slots
-        ]
-        return [owned[start - piece.start : max(start, stop) - piece.start] for start, stop in spans]
+        return [owned[slot.within(piece)] for slot in bucket.slots]
 
     def gather_weights(self, segment: Segment) -> None:
         """Give all ranks the weights that each has updated. A collective: all ranks call it."""
