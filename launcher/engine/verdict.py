@@ -9,6 +9,7 @@ native fp16. All ranks call it with the same bits.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -208,28 +209,20 @@ def judge_on_host(
     return Verdict(multiplier, lr, after[APPLIED], skip, abandoned, after, packed, None)
 
 
-class _OnDevice:
-    """`judge`, compiled if that is wanted, with Rules that are made once."""
-
-    def __init__(self, device: torch.device, compiled: bool) -> None:
-        self._device = device
-        self._judge = torch.compile(judge) if compiled else judge
-        self._rules: dict[tuple[Terms, int], Rules] = {}
-
-    def __call__(
-        self, terms: Terms, sums: Tensor, marks: Tensor | None, tally: Tensor, state: Tensor, rates: Tensor
-    ) -> Verdict:
-        """Call `judge`. The unit is known from the first step on, and changes only if that is abandoned."""
-        key = (terms, len(rates))
-        if key not in self._rules:
-            self._rules[key] = Rules.of(terms, len(rates), self._device)
-        verdict: Verdict = self._judge(self._rules[key], sums, marks, tally, state, rates)
-        return verdict
-
-
 def judge_on(on_host: bool, compiled: bool, device: torch.device) -> Callable[..., Verdict]:
     """The form of `judge` for the host or for a device, with Terms in place of Rules."""
-    return judge_on_host if on_host else _OnDevice(device, compiled)
+    if on_host:
+        return judge_on_host
+    run, rules_of = torch.compile(judge) if compiled else judge, functools.cache(Rules.of)
+
+    def judge_on_device(
+        terms: Terms, sums: Tensor, marks: Tensor | None, tally: Tensor, state: Tensor, rates: Tensor
+    ) -> Verdict:
+        # The unit is known from the first step on, and changes only if that is abandoned.
+        verdict: Verdict = run(rules_of(terms, len(rates), device), sums, marks, tally, state, rates)
+        return verdict
+
+    return judge_on_device
 
 
 def next_rate(rates: Tensor, applied: Tensor) -> Tensor:

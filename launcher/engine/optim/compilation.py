@@ -9,7 +9,6 @@ replicas must not.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -68,11 +67,10 @@ def choose_compilation(
         except Exception as error:  # a compiler may raise anything; the plain update works without it
             objection = _first_words(error)
     others = _failing_ranks(bool(objection), layout.device, group)
-    if not (objection or others):
-        return Compilation(True)
-    if not wanted:
-        return Compilation(False)
-    return Compilation(False, f"compiling failed on {_named(others)}{objection or 'this one could compile'}")
+    if not wanted or not (objection or others):
+        return Compilation(wanted)
+    where = f"rank(s) {listed(others, 8)}" if others else "32 elements"
+    return Compilation(False, f"compiling failed on {where}: {objection or 'this one could compile'}")
 
 
 def _failing_ranks(objects: bool, device: torch.device, group: dist.ProcessGroup | None) -> list[int]:
@@ -83,10 +81,6 @@ def _failing_ranks(objects: bool, device: torch.device, group: dist.ProcessGroup
     found[dist.get_rank(group)] = float(objects)
     works.all_reduce(found, group)
     return [rank for rank, number in enumerate(found.tolist()) if number]
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank(s) {listed(ranks, 8)}: " if ranks else "32 elements: "
 
 
 def _first_words(error: BaseException) -> str:
@@ -146,7 +140,7 @@ def _compare_updates(optimizer: Optimizer, layout: Layout, on_host: bool) -> Non
     for number in range(STEPS + 1):
         before = [tensor.clone() for tensor in _written(compiled)]
         for updater in (compiled, plain):
-            updater.step(_scalars(layout.device, number, skip=number == STEPS))
+            updater.step(Scalars(0.3, 0.01, number + 1.0, number == STEPS).on(layout.device))
         if number == STEPS and not all(map(torch.equal, before, _written(compiled))):
             raise _Wrong("a skipped update writes")
     for one, other in zip(_written(compiled), _written(plain), strict=True):
@@ -177,15 +171,6 @@ def _stretches(layout: Layout) -> Stretches | None:
         return None
     halves = [Stretch(0, 0, half), Stretch(len(rates) - 1, half, NUMEL)]
     return Stretches(rates, [halves for _ in layout.segments])
-
-
-def _scalars(device: torch.device, number: int, skip: bool) -> Scalars:
-    return Scalars(
-        torch.full((), 0.3, device=device),
-        torch.full((), 0.01, dtype=torch.float64, device=device),
-        torch.full((), number + 1, dtype=torch.float64, device=device),
-        torch.full((), skip, dtype=torch.bool, device=device),
-    )
 
 
 def _written(updater: Updater) -> list[Tensor]:
