@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError, listed
 from launcher.engine.flat.aliases import refuse_aliases
 from launcher.engine.flat.groups import ParameterGroup
@@ -25,7 +24,6 @@ from launcher.engine.precision.policy import Policy
 from launcher.engine.wire.choice import Wire
 
 SHOWN = 4  # modules that an error names
-NEAR = 0.75  # similarity at which a subclass's new name counts as a misspelt argument; model_name has 0.67
 
 
 KINDS = {
@@ -35,20 +33,15 @@ KINDS = {
 }
 
 
-def refuse_kinds(
-    model: object, optimizer: object, groups: object, given: Mapping[str, object], flags: Mapping[str, object]
-) -> None:
-    """Raise UnusableError for arguments of a Stepper of the wrong type. None means the default.
+def refuse_kinds(model: object, optimizer: object, groups: object, given: Mapping[str, object]) -> None:
+    """Raise UnusableError for arguments of a Stepper of the wrong type.
 
-    `given` are those of KINDS by name, `flags` those that are True or False.
+    `given` are those of KINDS by name, where None means the default.
     """
     _refuse_optimizer(optimizer)
     if not isinstance(model, nn.Module):
         raise UnusableError(f"model={model!r}: it must be a torch.nn.Module.")
-    _refuse_lazy(model)
-    _refuse_inference(model)
-    _refuse_sparse(model)
-    refuse_aliases(named_parameters(model), named_buffers(model))
+    _refuse_model(model)
     for name, value in given.items():
         kind, example = KINDS[name]
         if not (value is None or isinstance(value, kind)):
@@ -56,9 +49,6 @@ def refuse_kinds(
                 f"{name}={value!r}: it must be a {kind.__name__}, for example {example}, or None for the "
                 "default."
             )
-    for name, value in flags.items():
-        if not (name == "emulate" and value is None):
-            limits.flag.require(name, value)
     if not isinstance(groups, list | tuple) or not all(isinstance(each, ParameterGroup) for each in groups):
         raise UnusableError(
             f"groups={groups!r}: it must be a sequence of ParameterGroup, for example "
@@ -111,51 +101,37 @@ def group_of(group: object) -> dist.ProcessGroup | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
-def _refuse_inference(model: nn.Module) -> None:
-    """Raise UnusableError for tensors that autograd can never record, and where new ones would be such."""
-    made = [name for name, p in model.named_parameters() if p.is_inference()]
-    if made or torch.is_inference_mode_enabled():
-        what = (
-            f"{listed(made, SHOWN)} of {type(model).__name__} was made"
-            if made
-            else "a Stepper is being built"
+def _refuse_model(model: nn.Module) -> None:
+    """Raise UnusableError for tensors that flat memory cannot hold, or that autograd can never record."""
+    kind = type(model).__name__
+    tensors = [*named_parameters(model).items(), *named_buffers(model).items()]
+    if lazy := [name for name, value in tensors if is_lazy(value)]:
+        raise UnusableError(
+            f"{listed(lazy, SHOWN)} of {kind} have no shape before the first forward pass. Run one forward "
+            "pass, then build the Stepper."
         )
+    made = [name for name, p in named_parameters(model).items() if p.is_inference()]
+    if made or torch.is_inference_mode_enabled():
+        what = f"{listed(made, SHOWN)} of {kind} was made" if made else "a Stepper is being built"
         raise UnusableError(
             f"{what} within torch.inference_mode(), whose tensors cannot be trained. Build the model and the "
             "Stepper outside it; torch.no_grad() has no such effect."
         )
-
-
-def _refuse_lazy(model: nn.Module) -> None:
-    """Raise UnusableError where parameters or buffers have no shape yet."""
-    lazy = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if is_lazy(value)]
-    if lazy:
-        raise UnusableError(
-            f"{listed(lazy, SHOWN)} of {type(model).__name__} have no shape before the first forward pass. "
-            "Run one forward pass, then build the Stepper."
-        )
-
-
-def _refuse_sparse(model: nn.Module) -> None:
-    """Raise UnusableError for tensors that are not dense, and for embeddings whose gradients are not."""
-    for name, value in [*named_parameters(model).items(), *named_buffers(model).items()]:
+    for name, value in tensors:
         if value.layout != torch.strided or value.is_nested or value.is_quantized:
             raise UnusableError(
-                f"{name} of {type(model).__name__} is {value.dtype}, {value.layout}. Parameters and buffers "
-                "must be dense: convert it with to_dense(), or keep it as a plain attribute of its module."
+                f"{name} of {kind} is {value.dtype}, {value.layout}. Parameters and buffers must be dense: "
+                "convert it with to_dense(), or keep it as a plain attribute of its module."
             )
-    odd = [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        and module.sparse
-        and module.weight.requires_grad
+    embeddings = [
+        each for each in model.named_modules() if isinstance(each[1], nn.Embedding | nn.EmbeddingBag)
     ]
-    if odd:
+    if odd := [name or kind for name, each in embeddings if each.sparse and each.weight.requires_grad]:
         raise UnusableError(
-            f"{listed(odd, SHOWN)} of {type(model).__name__} has sparse=True, but gradients are reduced and "
-            "applied in flat memory, which is dense. Build it with sparse=False."
+            f"{listed(odd, SHOWN)} of {kind} has sparse=True, but gradients are reduced and applied in flat "
+            "memory, which is dense. Build it with sparse=False."
         )
+    refuse_aliases(named_parameters(model), named_buffers(model))
 
 
 def rates_of(learning_rates: object, lr: float) -> list[float]:
@@ -171,24 +147,13 @@ def rates_of(learning_rates: object, lr: float) -> list[float]:
     return learning_rates.tolist() if isinstance(learning_rates, torch.Tensor) else list(learning_rates)
 
 
-def refuse_attribute(owner: object, base: type, parts: frozenset[str], name: str) -> None:
-    """Raise AttributeError for an attribute of a built `owner` that nothing would read.
-
-    `base` is the class whose constructor arguments may be meant, `parts` the attributes that it has set. A
-    subclass may set what it declares, and new names that are not similar to an argument.
-    """
-    arguments = list(inspect.signature(base).parameters)
-    known = ["lr", *arguments]
-    derived = type(owner) is not base
-    # 0.6 is difflib's own default.
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=NEAR if derived else 0.6)
-    if derived and not (name in parts or hasattr(base, name)) and (hasattr(type(owner), name) or not nearest):
-        return
-    where = (
-        f"Build another one with {name}=..."
-        if name in arguments
-        else f"Nearest: {nearest[0]}."
-        if nearest
-        else f"A Stepper is built with {', '.join(arguments)}."
-    )
+def refuse_attribute(built: type, name: str) -> None:
+    """Raise AttributeError for an attribute that nothing would read, on an object of the class `built`."""
+    arguments = list(inspect.signature(built).parameters)
+    nearest = difflib.get_close_matches(name, ["lr", *arguments], n=1)
+    where = f"A Stepper is built with {', '.join(arguments)}."
+    if name in arguments:
+        where = f"Build another one with {name}=..."
+    elif nearest:
+        where = f"Nearest: {nearest[0]}."
     raise AttributeError(f"stepper.{name} cannot be set; only lr can, once it is built. {where}")

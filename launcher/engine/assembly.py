@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from launcher.engine.precision.loss_scale import LossScale, Scaling
 from launcher.engine.precision.policy import Policy, choose_emulation
 from launcher.engine.replica import Replica
 from launcher.engine.verdict import Terms, judge_on
-from launcher.engine.wire.choice import Wire, bits_depend_on_messages, choose_transports
+from launcher.engine.wire.choice import Wire, choose_transports, may_regroup
 from launcher.engine.wire.reducer import Reducer
 from launcher.engine.wire.shards import Shards
 from launcher.engine.wire.step_counts import tally_on
@@ -45,26 +46,22 @@ class Choices:
     policy: Policy
     wire: Wire
     scaling: Scaling
-    clip_norm: float | None
+    clip_norm: Annotated[float, limits.positive] | None
     optimizer: Optimizer | TorchOptimizer
     learning_rates: Sequence[float]
     groups: Sequence[ParameterGroup]
-    reference_count: int | None
+    reference_count: Annotated[int, limits.a_reference_count] | None
     capturable: bool
-    micro_batches: int
+    micro_batches: Annotated[int, limits.at_least_one]
     emulate: bool | None
     compiled: bool
 
     def __post_init__(self) -> None:
-        if self.clip_norm is not None:
-            limits.positive.require("clip_norm", self.clip_norm)
+        limits.require_fields(self)
         if not self.learning_rates:
             raise UnusableError("learning_rates is empty: it must hold at least one rate.")
         for step, rate in enumerate(self.learning_rates):
             limits.rate.require(f"learning rate of applied step {step}", rate)
-        limits.at_least_one.require("micro_batches", self.micro_batches)
-        if self.reference_count is not None:
-            limits.a_reference_count.require("reference_count", self.reference_count)
 
     def shared(self) -> dict[str, object]:
         """The choices that must be equal on all ranks, by name."""
@@ -83,7 +80,7 @@ class StepperParts:
         grouping = Grouping.of(model, choices.groups)
         # Before the layout moves the parameters: a refused model is unchanged.
         refuse_unadaptable(optimizer, model, grouping, policy, wire.shard and world_size > 1)
-        regroups = _may_regroup(wire, policy, world_size)
+        regroups = may_regroup(wire, wire.dtype or policy.wire, world_size)
         self.layout = layout = Layout(
             model, policy, wire.dtype, world_size, wire.bucket_bytes, grouping, regroups
         )
@@ -112,14 +109,8 @@ class StepperParts:
         self.judge = judge_on(on_host, compiled, layout.device)
         self.clock = StepClock(layout.device)
         self.names = [slot.name for slot in layout.slots]
-        self.notices = Notices({slot.name for slot in layout.slots if slot.numel}, self.reducer.unused)
+        self.notices = Notices(sum(slot.numel > 0 for slot in layout.slots), self.reducer.unused)
         self.replica = Replica(model, layout, self.buffers, self.shards, self.updater, self.scale)
-
-
-def _may_regroup(wire: Wire, policy: Policy, world_size: int) -> bool:
-    """Whether buckets may change size during training: then neither bits nor owners may depend on them."""
-    fixed = wire.bucket_bytes is not None or wire.shard or world_size == 1
-    return not (fixed or bits_depend_on_messages(wire, wire.dtype or policy.wire, world_size))
 
 
 def _take_values_of_rank_0(

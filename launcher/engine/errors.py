@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from numbers import Real
 
 import torch
@@ -100,11 +101,13 @@ def listed(names: Sequence[object], shown: int, separator: str = ", ") -> str:
     return separator.join(map(str, names[:shown])) + more
 
 
-def nearest_names(pattern: str, names: Sequence[str]) -> str:
-    """A text with the names most like a pattern of `fnmatch` that matches none of them."""
+def require_match(pattern: str, names: Sequence[str], kind: str, where: str = "") -> None:
+    """Raise UnusableError, with the nearest names, for a pattern of `fnmatch` that matches none of them."""
+    if any(fnmatchcase(name, pattern) for name in names):
+        return
     near = difflib.get_close_matches(pattern, names, NEAREST, cutoff=0.4)
     near = near or difflib.get_close_matches(pattern.replace("*", "").strip("."), names, NEAREST, cutoff=0.0)
-    return (
-        f"Nearest: {', '.join(near) or 'none'}. A pattern has to match the whole name; `*` stands for any "
-        "characters."
+    raise UnusableError(
+        f"{where}the pattern {pattern!r} matches none of the {len(names)} {kind}. Nearest: "
+        f"{', '.join(near) or 'none'}. A pattern has to match the whole name; `*` stands for any characters."
     )

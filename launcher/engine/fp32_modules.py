@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.engine.errors import UnusableError, nearest_names
+from launcher.engine.errors import require_match
 from launcher.engine.flat.names import named_modules
 from launcher.engine.precision.classes import MARK, widen
 from launcher.engine.precision.emulation import RoundedArithmetic
@@ -40,11 +40,7 @@ class Fp32Modules:
         """
         modules = [(name, module) for name, module in named_modules(self._model) if name]
         for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name, _ in modules):
-                raise UnusableError(
-                    f"the pattern {pattern!r} matches none of the {len(modules)} modules. "
-                    f"{nearest_names(pattern, [name for name, _ in modules])}"
-                )
+            require_match(pattern, [name for name, _ in modules], "modules")
         new = [
             (name, module)
             for name, module in modules

@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from launcher.engine.errors import UnusableError
 
@@ -53,6 +54,38 @@ def is_number(value: object) -> bool:
 def is_whole(value: object) -> bool:
     """Whether `value` is an int. 65536.0 is not, so that a limit is never rounded."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def require_fields(owner: object, prefix: str = "") -> None:
+    """Raise UnusableError for the first field of a dataclass that breaks the rule of its type.
+
+    That is the rule that `Annotated` gives it, the choices of a Literal, or True and False of a bool. None is
+    allowed where the type has it. `prefix` comes before the field's name in the error.
+    """
+    for name, kind in get_type_hints(type(owner), include_extras=True).items():
+        value, members = getattr(owner, name), [kind]
+        if get_origin(kind) in (Union, UnionType):
+            members = [member for member in get_args(kind) if member is not NoneType]
+            if value is None and len(members) < len(get_args(kind)):
+                continue
+        if rule := _rule_of(members[0]):
+            rule.require(f"{prefix} {name}".lstrip(), value)
+
+
+def _rule_of(kind: Any) -> Rule | None:
+    if get_origin(kind) is Literal:
+        return one_of(*get_args(kind))
+    if kind is bool:
+        return flag
+    return next((each for each in getattr(kind, "__metadata__", ()) if isinstance(each, Rule)), None)
+
+
+def one_of(*choices: object) -> Rule:
+    return Rule(f"one of {', '.join(map(str, choices))}", choices.__contains__)
+
+
+def none_or_one_of(*choices: object) -> Rule:
+    return Rule(f"None or {one_of(*choices).text}", (None, *choices).__contains__)
 
 
 def number(text: str, holds: Callable[[float], bool]) -> Rule:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
 from launcher.engine.errors import EngineWarning, listed
 
-GRADIENT_STEPS = 10  # enough for layers that start at zero, whose neighbours have no gradient at first
 SHOWN = 5  # parameters that a warning names
 
 NO_SAMPLES = (
@@ -19,17 +18,11 @@ NO_SAMPLES = (
     "count) before stepper.step(), with the number of samples as count."
 )
 NO_GRADIENTS = (
-    "{silent} of {total} parameters {had} in the first {steps}: {names}. "
-    "Weight decay still changes them. If the loss should depend on them, check that the forward pass uses "
-    "them, that nothing detaches it (.detach(), .data, torch.no_grad()){more}. Otherwise freeze them with "
+    "{silent} of {total} parameters received no gradient in the first applied step: {names}. Weight decay "
+    "still changes them. If the loss should depend on them, check that the forward pass uses them, that "
+    "nothing detaches it (.detach(), .data, torch.no_grad()). Otherwise freeze them with "
     "requires_grad_(False) before building the Stepper, unless later steps use them."
 )
-NOTHING_ARRIVED = {"had": "received no gradient", "steps": "applied step", "more": ""}
-ONLY_ZEROS = {
-    "had": "had only zero gradients",
-    "steps": f"{GRADIENT_STEPS} applied steps",
-    "more": ", and under fp16 that the loss scale is not too small",
-}
 
 ALONE = (
     "{variable}={size}, but no process group is initialised: this process trains alone, and the others each "
@@ -53,17 +46,15 @@ def warn_if_alone(stacklevel: int) -> None:
 
 
 class Notices:
-    """Warnings of one Stepper, each issued once. `parameters` names its non-empty parameters.
+    """Warnings of one Stepper, each issued once, with `num_parameters` that are not empty.
 
     `unused` names those for which the backward passes of this rank's first step had no gradient.
     """
 
-    def __init__(self, parameters: Collection[str], unused: Callable[[], Collection[str]]) -> None:
+    def __init__(self, num_parameters: int, unused: Callable[[], Collection[str]]) -> None:
         self._given: set[str] = set()
-        self._unused = unused
-        self._total = len(parameters)
-        self._silent = set(parameters)  # only zero gradients in the applied steps read so far
-        self._steps = 0
+        self._num_parameters, self._unused = num_parameters, unused
+        self._has_applied = False
 
     def warn(self, text: str, stacklevel: int) -> None:
         """Warn once per text. `stacklevel` counts from the caller, as in warnings.warn."""
@@ -72,23 +63,19 @@ class Notices:
             warnings.warn(text, EngineWarning, stacklevel=stacklevel + 1)
 
     def gradients(self, names: Sequence[str], sums: Tensor, stacklevel: int) -> None:
-        """Record the sums of squares, [parameters] on the host, of an applied step's gradients."""
-        if not self._silent or self._steps == GRADIENT_STEPS:
-            return
-        self._steps += 1
-        self._silent -= {names[index] for index in sums.nonzero().flatten().tolist()}
-        if self._steps == 1:
-            # Layers beside one that starts at zero have a gradient, of zeros; what has none is said at once.
-            unused = self._silent.intersection(self._unused())
-            self._name(names, unused, NOTHING_ARRIVED, stacklevel + 1)
-            self._silent -= unused
-        elif self._steps == GRADIENT_STEPS:
-            self._name(names, self._silent, ONLY_ZEROS, stacklevel + 1)
+        """Name the parameters without a gradient in the first applied step that is read.
 
-    def _name(
-        self, names: Sequence[str], silent: Collection[str], words: Mapping[str, str], stacklevel: int
-    ) -> None:
+        `sums` of squares, [parameters] on the host, are of all ranks: one may use what another does not.
+        """
+        if self._has_applied:
+            return
+        self._has_applied = True
+        unused = set(self._unused())
+        silent = [
+            name for name, total in zip(names, sums.tolist(), strict=True) if name in unused and not total
+        ]
         if silent:
-            shown = listed([name for name in names if name in silent], SHOWN)
-            text = NO_GRADIENTS.format(silent=len(silent), total=self._total, names=shown, **words)
+            text = NO_GRADIENTS.format(
+                silent=len(silent), total=self._num_parameters, names=listed(silent, SHOWN)
+            )
             self.warn(text, stacklevel + 1)

@@ -99,16 +99,9 @@ class Stepper:
         capturable: bool = False,
         groups: Sequence[ParameterGroup] = (),
     ) -> None:
-        before = set(vars(self))  # what a subclass has set already
         own_group = group_of(group)
         with refusing_together(model, own_group):
-            refuse_kinds(
-                model,
-                optimizer,
-                groups,
-                {"policy": policy, "scaling": scaling, "wire": wire},
-                {"emulate": emulate, "compiled": compiled, "capturable": capturable},
-            )
+            refuse_kinds(model, optimizer, groups, {"policy": policy, "scaling": scaling, "wire": wire})
             # After the kinds are known: it reads the parameters of `model`.
             refuse_lent(model)
             policy = policy or Policy.fp16()
@@ -138,19 +131,17 @@ class Stepper:
         self.reducer, self.shards, self.updater = parts.reducer, parts.shards, parts.updater
         self.scale, self.emulation, self.compilation = parts.scale, parts.emulation, parts.compilation
         self._step = Step(choices, parts, self.group)
-        # Names that a subclass must not overwrite later; what it has set before is not among them.
-        self._names_set = frozenset(vars(self).keys() - before)
         # Last: from here on __setattr__ refuses what nothing would read.
         self._built = True
 
     def __setattr__(self, name: str, value: object) -> None:
         """Refuse to set anything but `lr`: a misspelt name, or a part that others hold, would have no effect.
 
-        A subclass may set attributes of its own.
+        A subclass may set what it likes.
         """
-        own = name.startswith("_") and hasattr(self, name)
-        if getattr(self, "_built", False) and not own and name != "lr":
-            refuse_attribute(self, Stepper, self._names_set, name)
+        own = name == "lr" or (name.startswith("_") and hasattr(self, name))
+        if type(self) is Stepper and getattr(self, "_built", False) and not own:
+            refuse_attribute(Stepper, name)
         super().__setattr__(name, value)
 
     @property

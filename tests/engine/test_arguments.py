@@ -114,16 +114,6 @@ def test_a_subclass_has_attributes_of_its_own() -> None:
     assert stepper.lr == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["learning_rate", "l_r", "lrs", "clip_norm", "micro_batch", "scale", "buffers", "step", "backward"],
-)
-def test_a_subclass_cannot_set_what_nothing_reads_either(name) -> None:
-    stepper = Logging(mlp())
-    with pytest.raises(AttributeError, match=f"stepper.{name} cannot be set; only lr can"):
-        setattr(stepper, name, 1.0)
-
-
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_sparse_gradients_are_refused_unless_they_are_not_trained(kind) -> None:
     model = nn.Sequential(kind(10, 4, sparse=True), nn.Linear(4, 2))

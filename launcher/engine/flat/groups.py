@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Annotated
 
 from torch import nn
 
 import launcher.engine.limits as limits
-from launcher.engine.errors import NEAREST, UnusableError, listed, nearest_names
+from launcher.engine.errors import NEAREST, UnusableError, listed, require_match
 from launcher.engine.flat.names import all_names, named_parameters
 
 
@@ -28,8 +29,8 @@ class ParameterGroup:
     """
 
     match: str | Sequence[str]
-    lr_scale: float = 1.0
-    weight_decay: float | None = None
+    lr_scale: Annotated[float, limits.rate] = 1.0
+    weight_decay: Annotated[float, limits.not_negative] | None = None
     frozen: bool = False
 
     def __post_init__(self) -> None:
@@ -40,10 +41,7 @@ class ParameterGroup:
                 '"*.bias", or a sequence of patterns.'
             )
         object.__setattr__(self, "match", tuple(patterns))
-        limits.rate.require("ParameterGroup lr_scale", self.lr_scale)
-        if self.weight_decay is not None:
-            limits.not_negative.require("ParameterGroup weight_decay", self.weight_decay)
-        limits.flag.require("ParameterGroup frozen", self.frozen)
+        limits.require_fields(self, "ParameterGroup")
 
     def matches(self, name: str) -> bool:
         """Whether one of the patterns matches the name."""
@@ -96,14 +94,10 @@ def owners_of(names: Mapping[str, Sequence[str]], groups: Sequence[ParameterGrou
     `names` are all names of each parameter by its first. Raises UnusableError as `Grouping.of`.
     """
     owners: dict[str, int] = {}
+    known = [name for aliases in names.values() for name in aliases]
     for number, group in enumerate(groups):
         for pattern in group.match:
-            if not any(fnmatchcase(name, pattern) for aliases in names.values() for name in aliases):
-                known = [name for aliases in names.values() for name in aliases]
-                raise UnusableError(
-                    f"groups[{number}]: the pattern {pattern!r} matches none of the {len(known)} parameter "
-                    f"names. {nearest_names(pattern, known)}"
-                )
+            require_match(pattern, known, "parameter names", f"groups[{number}]: ")
         matched = [first for first, aliases in names.items() if any(map(group.matches, aliases))]
         new = [name for name in matched if name not in owners]
         if not new:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -63,16 +64,13 @@ class SGD:
     A parameter without a gradient is updated with a zero gradient (see Stepper).
     """
 
-    lr: float
-    momentum: float = 0.0
+    lr: Annotated[float, limits.rate]
+    momentum: Annotated[float, limits.share] = 0.0
     nesterov: bool = False
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, limits.not_negative] = 0.0
 
     def __post_init__(self) -> None:
-        limits.rate.require("SGD lr", self.lr)
-        limits.share.require("SGD momentum", self.momentum)
-        limits.flag.require("SGD nesterov", self.nesterov)
-        limits.not_negative.require("SGD weight_decay", self.weight_decay)
+        limits.require_fields(self, "SGD")
         if self.nesterov and not self.momentum:
             raise UnusableError("SGD nesterov=True: it needs momentum above 0.")
 
@@ -132,16 +130,13 @@ class AdamW:
     A parameter without a gradient is updated with a zero gradient (see Stepper).
     """
 
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
+    lr: Annotated[float, limits.rate]
+    betas: Annotated[tuple[float, float], limits.two_shares] = (0.9, 0.999)
+    eps: Annotated[float, limits.positive] = 1e-8  # at 0 a gradient that stays zero gives 0 / 0
+    weight_decay: Annotated[float, limits.not_negative] = 0.01
 
     def __post_init__(self) -> None:
-        limits.rate.require("AdamW lr", self.lr)
-        limits.two_shares.require("AdamW betas", self.betas)
-        limits.positive.require("AdamW eps", self.eps)  # at 0 a gradient that stays zero gives 0 / 0
-        limits.not_negative.require("AdamW weight_decay", self.weight_decay)
+        limits.require_fields(self, "AdamW")
 
     @property
     def states(self) -> tuple[str, ...]:

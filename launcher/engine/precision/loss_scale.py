@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -32,11 +32,11 @@ class Scaling:
     """
 
     mode: ScaleMode = "dynamic"
-    init: int = 65536  # this and the next are the defaults of torch.amp.GradScaler
-    growth_interval: int = 2000
-    hysteresis: int = 1
-    min: int = 1
-    max: int = 2**24
+    init: Annotated[int, limits.loss_scale] = 65536  # as the next, the default of torch.amp.GradScaler
+    growth_interval: Annotated[int, limits.at_least_one] = 2000
+    hysteresis: Annotated[int, limits.at_least_one] = 1
+    min: Annotated[int, limits.loss_scale] = 1
+    max: Annotated[int, limits.loss_scale] = 2**24
 
     @classmethod
     def of(cls, policy: Policy) -> Scaling:
@@ -44,14 +44,7 @@ class Scaling:
         return cls(policy.scale_mode, init=1024 if policy.scale_mode == "static" else 65536)
 
     def __post_init__(self) -> None:
-        for name in ("init", "min", "max"):
-            limits.loss_scale.require(f"loss scale {name}", getattr(self, name))
-        for name in ("growth_interval", "hysteresis"):
-            limits.at_least_one.require(f"loss scale {name}", getattr(self, name))
-        if self.mode not in get_args(ScaleMode):
-            raise UnusableError(
-                f"loss scale mode={self.mode!r}: it must be one of {', '.join(get_args(ScaleMode))}."
-            )
+        limits.require_fields(self, "loss scale")
         if not self.min <= self.init <= self.max:
             raise UnusableError(
                 f"loss scale needs min <= init <= max, not {self.min}, {self.init}, {self.max}."

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
 
 import launcher.engine.limits as limits
-from launcher.engine.errors import UnusableError
 from launcher.engine.flat.layout import VECTORS, Layout
 from launcher.engine.wire.transports import (
     NativeSum,
@@ -23,8 +22,6 @@ from launcher.engine.wire.transports import (
 
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-Sum = Literal["native", "fp32"]
-
 
 @dataclass(frozen=True)
 class Wire:
@@ -36,26 +33,15 @@ class Wire:
     fp16 sums of many ranks in range.
     """
 
-    dtype: torch.dtype | None = None
-    bucket_bytes: int | None = None
+    dtype: Annotated[torch.dtype | None, limits.none_or_one_of(*WIRE_DTYPES)] = None
+    bucket_bytes: Annotated[int, limits.at_least_one] | None = None
     overlap: bool = True
-    predivide: int | None = None
-    sum: Sum = "native"
+    predivide: Annotated[int, limits.predivide] | None = None
+    sum: Literal["native", "fp32"] = "native"
     shard: bool = False
 
     def __post_init__(self) -> None:
-        if self.sum not in get_args(Sum):
-            raise UnusableError(f"wire sum={self.sum!r}: it must be one of {', '.join(get_args(Sum))}.")
-        if self.dtype not in (None, *WIRE_DTYPES):
-            raise UnusableError(
-                f"wire dtype={self.dtype}: it must be None or one of {', '.join(map(str, WIRE_DTYPES))}."
-            )
-        if self.bucket_bytes is not None:
-            limits.at_least_one.require("wire bucket_bytes", self.bucket_bytes)
-        if self.predivide is not None:
-            limits.predivide.require("wire predivide", self.predivide)
-        for name in ("overlap", "shard"):
-            limits.flag.require(f"wire {name}", getattr(self, name))
+        limits.require_fields(self, "wire")
 
 
 def choose_transports(
@@ -86,13 +72,15 @@ def choose_transports(
     }, divisor
 
 
-def bits_depend_on_messages(wire: Wire, wire_dtype: torch.dtype, world_size: int) -> bool:
-    """Whether a matrix's reduced gradient may depend on where messages begin and end.
+def may_regroup(wire: Wire, wire_dtype: torch.dtype, world_size: int) -> bool:
+    """Whether buckets may change size during training: then neither bits nor owners may depend on them.
 
     A ring sums the pieces of a message in different orders of the ranks, which matters from 3 ranks on.
     Sums in fp32 have one order, unless the wire is fp32 itself.
     """
-    return world_size > 2 and (wire.sum == "native" or wire_dtype == torch.float32)
+    if wire.bucket_bytes is not None or wire.shard or world_size == 1:
+        return False
+    return world_size == 2 or (wire.sum == "fp32" and wire_dtype != torch.float32)
 
 
 def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:

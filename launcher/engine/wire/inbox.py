@@ -46,7 +46,7 @@ class Inbox:
         self._strides = [slot.stride for slot in run.slots]
         self._indices = {slot.index for slot in run.slots}
         self._filled: set[int] = set()  # slots that hold a gradient of this step
-        self.unused: list[str] | None = None  # parameters without a gradient in the first step; None before
+        self.unused: list[str] | None = None  # not empty, without a gradient in the first step; None before
 
     def drain(self) -> None:
         """Move all gradients to their places: added where the step has one there. `p.grad` is None then.
@@ -104,7 +104,8 @@ class Inbox:
         Drained before, within the backward pass: after it, `p.grad` is the user's.
         """
         if self.unused is None:
-            self.unused = [slot.name for slot, _, _ in self._slots if slot.index not in self._filled]
+            missing = [slot for slot, _, _ in self._slots if slot.index not in self._filled]
+            self.unused = [slot.name for slot in missing if slot.numel]
         if len(self._filled) < len(self._slots):
             torch._foreach_zero_([place for slot, _, place in self._slots if slot.index not in self._filled])
         self._filled.clear()

@@ -164,7 +164,6 @@ def test_where_the_host_does_not_see_the_verdict_the_compiled_pass_writes_by_it(
     assert Updater([piece], SGD(0.1), compiled=False)._compiled is None
 
 
-@pytest.mark.filterwarnings("ignore:1 of 2 parameters had only zero gradients")
 def test_masters_keep_updates_that_fp16_weights_alone_lose() -> None:
     """1 + 100 * 1e-4: each update is less than half a unit in the last place of fp16."""
     ends = {}
