@@ -7,27 +7,18 @@ and sends them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from launcher.engine.flat.layout import Layout
-from launcher.engine.wire.grad_norm import ReadSums, SumOfSquares
+from launcher.engine.flat.layout import Layout, Segment, SlotRun
+from launcher.engine.wire.grad_norm import SumOfSquares
 from launcher.engine.wire.inbox import Inbox
 from launcher.engine.wire.transports import Bucket, ShardedSum, Transport
 
 
-@dataclass(frozen=True)
-class Look:
-    """One read of the reduced gradients of adjacent buckets, possible once bucket `last` has arrived."""
-
-    last: int
-    sums: ReadSums
-
-
 class Bucketing:
-    """The buckets, and by bucket what receives gradients and what sums their squares.
+    """The buckets, with what receives their gradients and what sums their squares.
 
     `travels`: whether there is a group. Building it moves the last segment's gradients to new memory.
     """
@@ -51,28 +42,20 @@ class Bucketing:
     def regroup(self, message_bytes: int) -> None:
         """Divide the same memory into messages of about so many bytes. Between steps only."""
         buckets = self._buckets(message_bytes)
-        own_looks = [
-            self._sums.finite_over([slot.flat(bucket.segment.grad) for slot in bucket.slots])
-            for bucket in buckets
-            if self._travels
-        ]
-        looks = [
-            Look(group[-1].index, self._sums.over(_parts(group))) for group in self._read_together(buckets)
-        ]
+        for group in self._read_together(buckets):
+            group[-1].reads_reduced = self._sums.over(_parts(group))
         whole = [not isinstance(bucket.transport, ShardedSum) for bucket in buckets for _ in bucket.slots]
         replicated = torch.tensor(whole, device=self._layout.device)
-        # All at once, after everything that may run out of memory.
+        # Both at once, after everything that may run out of memory.
         self.buckets = buckets  # in launch order, the same on all ranks
-        self.inboxes = self._inboxes(self.accumulated)  # by bucket
-        self.own_looks = own_looks  # by bucket, whether this rank's gradient is finite; none without a group
-        self.looks = looks  # at the reduced gradient as this rank holds it, in the order of the parameters
         self.replicated = replicated  # [parameters] bool: those whose reduced gradient is not sharded
 
     def accumulate(self, accumulates: bool) -> None:
         """Make room for several micro-batches per step, or free it. Between steps only."""
         if accumulates != bool(self.accumulated):
-            totals = self._accumulators(accumulates)  # may run out of memory: nothing is changed then
-            self.accumulated, self.inboxes = totals, self._inboxes(totals)
+            self.accumulated = self._accumulators(accumulates)  # may run out of memory
+            for bucket in self.buckets:
+                bucket.inbox = self._inbox(bucket.segment, bucket.run)
 
     def _accumulators(self, accumulates: bool) -> dict[str, Tensor]:
         """fp32 buffers in which micro-batches are summed, 4 bytes per parameter, by segment, if wanted."""
@@ -82,13 +65,9 @@ class Bucketing:
             if accumulates
         }
 
-    def _inboxes(self, totals: Mapping[str, Tensor]) -> list[Inbox]:
-        """One per bucket."""
-        parameters = self._layout.parameters
-        return [
-            Inbox(b.segment, b.run, parameters, b.transport.before, totals.get(b.segment.name))
-            for b in self.buckets
-        ]
+    def _inbox(self, segment: Segment, run: SlotRun) -> Inbox:
+        factor, totals = self._transports[segment.name].before, self.accumulated.get(segment.name)
+        return Inbox(segment, run, self._layout.parameters, factor, totals)
 
     def _buckets(self, message_bytes: int) -> list[Bucket]:
         """One bucket per message.
@@ -99,9 +78,13 @@ class Bucketing:
         buckets: list[Bucket] = []
         for segment in self._layout.segments:
             for run in self._layout.messages(segment, message_bytes):
-                message = segment.grad[run.start : run.end]
-                transport = self._transports[segment.name]
-                buckets.append(Bucket(len(buckets), segment, run, transport, message, message[:0]))
+                message, transport = segment.grad[run.start : run.end], self._transports[segment.name]
+                own = [slot.flat(segment.grad) for slot in run.slots]
+                reads_own = self._sums.finite_over(own) if self._travels else None
+                inbox = self._inbox(segment, run)
+                buckets.append(
+                    Bucket(len(buckets), segment, run, transport, message, message[:0], inbox, reads_own)
+                )
         last = buckets[-1]
         if not isinstance(last.transport, ShardedSum):
             last.message = self._whole[last.run.start :]

@@ -151,8 +151,8 @@ class Reducer:
             try:
                 yield
                 with torch._C.DisableTorchFunction():  # as in the hooks
-                    for inbox in self._parts.inboxes:
-                        inbox.drain()
+                    for bucket in self.buckets:
+                        bucket.inbox.drain()
             finally:
                 self.arrivals.listens = False
 
@@ -207,7 +207,7 @@ class Reducer:
 
     def bucket_ready(self, bucket: int) -> None:
         """All its gradients have arrived. Send all buckets that are next in the fixed order."""
-        self._parts.inboxes[bucket].drain()
+        self.buckets[bucket].inbox.drain()
         if not (self.arrivals.last and self._overlap and self._sending.early):
             return
         # The last bucket waits for flush(), because it carries the marks.
@@ -239,14 +239,12 @@ class Reducer:
     def finish(self) -> Reduced:
         """Wait for the buckets in order, and sum their squares in a few reads."""
         self._follow(len(self.buckets), blocking=True)
-        looks, found = iter(self._parts.looks), []
-        look = next(looks)
+        found = []
         for bucket in self.buckets:
             bucket.transport.wait(bucket)
-            if bucket.index == look.last:
+            if bucket.reads_reduced is not None:
                 bucket.transport.join()
-                found.append(look.sums())
-                look = next(looks, look)
+                found.append(bucket.reads_reduced())
         # Contiguous in any case: the order in which a stretch of memory is summed depends on its stride.
         sums = torch.cat(found) if len(found) > 1 else found[0].contiguous()
         marks: Tensor | None = None
@@ -267,8 +265,8 @@ class Reducer:
 
     def forget_step(self) -> None:
         """Forget what has arrived in a step of which nothing was sent."""
-        for inbox in self._parts.inboxes:
-            inbox.drop()
+        for bucket in self.buckets:
+            bucket.inbox.drop()
         self.arrivals.seen.clear()
         self._sending = _Sending()
 
@@ -285,7 +283,7 @@ class Reducer:
 
     def unused(self) -> list[str]:
         """The parameters for which this rank's first step had no gradient."""
-        return [name for inbox in self._parts.inboxes for name in inbox.unused or ()]
+        return [name for bucket in self.buckets for name in bucket.inbox.unused or ()]
 
     def tensors(self) -> list[Tensor]:
         """What is held here besides the wire gradients: accumulators and the tail."""
@@ -333,15 +331,14 @@ class Reducer:
 
     def _prepare(self, bucket: Bucket) -> None:
         """Fill the message; of an abandoned step only this rank's mark is read."""
-        inbox = self._parts.inboxes[bucket.index]
         if self._sending.abandoned:
-            inbox.drop()
+            bucket.inbox.drop()
         else:
-            inbox.complete()
+            bucket.inbox.complete()
             if self._sending.correction != 1.0:
                 bucket.message.mul_(self._sending.correction)
-            if self._group is not None:
-                bucket.own_look = self._parts.own_looks[bucket.index]()
+            if bucket.reads_own is not None:
+                bucket.own_look = bucket.reads_own()
         if self._group is not None and bucket.tail.numel():
             bucket.tail.zero_()
             bucket.tail[self._rank] = self._mark()

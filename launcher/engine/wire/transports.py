@@ -21,6 +21,8 @@ from torch import Tensor
 
 import launcher.engine.works as works
 from launcher.engine.flat.layout import Segment, Slot, SlotRun
+from launcher.engine.wire.grad_norm import ReadSums
+from launcher.engine.wire.inbox import Inbox
 
 CHUNK = 1 << 17  # elements that are summed at once
 PAIR_TAG = 1 << 20  # of the first bucket's messages between two ranks; a user's own tags are small
@@ -29,6 +31,10 @@ PAIR_TAG = 1 << 20  # of the first bucket's messages between two ranks; a user's
 @dataclass
 class Bucket:
     """One run of a segment's gradients and its message on the wire.
+
+    `inbox` fills the message. What `reads_own` gives is finite if this rank's gradient is; None without a
+    group. `reads_reduced` sums the squares of the reduced gradient as this rank holds it, of this bucket and
+    of those before it from the last that has such a function.
 
     `tail` follows the run's elements and belongs to no parameter. In the last bucket it has one slot per
     rank, in which a rank marks that its own gradient was not finite, or that it abandons the step.
@@ -40,6 +46,9 @@ class Bucket:
     transport: Transport
     message: Tensor
     tail: Tensor
+    inbox: Inbox
+    reads_own: ReadSums | None
+    reads_reduced: ReadSums | None = None
     work: dist.Work | None = None
     sent: dist.Work | None = None  # to the other rank of two
     received: Tensor | None = None

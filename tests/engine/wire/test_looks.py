@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from launcher.engine import SGD, Policy, Stepper, Wire
-from launcher.engine.wire.bucketing import Look
+from launcher.engine.wire.grad_norm import ReadSums
 from launcher.engine.wire.transports import NativeSum, ShardedSum, WideSum
 from tests.meta_device import fake_group
 
@@ -28,8 +28,9 @@ def order_of(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     with fake_group(2) as group:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(LAYERS)))
         stepper = Stepper(model, SGD(0.1), Policy.fp16(), group, wire=wire, reference_count=4, emulate=True)
-        looks = stepper.reducer._parts.looks
-        looks[:] = [Look(look.last, recording(look, seen)) for look in looks]
+        for bucket in stepper.reducer.buckets:
+            if bucket.reads_reduced is not None:
+                bucket.reads_reduced = recording(bucket.reads_reduced, seen)
         with stepper.forward():
             loss = model(torch.full((4, 64), 0.25)).float().square().sum()
         stepper.backward(loss, 4)
@@ -37,10 +38,10 @@ def order_of(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def recording(look: Look, seen: list[str]):
+def recording(sums: ReadSums, seen: list[str]) -> ReadSums:
     def read() -> torch.Tensor:
         seen.append("read")
-        return look.sums()
+        return sums()
 
     return read
 
