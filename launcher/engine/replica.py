@@ -73,7 +73,7 @@ class Replica:
             refuse_other_model(self.model, state)
             refuse_numbers(state)
             updated = state.counters["applied"] > 0
-            self.updater.refuse_states(self.shards, state.optimizer, updated)
+            load_states = self.updater.loading(self.shards, state.optimizer, updated)
         except Exception as error:
             failure = error
         # A rank that raised alone would leave the others in the exchange of weights that ends a load.
@@ -84,7 +84,7 @@ class Replica:
             )
         if failure is not None:
             raise failure
-        self.updater.load_states(self.shards, state.optimizer, updated)
+        load_states()
         self.shards.load_masters(state.weights)
         for name, p in named_parameters(self.model).items():
             if not p.requires_grad:

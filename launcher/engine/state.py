@@ -53,7 +53,7 @@ class EngineState:
 
     def clone(self) -> EngineState:
         """A copy that later steps do not change."""
-        copies = {
+        copies: dict[str, Any] = {
             part: {name: tensor.detach().clone() for name, tensor in getattr(self, part).items()}
             for part in _TENSORS
         }

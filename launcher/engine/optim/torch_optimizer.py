@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,31 +240,28 @@ class AdaptedUpdater:
             if value is not None
         }
 
-    def refuse_states(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> None:
-        """Raise ValueError for the states of another optimizer, by `state/parameter`.
+    def loading(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> Callable[[], None]:
+        """What takes these states, by `state/parameter`. Raises ValueError for those of another optimizer.
 
         These have other names, shapes or dtypes than this one has, after an update if they were `updated`.
         """
-        expected = self._expected(named, updated)
-        tensors = {key: _as_tensor(self._optimizer, key, each) for key, each in expected.items()}
-        refuse_misfits("optimizer states", forms_of(tensors), named)
-
-    def load_states(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> None:
-        """Take the optimizer's tensors and numbers, which `refuse_states` has accepted."""
-        self._optimizer.state.clear()
-        for key, example in self._expected(named, updated).items():
-            state, _, name = key.partition("/")
-            is_tensor, saved = isinstance(example, Tensor), named[key]
-            value = saved.to(example.device, copy=True) if is_tensor else type(example)(saved.item())
-            self._optimizer.state[self._masters[name]][state] = value
-
-    def _expected(self, named: Mapping[str, Tensor], updated: bool) -> dict[str, Any]:
         expected = self._examples(updated)
         if updated and not type(self._optimizer).__module__.startswith("torch.optim"):
             # Only of torch's own is it known that no later step adds states.
             own = {key: value for key, value in named.items() if key.partition("/")[2] in self._masters}
-            return own | expected
-        return expected
+            expected = own | expected
+        tensors = {key: _as_tensor(self._optimizer, key, each) for key, each in expected.items()}
+        refuse_misfits("optimizer states", forms_of(tensors), named)
+
+        def load() -> None:
+            self._optimizer.state.clear()
+            for key, example in expected.items():
+                state, _, name = key.partition("/")
+                is_tensor, saved = isinstance(example, Tensor), named[key]
+                value = saved.to(example.device, copy=True) if is_tensor else type(example)(saved.item())
+                self._optimizer.state[self._masters[name]][state] = value
+
+        return load
 
     def _examples(self, updated: bool) -> dict[str, Any]:
         """What a new optimizer of this kind keeps for parameters like these, by `state/parameter`.

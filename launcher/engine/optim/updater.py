@@ -156,18 +156,19 @@ class Updater:
             for name, value in collect([states[position] for states in self.states]).items()
         }
 
-    def refuse_states(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> None:
-        """Raise ValueError for the states of another optimizer, by `state/parameter`."""
+    def loading(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> Callable[[], None]:
+        """What takes these states, by `state/parameter`. Raises ValueError for those of another optimizer."""
         expected = {
             f"{state}/{name}": form for state in self.optimizer.states for name, form in shards.forms.items()
         }
         refuse_misfits("optimizer states", expected, named)
 
-    def load_states(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> None:
-        """Take the states, which `refuse_states` has accepted: zeros if nothing was `updated` before."""
-        for position, state in enumerate(self.optimizer.states):
-            values = {name: named[f"{state}/{name}"] for name in shards.forms}
-            shards.spread(values, [states[position] for states in self.states])
+        def load() -> None:
+            for position, state in enumerate(self.optimizer.states):
+                values = {name: named[f"{state}/{name}"] for name in shards.forms}
+                shards.spread(values, [states[position] for states in self.states])
+
+        return load
 
     def tensors(self) -> list[Tensor]:
         """All states."""
