@@ -101,18 +101,19 @@ class Step:
                 dry = dry_pass(model, loss, gradients_of, growth, self._group, agree_on_failure)
         finally:
             parts.buffers.restore()
-        if dry.failed:
+        if dry is None:
             return None
+        octave, count = dry
         if reference.count is None:
-            if dry.count is None:
+            if count is None:
                 raise UnusableError(NO_COUNT)
-            reference.expect(dry.count)
+            reference.expect(count)
             reference.agree()
             # Keeps this n0 even if the first step is abandoned: it was not taken from that step.
             reference.restart()
-        if dry.octave is None or reference.count is None:
+        if octave is None or reference.count is None:
             return None
-        return parts.scale.start_at(safe_exponent(dry.octave, reference.count))
+        return parts.scale.start_at(safe_exponent(octave, reference.count))
 
     def backward(self, loss_sum: Tensor, count: float | Tensor) -> None:
         """Back-propagate one micro-batch whose loss and count can be trained on."""

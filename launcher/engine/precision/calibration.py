@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -27,19 +26,6 @@ FAILED = 2**32  # above every octave and -UNKNOWN: the MAX over the ranks keeps 
 Loss = Callable[[], Tensor | tuple[Tensor, float | Tensor]]
 
 
-@dataclass(frozen=True)
-class DryPass:
-    """Result of one dry backward pass. `octave`: no gradient of any rank is above 2^octave.
-
-    It is None if all gradients of all ranks are zero, or any is not finite. `count` is that of this rank's
-    loss, None if `loss` returned none. `failed`: whether the pass of another rank raised; then both are None.
-    """
-
-    octave: int | None
-    count: float | Tensor | None
-    failed: bool = False
-
-
 def dry_pass(
     model: nn.Module,
     loss: Loss | None,
@@ -47,12 +33,16 @@ def dry_pass(
     growth: float,
     group: dist.ProcessGroup | None,
     agree_on_failure: bool = False,
-) -> DryPass:
+) -> tuple[int | None, float | Tensor | None] | None:
     """Run `loss`, the forward pass on this rank's micro-batch, and `gradients_of` its result.
 
     `loss` is None if the rank has no micro-batch. `growth` is how many times larger a parameter's gradient
     may be on the wire. A collective. With `agree_on_failure` what `loss` raises is raised after it, so that
     no rank waits for this one.
+
+    Returns an octave, such that no gradient of any rank is above 2^octave, and the count of this rank's loss.
+    The octave is None if all gradients of all ranks are zero, or any is not finite; the count, if `loss`
+    returned none. None instead of both if the pass of another rank raised.
     """
     largest: float | None = None
     count: float | Tensor | None = 0
@@ -75,8 +65,9 @@ def dry_pass(
         failure = None  # its traceback refers to this frame
     octave = int(agreed)
     if octave == FAILED:
-        return DryPass(None, None, failed=True)
-    return DryPass(None if octave in (UNKNOWN, -UNKNOWN) else octave, count)
+        return None
+    known = octave not in (UNKNOWN, -UNKNOWN)
+    return (octave if known else None), count
 
 
 def safe_exponent(octave: int, reference_count: int) -> int:
