@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -128,11 +129,8 @@ class StepGraph:
         failure: Exception | None = None
         for number in range(WARM_UP + 1):
             try:
-                if number < WARM_UP:
+                with self._recorder.refusing_reads() if number == WARM_UP else nullcontext():
                     passes()
-                else:
-                    with self._recorder.refusing_reads():
-                        passes()
                 self._stepper.step_on_device()
             except Exception as error:
                 failure = self._own(error)

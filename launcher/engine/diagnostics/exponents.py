@@ -78,12 +78,8 @@ class ExponentCounter:
     def _row(self, gradient: Tensor) -> Tensor:
         """int64 [_COLUMNS]: from bit patterns, because one pass over 16 bits beats a logarithm."""
         patterns = _patterns(gradient.detach().reshape(-1))
-        if patterns.device.type != "cpu":  # where bincount would wait for its result's size
-            seen = count_by_adding(patterns)
-        elif len(patterns) < _PATTERNS:  # a table of all patterns would be larger
-            return torch.bincount(self._columns[gradient.dtype][patterns.long()], minlength=_COLUMNS)
-        else:
-            seen = torch.bincount(patterns, minlength=_PATTERNS)
+        on_cpu = patterns.device.type == "cpu"  # elsewhere bincount would wait for its result's size
+        seen = torch.bincount(patterns, minlength=_PATTERNS) if on_cpu else count_by_adding(patterns)
         row = torch.zeros(_COLUMNS, dtype=torch.int64, device=patterns.device)
         return row.index_add_(0, self._columns[gradient.dtype], seen)
 

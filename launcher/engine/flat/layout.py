@@ -208,26 +208,26 @@ class Layout:
 
     def _cut(self, members: Sequence[str], run_numel: int) -> list[SlotRun]:
         """Give the named parameters offsets, and group them into runs of about `run_numel` elements."""
+        groups: list[list[str]] = []
+        held = 0  # elements of the last group
+        for member in members:
+            numel = self.parameters[member].numel()
+            is_first = len(groups) == 1 and not (self.segments or self._alone)
+            if not groups or held + numel > (_first_limit(run_numel) if is_first else run_numel):
+                groups.append([])
+                held = 0
+            groups[-1].append(member)
+            held += _round_up(numel, ALIGNMENT)
         # Compiled kernels clone inputs that are not 16-byte aligned, so pieces are aligned.
-        world_size = self.world_size
-        aligned = world_size <= MAX_ALIGNED_RANKS
-        stride = ALIGNMENT * world_size if aligned else math.lcm(ALIGNMENT, world_size)
+        aligned = self.world_size <= MAX_ALIGNED_RANKS
+        multiple = ALIGNMENT * self.world_size if aligned else math.lcm(ALIGNMENT, self.world_size)
         runs: list[SlotRun] = []
-        names: list[str] = []
-        start = end = 0
-        for position, member in enumerate(members):
-            names.append(member)
-            end += _round_up(self.parameters[member].numel(), ALIGNMENT)
-            first_sent = not (runs or self.segments or self._alone)
-            limit = _first_limit(run_numel) if first_sent else run_numel
-            following = (
-                self.parameters[members[position + 1]].numel() if position + 1 < len(members) else None
-            )
-            if following is None or end - start + following > limit:
-                end = start + _round_up(end - start, stride)
-                first = sum(len(run.slots) for run in [*self._runs(), *runs])
-                runs.append(SlotRun(self._place(names, first, start), start, end))
-                names, start = [], end
+        first, start = len(list(self.slots)), 0
+        for names in groups:
+            slots = self._place(names, first, start)
+            end = start + _round_up(slots[-1].offset + slots[-1].numel - start, multiple)
+            runs.append(SlotRun(slots, start, end))
+            first, start = first + len(slots), end
         return runs
 
     def messages(self, segment: Segment, message_bytes: int) -> list[SlotRun]:
@@ -266,9 +266,6 @@ class Layout:
             slots.append(Slot(name, index, p.shape, _dense_stride(p), start, p.numel()))
             start += _round_up(p.numel(), ALIGNMENT)
         return tuple(slots)
-
-    def _runs(self) -> list[SlotRun]:
-        return [run for segment in self.segments for run in segment.runs]
 
     def _move(
         self, name: str, runs: list[SlotRun], weight: torch.dtype, grad: torch.dtype, masters: bool

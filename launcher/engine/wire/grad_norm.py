@@ -7,9 +7,9 @@ if an element is not.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise, starmap
 
 import torch
 from torch import Tensor
@@ -86,9 +86,7 @@ class SumOfSquares:
         if method == AS_COPY and len(group) == 1 and len(whole) >= ALL:
             return lambda: whole.double().square_().sum()[None]
         if method == AS_COPY:
-            pairs = [(part.numel(), gap) for part, gap in zip(group, [*_gaps(group), 0], strict=True)]
-            lengths = torch.tensor(pairs).flatten()
-            return lambda: _sums_of(whole.double().square_(), lengths)[::2]  # [1::2]: what the gaps hold
+            return _sums_of_few(group)
         kernel, blocks = self._kernel, whole.view(-1, method)
         assert kernel is not None
         torch._dynamo.maybe_mark_dynamic(blocks, 0)  # one kernel for all lengths
@@ -129,19 +127,19 @@ class SumOfSquares:
 
     def _read_together(self, before: Tensor, part: Tensor) -> bool:
         """Whether one call sums both: blocks without a gap between them, and small neighbours."""
-        (gap,) = _gaps([before, part])
+        gap = _gap(before, part)
         method = self._method(part)
         small = max(before.numel(), part.numel()) < SMALL and 0 <= gap < SMALL
         return small or (method in BLOCKS and method == self._method(before) and gap == 0)
 
 
 def _sums_of_few(parts: Sequence[Tensor]) -> ReadSums:
-    """Sum a small model from one copy of everything: the bits of `_sums_of` each part by itself."""
+    """Sum small parts from one copy of all of them: the bits of `_sums_of` each part by itself."""
     groups = _neighbours(parts)
     stretches = [_stretch(group) for group in groups]
     copy = torch.empty(sum(map(len, stretches)), dtype=torch.float64)
     places = list(torch.split(copy, [len(stretch) for stretch in stretches]))
-    gaps = [gap for group in groups for gap in (*_gaps(group), 0)]
+    gaps = [gap for group in groups for gap in (*starmap(_gap, pairwise(group)), 0)]
     pairs = torch.tensor([(part.numel(), gap) for part, gap in zip(parts, gaps, strict=True)])
     lengths = pairs.flatten() if any(gaps) else pairs[:, 0].contiguous()
 
@@ -156,7 +154,7 @@ def _sums_of_few(parts: Sequence[Tensor]) -> ReadSums:
 def _grouped(parts: Sequence[Tensor], together: Callable[[Tensor, Tensor], bool]) -> list[list[Tensor]]:
     """All parts in order, each in a group with the one before where the two belong `together`."""
     groups = [[parts[0]]]
-    for before, part in itertools.pairwise(parts):
+    for before, part in pairwise(parts):
         if together(before, part):
             groups[-1].append(part)
         else:
@@ -166,7 +164,7 @@ def _grouped(parts: Sequence[Tensor], together: Callable[[Tensor, Tensor], bool]
 
 def _neighbours(parts: Sequence[Tensor], gap: int = ALL - 1) -> list[list[Tensor]]:
     """The parts that follow each other in one memory, with gaps of at most so many elements."""
-    return _grouped(parts, lambda before, part: 0 <= _gaps([before, part])[0] <= gap)
+    return _grouped(parts, lambda before, part: 0 <= _gap(before, part) <= gap)
 
 
 def _block_sums(blocks: Tensor, wide: torch.dtype) -> Tensor:
@@ -179,14 +177,11 @@ def _sums_of(values: Tensor, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
 
-def _gaps(parts: Sequence[Tensor]) -> list[int]:
-    """Elements between neighbours in memory; -1 where it is not the same memory."""
-    return [
-        int(part.storage_offset() - before.storage_offset()) - before.numel()
-        if part.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
-        else -1
-        for before, part in itertools.pairwise(parts)
-    ]
+def _gap(before: Tensor, part: Tensor) -> int:
+    """Elements between two parts of one memory; -1 where it is not the same memory."""
+    if part.untyped_storage().data_ptr() != before.untyped_storage().data_ptr():
+        return -1
+    return int(part.storage_offset() - before.storage_offset()) - before.numel()
 
 
 def _stretch(parts: Sequence[Tensor]) -> Tensor:
