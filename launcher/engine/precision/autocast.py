@@ -28,18 +28,8 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.library import Library
 
-from launcher.engine.precision.classes import (
-    CURVES,
-    HALF,
-    MARK,
-    PRODUCTS,
-    PROMOTING,
-    WIDE,
-    any_fp32,
-    is_tensor,
-    map_tensors,
-    widen,
-)
+import launcher.engine.precision.classes as classes
+from launcher.engine.precision.classes import HALF, MARK, any_fp32, is_tensor, map_tensors, widen
 
 EMBEDDING, INDEX = torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor
 Kernel = Callable[..., object]
@@ -110,12 +100,12 @@ def _register(device_type: str) -> Library | None:
 
 def _missing(device_type: str, key: str) -> Iterator[tuple[OpOverload, Kernel]]:
     """Operators without a kernel on `key`, and what computes them."""
-    curves = [f"special_{name}" for name in CURVES.split()]
+    curves = [f"special_{name}" for name in classes.CURVES.split()]
     table = {
-        **dict.fromkeys(_names(PRODUCTS), _in_half),
+        **dict.fromkeys(_names(classes.PRODUCTS), _in_half),
         **dict.fromkeys(RNNS, _rnn),
-        **dict.fromkeys(_names(PROMOTING), _promoted),
-        **dict.fromkeys([*_names(WIDE), *UPSAMPLE], _in_fp32),
+        **dict.fromkeys(_names(classes.PROMOTING), _promoted),
+        **dict.fromkeys([*_names(classes.WIDE), *UPSAMPLE], _in_fp32),
         **dict.fromkeys([*curves, "rrelu", "col2im", "im2col"], _curve),
         **dict.fromkeys(SUMS, _pick),
         "batch_norm": _batch_norm,

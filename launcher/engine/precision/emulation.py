@@ -21,17 +21,11 @@ import torch._functorch.config
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+import launcher.engine.precision.classes as classes
 from launcher.engine.precision.autocast import register
 from launcher.engine.precision.classes import (
-    BACKWARD,
-    CHANGED,
-    COMPOSITES,
     HALF,
-    INNER,
     MARK,
-    PICKS,
-    PRODUCTS,
-    PROMOTING,
     any_fp32,
     is_tensor,
     map_tensors,
@@ -112,39 +106,39 @@ class Rounding(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in CHANGED or kwargs.get("out") is not None:  # the latter as in autocast
+        if func not in classes.CHANGED or kwargs.get("out") is not None:  # the latter as in autocast
             return func(*args, **kwargs)
         on = torch.is_autocast_enabled(self.device_type)
         if not on and not self._wide:
             # An fp32 island of the model, a backward pass, or compiled code, which already contains the
             # rounding: it calls torch.convolution on fp32 buffers and reads as many bytes of the result.
-            return self._open(func, args, kwargs) if func in BACKWARD else func(*args, **kwargs)
-        if func in COMPOSITES:
+            return self._open(func, args, kwargs) if func in classes.BACKWARD else func(*args, **kwargs)
+        if func in classes.COMPOSITES:
             return self._open(func, args, kwargs)
         # On, torch's own kernels would compute in half; those of PICKS are this engine's, and copy.
         dtype = torch.float32 if self._wide else torch.get_autocast_dtype(self.device_type)
         narrow = partial(narrow_fp32, dtype)
-        torch.set_autocast_enabled(self.device_type, func in PICKS)
+        torch.set_autocast_enabled(self.device_type, func in classes.PICKS)
         try:  # not a method of its own, which torch.compile would take for a function to compile
-            if func in PRODUCTS:
+            if func in classes.PRODUCTS:
                 args, kwargs = map_tensors(partial(round_to, dtype), (args, kwargs))
                 return map_tensors(narrow, func(*args, **kwargs))
-            if func in PICKS:
+            if func in classes.PICKS:
                 picked = func(*args, **kwargs)
                 # An index may be a slice, which stays a view that can be written to.
                 return widen(picked) if self._wide and func is not torch.Tensor.__getitem__ else picked
-            if func in BACKWARD:
+            if func in classes.BACKWARD:
                 return self._open(func, args, kwargs)
             if func is checkpoint:  # only the compiler gets here; it would trace the body without this mode
                 torch._dynamo.graph_break(
                     "emulated half arithmetic leaves activation checkpointing uncompiled"
                 )
                 return func(*args, **kwargs)
-            if func in INNER:
+            if func in classes.INNER:
                 given = kwargs["input"] if "input" in kwargs else next(filter(is_tensor, args))
                 half = given.dtype in HALF
             else:
-                half = func in PROMOTING and not any_fp32((args, kwargs))
+                half = func in classes.PROMOTING and not any_fp32((args, kwargs))
             args, kwargs = map_tensors(widen, (args, kwargs))
             out = func(*args, **kwargs)
             return map_tensors(narrow, out) if half and kwargs.get("dtype") is None else out
@@ -183,4 +177,4 @@ def _no_mode(*tensors: Any) -> bool:
     return False
 
 
-_OPENED = {function: _opened(function) for function in COMPOSITES | BACKWARD}
+_OPENED = {function: _opened(function) for function in classes.COMPOSITES | classes.BACKWARD}
