@@ -6,7 +6,6 @@ Owns their snapshot, their roll-back after a skipped step, and their mean over t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -29,10 +28,11 @@ class Buffers:
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        by_dtype: dict[torch.dtype, list[_Block]] = {}
-        for block in _blocks(named_buffers(model)):
-            by_dtype.setdefault(block.values.dtype, []).append(block)
-        self._flat = [_flatten(blocks) for blocks in by_dtype.values()]
+        by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
+        for buffers in _groups(named_buffers(model)):
+            dtype = torch.float32 if buffers[0].dtype in HALF else buffers[0].dtype
+            by_dtype.setdefault(dtype, []).append(buffers)
+        self._flat = [_flatten(groups, dtype) for dtype, groups in by_dtype.items()]
         self._before = [torch.empty_like(flat) for flat in self._flat]
         self._homes = [
             (f"{prefix}.{key}".lstrip("."), module, key, buffer, buffer.detach(), buffer.data_ptr())
@@ -128,45 +128,30 @@ def bits_of(buffer: Tensor) -> Tensor:
     return buffer.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Adjacent elements [n] of one dtype, and the buffers that are views of them."""
-
-    values: Tensor
-    members: list[tuple[Tensor, tuple[int, ...], int]]  # buffer, strides, first element
-
-
-def _blocks(buffers: Mapping[str, Tensor]) -> Iterator[_Block]:
-    """One for each buffer, and one for those that share memory, in the order of registration.
-
-    Those are in the order of address, in a form that `refuse_aliases` accepts.
-    """
+def _groups(buffers: Mapping[str, Tensor]) -> Iterator[list[Tensor]]:
+    """Those that share memory, in order of address, and each other one alone, in order of registration."""
     sharing = {name: names for names in neighbourhoods(buffers) for name in names}
     done: set[str] = set()
     for name, buffer in buffers.items():
         names = sharing.get(name, [name])
+        if names == [name]:
+            buffer.data = buffer.data.contiguous()
         if name not in done:
-            if names == [name]:
-                buffer.data = buffer.data.contiguous()
-            yield _block([buffers[each] for each in names])
+            yield [buffers[each] for each in names]
         done.update(names)
 
 
-def _block(buffers: Sequence[Tensor]) -> _Block:
-    """What these view, half values in fp32."""
-    start = buffers[0].storage_offset()
-    end = max(t.storage_offset() + extent(t) for t in buffers)
-    values = buffers[0].detach().as_strided((end - start,), (1,), start)
-    members = [(t, t.stride(), int(t.storage_offset()) - int(start)) for t in buffers]
-    return _Block(values.float() if values.dtype in HALF else values, members)
-
-
-def _flatten(blocks: Sequence[_Block]) -> Tensor:
-    """One flat tensor with the values of `blocks`, of which their buffers become views."""
-    flat = torch.cat([block.values for block in blocks])
-    offset = 0
-    for block in blocks:
-        for buffer, strides, first in block.members:
-            buffer.data = flat.as_strided(buffer.shape, strides, offset + first)
-        offset += len(block.values)
+def _flatten(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> Tensor:
+    """One flat tensor with the values of all, of which they become views."""
+    starts = [int(buffers[0].storage_offset()) for buffers in groups]
+    values = []
+    for buffers, start in zip(groups, starts, strict=True):
+        numel = max(int(t.storage_offset()) + extent(t) for t in buffers) - start
+        values.append(buffers[0].detach().as_strided((numel,), (1,), start).to(dtype))
+    flat, offset = torch.cat(values), 0
+    for buffers, start, held in zip(groups, starts, values, strict=True):
+        for buffer in buffers:
+            place = offset + int(buffer.storage_offset()) - start
+            buffer.data = flat.as_strided(buffer.shape, buffer.stride(), place)
+        offset += len(held)
     return flat
