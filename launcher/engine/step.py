@@ -29,7 +29,7 @@ class Step:
     def __init__(self, choices: Choices, parts: StepperParts, group: dist.ProcessGroup | None) -> None:
         self._parts, self._policy, self._group = parts, choices.policy, group
         self.reference = Reference(choices.reference_count, choices.micro_batches, parts.layout.device, group)
-        self._terms = Terms(1.0, choices.clip_norm, choices.scaling)
+        self._clip_norm = choices.clip_norm
         rates = [float(rate) for rate in choices.learning_rates]  # or a report would have NumPy's numbers
         self.rates: Tensor | list[float] = rates
         if not parts.on_host:
@@ -172,7 +172,8 @@ class Step:
         parts.in_place.take()
         parts.clock.mark(WIRE)
 
-        terms = self._present_terms()
+        unit = float(parts.divisor * self.reference.divisor)
+        terms = Terms(unit, self._clip_norm, parts.scale.scaling)
         verdict = parts.judge(terms, reduced.sums, reduced.marks, tally, parts.scale.present, self.rates)
         self._wait_for_readers()
         parts.updater.step(
@@ -222,13 +223,6 @@ class Step:
                 yield
             finally:
                 parts.in_place.count_update()
-
-    def _present_terms(self) -> Terms:
-        """The same object while n0 is the same, which is from the first step on."""
-        unit = float(self._parts.divisor * self.reference.divisor)
-        if unit != self._terms.unit:
-            self._terms = Terms(unit, self._terms.clip_norm, self._terms.scaling)
-        return self._terms
 
     def _wait_for_readers(self) -> None:
         # A checkpoint may still be copying the weights and states that the update overwrites.

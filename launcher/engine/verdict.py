@@ -27,8 +27,7 @@ COUNTERS = len(LossScale.FIELDS)
 SEEN = COUNTERS + 1 + FIELDS + 2  # numbers that the questions of a step are about
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """What is the same in every step. `unit` is the wire's divisor times the reference count n0."""
 
     unit: float
