@@ -174,7 +174,7 @@ ANSWERS: dict[str, float | list[float]] = {
     "engine/verdict.py unpacked": packed(0.0, [65536.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]),
     "evaluation/evaluate.py over_ranks": [1.0, 32.0, 0.0, 32.0, 0.0, 0.0, 0.0],  # none unreadable
     "metrics/classification.py confusion_matrix": 1.0,
-    "engine/wire/step_counts.py agree_on_reference": 32.0,  # once, in the first step
+    "engine/wire/step_counts.py agree": 32.0,  # once, in the first step
     "engine/precision/calibration.py": 0.25,
     "engine/diagnostics/nonfinite.py": 1.0,
     "engine/state.py counters_of": [16.0, 6.0, 1.0, 6.0, 0.0, 0.0, 0.0],

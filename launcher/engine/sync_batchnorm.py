@@ -124,7 +124,7 @@ def _statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Te
         # The kernel wants running statistics: with a momentum of 0 it leaves these as they are.
         own_mean, own_variance = torch.batch_norm_update_stats(x, zeros, zeros.clone(), 0.0)
     elif x.numel():
-        own_variance, own_mean = torch.var_mean(x.float(), _others(x), correction=0)
+        own_variance, own_mean = torch.var_mean(x.float(), [0, *range(2, x.ndim)], correction=0)
     own_count = x.numel() // x.shape[1]
     sums = torch.cat([own_mean * own_count, torch.full_like(zeros[:1], own_count)])
     works.all_reduce(sums, group)
@@ -202,11 +202,6 @@ def synchronised(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
             if isinstance(child, _BatchNorm):
                 setattr(parent, name, replaced[child])
     return replaced[model] if isinstance(model, _BatchNorm) else model
-
-
-def _others(x: Tensor) -> list[int]:
-    """All dimensions but that of the channels."""
-    return [dimension for dimension in range(x.ndim) if dimension != 1]
 
 
 def _by_channel(values: Tensor, x: Tensor) -> Tensor:

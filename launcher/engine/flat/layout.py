@@ -204,7 +204,9 @@ class Layout:
                 runs = self._cut(members, cut_bytes // grad.itemsize)
                 masters = policy.masters or weight == torch.float32
                 self.segments.append(self._move(name, runs, weight, grad, masters))
-        _round_frozen(model, policy)
+        for p in model.parameters():  # frozen ones take part in half arithmetic like trainable ones
+            if not p.requires_grad and p.dtype in _FLOATS:
+                p.data = p.data.to(policy.weights if p in halves else torch.float32)
 
     def _cut(self, members: Sequence[str], run_numel: int) -> list[SlotRun]:
         """Give the named parameters offsets, and group them into runs of about `run_numel` elements."""
@@ -371,11 +373,3 @@ def half_in(model: nn.Module, policy: Policy) -> set[nn.Parameter]:
             if isinstance(module, nn.RNNBase):
                 halves.update(module.parameters())
     return halves
-
-
-def _round_frozen(model: nn.Module, policy: Policy) -> None:
-    """Frozen parameters take part in half arithmetic like trainable ones."""
-    halves = half_in(model, policy)
-    for p in model.parameters():
-        if not p.requires_grad and p.dtype in _FLOATS:
-            p.data = p.data.to(policy.weights if p in halves else torch.float32)

@@ -200,12 +200,16 @@ class Reference:
     def agree(self) -> float:
         """Agree on n0, unless that is done: then a collective, which waits for the device.
 
-        Returns by what to multiply the gradients that this rank has: a power of two, 1 in nearly all steps.
+        It is the power of two nearest to the mean of the ranks' counts, 0 if no rank had a sample. Returns by
+        what to multiply the gradients that this rank has: a power of two, 1 in nearly all steps.
         """
         if self.count is not None:
             return 1.0
         own = self.divisor
-        self.count = agree_on_reference(self._expected, self._device, self._group)
+        total = torch.zeros((), dtype=torch.float64, device=self._device) + self._expected
+        works.all_reduce(total, self._group)
+        mean = float(total) / (dist.get_world_size(self._group) if self._group else 1)
+        self.count = nearest_power_of_two(mean) if mean else 0
         self._is_new = True
         return own / self.divisor
 
@@ -217,14 +221,3 @@ class Reference:
         self._is_new, self._expected = False, 0.0
         # 0: no rank had a sample, so the next step agrees again.
         self.count = self.count or None
-
-
-def agree_on_reference(count: float, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """n0 from the counts of the first step: the power of two nearest to their mean. A collective.
-
-    0 if no rank had a sample: the next step then agrees again. Waits for the device.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=device) + count
-    works.all_reduce(total, group)
-    mean = float(total) / (dist.get_world_size(group) if group else 1)
-    return nearest_power_of_two(mean) if mean else 0
