@@ -29,21 +29,12 @@ WITH_KERNELS = ("cuda",)  # types of device with torch's kernels for a synchroni
 class SyncBatchNorm(_BatchNorm):
     """A BatchNorm that in training normalises with the statistics of all ranks of `group`.
 
-    Shares parameters and buffers with `original`. Input [n, channels, ...] of fp32 or half; the output has
-    the dtype of the input. Running statistics end up equal on all ranks.
+    Shares parameters, buffers and all else with `original`. Input [n, channels, ...] of fp32 or half; the
+    output has the dtype of the input. Running statistics end up equal on all ranks.
     """
 
     def __init__(self, original: _BatchNorm, group: dist.ProcessGroup) -> None:
-        super().__init__(
-            original.num_features,
-            original.eps,
-            original.momentum,
-            original.affine,
-            original.track_running_stats,
-            device="meta",  # no memory: the next line takes the original's parameters and buffers
-        )
-        self._parameters, self._buffers = original._parameters, original._buffers
-        self.training = original.training
+        vars(self).update(vars(original))
         self._group = group
 
     def _check_input_dim(self, input: Tensor) -> None:
