@@ -6,8 +6,7 @@ collectives, which is the same on all ranks. The Stepper, its only user, checks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -210,19 +209,6 @@ class Step:
         self._parts.reducer.forget_step()
         self._parts.buffers.restore()
         self.restart()
-
-    @contextmanager
-    def holding_averages(self) -> Iterator[None]:
-        """The context in which the model has averages: no graph may go over its start or its end."""
-        parts = self._parts
-        # Counted at both ends: neither may a graph over the weights run backward over the averages, nor the
-        # reverse.
-        with parts.attachment.holding_others():
-            parts.in_place.count_update()
-            try:
-                yield
-            finally:
-                parts.in_place.count_update()
 
     def _wait_for_readers(self) -> None:
         # A checkpoint may still be copying the weights and states that the update overwrites.

@@ -468,8 +468,14 @@ class Stepper:
         Between steps only. Autograd refuses the backward pass of a graph over its start or its end.
         """
         self._step.refuse_within("WeightAverage.in_model()")
-        with self._step.holding_averages():
-            yield
+        # Counted at both ends: neither may a graph over the weights run backward over the averages, nor the
+        # reverse.
+        with self._parts.attachment.holding_others():
+            self._parts.in_place.count_update()
+            try:
+                yield
+            finally:
+                self._parts.in_place.count_update()
 
     def refuse_averages(self) -> None:
         """Raise UnusableError within `holding_averages`."""

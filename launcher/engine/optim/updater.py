@@ -97,7 +97,8 @@ class Updater:
                         torch._dynamo.maybe_mark_dynamic(tensor, 0)
             self._compiled = torch.compile(_whole if self._on_host else _predicated)
         # On a GPU each of their operations on one number would be a kernel; a host computes them as fast.
-        self._factors_of = _factors if self._on_host or not compiled else torch.compile(_factors)
+        factors: Callable[..., tuple[Tensor, ...]] = type(optimizer).factors
+        self._factors_of = factors if self._on_host or not compiled else torch.compile(factors)
 
     def _shared_out(self, stretches: Stretches | None) -> list[_Share]:
         """All elements, by rates."""
@@ -254,10 +255,6 @@ def _widened(batch: _Batch, multiplier: Tensor | float) -> list[Tensor]:
     torch._foreach_copy_(batch.scratch, [part.grad for part in batch.parts])
     torch._foreach_mul_(batch.scratch, multiplier)
     return batch.scratch
-
-
-def _factors(optimizer: Optimizer, scalars: Scalars) -> tuple[Tensor, ...]:
-    return optimizer.factors(scalars)
 
 
 def _whole(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: Scalars) -> None:

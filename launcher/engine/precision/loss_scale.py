@@ -50,6 +50,11 @@ class Scaling:
                 f"loss scale needs min <= init <= max, not {self.min}, {self.init}, {self.max}."
             )
 
+    @property
+    def exponent(self) -> int:
+        """That of the scale at the start."""
+        return 0 if self.mode == "none" else _exponent(self.init)
+
 
 @dataclass(frozen=True)
 class ScaleStart:
@@ -76,8 +81,7 @@ class LossScale:
     def __init__(self, scaling: Scaling, device: torch.device, on_host: bool | None = None) -> None:
         """`on_host`: whether the host decides each step, and holds the state; None: on a CPU."""
         self.scaling = scaling
-        start = 0 if scaling.mode == "none" else _exponent(scaling.init)
-        fields = [start, 0, scaling.hysteresis, 0, 0, 0, 0]
+        fields = [scaling.exponent, 0, scaling.hysteresis, 0, 0, 0, 0]
         self.present: Tensor | list[int] = fields
         if not (device.type == "cpu" if on_host is None else on_host):
             self.present = torch.tensor(with_scale(fields), dtype=torch.float64, device=device)
@@ -129,8 +133,8 @@ class LossScale:
         scale is always this run's.
         """
         scaling = self.scaling
-        own = 0 if scaling.mode == "none" else _exponent(scaling.init)
-        fields = dict.fromkeys(self.FIELDS, 0) | {"exponent": own, "lives": scaling.hysteresis}
+        fields = dict.fromkeys(self.FIELDS, 0)
+        fields |= {"exponent": scaling.exponent, "lives": scaling.hysteresis}
         fields |= {name: counters[name] for name in ("applied", "skipped", "bad_losses")}
         reason = self._objection(counters["exponent"], mode or scaling.mode)
         if not reason and scaling.mode == "dynamic":
@@ -156,10 +160,9 @@ class LossScale:
                 return ""
             limits = "" if mode != "dynamic" else f", which is not within {scaling.min} to {scaling.max}"
             return f"starts at {scaling.init}, not from the state's: that is of a {saved}{limits}"
-        own = 1 if scaling.mode == "none" else scaling.init
-        if mode == scaling.mode and exponent == _exponent(own):
+        if mode == scaling.mode and exponent == scaling.exponent:
             return ""
-        return f"{scaling.mode}, {own} throughout: the state is of a {saved}"
+        return f"{scaling.mode}, {2**scaling.exponent} throughout: the state is of a {saved}"
 
     def value(self) -> Tensor:
         """S as fp32, 0-dim."""

@@ -18,7 +18,7 @@ import launcher.engine.works as works
 from launcher.engine.flat.allocation import one_thread
 from launcher.engine.flat.layout import Layout, Piece, Segment, Slot, SlotRun, Stretch
 from launcher.engine.flat.words import words_of
-from launcher.engine.wire.transports import ShardedSum, Transport, all_gather, is_sharded
+from launcher.engine.wire.transports import ShardedSum, Transport, is_sharded, start_gather
 
 T = TypeVar("T")
 Allocate = Callable[[int, bool], Tensor]  # fp32 host memory for so many elements, pinned or not
@@ -223,7 +223,7 @@ class Shards:
                     work = dist.gather(part, parts, group=self._group, group_dst=rank, async_op=True)
                     works.run(work, part)
                 elif received is not None:
-                    all_gather(received.view(-1), part, self._group)
+                    works.wait_for(start_gather(received.view(-1), part, self._group), received)
                 if rows is not None and received is not None:
                     for row, values in zip(rows, received, strict=True):  # contiguous, so without a wait
                         row[start : start + step].copy_(values, non_blocking=True)

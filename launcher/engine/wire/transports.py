@@ -335,13 +335,8 @@ def sum_of_rows(rows: Tensor) -> Tensor:
     return rows[0].float()
 
 
-def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
-    """`whole` [W * n] from each rank's `own` [n]."""
-    works.wait_for(start_gather(whole, own, group), whole)
-
-
 def start_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start `all_gather`. Keep both tensors until the work has been waited for."""
+    """Start `whole` [W * n] from each rank's `own` [n]. Keep both until the work has been waited for."""
     # torch 2.13 renamed it and warns about the old name; 2.11 has only the old one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return works.started(gather(whole, own, group=group, async_op=True))

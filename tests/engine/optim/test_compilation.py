@@ -225,8 +225,8 @@ def test_the_trial_compiles_what_the_steps_run(monkeypatch, clip_norm, reference
     )
     assert stepper.compilation.used
     tried = {name: frame.frame_count for name, frame in frames.items()}
-    assert tried.keys() == {"judge", "_predicated", "_factors"}
-    assert tried["judge"] == tried["_factors"] == 1
+    assert tried.keys() == {"judge", "_predicated", "factors"}
+    assert tried["judge"] == tried["factors"] == 1
     for number in range(4):
         planted_step(stepper, float(number), 1.0)
     assert {name: frame.frame_count for name, frame in frames.items()} == tried
