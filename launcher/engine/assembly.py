@@ -21,7 +21,6 @@ from launcher.engine.errors import UnusableError
 from launcher.engine.flat.buffers import Buffers
 from launcher.engine.flat.groups import Grouping, ParameterGroup
 from launcher.engine.flat.layout import Layout
-from launcher.engine.fp32_modules import Fp32Modules
 from launcher.engine.notices import Notices
 from launcher.engine.optim.compilation import choose_compilation
 from launcher.engine.optim.fused import Optimizer
@@ -89,7 +88,6 @@ class StepperParts:
         self.buffers = Buffers(model, group)
         # Once all is in flat memory: one broadcast per segment instead of one per parameter.
         _take_values_of_rank_0(layout, model, self.buffers, group)
-        self.fp32 = Fp32Modules(model)
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
         terms = None if on_host else Terms(1.0, choices.clip_norm, choices.scaling)
         num_rates = len(choices.learning_rates)

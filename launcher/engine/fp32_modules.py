@@ -24,34 +24,31 @@ from launcher.engine.precision.classes import MARK, widen
 from launcher.engine.precision.emulation import RoundedArithmetic
 
 
-class Fp32Modules:
-    """The modules of one model that compute in fp32. They can be added between steps, never removed."""
+def names_in_fp32(model: nn.Module) -> list[str]:
+    """The modules that compute in fp32: as in the model in its copies, and with another Stepper, too."""
+    return [name for name, module in named_modules(model) if _enter in module._forward_pre_hooks.values()]
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        # A copy of a model computes as the model does, and so does a model with another Stepper.
-        self.names = [name for name, m in named_modules(model) if _enter in m._forward_pre_hooks.values()]
 
-    def add(self, patterns: Sequence[str]) -> list[str]:
-        """Compute in fp32 in the modules whose names match; returns the names of those that did not yet.
+def compute_in_fp32(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Compute in fp32 in the modules whose names match; returns the names of those that did not yet.
 
-        Patterns are those of `fnmatch`, case-sensitive: `*` matches any characters, dots included. Raises
-        UnusableError for a pattern that matches nothing, before any module is changed.
-        """
-        modules = [(name, module) for name, module in named_modules(self._model) if name]
-        for pattern in patterns:
-            require_match(pattern, [name for name, _ in modules], "modules")
-        new = [
-            (name, module)
-            for name, module in modules
-            if name not in self.names and any(fnmatchcase(name, pattern) for pattern in patterns)
-        ]
-        for name, module in new:
-            # Functions, not methods: a model is copied and pickled with its hooks and what they refer to.
-            module.register_forward_pre_hook(_enter, with_kwargs=True)
-            module.register_forward_hook(_leave, always_call=True)
-            self.names.append(name)
-        return [name for name, _ in new]
+    Patterns are those of `fnmatch`, case-sensitive: `*` matches any characters, dots included. Raises
+    UnusableError for a pattern that matches nothing, before any module is changed.
+    """
+    modules = {name: module for name, module in named_modules(model) if name}
+    for pattern in patterns:
+        require_match(pattern, list(modules), "modules")
+    present = names_in_fp32(model)
+    new = [
+        name
+        for name in modules
+        if name not in present and any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    for name in new:
+        # Functions, not methods: a model is copied and pickled with its hooks and what they refer to.
+        modules[name].register_forward_pre_hook(_enter, with_kwargs=True)
+        modules[name].register_forward_hook(_leave, always_call=True)
+    return new
 
 
 _open = threading.local()  # autograd repeats forward passes of checkpoints in its own threads

@@ -23,6 +23,7 @@ from launcher.engine.assembly import Choices, StepperParts
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
 from launcher.engine.errors import NO_BACKWARD, NO_REFERENCE, EngineWarning, UnusableError, refuse_loss
 from launcher.engine.flat.groups import ParameterGroup, idle_groups
+from launcher.engine.fp32_modules import compute_in_fp32, names_in_fp32
 from launcher.engine.notices import warn_if_alone
 from launcher.engine.optim.fused import Optimizer
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
@@ -173,12 +174,12 @@ class Stepper:
         pattern that matches no module.
         """
         self._step.refuse_within("compute_in_fp32()")
-        return self._parts.fp32.add(modules)
+        return compute_in_fp32(self.model, modules)
 
     @property
     def fp32_modules(self) -> tuple[str, ...]:
         """Names of the modules that compute in fp32 whatever the policy."""
-        return tuple(self._parts.fp32.names)
+        return tuple(names_in_fp32(self.model))
 
     def set_micro_batches(self, micro_batches: int) -> None:
         """Allow up to `micro_batches` backward() calls before each step(), from the next step on.

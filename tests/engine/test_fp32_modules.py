@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from launcher.engine import SGD, Policy, Scaling, Stepper, UnusableError
-from launcher.engine.fp32_modules import Fp32Modules, kind_of
+from launcher.engine.fp32_modules import compute_in_fp32, kind_of
 from launcher.engine.precision.classes import MARK
 
 WAYS = pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "native"])
@@ -192,7 +192,7 @@ def test_a_module_is_added_once() -> None:
     stepper = stepper_of(net(), emulate=True)
     assert stepper.compute_in_fp32(["head"]) == ["head"]
     assert stepper.compute_in_fp32(["head", "blocks.0.up"]) == ["blocks.0.up"]
-    assert stepper.fp32_modules == ("head", "blocks.0.up")
+    assert stepper.fp32_modules == ("blocks.0.up", "head")
     assert len(stepper.model.head._forward_pre_hooks) == 1
 
 
@@ -201,7 +201,7 @@ def test_a_pattern_without_a_module_is_refused_before_anything_changes() -> None
     with pytest.raises(
         UnusableError, match=r"'blocks.\*.upp' matches none of the 10 modules. Nearest: blocks"
     ):
-        Fp32Modules(model).add(["head", "blocks.*.upp"])
+        compute_in_fp32(model, ["head", "blocks.*.upp"])
     assert not model.head._forward_pre_hooks
 
 
