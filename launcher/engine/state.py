@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.aliases import extent
-from launcher.engine.flat.buffers import HALF
 from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.engine.limits import LARGEST_COUNT, a_reference_count, is_whole
+from launcher.engine.precision.classes import HALF
 from launcher.engine.precision.loss_scale import LossScale
 from launcher.engine.precision.policy import ScaleMode
 

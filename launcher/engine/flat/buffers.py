@@ -15,8 +15,7 @@ import launcher.engine.works as works
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.aliases import extent, neighbourhoods
 from launcher.engine.flat.names import named_buffers, named_modules
-
-HALF = (torch.float16, torch.bfloat16)
+from launcher.engine.precision.classes import HALF
 
 
 class Buffers:

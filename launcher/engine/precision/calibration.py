@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import launcher.engine.works as works
 from launcher.engine.errors import refuse_count
+from launcher.engine.precision.classes import HALF
 
 FP16_MAX = 65504.0
 HEADROOM = 4.0  # two octaves: gradients grow in the first steps
@@ -103,7 +104,7 @@ def _largest_gradient(
 @contextmanager
 def _widened(model: nn.Module) -> Iterator[None]:
     """Hold half parameters as fp32 within the context, and restore the random state after it."""
-    halves = [(p, p.data) for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)]
+    halves = [(p, p.data) for p in model.parameters() if p.dtype in HALF]
     devices = [torch.cuda.current_device()] if any(p.is_cuda for p in model.parameters()) else []
     with torch.random.fork_rng(devices):
         try:

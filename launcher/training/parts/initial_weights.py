@@ -22,8 +22,8 @@ from launcher.config.messages import program
 from launcher.config.schema import Config, ModelConfig
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import WorkerEnv
-from launcher.engine.flat.buffers import HALF
 from launcher.engine.flat.names import named_parameters, plain_name
+from launcher.engine.precision.classes import HALF
 from launcher.errors import ConfigError, listed
 from launcher.run_dir.result import Result
 from launcher.training.run import Run
