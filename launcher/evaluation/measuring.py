@@ -18,7 +18,6 @@ from decimal import Decimal
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,8 +39,8 @@ Guard = Callable[[str, Batch | None], AbstractContextManager[None]]
 HOST = torch.device("cpu")
 MISTAKES = (NameError, AttributeError, TypeError, ImportError, NotImplementedError)  # on any samples
 SENDABLE = (
-    "Numbers, text, bytes, lists, tuples, sets, dicts, tensors and arrays can be sent; an object only if the "
-    "metric had one of the same class before the first batch. Keep no others in it, "
+    "Numbers, text, bytes, lists, tuples, sets, dicts, tensors and arrays can be sent; an object that pickle "
+    "can copy only if the metric had one of the same class before the first batch. Keep no others in it, "
     "define __getstate__ and __setstate__, or remove merge: then only rank 0 updates the metric."
 )
 
@@ -162,7 +161,7 @@ class Measuring:
 
     @contextmanager
     def _sending(self, metric: object) -> Iterator[None]:
-        """The context in which a state is packed. Raises ConfigError for one that cannot be sent."""
+        """The context in which a state is sent. Raises ConfigError for one that cannot be."""
         with self._calling(metric, "__getstate__"):
             try:
                 yield
@@ -193,8 +192,10 @@ class Measuring:
             ) from error
 
     def _merge(self, metric: Any, known: Known, sent: bytes) -> None:
+        with self._sending(metric):
+            other = unpacked(sent, known, self._env.device)
         with self._calling(metric, "merge"):
-            metric.merge(unpacked(sent, known, self._env.device))
+            metric.merge(other)
 
     def _feed(self, sent: bytes) -> None:
         """Update rank 0's copies with what another rank has kept of a batch."""
@@ -291,11 +292,10 @@ def as_numbers(metric: object, found: object) -> dict[str, float]:
     return {str(name): _as_number(metric, name, value) for name, value in named.items()}
 
 
-def _as_number(metric: object, name: object, value: object) -> float:
+def _as_number(metric: object, name: object, value: Any) -> float:
     single = value
-    if hasattr(value, "item") and _size(value) == 1:
-        with suppress(RuntimeError):  # of a tensor without memory
-            single = value.item()
+    with suppress(AttributeError, ValueError, RuntimeError):  # several numbers, or a tensor without memory
+        single = value.item()
     if isinstance(single, numbers.Real | Decimal):
         return float(single)
     dtype = f" of {value.dtype}" if hasattr(value, "dtype") else ""
@@ -304,10 +304,6 @@ def _as_number(metric: object, name: object, value: object) -> float:
         f"the metric {name_of(metric)} gave {type(value).__name__}{dtype}{shape} as {name!r}. compute() "
         "must return one number for each name: {name: value}."
     )
-
-
-def _size(value: Any) -> int:
-    return value.numel() if isinstance(value, Tensor) else int(np.size(value))
 
 
 def _on(device: torch.device, value: Any) -> Any:

@@ -787,7 +787,7 @@ FORBIDDEN = {
 }
 
 
-# Between the ranks of a job, with an unpickler that looks no name up: tests/evaluation/test_transport.py.
+# Between the ranks of a job, by known names alone: tests/evaluation/test_transport.py.
 EXCEPTION = {ROOT / "launcher/evaluation/transport.py": {"pickle"}}
 
 

@@ -224,7 +224,7 @@ def guard(what: str, batch: Any) -> Any:
 
 
 def with_odd_column(batch: Any) -> Any:
-    return {**batch, "added": batch["target"], "odd": [object()]}
+    return {**batch, "added": batch["target"], "odd": [threading.Lock()]}
 
 
 def fail(env: WorkerEnv, where: str) -> str:
@@ -247,15 +247,15 @@ FAILURES = {
     "shape": "ConfigError: the metric Broken gave Tensor of torch.float32 in the shape [2] as 'broken'",
     "none": "ConfigError: the metric Broken gave NoneType as 'broken'",
     "lambda": "ConfigError: the metric Broken has merge, but its state cannot be sent to rank 0: "
-    "function is of the type builtins.function. Numbers, text, bytes, ",
+    "Can't pickle local object 'Broken.update.<locals>.<lambda>'. Numbers, text, bytes, ",
     "lock": "ConfigError: the metric Broken has merge, but its state cannot be sent to rank 0: ",
     "lock without reset": "ConfigError: the metric Broken cannot be copied (cannot pickle '_thread.lock' "
     "object), but each evaluation needs one without samples. Define reset() in its class.",
     "one rank": "ConfigError: the metric Broken has merge, but its state cannot be sent to rank 0: "
-    "pairs[1] is of the type tests.evaluation.test_measuring.Nameless. Numbers, ",
+    "it has a tests.evaluation.test_measuring.Nameless, which it had not before the first batch. Numbers, ",
     "getstate": "RecipeError: the metric Broken's __getstate__ failed: no state today",
     "column": "ConfigError: the metrics without merge (Pairs) are updated on rank 0, but a batch cannot be "
-    "sent there: ['batch']['odd'][0] is of the type builtins.object. Return only tensors from",
+    "sent there: cannot pickle '_thread.lock' object. Return only tensors from",
     "feed": "RecipeError: the metric RefusingFeed's update failed: no second batch today",
     "": "",
 }

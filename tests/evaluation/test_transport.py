@@ -1,4 +1,4 @@
-"""Values as bytes and back: every bit, without pickle, and no object but of a class that the receiver has."""
+"""Values as bytes and back: every bit, and no object but of a class that the receiver's metric had."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from launcher.evaluation.transport import PLAIN, CannotSendError, Known, _stand_in, known_of, packed, unpacked
+from launcher.evaluation.transport import PLAIN, CannotSendError, Known, known_of, packed, unpacked
 
 HOST = torch.device("cpu")
 
@@ -177,6 +177,14 @@ class Stated:
         self.count = state["count"]
 
 
+def difference(a: float, b: float) -> float:
+    return a - b
+
+
+def counting() -> dict[str, int]:
+    return defaultdict(int)
+
+
 class Metric:
     """With objects in its attributes, in containers, and of its own class."""
 
@@ -184,8 +192,8 @@ class Metric:
         self.sums, self.slots, self.pair, self.rows = Sums(), Slots(), Pair(0, 0), Rows()
         self.parts = [Sums(), {"a": Sums()}]
         self.inner, self.mode, self.pattern = inner, Mode.MACRO, re.compile("a+")
-        self.distance = lambda a, b: a - b
-        self.counts: Any = defaultdict(lambda: defaultdict(int))
+        self.distance = difference
+        self.counts: Any = defaultdict(counting)
         self.stated, self.network, self.words = Stated(), nn.Linear(2, 1), UserDict({"a": 1})
         self.kind = Metric
 
@@ -205,7 +213,7 @@ class Metric:
 def test_objects_arrive_as_their_state_in_objects_of_the_receivers_classes() -> None:
     metric, receiver = Metric(Metric()), Metric(Metric())
     known, at_receiver = known_of(metric), known_of(receiver)
-    assert at_receiver.keys() == known.keys()
+    assert at_receiver == known
     metric.update()
     sent = packed(metric, known)
     found = unpacked(sent, at_receiver, HOST)
@@ -221,10 +229,19 @@ def test_objects_arrive_as_their_state_in_objects_of_the_receivers_classes() -> 
         assert each.words == {"a": 1, "b": 2}
         assert isinstance(own, Metric)
         assert each.network.weight.shape == (1, 2)
-    assert found.distance(3, 1) == 2
-    assert found.distance is receiver.distance is not metric.distance
-    with pytest.raises(pickle.UnpicklingError, match="is not known here: the ranks run different code"):
+    assert found.distance is receiver.distance
+    with pytest.raises(CannotSendError, match="which it had not before the first batch"):
         unpacked(sent, PLAIN, HOST)
+
+
+def test_the_class_of_a_metric_need_not_be_found_by_its_name() -> None:
+    class Local:
+        inner: Any = None
+
+    metric = Local()
+    metric.inner = Local()
+    found = unpacked(packed(metric, known_of(Local())), known_of(Local()), HOST)
+    assert type(found) is type(found.inner) is Local
 
 
 class Holder:
@@ -240,27 +257,19 @@ def deep() -> list[Any]:
 
 
 UNSENDABLE: list[tuple[Any, Any, str]] = [
-    (None, Sums(), "value is of the type tests.evaluation.test_transport.Sums"),
-    (Slots(), Sums(), "value is of the type tests.evaluation.test_transport.Sums"),
-    (None, [0, {"a": Sums()}], "value[1]['a'] is of the type tests"),
-    (None, lambda: None, "value is of the type builtins.function"),
-    (len, max, "value is of the type builtins.builtin_function_or_method"),
-    (None, date(2026, 1, 1), "value is of the type datetime.date"),
-    (None, Mode.MACRO, "value is of the type tests.evaluation.test_transport.Mode"),
-    (None, Metric, "value is of the type builtins.type"),
-    (None, object(), "value is of the type builtins.object"),
-    (
-        None,
-        torch.eye(2).to_sparse(),
-        "value is of the type torch.Tensor (torch.sparse_coo, torch.float32), which",
-    ),
-    (None, np.array([Sums()]), "value is of the type numpy.ndarray"),
-    (None, defaultdict(lambda: 0), "value.default_factory is of the type builtins.function"),
-    (
-        None,
-        deep(),
-        "value[0][0][0][0][0]... is of the type builtins.list",
-    ),
+    (None, Sums(), "it has a tests.evaluation.test_transport.Sums"),
+    (Slots(), Sums(), "it has a tests.evaluation.test_transport.Sums"),
+    (None, [0, {"a": Sums()}], "it has a tests.evaluation.test_transport.Sums"),
+    (None, lambda: None, "<lambda>"),
+    (len, max, "it has a builtins.max"),
+    (None, date(2026, 1, 1), "it has a datetime.date"),
+    (None, Mode.MACRO, "it has a tests.evaluation.test_transport.Mode"),
+    (None, Metric, "it has a tests.evaluation.test_transport.Metric"),
+    (None, object(), "it has a builtins.object"),
+    (None, torch.eye(2).to_sparse(), "a tensor is torch.sparse_coo, torch.float32, which is not dense"),
+    (None, np.array([Sums()]), "it has a tests.evaluation.test_transport.Sums"),
+    (None, defaultdict(lambda: 0), "<lambda>"),
+    (None, deep(), "maximum recursion depth exceeded"),
 ]
 
 
@@ -273,31 +282,23 @@ def test_what_contains_itself_arrives_so() -> None:
 
 
 @pytest.mark.parametrize(("before", "after", "text"), UNSENDABLE, ids=[text for *_, text in UNSENDABLE])
-def test_what_cannot_arrive_is_refused_by_its_attribute_and_type(before, after, text) -> None:
+def test_what_cannot_arrive_is_refused_by_its_type(before, after, text) -> None:
     holder = Holder(before)
     known = known_of(holder)
     holder.value = after
-    with pytest.raises(CannotSendError, match=f"^{re.escape(text)}"):
-        packed(holder, known)
+    with pytest.raises(CannotSendError, match=re.escape(text)):
+        unpacked(packed(holder, known), known, HOST)
 
 
-def test_an_object_without_a_state_is_refused_before_the_first_batch() -> None:
-    with pytest.raises(CannotSendError, match=r"^value\['a'\] is of the type _thread\.lock"):
-        known_of(Holder({"a": threading.Lock()}))
-    with pytest.raises(CannotSendError, match=r"^the value is of the type _thread\.lock"):
-        known_of(threading.Lock())
-
-
-@pytest.mark.parametrize("operator", [torch.ops.aten.add, torch.ops.aten.add.Tensor], ids=str)
-def test_an_operator_of_torch_arrives_as_itself(operator) -> None:
-    """Its own protocol of copying ends in an error of pybind11."""
-    holder = Holder(operator)
-    assert arrived(holder, known_of(holder)).value is operator
-
-
-def test_an_object_of_pybind11_is_refused_by_its_place() -> None:
-    with pytest.raises(CannotSendError, match=r"^value is of the type builtins"):
-        known_of(Holder(torch.ops.aten.add.op))
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(threading.Lock(), "_thread.lock"), (torch.ops.aten.add.op, "pickle")],
+    ids=["of C", "of pybind11"],
+)
+def test_an_object_without_a_state_is_refused_before_the_first_batch(value, text) -> None:
+    for holder in (value, Holder({"a": value})):
+        with pytest.raises(CannotSendError, match=text):
+            known_of(holder)
 
 
 class Failing(Holder):
@@ -309,7 +310,7 @@ def test_an_error_of_getstate_is_not_hidden() -> None:
     holder = Holder(copy.copy(Holder()))
     holder.value = Failing()
     with pytest.raises(TypeError, match=r"^no state today"):
-        packed(holder, known_of(Holder()) | {"at the receiver": Failing})
+        packed(holder, known_of(Holder()))
 
 
 class Calls:
@@ -330,16 +331,11 @@ class Calls:
         date(2026, 1, 1),
         Holder(),
         max,
-        Calls(_stand_in, "known", "builtins.eval"),
-        Calls(_stand_in, "known", "builtins.max"),
-        Calls(_stand_in, "dtype", "os"),
-        Calls(_stand_in, "dtype", "float31"),
-        Calls(_stand_in, "dtype", "load"),
-        Calls(_stand_in, "another kind", "load"),
+        Calls(torch.load, "file"),
     ],
 )
 def test_bytes_that_name_code_create_nothing(value: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(pickle.UnpicklingError):
+    with pytest.raises(CannotSendError):
         unpacked(pickle.dumps(value), PLAIN, HOST)
     assert not capsys.readouterr().out
 
