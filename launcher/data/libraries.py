@@ -70,7 +70,7 @@ def offline_if_unreachable(datasets: ModuleType) -> Iterator[None]:
 
     switches: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
     before = [switch.HF_HUB_OFFLINE for switch in switches]
-    if not _reachable(huggingface_hub.constants.ENDPOINT):
+    if not hub_answers():
         for switch in switches:
             switch.HF_HUB_OFFLINE = True
     try:
@@ -85,16 +85,13 @@ def hub_answers() -> bool:
     import huggingface_hub
 
     constants = huggingface_hub.constants
-    return not constants.HF_HUB_OFFLINE and _reachable(constants.ENDPOINT)
-
-
-def _reachable(url: str) -> bool:
-    """Whether the server of a URL can be connected to, or is behind a proxy."""
-    parts = urllib.parse.urlsplit(url)
-    if urllib.request.getproxies().get(parts.scheme):
+    url = urllib.parse.urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if urllib.request.getproxies().get(url.scheme):
         return True  # the proxy resolves the name
     try:
-        address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+        address = (url.hostname or "", url.port or (443 if url.scheme == "https" else 80))
         socket.create_connection(address, timeout=PROBE_TIMEOUT_S).close()
     except OSError:
         return False

@@ -1,31 +1,51 @@
-"""The keys of `data` that a data set has beside those of all sets: their defaults, and what they may be."""
+"""The keys of `data` that a data set has beside those of all sets: a dataclass with a field for each of them.
+
+The type of a field has the rule of its values, as in launcher.config.schema. Its default is that of the key.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, TypeVar, get_type_hints
 
 from launcher.config.messages import nearest, suggestion
-from launcher.config.rules import Rule, string
+from launcher.config.rules import Rule, rule_of, string, whole
 from launcher.config.schema import DataConfig
 from launcher.errors import ConfigError
 
+Options = TypeVar("Options")
+
 filled = string("a text", lambda value: value.strip() != "")
-cache = "auto", Rule("none, auto, or a folder", filled.holds)  # data.cache of every set that has one
-Known = Mapping[str, tuple[Any, Rule]]  # by key: the default, and the rule of a value
+Text = Annotated[str, filled]
+Count = Annotated[int, whole(1)]
+Cache = Annotated[str, Rule("none, auto, or a folder", filled.holds)]  # data.cache of every set that has one
 
 
-def options_of(config: DataConfig, known: Known) -> dict[str, Any]:
-    """The options of a data set: the defaults updated by the config. Raises ConfigError for invalid ones."""
-    values = {name: default for name, (default, _) in known.items()} | config.options
-    for name, value in values.items():
-        if name not in known:
-            others = f"It has {', '.join(known)}." if known else "It has no options."
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a data set that has none."""
+
+
+def options_of(config: DataConfig, kind: type[Options]) -> Options:
+    """The options of a data set, an object of the dataclass `kind`. Raises ConfigError for invalid ones."""
+    rules = {name: rule_of(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
+    for name, value in config.options.items():
+        if name not in rules:
+            others = f"It has {', '.join(rules)}." if rules else "It has no options."
             raise ConfigError(
-                f"data.{name} is not an option of data={config.name}.{suggestion(nearest(name, known))} "
+                f"data.{name} is not an option of data={config.name}.{suggestion(nearest(name, rules))} "
                 f"{others}"
             )
-        if not known[name][1].holds(value):
+        if not rules[name].holds(value):
             # As Python writes it: a number in quotes is a text.
-            raise ConfigError(f"data.{name}={value!r}: must be {known[name][1].text}.")
-    return values
+            raise ConfigError(f"data.{name}={value!r}: must be {rules[name].text}.")
+    return kind(**config.options)
+
+
+def refuse_path(config: DataConfig, reason: str) -> None:
+    """Raise ConfigError where data.path is set for a set that has no files."""
+    if config.path is not None:
+        raise ConfigError(
+            f"data.path={config.path} is set, but data={config.name} {reason} and reads no files. "
+            "Remove data.path."
+        )

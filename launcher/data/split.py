@@ -1,18 +1,21 @@
-"""Which samples of a set without a split of its own are held out.
+"""Which samples of a set without a split of its own are held out, and the numbers of the classes.
 
-Depends on the labels, their order and the fraction alone, so that runs with different seeds are evaluated on
-the same samples, and all ranks on the same.
+The split depends on the labels, their order and the fraction alone, so that runs with different seeds are
+evaluated on the same samples, and all ranks on the same. The classes are those of the training samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from launcher.data.batch_plan import generator_for
-from launcher.errors import ConfigError, LauncherError
+from launcher.errors import ConfigError, DataError, LauncherError, listed
+
+SHOWN = 10  # labels in a message
 
 
 def stratified(labels: Tensor, val_fraction: float) -> Tensor:
@@ -40,6 +43,34 @@ def parts(
             f"and {len(validation)} for validation. Both need at least one."
         )
     return train, validation
+
+
+def class_numbers(
+    labels: Sequence[Any],
+    classes: Sequence[Any],
+    place: Callable[[int], str],
+    advice: str = "",
+    by_number: bool = False,
+) -> list[int]:
+    """The index of each label's class; labels `by_number` are these already.
+
+    Raises DataError, which begins with the `place` of the first such row, for labels of no class.
+    """
+    numbers = {label: number for number, label in enumerate(range(len(classes)) if by_number else classes)}
+    if unknown := list(dict.fromkeys(label for label in labels if label not in numbers)):
+        raise DataError(
+            f"{place(labels.index(unknown[0]))}: {len(unknown)} label(s) are not in the training set: "
+            f"{listed(unknown, SHOWN)}. It knows {listed(classes, SHOWN)}.{advice}"
+        )
+    return [numbers[label] for label in labels]
+
+
+def refuse_one_class(classes: Sequence[object], where: str) -> None:
+    """Raise DataError for fewer than two classes."""
+    if len(classes) < 2:
+        raise DataError(
+            f"{where} has one class, {listed(classes, 1)}. At least two are needed to tell apart."
+        )
 
 
 def numbered(values: Sequence[str]) -> Tensor:

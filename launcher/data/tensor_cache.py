@@ -26,8 +26,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from launcher.errors import ConfigError
-
 FORMAT = 2  # of what is stored; another number and nothing that is older is read
 PROGRESS_S = 10.0  # between two lines of a process that waits
 
@@ -50,15 +48,11 @@ class Stored:
         return {key.removeprefix(start): each for key, each in self.tensors.items() if key.startswith(start)}
 
 
-def cache_folder(option: object) -> Path | None:
-    """The folder that data.cache=none|auto|DIR asks for; None: nothing is kept. Raises ConfigError."""
+def cache_folder(option: str) -> Path | None:
+    """The folder that data.cache=none|auto|DIR asks for; None: nothing is kept."""
     if option == "auto":
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp16-launcher"
-    if option == "none":
-        return None
-    if not isinstance(option, str) or not option.strip():
-        raise ConfigError(f"data.cache={option!r} must be auto, none or a folder.")
-    return Path(option).expanduser()
+    return None if option == "none" else Path(option).expanduser()
 
 
 def size_and_time(file: Path) -> tuple[int, int]:

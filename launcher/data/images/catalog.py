@@ -10,7 +10,7 @@ import gzip
 import importlib.util
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from launcher.config.messages import install_line, unknown_name
-from launcher.config.rules import whole
 from launcher.config.schema import AugmentConfig, DataConfig
 from launcher.data.augment import Constants, Normalise, NormaliseBatch, crop_and_flip, photograph_transform
 from launcher.data.batch_plan import generator_for
@@ -27,26 +26,54 @@ from launcher.data.images.folder import COLUMNS, list_csv, list_folder
 from launcher.data.images.hugging_face import list_rows, load_parquet_splits
 from launcher.data.images.photograph_set import (
     MEAN,
-    NAME,
     STD,
     Listing,
     PhotographOptions,
     PhotographSet,
-    photograph_options,
+    refuse_padding,
 )
-from launcher.data.options import cache as cache_option
-from launcher.data.options import options_of
+from launcher.data.options import Cache, Count, NoOptions, Text, options_of, refuse_path
 from launcher.data.split import parts
 from launcher.data.tensors import Batch, TensorData
 from launcher.errors import ConfigError, PreflightError
 
-COLUMN_KEYS = ("image_column", "label_column")
-FOLDER_KEYS = ("csv", *COLUMN_KEYS, "train", "validation")  # of data=imagefolder
-SIZES = {
-    name: (default, whole(1))
-    for name, default in {"num_samples": 2048, "num_classes": 10, "channels": 3, "image_size": 32}.items()
-}
 DIGITS_MAXIMUM = 16  # the set counts dark pixels of 4 x 4 blocks
+
+
+@dataclass(frozen=True)
+class SyntheticOptions:
+    """The sizes of data=synthetic."""
+
+    num_samples: Count = 2048
+    num_classes: Count = 10
+    channels: Count = 3
+    image_size: Count = 32
+
+
+@dataclass(frozen=True)
+class CifarOptions:
+    """The keys of data=cifar10."""
+
+    cache: Cache = "auto"
+    image_column: Text | None = None
+    label_column: Text | None = None
+
+
+@dataclass(frozen=True)
+class HubOptions(PhotographOptions):
+    """The keys of data=hf."""
+
+    image_column: Text | None = None
+    label_column: Text | None = None
+
+
+@dataclass(frozen=True)
+class FolderOptions(HubOptions):
+    """The keys of data=imagefolder."""
+
+    csv: Text | None = None
+    train: Text | None = None
+    validation: Text | None = None
 
 
 @dataclass(frozen=True)
@@ -105,36 +132,32 @@ def load_images(config: DataConfig) -> ImageSet:
     if config.name not in IMAGE_SETS:
         what = f"data.name={config.name} as a set of images"
         raise ConfigError(unknown_name(what, config.name, list(IMAGE_SETS)))
-    images = IMAGE_SETS[config.name](config)
-    if isinstance(images.train, TensorData) and isinstance(images.validation, TensorData):
-        train, validation = (replace(each, name=config.name) for each in (images.train, images.validation))
-        return replace(images, train=train, validation=validation)
-    return images
+    return IMAGE_SETS[config.name](config)
 
 
 def digits(config: DataConfig) -> ImageSet:
     """1,797 handwritten digits of 8 x 8 pixels, one channel, from a file in scikit-learn."""
-    _refuse_path(config, "comes with scikit-learn")
-    options_of(config, {})
+    refuse_path(config, "comes with scikit-learn")
+    options_of(config, NoOptions)
     table = _digits_table()
     pixels = np.rint(table[:, :-1] * (255 / DIGITS_MAXIMUM)).astype(np.uint8)
     images = torch.from_numpy(pixels).view(-1, 1, 8, 8)
     labels = torch.from_numpy(table[:, -1].astype(np.int64))
-    train, validation = split(TensorData({"image": images, "label": labels}), config.val_fraction)
+    data = TensorData({"image": images, "label": labels}, config.name)
+    train, validation = split(data, config.val_fraction)
     return ImageSet(train, validation, tuple("0123456789"), mean=(0.3053,), std=(0.3761,))
 
 
 def synthetic(config: DataConfig) -> ImageSet:
     """Learnable images of any size: a fixed pattern per class plus noise of equal amplitude."""
-    _refuse_path(config, "is generated")
-    sizes = options_of(config, SIZES)
-    size, channels = sizes["image_size"], sizes["channels"]
-    generator = generator_for("synthetic", *sizes.values())
-    patterns = _bytes_below_128(generator, sizes["num_classes"], channels, size, size)
-    noise = _bytes_below_128(generator, sizes["num_samples"], channels, size, size)
-    labels = torch.arange(sizes["num_samples"]) % sizes["num_classes"]
-    data = TensorData({"image": noise.add_(patterns[labels]), "label": labels})
-    classes = tuple(f"class{index}" for index in range(sizes["num_classes"]))
+    refuse_path(config, "is generated")
+    num_samples, num_classes, channels, size = sizes = astuple(options_of(config, SyntheticOptions))
+    generator = generator_for("synthetic", *sizes)
+    patterns = _bytes_below_128(generator, num_classes, channels, size, size)
+    noise = _bytes_below_128(generator, num_samples, channels, size, size)
+    labels = torch.arange(num_samples) % num_classes
+    data = TensorData({"image": noise.add_(patterns[labels]), "label": labels}, config.name)
+    classes = tuple(f"class{index}" for index in range(num_classes))
     train, validation = split(data, config.val_fraction)
     # the sum of two uniform numbers below 1/2: mean 1/2, variance 2 * (1/2)^2 / 12
     return ImageSet(train, validation, classes, mean=(0.5,) * channels, std=(0.204,) * channels)
@@ -142,47 +165,47 @@ def synthetic(config: DataConfig) -> ImageSet:
 
 def cifar10(config: DataConfig) -> ImageSet:
     """50,000 + 10,000 photographs of 32 x 32 pixels, or other images of one size in parquet files."""
-    options = options_of(config, {"cache": cache_option, **dict.fromkeys(COLUMN_KEYS, NAME)})
-    columns = options["image_column"], options["label_column"]
-    train, validation, classes = load_parquet_splits(
-        config.path, "uoft-cs/cifar10", options["cache"], columns
-    )
+    options = options_of(config, CifarOptions)
+    columns = options.image_column, options.label_column
+    train, validation, classes = load_parquet_splits(config, "uoft-cs/cifar10", options.cache, columns)
     return ImageSet(train, validation, classes, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 
 
 def imagefolder(config: DataConfig) -> ImageSet:
     """Photographs of any size in class folders, or listed in a CSV."""
-    options, own = photograph_options(config, FOLDER_KEYS)
-    if own["csv"] is None and config.path is None:
+    options = options_of(config, FolderOptions)
+    refuse_padding(config)
+    folder = None if config.path is None else Path(config.path)
+    if options.csv is not None:
+        columns = options.image_column or COLUMNS[0], options.label_column or COLUMNS[1]
+        listing = list_csv(Path(options.csv), folder, config.val_fraction, columns)
+    elif folder is not None:
+        listing = list_folder(folder, config.val_fraction, options.train, options.validation)
+    else:
         raise ConfigError(
             "data=imagefolder needs data.path=DIR, a folder with one folder per class, or data.csv=FILE."
         )
-    folder = None if config.path is None else Path(config.path)
-    if own["csv"] is not None:
-        columns = own["image_column"] or COLUMNS[0], own["label_column"] or COLUMNS[1]
-        listing = list_csv(Path(own["csv"]), folder, config.val_fraction, columns)
-    else:
-        assert folder is not None
-        listing = list_folder(folder, config.val_fraction, own["train"], own["validation"])
-    return photographs(config.name, listing, options)
+    return photographs(config, listing, options)
 
 
 def hf(config: DataConfig) -> ImageSet:
     """Photographs of any size through the `datasets` library: a folder, a file, or a name of the hub."""
-    options, own = photograph_options(config, COLUMN_KEYS)
+    options = options_of(config, HubOptions)
+    refuse_padding(config)
     if config.path is None:
         raise ConfigError("data=hf needs data.path=FOLDER, FILE or a name of the Hugging Face hub.")
-    listing = list_rows(config.path, own["image_column"], own["label_column"], config.val_fraction)
-    return photographs(config.name, listing, options)
+    listing = list_rows(config.path, options.image_column, options.label_column, config.val_fraction)
+    return photographs(config, listing, options)
 
 
-def photographs(name: str, listing: Listing, options: PhotographOptions) -> ImageSet:
+def photographs(config: DataConfig, listing: Listing, options: PhotographOptions) -> ImageSet:
     """The set of a listing, with one cache for both parts."""
     cache = options.open_cache(listing)
     indices = range(len(listing.labels))
     parts = (indices[: listing.num_train], True), (indices[listing.num_train :], False)
     train, validation = (
-        PhotographSet(name, listing, part, options, cache, training) for part, training in parts
+        PhotographSet(config.name, listing, part, options, cache, training, config.augment.flip)
+        for part, training in parts
     )
     return ImageSet(train, validation, listing.classes, MEAN, STD)
 
@@ -199,7 +222,7 @@ IMAGE_SETS: Mapping[str, Callable[[DataConfig], ImageSet]] = {
 def split(data: TensorData, val_fraction: float) -> tuple[TensorData, TensorData]:
     """Hold out `val_fraction` of each class; of 0 the second part is empty."""
     train, validation = (torch.tensor(part) for part in parts(data.columns["label"], val_fraction, "images"))
-    return TensorData(data.select(train)), TensorData(data.select(validation.long()))
+    return TensorData(data.select(train), data.name), TensorData(data.select(validation.long()), data.name)
 
 
 def _digits_table() -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -210,21 +233,8 @@ def _digits_table() -> np.ndarray[Any, np.dtype[np.float64]]:
             f"data=digits needs scikit-learn, which is not installed: {install_line('scikit-learn')}"
         )
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    if not file.is_file():  # elsewhere in other versions
-        from sklearn.datasets import load_digits
-
-        pixels, labels = load_digits(return_X_y=True)
-        return np.column_stack([pixels, labels]).astype(np.float64)
     return np.loadtxt(io.BytesIO(gzip.decompress(file.read_bytes())), delimiter=",")
 
 
 def _bytes_below_128(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randint(0, 128, shape, dtype=torch.uint8, generator=generator)
-
-
-def _refuse_path(config: DataConfig, reason: str) -> None:
-    if config.path is not None:
-        raise ConfigError(
-            f"data.path={config.path} is set, but data={config.name} {reason} and reads no files. "
-            f"Remove data.path."
-        )

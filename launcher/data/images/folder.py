@@ -15,7 +15,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from launcher.data.images.photograph import Source
-from launcher.data.split import numbered, stratified
+from launcher.data.split import class_numbers, numbered, refuse_one_class, stratified
 from launcher.data.tables.files import Table, read_csv
 from launcher.errors import ConfigError, DataError, DataWarning, listed
 from launcher.run_dir.atomic import encodable
@@ -57,14 +57,9 @@ class FolderListing:
 
     root: Path
     files: tuple[File, ...]
+    labels: list[int]  # of each file: the index of its class
     classes: tuple[str, ...]  # sorted
     num_train: int
-
-    @cached_property
-    def labels(self) -> list[int]:
-        """The label of each file: the index of its class."""
-        numbers = {name: number for number, name in enumerate(self.classes)}
-        return [numbers[file.label] for file in self.files]
 
     @cached_property
     def key(self) -> str:
@@ -104,7 +99,6 @@ def list_folder(
         raise ConfigError(f"data.path={root} {kind}. Give the folder that holds one folder per class.")
     ignored: Counter[str] = Counter()
     parts = _named_parts(root, train, validation) or _parts(root)
-    _refuse_alike(f"data.path={root}", "class folders", (f.name for part in parts for f in _folders(part)))
     files = [file for part, out in parts.items() for file in _labelled(root, part, out, ignored)]
     _report_ignored(root, ignored)
     return listing_of(root, files, val_fraction, f"data.path={root}")
@@ -221,37 +215,16 @@ def listing_of(root: Path, files: Sequence[File], val_fraction: float, where: st
         raise DataError(f"{where} has no images. Known kinds: {', '.join(sorted(SUFFIXES))}.")
     if any(file.held_out is None for file in files):
         files = _split(files, val_fraction)
-    _refuse_alike(where, "files", (file.path for file in files))
     train = [file for file in files if not file.held_out]
     validation = [file for file in files if file.held_out]
     for part, name in ((train, "training"), (validation, "validation")):
         if not part and not (name == "validation" and not val_fraction):
             raise DataError(f"{where} has {len(files)} images, but none for {name}. Both need at least one.")
     classes = tuple(sorted({file.label for file in train}))
-    if unknown := sorted({file.label for file in validation} - set(classes)):
-        raise DataError(
-            f"{where}: {len(unknown)} label(s) of the validation images are not in the training set: "
-            f"{listed(unknown, SHOWN)}. Training knows {listed(classes, SHOWN)}."
-        )
-    if len(classes) < 2:
-        raise DataError(f"{where} has one class, {classes[0]}. At least two are needed to tell apart.")
-    return FolderListing(root, (*train, *validation), classes, len(train))
-
-
-def _refuse_alike(where: str, what: str, names: Iterable[str]) -> None:
-    """Raise DataError for different names that are the same once they are `encodable`.
-
-    As classes they would be one, and split.csv could not tell the files apart.
-    """
-    shown: dict[str, str] = {}
-    for name in names:
-        if not name.isascii() or "\\" in name:
-            other = shown.setdefault(encodable(name), name)
-            if other != name:
-                raise DataError(
-                    f"{where}: the names of two {what} differ only in a byte that is not UTF-8 and its "
-                    f"escaped form: {os.fsencode(other)!r} and {os.fsencode(name)!r}. Rename one of them."
-                )
+    files = (*train, *validation)
+    labels = class_numbers([file.label for file in files], classes, lambda row: where)
+    refuse_one_class(classes, where)
+    return FolderListing(root, files, labels, classes, len(train))
 
 
 def _split(files: Sequence[File], val_fraction: float) -> list[File]:

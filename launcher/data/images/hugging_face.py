@@ -25,11 +25,12 @@ from PIL import Image
 from torch import Tensor
 
 from launcher.config.messages import nearest, suggestion
+from launcher.config.schema import DataConfig
 from launcher.data.images.folder import TRAIN, VALIDATION
 from launcher.data.images.photograph import DAMAGED, Source
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.libraries import datasets_library, offline_if_unreachable
-from launcher.data.split import parts
+from launcher.data.split import class_numbers, parts, refuse_one_class
 from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, first_line, listed
@@ -135,10 +136,7 @@ def _listing(
             [[labels[0][row] for row in part] for part in split],
             [[places[0][row] for row in part] for part in split],
         )
-    if len(classes) < 2:
-        raise DataError(
-            f"{where} has one class, {listed(classes, 1)}. At least two are needed to tell apart."
-        )
+    refuse_one_class(classes, where)
     return HubListing(
         base=base,
         rows=rows,
@@ -152,22 +150,24 @@ def _listing(
 
 
 def load_parquet_splits(
-    path: str | None, hub_name: str, cache: str, columns: tuple[str | None, str | None]
+    config: DataConfig, hub_name: str, cache: str, columns: tuple[str | None, str | None]
 ) -> tuple[TensorData, TensorData, tuple[str, ...]]:
     """Train and test with columns image uint8 [n, 3, h, w] and label int64 [n], and the names of the classes.
 
-    path: a folder with train*.parquet and test*.parquet; None: `hub_name` from the hub or its cache.
+    From data.path, a folder with train*.parquet and test*.parquet; without it `hub_name` from the hub or its
+    cache.
     cache: where the decoded images of a folder are kept: none, auto or a folder.
     columns: the names of those of images and labels; None: by their types, but for labels first `label`.
     """
-    files = {} if path is None else {name: _split_files(Path(path).expanduser(), name) for name in SPLITS}
+    path = None if config.path is None else Path(config.path).expanduser()
+    files = {} if path is None else {name: _split_files(path, name) for name in SPLITS}
     about = [[str(file.resolve()), *size_and_time(file)] for each in files.values() for file in each]
     stored = cached(
         cache_folder(cache) if files else None,
         {"images and labels of": about, "columns": columns},
-        lambda: _decoded(files, path or hub_name, columns),
+        lambda: _decoded(files, config.path or hub_name, columns),
     )
-    train, test = (TensorData(stored.part(name)) for name in SPLITS)
+    train, test = (TensorData(stored.part(name), config.name) for name in SPLITS)
     return train, test, tuple(json.loads(stored.texts["classes"]))
 
 
@@ -331,18 +331,12 @@ def _classes(kind: Any, values: Sequence[Sequence[Any]], numbered: bool) -> list
 
 def _numbers(values: Sequence[Any], classes: Sequence[Any], kind: Any, where: str) -> list[int]:
     """The index of each row's class."""
-    known = range(len(classes)) if getattr(kind, "names", None) else classes
-    numbers = {value: number for number, value in enumerate(known)}
-    if UNLABELLED in values and UNLABELLED not in numbers:
+    by_number = bool(getattr(kind, "names", None))
+    if UNLABELLED in values and (by_number or UNLABELLED not in classes):
         raise DataError(
             f"{where}: {values.count(UNLABELLED):,} of {len(values):,} labels are -1. {OF_UNLABELLED}"
         )
-    if unknown := list(dict.fromkeys(value for value in values if value not in numbers)):
-        raise DataError(
-            f"{where}: {len(unknown)} label(s) are not in the training set: {listed(unknown, SHOWN)}. It "
-            f"knows {listed(list(classes), SHOWN)}."
-        )
-    return [numbers[value] for value in values]
+    return class_numbers(values, classes, lambda row: where, by_number=by_number)
 
 
 def _split_files(folder: Path, name: str) -> list[Path]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from launcher.errors import DataError
+from launcher.errors import DataError, first_line
 
 UInt8Array = np.ndarray[Any, np.dtype[np.uint8]]
 Source = Path | bytes  # a file, or its content
@@ -78,8 +78,7 @@ def read_photograph(source: Source, name: str, choose: Choice, side: int) -> UIn
             with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
                 square = _square(image, choose, side)
     except DAMAGED as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{name} cannot be read as an image: {first}") from error
+        raise DataError(f"{name} cannot be read as an image: {first_line(error)}") from error
     return np.ascontiguousarray(np.asarray(square).transpose(2, 0, 1))
 
 

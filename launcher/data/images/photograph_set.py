@@ -11,13 +11,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from launcher.config.rules import Rule, either, null, number
+from launcher.config.rules import Rule, is_whole, number
 from launcher.config.schema import DataConfig
 from launcher.data.images.cache import ImageCache, open_cache
 from launcher.data.images.folder import FolderListing
@@ -30,7 +30,7 @@ from launcher.data.images.photograph import (
     random_region,
     read_photograph,
 )
-from launcher.data.options import Known, cache, filled, options_of
+from launcher.data.options import Cache
 from launcher.data.reader import ByReference, stacked
 from launcher.data.tensor_cache import cache_folder
 from launcher.data.tensors import Batch
@@ -38,6 +38,10 @@ from launcher.errors import ConfigError, DataError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's photographs, as torchvision has them
 
+Pixels = Annotated[
+    int, Rule("a whole number of 1 to 4096 pixels", lambda value: is_whole(value) and 1 <= value <= 4096)
+]
+Share = Annotated[float, number("above 0 and at most 1", lambda value: 0 < value <= 1)]
 Sample = dict[str, Any]
 Listing = FolderListing | HubListing  # all photographs of a set, by index: those for training first
 
@@ -46,10 +50,9 @@ Listing = FolderListing | HubListing  # all photographs of a set, by index: thos
 class PhotographOptions:
     """How photographs become images of the model."""
 
-    image_size: int  # height and width that the model sees, in pixels
-    crop_scale: float  # the smallest share of the area that a training crop takes
-    flip: bool  # mirror half of the training images
-    cache: str  # none, auto, or a folder
+    image_size: Pixels = 224  # height and width that the model sees
+    crop_scale: Share = 0.08  # the smallest share of the area that a training crop takes
+    cache: Cache = "auto"
 
     @property
     def base_size(self) -> int:
@@ -65,29 +68,16 @@ class PhotographOptions:
         return open_cache(folder, listing.key, len(listing.labels), shape)
 
 
-NAME = None, either(null, filled)  # an option with a name, of a column or a file
-PHOTOGRAPHS: Known = {
-    "image_size": (
-        224,
-        Rule("a whole number of 1 to 4096 pixels", lambda value: type(value) is int and 1 <= value <= 4096),
-    ),
-    "crop_scale": (0.08, number("above 0 and at most 1", lambda value: 0 < value <= 1)),
-    "cache": cache,
-}
-
-
-def photograph_options(config: DataConfig, own: Sequence[str]) -> tuple[PhotographOptions, dict[str, Any]]:
-    """How photographs are cut and cached, and the values of a set's `own` keys, of names. ConfigError."""
-    values = options_of(config, {**PHOTOGRAPHS, **dict.fromkeys(own, NAME)})
+def refuse_padding(config: DataConfig) -> None:
+    """Raise ConfigError for the augmentation of images of one size."""
     if config.augment.crop_padding:
         raise ConfigError(
             f"data.augment.crop_padding={config.augment.crop_padding} must be 0 for photographs, of which "
             "random regions are cut. Set data.crop_scale, the smallest share of the area, instead."
         )
-    how = PhotographOptions(flip=config.augment.flip, **{name: values.pop(name) for name in PHOTOGRAPHS})
-    return how, values
 
 
+@dataclass(frozen=True, eq=False)
 class PhotographSet(ByReference):
     """The photographs at `indices`, as the samples of a training or of an evaluation.
 
@@ -95,21 +85,13 @@ class PhotographSet(ByReference):
     "region" too: fp32 [5], left, top, width and height in pixels of the image, and 1 where it is mirrored.
     """
 
-    def __init__(
-        self,
-        name: str,
-        listing: Listing,
-        indices: Sequence[int],
-        options: PhotographOptions,
-        cache: ImageCache | None,
-        training: bool,
-    ) -> None:
-        self.name = name
-        self.indices = indices
-        self.options = options
-        self.listing = listing
-        self._cache = cache
-        self._training = training
+    name: str
+    listing: Listing
+    indices: Sequence[int]
+    options: PhotographOptions
+    cache: ImageCache | None
+    training: bool
+    flip: bool  # half of the training images
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -130,14 +112,14 @@ class PhotographSet(ByReference):
         """The sample; of an image that is in the cache "stored", its number there, in place of the image."""
         number = self.indices[index]
         label = self.listing.labels[number]
-        draws = torch.rand(DRAWS + 1, generator=generator).tolist() if self._training else []
+        draws = torch.rand(DRAWS + 1, generator=generator).tolist() if self.training else []
         if self.options.cache == "none":
             return {"image": torch.from_numpy(self._cut(number, draws)), "label": label}
         sample = {**self._stored_or_decoded(number), "label": label}
-        if self._training:
+        if self.training:
             size = self.options.base_size
             region = random_region(size, size, draws, self.options.crop_scale)
-            mirrored = float(self.options.flip and draws[DRAWS] < 0.5)
+            mirrored = float(self.flip and draws[DRAWS] < 0.5)
             sample["region"] = torch.tensor([*region, mirrored])
         return sample
 
@@ -151,20 +133,20 @@ class PhotographSet(ByReference):
         """The batch with "image", uint8 [n, 3, h, w], in place of "stored"."""
         if "stored" not in batch:
             return batch
-        assert self._cache is not None
+        assert self.cache is not None
         rest = {name: column for name, column in batch.items() if name != "stored"}
-        return {"image": self._seen(self._cache.gather(batch["stored"], pinned)).contiguous(), **rest}
+        return {"image": self._seen(self.cache.gather(batch["stored"], pinned)).contiguous(), **rest}
 
     def _with_pixels(self, sample: Sample) -> Sample:
         if "stored" not in sample:
             return sample
-        assert self._cache is not None
+        assert self.cache is not None
         rest = {name: value for name, value in sample.items() if name != "stored"}
-        return {"image": self._seen(torch.from_numpy(self._cache.get(sample["stored"]))), **rest}
+        return {"image": self._seen(torch.from_numpy(self.cache.get(sample["stored"]))), **rest}
 
     def _seen(self, images: Tensor) -> Tensor:
         """What a sample has of cached images [..., 3, base_size, base_size]: the middle in an evaluation."""
-        if self._training:
+        if self.training:
             return images
         margin = (self.options.base_size - self.options.image_size) // 2
         end = margin + self.options.image_size
@@ -182,16 +164,16 @@ class PhotographSet(ByReference):
         """The region from the photograph itself: uint8 [3, image_size, image_size]."""
         source, name = self.listing.source(number)
         size = self.options.image_size
-        if not self._training:
+        if not self.training:
             return read_photograph(source, name, centre(1 / BASE_OVER_CROP), size)
         region = partial(random_region, draws=draws, smallest=self.options.crop_scale)
         image = read_photograph(source, name, region, size)
-        mirrored = self.options.flip and draws[DRAWS] < 0.5
+        mirrored = self.flip and draws[DRAWS] < 0.5
         return np.ascontiguousarray(image[:, :, ::-1]) if mirrored else image
 
     def _stored_or_decoded(self, number: int) -> Sample:
         """The square in the middle: uint8 [3, base_size, base_size], or "stored" where the cache has it."""
-        cache = self._cache
+        cache = self.cache
         if cache is not None and cache.expect(number):
             return {"stored": number}
         source, name = self.listing.source(number)

@@ -16,7 +16,6 @@ from launcher.data.tables.files import Table
 from launcher.errors import DataError, listed
 
 UNKNOWN = 0  # the code of a category that the training rows lack, and of an absent one
-REFUSE, IMPUTE = "refuse", "impute"
 
 
 def numbers(table: Table, name: str) -> Tensor:
@@ -136,12 +135,11 @@ def absent_in(table: Table, names: Sequence[str]) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def refuse_absent(table: Table, counts: dict[str, int]) -> None:
+def refuse_absent(table: Table, counts: dict[str, int], advice: str) -> None:
     """Raise DataError for values that are absent: `counts` by column."""
     row = int(table.column(next(iter(counts))).absent.int().argmax())
     listing = listed([f"{name} ({count})" for name, count in counts.items()], 8)
     raise DataError(
         f"{sum(counts.values())} values are absent or NaN in {table.file}: {listing}. The first is in "
-        f"{table.place(row)}. Complete them, or set data.missing={IMPUTE}: the mean of the training rows for "
-        "numbers, a category of their own for the others."
+        f"{table.place(row)}. {advice}"
     )

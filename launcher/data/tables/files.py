@@ -18,12 +18,13 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 
 from launcher.config.messages import nearest, suggestion
 from launcher.data.libraries import optional
 from launcher.data.tables.columns import Cell, Column
-from launcher.errors import ConfigError, DataError, LauncherError, listed
+from launcher.errors import ConfigError, DataError, LauncherError, first_line, listed
 
 TRAINING_NAMES = ("train",)
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")  # the first of these that a folder has
@@ -262,22 +263,13 @@ def _from_rows(
 
 
 def _read_json_lines(file: Path, wanted: Wanted) -> Table:
-    columns: dict[str, Column] = {}
-    places = array("q")
-    for number, line in enumerate(read_text(file).split("\n"), 1):
-        if not line.strip():
-            continue
-        for name, value in _json_object(file, number, line).items():
-            column = columns.setdefault(name, Column())
-            column += [None] * (len(places) - len(column))
-            column.append(value)
-        places.append(number)
-    if not places:
+    lines = enumerate(read_text(file).split("\n"), 1)
+    rows = {number: _json_object(file, number, line) for number, line in lines if line.strip()}
+    if not rows:
         raise DataError(f"{file} is empty. Each line must have a JSON object: a row, values by column.")
-    for column in columns.values():
-        column += [None] * (len(places) - len(column))
-    columns = {name: columns[name] for name in _picked(file, list(columns), wanted)}
-    return Table(file, columns, places)
+    names = list(dict.fromkeys(chain.from_iterable(rows.values())))
+    columns = {name: Column(row.get(name) for row in rows.values()) for name in _picked(file, names, wanted)}
+    return Table(file, columns, list(rows))
 
 
 def _json_object(file: Path, number: int, line: str) -> dict[str, Cell]:
@@ -304,7 +296,7 @@ def _read_parquet(file: Path, wanted: Wanted) -> Table:
                 classes = _class_names(opened.schema_arrow.metadata or {})
                 read = opened.read(columns=kept)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            raise DataError(f"{part} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+            raise DataError(f"{part} cannot be read as parquet: {first_line(error)}") from error
         for name in kept:
             names = dict(enumerate(classes.get(name, ())))
             cells = read.column(name).to_pylist()

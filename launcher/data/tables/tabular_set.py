@@ -10,20 +10,18 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from launcher.config.messages import nearest, suggestion
-from launcher.config.rules import either, list_of, null, one_of, string
+from launcher.config.messages import unknown_name
+from launcher.config.rules import list_of, string
 from launcher.config.schema import DataConfig
-from launcher.data.options import Known, options_of
-from launcher.data.split import numbered, parts
+from launcher.data.options import options_of, refuse_path
+from launcher.data.split import class_numbers, numbered, parts, refuse_one_class
 from launcher.data.tables.columns import Column, are_amounts, is_absent, kind_of
 from launcher.data.tables.features import (
-    IMPUTE,
-    REFUSE,
     Features,
     absent_in,
     is_numeric,
@@ -42,40 +40,32 @@ MOST_CLASSES = 20  # of whole numbers that are taken for classes
 log = logging.getLogger("launcher")
 
 
-columns = list_of(string("a name", lambda value: True), "a list of columns, such as [colour,size]")
-OPTIONS: Known = {
-    "target": (
-        None,
-        either(
-            null,
-            string(
-                "the name of a column: a number in quotes, such as 'data.target=\"5\"'", lambda value: True
-            ),
-        ),
-    ),
-    "task": ("auto", one_of("auto", "regression", "classification")),
-    "categorical": ([], columns),
-    "leave_out": ([], columns),
-    "missing": (REFUSE, one_of(REFUSE, IMPUTE)),
-    "separator": (
-        None,
-        either(null, string("one character, such as ';' or \"\\t\"", lambda value: len(value) == 1)),
-    ),
-    "decimal": (".", one_of(".", ",")),
-}
+Target = Annotated[
+    str,
+    string("the name of a column: a number in quotes, such as 'data.target=\"5\"'", lambda value: True),
+]
+Columns = Annotated[
+    Sequence[str],
+    list_of(string("a name", lambda value: True), "a list of columns, such as [colour,size]"),
+]
+Separator = Annotated[str, string("one character, such as ';' or \"\\t\"", lambda value: len(value) == 1)]
 
 
 @dataclass(frozen=True)
-class Options:
-    """The keys of `data` that tables have beside those of all sets."""
+class TableOptions:
+    """The keys of data=table and of other tables."""
 
-    target: str  # empty where none is named
-    task: str  # auto: classification of text, and of at most 20 different whole numbers
-    categorical: Sequence[str]  # columns that are read as categories though they have numbers
-    leave_out: Sequence[str]  # columns that are not read, such as numbers of rows
-    missing: str
-    separator: str | None  # between the cells of a text file; None: by the suffix
-    decimal: str
+    target: Target | None = None
+    # auto: classification of text, and of at most 20 different whole numbers
+    task: Literal["auto", "regression", "classification"] = "auto"
+    categorical: Columns = ()  # that are read as categories though they have numbers
+    leave_out: Columns = ()  # that are not read, such as numbers of rows
+    missing: Literal["refuse", "impute"] = "refuse"
+    separator: Separator | None = None  # between the cells of a text file; None: by the suffix
+    decimal: Literal[".", ","] = "."
+
+
+Source = Callable[[DataConfig, TableOptions], tuple[Table, Table | None]]
 
 
 @dataclass(frozen=True)
@@ -96,70 +86,49 @@ class TabularSet:
 def load_table(config: DataConfig) -> TabularSet:
     """Load the set `config.name`. Raises ConfigError for a wrong config, DataError for unusable data."""
     if config.name not in SOURCES:
-        raise ConfigError(
-            f"data.name={config.name} is no table.{suggestion(nearest(config.name, SOURCES))} Known: "
-            f"{', '.join(SOURCES)}."
-        )
-    values = options_of(config, OPTIONS)
-    options = Options(**values | {"target": values["target"] or ""})
-    train, validation, names, classifies, kinds = _split_tables(config, options)
+        raise ConfigError(unknown_name(f"data.name={config.name} as a table", config.name, list(SOURCES)))
+    options = options_of(config, TableOptions)
+    train, validation = SOURCES[config.name](config, options)
+    target, names = target_and_features(train, options)
+    if validation is not None and (lacking := [n for n in (*names, target) if n not in validation.columns]):
+        raise missing_columns(validation.file, lacking, list(validation.columns))
+    tables = [table for table in (train, validation) if table is not None]
+    for table in tables:
+        if counts := absent_in(table, [target]):
+            refuse_absent(table, counts, "It is the target: complete these rows or remove them.")
+    read = [name for name in (*names, target) if name not in options.categorical]
+    kinds = {name: kind for name in read if (kind := understood(tables, name, options.decimal))}
+    classifies = is_classification(train, target, options)
+    if validation is None:
+        train, validation = split_rows(train, target if classifies else None, config.val_fraction)
     _handle_absent((train, validation), names, options.missing)
     features = Features.fit(train, names, options.categorical)
     build = classification if classifies else regression
-    found = build(train, validation, features, options.target, config.name)
-    left_out = [name for name in train.columns if name not in (*names, options.target)]
-    about = _about(features, kinds, left_out, options.target, classifies, validation)
+    found = build(train, validation, features, target, config.name)
+    kind = "a class" if classifies else kinds.get(target) or "a number"
+    left_out = [name for name in train.columns if name not in (*names, target)]
+    about = "; ".join(
+        [*_about(features, kinds, left_out), f"target: {target}, {kind}", *_unseen(features, validation)]
+    )
     return replace(found, train=replace(found.train, about=about))
 
 
-def _about(
-    features: Features,
-    kinds: Mapping[str, str],
-    left_out: Sequence[str],
-    target: str,
-    classifies: bool,
-    validation: Table,
-) -> str:
+def _about(features: Features, kinds: Mapping[str, str], left_out: Sequence[str]) -> list[str]:
     """How each column was read, in words."""
     read: dict[str, list[str]] = {}
     for column in features.numeric:
         read.setdefault(kinds.get(column.name) or "numbers", []).append(column.name)
     read["categories"] = [f"{each.name} ({len(each.categories):,})" for each in features.categorical]
     read["left out"] = [name or "the one without a name" for name in left_out]
-    parts = [f"{kind}: {listed(names, SHOWN)}" for kind, names in read.items() if names]
-    kind = "a class" if classifies else kinds.get(target) or "a number"
-    parts.append(f"target: {target}, {kind}")
-    if unseen := {each.name: each.num_unseen(validation) for each in features.categorical}:
-        counts = [f"{name} ({count:,} rows)" for name, count in unseen.items() if count]
-        if counts:
-            parts.append(
-                f"categories in the validation rows that the training rows lack: {listed(counts, SHOWN)}"
-            )
-    return "; ".join(parts)
+    return [f"{kind}: {listed(names, SHOWN)}" for kind, names in read.items() if names]
 
 
-def _split_tables(
-    config: DataConfig, options: Options
-) -> tuple[Table, Table, list[str], bool, dict[str, str]]:
-    """Training and validation rows, the columns to learn from, whether the target is a class, and the kinds
-    of columns whose cells stand for numbers.
-    """
-    train, validation = SOURCES[config.name](config)
-    names = feature_names(train, options)
-    if validation is not None and (
-        lacking := [n for n in (*names, options.target) if n not in validation.columns]
-    ):
-        raise missing_columns(validation.file, lacking, list(validation.columns))
-    for table in (train, validation):
-        if table is not None and (counts := absent_in(table, [options.target])):
-            refuse_absent_target(table, options.target, counts[options.target])
-    tables = [table for table in (train, validation) if table is not None]
-    read = [name for name in (*names, options.target) if name not in options.categorical]
-    kinds = {name: kind for name in read if (kind := understood(tables, name, options.decimal))}
-    classifies = is_classification(train, options)
-    if validation is None:
-        train, validation = split_rows(train, options.target if classifies else None, config.val_fraction)
-    return train, validation, names, classifies, kinds
+def _unseen(features: Features, validation: Table) -> list[str]:
+    """Which columns of the validation rows have categories that the training rows lack, in words."""
+    counts = {each.name: each.num_unseen(validation) for each in features.categorical}
+    found = [f"{name} ({count:,} rows)" for name, count in counts.items() if count]
+    about = f"categories in the validation rows that the training rows lack: {listed(found, SHOWN)}"
+    return [about] if found else []
 
 
 def row_numbers(table: Table) -> list[str]:
@@ -204,55 +173,50 @@ def _handle_absent(tables: Sequence[Table], names: Sequence[str], missing: str) 
     for table in tables:
         if not (counts := absent_in(table, names)):
             continue
-        if missing == REFUSE:
-            refuse_absent(table, counts)
+        if missing == "refuse":
+            refuse_absent(
+                table,
+                counts,
+                "Complete them, or set data.missing=impute: the mean of the training rows for numbers, a "
+                "category of their own for the others.",
+            )
         listing = ", ".join(f"{name} ({count})" for name, count in counts.items())
         log.warning(
             "%s: absent values are replaced as data.missing=%s says: %s", table.file, missing, listing
         )
 
 
-def feature_names(table: Table, options: Options) -> list[str]:
-    """The columns to learn from. Raises ConfigError for columns in the config that the table lacks."""
-    if not options.target:
+def target_and_features(table: Table, options: TableOptions) -> tuple[str, list[str]]:
+    """The column to predict and those to learn from. ConfigError for columns that are not there."""
+    target, there = options.target, shown(list(table.columns))
+    if not target:
+        raise ConfigError(f"data.target names the column to predict. {table.file} has: {there}.")
+    if target in options.leave_out:
         raise ConfigError(
-            f"data.target names the column to predict. {table.file} has: {shown(list(table.columns))}."
+            f"data.leave_out has {target}, which is data.target. Leave other columns out, or predict another "
+            "one."
         )
-    if options.target in options.leave_out:
-        raise ConfigError(
-            f"data.leave_out has {options.target}, which is data.target. Leave other columns out, or predict "
-            "another one."
-        )
-    named = {"target": [options.target], "categorical": options.categorical, "leave_out": options.leave_out}
+    named = {"target": [target], "categorical": options.categorical, "leave_out": options.leave_out}
     for key, name in ((key, name) for key, columns in named.items() for name in columns):
         if name not in table.columns:
             raise no_such_column(f"data.{key}", name, table.file, list(table.columns))
-    out = {options.target, *options.leave_out, *row_numbers(table)}
+    out = {target, *options.leave_out, *row_numbers(table)}
     names = [name for name in table.columns if name not in out]
     if not names:
         raise ConfigError(
-            f"no column is left to learn from: {table.file} has {shown(list(table.columns))}, of which "
-            f"data.target={options.target} and data.leave_out take all."
+            f"no column is left to learn from: {table.file} has {there}, of which data.target={target} and "
+            "data.leave_out take all."
         )
-    return names
+    return target, names
 
 
-def refuse_absent_target(table: Table, target: str, count: int) -> None:
-    """Raise DataError: no option replaces a target."""
-    row = int(table.column(target).absent.int().argmax())
-    raise DataError(
-        f"the target {target} is absent or NaN in {count} of {len(table)} rows, first in {table.place(row)}: "
-        "complete these rows or remove them."
-    )
-
-
-def is_classification(table: Table, options: Options) -> bool:
+def is_classification(table: Table, target: str, options: TableOptions) -> bool:
     """Whether the target is a class, by data.task or by its values."""
     if options.task != "auto":
         return options.task == "classification"
-    if options.target in options.categorical or not is_numeric(table, options.target):
+    if target in options.categorical or not is_numeric(table, target):
         return True
-    values = numbers(table, options.target)
+    values = numbers(table, target)
     return len(set(values.tolist())) <= MOST_CLASSES and torch.equal(values, values.round())
 
 
@@ -278,21 +242,16 @@ def regression(train: Table, validation: Table, features: Features, target: str,
 
 def classification(train: Table, validation: Table, features: Features, target: str, name: str) -> TabularSet:
     """The classes are those of the training rows; other labels are refused."""
-    texts = [table.column(target).categories for table in (train, validation)]
-    classes = _sorted_classes(set(texts[0]))
-    if len(classes) < 2:
-        raise DataError(
-            f"the target {target} has one class, {classes[0]!r}, in all {len(train)} training rows."
-        )
-    if unknown := sorted(set(texts[1]) - set(classes)):
-        row = texts[1].index(unknown[0])
-        raise DataError(
-            f"{validation.place(row)}: the label {unknown[0]!r} of {target} is in no training row. They "
-            f"have: {listed(list(classes), 8)}."
-        )
-    codes = {each: code for code, each in enumerate(classes)}
-    labels = [torch.tensor([codes[text] for text in of_set]) for of_set in texts]
+    classes = _sorted_classes(set(train.column(target).categories))
+    refuse_one_class(classes, f"the target {target} of {train.file}")
+    labels = [_labels(table, target, classes) for table in (train, validation)]
     return TabularSet(*_sets(features, (train, validation), {"label": labels}, name), features, classes)
+
+
+def _labels(table: Table, target: str, classes: Sequence[str]) -> Tensor:
+    """int64 [rows]. Raises DataError for a label that is none of the classes."""
+    texts = table.column(target).categories
+    return torch.tensor(class_numbers(texts, classes, lambda row: f"{table.place(row)}, {target}"))
 
 
 def _sorted_classes(classes: set[str]) -> tuple[str, ...]:
@@ -312,28 +271,23 @@ def _sets(
     return made[0], made[1]
 
 
-def of_file(config: DataConfig) -> tuple[Table, Table | None]:
+def of_file(config: DataConfig, options: TableOptions) -> tuple[Table, Table | None]:
     """data.path: a CSV, TSV, JSON Lines or parquet file, or a folder with train.* and validation.*"""
     if config.path is None:
         raise ConfigError("data=table needs data.path=FILE or a folder with train.* and validation.* files.")
     train, validation = split_files(Path(config.path))
-    separator = config.options.get("separator")
-    tables = [read_table(file, separator=separator) for file in (train, validation) if file is not None]
-    return tables[0], tables[1] if validation else None
+    held_out = None if validation is None else read_table(validation, separator=options.separator)
+    return read_table(train, separator=options.separator), held_out
 
 
-def of_sklearn(load: str, target: str) -> Callable[[DataConfig], tuple[Table, None]]:
+def of_sklearn(load: str, target: str, **arguments: bool) -> Source:
     """A set that scikit-learn carries, read by its function `load`."""
 
-    def read(config: DataConfig) -> tuple[Table, None]:
-        if config.path is not None:
-            raise ConfigError(
-                f"data={config.name} comes with scikit-learn and reads no files. Remove data.path."
-            )
+    def read(config: DataConfig, options: TableOptions) -> tuple[Table, None]:
+        refuse_path(config, "comes with scikit-learn")
         import sklearn.datasets
 
-        options: dict[str, Any] = {"scaled": False} if load == "load_diabetes" else {}
-        found = getattr(sklearn.datasets, load)(**options)
+        found = getattr(sklearn.datasets, load)(**arguments)
         columns = dict(zip(found["feature_names"], map(Column, found["data"].T.tolist()), strict=True))
         columns |= {target: Column(found["target"].tolist())}
         return Table(Path(f"sklearn.datasets.{load}"), columns, range(len(found["target"])), "row"), None
@@ -341,8 +295,8 @@ def of_sklearn(load: str, target: str) -> Callable[[DataConfig], tuple[Table, No
     return read
 
 
-SOURCES: Mapping[str, Callable[[DataConfig], tuple[Table, Table | None]]] = {
-    "diabetes": of_sklearn("load_diabetes", "progression"),
+SOURCES: Mapping[str, Source] = {
+    "diabetes": of_sklearn("load_diabetes", "progression", scaled=False),
     "wine": of_sklearn("load_wine", "cultivar"),
     "table": of_file,
 }

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from launcher.config.rules import one_of, whole
 from launcher.config.schema import DataConfig
 from launcher.data.libraries import tokenizers_library, without_threads
-from launcher.data.options import Known, cache, options_of
+from launcher.data.options import Cache, Count, options_of
 from launcher.data.tables.files import read_text
 from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import TensorData
@@ -174,13 +174,17 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 TOKENIZERS: Mapping[str, type[Vocabulary]] = {each.name: each for each in (Characters, Bytes, BytePairs)}
-OPTIONS: Known = {
-    "block_size": (128, whole(1)),
-    "tokenizer": ("characters", one_of(*TOKENIZERS)),
-    "vocab_size": (4096, whole(1)),
-    "cache": cache,
-    "sample_tokens": (0, whole(0)),
-}
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """The keys of data=text."""
+
+    block_size: Count = 128
+    tokenizer: Annotated[str, one_of(*TOKENIZERS)] = "characters"
+    vocab_size: Count = 4096
+    cache: Cache = "auto"
+    sample_tokens: Annotated[int, whole(0)] = 0
 
 
 @dataclass(frozen=True)
@@ -200,27 +204,25 @@ def load_text(config: DataConfig) -> TextSet:
     The last `val_fraction` of the text is held out, cut at the start of a line. Raises ConfigError for wrong
     options, DataError for a text that cannot be read or is too short.
     """
-    options = options_of(config, OPTIONS)
-    kind = TOKENIZERS[options["tokenizer"]]
+    options = options_of(config, TextOptions)
+    kind = TOKENIZERS[options.tokenizer]
     files, root = text_files(config.path)
     key = {
         "kind": "text",
         "files": [(file.relative_to(root).as_posix(), *size_and_time(file)) for file in files],
         "tokenizer": kind.version(),
-        "vocab_size": options["vocab_size"] if options["tokenizer"] == "bpe" else None,
+        "vocab_size": options.vocab_size if kind is BytePairs else None,
         "val_fraction": config.val_fraction,
     }
-    stored = cached(
-        cache_folder(options["cache"]), key, lambda: tokenised(files, config.val_fraction, options)
-    )
+    stored = cached(cache_folder(options.cache), key, lambda: tokenised(files, config.val_fraction, options))
     vocabulary = kind(stored.texts["vocabulary"])
     where = config.path or "the standard library"
-    size = options["block_size"]
+    size = options.block_size
     train = blocks(stored.tensors["train"], size, where)
     held_out = stored.tensors["validation"]
     held_out = blocks(held_out, size, where) if config.val_fraction else held_out.new_empty(0, size + 1)
     train_set, validation_set = (TensorData({"tokens": rows}, config.name) for rows in (train, held_out))
-    return TextSet(train_set, validation_set, vocabulary, size, options["sample_tokens"])
+    return TextSet(train_set, validation_set, vocabulary, size, options.sample_tokens)
 
 
 def text_files(path: str | None) -> tuple[list[Path], Path]:
@@ -241,11 +243,11 @@ def text_files(path: str | None) -> tuple[list[Path], Path]:
     return files, given
 
 
-def tokenised(files: Sequence[Path], val_fraction: float, options: dict[str, Any]) -> Stored:
+def tokenised(files: Sequence[Path], val_fraction: float, options: TextOptions) -> Stored:
     """The tokens of both parts, int32, and what the vocabulary is made from again."""
     text = "".join(_ended(read_text(file)) for file in files)
     parts = held_out(text, val_fraction)
-    vocabulary = TOKENIZERS[options["tokenizer"]].fitted(text, parts[0], options["vocab_size"])
+    vocabulary = TOKENIZERS[options.tokenizer].fitted(text, parts[0], options.vocab_size)
     tensors = {
         name: torch.from_numpy(vocabulary.encode(part))
         for name, part in zip(("train", "validation"), parts, strict=True)

@@ -19,9 +19,9 @@ from torch import nn
 from launcher.config.schema import DataConfig
 from launcher.data.libraries import hub_answers, optional, without_threads
 from launcher.data.options import options_of
-from launcher.data.text.sentences import OPTIONS
+from launcher.data.text.sentences import SentenceOptions
 from launcher.data.text.tokenizer import SentenceTokenizer
-from launcher.errors import ConfigError, listed
+from launcher.errors import ConfigError, first_line, listed
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", ".model", ".tiktoken")
@@ -60,7 +60,7 @@ class PretrainedEncoder:
                 f"model.path={self.path}: its tokenizer has no tokenizer.json. Convert it first."
             )
         longest = self._longest(found)
-        asked = options_of(config, OPTIONS)["max_seq_len"]
+        asked = options_of(config, SentenceOptions).max_seq_len
         if asked > longest:
             raise ConfigError(
                 f"data.max_seq_len={asked} is more than the {longest} tokens that model.path={self.path} can "
@@ -122,13 +122,12 @@ class PretrainedEncoder:
             with without_threads():
                 yield {"local_files_only": local, "trust_remote_code": False}
         except (OSError, ValueError, RuntimeError, KeyError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
             offline = (
                 " The hub does not answer, and its cache has not all of it: give a folder, model.path=DIR, "
                 "with config.json, *.safetensors and the tokenizer's files."
             )
             raise ConfigError(
-                f"model.path={self.path}: its {what} cannot be loaded: {reason}"
+                f"model.path={self.path}: its {what} cannot be loaded: {first_line(error)}"
                 f"{offline if self.from_hub and local else ''}"
             ) from error
 

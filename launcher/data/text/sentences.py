@@ -11,24 +11,23 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from launcher.config.rules import Rule, either, flag, list_of, null, string, whole
+from launcher.config.rules import Rule, list_of, string, whole
 from launcher.config.schema import DataConfig
 from launcher.data.libraries import tokenizers_library
-from launcher.data.options import Known, cache, filled, options_of
-from launcher.data.split import numbered, parts
+from launcher.data.options import Cache, filled, options_of
+from launcher.data.split import class_numbers, numbered, parts, refuse_one_class
 from launcher.data.tables.files import (
     VALIDATION_NAMES,
     MissingColumnsError,
     Table,
-    Wanted,
     is_table,
     part_named,
     read_table,
@@ -42,39 +41,45 @@ from launcher.errors import ConfigError, DataError, DataWarning, listed
 MULTIPLE = 8  # of which the length of a batch is: tensor cores want it
 SHOWN = 12  # labels in a message
 LANGUAGE = "language"  # the column of a file that has several
-names = either(
-    string("the name of a column", filled.holds), list_of(filled, "a list of such, one of which a file has")
+Names = (
+    Annotated[str, string("the name of a column", filled.holds)]
+    | Annotated[Sequence[str], list_of(filled, "a list of such, one of which a file has")]
 )
-OPTIONS: Known = {
-    "sentence1": ("sentence1", names),
-    "sentence2": (None, either(null, names)),
-    "label": ("label", names),
-    "unlabelled": (
-        None,
-        either(null, string("a label", lambda value: True), list_of(filled, "a list of labels")),
-    ),
-    "same_labels": (
-        {},
-        Rule(
-            "a mapping of labels to labels, such as {contradictory: contradiction}",
-            lambda value: isinstance(value, Mapping) and all(map(filled.holds, [*value, *value.values()])),
-        ),
-    ),
-    "language": (None, either(null, string("a value of the column language", filled.holds))),
-    "validation": (
-        None,
-        Rule(
-            "null, the name of a file below data.path, or a list of such names",
-            lambda value: (
-                value is None or filled.holds(value) or (list_of(filled, "").holds(value) and len(value) > 0)
-            ),
-        ),
-    ),
-    "max_seq_len": (128, whole(4)),
-    "vocab_size": (8192, whole(8)),
-    "lower_case": (True, flag),
-    "cache": cache,
-}
+Labels = (
+    Annotated[str, string("a label", lambda value: True)]
+    | Annotated[Sequence[str], list_of(filled, "a list of labels")]
+)
+SAME_LABELS = Rule(
+    "a mapping of labels to labels, such as {contradictory: contradiction}",
+    lambda value: isinstance(value, Mapping) and all(map(filled.holds, [*value, *value.values()])),
+)
+FILES = Rule(
+    "null, the name of a file below data.path, or a list of such names",
+    lambda value: value is None or filled.holds(value) or (list_of(filled, "").holds(value) and value != []),
+)
+
+
+@dataclass(frozen=True)
+class SentenceOptions:
+    """The keys of data=sentences."""
+
+    sentence1: Names = "sentence1"
+    sentence2: Names | None = None
+    label: Names = "label"
+    unlabelled: Labels | None = None
+    same_labels: Annotated[Mapping[str, str], SAME_LABELS] = field(default_factory=dict)
+    language: Annotated[str, string("a value of the column language", filled.holds)] | None = None
+    validation: Annotated[str | Sequence[str] | None, FILES] = None
+    max_seq_len: Annotated[int, whole(4)] = 128
+    vocab_size: Annotated[int, whole(8)] = 8192
+    lower_case: bool = True
+    cache: Cache = "auto"
+
+    @property
+    def columns(self) -> list[str | tuple[str, ...]]:
+        """The columns of a table that are read."""
+        named = [_names(each) for each in (self.sentence1, self.sentence2, self.label) if each is not None]
+        return [*named, (LANGUAGE, "")] if self.language else [*named]
 
 
 @dataclass(frozen=True)
@@ -148,19 +153,19 @@ def load_sentences(config: DataConfig, pretrained: SentenceTokenizer | None = No
 
     Raises ConfigError for wrong options, DataError for files that cannot be used: see `tables`, and labels.
     """
-    options = options_of(config, OPTIONS)
-    files = sentence_files(config.path, options["validation"], options["language"])
+    options = options_of(config, SentenceOptions)
+    files = sentence_files(config.path, options.validation, options.language)
     key = {
         "kind": "sentences",
         "files": {name: [str(file), *size_and_time(file)] for name, file in files.items()},
-        "options": {name: value for name, value in options.items() if name not in ("cache", "validation")},
+        "options": {
+            name: value for name, value in vars(options).items() if name not in ("cache", "validation")
+        },
         "val_fraction": config.val_fraction,
         "tokenizer": pretrained.definition if pretrained else None,
         "tokenizers": tokenizers_library().__version__,
     }
-    stored = cached(
-        cache_folder(options["cache"]), key, lambda: _tokenised(files, config, options, pretrained)
-    )
+    stored = cached(cache_folder(options.cache), key, lambda: _tokenised(files, config, options, pretrained))
     facts = json.loads(stored.texts["facts"])
     if facts["notice"]:
         warnings.warn(facts["notice"], DataWarning, stacklevel=2)
@@ -168,7 +173,7 @@ def load_sentences(config: DataConfig, pretrained: SentenceTokenizer | None = No
     rows = {name: TokenRows(stored.part(name), tokenizer, config.name) for name in facts["parts"]}
     train = rows.pop("train")
     size = facts["vocab_size"]
-    return SentenceSet(train, rows, tuple(facts["classes"]), size, tokenizer.pad, options["max_seq_len"])
+    return SentenceSet(train, rows, tuple(facts["classes"]), size, tokenizer.pad, options.max_seq_len)
 
 
 def sentence_files(
@@ -209,36 +214,27 @@ def _validation_file(folder: Path, name: str) -> Path:
 def _tokenised(
     files: Mapping[str, Path],
     config: DataConfig,
-    options: Mapping[str, Any],
+    options: SentenceOptions,
     pretrained: SentenceTokenizer | None,
 ) -> Stored:
     """The rows of all parts as tensors, and what was learned of them as texts."""
-    columns: list[str | tuple[str, ...]] = [
-        _names(options[key]) for key in ("sentence1", "sentence2", "label") if options[key]
-    ]
-    columns += [(LANGUAGE, "")] if options["language"] else []
-    tables = {"train": _training_table(files["train"], options, columns)}
-    tables |= {name: read_table(file, columns) for name, file in files.items() if name != "train"}
+    tables = {"train": _training_table(files["train"], options)}
+    tables |= {name: read_table(file, options.columns) for name, file in files.items() if name != "train"}
     left_out = Counter[str | None]()  # rows by label; those of another language by None
     kept = {name: _labelled(table, options, left_out) for name, table in tables.items()}
     labels = _labels(kept["train"], options)
     classes = sorted(set(labels), key=_natural)
-    if len(classes) < 2:
-        column = _column(kept["train"], options["label"])
-        raise DataError(
-            f"{files['train']}: all rows have the {column} {classes[0]!r}. A classifier needs at least two "
-            "classes."
-        )
+    refuse_one_class(classes, f"{_column(kept['train'], options.label)} of {files['train']}")
     if len(kept) == 1 and config.val_fraction:
         whole = kept["train"]
         rows = parts(numbered(labels), config.val_fraction, f"rows of {whole.file}")
         kept = {name: whole.select(part) for name, part in zip(("train", "validation"), rows, strict=True)}
     sentences = {name: _sentences(table, options) for name, table in kept.items()}
-    tokenizer = pretrained or fitted(_each(sentences["train"]), options["vocab_size"], options["lower_case"])
+    tokenizer = pretrained or fitted(_each(sentences["train"]), options.vocab_size, options.lower_case)
     tensors: dict[str, Tensor] = {}
     cut = 0
     for name, table in kept.items():
-        part, shortened = _rows(tokenizer, sentences[name], options["max_seq_len"])
+        part, shortened = _rows(tokenizer, sentences[name], options.max_seq_len)
         cut += shortened
         part["labels"] = _numbers(table, options, classes)
         tensors |= {f"{name}/{column}": tensor for column, tensor in part.items()}
@@ -262,30 +258,29 @@ def _column(table: Table, given: str | Sequence[str]) -> str:
     return next(name for name in _names(given) if name in table.columns)
 
 
-def _labels(table: Table, options: Mapping[str, Any]) -> list[str]:
+def _labels(table: Table, options: SentenceOptions) -> list[str]:
     """The labels as text, those that mean the same as one."""
-    same: Mapping[str, str] = options["same_labels"]
-    return [same.get(label, label) for label in table.texts(_column(table, options["label"]))]
+    return [options.same_labels.get(label, label) for label in table.texts(_column(table, options.label))]
 
 
-def _training_table(file: Path, options: Mapping[str, Any], columns: Wanted) -> Table:
+def _training_table(file: Path, options: SentenceOptions) -> Table:
     """The table to train on. Raises ConfigError where the config names columns that it lacks."""
     try:
-        return read_table(file, columns)
+        return read_table(file, options.columns)
     except MissingColumnsError as error:
-        keys = ", ".join(f"data.{key}={options[key]}" for key in ("sentence1", "sentence2", "label"))
+        keys = ", ".join(f"data.{key}={getattr(options, key)}" for key in ("sentence1", "sentence2", "label"))
         raise ConfigError(f"{error} {keys} name the columns that are read.") from error
 
 
-def _labelled(table: Table, options: Mapping[str, Any], left_out: Counter[str | None]) -> Table:
+def _labelled(table: Table, options: SentenceOptions, left_out: Counter[str | None]) -> Table:
     """The rows of the language with a label; those that are `left_out` are counted.
 
     Raises DataError where none is left, and for an empty cell: it is no class.
     """
-    everything, table = table, _of_language(table, options["language"])
+    everything, table = table, _of_language(table, options.language)
     left_out[None] += len(everything) - len(table)
-    column = _column(table, options["label"])
-    labels, none = table.column(column), _names(options["unlabelled"])
+    column = _column(table, options.label)
+    labels, none = table.column(column), _names(options.unlabelled)
     kept = [row for row, label in enumerate(labels) if label is None or str(label) not in none]
     if not kept:
         found = " or ".join(sorted({repr(str(label)) for label in labels}))
@@ -315,11 +310,11 @@ def _of_language(table: Table, language: str | None) -> Table:
     return table.select(kept)
 
 
-def _sentences(table: Table, options: Mapping[str, Any]) -> list[Any]:
-    first = table.texts(_column(table, options["sentence1"]))
-    if options["sentence2"] is None:
+def _sentences(table: Table, options: SentenceOptions) -> list[Any]:
+    first = table.texts(_column(table, options.sentence1))
+    if options.sentence2 is None:
         return list(first)
-    return list(zip(first, table.texts(_column(table, options["sentence2"])), strict=True))
+    return list(zip(first, table.texts(_column(table, options.sentence2)), strict=True))
 
 
 def _each(sentences: Sequence[Any]) -> list[str]:
@@ -344,32 +339,28 @@ def _rows(
     return {name: torch.from_numpy(values) for name, values in found.items()}, cut
 
 
-def _numbers(table: Table, options: Mapping[str, Any], classes: Sequence[str]) -> Tensor:
+def _numbers(table: Table, options: SentenceOptions, classes: Sequence[str]) -> Tensor:
     """The labels as int64 [n]. Raises DataError for one that the training part does not have."""
-    number = {name: index for index, name in enumerate(classes)}
+    column = _column(table, options.label)
+    advice = (
+        " A label that stands for none is named by data.unlabelled, one that means the same as another by "
+        "data.same_labels."
+    )
     labels = _labels(table, options)
-    odd = next((row for row, label in enumerate(labels) if label not in number), None)
-    if odd is not None:
-        column = _column(table, options["label"])
-        raise DataError(
-            f"{table.place(odd)}: the {column} {labels[odd]!r} does not occur in the training set, "
-            f"which has {listed(classes, SHOWN)}. A label that stands for none is named by "
-            "data.unlabelled, one that means the same as another by data.same_labels."
-        )
-    return torch.tensor([number[label] for label in labels])
+    return torch.tensor(class_numbers(labels, classes, lambda row: f"{table.place(row)}, {column}", advice))
 
 
-def _notice(left_out: Counter[str | None], cut: int, total: int, options: Mapping[str, Any]) -> str:
+def _notice(left_out: Counter[str | None], cut: int, total: int, options: SentenceOptions) -> str:
     """What became of the rows that are not used as they are; empty where all are."""
     parts = []
     if others := left_out.pop(None):
-        parts.append(f"{others:,} rows are not of data.language={options['language']} and are left out")
+        parts.append(f"{others:,} rows are not of data.language={options.language} and are left out")
     if left_out:
-        labels = " or ".join(repr(label) for label in _names(options["unlabelled"]) if label in left_out)
+        labels = " or ".join(repr(label) for label in _names(options.unlabelled) if label in left_out)
         parts.append(f"{left_out.total():,} rows have the label {labels} and are left out")
     if cut:
         parts.append(
-            f"{cut:,} of {total:,} rows are longer than data.max_seq_len={options['max_seq_len']} tokens and "
+            f"{cut:,} of {total:,} rows are longer than data.max_seq_len={options.max_seq_len} tokens and "
             "were cut"
         )
     return "; ".join(parts)

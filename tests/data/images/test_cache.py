@@ -217,7 +217,7 @@ def test_batches_are_the_same_with_pixels_from_the_cache_and_decoded(tmp_path, w
     for index in range(0, len(half.train), 2):
         half.train[index]
     assert equal(batches(half, workers), decoded), "the other half is stored on the way"
-    assert half.train._cache.num_stored == len(half.train) + len(half.validation)
+    assert half.train.cache.num_stored == len(half.train) + len(half.validation)
     assert equal(batches(load_images(config), workers), decoded)
 
 
@@ -227,10 +227,10 @@ def test_batches_of_images_of_which_some_could_not_be_stored(tmp_path):
     decoded = batches(load_images(data_config(path=tmp_path / "set", cache=str(tmp_path / "other"))), 0)
     partly = load_images(config)
     partly.train[0]
-    partly.train._cache._writable = False  # as after an error
+    partly.train.cache._writable = False  # as after an error
     found = batches(partly, 0)
     assert equal(found, decoded)
-    assert partly.train._cache.num_stored == 1
+    assert partly.train.cache.num_stored == 1
 
 
 def test_loader_processes_hand_over_numbers_and_no_pixels(tmp_path):
@@ -260,7 +260,7 @@ def test_a_file_that_changed_is_decoded_again(tmp_path, change):
         os.utime(file, ns=(1, 1))
     else:
         file.rename(file.with_name("other.png"))
-    assert load_images(config).train._cache.num_stored == 0
+    assert load_images(config).train.cache.num_stored == 0
 
 
 def test_auto_lies_below_the_users_cache(tmp_path, monkeypatch):

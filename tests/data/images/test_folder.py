@@ -201,7 +201,7 @@ def remove(folder):
         (
             lambda d: write_classes(d / "train") and write_classes(d / "val", ("cat", "owl", "emu")),
             DataError,
-            r"2 label\(s\) of the validation images are not in the training set: emu, owl\. .* cat, dog",
+            r"2 label\(s\) are not in the training set: emu, owl\. .* cat, dog",
         ),
     ],
 )
@@ -239,26 +239,7 @@ def list_without_permission(env, folder):
     return str(raised.value)
 
 
-NOT_UTF_8, ESCAPED = os.fsdecode(b"caf\xe9"), "caf\\udce9"
-
-
-@pytest.mark.parametrize("place", ["classes", "train and val", "files"])
-def test_names_that_would_become_one_once_escaped_are_refused(tmp_path, place):
-    if place == "classes":
-        write_classes(tmp_path, (NOT_UTF_8, ESCAPED, "dog"))
-    elif place == "train and val":
-        write_classes(tmp_path / "train", (NOT_UTF_8, "dog"))
-        write_classes(tmp_path / "val", (ESCAPED, "dog"))
-    else:
-        write_classes(tmp_path)
-        for name in (NOT_UTF_8, ESCAPED):
-            shutil.copy(tmp_path / "cat" / "0.png", tmp_path / "cat" / f"{name}.png")
-    what = "files" if place == "files" else "class folders"
-    with pytest.raises(DataError) as raised:
-        list_folder(tmp_path, 0.25)
-    assert f"the names of two {what} differ only in a byte that is not UTF-8" in str(raised.value)
-    assert "caf\\xe9" in str(raised.value)
-    assert "caf\\\\udce9" in str(raised.value)
+NOT_UTF_8 = os.fsdecode(b"caf\xe9")
 
 
 def test_names_with_other_bytes_or_backslashes_stay_apart(tmp_path):

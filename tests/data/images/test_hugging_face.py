@@ -126,10 +126,10 @@ def test_decoded_images_are_kept_and_a_changed_file_is_decoded_again(tmp_path):
     for part in (images.train, images.validation):
         assert [part[index]["image"].shape for index in range(len(part))]
     again = load_images(config)
-    assert again.train._cache.num_stored == 8
+    assert again.train.cache.num_stored == 8
     assert torch.equal(again.validation[0]["image"], images.validation[0]["image"])
     (tmp_path / "set" / "3.png").write_bytes(png(200) + b"more")
-    assert load_images(config).train._cache.num_stored == 0
+    assert load_images(config).train.cache.num_stored == 0
 
 
 def test_texts_are_classes_in_alphabetical_order(tmp_path):
