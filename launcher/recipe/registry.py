@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -39,8 +40,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Found = TypeVar("Found")
 REGISTERED = "launcher_registered"  # the attribute that a decorator sets on a function
 TOP_LEVEL = (
-    "A function of your own is found if a name at the top level of its file refers to it: assign one that is "
-    "made in a loop or a function to such a name."
+    'A function of your own is found if it is marked, as with @recipe("name") in the line above, and a name '
+    "at the top level of its file refers to it: assign one that is made in a loop or a function to such a "
+    "name."
 )
 
 
@@ -179,34 +181,9 @@ def _load(file: Path) -> ModuleType:
 
 def _where(error: BaseException, file: Path) -> str:
     """`line 3: NameError: ...`, the innermost line of `file` that the error passed through."""
-    line = error.lineno if isinstance(error, SyntaxError) else None
-    traceback = error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename == str(file):
-            line = traceback.tb_lineno
-        traceback = traceback.tb_next
+    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(file)]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
     return f"line {line}: {described(error)}" if line else described(error)
-
-
-def unmarked(user_path: str | None, name: str) -> str:
-    """What to write where the user's file has functions and none of them is marked; else empty."""
-    if user_path is None:
-        return ""
-    file = _user_file(user_path)
-    module = _load(file)
-    own = [
-        each
-        for each in vars(module).values()
-        if inspect.isfunction(each) and each.__module__ == module.__name__
-    ]
-    if _registered_in(module) or not own or "@recipe(" in file.read_text(encoding="utf-8"):
-        return ""
-    likely = max(own, key=lambda each: (each.__name__ == name, "config" in each.__code__.co_varnames))
-    return (
-        f'no function of {file} is marked as a recipe. Write @recipe("{name}") in the line above the one '
-        f"that returns the Recipe, such as {likely.__name__} in line {likely.__code__.co_firstlineno}, after "
-        "`from launcher.recipe import recipe`."
-    )
 
 
 def look_up(key: str, name: str, known: Mapping[str, Found]) -> Found:
@@ -219,8 +196,6 @@ def load_recipe(config: Config) -> Recipe:
     """The recipe that the config asks for, with its data loaded. ConfigError for an unknown name."""
     registry = registry_of(config.recipes.path)
     uses = config.recipe.uses
-    if uses not in registry.recipes and (advice := unmarked(config.recipes.path, uses)):
-        raise ConfigError(f"recipe.uses={uses}: {advice}")
     build = look_up("recipe.uses", uses, registry.recipes)
     refuse_other_arguments(f'the function under @recipe("{uses}")', build, "(config)")
     named = schedule_named(config.schedule.name, registry)

@@ -32,8 +32,7 @@ def loaded(file: Path, text: str) -> None:
     [
         (
             "def mine(config):\n    return made()\n",
-            'recipe.uses=mine: no function of {file} is marked as a recipe. Write @recipe("mine") in the '
-            f"line above the one that returns the Recipe, such as mine in line {START}, after",
+            "recipe.uses=mine is not known. Known: ",
         ),
         (
             "@recipe\ndef mine(config):\n    return made()\n",
