@@ -7,7 +7,7 @@ at zero, as in Goyal et al., 2017 (arXiv:1706.02677, section 5.1). Names of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -128,55 +128,30 @@ def initialise(network: ResNet, zero_init_residual: bool) -> None:
             nn.init.zeros_(last_norm.weight)
 
 
-def build(
-    block: Block,
-    depths: Sequence[int],
-    num_classes: int,
-    in_channels: int,
-    image_size: int,
-    stem: str,
-    zero_init_residual: bool,
-) -> ResNet:
-    stems = {"auto": image_size <= SMALL_IMAGE_PIXELS, "imagenet": False, "small": True}
-    if not isinstance(stem, str) or stem not in stems:
-        raise ConfigError(f"model.stem={stem!r} is not one of {', '.join(stems)}.")
-    if not isinstance(zero_init_residual, bool):
-        raise ConfigError(f"model.zero_init_residual={zero_init_residual!r} is not true or false.")
-    network = ResNet(block, depths, num_classes, in_channels, small_stem=stems[stem])
-    initialise(network, zero_init_residual)
-    return network
+def resnet_of(block: Block, depths: Sequence[int]) -> Callable[..., ResNet]:
+    """The function that builds the network with these stages from the facts of the data and the options."""
+
+    def build(
+        num_classes: int,
+        in_channels: int,
+        image_size: int,
+        stem: str = "auto",
+        zero_init_residual: bool = True,
+    ) -> ResNet:
+        stems = {"auto": image_size <= SMALL_IMAGE_PIXELS, "imagenet": False, "small": True}
+        if not isinstance(stem, str) or stem not in stems:
+            raise ConfigError(f"model.stem={stem!r} is not one of {', '.join(stems)}.")
+        if not isinstance(zero_init_residual, bool):
+            raise ConfigError(f"model.zero_init_residual={zero_init_residual!r} is not true or false.")
+        network = ResNet(block, depths, num_classes, in_channels, small_stem=stems[stem])
+        initialise(network, zero_init_residual)
+        return network
+
+    return build
 
 
-@model("resnet18")
-def resnet18(
-    num_classes: int, in_channels: int, image_size: int, stem: str = "auto", zero_init_residual: bool = True
-) -> ResNet:
-    return build(BasicBlock, (2, 2, 2, 2), num_classes, in_channels, image_size, stem, zero_init_residual)
-
-
-@model("resnet34")
-def resnet34(
-    num_classes: int, in_channels: int, image_size: int, stem: str = "auto", zero_init_residual: bool = True
-) -> ResNet:
-    return build(BasicBlock, (3, 4, 6, 3), num_classes, in_channels, image_size, stem, zero_init_residual)
-
-
-@model("resnet50")
-def resnet50(
-    num_classes: int, in_channels: int, image_size: int, stem: str = "auto", zero_init_residual: bool = True
-) -> ResNet:
-    return build(Bottleneck, (3, 4, 6, 3), num_classes, in_channels, image_size, stem, zero_init_residual)
-
-
-@model("resnet101")
-def resnet101(
-    num_classes: int, in_channels: int, image_size: int, stem: str = "auto", zero_init_residual: bool = True
-) -> ResNet:
-    return build(Bottleneck, (3, 4, 23, 3), num_classes, in_channels, image_size, stem, zero_init_residual)
-
-
-@model("resnet152")
-def resnet152(
-    num_classes: int, in_channels: int, image_size: int, stem: str = "auto", zero_init_residual: bool = True
-) -> ResNet:
-    return build(Bottleneck, (3, 8, 36, 3), num_classes, in_channels, image_size, stem, zero_init_residual)
+resnet18 = model("resnet18")(resnet_of(BasicBlock, (2, 2, 2, 2)))
+resnet34 = model("resnet34")(resnet_of(BasicBlock, (3, 4, 6, 3)))
+resnet50 = model("resnet50")(resnet_of(Bottleneck, (3, 4, 6, 3)))
+resnet101 = model("resnet101")(resnet_of(Bottleneck, (3, 4, 23, 3)))
+resnet152 = model("resnet152")(resnet_of(Bottleneck, (3, 8, 36, 3)))

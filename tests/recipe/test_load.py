@@ -145,6 +145,6 @@ def test_model_builder_builds_anew_each_time():
 
 
 def test_decorated_functions_stay_plain_functions():
-    recipe = registry_of(None).models["resnet18"]
-    assert recipe.__name__ == "resnet18"
+    model = registry_of(None).models["cnn"]
+    assert model.__name__ == "small_cnn"
     assert dataclasses.is_dataclass(load_recipe(config_of()))
