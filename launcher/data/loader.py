@@ -11,7 +11,6 @@ import mmap
 import multiprocessing
 import operator
 import os
-import re
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +32,7 @@ from launcher.process.signals import HEEDED
 
 PREFETCHED = 2  # micro-batches per loader process
 END_S = 1.0  # for a loader process to end by itself
-LOST = re.compile(r"DataLoader worker \(pid\(?s?\)?[ (]*([\d, ]+)\)")
+LOST = "DataLoader worker (pid"  # in torch's errors for a process that ended
 PID, READING, ENDS = 0, 1, 2  # columns of what a pool shares with its processes
 
 _pools: list[Pool] = []  # of this process, for their failures to be named
@@ -122,25 +121,6 @@ class Pool:
             answers = (fetched.pin_memory() for fetched in answers)
         return answers
 
-    def explain(self, error: RuntimeError) -> LauncherError | None:
-        """The error for a lost process or a long wait, naming the sample that was being read."""
-        if lost := LOST.search(str(error)):
-            pids = {int(pid) for pid in lost[1].replace(" ", "").split(",") if pid}
-            mine = [row for row in self._shared if int(row[PID]) in pids]
-            if not mine:
-                return None
-            # Torch names the signal only where its handler of SIGCHLD saw the end before its wait did.
-            codes = [each.exitcode or 0 for each in self._iterator._workers if each.pid in pids]
-            killed = "killed by signal" in str(error) or any(code < 0 for code in codes)
-            return self._lost(mine, first_sentence(error), killed)
-        if "DataLoader timed out" not in str(error):
-            return None
-        busy = [row for row in self._shared if row[READING] != -1]
-        return StalledError(
-            f"no batch came from the loader processes for {self._how.timeout_s:g} s; they were "
-            f"{self._at(busy, 'reading')}. Check what these read from, or raise launch.stall_s."
-        )
-
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:
         """Explain what is raised while a batch of this pool is awaited: no other pool's samples are meant."""
@@ -154,26 +134,34 @@ class Pool:
                 raise failure from error
             raise
 
-    def _ended(self, error: Exception) -> DataError | None:
-        """The error for a process that is ending, awaited for END_S; None where none ends."""
-        workers = self._iterator._workers
-        ready = wait([worker.sentinel for worker in workers], END_S)
-        for worker in workers:
-            if worker.sentinel in ready:
-                worker.join(END_S)
-        ended = {worker.pid: worker.exitcode for worker in workers if worker.exitcode is not None}
-        mine = [row for row in self._shared if int(row[PID]) in ended]
-        codes = ", ".join(map(str, ended.values()))
-        killed = any(code < 0 for code in ended.values())
-        return (
-            self._lost(mine, f"exit code {codes}, seen as {first_sentence(error)}", killed) if mine else None
+    def explain(self, error: RuntimeError) -> LauncherError | None:
+        """The error for a lost process or a long wait, naming the sample that was being read."""
+        if is_of_loader_process(error):
+            return self._ended(error)
+        if "DataLoader timed out" not in str(error):
+            return None
+        busy = [row for row in self._shared if row[READING] != -1]
+        return StalledError(
+            f"no batch came from the loader processes for {self._how.timeout_s:g} s; they were "
+            f"{self._at(busy, 'reading')}. Check what these read from, or raise launch.stall_s."
         )
 
-    def _lost(self, rows: Sequence[Any], how: str, killed: bool) -> DataError:
+    def _ended(self, error: Exception) -> DataError | None:
+        """The error for processes that are ending, awaited for END_S; None where none ends."""
+        workers = [] if self._iterator is None else self._iterator._workers
+        for sentinel in wait([worker.sentinel for worker in workers], END_S):
+            next(worker for worker in workers if worker.sentinel == sentinel).join(END_S)
+        codes = {worker.pid: worker.exitcode for worker in workers if worker.exitcode is not None}
+        rows = [row for row in self._shared if int(row[PID]) in codes]
+        if not rows:
+            return None
+        # Torch names the signal only where its handler of SIGCHLD saw the end before its wait did.
+        killed = "killed by signal" in str(error) or any(code < 0 for code in codes.values())
+        code = ", ".join(map(str, codes.values()))
         return (LoaderKilledError if killed else DataError)(
-            f"a loader process ended {self._at(rows, 'while it read')}: {how} If it was killed for memory, "
-            "lower data.workers or data.micro_batch. If the sample crashes a library, data.workers=0 shows "
-            "where."
+            f"a loader process ended {self._at(rows, 'while it read')}: exit code {code}, seen as "
+            f"{first_sentence(error)} If it was killed for memory, lower data.workers or data.micro_batch. "
+            "If the sample crashes a library, data.workers=0 shows where."
         )
 
     def close(self) -> None:
@@ -278,7 +266,7 @@ def loader_processes() -> Iterator[None]:
 
 def is_of_loader_process(error: BaseException) -> bool:
     """Whether it is of a lost loader process: torch raises it wherever the main thread then is."""
-    return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and LOST in str(error)
 
 
 def _each_kept(answers: Iterator[Fetched]) -> Iterator[Fetched]:
