@@ -6,12 +6,11 @@ Owns what those processes are asked for, and what becomes of samples that cannot
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from launcher.data.batch_plan import BatchPlan, cut, share_of
 from launcher.data.epochs import EVALUATION
 from launcher.data.loader import LoadedSet, Loading, Pool
 from launcher.data.reader import ByReference, Collate, Fetched, Indexed, Reader, Request
-from launcher.data.tensors import Batch, Batches, batch_to_device, to_device, transformed
+from launcher.data.tensors import Batch, Batches, Transform, batch_to_device, to_device, transformed
 
 log = logging.getLogger("launcher")
 
@@ -81,37 +80,28 @@ class IndexedData(LoadedSet):
 
     def evaluation_batches(
         self, rank: int, world_size: int, batch_size: int
-    ) -> Iterator[tuple[Tensor, Batch | None]]:
-        """This rank's samples in order: (indices int64 [n], batch), None for those that cannot be read."""
+    ) -> Iterator[tuple[int, Batch | None]]:
+        """This rank's samples in order: (how many, batch), None for those that cannot be read."""
         key = (rank, world_size, batch_size)
         requests = self._evaluation_requests(*key)
         pool = self.evaluation_pool(key, lambda: self.pool(requests))
         for request, fetched in zip(requests, pool, strict=True):
-            batch = self.usable(fetched, request)
-            # Chosen on the host: by a mask on the device the host would wait for all work before it.
-            indices = torch.tensor(request.indices)
-            good = torch.zeros(len(indices), dtype=torch.bool)
-            good[list(fetched.kept)] = True
-            if batch is not None:
-                yield to_device(indices[good], self.how.device), batch
+            if (batch := self.usable(fetched, request)) is not None:
+                yield len(fetched.kept), batch
             if fetched.bad:
-                yield to_device(indices[~good], self.how.device), None
+                yield len(fetched.bad), None
 
 
+@dataclass(eq=False)
 class LoadedBatches(Batches):
     """Training batches of a map-style data set; asked for in order they are read ahead."""
 
-    def __init__(
-        self,
-        data: IndexedData,
-        plan: BatchPlan,
-        transform: Callable[[Batch, Tensor], Batch] | None,
-        total_steps: int,
-    ) -> None:
-        self.plan = plan
-        self._data = data
-        self._transform = transform
-        self._total_steps = total_steps
+    data: IndexedData
+    plan: BatchPlan
+    transform: Transform | None
+    total_steps: int
+
+    def __post_init__(self) -> None:
         self._pool: Pool | None = None
         self._ahead: tuple[_Requests, Iterator[Fetched]] | None = None
         self._next = 0  # the step, of all epochs, that is read ahead next
@@ -123,15 +113,15 @@ class LoadedBatches(Batches):
         """This rank's micro-batches, the same in whatever order they are asked for."""
         number = epoch * self.plan.steps_per_epoch + step
         if self._ahead is None or number > self._next:
-            requests = _Requests(self.plan, number, self._total_steps)
-            self._pool = self._data.pool(requests)
+            requests = _Requests(self.plan, number, self.total_steps)
+            self._pool = self.data.pool(requests)
             self._ahead, self._next = (requests, iter(self._pool)), number
         requests, fetched = self._ahead
         found: list[Batch] = []
         self._latest = []
         for request in requests.of(number):
-            answer = next(fetched) if number == self._next else self._data.fetch(request)
-            batch = self._data.usable(answer, request)
+            answer = next(fetched) if number == self._next else self.data.fetch(request)
+            batch = self.data.usable(answer, request)
             self._bad += len(answer.bad)
             if batch is not None:
                 self._latest.append((request, answer.kept))
@@ -142,11 +132,11 @@ class LoadedBatches(Batches):
     def read_here(self, number: int, most: int) -> list[Batch]:
         """At most `most` micro-batches of step `number`, read in this process. Nothing is read ahead."""
         requests = _Requests(self.plan, number, number + 1).of(number)[:most]
-        answers = [(request, self._data.fetch(request)) for request in requests]
+        answers = [(request, self.data.fetch(request)) for request in requests]
         return [
             self._finished(batch, request, answer.kept)
             for request, answer in answers
-            if (batch := self._data.usable(answer, request)) is not None
+            if (batch := self.data.usable(answer, request)) is not None
         ]
 
     def latest_indices(self) -> list[list[int]]:
@@ -167,14 +157,14 @@ class LoadedBatches(Batches):
         self._bad = 0
 
     def _finished(self, batch: Batch, request: Request, kept: Sequence[int]) -> Batch:
-        if self._transform is None:
+        if self.transform is None:
             return batch
         if self._noise is None or self._noise[0] != request.epoch:
             self._noise = request.epoch, self.plan.noise(request.epoch)
         noise = self._noise[1][request.position : request.position + len(request.indices)]
         if len(kept) < len(request.indices):
             noise = noise[list(kept)]
-        return transformed("train_transform", self._transform, batch, to_device(noise, self._data.how.device))
+        return transformed("train_transform", self.transform, batch, to_device(noise, self.data.how.device))
 
 
 class _Requests:

@@ -48,15 +48,14 @@ class Labels:
         if odd.any():
             where = int(odd.int().argmax())
             sample = f" of sample {indices[fetched.kept[where]]}" if indices else ""
-            raise DataError(
-                f"the {name}: the {self.column}{sample} is {labels[where]}, but the recipe names "
-                f"{self.num_classes} classes: a label must lie between 0 and {self.num_classes - 1}. "
-                f"{correction(int(labels[where]))}"
-            )
+            found = f"the {name}: the {self.column}{sample} is {labels[where]}"
+            raise no_class(found, int(labels[where]), self.num_classes)
 
 
-def correction(label: int) -> str:
-    """What to do about a label that is no class."""
-    if label == UNLABELLED:
-        return OF_UNLABELLED
-    return "Correct the labels, or name all classes in Recipe.classes."
+def no_class(found: str, label: int, num_classes: int) -> DataError:
+    """The error for a label that is no class; `found` begins its text."""
+    other = "Correct the labels, or name all classes in Recipe.classes."
+    return DataError(
+        f"{found}, but the recipe names {num_classes} classes: a label must lie between 0 and "
+        f"{num_classes - 1}. {OF_UNLABELLED if label == UNLABELLED else other}"
+    )

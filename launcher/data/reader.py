@@ -28,7 +28,7 @@ from launcher.data.random_state import (
     states,
     undrawn_since,
 )
-from launcher.data.tensors import Batch, time_first
+from launcher.data.tensors import Batch
 from launcher.errors import DataError, LauncherError, counted, described, listed
 
 # By a user's data set. Those that are no Exception end a loader process without a word.
@@ -330,7 +330,7 @@ def _refuse_other_rows(batch: Mapping[str, Tensor], num_samples: int) -> None:
     found = ", ".join(f"{name} {list(column.shape)}" for name, column in batch.items()) or "no column"
     raise DataError(
         f"the recipe's collate was given {num_samples} samples and returned {found}: no column has a row per "
-        f"sample.{time_first(batch, num_samples)} It must return every sample once. To leave samples out, "
+        f"sample. It must return every sample once. To leave samples out, "
         "raise an error in the data set and set data.max_bad. A packed batch needs one column with a row per "
         "sample, such as their lengths."
     )
@@ -383,11 +383,8 @@ def _none_in(sample: object) -> str:
     """Which part of a sample is None; empty if none is."""
     if sample is None:
         return "it"
-    if isinstance(sample, Mapping):
-        return next((f"its column {name}" for name, value in sample.items() if value is None), "")
-    if isinstance(sample, tuple | list):
-        return next((f"its part {number}" for number, value in enumerate(sample) if value is None), "")
-    return ""
+    what = "column " if isinstance(sample, Mapping) else ""
+    return next((f"its {what}{name}" for name, value in _columns_of(sample, ()).items() if value is None), "")
 
 
 def refuse_nameless(sample: object) -> None:

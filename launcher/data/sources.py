@@ -16,14 +16,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from launcher.config.schema import Config
-from launcher.config.user_code import place_of
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.indexed import IndexedData, LoadedBatches
 from launcher.data.labels import Labels
 from launcher.data.loader import Loading
 from launcher.data.reader import Collate
 from launcher.data.streamed import StreamBatches, StreamData
-from launcher.data.tensors import Batch, Batches, DeviceBatches, TensorData, tensor_batches
+from launcher.data.tensors import Batch, Batches, DeviceBatches, TensorData, Transform, tensor_batches
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError
 
@@ -62,21 +61,6 @@ def readable(data: Any, collate: Collate | None, how: Loading, kind: str) -> Rea
     return IndexedData(data, collate, how, kind)
 
 
-def refuse_no_length(data: Any, kind: str) -> None:
-    """Raise DataError for a map-style set whose __len__ returns no whole number of at least 0."""
-    if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        return  # the length of a stream is not asked for
-    try:
-        len(data)
-    except (TypeError, ValueError, OverflowError) as error:
-        if place_of(error):  # raised within it
-            raise
-        raise DataError(
-            f"the {kind} set is a {type(data).__name__}, whose __len__ does not return a number of samples: "
-            f"{error}. It must return a whole number of at least 0."
-        ) from error
-
-
 def _stream(data: Any, collate: Collate | None, how: Loading, kind: str) -> StreamData:
     if isinstance(data, Iterator):
         raise DataError(
@@ -94,7 +78,7 @@ def _stream(data: Any, collate: Collate | None, how: Loading, kind: str) -> Stre
 def training_batches(
     data: Readable,
     plan: BatchPlan,
-    transform: Callable[[Batch, Tensor], Batch] | None,
+    transform: Transform | None,
     total_steps: int,
     saved: Sequence[str] = (),
     report: Callable[[str], object] = lambda text: None,
@@ -111,9 +95,7 @@ def training_batches(
     return LoadedBatches(data, plan, transform, total_steps)
 
 
-def trial_batches(
-    data: Readable, plan: BatchPlan, transform: Callable[[Batch, Tensor], Batch] | None, most: int
-) -> list[Batch]:
+def trial_batches(data: Readable, plan: BatchPlan, transform: Transform | None, most: int) -> list[Batch]:
     """Micro-batches of this rank in the step with the longest samples, to try whether they fit in memory.
 
     All of them for a set on the device, otherwise the first `most`, read in this process; of a stream only
@@ -129,11 +111,10 @@ def trial_batches(
 
 def evaluation_batches(
     data: Readable, rank: int, world_size: int, batch_size: int
-) -> Iterator[tuple[Tensor, Batch | None]]:
-    """This rank's samples in order, as (indices int64 [n], batch). Over all ranks, every sample occurs once.
+) -> Iterator[tuple[int, Batch | None]]:
+    """This rank's samples in order, as (how many, batch). Over all ranks, every sample occurs once.
 
-    The batch is None for samples that could not be read and may be left out. A stream has no indices: theirs
-    are those within the batch.
+    The batch is None for samples that could not be read and may be left out.
     """
     if isinstance(data, TensorData):
         return tensor_batches(data, rank, world_size, batch_size)

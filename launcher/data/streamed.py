@@ -28,7 +28,7 @@ from launcher.data.epochs import EVALUATION
 from launcher.data.loader import LoadedSet, Loading, Pool
 from launcher.data.random_state import GeneratorsKept, seed_all, spread_seed
 from launcher.data.reader import RAISED, BadSample, Collate, Fetched, InStream, collated, in_words, unforeseen
-from launcher.data.tensors import Batch, Batches, batch_to_device, to_device, transformed
+from launcher.data.tensors import Batch, Batches, Transform, batch_to_device, to_device, transformed
 from launcher.errors import ConfigError, counted
 
 CATCH = "A stream ends with an error: catch it in the stream, and leave the sample out there."
@@ -212,10 +212,8 @@ class StreamData(LoadedSet):
         assert batch is not None, "without a failure there is one"
         return batch_to_device(batch, self.how.device)
 
-    def evaluation_batches(
-        self, rank: int, world_size: int, batch_size: int
-    ) -> Iterator[tuple[Tensor, Batch]]:
-        """This rank's samples, as (numbers int64 [n], batch). Over all ranks, every sample occurs once."""
+    def evaluation_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[int, Batch]]:
+        """This rank's samples, as (how many, batch). Over all ranks, every sample occurs once."""
 
         def parts(step: int) -> Iterator[range]:
             for number in count(rank, world_size):
@@ -225,27 +223,22 @@ class StreamData(LoadedSet):
         start = Standpoint(world_size, self.how.workers, passes=EVALUATION)
         key = (rank, world_size, batch_size)
         for fetched in self.evaluation_pool(key, lambda: self.pool(share, parts, start)):
-            yield torch.arange(len(fetched.kept), device=self.how.device), self.usable(fetched)
+            yield len(fetched.kept), self.usable(fetched)
 
 
+@dataclass(eq=False)
 class StreamBatches(Batches):
     """Training batches of a stream, in order. Where it ends on all ranks it starts again."""
 
-    def __init__(
-        self,
-        data: StreamData,
-        plan: BatchPlan,
-        transform: Callable[[Batch, Tensor], Batch] | None,
-        saved: Sequence[str] = (),
-        report: Callable[[str], object] = lambda text: None,
-    ) -> None:
-        """`saved` has the texts of `position()` of all ranks of a run that this one resumes."""
-        self.plan = plan
-        self._data = data
-        self._transform = transform
-        self._report = report
-        self._share = Share(plan.rank, plan.world_size, data.divides_itself)
-        self._stands = self._resumed(saved)
+    data: StreamData
+    plan: BatchPlan
+    transform: Transform | None
+    saved: Sequence[str] = ()  # the texts of `position()` of all ranks of a run that this one resumes
+    report: Callable[[str], object] = lambda text: None
+
+    def __post_init__(self) -> None:
+        self._share = Share(self.plan.rank, self.plan.world_size, self.data.divides_itself)
+        self._stands = self._resumed()
         self._before: dict[int, Standpoint] = {}  # the latest two steps
         self._pool: Pool | None = None
         self._fetched: Iterator[Fetched] = iter(())
@@ -258,15 +251,15 @@ class StreamBatches(Batches):
             self._before[step] = self._stands
             self._before.pop(step - 2, None)
             self._latest = step, self._take()
-        return [self._finished(self._data.usable(fetched), noise) for fetched, noise in self._latest[1]]
+        return [self._finished(self.data.usable(fetched), noise) for fetched, noise in self._latest[1]]
 
     def first(self) -> list[Batch]:
         """A micro-batch of the first samples of the whole stream, if there are any. Reads nothing ahead."""
-        fetched = self._data.first(self.plan.largest_micro_batch)
+        fetched = self.data.first(self.plan.largest_micro_batch)
         if fetched is None:
             return []
         noise = self._noise(Standpoint(0, 0))[: len(fetched.kept)]
-        return [self._finished(self._data.usable(fetched), noise)]
+        return [self._finished(self.data.usable(fetched), noise)]
 
     def latest_indices(self) -> list[list[int]]:
         """Numbers of the samples that the latest `step` returned, within their micro-batch."""
@@ -302,11 +295,11 @@ class StreamBatches(Batches):
         """Where this rank stands after the latest step, for `saved`."""
         return self._stands.as_text()
 
-    def _resumed(self, saved: Sequence[str]) -> Standpoint:
-        ranks, processes = self._share.world_size, self._data.how.workers
-        if not saved:
+    def _resumed(self) -> Standpoint:
+        ranks, processes = self._share.world_size, self.data.how.workers
+        if not self.saved:
             return Standpoint(ranks, processes)
-        found = [Standpoint(**json.loads(text)) for text in saved]
+        found = [Standpoint(**json.loads(text)) for text in self.saved]
         if (found[0].ranks, found[0].processes) == (ranks, processes):
             return found[self._share.rank]
         if self._share.divided:
@@ -323,12 +316,12 @@ class StreamBatches(Batches):
             for number in range(step, self.plan.steps_per_epoch):
                 yield from self.plan.micro_positions(number)
 
-        self._pool = self._data.pool(self._share, parts, self._stands)
+        self._pool = self.data.pool(self._share, parts, self._stands)
         self._fetched = iter(self._pool)
         self._ahead = next(self._fetched, None)
         stands = None if self._ahead is None else self._ahead.stands
         if stands is not None and stands.seconds > REPORTED_S and stands.skipped and self._stands.step:
-            self._report(
+            self.report(
                 f"the stream was skipped forward over {stands.skipped} samples in {stands.seconds:.0f} s"
             )
 
@@ -352,13 +345,13 @@ class StreamBatches(Batches):
         return taken
 
     def _noise(self, stands: Standpoint) -> Tensor:
-        if self._transform is None:
+        if self.transform is None:
             return torch.empty(self.plan.batch_size, 0)
         generator = generator_for("noise of a stream", self.plan.seed, stands.passes, stands.step)
         return torch.rand(self.plan.batch_size, 4, generator=generator)
 
     def _finished(self, batch: Batch, noise: Tensor) -> Batch:
-        return transformed("train_transform", self._transform, batch, to_device(noise, self._data.how.device))
+        return transformed("train_transform", self.transform, batch, to_device(noise, self.data.how.device))
 
 
 def divided(stream: Iterable[Any], share: Share) -> Iterable[Any]:

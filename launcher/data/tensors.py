@@ -5,9 +5,8 @@ Never reads files, moves nothing between host and device within an epoch.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -19,21 +18,7 @@ from launcher.errors import DataError
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 Batch = dict[str, Tensor]  # columns by name, each [n, ...]: the samples of a micro-batch
-
-
-def time_first(columns: Mapping[str, Tensor], num_samples: int) -> str:
-    """What to do about columns whose second dimension has the samples; empty where there are none."""
-    found = [
-        name
-        for name, column in columns.items()
-        if num_samples in column.shape[1:2] and len(column) != num_samples
-    ]
-    if not found:
-        return ""
-    return (
-        f" The second dimension of {', '.join(found)} has the {num_samples} samples, as where time comes "
-        "first: transpose the first two, x.transpose(0, 1); layers of torch then take batch_first=True."
-    )
+Transform = Callable[[Batch, Tensor], Batch]  # of a training batch, by the noise fp32 [n, 4] of its samples
 
 
 @dataclass(frozen=True)
@@ -51,10 +36,9 @@ class TensorData:
     def __post_init__(self) -> None:
         lengths = {name: len(column) for name, column in self.columns.items()}
         if len(set(lengths.values())) != 1:
-            counts = Counter(size for column in self.columns.values() for size in column.shape[:2])
             raise DataError(
-                f"all columns of a data set must have the same number of samples, got {lengths}."
-                f"{time_first(self.columns, counts.most_common(1)[0][0])}"
+                f"all columns of a data set must have the same number of samples, got {lengths}. Samples are "
+                "counted by the first dimension."
             )
 
     def __len__(self) -> int:
@@ -107,20 +91,18 @@ class _Epoch:
     noise: Tensor  # fp32 [num_samples, 4], on the device
 
 
+@dataclass(eq=False)
 class DeviceBatches(Batches):
     """Batches of a data set on the device, gathered and transformed there.
 
     Holds the order and the noise of one epoch, so that a step copies nothing between host and device.
     """
 
-    def __init__(
-        self, data: TensorData, plan: BatchPlan, transform: Callable[[Batch, Tensor], Batch] | None
-    ) -> None:
-        self.plan = plan
-        self._data = data
-        self._transform = transform
-        self._epoch: _Epoch | None = None
-        self._latest = (0, 0)
+    data: TensorData
+    plan: BatchPlan
+    transform: Transform | None
+    _epoch: _Epoch | None = field(default=None, init=False)
+    _latest: tuple[int, int] = field(default=(0, 0), init=False)
 
     def step(self, epoch: int, step: int) -> list[Batch]:
         """This rank's micro-batches. A sample's noise depends only on its position in the epoch."""
@@ -143,11 +125,11 @@ class DeviceBatches(Batches):
 
     def batch(self, indices: Tensor, noise: Tensor) -> Batch:
         """The samples at `indices`, gathered on the device and transformed by their `noise`."""
-        return transformed("train_transform", self._transform, self._data.select(indices), noise)
+        return transformed("train_transform", self.transform, self.data.select(indices), noise)
 
     def _enter(self, epoch: int) -> _Epoch:
         if self._epoch is None or self._epoch.number != epoch:
-            device = next(iter(self._data.columns.values())).device
+            device = next(iter(self.data.columns.values())).device
             order, noise = self.plan.order(epoch), self.plan.noise(epoch)
             self._epoch = _Epoch(epoch, to_device(order, device), to_device(noise, device))
         return self._epoch
@@ -176,15 +158,13 @@ def transformed(name: str, transform: Callable[..., Batch] | None, batch: Batch,
 
 def tensor_batches(
     data: TensorData, rank: int, world_size: int, batch_size: int
-) -> Iterator[tuple[Tensor, Batch]]:
-    """This rank's samples in order, as (indices int64 [n], batch). Over all ranks, every sample occurs once.
+) -> Iterator[tuple[int, Batch]]:
+    """This rank's samples in order, as (how many, batch). Over all ranks, every sample occurs once.
 
     The columns are views of the data, not copies.
     """
-    device = next(iter(data.columns.values())).device
     for piece in cut(share_of(range(len(data)), rank, world_size), batch_size):
-        indices = torch.arange(piece.start, piece.stop, device=device)
-        yield indices, {name: column[piece.start : piece.stop] for name, column in data.columns.items()}
+        yield len(piece), {name: column[piece.start : piece.stop] for name, column in data.columns.items()}
 
 
 def batch_to_device(batch: Batch, device: torch.device) -> Batch:

@@ -13,8 +13,8 @@ from typing import Any
 
 from launcher.config.messages import nearest, suggestion
 from launcher.config.user_code import defined_at
-from launcher.data.labels import IGNORED, correction
-from launcher.data.sources import ONLY_SET, refuse_no_length, set_title
+from launcher.data.labels import IGNORED, no_class
+from launcher.data.sources import ONLY_SET, set_title
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError
 from launcher.metrics import LossMetric, Metric
@@ -104,7 +104,7 @@ def without_empty_sets(recipe: Recipe) -> Recipe:
 def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
     """Raise DataError for an empty or nameless validation set, and for labels without a class.
 
-    Also for a __len__ that returns no number of samples. A recipe that `may_lack` validation may have none.
+    A recipe that `may_lack` validation may have none.
     """
     sets = recipe.validation_sets
     if not sets and not may_lack:
@@ -115,13 +115,11 @@ def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
                 f"{name!r} in Recipe.validation is not a valid name: it must be a non-empty string "
                 "without '/'."
             )
-        refuse_no_length(data, set_title(name))
         if isinstance(data, Sized) and len(data) == 0:
             raise DataError(
                 f"the {set_title(name)} set of the recipe is empty: an evaluation needs at least one sample. "
                 "Give it some, for instance a part of the training set."
             )
-    refuse_no_length(recipe.train, "training")
     if recipe.classes is None:
         return
     for kind, data in (*((set_title(name), data) for name, data in sets.items()), ("training", recipe.train)):
@@ -139,11 +137,8 @@ def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
         lowest, highest = int(labels.min()), int(labels.max())
         ignored = kind == "training" and lowest == IGNORED
         if highest >= len(recipe.classes) or (lowest < 0 and not ignored):
-            raise DataError(
-                f"the {kind} column {recipe.label} goes from {lowest} to {highest}, but the recipe names "
-                f"{len(recipe.classes)} classes: a label must lie between 0 and {len(recipe.classes) - 1}. "
-                f"{correction(lowest)}"
-            )
+            found = f"the {kind} column {recipe.label} goes from {lowest} to {highest}"
+            raise no_class(found, lowest, len(recipe.classes))
 
 
 def require_counts(**options: Any) -> None:

@@ -20,7 +20,7 @@ from launcher.config.schema import Config
 from launcher.data.labels import IGNORED
 from launcher.data.reader import Collate, Indexed
 from launcher.data.sources import ONLY_SET
-from launcher.data.tensors import Batch, TensorData, time_first
+from launcher.data.tensors import Batch, TensorData
 from launcher.engine import ParameterGroup
 from launcher.errors import ConfigError
 from launcher.metrics import Classification, LossMetric, Metric
@@ -173,7 +173,6 @@ def cross_entropy(
             raise ConfigError(
                 f"the model returned the shape {list(shape)} for {num_samples} samples: "
                 f"cross_entropy needs [{num_samples}, classes], one value per sample and class."
-                f"{time_first({'it': logits}, num_samples)}"
             )
         if expected.is_floating_point():
             expected = expected.float()

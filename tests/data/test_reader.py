@@ -9,9 +9,7 @@ from torch.utils.data import Dataset, Subset
 
 from launcher.data.epochs import EVALUATION
 from launcher.data.reader import TOGETHER, Reader, Request, collated, columns
-from launcher.data.tensors import TensorData
-from launcher.errors import ConfigError, DataError
-from launcher.recipe import cross_entropy
+from launcher.errors import DataError
 
 
 class Drawn(Dataset):
@@ -375,23 +373,6 @@ def test_a_collate_that_leaves_out_or_repeats_samples_is_refused(made, found):
     ).failure
     assert f"was given 16 samples and returned {found}: no column has a row per sample" in failure
     assert "transpose" not in failure
-
-
-def test_time_first_is_refused_with_what_to_do():
-    advice = (
-        r"The second dimension of x, y has the 4 samples, .*: transpose the first two, x\.transpose\(0, 1\)"
-    )
-    made = {"x": torch.ones(9, 4, 2), "y": torch.ones(9, 4)}
-    samples = Listed(*[{"x": torch.ones(9, 2)}] * 4)
-    failure = read(samples, *range(4), collate=lambda given: made if len(given) == 4 else given).failure
-    assert re.search(advice, failure)
-    with pytest.raises(DataError, match=r"The second dimension of x has the 4 samples"):
-        TensorData({"x": torch.ones(9, 4, 2), "label": torch.ones(4)})
-    batch = {"image": torch.ones(9, 4, 2), "label": torch.zeros(4, dtype=torch.int64)}
-    with pytest.raises(
-        ConfigError, match=r"the shape \[9, 4, 2\] for 4 samples: .*The second dimension of it"
-    ):
-        cross_entropy(torch.nn.Identity(), batch)
 
 
 def test_a_collate_may_pack_columns_of_other_lengths():
