@@ -33,14 +33,6 @@ def optional(name: str, needed: str = "this recipe needs") -> ModuleType:
         ) from error
 
 
-def tokenizers_library() -> ModuleType:
-    """`tokenizers` with its submodules. Raises PreflightError where it is not installed."""
-    library = optional("tokenizers")
-    for part in ("models", "normalizers", "pre_tokenizers", "processors", "decoders", "trainers"):
-        import_module(f"tokenizers.{part}")
-    return library
-
-
 @contextlib.contextmanager
 def without_threads() -> Iterator[None]:
     """Context in which `tokenizers` starts no threads: once it has, it warns of every fork."""

@@ -132,20 +132,12 @@ class Mixup:
                 f"column {self.label} with a class for each sample, after the recipe's train_transform. The "
                 f"batch has {', '.join(batch)}. Set data.augment.mixup=0."
             )
-        partner = self._partner(len(labels), labels.device)
+        positions = torch.arange(len(labels), device=labels.device)
+        partner = (positions ^ 1).clamp(max=len(labels) - 1)  # the last of an odd number is its own
         share = self._shares(noise)
         weight = share.view(-1, *[1] * (images.ndim - 1)).to(images.dtype)
         mixed = torch.lerp(images.index_select(0, partner), images, weight)
-        return {
-            **batch,
-            IMAGE: mixed,
-            MIXED_LABEL: labels.index_select(0, partner),
-            MIXED_SHARE: share,
-        }
-
-    def _partner(self, number: int, device: torch.device) -> Tensor:
-        positions = torch.arange(number, device=device)
-        return (positions ^ 1).clamp(max=number - 1)  # the last of an odd number is its own
+        return {**batch, IMAGE: mixed, MIXED_LABEL: labels.index_select(0, partner), MIXED_SHARE: share}
 
     def _shares(self, noise: Tensor) -> Tensor:
         """fp32 [n], equal within a pair."""

@@ -14,7 +14,6 @@ import logging
 import mmap
 import os
 import shutil
-import sys
 import warnings
 import weakref
 from pathlib import Path
@@ -89,9 +88,8 @@ class ImageCache:
         """Whether `gather` can give the image; then its pixels are read from the disk ahead of that."""
         if self._states[index] != STORED:
             return False
-        if sys.platform == "linux":
-            offset = self._first_pixel + index * self._image_bytes
-            os.posix_fadvise(self._descriptor, offset, self._image_bytes, os.POSIX_FADV_WILLNEED)
+        offset = self._first_pixel + index * self._image_bytes
+        os.posix_fadvise(self._descriptor, offset, self._image_bytes, os.POSIX_FADV_WILLNEED)
         return True
 
     def gather(self, indices: Tensor, pinned: bool = False) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 
 from launcher.data.images.photograph import Source
 from launcher.data.split import class_numbers, numbered, refuse_one_class, stratified
-from launcher.data.tables.files import Table, read_csv
+from launcher.data.tables.files import MissingColumnsError, Table, read_csv
 from launcher.errors import ConfigError, DataError, DataWarning, listed
 from launcher.run_dir.atomic import encodable
 
@@ -322,14 +322,13 @@ def _table(file: Path, columns: tuple[str, str]) -> Table:
     if not file.is_file():
         kind = "is a folder" if file.exists() else "does not exist"
         raise ConfigError(f"data.csv={file} {kind}. Give a file with the columns {', '.join(COLUMNS)}.")
-    table = read_csv(file, once=(*columns, SPLIT))  # spreadsheets write columns without a name
-    if lacking := [name for name in columns if name not in table.columns]:
+    try:
+        return read_csv(file, [*columns, (SPLIT, "")])
+    except MissingColumnsError as error:
         raise DataError(
-            f"data.csv={file} has no column {' and '.join(lacking)}. Its first line has: "
-            f"{listed(list(table.columns), 20)}. Name those of the paths and the labels with "
-            "data.image_column=NAME data.label_column=NAME. A column split (train or val) is optional."
-        )
-    return table
+            f"data.csv={error} Name those of the paths and the labels with data.image_column=NAME "
+            "data.label_column=NAME. A column split (train or val) is optional."
+        ) from error
 
 
 def _is_held_out(word: str, where: str) -> bool:

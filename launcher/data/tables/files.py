@@ -143,7 +143,7 @@ def _picked(file: Path, there: Sequence[str], wanted: Wanted) -> list[str]:
     found = {choice: next((name for name in choice if name in there), "") for choice in choices}
     if missing := [choice for choice, name in found.items() if not name and "" not in choice]:
         raise missing_columns(file, [" or ".join(choice) for choice in missing], there)
-    return [name for name in there if name in found.values()]
+    return [name for name in there if name and name in found.values()]  # "" is none of a choice
 
 
 class MissingColumnsError(DataError):
@@ -153,7 +153,7 @@ class MissingColumnsError(DataError):
 def missing_columns(file: Path, missing: Sequence[str], there: Sequence[str]) -> DataError:
     """The error for columns that a file does not have."""
     which = f"the column {missing[0]}" if len(missing) == 1 else f"the columns {', '.join(missing)}"
-    advice = _other_separator(file, there)
+    advice = _other_separator(there)
     kind = DataError if advice else MissingColumnsError
     return kind(f"{file} has not {which}. It has: {shown(there)}.{advice}")
 
@@ -166,17 +166,14 @@ def no_such_column(key: str, name: str, file: Path, there: Sequence[str]) -> Lau
     return ConfigError(f"{key}={name}: {error}{suggestion(nearest(name, there))}")
 
 
-def _other_separator(file: Path, there: Sequence[str]) -> str:
+def _other_separator(there: Sequence[str]) -> str:
     """What to do about a first line that has been taken for one name; empty where it looks like one."""
-    expected = {".csv": ",", ".tsv": "\t", ".txt": "\t"}.get(_suffix(file))
-    found = [each for each in ";,\t|" if expected and each != expected and each in there[0]]
-    if len(there) != 1 or not found:
+    found = re.search(r"[;,\t|]", there[0]) if len(there) == 1 else None
+    if found is None:
         return ""
-    named = {"\t": "tabs", ",": "commas"}
     return (
-        f" Its names seem to be separated by {named.get(found[0], repr(found[0]))}, but those of a "
-        f"{_suffix(file)} are by {named[str(expected)]}: write it with these, or set data.separator "
-        "(of data=table)."
+        f" Its names seem to be separated by {found[0]!r}: write a .csv with commas and a .tsv with tabs, or "
+        "set data.separator (of data=table)."
     )
 
 
@@ -209,12 +206,9 @@ def _read_tsv(file: Path, wanted: Wanted) -> Table:
     return _from_rows(file, rows, wanted, "tabs")
 
 
-def read_csv(file: Path, wanted: Wanted = None, once: Sequence[str] | None = None) -> Table:
-    """Read a file of any name as CSV. Raises DataError.
-
-    `once`: the names that no two columns may have, of others the first is kept; None: all.
-    """
-    return _from_rows(file, _csv_rows(file), wanted, "commas", once)
+def read_csv(file: Path, wanted: Wanted = None) -> Table:
+    """Read a file of any name as CSV. Raises DataError."""
+    return _from_rows(file, _csv_rows(file), wanted, "commas")
 
 
 def _csv_rows(file: Path, separator: str = ",") -> Iterator[tuple[int, list[str]]]:
@@ -233,28 +227,23 @@ def _csv_rows(file: Path, separator: str = ",") -> Iterator[tuple[int, list[str]
         ) from error
 
 
-def _from_rows(
-    file: Path,
-    rows: Iterator[tuple[int, list[str]]],
-    wanted: Wanted,
-    separator: str,
-    once: Sequence[str] | None = None,
-) -> Table:
-    """A table of a file whose first row has the names of the columns."""
+def _from_rows(file: Path, rows: Iterator[tuple[int, list[str]]], wanted: Wanted, separator: str) -> Table:
+    """A table of a file whose first row has the names of the columns. No two may have a name that is read."""
     _, names = next(rows, (0, []))
     names = [name.strip() for name in names]
     if not any(names):
         raise DataError(f"{file} is empty. Its first line must have the names of the columns.")
-    if repeated := sorted({n for n in names if names.count(n) > 1 and (once is None or n in once)}):
+    picked = dict.fromkeys(_picked(file, names, wanted))
+    if repeated := [name for name in picked if names.count(name) > 1]:
         raise DataError(f"{file} has more than one column named {', '.join(repeated)!r}. Rename them.")
-    kept = [names.index(name) for name in dict.fromkeys(_picked(file, names, wanted))]
+    kept = [names.index(name) for name in picked]
     columns = [Column() for _ in kept]
     places = array("q")
     for line, cells in rows:
         if len(cells) != len(names):
             raise DataError(
                 f"{file}, line {line}: it has {len(cells)} cells separated by {separator}, the first line "
-                f"{len(names)}: {shown(names)}.{_other_separator(file, names)}"
+                f"{len(names)}: {shown(names)}.{_other_separator(names)}"
             )
         places.append(line)
         for column, index in zip(columns, kept, strict=True):

@@ -235,17 +235,23 @@ def regression(train: Table, validation: Table, features: Features, target: str,
             f"the target {target} is {targets[0][0]:g} in all {len(train)} training rows: there is nothing "
             "to learn."
         )
-    sets = _sets(features, (train, validation), {"target": [each.float() for each in targets]}, name)
+    train_set, validation_set = (
+        TensorData(features.columns(table) | {"target": values.float()}, name)
+        for table, values in zip((train, validation), targets, strict=True)
+    )
     mean, std = float(targets[0].mean()), float(targets[0].std(correction=0))
-    return TabularSet(*sets, features, None, mean, std)
+    return TabularSet(train_set, validation_set, features, None, mean, std)
 
 
 def classification(train: Table, validation: Table, features: Features, target: str, name: str) -> TabularSet:
     """The classes are those of the training rows; other labels are refused."""
     classes = _sorted_classes(set(train.column(target).categories))
     refuse_one_class(classes, f"the target {target} of {train.file}")
-    labels = [_labels(table, target, classes) for table in (train, validation)]
-    return TabularSet(*_sets(features, (train, validation), {"label": labels}, name), features, classes)
+    train_set, validation_set = (
+        TensorData(features.columns(table) | {"label": _labels(table, target, classes)}, name)
+        for table in (train, validation)
+    )
+    return TabularSet(train_set, validation_set, features, classes)
 
 
 def _labels(table: Table, target: str, classes: Sequence[str]) -> Tensor:
@@ -259,16 +265,6 @@ def _sorted_classes(classes: set[str]) -> tuple[str, ...]:
         return tuple(sorted(classes, key=float))
     except ValueError:
         return tuple(sorted(classes))
-
-
-def _sets(
-    features: Features, tables: Sequence[Table], targets: Mapping[str, Sequence[Tensor]], name: str
-) -> tuple[TensorData, TensorData]:
-    made = [
-        TensorData(features.columns(table) | {key: values[index] for key, values in targets.items()}, name)
-        for index, table in enumerate(tables)
-    ]
-    return made[0], made[1]
 
 
 def of_file(config: DataConfig, options: TableOptions) -> tuple[Table, Table | None]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from launcher.config.rules import one_of, whole
 from launcher.config.schema import DataConfig
-from launcher.data.libraries import tokenizers_library, without_threads
+from launcher.data.libraries import optional, without_threads
 from launcher.data.options import Cache, Count, options_of
 from launcher.data.tables.files import read_text
 from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
@@ -121,7 +121,7 @@ class BytePairs(Vocabulary):
 
     @cached_property
     def _tokenizer(self) -> Any:
-        return tokenizers_library().Tokenizer.from_str(self.definition)
+        return optional("tokenizers").Tokenizer.from_str(self.definition)
 
     @classmethod
     def fitted(cls, text: str, train: str, size: int) -> Self:
@@ -130,7 +130,7 @@ class BytePairs(Vocabulary):
             raise ConfigError(
                 f"data.vocab_size={size}: byte-pair encoding needs at least 256, one for each byte."
             )
-        library = tokenizers_library()
+        library = optional("tokenizers")
         tokenizer = library.Tokenizer(library.models.BPE())
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = library.decoders.ByteLevel()
@@ -145,7 +145,7 @@ class BytePairs(Vocabulary):
 
     @classmethod
     def version(cls) -> str:
-        return f"{cls.name} of tokenizers {tokenizers_library().__version__}"
+        return f"{cls.name} of tokenizers {optional('tokenizers').__version__}"
 
     @property
     def size(self) -> int:

@@ -59,7 +59,8 @@ class PretrainedEncoder:
             raise ConfigError(
                 f"model.path={self.path}: its tokenizer has no tokenizer.json. Convert it first."
             )
-        longest = self._longest(found)
+        positions = getattr(self._config, "max_position_embeddings", None) or UNLIMITED
+        longest = min(positions, found.model_max_length)  # RoBERTa's has 2 fewer than its model has positions
         asked = options_of(config, SentenceOptions).max_seq_len
         if asked > longest:
             raise ConfigError(
@@ -95,12 +96,6 @@ class PretrainedEncoder:
             )
         assert isinstance(network, nn.Module)
         return network
-
-    def _longest(self, tokenizer: Any) -> int:
-        """The most tokens of a sequence, by the model and its tokenizer."""
-        positions = getattr(self._config, "max_position_embeddings", None) or UNLIMITED
-        by_tokenizer = tokenizer.model_max_length  # RoBERTa's has 2 fewer than its model has positions
-        return int(min(positions, by_tokenizer))
 
     @cached_property
     def _local(self) -> bool:

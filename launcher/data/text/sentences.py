@@ -21,7 +21,7 @@ from torch import Tensor
 
 from launcher.config.rules import Rule, list_of, string, whole
 from launcher.config.schema import DataConfig
-from launcher.data.libraries import tokenizers_library
+from launcher.data.libraries import optional
 from launcher.data.options import Cache, filled, options_of
 from launcher.data.split import class_numbers, numbered, parts, refuse_one_class
 from launcher.data.tables.files import (
@@ -163,7 +163,7 @@ def load_sentences(config: DataConfig, pretrained: SentenceTokenizer | None = No
         },
         "val_fraction": config.val_fraction,
         "tokenizer": pretrained.definition if pretrained else None,
-        "tokenizers": tokenizers_library().__version__,
+        "tokenizers": optional("tokenizers").__version__,
     }
     stored = cached(cache_folder(options.cache), key, lambda: _tokenised(files, config, options, pretrained))
     facts = json.loads(stored.texts["facts"])

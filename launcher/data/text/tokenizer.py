@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.data.libraries import optional, tokenizers_library, without_threads
+from launcher.data.libraries import optional, without_threads
 from launcher.errors import ConfigError
 
 PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -63,7 +63,7 @@ class SentenceTokenizer:
 
     def library_object(self) -> Any:
         """A new `tokenizers.Tokenizer`."""
-        return tokenizers_library().Tokenizer.from_str(self.definition)
+        return optional("tokenizers").Tokenizer.from_str(self.definition)
 
 
 def fitted(sentences: Sequence[str], vocab_size: int, lower_case: bool) -> SentenceTokenizer:
@@ -71,7 +71,7 @@ def fitted(sentences: Sequence[str], vocab_size: int, lower_case: bool) -> Sente
 
     A pure function of them. Raises ConfigError where the vocabulary has no place for all characters.
     """
-    library = tokenizers_library()
+    library = optional("tokenizers")
     normalizer = library.normalizers.BertNormalizer(lowercase=lower_case)
     splitter = library.pre_tokenizers.BertPreTokenizer()
     characters = sorted({c for text in sentences for c in normalizer.normalize_str(text) if not c.isspace()})
@@ -99,7 +99,7 @@ def fitted(sentences: Sequence[str], vocab_size: int, lower_case: bool) -> Sente
 
 def _of_vocabulary(vocabulary: dict[str, int], normalizer: Any, splitter: Any) -> SentenceTokenizer:
     """A tokenizer of this vocabulary, in which those of SPECIAL alone are special tokens."""
-    library = tokenizers_library()
+    library = optional("tokenizers")
     tokenizer = library.Tokenizer(library.models.WordPiece(vocabulary, unk_token=UNKNOWN))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
     tokenizer.decoder = library.decoders.WordPiece(prefix=WITHIN)

@@ -308,7 +308,7 @@ def test_the_columns_of_a_csv_may_have_any_name_and_its_files_no_suffix(tmp_path
     images = load_images(replace(config, options=options | columns))
     assert (images.classes, len(images.train), len(images.validation)) == (("cat", "dog"), 2, 2)
     with pytest.raises(
-        DataError, match=r"no column path and label\. .*image_id, breed\. .*data\.image_column=NAME"
+        DataError, match=r"has not the columns path, label\. .*image_id, breed\. .*data\.image_column=NAME"
     ):
         load_images(replace(config, options=options))
 
@@ -316,8 +316,8 @@ def test_the_columns_of_a_csv_may_have_any_name_and_its_files_no_suffix(tmp_path
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"file,class\na,b\n", r"no column path and label\. Its first line has: file, class"),
-        (b"path,class\na,b\n", r"no column label"),
+        (b"file,class\na,b\n", r"has not the columns path, label\. It has: file, class"),
+        (b"path,class\na,b\n", r"has not the column label"),
         (b"", r"mine\.csv is empty\. Its first line must have the names"),
         (b"path,label\ncat/0.png\n", r"line 2: it has 1 cells .*, the first line 2: path, label"),
         (b"path,label\ncat/0.png,\n", r"line 2"),

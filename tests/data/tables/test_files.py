@@ -138,10 +138,10 @@ def test_a_missing_column_lists_those_that_are_there(tmp_path, name, data):
         (
             "x.csv",
             "a;b\n1;2",
-            "separated by ';', but those of a .csv are by commas: write it with these, or set data.separator",
+            "separated by ';': write a .csv with commas and a .tsv with tabs, or set data.separator",
         ),
-        ("x.csv", "a\tb\n1\t2", "separated by tabs, but those of a .csv are by commas"),
-        ("x.tsv", "a,b\n1,2", "separated by commas, but those of a .tsv are by tabs"),
+        ("x.csv", "a\tb\n1\t2", r"separated by '\t'"),
+        ("x.tsv", "a,b\n1,2", "separated by ','"),
         ("x.csv", "word\n1", "It has: word."),
     ],
 )
