@@ -148,7 +148,9 @@ class Pool:
 
     def _ended(self, error: Exception) -> DataError | None:
         """The error for processes that are ending, awaited for END_S; None where none ends."""
-        workers = [] if self._iterator is None else self._iterator._workers
+        if self._iterator is None:
+            return None
+        workers = self._iterator._workers
         for sentinel in wait([worker.sentinel for worker in workers], END_S):
             next(worker for worker in workers if worker.sentinel == sentinel).join(END_S)
         codes = {worker.pid: worker.exitcode for worker in workers if worker.exitcode is not None}

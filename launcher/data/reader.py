@@ -136,6 +136,11 @@ class Fetched:
     traceback: str = ""  # of the failure, short, where nobody has foreseen it
     stands: InStream | None = None  # of a stream whose samples could be collated
 
+    @classmethod
+    def failed(cls, what: str, error: BaseException, bad: tuple[BadSample, ...] = ()) -> Fetched:
+        """A request that came to nothing because of this error."""
+        return cls(None, (), bad, f"{what}: {in_words(error)}", unforeseen(error))
+
     def refuse_failure(self, name: str) -> None:
         """Raise DataError where the batch could not be collated. `name` is that of the data."""
         if self.failure:
@@ -190,8 +195,7 @@ class Reader:
         try:
             enter_epoch(self._with_epochs, request.epoch, self._seed)
         except RAISED as error:  # a user's data set may fail in any way
-            failure = f"set_epoch failed{_at(error)}: {in_words(error)}"
-            return Fetched(None, (), failure=failure, traceback=unforeseen(error))
+            return Fetched.failed(f"set_epoch failed{_at(error)}", error)
         found = self._read_together(request) or self._read_each(request)
         self.reading(-1)
         if not found.samples:
@@ -264,8 +268,8 @@ class Reader:
                 error = again
         indices = [request.indices[offset] for offset in samples]
         where = " in the recipe's collate" if self._collate and not isinstance(error, DataError) else ""
-        failure = f"samples {listed(indices, SHOWN_SAMPLES)}{where}{_at(error)}: {in_words(error)}"
-        return Fetched(None, (), tuple(bad), failure, unforeseen(error))
+        what = f"samples {listed(indices, SHOWN_SAMPLES)}{where}{_at(error)}"
+        return Fetched.failed(what, error, tuple(bad))
 
     def _alone(self, sample: object) -> BaseException | None:
         """Why this sample cannot be collated by itself; None if it can."""

@@ -27,7 +27,7 @@ from launcher.data.batch_plan import BatchPlan, generator_for
 from launcher.data.epochs import EVALUATION
 from launcher.data.loader import LoadedSet, Loading, Pool
 from launcher.data.random_state import GeneratorsKept, seed_all, spread_seed
-from launcher.data.reader import RAISED, BadSample, Collate, Fetched, InStream, collated, in_words, unforeseen
+from launcher.data.reader import RAISED, BadSample, Collate, Fetched, InStream, collated
 from launcher.data.tensors import Batch, Batches, Transform, batch_to_device, to_device, transformed
 from launcher.errors import ConfigError, counted
 
@@ -169,8 +169,7 @@ class StreamReader(IterableDataset[Fetched]):
         try:
             return Fetched(collated(samples, self.collate), range(len(samples)), stands=stands)
         except RAISED as error:
-            failure = f"samples {part.start} to {at - 1}: {in_words(error)}"
-            return Fetched(None, (), failure=failure, traceback=unforeseen(error))
+            return Fetched.failed(f"samples {part.start} to {at - 1}", error)
 
 
 class StreamData(LoadedSet):
