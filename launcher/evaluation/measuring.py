@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from launcher.recipe.checks import refuse_taken_name
 from launcher.recipe.contract import Loss, Recipe
 
 Guard = Callable[[str, Batch | None], AbstractContextManager[None]]
+Sent = TypeVar("Sent")
 HOST = torch.device("cpu")
 MISTAKES = (NameError, AttributeError, TypeError, ImportError, NotImplementedError)  # on any samples
 SENDABLE = (
@@ -82,7 +83,9 @@ class Measuring:
             for metric in self._metrics
             if not hasattr(metric, "merge") and not isinstance(metric, LossMetric)
         ]
-        self._known = [self._known_of(metric) for metric in self._merged] if env.world_size > 1 else []
+        self._known = [
+            self._sent(metric, partial(known_of, metric)) for metric in self._merged if env.world_size > 1
+        ]
         self._kept: list[dict[str, object]] = []  # on other ranks: outputs and batch for `_fed`
         self._failure: LauncherError | None = None  # on rank 0, until it is sent to all ranks
 
@@ -101,7 +104,7 @@ class Measuring:
         """The numbers over all ranks. A collective; raises on all ranks alike."""
         for rank in range(1, self._env.world_size):  # in rank order: rank 0 has the first samples of the set
             for metric, known in zip(self._merged, self._known, strict=True):
-                pack = partial(self._packed_metric, metric, known)
+                pack = partial(self._sent, metric, partial(packed, metric, known))
                 self._pass_on(rank, pack, partial(self._merge, metric, known))
             number = send_to_all(self._env, str(len(self._kept)).encode(), rank)
             for index in range(int(number)):
@@ -159,25 +162,16 @@ class Measuring:
         known = {name for columns in read for name in columns or ()}
         return batch if None in read else {name: batch[name] for name in batch if name in known}
 
-    @contextmanager
-    def _sending(self, metric: object) -> Iterator[None]:
-        """The context in which a state is sent. Raises ConfigError for one that cannot be."""
+    def _sent(self, metric: object, send: Callable[[], Sent]) -> Sent:
+        """What `send` returns. Raises ConfigError for a state that cannot be sent to rank 0."""
         with self._calling(metric, "__getstate__"):
             try:
-                yield
+                return send()
             except CannotSendError as error:
                 raise ConfigError(
                     f"the metric {name_of(metric)} has merge, but its state cannot be sent to rank 0: "
                     f"{error}. {SENDABLE}"
                 ) from error
-
-    def _known_of(self, metric: object) -> Known:
-        with self._sending(metric):
-            return known_of(metric)
-
-    def _packed_metric(self, metric: object, known: Known) -> bytes:
-        with self._sending(metric):
-            return packed(metric, known)
 
     def _packed_rows(self, index: int) -> bytes:
         """What this rank has kept of a batch. Raises ConfigError for a column that cannot be sent."""
@@ -192,8 +186,7 @@ class Measuring:
             ) from error
 
     def _merge(self, metric: Any, known: Known, sent: bytes) -> None:
-        with self._sending(metric):
-            other = unpacked(sent, known, self._env.device)
+        other = self._sent(metric, partial(unpacked, sent, known, self._env.device))
         with self._calling(metric, "merge"):
             metric.merge(other)
 

@@ -22,6 +22,7 @@ from launcher.config.messages import install_line, unknown_name
 from launcher.config.schema import AugmentConfig, DataConfig
 from launcher.data.augment import Constants, Normalise, NormaliseBatch, crop_and_flip, photograph_transform
 from launcher.data.batch_plan import generator_for
+from launcher.data.images.cache import open_cache
 from launcher.data.images.folder import COLUMNS, list_csv, list_folder
 from launcher.data.images.hugging_face import list_rows, load_parquet_splits
 from launcher.data.images.photograph_set import (
@@ -34,6 +35,7 @@ from launcher.data.images.photograph_set import (
 )
 from launcher.data.options import Cache, Count, NoOptions, Text, options_of, refuse_path
 from launcher.data.split import parts
+from launcher.data.tensor_cache import cache_folder
 from launcher.data.tensors import Batch, TensorData
 from launcher.errors import ConfigError, PreflightError
 
@@ -61,7 +63,7 @@ class CifarOptions:
 
 @dataclass(frozen=True)
 class HubOptions(PhotographOptions):
-    """The keys of data=hf."""
+    """The keys of data=hf, which data=imagefolder has too."""
 
     image_column: Text | None = None
     label_column: Text | None = None
@@ -69,7 +71,7 @@ class HubOptions(PhotographOptions):
 
 @dataclass(frozen=True)
 class FolderOptions(HubOptions):
-    """The keys of data=imagefolder."""
+    """The keys of data=imagefolder beside those of data=hf."""
 
     csv: Text | None = None
     train: Text | None = None
@@ -200,8 +202,10 @@ def hf(config: DataConfig) -> ImageSet:
 
 def photographs(config: DataConfig, listing: Listing, options: PhotographOptions) -> ImageSet:
     """The set of a listing, with one cache for both parts."""
-    cache = options.open_cache(listing)
     indices = range(len(listing.labels))
+    shape = (3, options.base_size, options.base_size)
+    folder = cache_folder(options.cache)
+    cache = None if folder is None else open_cache(folder, listing.key, len(indices), shape)
     parts = (indices[: listing.num_train], True), (indices[listing.num_train :], False)
     train, validation = (
         PhotographSet(config.name, listing, part, options, cache, training, config.augment.flip)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from launcher.config.rules import Rule, is_whole, number
 from launcher.config.schema import DataConfig
-from launcher.data.images.cache import ImageCache, open_cache
+from launcher.data.images.cache import ImageCache
 from launcher.data.images.folder import FolderListing
 from launcher.data.images.hugging_face import HubListing
 from launcher.data.images.photograph import (
@@ -32,7 +32,6 @@ from launcher.data.images.photograph import (
 )
 from launcher.data.options import Cache
 from launcher.data.reader import ByReference, stacked
-from launcher.data.tensor_cache import cache_folder
 from launcher.data.tensors import Batch
 from launcher.errors import ConfigError, DataError
 
@@ -58,14 +57,6 @@ class PhotographOptions:
     def base_size(self) -> int:
         """Height and width of a cached image, of which the evaluation sees the middle."""
         return round(self.image_size * BASE_OVER_CROP)
-
-    def open_cache(self, listing: Listing) -> ImageCache | None:
-        """The cache of the decoded images. None where it was not asked for or cannot be made."""
-        folder = cache_folder(self.cache)
-        if folder is None:
-            return None
-        shape = (3, self.base_size, self.base_size)
-        return open_cache(folder, listing.key, len(listing.labels), shape)
 
 
 def refuse_padding(config: DataConfig) -> None:
