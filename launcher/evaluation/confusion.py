@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+SHARES = ("precision", "recall", "f1")
 LAST = "weighted avg"  # the name of the last line, the longest of those that every report has
 
 
@@ -40,30 +40,26 @@ class Confusion:
         scikit-learn itself takes more than a second to import, at the end of every run. Without samples, such
         as where every label is ignored, its means are nan.
         """
-        rows = self.table()
+        rows, total = self.table(), int(self.counts.sum())
         width = max([len(LAST), *(len(row["class"]) for row in rows)])
-        numbers = np.array([[row["precision"], row["recall"], row["f1"]] for row in rows])  # [classes, 3]
-        support = [row["support"] for row in rows]
-        means = {"macro avg": np.full(3, np.nan), LAST: np.full(3, np.nan)}
-        correct = "nan"
-        if rows:
-            means = {"macro avg": numbers.mean(axis=0), LAST: np.average(numbers, axis=0, weights=support)}
-            correct = f"{np.trace(self.counts) / sum(support):.4f}"
 
-        def line(name: str, cells: Sequence[str], samples: object) -> str:
-            return f"{name:>{width}} " + "".join(f" {cell:>9}" for cell in (*cells, str(samples)))
+        def line(name: str, *cells: object) -> str:
+            return f"{name:>{width}} " + "".join(f" {cell!s:>9}" for cell in cells)
 
-        def line_of(name: str, values: Sequence[float], samples: int) -> str:
-            return line(name, [f"{value:.4f}" for value in values], samples)
+        def mean(weights: list[int] | None = None) -> list[str]:
+            if not rows:
+                return ["nan"] * len(SHARES)
+            return [f"{np.average([row[each] for row in rows], weights=weights):.4f}" for each in SHARES]
 
         return "\n".join(
             [
-                line("", ("precision", "recall", "f1-score"), "support"),
+                line("", "precision", "recall", "f1-score", "support"),
                 "",
-                *(line_of(row["class"], numbers[k].tolist(), row["support"]) for k, row in enumerate(rows)),
+                *(line(row["class"], *(f"{row[s]:.4f}" for s in SHARES), row["support"]) for row in rows),
                 "",
-                line("accuracy", ("", "", correct), sum(support)),
-                *(line_of(name, values.tolist(), sum(support)) for name, values in means.items()),
+                line("accuracy", "", "", f"{np.trace(self.counts) / total:.4f}" if total else "nan", total),
+                line("macro avg", *mean(), total),
+                line(LAST, *mean([row["support"] for row in rows]), total),
                 "",
             ]
         )
