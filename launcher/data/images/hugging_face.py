@@ -129,21 +129,20 @@ def _listing(
     values = [_values(each, label, where) for each in rows]
     classes = _classes(train.features[label], values, numbered)
     labels = [_numbers(each, classes, train.features[label], where) for each in values]
-    places = [[(which, row) for row in range(len(each))] for which, each in enumerate(labels)]
     if held_out is None:
         split = parts(torch.tensor(labels[0]), val_fraction, f"rows of {where}", DataError)
-        labels, places = (
-            [[labels[0][row] for row in part] for part in split],
-            [[places[0][row] for row in part] for part in split],
-        )
+        train_places, held_out_places = ([(0, row) for row in part] for part in split)
+    else:
+        train_places, held_out_places = ([(n, row) for row in range(len(labels[n]))] for n in (0, 1))
+    places = (*train_places, *held_out_places)
     refuse_one_class(classes, where)
     return HubListing(
         base=base,
         rows=rows,
-        places=(*places[0], *places[1]),
-        labels=(*labels[0], *labels[1]),
+        places=places,
+        labels=tuple(labels[which][row] for which, row in places),
         classes=tuple(map(str, classes)),
-        num_train=len(places[0]),
+        num_train=len(train_places),
         image_column=image,
         where=where,
     )
