@@ -59,14 +59,16 @@ def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> 
     words: dict[str, Any] = {"peer": asdict(own), "facts": facts(config)}
     alike = config.launch.hosts == "alike"
     makes_mark = alike and env.is_leader and config.run.dir
-    with _mark(config.run.dir) if makes_mark else nullcontext("") as mark:
+    with mark(config.run.dir) if makes_mark else nullcontext("") as made:
         if alike and not env.is_leader:
-            words["sees"] = _sees(json.loads(store.get(f"{job}/meeting/0"))["mark"])
-        store.set(f"{job}/meeting/{env.rank}", json.dumps(words | {"mark": mark}))
+            words["sees"] = sees(json.loads(store.get(f"{job}/meeting/0"))["mark"])
+        store.set(f"{job}/meeting/{env.rank}", json.dumps(words | {"mark": made}))
         said = [json.loads(store.get(f"{job}/meeting/{rank}")) for rank in range(env.world_size)]
     refuse_differences([words["facts"] for words in said])
+    blind = [rank for rank, words in enumerate(said) if not words.get("sees", True)]
+    if blind:
+        raise _own_disk(config, blind, said[blind[0]]["peer"]["host"])
     if alike:
-        _refuse_own_disk(config, said)
         _refuse_other_clock(env, store, job)
     return [Peer(**words["peer"]) for words in said]
 
@@ -78,7 +80,7 @@ def prepare_directory(config: Config, launch: LaunchEnv) -> Path:
     made.
     """
     directory = Path(config.run.dir)
-    if config.launch.hosts == "alike" and not _sees(config.run.dir):
+    if config.launch.hosts == "alike" and not sees(config.run.dir):
         raise _own_disk(config, [launch.rank], gethostname())
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -115,7 +117,7 @@ def _facts_of_host() -> dict[str, str]:
 
 
 @contextmanager
-def _mark(directory: str) -> Iterator[str]:
+def mark(directory: str | Path) -> Iterator[str]:
     """The path of a file that is in the directory within the context; empty where none can be made."""
     path = Path(directory, f".meeting-{secrets.token_hex(4)}")  # a new name: no machine remembers it
     with suppress(OSError):  # of a directory that cannot be written, which the run reports later
@@ -127,7 +129,7 @@ def _mark(directory: str) -> Iterator[str]:
             path.unlink()
 
 
-def _sees(path: str) -> bool:
+def sees(path: str) -> bool:
     """Whether this machine sees what rank 0 has made."""
     deadline = time.monotonic() + SEEN_S
     while path and not os.path.exists(path):
@@ -137,14 +139,8 @@ def _sees(path: str) -> bool:
     return True
 
 
-def _refuse_own_disk(config: Config, said: list[dict[str, Any]]) -> None:
-    """Raise PreflightError for ranks that do not see the directory in which rank 0 writes the checkpoints."""
-    blind = [rank for rank, words in enumerate(said) if not words.get("sees", True)]
-    if blind:
-        raise _own_disk(config, blind, said[blind[0]]["peer"]["host"])
-
-
 def _own_disk(config: Config, ranks: list[int], host: str) -> PreflightError:
+    """The error of ranks that do not see the directory in which rank 0 writes the checkpoints."""
     return PreflightError(
         f"{numbered(ranks)} (on {host}) does not see rank 0's run.dir={config.run.dir}, where the "
         "checkpoints are: a run whose rank 0 is on that machine after a restart would begin anew. Give a "

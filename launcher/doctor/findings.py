@@ -6,14 +6,13 @@ Owns the way from a check that hangs, crashes or raises to a finding that says s
 from __future__ import annotations
 
 import dataclasses
-import json
+import multiprocessing
 import os
-import select
 import signal
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 from launcher.errors import LauncherError, described
@@ -53,36 +52,35 @@ class Check:
 
 def found_by(check: Check) -> list[Finding]:
     """Run a check in a forked process: what it imports, allocates or breaks ends with it."""
-    reader, writer = os.pipe()
-    parent, child = os.getpid(), os.fork()
-    if child == 0:
-        try:
-            end_with(parent)  # no Ctrl-C reaches another session, and a check that hangs has no other limit
-            os.setsid()  # so that processes which the check has started are ended with it
-            os.close(reader)
-            with open(writer, "w", encoding="utf-8") as answer:
-                json.dump([dataclasses.asdict(finding) for finding in _looked(check)], answer)
-        finally:
-            os._exit(0)  # the rest of the program is the parent's
-    os.close(writer)
-    with open(reader, "rb") as answer:
-        said = _read(answer.fileno(), check.limit_s)
-    # Where it has answered, only processes that it has left behind remain.
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)
-    with suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)  # it may not have reached setsid
-    _, status = os.waitpid(child, 0)
-    if said is None:
-        text = f"no answer within {check.limit_s:g} s"
-    elif said:
-        return [Finding(**finding) for finding in json.loads(said)]
-    else:
-        text = f"the check was ended by {_cause(status)}"
+    forking = multiprocessing.get_context("fork")
+    reader, writer = forking.Pipe(duplex=False)
+    child = forking.Process(target=_look, args=(check, writer, os.getpid()))
+    child.start()
+    writer.close()  # so that the reader notices if the child ends without an answer
+    found: list[Finding] | None = None
+    try:
+        answered = reader.poll(check.limit_s)
+        with suppress(EOFError):
+            found = reader.recv() if answered else None
+    finally:
+        assert child.pid is not None
+        # Where it has answered, only processes that it has left behind remain.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.kill()  # it may not have reached setsid
+        child.join()
+    if found is not None:
+        return found
+    code = child.exitcode or 0
+    cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    text = f"the check was ended by {cause}" if answered else f"no answer within {check.limit_s:g} s"
     return [Finding(check.name, text, FAILURE, check.if_silent)]
 
 
-def _looked(check: Check) -> list[Finding]:
+def _look(check: Check, writer: Connection, parent: int) -> None:
+    """Send what a check finds to the process that has forked this one."""
+    end_with(parent)  # no Ctrl-C reaches another session, and a check that hangs has no other limit
+    os.setsid()  # so that processes which the check has started are ended with it
     found: list[Finding] = []
     try:
         found.extend(check.look())
@@ -90,24 +88,7 @@ def _looked(check: Check) -> list[Finding]:
         found.append(Finding(check.name, "refused", FAILURE, str(error)))
     except Exception as error:
         found.append(Finding(check.name, "could not be looked at", NOTE, described(error)))
-    return found
-
-
-def _read(descriptor: int, limit_s: float) -> bytes | None:
-    """All that is written until the other end is closed; None if that takes longer than the limit."""
-
-    said, deadline = b"", time.monotonic() + limit_s
-    while select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        part = os.read(descriptor, 65536)
-        if not part:
-            return said
-        said += part
-    return None
-
-
-def _cause(status: int) -> str:
-    number = os.waitstatus_to_exitcode(status)
-    return signal.Signals(-number).name if number < 0 else f"exit code {number}"
+    writer.send(found)
 
 
 def as_json(found: Iterable[Finding]) -> list[dict[str, Any]]:

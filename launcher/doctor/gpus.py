@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -24,8 +25,6 @@ GEMM_SIZE, GEMM_S = 4096, 0.7  # 134 MB of matrices; long enough for the clocks 
 LOW_CLOCK = 0.7  # of the highest: below, power or heat limits the card more than a full load does
 IN_USE = 0.05  # of a card's memory: a desktop takes less
 TENSOR_CORES, BF16 = (7, 0), (8, 0)  # the first compute capability that has them
-# Generation of PCIe: bytes per second and lane, after encoding.
-LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 
 
 def checks(gpus: int) -> list[Check]:
@@ -86,11 +85,7 @@ def state(nvml: ModuleType, gpu: Gpu) -> Iterator[Finding]:
     Raises GpuLostError.
     """
     reader, label = Reader(nvml, gpu.handle), f"GPU {gpu.index}"
-
-    def ask(function: str, *arguments: object) -> Any:
-        with suppress(nvml.NVMLError, AttributeError):
-            return getattr(nvml, f"nvmlDeviceGet{function}")(gpu.handle, *arguments)
-
+    ask = partial(_ask, nvml, gpu)
     memory, processes = ask("MemoryInfo"), reader.processes() or []
     value = f"{ask('Name')}, {memory.free / GB:.1f} of {memory.total / GB:.1f} GB free" if memory else "deaf"
     in_use = memory is not None and memory.used > IN_USE * memory.total
@@ -117,6 +112,12 @@ def state(nvml: ModuleType, gpu: Gpu) -> Iterator[Finding]:
     if any(up is not None for up in links):
         down = f"{links.count(0)} of its NVLinks are down: see nvidia-smi nvlink -s." if 0 in links else ""
         yield judged(f"{label} NVLink", f"{links.count(1)} links up", down)
+
+
+def _ask(nvml: ModuleType, gpu: Gpu, function: str, *arguments: object) -> Any:
+    """What NVML answers about a GPU; None where it does not."""
+    with suppress(nvml.NVMLError, AttributeError):
+        return getattr(nvml, f"nvmlDeviceGet{function}")(gpu.handle, *arguments)
 
 
 def under_load() -> Iterator[Finding]:
@@ -160,9 +161,7 @@ def loaded(nvml: ModuleType, gpu: Gpu) -> Iterator[Finding]:
     reader = Reader(nvml, gpu.handle)
     now, most = reader.momentary(), reader.limits
     label = f"GPU {gpu.index}"
-    highest = 0
-    with suppress(nvml.NVMLError, AttributeError):
-        highest = nvml.nvmlDeviceGetMaxClockInfo(gpu.handle, nvml.NVML_CLOCK_SM)
+    highest = _ask(nvml, gpu, "MaxClockInfo", nvml.NVML_CLOCK_SM) or 0
     reasons = [name for name, bit in REASONS.items() if int(now.get("reasons", 0)) & bit]
     faults = sorted({*reasons} & {*FAULTS})
     value = f"{now.get('sm_clock_mhz', 0):.0f} of {highest} MHz" + (

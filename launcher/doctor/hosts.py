@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from launcher.distributed.env import LaunchEnv, WorkerEnv
-from launcher.distributed.store import arrived, open_store
+from launcher.distributed.env import LEADER, LaunchEnv, WorkerEnv, numbered
+from launcher.distributed.store import awaited_in_vain, open_store
 from launcher.doctor.findings import FAILURE, NOTE, Finding, judged
 from launcher.errors import StalledError, listed
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 EQUAL = ("Python", "torch", "hydra-core", "CUDA", "NCCL", "driver", "GPUs")
 CLOCK_NOTE_S, CLOCK_S = 2.0, 60.0  # a barrier leaves hosts apart by less than the first
@@ -53,58 +49,35 @@ def consult(
     if store is None:
         return [Host(gethostname(), found, time.time(), True, 0.0)]
     store.set(f"doctor/looked/{launch.rank}", "")
-    _await(store, [f"doctor/looked/{rank}" for rank in range(launch.world_size)], LEADING_S)
+    if late := awaited_in_vain(store, "doctor/looked/{}", range(launch.world_size), LEADING_S):
+        raise StalledError(f"doctor: {numbered(late)} has not answered within {LEADING_S:g} s.")
     from launcher.distributed.process_group import join
 
     with join(launch, store, "doctor", timeout_s) as env:
-        own, exchanged = _met(store, env, place, found)
-    if launch.local_rank == 0:
-        store.set(f"doctor/host/{launch.rank}", json.dumps(own, default=dataclasses.asdict))
-    store.set(f"doctor/done/{launch.rank}", str(launch.local_rank))
-    if launch.rank > 0:
-        from torch.distributed import DistError
-
-        with suppress(DistError):  # rank 0 may hold the store, and have ended with it
-            _await(store, ["doctor/end"], timeout_s)
-        return None
-    _await(store, [f"doctor/done/{rank}" for rank in range(launch.world_size)], timeout_s)
-    leaders = [rank for rank in range(launch.world_size) if store.get(f"doctor/done/{rank}") == b"0"]
-    said = [Host(*json.loads(store.get(f"doctor/host/{rank}"))) for rank in leaders]
-    hosts = [host._replace(found=[Finding(**each) for each in host.found]) for host in said]  # type: ignore[arg-type]
+        hosts, exchanged = _met(env, place, found)
     hosts[0].found.extend([exchanged, *compared(hosts)])
-    store.set("doctor/end", "")
-    return hosts
+    return hosts if env.is_leader else None
 
 
-def _await(store: dist.Store, keys: list[str], wait_s: float) -> None:
-    if not arrived(store, keys, wait_s):
-        raise StalledError(f"doctor: not all ranks have answered within {wait_s:g} s.")
-
-
-def _met(store: dist.Store, env: WorkerEnv, place: Path, found: list[Finding]) -> tuple[Host, Finding]:
-    """This rank's report, and the finding of the exchange between all ranks."""
-    import torch
-    import torch.distributed as dist
-
+def _met(env: WorkerEnv, place: Path, found: list[Finding]) -> tuple[list[Host], Finding]:
+    """The reports of all hosts, and the finding of the exchange between all ranks. A collective."""
+    from launcher.distributed.collectives import exchange_texts
+    from launcher.distributed.preflight import mark, sees
     from launcher.doctor.exchange import exchange
     from launcher.doctor.links import MEASURED_S, judged_exchange
 
-    token = place / f".doctor-{os.environ.get('MASTER_PORT', '')}"
-    if env.rank == 0:
-        with suppress(OSError):  # no host sees it then, and the check of the disk says why
-            token.touch()
     exchanged = exchange(env.rank, env.world_size, env.device, MEASURED_S)
-    now, sees = time.time(), token.exists()  # an all-reduce has just ended on all ranks
-    dist.barrier()
-    if env.rank == 0:
-        with suppress(OSError):
-            token.unlink(missing_ok=True)
-    leading = torch.zeros(env.world_size, device=env.device)
-    leading[env.rank] = env.local_rank == 0
-    dist.all_reduce(leading)
-    rate = _received(env, [rank for rank, leads in enumerate(leading.tolist()) if leads])
-    own = Host(gethostname(), found, now, sees, rate)
-    return own, judged_exchange(dataclasses.asdict(exchanged), env.world_size)
+    now = time.time()  # an all-reduce has just ended on all ranks
+    # Where rank 0 cannot write it, the check of the disk says why.
+    with mark(place) if env.is_leader else nullcontext("") as made:
+        is_seen = sees(exchange_texts(env, made)[LEADER])
+        local_ranks = exchange_texts(env, str(env.local_rank))  # all have looked: the mark may go
+    rate = _received(env, [rank for rank, local_rank in enumerate(local_ranks) if local_rank == "0"])
+    own = Host(gethostname(), found, now, is_seen, rate)
+    said = exchange_texts(env, json.dumps(own, default=dataclasses.asdict) if env.local_rank == 0 else "")
+    hosts = [Host(*json.loads(text)) for text in said if text]
+    hosts = [host._replace(found=[Finding(**each) for each in host.found]) for host in hosts]  # type: ignore[arg-type]
+    return hosts, judged_exchange(dataclasses.asdict(exchanged), env.world_size)
 
 
 def _received(env: WorkerEnv, leaders: Sequence[int]) -> float:

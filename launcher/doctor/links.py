@@ -6,15 +6,13 @@ Owns the processes that test them, the limit of their time, and the name of what
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from itertools import combinations
+from itertools import repeat
 from pathlib import Path
 
 from launcher.distributed import nccl
@@ -44,14 +42,10 @@ def bandwidth(devices: Sequence[str], program: Sequence[str] = PROGRAM) -> Itera
     """The rate of an all-reduce between all ranks of this machine, which also must be exact."""
     said = exchanged(devices, MEASURED_S, program=program)
     if isinstance(said, str):
-        yield judged(
-            "all-reduce",
-            said,
-            "The ranks of a run would not get further. NCCL_DEBUG=INFO says more in a run.",
-            FAILURE,
-        )
-        return
-    yield judged_exchange(said, len(devices))
+        advice = "The ranks of a run would not get further. NCCL_DEBUG=INFO says more in a run."
+        yield judged("all-reduce", said, advice, FAILURE)
+    else:
+        yield judged_exchange(said, len(devices))
 
 
 def judged_exchange(said: Mapping[str, float], ranks: int) -> Finding:
@@ -66,10 +60,10 @@ def pairs(gpus: int, program: Sequence[str] = PROGRAM) -> Iterator[Finding]:
     broken: dict[tuple[int, int], str] = {}
     with ThreadPoolExecutor(max(1, gpus // 2)) as pool:
         for together in rounds(gpus):
-            found = pool.map(lambda pair: trouble(pair, program), together)
+            found = pool.map(trouble, together, repeat(program))
             broken |= {pair: text for pair, text in zip(together, found, strict=True) if text}
     if not broken:
-        yield Finding("GPU pairs", f"{len(list(combinations(range(gpus), 2)))}, copies and sums exact")
+        yield Finding("GPU pairs", f"{math.comb(gpus, 2)}, copies and sums exact")
     for (one, other), text in broken.items():
         yield judged("GPU pairs", f"{one} and {other}: {text}", advice_on_peers(), FAILURE)
 
@@ -117,34 +111,22 @@ def exchanged(
     """What rank 0 of the test program says; a text where the ranks hang or fail."""
     variables = dict(os.environ)
     nccl.prepare(variables, one_machine=True)
-    variables.pop("NCCL_DEBUG", None)  # its lines fill the pipes of ranks that are read one after another
+    variables.pop("NCCL_DEBUG", None)  # its lines go to stdout too
     variables |= {"OMP_NUM_THREADS": "1", ENDS_WITH_STARTER: "1", **(environ or {})}
-    with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ExitStack() as running:
-        words = [str(len(devices)), f"{folder}/store", str(seconds), *devices]
-        ranks = [
-            running.enter_context(
-                subprocess.Popen(
-                    [*program, str(rank), *words],
-                    env=variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for rank in range(len(devices))
-        ]
-        deadline = time.monotonic() + PAIR_S + seconds
-        try:
-            said = [rank.communicate(timeout=max(0.1, deadline - time.monotonic())) for rank in ranks]
-        except subprocess.TimeoutExpired:
-            return f"no answer within {PAIR_S + seconds:g} s"
-        finally:
-            for rank in ranks:
-                rank.kill()
-    for number, rank in enumerate(ranks):
-        if rank.returncode:
-            last = said[number][1].strip().splitlines()[-1:] or ["no word"]
-            return f"rank {number} ended with {rank.returncode}: {last[0][:300]}"
-    answer: dict[str, float] = json.loads(said[0][0].splitlines()[-1])
+    limit_s = PAIR_S + seconds
+    try:
+        ended = subprocess.run(
+            [*program, str(seconds), *devices],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {limit_s:g} s"
+    if ended.returncode:
+        return (ended.stderr.strip() or f"ended with {ended.returncode}").splitlines()[-1][:300]
+    answer: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
     return answer
