@@ -24,8 +24,9 @@ from launcher.data.loader import loader_processes
 from launcher.data.sources import DataSets, batch_plan, training_batches
 from launcher.data.tensors import Batches
 from launcher.distributed.env import LaunchEnv, WorkerEnv
-from launcher.distributed.failures import claim_first_failure, give_reason
+from launcher.distributed.failures import give_reason
 from launcher.distributed.heartbeat import Heartbeat
+from launcher.distributed.last_words import words_of
 from launcher.distributed.preflight import meet, prepare_directory
 from launcher.distributed.process_group import join, tighten
 from launcher.distributed.watchdog import Watchdog
@@ -49,6 +50,7 @@ from launcher.training.ends import announce, finish
 from launcher.training.failures.rank_failure import (
     advice_for,
     failure_of,
+    log_traceback,
     of_another_rank,
     place_of_shortage,
     release_frames,
@@ -95,10 +97,11 @@ def run(
     """
     alone = launch.world_size == 1
     heartbeat = heartbeat or Heartbeat()
+    words = heartbeat.words or words_of(store, job)
     try:
         run_dir = prepare_directory(config, launch)
     except LauncherError:
-        claim_first_failure(store, job, launch.rank, heartbeat.words)
+        words.fail(launch.rank)
         raise
     with (
         # Left in reverse: the telemetry may still log, and signals stay requests until both are closed.
@@ -118,15 +121,16 @@ def run(
                 _join_and_run(config, launch, store, job, telemetry, requests, heartbeat)
         except BaseException as error:
             # First, because explaining a failure takes time, and other ranks fail of this one meanwhile.
-            claim_first_failure(store, job, launch.rank, heartbeat.words)
+            words.fail(launch.rank)
+            log_traceback(launch.rank, error)
             logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
             beat = heartbeat.latest
             at_shortage = place_of_shortage(beat), advice_for(beat, config, launch.world_size)
             failure = failure_of(error, store, job, launch, logs, at_shortage)
             if not heartbeat.watched:  # else the parent reads how this rank leaves
-                give_reason(store, job, launch.rank, failure or error)
+                give_reason(words, launch.rank, failure or error)
             steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
-            cause = of_another_rank(failure or error, store, job, launch, heartbeat.words)
+            cause = of_another_rank(failure or error, words, launch.rank)
             report_failure(telemetry, steps, run_dir, launch, cause)
             release_frames(error)
             if failure is not None:

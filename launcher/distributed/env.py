@@ -111,3 +111,7 @@ class WorkerEnv:
 def numbered(ranks: Sequence[int], noun: str = "rank") -> str:
     """The ranks as part of a sentence: `rank 1, 3`."""
     return f"{noun} {listed(ranks, RANKS_SHOWN)}"
+
+
+def is_port(text: str) -> bool:
+    return text.isdecimal() and 0 < int(text) < 65536

@@ -1,12 +1,11 @@
-"""How the ranks of a job fail: which failed first, why, and how each leaves the job.
+"""How the ranks of a job fail: which failed first, and why.
 
-Owns these records and their keys in the store, and the patterns that tell the error of a rank which has lost
-another one from a rank's own. Imports no torch.
+Owns the patterns that tell the error of a rank which has lost another one from a rank's own, and the
+sentences that name a rank. Imports no torch.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ from launcher.config.user_code import short_traceback
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv, numbered
 from launcher.distributed.flight_recorder import last_call, latest_calls
-from launcher.distributed.last_words import Departure, LastWords
-from launcher.distributed.store import awaited_in_vain, limit_silence
+from launcher.distributed.last_words import Departure, Words
+from launcher.distributed.store import awaited_in_vain, no_store, unless_lost
 from launcher.errors import ON_REQUEST, CollectiveError, LauncherError, StalledError, described, whole_text
 from launcher.process.shortage import shortage_of
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 ASSEMBLE_S = 2.0  # between the first and the last rank that give up on a collective
-PRINT_S = 0.3  # for rank 0 to print why it failed: torchrun ends it once another rank has ended
-LEAVE_S = 4.0  # for an answer of the store, after this rank has failed
 OWN_RANK = re.compile(r"\brank ?\d+")
 TIMED_OUT = re.compile(r"timed out|(wait|application) timeout", re.IGNORECASE)  # in Gloo's words
 # Errors of a rank that failed because another one did: of Gloo, NCCL or the store. Matched against the
@@ -50,22 +47,6 @@ def is_loss(error: BaseException) -> bool:
     text = whole_text(error)
     lost = OF_ANOTHER.search(text) and not nccl.is_own(text)
     return isinstance(error, RuntimeError) and bool(lost) and not TIMED_OUT.search(text)
-
-
-def left_key(job: str) -> str:
-    """The key of a rank's departure in the store, with a place for the rank's number."""
-    return f"job/{job}/left/{{}}"
-
-
-def record(store: dist.Store, job: str, departure: Departure) -> None:
-    """Record how a rank leaves, or what it fails of and will leave with. Raises DistError."""
-    store.set(left_key(job).format(departure.rank), departure.as_text())
-
-
-def recorded(store: dist.Store, job: str, rank: int) -> Departure | None:
-    """What a rank has recorded, if it has. Raises DistError."""
-    key = left_key(job).format(rank)
-    return Departure.of_text(store.get(key)) if store.check([key]) else None
 
 
 def departure_of(rank: int, error: BaseException | None = None) -> Departure:
@@ -120,87 +101,37 @@ def _without_ranks(error: str) -> str:
     return OWN_RANK.sub("rank", error)
 
 
-def claim_first_failure(
-    store: dist.Store | None, job: str, rank: int, words: LastWords | None = None
-) -> None:
-    """Record that this rank failed, before others can notice. The first claim counts.
-
-    Clocks of different machines cannot tell which rank failed first; the store can. On one machine, where
-    there are `words`, the store is not used: a rank that has just died may have left it unreadable.
-    """
-    if words is not None:
-        return words.fail(rank)
-    if store is None:
-        return
-    from torch.distributed import DistError
-
-    limit_silence(LEAVE_S)
-    with suppress(DistError):  # if the store is gone, the other ranks notice by themselves
-        store.compare_set(f"job/{job}/first_failure", "", str(rank))
-
-
-def first_failure(store: dist.Store, job: str) -> int | None:
-    """The rank that failed first, if any has recorded a failure."""
-    key = f"job/{job}/first_failure"
-    return int(store.get(key)) if store.check([key]) else None
-
-
-def failure_of_another(
-    store: dist.Store, job: str, rank: int, words: LastWords | None
-) -> LauncherError | None:
+def failure_of_another(words: Words, rank: int) -> LauncherError | None:
     """The failure that ended the job, with its rank and exit code, if another rank than `rank` had it.
 
     Waits briefly for the departure of the rank that failed first. None if there is none.
     """
-    from torch.distributed import DistError
-
-    with suppress(DistError, ValueError):
-        first = first_failure(store, job) if words is None else words.first_failure()
+    with unless_lost(), suppress(ValueError):
+        first = words.first_failure()
         if first is None or first == rank:
             return None
         left, deadline = None, time.monotonic() + ASSEMBLE_S
         while left is None and time.monotonic() < deadline:
             time.sleep(0.02)  # rank 0 alone asks
-            left = recorded(store, job, first) if words is None else words.of(first)
+            left = words.of(first)
         if left and left.error and not left.lost and left.exit_code not in ON_REQUEST:
             return JobFailed(attributed(left, [left]), left)
     return None
 
 
-def give_reason(store: dist.Store | None, job: str, rank: int, error: BaseException) -> None:
+def give_reason(words: Words, rank: int, error: BaseException) -> None:
     """Record why this rank fails, for ranks whose main thread cannot find out: see `reason_of`."""
-    if store is not None:
-        from torch.distributed import DistError
-
-        with suppress(DistError):
-            record(store, job, departure_of(rank, error))
+    with unless_lost():
+        words.leave(departure_of(rank, error))
 
 
-def reason_of(store: dist.Store, job: str, rank: int) -> tuple[str, int]:
+def reason_of(words: Words, rank: int) -> tuple[str, int]:
     """Why a rank that has claimed the first failure failed, and its exit code. Raises DistError."""
-    left = recorded(store, job, rank)
+    left = words.of(rank)
     if left is None:
         return f"rank {rank} failed. Its log and its stderr say why.", LauncherError.exit_code
     # The error may be another rank's, as that of one which did not join a collective.
     return left.error if left.error.startswith("rank ") else attributed(left, [left]), left.exit_code
-
-
-def leave_word(store: dist.Store, job: str, launch: LaunchEnv, text: str, exit_code: int) -> None:
-    """Record, in place of the main thread, that this rank leaves for good and is not to be waited for.
-
-    Returns when all ranks but 0 have done so, or after ASSEMBLE_S. torchrun ends the remaining ranks once the
-    first has ended, including rank 0, which might not yet have printed why it failed.
-    """
-    from torch.distributed import DistError
-
-    limit_silence(LEAVE_S)
-    with suppress(DistError):
-        # Shared: the text names the rank at fault.
-        record(store, job, Departure(launch.rank, time.time(), text, exit_code, shared=True))
-        # Or rank 0 would wait for this rank to confirm the end.
-        store.set(f"heard/{launch.rank}", "")
-        awaited_in_vain(store, left_key(job), range(1, launch.world_size), ASSEMBLE_S)
-        time.sleep(PRINT_S)
 
 
 def stall_of(
@@ -215,18 +146,13 @@ def stall_of(
         return None
     from torch.distributed import DistError
 
-    deadline, missing = time.monotonic() + ASSEMBLE_S, list(range(launch.world_size))
+    gave_up = f"job/{job}/gave_up/{{}}"
     try:
-        store.set(f"job/{job}/gave_up/{launch.rank}", "")
-        while missing and time.monotonic() < deadline:
-            time.sleep(0.1)
-            missing = [rank for rank in missing if not store.check([f"job/{job}/gave_up/{rank}"])]
+        store.set(gave_up.format(launch.rank), "")
+        missing = awaited_in_vain(store, gave_up, range(launch.world_size), ASSEMBLE_S)
     except DistError:
-        return StalledError(
-            f"rank {launch.rank} waited too long for a collective, and rank 0's machine "
-            f"({os.environ.get('MASTER_ADDR')}), which hosts the store, does not answer: that machine, or "
-            "the link to it, is gone. launch.stall_s says how long a collective may take."
-        )
+        waited = f"rank {launch.rank} waited too long for a collective"
+        return StalledError(f"{waited}, and {no_store()} launch.stall_s says how long a collective may take.")
     if not missing:
         return StalledError("a collective took too long although all ranks joined it: the network stalls.")
     return StalledError(

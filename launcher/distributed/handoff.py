@@ -17,19 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import Config, from_dict, to_dict
 from launcher.distributed.env import LaunchEnv, numbered
-from launcher.distributed.failures import (
-    ASSEMBLE_S,
-    JobFailed,
-    attributed,
-    departure_of,
-    first_failure,
-    left_key,
-    record,
-    recorded,
-)
-from launcher.distributed.last_words import Departure
+from launcher.distributed.failures import ASSEMBLE_S, JobFailed, attributed, departure_of
+from launcher.distributed.last_words import Departure, StoredWords, Words, words_of
 from launcher.distributed.launches import claim, join_launch, origin
-from launcher.distributed.store import awaited, awaited_in_vain, limit_silence, memory, open_store
+from launcher.distributed.store import (
+    awaited,
+    awaited_in_vain,
+    limit_silence,
+    memory,
+    open_store,
+    unless_lost,
+)
 from launcher.errors import ON_REQUEST, CollectiveError, LauncherError, StalledError
 
 if TYPE_CHECKING:
@@ -51,6 +49,9 @@ class HandoffTimeouts:
     unmet_s: float = 30.0  # the same, if no job was handed out: the others may still be importing torch
 
 
+PATIENCE = HandoffTimeouts()
+
+
 class Leader:
     """Rank 0, or the only process: hands out jobs, runs its own part, and announces the end.
 
@@ -61,13 +62,13 @@ class Leader:
         self,
         launch: LaunchEnv,
         run_job: RunJob,
-        patience: HandoffTimeouts | None = None,
+        patience: HandoffTimeouts = PATIENCE,
         arguments: Sequence[str] = (),
     ) -> None:
         self.launch = launch
         self._run_job = run_job
         self._arguments = arguments
-        self._patience = patience or HandoffTimeouts()
+        self._patience = patience
         self._goodbye_s = self._patience.unmet_s
         self._others = range(1, launch.world_size)
         self._gone: list[int] = []  # ranks that were awaited in vain: they will not confirm the end either
@@ -96,10 +97,11 @@ class Leader:
             failure = error
         own = departure_of(self.launch.rank, failure)
         self.parted = True  # unless all ranks say how they have left
-        departures = self._departures(store, job, own, config.launch.stall_s)
+        words = words_of(store, job)
+        departures = self._departures(words, job, own, config.launch.stall_s)
         left_with_errors = {bool(each.error) for each in departures}
         self.parted = len(left_with_errors) > 1 or any(each.lost for each in departures)
-        first = self._first_failure(store, job, departures)
+        first = _first_failure(words, departures)
         text = attributed(first, departures)
         stopped = first.exit_code in ON_REQUEST
         if failure is not None and (
@@ -129,10 +131,8 @@ class Leader:
 
     def dismiss(self, exit_code: int, reason: str = "") -> None:
         """Send the other ranks the exit code to leave with, and wait for their confirmation."""
-        from torch.distributed import DistError
-
         # If the store is gone, or could not be opened before either, no rank can be reached.
-        with contextlib.suppress(DistError, LauncherError):
+        with unless_lost(), contextlib.suppress(LauncherError):
             store = self._send({"end": True, "exit_code": exit_code, "reason": reason})
             if store is not None:  # a rank that does not confirm has died
                 left = [rank for rank in self._others if rank not in self._gone]
@@ -165,31 +165,27 @@ class Leader:
             )
             raise JobFailed(text, Departure(0, time.time(), text, StalledError.exit_code))
 
-    def _departures(
-        self, store: dist.Store | None, job: str, own: Departure, stall_s: float
-    ) -> list[Departure]:
+    def _departures(self, words: Words, job: str, own: Departure, stall_s: float) -> list[Departure]:
         """How each rank left the job, in rank order.
 
         Raises StalledError if one does not leave, JobFailed if it is the one that this rank has lost.
         """
-        if store is None:
+        if not isinstance(words, StoredWords):
             return [own]
-        key = left_key(job)
         # In training the collectives of the others time out after stall_s; 5 s more for them to leave.
         wait_s = min(self._patience.leave_s, stall_s + 5 if own.error else self._patience.leave_s)
         soon_s = min(wait_s, self._patience.lost_s) if own.lost else wait_s
-        self._gone = awaited_in_vain(store, key, self._others, soon_s)
+        self._gone = words.absent(self._others, soon_s)
         if self._gone and own.lost:
             # A rank that fails by itself claims so before the others lose it, and may need longer to leave.
-            first = first_failure(store, job)
-            if first is None or any(
-                each.lost and each.rank == first for each in (own, *self._left(store, job))
-            ):
+            first = words.first_failure()
+            left = own if first == own.rank else None if first is None else words.of(first)
+            if first is None or (left is not None and left.lost):
                 wait_s = soon_s
             else:
-                self._gone = awaited_in_vain(store, key, self._others, wait_s - soon_s)
+                self._gone = words.absent(self._others, wait_s - soon_s)
         if not self._gone:
-            return [own, *self._left(store, job)]
+            return [own, *filter(None, map(words.of, self._others))]
         silent = self._named_gone()
         if own.lost:
             text = (
@@ -205,24 +201,19 @@ class Leader:
     def _named_gone(self) -> str:
         return numbered(self._gone, self.launch.noun)
 
-    def _left(self, store: dist.Store, job: str) -> list[Departure]:
-        """How the others have left the job, of those that have."""
-        return [left for rank in self._others if (left := recorded(store, job, rank)) is not None]
 
-    def _first_failure(
-        self, store: dist.Store | None, job: str, departures: Sequence[Departure]
-    ) -> Departure:
-        """The earliest failed departure of all ranks, our own departure if none failed."""
-        failed = [departure for departure in departures if departure.error]
-        first = None if store is None else first_failure(store, job)
-        # A rank that fails because of another may leave before it: the claim decides, then the time.
-        return min(failed, key=lambda each: (each.rank != first, each.time_s), default=departures[0])
+def _first_failure(words: Words, departures: Sequence[Departure]) -> Departure:
+    """The earliest failed departure of all ranks, rank 0's own departure if none failed."""
+    failed = [departure for departure in departures if departure.error]
+    first = words.first_failure()
+    # A rank that fails because of another may leave before it: the claim decides, then the time.
+    return min(failed, key=lambda each: (each.rank != first, each.time_s), default=departures[0])
 
 
 def follow(
     launch: LaunchEnv,
     run_job: RunJob,
-    patience: HandoffTimeouts | None = None,
+    patience: HandoffTimeouts = PATIENCE,
     on_end: Callable[[], None] = lambda: None,
     arguments: Sequence[str] = (),
 ) -> tuple[int, str]:
@@ -232,7 +223,6 @@ def follow(
     failed. Raises this rank's own failure if rank 0 does not react to it, StalledError if rank 0 is silent,
     PreflightError if it belongs to another launch.
     """
-    patience = patience or HandoffTimeouts()
     store = open_store(launch, patience.first_job_s)
     assert store is not None, "a single process has no leader"
     join_launch(store, launch, arguments, patience.first_job_s)
@@ -265,7 +255,7 @@ def run_as_follower(
     except Exception as error:
         failure = error
     try:
-        record(store, job, departure_of(launch.rank, failure))
+        StoredWords(store, job).leave(departure_of(launch.rank, failure))
     except DistError as error:
         failure = failure or error
     return failure

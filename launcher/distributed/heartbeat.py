@@ -38,9 +38,9 @@ IN_A_STEP = frozenset(STEP_PARTS)
 # Five minutes for pictures, uploads and the digest of the weights, on a loaded machine too.
 FINISHING, FINISHING_S = frozenset({"finishing", "done"}), 300.0
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
-_ROW = struct.Struct("=qqd?")  # phase, step, seconds of the machine's monotonic clock, Beat.under_way
-_SAMPLE = struct.Struct("=q")  # after the row; written for each sample, and the row for each phase
-_SIZE = _ROW.size + _SAMPLE.size
+_PLACE = struct.Struct("=qqd?")  # phase, step, seconds of the machine's monotonic clock, Beat.under_way
+_SAMPLE = struct.Struct("=q")  # after it; written for each sample, and the place for each phase
+_ROW = struct.Struct(f"{_PLACE.format}q")  # both
 
 
 @dataclass(frozen=True)
@@ -75,50 +75,49 @@ def where(beat: Beat) -> str:
     return "after its last step" if beat.phase == "done" else f"while {beat.phase}"
 
 
-def steps_done(phase: str, step: int) -> int:
-    """Steps completed by a rank that is in `phase` of `step`."""
-    return max(0, step - (phase in IN_A_STEP))
+def steps_done(beat: Beat) -> int:
+    """Steps completed by a rank; the one that it is in does not count."""
+    return max(0, beat.step - (beat.phase in IN_A_STEP))
+
+
+def _beat_of(row: memoryview) -> Beat:
+    phase, step, since_s, under_way, sample = _ROW.unpack(row)
+    return Beat(PHASES[phase], step, time.monotonic() - since_s, under_way, sample)
 
 
 class Heartbeat:
-    """One rank's row. Without a table no other process reads it."""
+    """One rank's row. Without `words` it is this process's alone: no other one reads it."""
 
-    def __init__(self, table: mmap.mmap | None = None, rank: int = 0, words: LastWords | None = None) -> None:
-        self._table = table
-        self.words = words  # of all ranks; None without a process that reads them
-        self._row = slice(rank * _SIZE, rank * _SIZE + _ROW.size)
-        self._of_sample = slice(rank * _SIZE + _ROW.size, (rank + 1) * _SIZE)
-        self._step = 0
-        self._phase, self._number = PHASES[0], 0
-        self._since_s = time.monotonic()
-        self._under_way = False
-        self._sample = -1
+    def __init__(self, row: memoryview | None = None, words: LastWords | None = None) -> None:
+        self._row = memoryview(bytearray(_ROW.size)) if row is None else row
+        self.words = words  # of all ranks
+        self._number, self._step, self._since_s, self._under_way = 0, 0, time.monotonic(), False
+        if words is None:
+            self._write()
+            self.reading(-1)
 
     @property
     def latest(self) -> Beat:
         """Where this rank is, and for how long. May be called from any thread."""
-        return Beat(self._phase, self._step, time.monotonic() - self._since_s, self._under_way, self._sample)
+        return _beat_of(self._row)
 
     @property
     def steps_done(self) -> int:
         """Steps completed by this rank; the current one does not count."""
-        return steps_done(self._phase, self._step)
+        return steps_done(self.latest)
 
     @property
     def watched(self) -> bool:
         """Whether another process monitors the heartbeats and detects hangs."""
-        return self._table is not None
+        return self.words is not None
 
     def beat(self, phase: str, step: int | None = None) -> None:
         """Record that this rank enters `phase`, one of PHASES, of `step` (None: unchanged).
 
-        Raises KeyError for another phase, also where no process reads it.
+        Raises KeyError for another phase.
         """
-        number = _NUMBERS[phase]
-        if step is not None:
-            self._step = step
-        self._phase, self._number = phase, number
-        self._since_s = time.monotonic()
+        self._number, self._since_s = _NUMBERS[phase], time.monotonic()
+        self._step = self._step if step is None else step
         self._write()
 
     def entering(self, phases: Mapping[str, str]) -> Callable[[str], None]:
@@ -126,25 +125,18 @@ class Heartbeat:
 
         The phases are looked up once, because it is called several times in a step.
         """
-        numbered = {part: (phase, _NUMBERS[phase]) for part, phase in phases.items()}
-        table, row, clock, pack = self._table, self._row, time.monotonic, _ROW.pack
+        numbers = {part: _NUMBERS[phase] for part, phase in phases.items()}
 
         def enter(part: str) -> None:
-            if (found := numbered.get(part)) is None:
-                return
-            self._phase, number = found
-            self._number = number
-            self._since_s = now_s = clock()
-            if table is not None:  # as in `_write`: two calls fewer, five times in a step
-                table[row] = pack(number, self._step, now_s, self._under_way)
+            if part in numbers:
+                self._number, self._since_s = numbers[part], time.monotonic()
+                self._write()
 
         return enter
 
     def reading(self, index: int) -> None:
         """Record that this rank's own process reads a sample; a negative number: none any more."""
-        self._sample = index
-        if self._table is not None:
-            self._table[self._of_sample] = _SAMPLE.pack(index)
+        self._row[_PLACE.size :] = _SAMPLE.pack(index)
 
     def first_step_done(self) -> None:
         """Record that this rank has completed a step since it started: other limits hold from then on."""
@@ -152,44 +144,35 @@ class Heartbeat:
         self._write()
 
     def _write(self) -> None:
-        if self._table is not None:
-            # Not pack_into: it clears the row first, and a reader could see a rank that never started.
-            self._table[self._row] = _ROW.pack(self._number, self._step, self._since_s, self._under_way)
+        # Not pack_into: it clears the row first, and a reader could see a rank that never started.
+        place = _PLACE.pack(self._number, self._step, self._since_s, self._under_way)
+        self._row[: _PLACE.size] = place
 
 
 class Heartbeats:
     """The table of all ranks of a machine. Created before the ranks are forked, which inherit its memory."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self.first_rank = 0  # of this machine, whose ranks are numbered in one row
-        self._memory = mmap.mmap(-1, num_ranks * _SIZE)  # anonymous and shared: no file, no name
+        memory = memoryview(mmap.mmap(-1, num_ranks * _ROW.size))  # anonymous and shared: no file, no name
+        self._rows = [memory[at : at + _ROW.size] for at in range(0, len(memory), _ROW.size)]
         self.words = LastWords(num_ranks)
         self.restart()
 
     def restart(self, first_rank: int = 0) -> None:
-        """Reset all ranks to starting, as of now."""
-        self.first_rank = self.words.first_rank = first_rank
-        self.words.clear()
-        for rank in range(first_rank, first_rank + self._num_ranks):
+        """Reset all ranks to starting, as of now. Those of this machine are numbered from `first_rank` on."""
+        self.first_rank = first_rank
+        self.words.restart(first_rank)
+        for rank in range(first_rank, first_rank + len(self._rows)):
             self.of(rank).beat("starting", 0)
             self.of(rank).reading(-1)
 
     def of(self, rank: int) -> Heartbeat:
-        return Heartbeat(self._memory, rank - self.first_rank, self.words)
+        return Heartbeat(self._rows[rank - self.first_rank], self.words)
 
     def read(self) -> list[Beat]:
         """The latest heartbeat of each rank of this machine, in their order."""
-        now = time.monotonic()
-        rows = (_ROW.unpack_from(self._memory, rank * _SIZE) for rank in range(self._num_ranks))
-        samples = (
-            _SAMPLE.unpack_from(self._memory, rank * _SIZE + _ROW.size)[0] for rank in range(self._num_ranks)
-        )
-        return [
-            Beat(PHASES[phase], step, now - since_s, done, sample)
-            for (phase, step, since_s, done), sample in zip(rows, samples, strict=True)
-        ]
+        return [_beat_of(row) for row in self._rows]
 
     def steps_done(self) -> int:
         """Steps completed by the rank that is furthest ahead."""
-        return max(steps_done(beat.phase, beat.step) for beat in self.read())
+        return max(map(steps_done, self.read()))

@@ -12,15 +12,9 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from launcher.config.messages import program
 from launcher.config.schema import LaunchConfig
 from launcher.distributed import slurm
-from launcher.distributed.env import NODE, LaunchEnv
+from launcher.distributed.env import NODE, LaunchEnv, is_port
 from launcher.errors import ConfigError, PreflightError, counted
 
-# By key, the variables that give it where the command line does not. PET_* are those of torchrun, which
-# Kubeflow Trainer sets; Slurm numbers the nodes of a step.
-VARIABLES = {
-    "nnodes": ("PET_NNODES",),
-    "node_rank": ("PET_NODE_RANK", "SLURM_NODEID"),
-}
 # Set by what starts one process on each of several machines; of mpirun it is the number of processes.
 MACHINES_SAID = (
     "SLURM_STEP_NUM_NODES",  # before those of its job; of one task srun makes a step of one node
@@ -39,8 +33,9 @@ def node_of(words: Sequence[str], environ: MutableMapping[str, str]) -> LaunchEn
     `words` are overrides. Sets MASTER_ADDR and MASTER_PORT in `environ`, where the parents meet. Raises
     ConfigError for a number of machines without the place of this one, or without an endpoint.
     """
-    wish = {key: given(words, key) or _first(environ, names) for key, names in VARIABLES.items()}
-    nnodes, rank = wish["nnodes"], wish["node_rank"]
+    # PET_* are variables of torchrun, which Kubeflow Trainer sets; Slurm numbers the nodes of a step.
+    nnodes = given(words, "nnodes") or environ.get("PET_NNODES", "")
+    rank = given(words, "node_rank") or environ.get("PET_NODE_RANK") or environ.get("SLURM_NODEID", "")
     if not nnodes.isdecimal() or int(nnodes) < 2:
         if given(words, "node_rank").isdecimal() and int(rank) > 0:
             raise ConfigError(f"launch.node_rank={rank} without launch.nnodes: give {COMPLETE}.")
@@ -73,7 +68,7 @@ def endpoint_of(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, 
     elif not endpoint and "SLURM_STEP_NODELIST" in environ:
         endpoint = ":".join(slurm.endpoint(environ))
     address, _, port = endpoint.rpartition(":")
-    if not address or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not address or not is_port(port):
         what = (
             f"launch.rdzv_endpoint={endpoint}" if endpoint else "launch.nnodes without launch.rdzv_endpoint"
         )
@@ -114,7 +109,3 @@ def given(words: Sequence[str], key: str) -> str:
     """The value of `launch.<key>` among overrides, of which the last counts; empty if there is none."""
     values = [word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"launch.{key}=")]
     return values[-1].strip("'\"") if values and values[-1] not in ("auto", "null") else ""
-
-
-def _first(environ: Mapping[str, str], names: Sequence[str]) -> str:
-    return next((environ[name] for name in names if environ.get(name)), "")

@@ -14,11 +14,29 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from launcher.distributed.env import LaunchEnv
+from launcher.distributed.env import LaunchEnv, is_port
 from launcher.errors import PreflightError, StalledError, first_sentence
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+
+LEAVE_S = 4.0  # for an answer of the store, after this rank has failed
+
+
+def unless_lost() -> suppress:
+    """Within the context nothing is raised if the store is gone."""
+    from torch.distributed import DistError
+
+    return suppress(DistError)
+
+
+def no_store() -> str:
+    """That nothing answers, as part of a sentence."""
+    return (
+        f"rank 0's machine ({os.environ.get('MASTER_ADDR')}), which hosts the store, does not answer: that "
+        "machine, or the link to it, is gone."
+    )
 
 
 def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
@@ -62,7 +80,7 @@ def _meeting_place(launch: LaunchEnv) -> tuple[str, int]:
         if not os.environ.get(key):
             raise PreflightError(f"{key} is not set, so {launch.name} cannot find the others.")
     port = os.environ["MASTER_PORT"]
-    if not port.isdecimal() or not 0 < int(port) < 65536:
+    if not is_port(port):
         raise PreflightError(f"MASTER_PORT={port!r} in the environment must be a port: 1 to 65535.")
     return os.environ["MASTER_ADDR"], int(port)
 

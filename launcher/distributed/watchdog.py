@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING
 from launcher.config.schema import Config
 from launcher.distributed import stranded
 from launcher.distributed.env import LaunchEnv, numbered
-from launcher.distributed.failures import LEAVE_S, claim_first_failure, first_failure, leave_word, reason_of
+from launcher.distributed.failures import ASSEMBLE_S, reason_of
 from launcher.distributed.heartbeat import IN_A_STEP, Beat, Heartbeat, limit_s
+from launcher.distributed.last_words import Departure, StoredWords, words_of
 from launcher.distributed.roll_call import ANSWER_S, RollCall, last_ranks, missing, who_stalls
-from launcher.distributed.store import limit_silence
+from launcher.distributed.store import LEAVE_S, limit_silence, no_store, unless_lost
 from launcher.errors import ON_REQUEST, LauncherError, StalledError
 from launcher.process import guardian
 from launcher.process.signals import STOPPING
@@ -52,6 +53,7 @@ ASK_AGAIN_S = 5.0  # between two roll calls of this rank, one of which takes up 
 CLEAN_UP_S = 15.0  # for the main thread, once it has failed: aborting a communicator may hang
 PAUSE_S = 3.0  # after a longer pause this process itself was stopped
 SAVED_UNTIL = 0.8  # of launch.grace_s: before torchrun or the scheduler kills the rank
+PRINT_S = 0.3  # for rank 0 to print why it failed: torchrun ends it once another rank has ended
 WRITE_S = 10.0  # for files and the store, once this rank has decided to exit
 
 log = logging.getLogger("launcher")
@@ -114,7 +116,7 @@ class Watchdog:
             yield
         except BaseException as error:
             self._failed = time.monotonic(), error  # first: the store may not answer
-            claim_first_failure(self._store, self._job, self._launch.rank, self._heartbeat.words)
+            (self._heartbeat.words or words_of(self._store, self._job)).fail(self._launch.rank)
             raise
 
     def tighten(self) -> None:
@@ -217,14 +219,15 @@ class Watchdog:
         return Ending(f"rank {self._launch.rank} failed: {error}", code, self._launch.rank)
 
     def _of_other_failure(self, store: dist.Store, beat: Beat) -> Ending | None:
-        first = first_failure(store, self._job)
+        words = StoredWords(store, self._job)
+        first = words.first_failure()
         if first is None or first == self._launch.rank:
             return None
         now = time.monotonic()
         self._other_failed_s = self._other_failed_s or now
         if min(now - self._other_failed_s, beat.age_s) < SETTLE_S:
             return None
-        text, exit_code = reason_of(store, self._job, first)
+        text, exit_code = reason_of(words, first)
         # A rank that was asked to end exits after the same step as all others.
         return None if exit_code in ON_REQUEST else Ending(text, exit_code)
 
@@ -251,11 +254,7 @@ class Watchdog:
     def _lost_store(self, beat: Beat) -> Ending:
         rank = self._launch.rank
         return Ending(
-            f"rank {rank} waited for {beat.age_s:.0f} s, and rank 0's machine "
-            f"({os.environ.get('MASTER_ADDR')}), which hosts the store, does not answer: that machine, or "
-            "the link to it, is gone.",
-            StalledError.exit_code,
-            rank,
+            f"rank {rank} waited for {beat.age_s:.0f} s, and {no_store()}", StalledError.exit_code, rank
         )
 
     def _leave(self, verdict: Ending, store: dist.Store | None) -> None:
@@ -276,7 +275,7 @@ class Watchdog:
             with contextlib.suppress(OSError):
                 os.write(2, f"error: {verdict.text}\n".encode(errors="backslashreplace"))
         if store is not None:
-            leave_word(store, self._job, self._launch, verdict.text, verdict.exit_code)
+            self._leave_word(store, verdict)
         log.error("rank %d: %s Stacks: %s", rank, verdict.text, stacks_path(self._run_dir, rank))
         for child in multiprocessing.active_children():
             # os._exit runs no exit handlers, which would end the loader processes.
@@ -284,6 +283,22 @@ class Watchdog:
         with contextlib.suppress(OSError):
             stranded.watch(os.environ)
         os._exit(verdict.exit_code)
+
+    def _leave_word(self, store: dist.Store, verdict: Ending) -> None:
+        """Record, in place of the main thread, that this rank leaves for good and is not to be waited for.
+
+        Returns when all ranks but 0 have done so, or after ASSEMBLE_S. torchrun ends the remaining ranks once
+        the first has ended, including rank 0, which might not yet have printed why it failed.
+        """
+        rank, words = self._launch.rank, StoredWords(store, self._job)
+        limit_silence(LEAVE_S)
+        with unless_lost():
+            # Shared: the text names the rank at fault.
+            words.leave(Departure(rank, time.time(), verdict.text, verdict.exit_code, shared=True))
+            # Or rank 0 would wait for this rank to confirm the end.
+            store.set(f"heard/{rank}", "")
+            words.absent(range(1, self._launch.world_size), ASSEMBLE_S)
+            time.sleep(PRINT_S)
 
 
 def _wake(descriptor: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from launcher.distributed.failures import give_reason, reason_of
-from launcher.distributed.last_words import ROW_BYTES, Departure, LastWords
+from launcher.distributed.last_words import ROW_BYTES, Departure, LastWords, StoredWords
 from launcher.errors import CollectiveError, DataError, LauncherError, StalledError
 
 
@@ -21,9 +21,9 @@ from launcher.errors import CollectiveError, DataError, LauncherError, StalledEr
     ],
 )
 def test_a_reason_names_the_rank_at_fault_alone(error: LauncherError, said: str) -> None:
-    store = dist.HashStore()
-    give_reason(store, "0", 1, error)
-    assert reason_of(store, "0", 1) == (said, error.exit_code)
+    words = StoredWords(dist.HashStore(), "0")
+    give_reason(words, 1, error)
+    assert reason_of(words, 1) == (said, error.exit_code)
 
 
 def test_a_departure_without_room_for_its_text_leaves_those_of_other_ranks_alone() -> None:

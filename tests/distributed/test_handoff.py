@@ -53,7 +53,7 @@ ENDS = """
 import os, signal, sys, time
 from launcher.cli import report_failure
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.failures import claim_first_failure
+from launcher.distributed.last_words import StoredWords
 from launcher.distributed.store import open_store
 from launcher.config.resolve import compose_jobs
 from launcher.config.composition import Request
@@ -71,7 +71,7 @@ def work(config, launch, store, job):
         if launch.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if launch.rank == 2:
-            claim_first_failure(store, job, 2)  # as every rank that loses another one does
+            StoredWords(store, job).fail(2)  # as every rank that loses another one does
         time.sleep(0.5)
         raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
     if case == "fails alone":

@@ -18,7 +18,7 @@ from launcher.distributed.env import LaunchEnv
 from launcher.distributed.failures import failure_of_another, is_loss, is_of_another, stall_of
 from launcher.distributed.flight_recorder import disagreement, exchange_calls, loss
 from launcher.distributed.heartbeat import Beat, where
-from launcher.distributed.last_words import LastWords
+from launcher.distributed.last_words import Words
 from launcher.distributed.nccl import failure_of_nccl
 from launcher.engine import UnusableError, works
 from launcher.errors import (
@@ -28,6 +28,7 @@ from launcher.errors import (
     PreemptedError,
     UnexpectedError,
     described,
+    in_words,
 )
 from launcher.process import frames
 from launcher.process.shortage import TO_LOWER, shortage_of
@@ -118,7 +119,7 @@ def failure_of(
         or _unexpected(error, logs)
     )
     if failure is not None:
-        failure.__cause__ = error  # whose traceback the log gets
+        failure.__cause__ = error
     return failure
 
 
@@ -140,18 +141,12 @@ def _disagreement(
     return None
 
 
-def of_another_rank(
-    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv, words: LastWords | None
-) -> BaseException:
+def of_another_rank(error: BaseException, words: Words, rank: int) -> BaseException:
     """The error for rank 0's files: that of the rank whose connection was lost, if it recorded one."""
-    if launch.rank != 0 or store is None or not is_loss(error):
+    if rank != 0 or not is_loss(error):
         return error
     release_frames(error)  # or the others that wait for this rank would not notice
-    cause = failure_of_another(store, job, launch.rank, words)
-    if cause is None:
-        return error
-    cause.__cause__ = error  # whose traceback the log gets
-    return cause
+    return failure_of_another(words, rank) or error
 
 
 def _of_a_sample(error: BaseException, logs: str) -> LauncherError | None:
@@ -174,24 +169,31 @@ def _unexpected(error: BaseException, logs: str) -> UnexpectedError | None:
 
 
 def release_frames(error: BaseException) -> None:
-    """Free what the frames of a failure hold, in particular the process group; the traceback stays.
+    """Free what the frames of a failure hold, in particular the process group. Log its traceback before.
 
     Gloo closes its connections when the last reference to the group is gone, and only then do the ranks
     that wait in a collective for this one notice.
     """
-    frames.clear(error)
+    if isinstance(error, Exception):
+        frames.release(error)
+    else:  # the console shows the traceback of what is no Exception
+        traceback.clear_frames(error.__traceback__)
     works.release()
     gc.collect()
+
+
+def log_traceback(rank: int, error: BaseException) -> None:
+    """Write where a rank failed to its log, at once: explaining the failure drops the traceback."""
+    if not isinstance(error, PreemptedError):
+        log.error("rank %d failed\n%s", rank, "".join(traceback.format_exception(error)))
 
 
 def report_failure(
     telemetry: Telemetry, steps: int, run_dir: Path, launch: LaunchEnv, error: BaseException
 ) -> None:
     """Write to the log, to the events, and on rank 0 to the files of the run, how it ended."""
-    if isinstance(error, PreemptedError):
-        log.info("rank %d: %s", launch.rank, error)
-    else:
-        log.error("rank %d failed\n%s", launch.rank, "".join(traceback.format_exception(error)))
+    level = logging.INFO if isinstance(error, PreemptedError) else logging.ERROR
+    log.log(level, "rank %d: %s", launch.rank, in_words(error))
     failure = Failure.of(error)
     telemetry.emit(EndEvent(steps, state=failure.state, exit=failure.exit, error=failure.error))
     if launch.rank == 0:
