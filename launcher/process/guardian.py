@@ -19,6 +19,8 @@ import struct
 import time
 from pathlib import Path
 
+from launcher.process.lifetime import state_of
+
 VARIABLE = "LAUNCHER_ENDS_WITH"  # one value per launcher above this process
 GRACE_S = 0.5  # from SIGTERM to SIGKILL: multiprocessing's resource tracker cleans up in between
 GIVE_UP_S = 10.0  # a process in uninterruptible sleep cannot be killed
@@ -90,15 +92,10 @@ def _guard(process: int, hangup: int, ready: int, value: bytes) -> None:
 
 
 def _is_alone_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        state, parent = _stat(pid)
-        return state == "T" and _stat(int(parent))[0] != "T"
+    with contextlib.suppress(OSError, ValueError):
+        state, parent = state_of(pid)
+        return state == "T" and state_of(parent)[0] != "T"
     return False
-
-
-def _stat(pid: int) -> list[str]:
-    """State and parent of a process."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
 
 
 def _end_all(value: bytes) -> None:

@@ -117,5 +117,12 @@ def _children() -> set[int]:
     return found
 
 
+def state_of(pid: int) -> tuple[str, int]:
+    """The state of a process, such as T for stopped, and its parent. Raises OSError."""
+    # The name before ")" may hold spaces.
+    state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    return state, int(parent)
+
+
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value)

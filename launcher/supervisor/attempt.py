@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launcher.distributed.heartbeat import PHASES, limit_s
 from launcher.errors import ON_REQUEST
-from launcher.process.lifetime import Orphans
+from launcher.process.lifetime import Orphans, state_of
 from launcher.process.signals import STACKS
 from launcher.supervisor.child import Work
 from launcher.supervisor.root_cause import ASKED, HANGING, OVERRUN, Fate, Report
@@ -169,19 +169,12 @@ class Generation:
         ]
 
     def _dump_stacks(self, alive: Sequence[Fate]) -> None:
-        """Make live workers write their stacks; wait until the files stop growing, for STACKS_S at most."""
-        paths = [self._work.stacks_of(fate.rank) for fate in alive]
-        before = sizes = [_size(path) for path in paths]
+        """Make live workers write their stacks."""
         for fate in alive:
             # To the main thread itself: another one would dump after the main thread has moved on.
             ctypes.CDLL(None).tgkill(fate.pid, fate.pid, STACKS)
         self.send(signal.SIGCONT)  # a stopped process handles no signal
-        deadline = time.monotonic() + STACKS_S
-        while time.monotonic() < deadline:
-            time.sleep(0.03)
-            last, sizes = sizes, [_size(path) for path in paths]
-            if sizes == last and all(now > then for now, then in zip(sizes, before, strict=True)):
-                return
+        time.sleep(STACKS_S)
 
 
 def _send(process: BaseProcess, number: signal.Signals) -> None:
@@ -191,15 +184,6 @@ def _send(process: BaseProcess, number: signal.Signals) -> None:
 
 
 def _is_stopped(process: BaseProcess) -> bool:
-    with contextlib.suppress(OSError, IndexError):
-        stat = Path(f"/proc/{process.pid}/stat").read_text()
-        # T: stopped by a signal, t: by a debugger. The name before ")" may hold spaces.
-        return stat.rpartition(")")[2].split()[0] in ("T", "t")
+    with contextlib.suppress(OSError):
+        return state_of(process.pid or 0)[0] in ("T", "t")  # by a signal, by a debugger
     return False
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -16,13 +16,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import LEADER, LaunchEnv, numbered
-from launcher.distributed.failures import LEAVE_S
-from launcher.distributed.store import limit_silence
+from launcher.distributed.store import LEAVE_S, limit_silence
 from launcher.errors import StalledError
+from launcher.run_dir.codec import decoded, encoded
 from launcher.supervisor.root_cause import DONE, AttemptVerdict, Report, RunFailed, verdict_of
 
 if TYPE_CHECKING:
@@ -35,13 +36,16 @@ PAUSE_S = 1.0  # after a longer pause this process itself was stopped, and not t
 RESTART = -1  # exit code of what node 0 decides, if the run does not end
 
 
-class OneMachine(RendezvousHandler):
+class OneMachine(StaticTCPRendezvous):
     """The only parent of a run: a rendezvous with itself, nothing to wait for and no socket."""
 
     leads = True  # whether this is the parent of rank 0, which decides
     host = ""  # its name in messages, where there are several
+    use_agent_store = False
 
-    def __init__(self, limits: LaunchConfig) -> None:
+    def __init__(self, limits: LaunchConfig, rank: int = 0, world_size: int = 1) -> None:
+        # Nothing is opened at this address: `next_rendezvous` is our own.
+        super().__init__("127.0.0.1", 0, rank, world_size, run_id="run", timeout=0)
         self._limits = limits
         self.stop_asked: Callable[[], int | None] = lambda: None  # the signal by which this parent was asked
 
@@ -50,26 +54,9 @@ class OneMachine(RendezvousHandler):
 
     def __exit__(self, *error: object) -> None: ...
 
-    def get_backend(self) -> str:
-        return "none"
-
     def next_rendezvous(self) -> RendezvousInfo:
         # Only torch wants an address: the ranks meet in a file, and nothing listens.
         return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None: ...
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return "run"
-
-    def shutdown(self) -> bool:
-        return True
 
     def verdict(self, own: Report | None, generation: Generation) -> AttemptVerdict | None:
         """The verdict on all ranks, once all have ended."""
@@ -90,11 +77,10 @@ class Nodes(OneMachine):
     use_agent_store = True  # the workers meet in it too
 
     def __init__(self, launch: LaunchEnv, store: dist.Store, job: str, limits: LaunchConfig) -> None:
-        super().__init__(limits)
-        self.node, self._num_nodes = launch.rank, launch.world_size
+        super().__init__(limits, launch.rank, launch.world_size)
         self.leads, self.host = launch.rank == LEADER, os.uname().nodename
-        self._store, self._prefix = store, f"job/{job}/nodes"
-        self._others = range(1, self._num_nodes) if self.leads else [LEADER]  # whose words this parent reads
+        self._meeting, self._prefix = store, f"job/{job}/nodes"
+        self._others = range(1, self.world_size) if self.leads else [LEADER]  # whose words this parent reads
         self._own: dict[str, Any] = {"generation": -1}
         self._words: Mapping[int, Mapping[str, Any]] = {}
         now = time.monotonic()
@@ -126,9 +112,9 @@ class Nodes(OneMachine):
             if time.monotonic() > deadline:
                 raise self._gone(late)
             time.sleep(0.05)
-        store = dist.PrefixStore(f"{self._prefix}/generation/{generation}", self._store)
+        store = dist.PrefixStore(f"{self._prefix}/generation/{generation}", self._meeting)
         place = RendezvousStoreInfo(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        return RendezvousInfo(store, self.node, self._num_nodes, place)
+        return RendezvousInfo(store, self.rank, self.world_size, place)
 
     def verdict(self, own: Report | None, generation: Generation) -> AttemptVerdict | None:
         """On node 0: the verdict on all ranks, once those of all machines have ended. On others: as decided.
@@ -141,7 +127,7 @@ class Nodes(OneMachine):
             self._heard_s = dict.fromkeys(self._others, now)
         self._polled_s = now
         if own is not None and "report" not in self._own:
-            self._own |= {"report": own.as_values(), "stop": self.stop_asked()}
+            self._own |= {"report": encoded(own), "stop": self.stop_asked()}
         return self._judged(own, generation) if self.leads else self._obeyed(own, generation)
 
     def decide(self, verdict: AttemptVerdict) -> None:
@@ -152,11 +138,13 @@ class Nodes(OneMachine):
         return next((word["stop"] for word in self._words.values() if word.get("stop")), None)
 
     def _judged(self, own: Report | None, generation: Generation) -> AttemptVerdict | None:
-        values = {node: self._word(node).get("report") for node in self._others}
-        reports = [report for report in (own, *map(Report.of_values, values.values())) if report is not None]
-        if len(reports) == self._num_nodes:
+        said = {node: self._word(node) for node in self._others}
+        missing = [node for node, word in said.items() if "report" not in word]
+        reports = [] if own is None else [own]
+        reports += [decoded(Report, word["report"]) for word in said.values() if "report" in word]
+        if len(reports) == self.world_size:
             return verdict_of(reports, self._limits.stall_s, generation.stacks)
-        quiet_s, missing = self._limits.stall_s, [node for node, value in values.items() if value is None]
+        quiet_s = self._limits.stall_s
         if ends := [report.end for report in reports if report.end != DONE]:
             self._ended_s = min(self._ended_s, time.monotonic())
             self._own.setdefault("ending", ends[0])
@@ -206,25 +194,24 @@ class Nodes(OneMachine):
 
     def _exchange(self) -> None:
         """Say and hear, until the end; the last word is said after it."""
-        own, others = (
-            f"{self._prefix}/{{}}".format(self.node),
-            [f"{self._prefix}/{n}" for n in self._others],
-        )
-        beats: dict[int, int] = {}
+        others = [f"{self._prefix}/{node}" for node in self._others]
+        before: list[bytes] = [b""] * len(others)
         try:
             # A connection of its own: a wait of the main thread holds the lock of the other one.
-            store = self._store.clone()  # type: ignore[attr-defined]
+            store = self._meeting.clone()  # type: ignore[attr-defined]
             limit_silence(self._limits.stall_s)
             beat, over = 0, False
             while not over:
                 over = self._over.wait(EXCHANGE_EVERY_S)
                 beat += 1
-                store.set(own, json.dumps({**self._own, "beat": beat, "host": self.host}))
+                word = {**self._own, "beat": beat, "host": self.host}  # a new text each time
+                store.set(f"{self._prefix}/{self.rank}", json.dumps(word))
                 if not over and store.check(others):
                     texts = store.multi_get(others)
                     self._words = dict(zip(self._others, map(json.loads, texts), strict=True))
-                    for node, word in self._words.items():
-                        if word["beat"] != beats.get(node):
-                            beats[node], self._heard_s[node] = word["beat"], time.monotonic()
+                    for node, text, last in zip(self._others, texts, before, strict=True):
+                        if text != last:
+                            self._heard_s[node] = time.monotonic()
+                    before = texts
         except dist.DistError:
             self._lost_store = True

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from launcher.distributed.failures import attributed
 from launcher.distributed.flight_recorder import called, of_sizes
@@ -70,25 +69,9 @@ class AttemptVerdict:
 class Report:
     """What is known of the ranks of one machine at the end of their generation."""
 
-    fates: list[Fate]
+    fates: Sequence[Fate]
     first_failure: int | None = None  # the rank that claimed to be the first
     hanging: bool = False  # some have shown no sign of life for too long
-
-    def as_values(self) -> dict[str, Any]:
-        """The report as values of JSON, for `of_values`."""
-        return asdict(self)
-
-    @classmethod
-    def of_values(cls, values: dict[str, Any] | None) -> Report | None:
-        """What `as_values` was called on; None of None."""
-        if values is None:
-            return None
-        fates = [
-            Fate(**{**fate, "beat": Beat(**fate["beat"]), "departure": left and Departure(**left)})
-            for fate in values["fates"]
-            for left in [fate["departure"]]
-        ]
-        return cls(fates, values["first_failure"], values["hanging"])
 
     @property
     def end(self) -> str:
