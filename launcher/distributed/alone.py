@@ -27,16 +27,14 @@ class Alone:
         self._what = what
 
     def __enter__(self) -> None:
-        if dist.is_available():
-            self._group = dist.GroupMember.WORLD
-            # Not destroyed: the ranks need the group again, and a new one would be a collective.
-            dist.GroupMember.WORLD = None
+        self._group = dist.GroupMember.WORLD
+        # Not destroyed: the ranks need the group again, and a new one would be a collective.
+        dist.GroupMember.WORLD = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if dist.is_available():
-            dist.GroupMember.WORLD = self._group
+        dist.GroupMember.WORLD = self._group
         if isinstance(error, ValueError) and NO_GROUP in str(error):
             place = place_of(error)
             raise ConfigError(

@@ -61,34 +61,30 @@ class LaunchEnv:
         if "RANK" not in environ:
             # RANK alone decides, whatever else a scheduler has set.
             return cls()
-        numbers = {}
-        for key, default in (
-            ("RANK", None),
-            ("WORLD_SIZE", None),
-            ("LOCAL_RANK", "0"),
-            ("LOCAL_WORLD_SIZE", "1"),
-            ("TORCHELASTIC_RESTART_COUNT", "0"),
-        ):
-            text = environ.get(key, default)
-            if text is None or not text.isdecimal():
-                raise PreflightError(
-                    f"{key}={text!r} in the environment, but RANK is set, so {key} must be a whole number. "
-                    "Start with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
-                )
-            numbers[key] = int(text)
-        if numbers["RANK"] >= numbers["WORLD_SIZE"]:
-            raise PreflightError(
-                f"RANK={numbers['RANK']} with WORLD_SIZE={numbers['WORLD_SIZE']}: ranks count from 0."
-            )
-        return cls(
-            rank=numbers["RANK"],
-            world_size=numbers["WORLD_SIZE"],
-            local_rank=numbers["LOCAL_RANK"],
-            local_world_size=numbers["LOCAL_WORLD_SIZE"],
-            restart_count=numbers["TORCHELASTIC_RESTART_COUNT"],
+        launch = cls(
+            rank=_number(environ, "RANK"),
+            world_size=_number(environ, "WORLD_SIZE"),
+            local_rank=_number(environ, "LOCAL_RANK", "0"),
+            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", "1"),
+            restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
             run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
             launched=True,
         )
+        if launch.rank >= launch.world_size:
+            raise PreflightError(
+                f"RANK={launch.rank} with WORLD_SIZE={launch.world_size}: ranks count from 0."
+            )
+        return launch
+
+
+def _number(environ: Mapping[str, str], key: str, default: str | None = None) -> int:
+    text = environ.get(key, default)
+    if text is None or not text.isdecimal():
+        raise PreflightError(
+            f"{key}={text!r} in the environment, but RANK is set, so {key} must be a whole number. Start "
+            "with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
+        )
+    return int(text)
 
 
 @dataclass(frozen=True)

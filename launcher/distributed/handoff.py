@@ -234,25 +234,21 @@ def follow(
             on_end()
             store.set(f"heard/{launch.rank}", "")
             break
-        failure = run_as_follower(store, message, launch, run_job)
+        failure = _run_as_follower(store, message, launch, run_job)
         wait_s = patience.leave_s if failure else patience.next_job_s
     return message["exit_code"], message["reason"]
 
 
-def run_as_follower(
+def _run_as_follower(
     store: dist.Store, message: dict[str, Any], launch: LaunchEnv, run_job: RunJob
 ) -> Exception | None:
     """Run this rank's part of the job, report to rank 0 how it ended, and return the failure, if any."""
-    from torch.distributed import DistError
-
     job, config, failure = message["job"], from_dict(message["config"]), None
     limit_silence(config.launch.stall_s)
     try:
         run_job(config, launch, store, job)
     except Exception as error:
         failure = error
-    try:
+    with unless_lost():  # waiting for the next job raises then
         StoredWords(store, job).leave(departure_of(launch.rank, failure))
-    except DistError as error:
-        failure = failure or error
     return failure

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import launcher.errors
 from launcher.distributed.collectives import exchange_texts
-from launcher.distributed.env import WorkerEnv
+from launcher.distributed.env import WorkerEnv, numbered
 from launcher.errors import LauncherError
 
 CONTENT, ERROR = b"+", b"-"
@@ -32,13 +32,16 @@ def error_message(error: LauncherError) -> bytes:
 
 def content_of(message: bytes) -> bytes:
     """The content of a message. Raises the sender's LauncherError."""
-    content = message[1:]
     if message[:1] == ERROR:
-        kind, text, traceback = json.loads(content)
-        error: LauncherError = getattr(launcher.errors, kind, LauncherError)(text)
-        error.traceback = traceback
-        raise error
-    return content
+        raise _error_of(message)
+    return message[1:]
+
+
+def _error_of(message: bytes) -> LauncherError:
+    kind, text, traceback = json.loads(message[1:])
+    error: LauncherError = getattr(launcher.errors, kind, LauncherError)(text)
+    error.traceback = traceback
+    return error
 
 
 @contextmanager
@@ -54,10 +57,6 @@ def raised_on_all(env: WorkerEnv) -> Iterator[None]:
         own = error_message(error).decode()
     messages = exchange_texts(env, own)
     failed = [rank for rank, message in enumerate(messages) if message]
-    try:
-        if failed:
-            content_of(messages[failed[0]].encode())
-    except LauncherError as error:
-        if len(failed) == env.world_size:
-            raise
-        raise type(error)(f"on rank {', '.join(map(str, failed))}: {error}") from None
+    if failed:
+        error = _error_of(messages[failed[0]].encode())
+        raise error if len(failed) == env.world_size else type(error)(f"on {numbered(failed)}: {error}")

@@ -47,12 +47,10 @@ def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> 
 
     Raises PreflightError, on all ranks, unless all were started the same way.
     """
-    device = (
-        torch.cuda.get_device_name(env.device)
-        if env.device.type == "cuda"
-        else f"CPU {platform.machine()}, {counted(torch.get_num_threads(), 'thread')}"
-    )
-    gpu = str(torch.cuda.get_device_properties(env.device).uuid) if env.device.type == "cuda" else None
+    device, gpu = f"CPU {platform.machine()}, {counted(torch.get_num_threads(), 'thread')}", None
+    if env.device.type == "cuda":
+        card = torch.cuda.get_device_properties(env.device)
+        device, gpu = card.name, str(card.uuid)
     own = Peer(device, gpu, os.getpid(), gethostname())
     if store is None:
         return [own]

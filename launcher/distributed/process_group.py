@@ -36,8 +36,9 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
     refuse_missing_kernels(launch.rank, device)
     _refuse_shared_gpu(launch, store, job, device)
     divide_threads(launch.local_world_size)
+    places = launch.rank, launch.world_size, launch.local_rank, launch.local_world_size
     if store is None:
-        yield WorkerEnv(0, 1, 0, 1, device, None)
+        yield WorkerEnv(*places, device, None)
         return
     # Before the group is opened: NCCL and Gloo read the environment when they start.
     nccl.prepare(os.environ, one_machine=launch.local_world_size == launch.world_size)
@@ -52,11 +53,8 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
         # Opens NCCL's communicator now, on this device, instead of within the first collective.
         device_id=device if device.type == "cuda" else None,
     )
-    group = dist.group.WORLD
     try:
-        yield WorkerEnv(
-            launch.rank, launch.world_size, launch.local_rank, launch.local_world_size, device, group
-        )
+        yield WorkerEnv(*places, device, dist.group.WORLD)
     except BaseException as error:
         _close_after(error, device)
         raise

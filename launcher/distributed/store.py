@@ -55,14 +55,14 @@ def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
     try:
         if _has_agent_store():
             store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-        elif launch.rank == 0:
-            listening = _listening(port)
-            store = dist.TCPStore(
-                address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening
-            )
         else:
-            _wait_for_listener(address, port, timeout_s)
-            store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+            hosts = launch.rank == 0
+            if not hosts:
+                _wait_for_listener(address, port, timeout_s)
+            listening = _listening(port) if hosts else None
+            store = dist.TCPStore(
+                address, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listening
+            )
     except (dist.DistError, OSError) as error:
         raise StalledError(
             f"{launch.name} could not reach {launch.noun} 0 within {timeout_s:g} s: {first_sentence(error)} "

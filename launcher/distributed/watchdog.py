@@ -15,14 +15,12 @@ import functools
 import logging
 import multiprocessing
 import os
-import select
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from launcher.config.schema import Config
@@ -99,15 +97,12 @@ class Watchdog:
             threading.Thread(target=self._watch_the_store, name="watchdog of the store", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._thread is not None:
             _wake(self._woken_before)
             self._over.set()
-            thread, self._thread = self._thread, None
-            os.write(self._write, b"\0")
-            thread.join(LEAVE_S + CLEAN_UP_S)  # longer if the store is silent: the thread ends by itself
+            # Longer if the store is silent: the thread ends by itself.
+            self._thread.join(LEAVE_S + CLEAN_UP_S)
 
     @contextlib.contextmanager
     def announcing(self) -> Iterator[None]:
@@ -132,7 +127,8 @@ class Watchdog:
         assert self._store is not None
         store: dist.Store | None = None
         polled_s = since_s = time.monotonic()
-        while not self._wait_for_end():
+        while not self._over.wait(POLL_EVERY_S):
+            self._record_signals()
             now = time.monotonic()
             since_s = now if now - polled_s > POLL_EVERY_S + PAUSE_S else since_s
             beat = self._heartbeat.latest
@@ -173,15 +169,12 @@ class Watchdog:
             if silent >= SILENT_POLLS and (self._failed is not None or self._is_overdue(beat)):
                 self._leave(self._lost_store(beat), None)
 
-    def _wait_for_end(self) -> bool:
-        """Wait for the next poll; record signals, whose numbers the interpreter writes to the pipe."""
-        if not select.select([self._read], [], [], POLL_EVERY_S)[0]:
-            return False
-        arrived = os.read(self._read, 4096)
-        for number in arrived:
-            if number in STOPPING and self._asked is None:
-                self._asked = time.monotonic(), signal.Signals(number)
-        return 0 in arrived
+    def _record_signals(self) -> None:
+        """Record a request to stop: the interpreter writes the numbers of signals to the pipe."""
+        with contextlib.suppress(BlockingIOError):  # there were none
+            asked = [signal.Signals(number) for number in os.read(self._read, 4096) if number in STOPPING]
+            if asked and self._asked is None:
+                self._asked = time.monotonic(), asked[0]
 
     def _poll(self, store: dist.Store, roll_call: RollCall, beat: Beat) -> Ending | None:
         roll_call.answer(beat)

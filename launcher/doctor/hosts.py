@@ -5,20 +5,20 @@ Owns what must be equal on all hosts. Every rank calls `consult`; one rank of ea
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from socket import gethostname
-from typing import NamedTuple
 
 from launcher.distributed.env import LEADER, LaunchEnv, WorkerEnv, numbered
 from launcher.distributed.store import awaited_in_vain, open_store
 from launcher.doctor.findings import FAILURE, NOTE, Finding, judged
 from launcher.errors import StalledError, listed
+from launcher.run_dir.codec import decoded, encoded
 
 EQUAL = ("Python", "torch", "hydra-core", "CUDA", "NCCL", "driver", "GPUs")
 CLOCK_NOTE_S, CLOCK_S = 2.0, 60.0  # a barrier leaves hosts apart by less than the first
@@ -27,11 +27,12 @@ SENT = 3  # messages over each link; the first opens the connection
 LEADING_S = 900.0  # that one rank of each host may look at its machine while the others wait
 
 
-class Host(NamedTuple):
+@dataclass(frozen=True)
+class Host:
     """What one host reports."""
 
     name: str
-    found: list[Finding]
+    found: Sequence[Finding]
     time: float  # of its clock, at the same moment on all hosts
     sees_run_dir: bool
     received_bytes_per_s: float  # from the host before it, 0 for the only one
@@ -55,7 +56,7 @@ def consult(
 
     with join(launch, store, "doctor", timeout_s) as env:
         hosts, exchanged = _met(env, place, found)
-    hosts[0].found.extend([exchanged, *compared(hosts)])
+    hosts[0] = replace(hosts[0], found=[*hosts[0].found, exchanged, *compared(hosts)])
     return hosts if env.is_leader else None
 
 
@@ -74,10 +75,9 @@ def _met(env: WorkerEnv, place: Path, found: list[Finding]) -> tuple[list[Host],
         local_ranks = exchange_texts(env, str(env.local_rank))  # all have looked: the mark may go
     rate = _received(env, [rank for rank, local_rank in enumerate(local_ranks) if local_rank == "0"])
     own = Host(gethostname(), found, now, is_seen, rate)
-    said = exchange_texts(env, json.dumps(own, default=dataclasses.asdict) if env.local_rank == 0 else "")
-    hosts = [Host(*json.loads(text)) for text in said if text]
-    hosts = [host._replace(found=[Finding(**each) for each in host.found]) for host in hosts]  # type: ignore[arg-type]
-    return hosts, judged_exchange(dataclasses.asdict(exchanged), env.world_size)
+    said = exchange_texts(env, json.dumps(encoded(own)) if env.local_rank == 0 else "")
+    hosts = [decoded(Host, json.loads(text)) for text in said if text]
+    return hosts, judged_exchange(asdict(exchanged), env.world_size)
 
 
 def _received(env: WorkerEnv, leaders: Sequence[int]) -> float:
