@@ -58,5 +58,5 @@ def raised_on_all(env: WorkerEnv) -> Iterator[None]:
     messages = exchange_texts(env, own)
     failed = [rank for rank, message in enumerate(messages) if message]
     if failed:
-        error = _error_of(messages[failed[0]].encode())
-        raise error if len(failed) == env.world_size else type(error)(f"on {numbered(failed)}: {error}")
+        first = _error_of(messages[failed[0]].encode())
+        raise first if len(failed) == env.world_size else type(first)(f"on {numbered(failed)}: {first}")

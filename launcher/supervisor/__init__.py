@@ -1,4 +1,4 @@
 """Parent mode: one warm process starts a run's workers, monitors and restarts them, and reports its end.
 
-The engine is torch's elastic agent. Importing this package imports no torch.
+Importing this package imports no torch.
 """

@@ -1,21 +1,19 @@
-"""The elastic agent of a run: torch's, for one machine, without a port, with reasons for failures.
+"""The agent of a run: starts its workers on this machine, generation after generation, until one ends well.
 
-Owns what differs from torchrun's agent: workers are forked from this warm process and rendezvous through a
-file without a name, a failed generation is killed at once, and every end has a reason with a name and an exit
-code. Starting and reaping processes, the order of generations and the return of results are torch's.
+Owns the order of generations and what workers find in their environment, which is what torchrun gives. They
+are forked from this warm process and meet in a file without a name; a failed generation is killed at once,
+and every end has a reason with a name and an exit code.
 """
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
+import os
 import signal
 import sys
 import time
 from pathlib import Path
-
-from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.events import Event, EventSource
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from launcher.checkpoint.catalog import FOLDER, candidates, step_of
 from launcher.config.messages import directory_override
@@ -29,82 +27,75 @@ from launcher.supervisor.parent_signals import Signals, held_back
 from launcher.supervisor.restart_policy import Restarts
 from launcher.supervisor.root_cause import PREEMPTED, AttemptVerdict, RunFailed
 
-EXIT_S = 10  # for the agents of other machines to end, once node 0 has decided
 POLL_EVERY_S = 0.05  # a failure is noticed well before SETTLE_S; each poll reads some rows of memory
 
 
-class Inherited(LogsSpecs):
-    """Workers write to the parent's own stdout and stderr. Nothing is redirected: no thread tails files."""
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        for environ in envs.values():
-            environ["TORCHELASTIC_ERROR_FILE"] = ""
-        streams = dict.fromkeys(envs, "")
-        return LogsDest(streams, streams.copy(), error_files=streams.copy())
-
-    @property
-    def root_log_dir(self) -> str:
-        return ""
-
-
-class Agent(LocalElasticAgent):
+class Agent:
     """Runs the workers of one run to its end. `run` raises the LauncherError of a run that fails."""
 
     def __init__(self, work: Work, num_workers: int, signals: Signals, nodes: OneMachine) -> None:
-        max_restarts = work.config.launch.max_restarts
-        run_dir = Path(work.config.run.dir)
-        super().__init__(
-            WorkerSpec(
-                role="worker",
-                local_world_size=num_workers,
-                rdzv_handler=nodes,
-                entrypoint=be_a_rank,
-                args=(work,),
-                max_restarts=max_restarts,
-                monitor_interval=POLL_EVERY_S,
-            ),
-            Inherited(),
-            start_method="fork",
-            exit_barrier_timeout=EXIT_S,
-        )
-        self._nodes = nodes
-        self._work = work
-        self._signals = signals
-        self._run_dir, self._began = run_dir, time.time()
-        self._checkpoints = run_dir / FOLDER
-        self._restarts = Restarts(max_restarts, self._newest_step())
-        self._generation: Generation | None = None
+        self._work, self._num_workers = work, num_workers
+        self._signals, self._nodes = signals, nodes
+        self._run_dir, self._began = Path(work.config.run.dir), time.time()
+        self._restarts = Restarts(work.config.launch.max_restarts, self._newest_step())
         self._stopping = False
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
-        self._work.restart(worker_group.workers[0].global_rank)
-        orphans = Orphans()
-        with held_back():
-            pids: dict[int, object] = super()._start_workers(worker_group)
-            self._signals.handle()  # the agent has replaced them by its own handlers
-        assert self._pcontext is not None
-        processes = self._pcontext._pc.processes  # type: ignore[attr-defined]
-        self._generation = Generation(processes, self._work, orphans, self._nodes.host)
-        return pids
+    def run(self) -> None:
+        for number in itertools.count():
+            if self._run_generation(number).exit_code != RESTART:
+                return
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        assert self._generation is not None
-        self._obey_signals(self._generation)
+    def _run_generation(self, number: int) -> AttemptVerdict:
+        """Start all workers, and wait until their end has been decided on."""
+        first_rank, world_size = self._nodes.begin(self._num_workers)
+        self._work.restart(first_rank)
+        several = world_size > self._num_workers  # machines, whose parents share a store
+        environ = {
+            "GROUP_RANK": str(self._nodes.rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(self._num_workers),
+            # On one machine the ranks meet in a file, and nothing listens.
+            "MASTER_ADDR": os.environ["MASTER_ADDR"] if several else "127.0.0.1",
+            "MASTER_PORT": os.environ["MASTER_PORT"] if several else "0",
+            "TORCHELASTIC_RESTART_COUNT": str(number),
+            "TORCHELASTIC_MAX_RESTARTS": str(self._restarts.allowed),
+            "TORCHELASTIC_RUN_ID": "run",
+            "TORCHELASTIC_USE_AGENT_STORE": str(several),
+        }
+        forking = multiprocessing.get_context("fork")
+        processes = [
+            forking.Process(
+                target=be_a_rank,
+                args=(self._work, {**environ, "RANK": str(first_rank + rank), "LOCAL_RANK": str(rank)}),
+            )
+            for rank in range(self._num_workers)
+        ]
+        generation = Generation(processes, self._work, Orphans(), self._nodes.host)
         try:
-            verdict = self._nodes.verdict(self._generation.poll(), self._generation)
-            if verdict is None:
-                return RunResult(WorkerState.HEALTHY)
-            if verdict.exit_code not in (0, RESTART):
+            with held_back():
+                for process in processes:
+                    process.start()
+            while (verdict := self._polled(generation)) is None:
+                time.sleep(POLL_EVERY_S)
+            return verdict
+        finally:
+            generation.kill()
+            generation.tidy()
+
+    def _polled(self, generation: Generation) -> AttemptVerdict | None:
+        """How the run ends, or RESTART, once all workers have ended."""
+        self._obey_signals(generation)
+        try:
+            verdict = self._nodes.verdict(generation.poll(), generation)
+            if verdict is not None and verdict.exit_code not in (0, RESTART):
                 self._restart_or_raise(verdict)
                 verdict = AttemptVerdict(RESTART)
         except LauncherError as error:
             self._nodes.decide(AttemptVerdict(error.exit_code, str(error)))
             raise
-        self._nodes.decide(verdict)
-        if verdict.exit_code == RESTART:
-            return RunResult(WorkerState.FAILED)  # the agent starts the next generation
-        ranks = [worker.global_rank for worker in worker_group.workers]
-        return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+        if verdict is not None:
+            self._nodes.decide(verdict)
+        return verdict
 
     def _obey_signals(self, generation: Generation) -> None:
         for arrived in self._signals.take():
@@ -137,27 +128,7 @@ class Agent(LocalElasticAgent):
 
     def _newest_step(self) -> int:
         """Step of the newest checkpoint, by name; 0 if there is none. The workers check if it is intact."""
-        return max(map(step_of, candidates(self._checkpoints)), default=0)
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Kill the workers: at the end of a run there is nothing left to stop gracefully."""
-        if self._generation is not None:
-            self._generation.kill()
-            self._generation.tidy()
-        super()._shutdown(signal.SIGKILL)  # without a timeout, which torch 2.11 does not take
-
-    def _construct_event(
-        self,
-        state: str,
-        source: EventSource,
-        worker: Worker | None = None,
-        raw_error: str | None = None,
-        duration_ms: float | None = None,
-        exit_code: int | None = None,
-        worker_pid: int | None = None,
-    ) -> Event:
-        """An event that is not read, without the host name, whose lookup may take seconds."""
-        return Event(f"torchelastic.worker.status.{state}", source=source)
+        return max(map(step_of, candidates(self._run_dir / FOLDER)), default=0)
 
 
 def stopped(verdict: AttemptVerdict, asked: signal.Signals | None, newest_step: int) -> LauncherError:

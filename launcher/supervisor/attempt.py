@@ -92,7 +92,8 @@ class Generation:
         """Kill the workers that are left, and the processes that they have started."""
         self.send(signal.SIGKILL)
         for process in self._processes:
-            process.join(5)  # seconds: one in uninterruptible sleep cannot be killed
+            if process.pid is not None:  # it could be started
+                process.join(5)  # seconds: one in uninterruptible sleep cannot be killed
         self._orphans.end(self._pids())
 
     def tidy(self) -> None:

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -71,13 +71,14 @@ class Work:
         return stacks_path(Path(self.config.run.dir), rank)
 
 
-def be_a_rank(work: Work) -> NoReturn:
+def be_a_rank(work: Work, environ: Mapping[str, str]) -> NoReturn:
     """Run this process's part of the job and exit with its code; never returns to the agent.
 
-    So other threads of the process cannot delay the exit of a finished worker.
+    So other threads of the process cannot delay the exit of a finished worker. `environ` has its rank.
     """
     end_with(work.parent)
     ParentDeathSignal()
+    os.environ.update(environ)
     _take_signals_back(work.obeyed)
     launch = LaunchEnv.from_environ(os.environ)
     _write_stacks_on_request(work.stacks_of(launch.rank))
@@ -118,7 +119,7 @@ def _run(work: Work, launch: LaunchEnv) -> Departure:
 
 
 def _take_signals_back(obeyed: Sequence[signal.Signals]) -> None:
-    """Undo the agent's handlers, which raise.
+    """Undo the handlers of the parent.
 
     The obeyed signals are still blocked. They get a handler that does nothing, because ignoring them would
     drop pending ones; the worker installs its own while it runs, and unblocks them.

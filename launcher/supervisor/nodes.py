@@ -16,8 +16,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import LEADER, LaunchEnv, numbered
@@ -36,16 +34,14 @@ PAUSE_S = 1.0  # after a longer pause this process itself was stopped, and not t
 RESTART = -1  # exit code of what node 0 decides, if the run does not end
 
 
-class OneMachine(StaticTCPRendezvous):
-    """The only parent of a run: a rendezvous with itself, nothing to wait for and no socket."""
+class OneMachine:
+    """The only parent of a run: nothing to wait for and no socket."""
 
+    rank = LEADER  # among the parents
     leads = True  # whether this is the parent of rank 0, which decides
     host = ""  # its name in messages, where there are several
-    use_agent_store = False
 
-    def __init__(self, limits: LaunchConfig, rank: int = 0, world_size: int = 1) -> None:
-        # Nothing is opened at this address: `next_rendezvous` is our own.
-        super().__init__("127.0.0.1", 0, rank, world_size, run_id="run", timeout=0)
+    def __init__(self, limits: LaunchConfig) -> None:
         self._limits = limits
         self.stop_asked: Callable[[], int | None] = lambda: None  # the signal by which this parent was asked
 
@@ -54,9 +50,9 @@ class OneMachine(StaticTCPRendezvous):
 
     def __exit__(self, *error: object) -> None: ...
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        # Only torch wants an address: the ranks meet in a file, and nothing listens.
-        return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+    def begin(self, num_workers: int) -> tuple[int, int]:
+        """Begin the next generation: the lowest rank of this machine's workers, and how many there are."""
+        return 0, num_workers
 
     def verdict(self, own: Report | None, generation: Generation) -> AttemptVerdict | None:
         """The verdict on all ranks, once all have ended."""
@@ -74,13 +70,12 @@ class OneMachine(StaticTCPRendezvous):
 class Nodes(OneMachine):
     """This parent among those of all machines. Use it as a context, within which the words are exchanged."""
 
-    use_agent_store = True  # the workers meet in it too
-
     def __init__(self, launch: LaunchEnv, store: dist.Store, job: str, limits: LaunchConfig) -> None:
-        super().__init__(limits, launch.rank, launch.world_size)
+        super().__init__(limits)
+        self.rank, self._num_nodes = launch.rank, launch.world_size
         self.leads, self.host = launch.rank == LEADER, os.uname().nodename
         self._meeting, self._prefix = store, f"job/{job}/nodes"
-        self._others = range(1, self.world_size) if self.leads else [LEADER]  # whose words this parent reads
+        self._others = range(1, self._num_nodes) if self.leads else [LEADER]  # whose words this parent reads
         self._own: dict[str, Any] = {"generation": -1}
         self._words: Mapping[int, Mapping[str, Any]] = {}
         now = time.monotonic()
@@ -98,23 +93,28 @@ class Nodes(OneMachine):
         self._over.set()
         self._thread.join(LEAVE_S)
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def begin(self, num_workers: int) -> tuple[int, int]:
         """Wait for the parents of all machines to begin the next generation."""
         generation = self._own["generation"] + 1
         self._ended_s = float("inf")
         self._own = {"generation": generation}
+        workers = [f"{self._prefix}/generation/{generation}/{node}" for node in range(self._num_nodes)]
         deadline = time.monotonic() + self._limits.init_timeout_s
-        # Waited for in Python: a wait of the store would not see a signal.
-        while late := [node for node in self._others if self._generation_of(node) < generation]:
-            if (stop := self.stop_asked()) is not None:
-                raise RunFailed(AttemptVerdict(128 + stop, "stopped by a signal before the workers started"))
-            self._refuse_silent(late, self._limits.stall_s)
-            if time.monotonic() > deadline:
-                raise self._gone(late)
-            time.sleep(0.05)
-        store = dist.PrefixStore(f"{self._prefix}/generation/{generation}", self._meeting)
-        place = RendezvousStoreInfo(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        return RendezvousInfo(store, self.rank, self.world_size, place)
+        try:
+            self._meeting.set(workers[self.rank], str(num_workers))
+            # Waited for in Python: a wait of the store would not see a signal.
+            while late := [node for node, key in enumerate(workers) if not self._meeting.check([key])]:
+                if (stop := self.stop_asked()) is not None:
+                    text = "stopped by a signal before the workers started"
+                    raise RunFailed(AttemptVerdict(128 + stop, text))
+                self._refuse_silent(self._others, self._limits.stall_s)
+                if time.monotonic() > deadline:
+                    raise self._gone(late)
+                time.sleep(0.05)
+            counts = [int(self._meeting.get(key)) for key in workers]
+        except dist.DistError as error:
+            raise self._gone([LEADER]) from error
+        return sum(counts[: self.rank]), sum(counts)
 
     def verdict(self, own: Report | None, generation: Generation) -> AttemptVerdict | None:
         """On node 0: the verdict on all ranks, once those of all machines have ended. On others: as decided.
@@ -142,7 +142,7 @@ class Nodes(OneMachine):
         missing = [node for node, word in said.items() if "report" not in word]
         reports = [] if own is None else [own]
         reports += [decoded(Report, word["report"]) for word in said.values() if "report" in word]
-        if len(reports) == self.world_size:
+        if len(reports) == self._num_nodes:
             return verdict_of(reports, self._limits.stall_s, generation.stacks)
         quiet_s = self._limits.stall_s
         if ends := [report.end for report in reports if report.end != DONE]:

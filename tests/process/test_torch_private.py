@@ -228,24 +228,6 @@ def test_every_version_accepts_every_call() -> None:
     assert [line for use in calls for line in refused_by(use)] == []
 
 
-OVERRIDDEN = [name for name in NAMES if "LocalElasticAgent._" in name and KNOWN[CHECKED[0]][name] != VALUE]
-
-
-@pytest.mark.parametrize("name", OVERRIDDEN)
-def test_every_version_may_call_what_the_agent_overrides(name: str) -> None:
-    from launcher.supervisor.agent import Agent
-
-    own = inspect.signature(getattr(Agent, name.rpartition(".")[2]))
-    for version, names in KNOWN.items():
-        theirs = signature(names[name])
-        own.bind(**dict.fromkeys(theirs.parameters))  # raises TypeError for one that ours does not have
-        required = {
-            each.name for each in theirs.parameters.values() if each.default is inspect.Parameter.empty
-        }
-        own.bind(**dict.fromkeys(required))
-        assert list(own.parameters)[: len(theirs.parameters)] == list(theirs.parameters), version
-
-
 @pytest.mark.parametrize(("version", "warned"), [("2.11.0", False), ("2.13.0+cpu", False), ("2.99.1", True)])
 def test_an_unknown_version_is_said_once(version: str, warned: bool) -> None:
     warn_if_unchecked.cache_clear()
