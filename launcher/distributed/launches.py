@@ -61,11 +61,9 @@ def claim(store: dist.Store, launch: LaunchEnv, key: str, own: Mapping[str, Any]
 
 
 def _differences(own: Mapping[str, Any], leader: Mapping[str, Any], noun: str) -> list[str]:
-    found = []
     given, theirs = Counter(own["arguments"]), Counter(leader["arguments"])
-    for words, who in ((given - theirs, f"this {noun}"), (theirs - given, f"{noun} 0")):
-        if words:
-            found.append(f"only {who} was given {' '.join(words)}")
+    only = (given - theirs, f"this {noun}"), (theirs - given, f"{noun} 0")
+    found = [f"only {who} was given {' '.join(words)}" for words, who in only if words]
     ids = ((key, own["job"].get(key), leader["job"].get(key)) for key in JOB_IDS)
     return found + [
         f"{key} is {here} here and {there} on {noun} 0" for key, here, there in ids if here != there

@@ -9,13 +9,13 @@ import hashlib
 import json
 import os
 import platform
-import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from socket import gethostname
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,15 +116,12 @@ def _facts_of_host() -> dict[str, str]:
 
 @contextmanager
 def mark(directory: str | Path) -> Iterator[str]:
-    """The path of a file that is in the directory within the context; empty where none can be made."""
-    path = Path(directory, f".meeting-{secrets.token_hex(4)}")  # a new name: no machine remembers it
-    with suppress(OSError):  # of a directory that cannot be written, which the run reports later
-        path.touch()
-    try:
-        yield str(path) if os.path.exists(path) else ""
-    finally:
-        with suppress(OSError):
-            path.unlink()
+    """The path of a new file that is in the directory within the context; empty where none can be made."""
+    with ExitStack() as made:
+        path = ""
+        with suppress(OSError):  # of a directory that cannot be written, which the run reports later
+            path = made.enter_context(NamedTemporaryFile(prefix=".meeting-", dir=directory)).name
+        yield path
 
 
 def sees(path: str) -> bool:

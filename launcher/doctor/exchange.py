@@ -1,8 +1,8 @@
-"""What ranks do to test the links between them. Run as a program it starts them on one machine.
+"""What ranks do to test the links between them. Run as a program, one process a rank, it tests one machine.
 
-    python -m launcher.doctor.exchange SECONDS DEVICE ...
+    python -m launcher.doctor.exchange RANK WORLD_SIZE FILE SECONDS DEVICE ...
 
-DEVICE, one for each rank, is `cpu` or `cuda:N`. Rank 0 prints a line of JSON.
+FILE is where the ranks meet; DEVICE, one for each rank, is `cpu` or `cuda:N`. Rank 0 prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from launcher.distributed.links import ring_bytes
 from launcher.engine.flat.layout import MAX_RUN_BYTES
-from launcher.process.lifetime import ParentDeathSignal, end_with_starter
+from launcher.process.lifetime import end_with_starter
 
 COPIED_BYTES = 64 << 20
 KNOWN = 1 << 20  # elements whose sum is compared
@@ -70,7 +68,7 @@ def _timed(message: torch.Tensor, count: int) -> float:
     return time.perf_counter() - began
 
 
-def copies(devices: Sequence[torch.device]) -> bool:
+def copies(devices: list[torch.device]) -> bool:
     """Whether random bytes are the same after a copy from each of the GPUs to each other one."""
     for source in devices:
         sent = torch.randint(0, 256, (COPIED_BYTES,), dtype=torch.uint8, device=source)
@@ -80,15 +78,14 @@ def copies(devices: Sequence[torch.device]) -> bool:
     return True
 
 
-def be_a_rank(rank: int, store: int, seconds: float, devices: Sequence[torch.device]) -> None:
-    """One rank of the program. `store` is the descriptor of the file in which the ranks meet."""
-    own, world_size = devices[rank], len(devices)
+def main(rank: int, world_size: int, file: str, seconds: float, devices: list[torch.device]) -> None:
+    own = devices[rank]
     is_gpu = own.type == "cuda"
     if is_gpu:
         torch.cuda.set_device(own)
     dist.init_process_group(
         "nccl" if is_gpu else "gloo",
-        store=dist.FileStore(f"/proc/self/fd/{store}"),
+        store=dist.FileStore(file, world_size),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=60),
@@ -100,13 +97,13 @@ def be_a_rank(rank: int, store: int, seconds: float, devices: Sequence[torch.dev
         print(json.dumps(dataclasses.asdict(dataclasses.replace(found, copied=copied))), flush=True)
 
 
-def main(seconds: str, *devices: str) -> None:
-    end_with_starter(os.environ)
-    ParentDeathSignal()  # a rank that hangs is killed with this program, at its time limit
-    ranks = (os.memfd_create("doctor-store"), float(seconds), [*map(torch.device, devices)])
-    start = torch.multiprocessing.start_processes
-    start(be_a_rank, ranks, nprocs=len(devices), start_method="fork")  # type: ignore[no-untyped-call]
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    end_with_starter(os.environ)
+    arguments = sys.argv[1:]
+    main(
+        int(arguments[0]),
+        int(arguments[1]),
+        arguments[2],
+        float(arguments[3]),
+        [*map(torch.device, arguments[4:])],
+    )

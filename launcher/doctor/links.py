@@ -10,9 +10,11 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
+from contextlib import ExitStack
 from pathlib import Path
 
 from launcher.distributed import nccl
@@ -60,7 +62,7 @@ def pairs(gpus: int, program: Sequence[str] = PROGRAM) -> Iterator[Finding]:
     broken: dict[tuple[int, int], str] = {}
     with ThreadPoolExecutor(max(1, gpus // 2)) as pool:
         for together in rounds(gpus):
-            found = pool.map(trouble, together, repeat(program))
+            found = pool.map(lambda pair: trouble(pair, program), together)
             broken |= {pair: text for pair, text in zip(together, found, strict=True) if text}
     if not broken:
         yield Finding("GPU pairs", f"{math.comb(gpus, 2)}, copies and sums exact")
@@ -111,22 +113,34 @@ def exchanged(
     """What rank 0 of the test program says; a text where the ranks hang or fail."""
     variables = dict(os.environ)
     nccl.prepare(variables, one_machine=True)
-    variables.pop("NCCL_DEBUG", None)  # its lines go to stdout too
+    variables.pop("NCCL_DEBUG", None)  # its lines fill the pipes of ranks that are read one after another
     variables |= {"OMP_NUM_THREADS": "1", ENDS_WITH_STARTER: "1", **(environ or {})}
-    limit_s = PAIR_S + seconds
-    try:
-        ended = subprocess.run(
-            [*program, str(seconds), *devices],
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"no answer within {limit_s:g} s"
-    if ended.returncode:
-        return (ended.stderr.strip() or f"ended with {ended.returncode}").splitlines()[-1][:300]
-    answer: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ExitStack() as running:
+        words = [str(len(devices)), f"{folder}/store", str(seconds), *devices]
+        ranks = [
+            running.enter_context(
+                subprocess.Popen(
+                    [*program, str(rank), *words],
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(len(devices))
+        ]
+        deadline = time.monotonic() + PAIR_S + seconds
+        try:
+            said = [rank.communicate(timeout=max(0.1, deadline - time.monotonic())) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            return f"no answer within {PAIR_S + seconds:g} s"
+        finally:
+            for rank in ranks:
+                rank.kill()
+    for number, rank in enumerate(ranks):
+        if rank.returncode:
+            last = said[number][1].strip().splitlines()[-1:] or ["no word"]
+            return f"rank {number} ended with {rank.returncode}: {last[0][:300]}"
+    answer: dict[str, float] = json.loads(said[0][0].splitlines()[-1])
     return answer

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 
 from launcher.config.schema import Config
@@ -34,6 +35,7 @@ SLOW_DISK = 50e6  # bytes per second: a laptop's disk of 2010
 PROBE_BYTES = 64 << 20
 FEW_FILES = 1024  # the usual soft limit; loader processes share tensors by descriptors
 RANK_BYTES = 1 << 30  # torch, its libraries and a small model
+MAX_COUNTED_FILES = 50_000  # of a data set, some seconds on a network disk
 SIOCGIFADDR = 0x8915  # asks for the address of an interface
 INFINIBAND = "/sys/class/infiniband"
 SLOW_LINK = 1000  # Mbit/s: below, the exchange of a ResNet-50 takes longer than its step on any GPU
@@ -68,6 +70,7 @@ def checks(subject: Subject) -> list[Check]:
         Check("shared memory", lambda: shared_memory(subject)),
         Check("limits", limits),
         Check("disk", lambda: disk(subject.place), 60.0, "The disk of run.dir hangs: choose another place."),
+        Check("data", lambda: page_cache(subject), 30.0, "The disk of the data hangs, or is far away."),
         Check("clock", clock),
         Check("interface", lambda: interface(os.environ), 10.0, "The name of this host cannot be resolved."),
         Check("tracker", lambda: tracker(subject.config, os.environ)),
@@ -177,6 +180,20 @@ def disk(place: Path) -> Iterator[Finding]:
         return
     slow = "Checkpoints take long: choose a faster disk, or a larger checkpoint.every_s."
     yield _space(place, f", {rate / 1e6:.0f} MB/s written", slow if rate < SLOW_DISK else "")
+
+
+def page_cache(subject: Subject) -> Iterator[Finding]:
+    """Whether the data set fits in the memory that the kernel may fill with files."""
+    path = subject.config.data.path
+    if path is None:
+        return
+    folders = ((folder, name) for folder, _, names in os.walk(path) for name in names)
+    files = [path] if os.path.isfile(path) else (os.path.join(*found) for found in folders)
+    sizes = [os.lstat(file).st_size for file in islice(files, MAX_COUNTED_FILES)]
+    total, least = sum(sizes), "at least " if len(sizes) == MAX_COUNTED_FILES else ""
+    far = "It does not stay in memory: each epoch reads it from the disk, whose rate then counts."
+    value = f"{least}{total / GB:.1f} GB in {counted(len(sizes), 'file')}"
+    yield judged("data", value, far if total > available_bytes() else "")
 
 
 def clock() -> Iterator[Finding]:

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -43,21 +43,6 @@ class Work:
     parent: int  # process id
     obeyed: tuple[signal.Signals, ...]  # those of HEEDED that are not ignored
     store: int  # descriptor of the file in which the ranks meet, if all are on this machine
-
-    @classmethod
-    @contextlib.contextmanager
-    def opened(
-        cls, config: Config, heartbeats: Heartbeats, obeyed: tuple[signal.Signals, ...]
-    ) -> Iterator[Work]:
-        """The work of this process's children, who inherit a file without a name, in memory.
-
-        Other users cannot open it, no full disk can cut its records short, and it is gone with the processes.
-        """
-        store = os.memfd_create("launcher-store")
-        try:
-            yield cls(config, heartbeats, os.getpid(), obeyed, store)
-        finally:
-            os.close(store)
 
     def restart(self, first_rank: int) -> None:
         """Forget what the workers of an earlier generation have written. All of them have ended.

@@ -3,6 +3,7 @@
 Each parent monitors the workers of its machine. Once some of them have ended it says so through the store of
 node 0, which ends the workers of all machines, judges all ranks together, and decides for all: done, restart,
 or the error. A thread exchanges the words, so that a store that does not answer never delays a parent.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import LEADER, LaunchEnv, numbered
 from launcher.distributed.store import LEAVE_S, limit_silence
@@ -25,6 +24,8 @@ from launcher.run_dir.codec import decoded, encoded
 from launcher.supervisor.root_cause import DONE, AttemptVerdict, Report, RunFailed, verdict_of
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from launcher.supervisor.attempt import Generation
 
 EXCHANGE_EVERY_S = 0.2  # of every parent; node 0 reads the words of all with one request
@@ -95,6 +96,8 @@ class Nodes(OneMachine):
 
     def begin(self, num_workers: int) -> tuple[int, int]:
         """Wait for the parents of all machines to begin the next generation."""
+        from torch.distributed import DistError
+
         generation = self._own["generation"] + 1
         self._ended_s = float("inf")
         self._own = {"generation": generation}
@@ -112,7 +115,7 @@ class Nodes(OneMachine):
                     raise self._gone(late)
                 time.sleep(0.05)
             counts = [int(self._meeting.get(key)) for key in workers]
-        except dist.DistError as error:
+        except DistError as error:
             raise self._gone([LEADER]) from error
         return sum(counts[: self.rank]), sum(counts)
 
@@ -194,6 +197,8 @@ class Nodes(OneMachine):
 
     def _exchange(self) -> None:
         """Say and hear, until the end; the last word is said after it."""
+        from torch.distributed import DistError
+
         others = [f"{self._prefix}/{node}" for node in self._others]
         before: list[bytes] = [b""] * len(others)
         try:
@@ -213,5 +218,5 @@ class Nodes(OneMachine):
                         if text != last:
                             self._heard_s[node] = time.monotonic()
                     before = texts
-        except dist.DistError:
+        except DistError:
             self._lost_store = True

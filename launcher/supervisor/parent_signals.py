@@ -22,7 +22,6 @@ class Signals:
         self._saving_stops = saving_stops
         self._arrived: list[signal.Signals] = []
         self.obeyed = obeyed()
-        self.unhandled = unhandled()
         self._asked_s = 0.0
         self.impatient = False  # Ctrl-C was pressed again: do not wait for the workers
 
@@ -41,13 +40,6 @@ class Signals:
         taken, self._arrived = self._arrived, []
         return taken
 
-    def handle(self) -> None:
-        """Install the handler, replacing any other."""
-        for number in HEEDED:
-            signal.signal(number, self.receive if number in self.obeyed else signal.SIG_IGN)
-        for number in self.unhandled:
-            signal.signal(number, self.receive)
-
 
 @contextmanager
 def heeded(saving_stops: bool = False) -> Iterator[Signals]:
@@ -57,8 +49,7 @@ def heeded(saving_stops: bool = False) -> Iterator[Signals]:
     replace its exit code.
     """
     signals = Signals(saving_stops)
-    before = {number: signal.getsignal(number) for number in (*HEEDED, *signals.unhandled)}
-    signals.handle()
+    before = {number: signal.signal(number, signals.receive) for number in (*signals.obeyed, *unhandled())}
     try:
         yield signals
     finally:

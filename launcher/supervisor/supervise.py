@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from launcher.config.schema import Config
 from launcher.distributed.heartbeat import Heartbeats
@@ -21,11 +21,9 @@ from launcher.process.signals import saving_stops
 from launcher.process.torch_build import warn_if_unchecked
 from launcher.run_dir.records import write_failure
 from launcher.run_dir.result import Failure
+from launcher.supervisor.nodes import OneMachine
 from launcher.supervisor.parent_signals import Signals, heeded, held_back
 from launcher.supervisor.root_cause import AttemptVerdict, RunFailed
-
-if TYPE_CHECKING:
-    from launcher.supervisor.nodes import OneMachine
 
 
 def supervise(config: Config, num_workers: int, nodes: OneMachine | None = None) -> None:
@@ -36,35 +34,35 @@ def supervise(config: Config, num_workers: int, nodes: OneMachine | None = None)
     from the main thread, whose end kills the workers.
     """
     assert threading.current_thread() is threading.main_thread()
-    heartbeats = Heartbeats(num_workers)
+    heartbeats, nodes = Heartbeats(num_workers), nodes or OneMachine(config.launch)
     try:
         with heeded(saving_stops(config.launch.preempt_signals)) as signals, adopting():
             _supervise(config, num_workers, signals, heartbeats, nodes)
     except Exception as error:
-        leads = nodes is None or nodes.leads
         # The leader has written that it was preempted, with the checkpoint. Else it may have been killed, or
         # name the wrong cause.
-        if leads and not isinstance(error, PreemptedError):
+        if nodes.leads and not isinstance(error, PreemptedError):
             write_failure(Path(config.run.dir), Failure.of(error), heartbeats.steps_done())
         raise
 
 
 def _supervise(
-    config: Config, num_workers: int, signals: Signals, heartbeats: Heartbeats, nodes: OneMachine | None
+    config: Config, num_workers: int, signals: Signals, heartbeats: Heartbeats, nodes: OneMachine
 ) -> None:
     with held_back():  # threads of libraries keep the signals blocked: only this thread is interrupted
         warm_up()
     from launcher.supervisor.agent import Agent
     from launcher.supervisor.child import Work
-    from launcher.supervisor.nodes import OneMachine
 
     if signals.stop is not None:
         raise RunFailed(
             AttemptVerdict(128 + signals.stop, f"stopped by {signals.stop.name} before the workers started")
         )
-    nodes = nodes or OneMachine(config.launch)
     nodes.stop_asked = lambda: signals.stop
-    with Work.opened(config, heartbeats, signals.obeyed) as work, nodes:
+    # A file without a name, in memory: other users cannot open it, no full disk can cut its records short,
+    # and it is gone with the processes.
+    with open(os.memfd_create("launcher-store"), "rb") as store, nodes:
+        work = Work(config, heartbeats, os.getpid(), signals.obeyed, store.fileno())
         Agent(work, num_workers, signals, nodes).run()
 
 
@@ -76,13 +74,11 @@ def warm_up(more: Sequence[str] = ()) -> None:
     Imported objects do not become garbage: disabling the collector saves a fifth of the time, and the
     workers' collectors skip frozen objects, so that their memory stays shared.
     """
-    was_enabled = gc.isenabled()
     gc.disable()
     for name in ("launcher.supervisor.agent", *more):
         importlib.import_module(name)
     gc.freeze()
-    if was_enabled:
-        gc.enable()
+    gc.enable()
     import torch
 
     warn_if_unchecked(torch.__version__)

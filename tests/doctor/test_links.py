@@ -14,7 +14,7 @@ from launcher.doctor.hosts import Host, compared
 
 STANDIN = """
 import json, os, sys, time
-devices = sys.argv[2:]
+rank, devices = int(sys.argv[1]), sys.argv[5:]
 kind = open({kind!r}).read()
 if devices == ["cuda:0", "cuda:2"] and "NCCL_P2P_DISABLE" not in os.environ:
     if kind == "hangs":
@@ -22,7 +22,8 @@ if devices == ["cuda:0", "cuda:2"] and "NCCL_P2P_DISABLE" not in os.environ:
     if kind == "fails":
         sys.exit("RuntimeError: CUDA error: peer access")
 right = kind != "corrupts" or devices != ["cuda:0", "cuda:2"] or "NCCL_P2P_DISABLE" in os.environ
-print(json.dumps({{"copied": right, "summed": True, "bytes_per_s": 1e9}}))
+if rank == 0:
+    print(json.dumps({{"copied": right, "summed": True, "bytes_per_s": 1e9}}))
 """
 
 

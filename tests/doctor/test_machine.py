@@ -95,6 +95,19 @@ def test_little_room_and_a_slow_disk(tmp_path, monkeypatch) -> None:
     assert "Make room" in only(machine.disk(tmp_path)).advice
 
 
+def test_data_that_does_not_fit_in_memory(subject, tmp_path, monkeypatch) -> None:
+    def about(path):
+        data = dataclasses.replace(subject.config.data, path=str(path))
+        config = dataclasses.replace(subject.config, data=data)
+        return list(machine.page_cache(dataclasses.replace(subject, config=config)))
+
+    assert not list(machine.page_cache(subject))
+    (tmp_path / "file").write_bytes(bytes(1000))
+    assert only(about(tmp_path)).verdict == only(about(tmp_path / "file")).verdict == OK
+    monkeypatch.setattr(machine, "available_bytes", lambda: 999)
+    assert only(about(tmp_path)).verdict == NOTE
+
+
 def test_a_clock_that_stands_in_the_past(monkeypatch) -> None:
     monkeypatch.setattr(machine, "OLDEST_CLOCK", 1e11)
     assert only(machine.clock()).verdict == NOTE
