@@ -23,6 +23,7 @@ from launcher.errors import (
     INTERRUPTED,
     STOPPED,
     TO_RESUME,
+    CollectiveError,
     ConfigError,
     Interrupted,
     LauncherError,
@@ -230,7 +231,7 @@ class SweepProgress:
                 without_advice(error)
             self.exit_codes.append(report_failure(error))
             # In parent mode a rank that is lost is a RunFailed.
-            self.parted = self.leader.parted or isinstance(error, StalledError)
+            self.parted = self.leader.parted or isinstance(error, StalledError | CollectiveError)
             self.broken = self.stopped or self.parted
 
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from launcher.config.user_code import short_traceback
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv, numbered
+from launcher.distributed.flight_recorder import last_call, latest_calls
 from launcher.distributed.last_words import Departure, Words
 from launcher.distributed.store import awaited_in_vain, no_store, unless_lost
-from launcher.errors import ON_REQUEST, LauncherError, StalledError, described, whole_text
+from launcher.errors import ON_REQUEST, CollectiveError, LauncherError, StalledError, described, whole_text
 from launcher.process.shortage import shortage_of
 
 if TYPE_CHECKING:
@@ -54,17 +55,20 @@ def departure_of(rank: int, error: BaseException | None = None) -> Departure:
         return Departure(rank, time.time())
     error = shortage_of(error, f"rank {rank}") or error
     if isinstance(error, LauncherError):
+        shared = isinstance(error, CollectiveError)
         return Departure(
             rank,
             time.time(),
             str(error),
             error.exit_code,
+            shared,
             traceback=error.traceback,
             restart_helps=error.restart_helps,
         )
-    lost = is_of_another(error)
+    text, lost = described(error, with_notes=True), is_of_another(error)
+    called = last_call(latest_calls()) if is_loss(error) else ""
     trace = "" if lost else short_traceback(error)
-    return Departure(rank, time.time(), described(error, with_notes=True), 1, lost=lost, traceback=trace)
+    return Departure(rank, time.time(), text, 1, last_call=called, lost=lost, traceback=trace)
 
 
 class JobFailed(LauncherError):

@@ -37,6 +37,7 @@ class Departure:
     error: str = ""
     exit_code: int = 0
     shared: bool = False  # the error is about other ranks, which its text names
+    last_call: str = ""  # the collective in which it lost another rank
     lost: bool = False  # the error is that of a rank which lost another one: not the origin
     traceback: str = ""  # of an exception, to be printed before the error
     restart_helps: bool = False  # whatever the exit code

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.distributed.failures import attributed
+from launcher.distributed.flight_recorder import called, of_sizes
 from launcher.distributed.heartbeat import FINISHING, Beat, where
 from launcher.distributed.last_words import Departure
 from launcher.errors import ON_REQUEST, LauncherError, PreemptedError, StalledError
@@ -18,12 +19,10 @@ from launcher.errors import ON_REQUEST, LauncherError, PreemptedError, StalledEr
 DONE, ASKED, FAILED, HANGING = "done", "asked", "failed", "hanging"  # how the ranks of a machine have ended
 UNEXPECTED, STALLED = 1, StalledError.exit_code
 PREEMPTED = PreemptedError.exit_code
-HINTS = {  # by the signal that killed a rank
-    signal.SIGKILL: "If nothing else sent it, the kernel did because memory ran out: see dmesg.",
-    signal.SIGSEGV: "Its stack is on stderr above.",
-    signal.SIGABRT: "Its message is on stderr above. If that is about the size of received data, the ranks "
-    "called different collectives: TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment names them.",
-}
+# Exits of a rank that received more than it expected: Gloo aborts it, or memory was overwritten.
+OVERRUN = frozenset(
+    -number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+)
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> A
     """
     blamed = min(fates, key=lambda fate: _innocence(fate, fates, first_failure, stall_s))
     if blamed.silent:
-        return _of_silent(blamed)
+        return _of_silent(blamed, fates)
     if blamed.failed:
         assert blamed.departure is not None
         departure = blamed.departure
@@ -163,19 +162,23 @@ def _innocence(
     """A value to compare ranks by: the one with the lowest value is the most likely cause.
 
     SIGABRT is often a consequence: NCCL's watchdog and Gloo's threads abort a process when another rank is
-    lost.
+    lost. SIGSEGV and similar signals are a rank's own fault, unless other ranks have found that the ranks
+    called different collectives.
     """
     if fate.silent:
-        return (3 if fate.exit_code == -signal.SIGABRT else 0), 0.0, fate.rank
+        mismatch = any(other.departure is not None and other.departure.shared for other in fates)
+        excused = fate.exit_code == -signal.SIGABRT or (mismatch and fate.exit_code in OVERRUN)
+        return (4 if excused else 0), 0.0, fate.rank
     if fate.failed and not fate.blames_another:
         assert fate.departure is not None
-        return (1 if fate.rank == first_failure else 2), fate.departure.time_s, fate.rank
+        own = 1 if fate.rank == first_failure else 2
+        return (3 if fate.departure.shared else own), fate.departure.time_s, fate.rank
     if fate.exit_code is None and _is_waited_for(fate, fates, stall_s):
-        return 4, -fate.beat.age_s, fate.rank
+        return 5, -fate.beat.age_s, fate.rank
     if fate.failed:
         assert fate.departure is not None
-        return (5 if fate.rank == first_failure else 6), fate.departure.time_s, fate.rank
-    return 7, 0.0, fate.rank
+        return (6 if fate.rank == first_failure else 7), fate.departure.time_s, fate.rank
+    return 8, 0.0, fate.rank
 
 
 def _is_waited_for(fate: Fate, fates: Sequence[Fate], stall_s: float) -> bool:
@@ -197,7 +200,7 @@ def _said_by(blamed: Fate, fates: Sequence[Fate]) -> str:
     return attributed(blamed.departure, departures)
 
 
-def _of_silent(fate: Fate) -> AttemptVerdict:
+def _of_silent(fate: Fate, fates: Sequence[Fate]) -> AttemptVerdict:
     assert fate.exit_code is not None
     place = where(fate.beat)
     if fate.exit_code >= 0:
@@ -205,10 +208,19 @@ def _of_silent(fate: Fate) -> AttemptVerdict:
             UNEXPECTED, f"{_name(fate)} ended with exit code {fate.exit_code} and no error, {place}"
         )
     number = -fate.exit_code
+    departures = (each.departure for each in fates if each.departure is not None)
+    last = {each.rank: each.last_call for each in departures if each.last_call}
+    overrun = " A collective in which another rank sends more than this one expects can cause this too."
+    hint = {
+        signal.SIGKILL: "If nothing else sent it, the kernel did because memory ran out: see dmesg.",
+        signal.SIGSEGV: f"Its stack is on stderr above.{overrun if last else ''}",
+        signal.SIGABRT: f"Its message is on stderr above.{of_sizes(fate.rank, last, len(fates))}",
+    }.get(number, "")  # type: ignore[call-overload]  # a Signals is an int
+    meanwhile = f", while {called(last)}" if last and fate.exit_code in OVERRUN else ""
     return AttemptVerdict(
         UNEXPECTED,
-        f"rank {fate.rank} was killed by {_signal_name(number)} ({_process(fate)}) {place}",
-        HINTS.get(number, ""),  # type: ignore[call-overload]  # a Signals is an int
+        f"rank {fate.rank} was killed by {_signal_name(number)} ({_process(fate)}) {place}{meanwhile}",
+        hint,
     )
 
 

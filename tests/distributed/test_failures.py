@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from launcher.distributed.failures import give_reason, reason_of
 from launcher.distributed.last_words import ROW_BYTES, Departure, LastWords, StoredWords
-from launcher.errors import DataError, LauncherError, StalledError
+from launcher.errors import CollectiveError, DataError, LauncherError, StalledError
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,7 @@ from launcher.errors import DataError, LauncherError, StalledError
         (DataError("rank 1 found no file."), "rank 1 found no file."),
         (StalledError("rank 0 did not join a collective."), "rank 0 did not join a collective."),
         (StalledError("rank 0, 2 did not join a collective."), "rank 0, 2 did not join a collective."),
+        (CollectiveError("the ranks called different ones."), "the ranks called different ones."),
     ],
 )
 def test_a_reason_names_the_rank_at_fault_alone(error: LauncherError, said: str) -> None:

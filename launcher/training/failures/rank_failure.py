@@ -16,11 +16,13 @@ from launcher.config.schema import Config
 from launcher.config.user_code import innermost, place_of, short_traceback
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.failures import failure_of_another, is_loss, is_of_another, stall_of
+from launcher.distributed.flight_recorder import disagreement, exchange_calls, loss
 from launcher.distributed.heartbeat import Beat, where
 from launcher.distributed.last_words import Words
 from launcher.distributed.nccl import failure_of_nccl
 from launcher.engine import UnusableError, works
 from launcher.errors import (
+    CollectiveError,
     ConfigError,
     LauncherError,
     PreemptedError,
@@ -109,6 +111,7 @@ def failure_of(
         (ConfigError(str(error)) if isinstance(error, UnusableError) else None)
         or shortage_of(error, f"rank {launch.rank}", *at_shortage)
         or failure_of_nccl(error, launch.rank)
+        or _disagreement(error, store, job, launch)
         or stall_of(error, store, job, launch)
         # In a recipe's line that no guard covers, such as in a backward pass.
         or (recipe_failure(error, "code of the recipe", logs) if place_of(error) else None)
@@ -118,6 +121,24 @@ def failure_of(
     if failure is not None:
         failure.__cause__ = error
     return failure
+
+
+def _disagreement(
+    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv
+) -> LauncherError | None:
+    """Which ranks called another collective, if a rank was lost for that reason.
+
+    Otherwise None, and a note on the error names the lost rank.
+    """
+    if store is None or not is_loss(error):
+        return None
+    release_frames(error)  # or a rank that waits for this one would not notice in time to record its calls
+    said = exchange_calls(store, job, launch)
+    if text := disagreement(said, launch.world_size):
+        return CollectiveError(text)
+    if note := loss(said, launch.world_size):
+        error.add_note(note)
+    return None
 
 
 def of_another_rank(error: BaseException, words: Words, rank: int) -> BaseException:
