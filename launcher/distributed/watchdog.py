@@ -142,7 +142,9 @@ class Watchdog:
                     roll_call = RollCall(store, self._job, self._launch.rank, self._launch.world_size)
                 verdict = self._poll(store, roll_call, beat)
             except DistError:
-                verdict = self._of_lost_store(beat)
+                verdict = self._lost_store(beat) if self._is_overdue(beat) else None
+            if self._failed is not None:
+                verdict = self._of_slow_clean_up(*self._failed)
             polled_s = time.monotonic()  # a slow answer of the store does not count as a pause
             self._is_polling = False
             if verdict is not None:
@@ -176,8 +178,8 @@ class Watchdog:
 
     def _poll(self, store: dist.Store, roll_call: RollCall, beat: Beat) -> Ending | None:
         roll_call.answer(beat)
-        if self._failed is not None:
-            return self._of_slow_clean_up(*self._failed)
+        if self._failed is not None:  # the main thread says why, unless it takes long
+            return None
         if verdict := self._of_other_failure(store, beat):
             return verdict
         if not (self._is_overdue(beat) or self._is_unresponsive(beat)):
@@ -238,11 +240,6 @@ class Watchdog:
         if late and waits and (text := who_stalls(places, self._launch.world_size, self._under_way)):
             return Ending(f"{stopped}: {text}", 128 + number, writer)
         return None
-
-    def _of_lost_store(self, beat: Beat) -> Ending | None:
-        if self._failed is not None:
-            return self._of_slow_clean_up(*self._failed)
-        return self._lost_store(beat) if self._is_overdue(beat) else None
 
     def _lost_store(self, beat: Beat) -> Ending:
         rank = self._launch.rank
