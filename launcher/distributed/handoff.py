@@ -158,10 +158,11 @@ class Leader:
         self._goodbye_s = self._patience.goodbye_s
         self._gone = awaited_in_vain(store, "here/{}", self._others, wait_s)
         if self._gone:
+            silent = numbered(self._gone, self.launch.noun)
             text = (
-                f"{self._named_gone()} did not come to {self.launch.meeting_place} within {wait_s:g} s: it "
-                "was not started, has died, or was started with other values of these. launch.init_timeout_s "
-                f"says how long {self.launch.noun} 0 waits."
+                f"{silent} did not come to {self.launch.meeting_place} within {wait_s:g} s: it "
+                "was not started, has died, or was started with other values of these. "
+                f"launch.init_timeout_s says how long {self.launch.noun} 0 waits."
             )
             raise JobFailed(text, Departure(0, time.time(), text, StalledError.exit_code))
 
@@ -186,7 +187,7 @@ class Leader:
                 self._gone = words.absent(self._others, wait_s - soon_s)
         if not self._gone:
             return [own, *filter(None, map(words.of, self._others))]
-        silent = self._named_gone()
+        silent = numbered(self._gone, self.launch.noun)
         if own.lost:
             text = (
                 f"{silent} was lost, and has not said why within {wait_s:g} s: it was killed, hangs, or its "
@@ -197,9 +198,6 @@ class Leader:
         raise StalledError(
             f"{silent} did not leave job {job} within {wait_s:g} s after {self.launch.noun} 0 {after}."
         )
-
-    def _named_gone(self) -> str:
-        return numbered(self._gone, self.launch.noun)
 
 
 def _first_failure(words: Words, departures: Sequence[Departure]) -> Departure:

@@ -91,27 +91,25 @@ def prepare_directory(config: Config, launch: LaunchEnv) -> Path:
 
 
 def facts(config: Config) -> dict[str, str]:
-    """What must be equal on all ranks: versions, and digests of the config and of a recipe file."""
+    """What must be equal on all ranks: versions, and digests of the config and of a recipe file.
+
+    launch.hosts=alike demands more of all machines.
+    """
     recipe = Path(config.recipes.path).read_bytes() if config.recipes.path else b""
-    return {
+    found = {
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "the seed": str(config.seed),
         "the digest of the config": _digest(json.dumps(to_dict(config), sort_keys=True).encode()),
         "the digest of the recipe file": _digest(recipe),
-    } | (_facts_of_host() if config.launch.hosts == "alike" else {})
-
-
-def _facts_of_host() -> dict[str, str]:
-    """What launch.hosts=alike demands of all machines besides."""
-    package = Path(__file__).parents[1]
-    files = sorted(package.rglob("*.py"))
-    has_gpu = torch.cuda.is_available()
-    return {
-        "the digest of the launcher's files": _digest(b"".join(file.read_bytes() for file in files)),
-        "the number of GPUs": str(torch.cuda.device_count()),
-        "NCCL": str(torch.cuda.nccl.version() if has_gpu else None),  # type: ignore[no-untyped-call]
     }
+    if config.launch.hosts == "alike":
+        files = sorted(Path(__file__).parents[1].rglob("*.py"))  # of the launcher
+        found["the digest of the launcher's files"] = _digest(b"".join(file.read_bytes() for file in files))
+        found["the number of GPUs"] = str(torch.cuda.device_count())
+        has_gpu = torch.cuda.is_available()
+        found["NCCL"] = str(torch.cuda.nccl.version() if has_gpu else None)  # type: ignore[no-untyped-call]
+    return found
 
 
 @contextmanager

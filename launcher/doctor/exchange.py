@@ -8,6 +8,7 @@ FILE is where the ranks meet; DEVICE, one for each rank, is `cpu` or `cuda:N`. R
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -70,11 +71,10 @@ def _timed(message: torch.Tensor, count: int) -> float:
 
 def copies(devices: list[torch.device]) -> bool:
     """Whether random bytes are the same after a copy from each of the GPUs to each other one."""
-    for source in devices:
+    for source, target in itertools.permutations(devices, 2):
         sent = torch.randint(0, 256, (COPIED_BYTES,), dtype=torch.uint8, device=source)
-        for target in devices:
-            if target != source and not torch.equal(sent.to(target).cpu(), sent.cpu()):
-                return False
+        if not torch.equal(sent.to(target).cpu(), sent.cpu()):
+            return False
     return True
 
 
@@ -99,11 +99,5 @@ def main(rank: int, world_size: int, file: str, seconds: float, devices: list[to
 
 if __name__ == "__main__":
     end_with_starter(os.environ)
-    arguments = sys.argv[1:]
-    main(
-        int(arguments[0]),
-        int(arguments[1]),
-        arguments[2],
-        float(arguments[3]),
-        [*map(torch.device, arguments[4:])],
-    )
+    rank, world_size, file, seconds, *devices = sys.argv[1:]
+    main(int(rank), int(world_size), file, float(seconds), [*map(torch.device, devices)])

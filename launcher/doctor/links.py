@@ -11,10 +11,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 from launcher.distributed import nccl
@@ -62,8 +62,8 @@ def pairs(gpus: int, program: Sequence[str] = PROGRAM) -> Iterator[Finding]:
     broken: dict[tuple[int, int], str] = {}
     with ThreadPoolExecutor(max(1, gpus // 2)) as pool:
         for together in rounds(gpus):
-            found = pool.map(lambda pair: trouble(pair, program), together)
-            broken |= {pair: text for pair, text in zip(together, found, strict=True) if text}
+            found = zip(together, pool.map(trouble, together, repeat(program)), strict=True)
+            broken |= {pair: text for pair, text in found if text}
     if not broken:
         yield Finding("GPU pairs", f"{math.comb(gpus, 2)}, copies and sums exact")
     for (one, other), text in broken.items():
@@ -113,34 +113,26 @@ def exchanged(
     """What rank 0 of the test program says; a text where the ranks hang or fail."""
     variables = dict(os.environ)
     nccl.prepare(variables, one_machine=True)
-    variables.pop("NCCL_DEBUG", None)  # its lines fill the pipes of ranks that are read one after another
+    variables.pop("NCCL_DEBUG", None)  # its lines go to stdout too
     variables |= {"OMP_NUM_THREADS": "1", ENDS_WITH_STARTER: "1", **(environ or {})}
-    with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ExitStack() as running:
-        words = [str(len(devices)), f"{folder}/store", str(seconds), *devices]
-        ranks = [
-            running.enter_context(
-                subprocess.Popen(
-                    [*program, str(rank), *words],
-                    env=variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for rank in range(len(devices))
-        ]
-        deadline = time.monotonic() + PAIR_S + seconds
+    num_ranks, limit_s = len(devices), PAIR_S + seconds
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ThreadPoolExecutor(num_ranks) as pool:
+        words = [str(num_ranks), f"{folder}/store", str(seconds), *devices]
+        run = partial(
+            subprocess.run,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+        )
         try:
-            said = [rank.communicate(timeout=max(0.1, deadline - time.monotonic())) for rank in ranks]
+            ended = list(pool.map(run, ([*program, str(rank), *words] for rank in range(num_ranks))))
         except subprocess.TimeoutExpired:
-            return f"no answer within {PAIR_S + seconds:g} s"
-        finally:
-            for rank in ranks:
-                rank.kill()
-    for number, rank in enumerate(ranks):
+            return f"no answer within {limit_s:g} s"
+    for number, rank in enumerate(ended):
         if rank.returncode:
-            last = said[number][1].strip().splitlines()[-1:] or ["no word"]
-            return f"rank {number} ended with {rank.returncode}: {last[0][:300]}"
-    answer: dict[str, float] = json.loads(said[0][0].splitlines()[-1])
+            last = (rank.stderr.strip() or "no word").splitlines()[-1]
+            return f"rank {number} ended with {rank.returncode}: {last[:300]}"
+    answer: dict[str, float] = json.loads(ended[0].stdout.splitlines()[-1])
     return answer
