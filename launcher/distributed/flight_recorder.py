@@ -87,12 +87,13 @@ def exchange_calls(store: dist.Store, job: str, launch: LaunchEnv) -> dict[int, 
     unknown = deque(range(launch.world_size))
     with unless_lost():
         own = {key: asdict(call) for key, call in latest_calls().items()}
-        store.set(_key(job, launch.rank), json.dumps(own))
+        key = f"job/{job}/calls/{{}}"
+        store.set(key.format(launch.rank), json.dumps(own))
         deadline = time.monotonic() + ANSWER_S
         while len(unknown) > 1 and time.monotonic() < deadline:
             rank = unknown.popleft()
-            if store.check([_key(job, rank)]):
-                calls = json.loads(store.get(_key(job, rank)))
+            if store.check([key.format(rank)]):
+                calls = json.loads(store.get(key.format(rank)))
                 found[rank] = {key: Call(**call) for key, call in calls.items()}
             else:
                 unknown.append(rank)
@@ -165,7 +166,3 @@ def of_sizes(lost: int, last: Mapping[int, str], world_size: int) -> str:
             "be wrong."
         )
     return f' If that is "{SIZES}", {blame}'
-
-
-def _key(job: str, rank: int) -> str:
-    return f"job/{job}/calls/{rank}"

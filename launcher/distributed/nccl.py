@@ -72,8 +72,7 @@ def failure_of_nccl(error: BaseException, rank: int) -> LauncherError | None:
     text = whole_text(error)
     if not (isinstance(error, RuntimeError) and is_own(text)):
         return None
-    last = text.rpartition(LAST_OF_NCCL)[2] if LAST_OF_NCCL in text else text
-    said = " ".join(last.split()).rstrip(".")
+    said = " ".join(text.rpartition(LAST_OF_NCCL)[2].split()).rstrip(".")
     shm = of_shared_memory()
     if "/dev/shm" in said or "shared memory" in said:
         return PreflightError(f"rank {rank}: NCCL could not allocate shared memory: {said}. {shm or MORE}")

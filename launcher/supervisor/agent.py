@@ -8,11 +8,11 @@ and every end has a reason with a name and an exit code.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import signal
 import sys
 import time
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 from launcher.checkpoint.catalog import FOLDER, candidates, step_of
@@ -49,27 +49,7 @@ class Agent:
         """Start all workers, and wait until their end has been decided on."""
         first_rank, world_size = self._nodes.begin(self._num_workers)
         self._work.restart(first_rank)
-        several = world_size > self._num_workers  # machines, whose parents share a store
-        environ = {
-            "GROUP_RANK": str(self._nodes.rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(self._num_workers),
-            # On one machine the ranks meet in a file, and nothing listens.
-            "MASTER_ADDR": os.environ["MASTER_ADDR"] if several else "127.0.0.1",
-            "MASTER_PORT": os.environ["MASTER_PORT"] if several else "0",
-            "TORCHELASTIC_RESTART_COUNT": str(number),
-            "TORCHELASTIC_MAX_RESTARTS": str(self._restarts.allowed),
-            "TORCHELASTIC_RUN_ID": "run",
-            "TORCHELASTIC_USE_AGENT_STORE": str(several),
-        }
-        forking = multiprocessing.get_context("fork")
-        processes = [
-            forking.Process(
-                target=be_a_rank,
-                args=(self._work, {**environ, "RANK": str(first_rank + rank), "LOCAL_RANK": str(rank)}),
-            )
-            for rank in range(self._num_workers)
-        ]
+        processes = self._workers(number, first_rank, world_size)
         generation = Generation(processes, self._work, Orphans(), self._nodes.host)
         try:
             with held_back():
@@ -81,6 +61,27 @@ class Agent:
         finally:
             generation.kill()
             generation.tidy()
+
+    def _workers(self, number: int, first_rank: int, world_size: int) -> list[ForkProcess]:
+        """The processes of a generation, each with the variables by which torchrun tells a rank its place."""
+        several = world_size > self._num_workers  # machines, whose parents share a store
+        shared = {
+            "GROUP_RANK": str(self._nodes.rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(self._num_workers),
+            # On one machine the ranks meet in a file, and nothing listens.
+            "MASTER_ADDR": os.environ["MASTER_ADDR"] if several else "127.0.0.1",
+            "MASTER_PORT": os.environ["MASTER_PORT"] if several else "0",
+            "TORCHELASTIC_RESTART_COUNT": str(number),
+            "TORCHELASTIC_MAX_RESTARTS": str(self._restarts.allowed),
+            "TORCHELASTIC_RUN_ID": "run",
+            "TORCHELASTIC_USE_AGENT_STORE": str(several),
+        }
+        environs = (
+            {**shared, "RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
+            for local_rank in range(self._num_workers)
+        )
+        return [ForkProcess(target=be_a_rank, args=(self._work, environ)) for environ in environs]
 
     def _polled(self, generation: Generation) -> AttemptVerdict | None:
         """How the run ends, or RESTART, once all workers have ended."""
