@@ -87,13 +87,13 @@ def exchange_calls(store: dist.Store, job: str, launch: LaunchEnv) -> dict[int, 
     unknown = deque(range(launch.world_size))
     with unless_lost():
         own = {key: asdict(call) for key, call in latest_calls().items()}
-        key = f"job/{job}/calls/{{}}"
-        store.set(key.format(launch.rank), json.dumps(own))
+        place = f"job/{job}/calls/{{}}"
+        store.set(place.format(launch.rank), json.dumps(own))
         deadline = time.monotonic() + ANSWER_S
         while len(unknown) > 1 and time.monotonic() < deadline:
             rank = unknown.popleft()
-            if store.check([key.format(rank)]):
-                calls = json.loads(store.get(key.format(rank)))
+            if store.check([place.format(rank)]):
+                calls = json.loads(store.get(place.format(rank)))
                 found[rank] = {key: Call(**call) for key, call in calls.items()}
             else:
                 unknown.append(rank)

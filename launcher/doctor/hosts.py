@@ -69,9 +69,10 @@ def _met(env: WorkerEnv, place: Path, found: list[Finding]) -> tuple[list[Host],
 
     exchanged = exchange(env.rank, env.world_size, env.device, MEASURED_S)
     now = time.time()  # an all-reduce has just ended on all ranks
-    # Where rank 0 cannot write it, the check of the disk says why.
     with mark(place) if env.is_leader else nullcontext("") as made:
-        is_seen = sees(exchange_texts(env, made)[LEADER])
+        path = exchange_texts(env, made)[LEADER]
+        # Where rank 0 cannot make one no host sees it, and the check of the disk says why.
+        is_seen = path != "" and sees(path)
         local_ranks = exchange_texts(env, str(env.local_rank))  # all have looked: the mark may go
     rate = _received(env, [rank for rank, local_rank in enumerate(local_ranks) if local_rank == "0"])
     own = Host(gethostname(), found, now, is_seen, rate)
