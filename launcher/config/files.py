@@ -1,16 +1,15 @@
 """Checks of a YAML file before its values are read: it must be a regular, small file of UTF-8 text.
 
 Owns the limits of a config file and their error messages, so that a device, a data dump or an alias bomb is
-refused instead of composed. Reads parser events only and builds no value.
+refused instead of composed. Builds no value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from pathlib import Path
 
 import yaml
-from yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, Event, ScalarEvent
 
 from launcher.errors import ConfigError
 
@@ -39,45 +38,28 @@ def checked_text(path: Path) -> str:
 
 def refuse_bombs(path: Path, text: str) -> None:
     """Raises ConfigError for YAML that is far larger, or nested deeper, than it looks."""
+    limits = f"At most {MAX_NODES:,} values and {MAX_DEPTH} levels are accepted."
     try:
-        nodes = expanded_nodes(yaml.parse(text, Loader=yaml.SafeLoader))
+        nodes = size_of(yaml.compose(text, Loader=yaml.SafeLoader), {}, MAX_DEPTH)
     except yaml.YAMLError:
         return  # reported with its position where the values are parsed
-    except TooLarge as error:
-        raise ConfigError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested deeper than {MAX_DEPTH} levels. {limits}") from None
     if nodes > MAX_NODES:
-        raise ConfigError(f"{path}: has {nodes:,} values once its aliases (*name) are expanded. {LIMITS}")
+        raise ConfigError(f"{path}: has {nodes:,} values once its aliases (*name) are expanded. {limits}")
 
 
-LIMITS = f"At most {MAX_NODES:,} values and {MAX_DEPTH} levels are accepted."
+def size_of(node: yaml.Node | None, known: dict[yaml.Node, int], levels: int) -> int:
+    """The number of values after alias expansion, without building them; an alias is the node that it names.
 
-
-class TooLarge(Exception):
-    """The structure exceeds a limit; the message says which."""
-
-
-def expanded_nodes(events: Iterator[Event]) -> int:
-    """The number of values after alias expansion, without building them. Raises TooLarge, YAMLError."""
-    sizes = [0]  # of the open collections, outermost first
-    open_anchors: list[str | None] = [None]
-    anchored: dict[str, int] = {}
-    for event in events:
-        if isinstance(event, CollectionStartEvent):
-            sizes.append(1)
-            open_anchors.append(event.anchor)
-            if len(sizes) > MAX_DEPTH:
-                raise TooLarge(f"is nested deeper than {MAX_DEPTH} levels. {LIMITS}")
-        elif isinstance(event, CollectionEndEvent):
-            size, anchor = sizes.pop(), open_anchors.pop()
-            sizes[-1] += size
-            if anchor is not None:
-                anchored[anchor] = size
-        elif isinstance(event, ScalarEvent):
-            sizes[-1] += 1
-            if event.anchor is not None:
-                anchored[event.anchor] = 1
-        elif isinstance(event, AliasEvent) and event.anchor is not None:
-            if event.anchor in open_anchors:
-                raise TooLarge(f"the alias *{event.anchor} is within the value that it refers to. {LIMITS}")
-            sizes[-1] += anchored.get(event.anchor, 1)
-    return sizes[0]
+    Raises RecursionError for more levels, as of an alias within the value that it refers to.
+    """
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if not levels:
+        raise RecursionError
+    if node not in known:
+        pairs = isinstance(node, yaml.MappingNode)
+        inner = itertools.chain.from_iterable(node.value) if pairs else node.value
+        known[node] = 1 + sum(size_of(each, known, levels - 1) for each in inner)
+    return known[node]
