@@ -10,10 +10,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
 
+Handler = Callable[[int, FrameType | None], None]
 ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the alternate screen, without a cursor
 HOME, TO_LINE_END, TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
 USUAL_COLUMNS, USUAL_LINES = 80, 24  # of a terminal that does not report its size
@@ -42,28 +43,41 @@ class Stop:
         return self.exit_code is not None
 
 
+@contextmanager
+def handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
+    """Handle these signals within the context, but those that are ignored."""
+    before = {
+        number: signal.signal(number, handler)
+        for number, handler in handlers.items()
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, of_before in before.items():
+            signal.signal(number, of_before)
+
+
+@contextmanager
+def full_screen(stop: Stop) -> Iterator[Screen]:
+    """What draws on stdout, a terminal, within the context."""
+    screen = Screen(stop)
+    with handled(
+        {signal.SIGTSTP: screen.on_suspend, signal.SIGCONT: screen.wake, signal.SIGWINCH: screen.wake}
+    ):
+        try:
+            yield screen
+        finally:
+            screen.leave()
+
+
 class Screen:
-    """Draws lines on stdout, a terminal, within the context."""
+    """Draws lines on stdout, a terminal."""
 
     def __init__(self, stop: Stop) -> None:
         self._stop = stop
         self._entered = False
         self._suspends = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Screen:
-        handlers = {signal.SIGTSTP: self._on_suspend, signal.SIGCONT: self._wake, signal.SIGWINCH: self._wake}
-        for number, handler in handlers.items():
-            if signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, handler)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._leave()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def draw(self, lines_for: Callable[[int, int], list[str]]) -> None:
         """Draw over the last lines; `lines_for` is given the columns and rows, which are asked each time."""
@@ -84,21 +98,21 @@ class Screen:
     def _suspend(self) -> None:
         """Stop this process, as Ctrl-Z does, with the terminal as it was found; returns when it continues."""
         self._suspends = False
-        self._leave()
+        self.leave()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
-        signal.signal(signal.SIGTSTP, self._on_suspend)
+        signal.signal(signal.SIGTSTP, self.on_suspend)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         if self._entered:
             self._entered = False
             sys.stdout.write(LEAVE)
             sys.stdout.flush()
 
-    def _on_suspend(self, number: int, frame: FrameType | None) -> None:
+    def on_suspend(self, number: int, frame: FrameType | None) -> None:
         self._suspends = self._stop.woken = True  # not here: the handler may interrupt a write
 
-    def _wake(self, number: int, frame: FrameType | None) -> None:
+    def wake(self, number: int, frame: FrameType | None) -> None:
         self._stop.woken = True
 
 

@@ -8,17 +8,16 @@ reader with 0; the run continues.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
-from launcher.commands.full_screen import Screen, Stop
+from launcher.commands.full_screen import Stop, full_screen, handled
 from launcher.commands.report import checked, warn
 from launcher.config.messages import program
 from launcher.errors import ConfigError, StorageError
@@ -53,10 +52,12 @@ def watch(arguments: Arguments) -> int:
         source.poll()
         for text in source.warnings():
             warn(text)
-        with stopping() as stop:
+        stop = Stop()
+        # They request a stop instead of raising within a write, which would write it twice.
+        with handled(dict.fromkeys(SIGNALS, lambda number, _: stop.request(128 + number))):
             if on_terminal:
                 lines_for = partial(source.screen, braille=has_unicode())
-                with Screen(stop) as screen:
+                with full_screen(stop) as screen:
                     follow(source, lambda: screen.draw(lines_for), every_s, stop)
             else:
                 follow(source, lambda: print("\n".join(source.lines()), flush=True), every_s, stop)
@@ -68,22 +69,6 @@ def watch(arguments: Arguments) -> int:
     if on_terminal:
         print("\n".join(source.lines()))
     return source.exit_code()
-
-
-@contextlib.contextmanager
-def stopping() -> Iterator[Stop]:
-    """Signals request a stop instead of raising within a write, which would write it twice."""
-    stop = Stop()
-    before = {
-        n: signal.signal(n, lambda n, _: stop.request(128 + n))
-        for n in SIGNALS
-        if signal.getsignal(n) != signal.SIG_IGN
-    }
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def follow(source: Watched | WatchedSweep, show: Callable[[], None], every_s: float, stop: Stop) -> None:
