@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from launcher.commands.arguments import Arguments, parse
@@ -102,11 +102,8 @@ def without_rank(argv: Sequence[str]) -> list[str]:
 
 def init_timeout_s(argv: Sequence[str]) -> float:
     """launch.init_timeout_s as given here: rank 0, which has composed the config, may never come."""
-    for word in reversed(argv):
-        key, _, value = word.lstrip("+").partition("=")
-        if key == "launch.init_timeout_s":
-            with suppress(ValueError):
-                return float(value)
+    with suppress(ValueError):
+        return float(given(argv, "init_timeout_s"))
     return HandoffTimeouts.first_job_s
 
 
@@ -121,24 +118,20 @@ def run_command(arguments: Arguments, leader: Leader) -> int:
         print(escaped(help_text(config_directories(arguments), arguments.command)), end="")
     elif "--version" in arguments.flags:
         print(version_text())
-    elif arguments.command == "recipes":
-        print(escaped(described_recipes(arguments)), end="")
-    elif arguments.command == "report":
-        write_reports(arguments)
-    elif arguments.command == "watch":
-        return watch(arguments)
-    elif arguments.command == "export":
-        export_weights(arguments)
-    elif arguments.command == "new":
-        write_recipe(arguments.words)
-    elif arguments.command == "doctor":
-        return doctor(arguments, leader.launch)
-    elif arguments.command == "plan":
-        plan(arguments, leader.launch)
-    elif arguments.command == "job":
-        return run_job(arguments, leader)
-    elif arguments.command == "compare":
-        return train(as_sweep(arguments), leader, findings=(DIVERGED,))
     else:
-        return train(arguments, leader)
+        return COMMANDS[arguments.command](arguments, leader) or 0
     return 0
+
+
+COMMANDS: Mapping[str, Callable[[Arguments, Leader], int | None]] = {
+    "train": train,
+    "compare": lambda arguments, leader: train(as_sweep(arguments), leader, findings=(DIVERGED,)),
+    "recipes": lambda arguments, _: print(escaped(described_recipes(arguments)), end=""),
+    "plan": lambda arguments, leader: plan(arguments, leader.launch),
+    "report": lambda arguments, _: write_reports(arguments),
+    "watch": lambda arguments, _: watch(arguments),
+    "export": lambda arguments, _: export_weights(arguments),
+    "new": lambda arguments, _: write_recipe(arguments.words),
+    "doctor": lambda arguments, leader: doctor(arguments, leader.launch),
+    "job": run_job,
+}

@@ -161,7 +161,7 @@ def test_recipes_are_told_with_what_they_are_and_their_options(tmp_path) -> None
         (["plna"], 2, "error: plna: there is no such command."),
         (["report"], 2, "error: report: which run?"),
         (["report", "nowhere"], 2, "error: report nowhere: there is no such directory."),
-        (["recipe=resnet18", "-m", "--cfg", "job"], 2, "error: --multirun and --cfg exclude each other."),
+        (["recipe=resnet18", "-m", "--cfg", "job"], 2, "error: --multirun and --cfg exclude each other:"),
     ],
 )
 def test_an_answer_needs_no_torch_and_leaves_no_file(tmp_path, words, code, text) -> None:

@@ -15,11 +15,12 @@ from launcher.errors import ConfigError
 
 VARIED = ("seed", "precision")  # the last one changes from run to run
 ONE_AT_A_TIME = "sweep.parallel=1"  # their times are compared
-OF_ONE_CONFIG = ("--cfg", "--info", "--hydra-help", "--shell-completion", "--run")
 
 
 def as_sweep(arguments: Arguments) -> Arguments:
-    """For each seed, trains one run per precision. Prints and writes side_by_side.md: time per step and its
+    """compare recipe=resnet18 precision=fp32,fp16: trains with each precision; compares time, memory and loss
+
+    For each seed, trains one run per precision. Prints and writes side_by_side.md: time per step and its
     parts, memory, bytes sent, skipped steps, loss and metric, each compared with the first precision. Other
     arguments are key=value as in training, with one value each. A run that diverges does not change the exit
     code.
@@ -29,7 +30,6 @@ def as_sweep(arguments: Arguments) -> Arguments:
 
     Example: {program} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2
     """
-    refuse_queries(arguments)
     refuse_repeated(arguments.words)
     given = {word.partition("=")[0]: word for word in arguments.words if word.partition("=")[0] in VARIED}
     precisions = given.get("precision", "=").partition("=")[2].split(",")
@@ -45,17 +45,6 @@ def as_sweep(arguments: Arguments) -> Arguments:
     return dataclasses.replace(
         arguments, command="train", words=words, flags={**arguments.flags, "--multirun": None}
     )
-
-
-def refuse_queries(arguments: Arguments) -> None:
-    """Raise ConfigError for a flag that asks about one config: a comparison has several."""
-    for flag in OF_ONE_CONFIG:
-        if flag in arguments.flags:
-            query = f"{flag} {arguments.flags[flag] or ''}".rstrip()
-            raise ConfigError(
-                f"compare {query}: a comparison has a config for each precision and seed, and {flag} is for "
-                f"one. Leave compare out: {program()} recipe=resnet18 precision=fp16 {query}"
-            )
 
 
 def refuse_repeated(words: Sequence[str]) -> None:

@@ -22,7 +22,9 @@ ANY_RECIPE = "recipe=resnet18"  # what is looked at hardly depends on it
 
 
 def doctor(arguments: Arguments, launch: LaunchEnv) -> int:
-    """Looks at this machine: GPUs and the links between them, disk, memory, limits, network and tracker. It
+    """doctor [key=value ...] [--json]: looks at GPUs, links, disk, network and tracker
+
+    Looks at this machine: GPUs and the links between them, disk, memory, limits, network and tracker. It
     prints a line for each: ok, note (runs work, but slower or at a risk) or failure, and what to do. Keys
     such as run.dir, data.path and launch.nproc say what a run would use. Started by torchrun on several
     hosts, it looks at each, compares them and measures the links between them.

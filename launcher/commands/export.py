@@ -10,7 +10,9 @@ from launcher.errors import ConfigError
 
 
 def export_weights(arguments: Arguments) -> None:
-    """Writes the weights of RUN's newest checkpoint to a safetensors file, with the names of the model's
+    """export RUN FILE [--dtype fp16] [--best]: writes the weights to a safetensors file
+
+    Writes the weights of RUN's newest checkpoint to a safetensors file, with the names of the model's
     state_dict. If the run has ema.decay, it writes the average of the weights.
 
     If FILE is a folder or ends with a slash, it writes model.safetensors and prediction.json (classes,

@@ -1,5 +1,7 @@
 """The text of `--help` and `recipes`. The page of a command is the docstring of its function.
 
+The first line of such a docstring is the usage, a colon, and what the command does.
+
 Reads only the names and the YAML of conf/, so that it is fast. Imports no torch, and Hydra only to compose
 the values of one recipe.
 """
@@ -23,6 +25,7 @@ from launcher.config.groups import choice_file, choice_values, conf_dir, descrip
 from launcher.config.messages import nearest, program, show, suggestion, tool
 from launcher.errors import ConfigError
 
+TRAINING = ("recipe=resnet18 [key=value ...]", "trains on all GPUs, or on CPU workers")
 SECTIONS = ("model", "data", "optim", "schedule")  # of which the page of a recipe has all keys
 HELP = """\
 Trains models with fp16 arithmetic and fp16 gradients on every GPU, or on CPU workers.
@@ -43,7 +46,7 @@ Flags, before or after the keys:
   -cd, --config-dir DIR      a config tree of your own, with the same groups
   -cn, --config-name NAME    another primary config than config.yaml
   -i, --info [TOPIC]         print which config files Hydra read, and from where
-  -sc, --shell-completion    eval "$({program} -sc install=bash)"; uninstall=bash
+  -sc, --shell-completion    Hydra's for the command launcher: eval "$(launcher -sc install=bash)"
   --hydra-help, --version, -h, --help
 """
 
@@ -51,18 +54,27 @@ Flags, before or after the keys:
 def help_text(directories: Sequence[Path], command: str = "train") -> str:
     """The page of a command, which is its docstring; that of training lists all commands and choices."""
     name = program()
-    words, summary, function = USAGE[command]
-    if function is not None:
-        page = inspect.getdoc(function) or ""
+    if command in COMMANDS:
+        words, summary, page = parts_of(COMMANDS[command])
         return f"{name} {words}\n{summary[0].upper()}{summary[1:]}.\n\n{page.format(program=name)}\n"
     choices = group_choices(*directories)
     listed = "\n".join(columns((group, ", ".join(names)) for group, names in choices.items()))
-    usage = "\n".join(columns((f"{name} {words}", summary) for words, summary, _ in USAGE.values()))
+    usages = [TRAINING, *(parts_of(function)[:2] for function in COMMANDS.values())]
+    usage = "\n".join(columns((f"{name} {words}", summary) for words, summary in usages))
     return HELP.format(usage=usage, choices=listed, program=name, torchrun=tool("torchrun"))
 
 
+def parts_of(function: Callable[..., object]) -> tuple[str, str, str]:
+    """The words after the name of the program, what they do, and the page."""
+    usage, _, page = (inspect.getdoc(function) or "").partition("\n\n")
+    words, _, summary = usage.partition(": ")
+    return words, summary, page
+
+
 def described_recipes(arguments: Arguments) -> str:
-    """Without NAME: all recipes, and the keys of all models and data sets.
+    """recipes [NAME]: lists recipes, models and data; NAME: its keys
+
+    Without NAME: all recipes, and the keys of all models and data sets.
     With NAME: this recipe's keys with their values, as key=value for the command line.
 
       --config-dir DIR   also list the recipes of your own config folder
@@ -82,34 +94,16 @@ def config_directories(arguments: Arguments) -> list[Path]:
     return [conf_dir(), *([own] if own else [])]
 
 
-# The words after the name of the program, what they do, and the function whose docstring is the page.
-USAGE: dict[str, tuple[str, str, Callable[..., object] | None]] = {
-    "train": ("recipe=resnet18 [key=value ...]", "trains on all GPUs, or on CPU workers", None),
-    "recipes": (
-        "recipes [NAME]",
-        "lists recipes, models and data; NAME: its keys",
-        described_recipes,
-    ),
-    "compare": (
-        "compare recipe=resnet18 precision=fp32,fp16",
-        "trains with each precision; compares time, memory and loss",
-        as_sweep,
-    ),
-    "plan": ("plan recipe=resnet18 [--json]", "says what would run, and what it would need", plan),
-    "report": (
-        "report RUN ... [--out FILE]",
-        "writes report.html of a run, a sweep, or several runs",
-        write_reports,
-    ),
-    "watch": ("watch RUN [--every SECONDS]", "follows a run or a sweep until it ends", watch),
-    "export": (
-        "export RUN FILE [--dtype fp16] [--best]",
-        "writes the weights to a safetensors file",
-        export_weights,
-    ),
-    "new": ("new NAME", "writes a recipe of your own that already trains", write_recipe),
-    "doctor": ("doctor [key=value ...] [--json]", "looks at GPUs, links, disk, network and tracker", doctor),
-    "job": ("job DIR", "runs or resumes one job of a sweep, from its folder", run_job),
+COMMANDS: Mapping[str, Callable[..., object]] = {  # besides training, in the order in which they are listed
+    "recipes": described_recipes,
+    "compare": as_sweep,
+    "plan": plan,
+    "report": write_reports,
+    "watch": watch,
+    "export": export_weights,
+    "new": write_recipe,
+    "doctor": doctor,
+    "job": run_job,
 }
 
 
@@ -121,13 +115,11 @@ def recipe_text(directories: Sequence[Path], name: str, config_dir: Path | None)
             f"recipes {name}: there is no such recipe.{suggestion(nearest(name, names))} "
             f"All: {', '.join(names)}."
         )
-    from launcher.config.composition import Composer, Request, hydra_initialised
+    from launcher.config.composition import Composer, Request
     from launcher.config.trees import leaves
 
-    request = Request((), config_dir)
-    with hydra_initialised(request):
-        composer = Composer(request)
-        default, own = (dict(leaves(composer.tree(words))) for words in ((), (f"recipe={name}",)))
+    composer = Composer(Request((), config_dir))
+    default, own = (dict(leaves(composer.tree(words))) for words in ((), (f"recipe={name}",)))
     shown = {
         key: value
         for key, value in own.items()

@@ -12,7 +12,9 @@ from launcher.errors import ConfigError
 
 
 def run_job(arguments: Arguments, leader: Leader) -> int:
-    """Runs or resumes one job of a sweep. The config is that in DIR/job.json, which the sweep wrote; later
+    """job DIR: runs or resumes one job of a sweep, from its folder
+
+    Runs or resumes one job of a sweep. The config is that in DIR/job.json, which the sweep wrote; later
     changes of the files in conf/ have no effect. The exit code is that of the run.
 
     Example: {program} job multirun/resnet18/20260101-120000-ab12/3_optim.lr=0.1

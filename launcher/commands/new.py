@@ -62,7 +62,9 @@ train:
 
 
 def write_recipe(words: Sequence[str]) -> None:
-    """Writes NAME.py, a recipe that trains without changes, and NAME/recipe/NAME.yaml, its settings, into
+    """new NAME: writes a recipe of your own that already trains
+
+    Writes NAME.py, a recipe that trains without changes, and NAME/recipe/NAME.yaml, its settings, into
     the working directory, and prints the command that trains it. NAME consists of letters, digits and '_'.
     No file is overwritten.
 

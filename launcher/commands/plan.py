@@ -28,7 +28,9 @@ LINKS, RANKS = "100,1000,10000", "2,8,64"
 
 
 def plan(arguments: Arguments, launch: LaunchEnv) -> None:
-    """Says what a command would run, and starts nothing: batches, steps and schedule; memory of a rank by
+    """plan recipe=resnet18 [--json]: says what would run, and what it would need
+
+    Says what a command would run, and starts nothing: batches, steps and schedule; memory of a rank by
     kind, and the micro-batch that fits on GPUs; bytes on the wire, and step times over links; size of
     checkpoints. Reads the data as the run would. With -m, also lists a sweep's jobs and device hours.
     With run.dir=DIR, writes DIR/plan.json: the report of the run shows it beside what was measured.
@@ -87,12 +89,12 @@ def world_of(config: Config, launch: LaunchEnv) -> int:
 def sweep_of(request: Request, configs: list[Config], found: Mapping[str, Any]) -> dict[str, Any]:
     """The jobs of the sweep, as fast per device as the first."""
     from launcher.commands.sweep import pool_of
+    from launcher.config.resolve import space_of
     from launcher.plan.jobs import jobs_of_sweep
-    from launcher.sweep.hydra_sweep import jobs_of
 
     settings, step = configs[0].sweep, found["step_s"]
     is_grid = settings.name == "grid"
-    overrides = jobs_of(request) if is_grid else [()]
+    overrides = [*space_of(request.overrides).grid()] if is_grid else [()]
     devices = [devices_of_a_job(config) for config in (configs if is_grid else configs[:1])]
     rate = None if step is None else -(-found["batch_size"] // found["world_size"]) / step["total"]
     return jobs_of_sweep(configs, overrides, devices, pool_of(settings).at_a_time(min(devices)), rate)

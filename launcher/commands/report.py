@@ -24,7 +24,9 @@ PARALLEL_FROM_BYTES = 16_000_000  # of all runs together; below that a second pr
 
 
 def write_reports(arguments: Arguments) -> None:
-    """Writes report.html: for one run or sweep into its directory, for several into the working directory.
+    """report RUN ... [--out FILE]: writes report.html of a run, a sweep, or several runs
+
+    Writes report.html: for one run or sweep into its directory, for several into the working directory.
     RUN is the directory of a run, such as outputs/resnet18/20260101-120000-ab12, or of a sweep, with all its
     jobs.
 

@@ -10,8 +10,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,38 +62,37 @@ def run_sweep(
         from launcher.sweep.search import imported_optuna
 
         imported_optuna()  # refused before the sweep's directory is made
+    from launcher.sweep.asha import Pruner
     from launcher.sweep.job import DONE
     from launcher.sweep.prepare import prepared
     from launcher.sweep.progress import Progress
-    from launcher.sweep.scheduler import Grid, Scheduler
-    from launcher.sweep.searching import Searching, pruner_of
+    from launcher.sweep.scheduler import Scheduler
+    from launcher.sweep.searching import Searching
     from launcher.telemetry.formatting import duration
 
+    def devices_of(config: Config) -> int:
+        nproc = devices_of_a_job(config)
+        refuse_small_batch(config, leader.launch, nproc)
+        return nproc
+
     carrier, alone = carrier_of(settings, min(map(devices_of_a_job, configs)))  # also refused before that
-    with prepared(request, configs) as (planned, record, placed), ExitStack() as stack:
-        directory = planned.directory
-        signals = stack.enter_context(heeded(saving_stops(configs[0].launch.preempt_signals)))
+    searches = settings.name != "grid"
+    with (
+        prepared(request, configs) as (directory, record, placed),
+        heeded(saving_stops(configs[0].launch.preempt_signals)) as signals,
+    ):
         for job, config in zip(record.jobs, placed, strict=False):  # of a search each has its own already
             job.nproc = devices_of_a_job(config)
-        pruner = pruner_of(directory, configs[0], record.jobs)
-        plan: Grid | Searching = Grid(record, pruner)
-        if settings.name != "grid":
-
-            def devices_of(config: Config) -> int:
-                nproc = devices_of_a_job(config)
-                refuse_small_batch(config, leader.launch, nproc)
-                return nproc
-
-            plan = Searching(request, planned, record, configs[0], devices_of, pruner)
+        pruner = None if settings.prune == "none" else Pruner(directory, settings.patience, record.jobs)
+        search = None
+        if searches:
+            search = Searching(request, directory, record, configs[0], devices_of, carrier.has_room)
         with held_back():
             # Other carriers start processes elsewhere.
-            if (record.left or settings.name != "grid") and settings.on == "devices":
+            if (record.left or searches) and settings.on == "devices":
                 warm_up(FOR_JOBS)
-        trials = settings.stop.trials if settings.name != "grid" else None
-        progress = Progress(directory, record.jobs, alone, trials)
-        if isinstance(plan, Searching):
-            plan.has_room = carrier.has_room
-        scheduler = Scheduler(directory, record, plan, carrier, settings, progress, signals)
+        progress = Progress(directory, record.jobs, alone, settings.stop.trials if searches else None)
+        scheduler = Scheduler(directory, record, carrier, settings, progress, signals, pruner, search)
         with carrier:
             scheduler.run()
         progress.close()
@@ -165,15 +162,20 @@ def run_in_child(directory: Path) -> int:
     except (KeyboardInterrupt, Interrupted):
         return INTERRUPTED
     except Exception as error:
-        if isinstance(error, LauncherError) and error.exit_code in STOPPED:
-            without_advice(error)
-        return report_failure(error)
+        return report_failure_of_job(error)
     return 0
 
 
-def without_advice(error: LauncherError) -> None:
-    """Remove how to resume: the sweep says how to resume all its jobs."""
-    error.args = (str(error).partition(f" {TO_RESUME}")[0],)
+def is_stop(error: Exception) -> bool:
+    """Whether a signal has ended the job."""
+    return isinstance(error, LauncherError) and error.exit_code in STOPPED
+
+
+def report_failure_of_job(error: Exception) -> int:
+    """`report_failure` without how to resume: the sweep says how to resume all its jobs."""
+    if is_stop(error):
+        error.args = (str(error).partition(f" {TO_RESUME}")[0],)
+    return report_failure(error)
 
 
 def say_how_to_continue(scheduler: Scheduler, record: Record, directory: Path) -> None:
@@ -184,7 +186,12 @@ def say_how_to_continue(scheduler: Scheduler, record: Record, directory: Path) -
         multirun, *words = record.words
         record.words = (multirun, f"{limit}=null", *(word for word in words if not word.startswith(limit)))
         record.write(directory)  # for `watch`
-        return print(f"sweep: {scheduler.reason}. {TO_RESUME} {again}", file=sys.stderr, flush=True)
+        print(f"sweep: {scheduler.reason}. {TO_RESUME} {again}", file=sys.stderr, flush=True)
+    else:
+        say_stopped(again)
+
+
+def say_stopped(again: str) -> None:
     rest = "it continues with the jobs that are not done"
     print(f"sweep: stopped. {TO_RESUME} {again}: {rest}", file=sys.stderr, flush=True)
 
@@ -201,53 +208,35 @@ def exit_code_of(record: Record, scheduler: Scheduler, findings: Sequence[int]) 
     return next((code for code in (*codes, *stopped) if code), 0)
 
 
-@dataclass
-class SweepProgress:
-    """Progress of a sweep in place. A job that fails is reported at once and does not end the sweep."""
-
-    num_jobs: int
-    leader: Leader
-    started: int = 0
-    exit_codes: list[int] = field(default_factory=list)  # of the jobs that failed, in order
-    stopped: bool = False  # by a signal
-    parted: bool = False  # a rank has failed alone, and the others have lost it
-    broken: bool = False  # parted, or a stop was requested: run no further job
-
-    def run(self, config: Config, overrides: Sequence[str]) -> None:
-        from launcher.telemetry.tracker.wandb_environment import in_sweep, with_environment
-
-        if self.broken:
-            return
-        self.started += 1
-        print(f"sweep: job {self.started} of {self.num_jobs}: {config.run.dir}", flush=True)
-        try:
-            tracked = with_environment(config, overrides, os.environ)
-            run_one(in_sweep(tracked, Path(config.run.dir).name, self.started - 1), overrides, self.leader)
-        except Exception as error:
-            self.stopped = isinstance(error, LauncherError) and error.exit_code in STOPPED
-            how = "stopped" if self.stopped else "failed"
-            print(f"sweep: job {self.started} of {self.num_jobs} {how}", file=sys.stderr, flush=True)
-            if isinstance(error, LauncherError) and self.stopped:
-                without_advice(error)
-            self.exit_codes.append(report_failure(error))
-            # In parent mode a rank that is lost is a RunFailed.
-            self.parted = self.leader.parted or isinstance(error, StalledError | CollectiveError)
-            self.broken = self.stopped or self.parted
-
-
 def run_in_place(request: Request, configs: Sequence[Config], leader: Leader, findings: Sequence[int]) -> int:
-    """`run_sweep` on the ranks that torchrun or a scheduler has started."""
-    from launcher.sweep import prepare
+    """`run_sweep` on the ranks that torchrun or a scheduler has started.
 
-    progress = SweepProgress(len(configs), leader)
-    directory = prepare.run_in_place(request, configs, progress.run)
-    done = progress.started - len(progress.exit_codes)
-    print(f"sweep: {done} of {counted(len(configs), 'job')} done", flush=True)
-    if progress.stopped:
-        rest = "it continues with the jobs that are not done"
-        again = directory_override("hydra.sweep.dir", directory)
-        print(f"sweep: stopped. {TO_RESUME} {again}: {rest}", file=sys.stderr, flush=True)
-    elif progress.parted and progress.started < len(configs):
+    A job that fails is reported at once. It ends the sweep only where a signal has stopped it, or where a
+    rank has failed alone and the others have lost it.
+    """
+    from launcher.sweep.prepare import prepared_in_place
+
+    directory, jobs, placed = prepared_in_place(request, configs)
+    exit_codes: list[int] = []  # of the jobs that failed, in order
+    started, stopped, parted = 0, False, False
+    for job, config in zip(jobs, placed, strict=True):
+        started += 1
+        print(f"sweep: job {started} of {len(jobs)}: {config.run.dir}", flush=True)
+        try:
+            run_one(config, job.overrides, leader)
+        except Exception as error:
+            stopped = is_stop(error)
+            how = "stopped" if stopped else "failed"
+            print(f"sweep: job {started} of {len(jobs)} {how}", file=sys.stderr, flush=True)
+            exit_codes.append(report_failure_of_job(error))
+            # In parent mode a rank that is lost is a RunFailed.
+            parted = leader.parted or isinstance(error, StalledError | CollectiveError)
+            if stopped or parted:
+                break
+    print(f"sweep: {started - len(exit_codes)} of {counted(len(jobs), 'job')} done", flush=True)
+    if stopped:
+        say_stopped(directory_override("hydra.sweep.dir", directory))
+    elif parted and started < len(jobs):
         own = [line for line in request.overrides if not line.startswith("hydra.sweep.dir=")]
         flags = tree_flags(request.config_dir, request.config_name)
         words = shlex.join([*flags, *own, f"launch.nproc={leader.launch.world_size}"])
@@ -259,7 +248,7 @@ def run_in_place(request: Request, configs: Sequence[Config], leader: Leader, fi
             flush=True,
         )
     compare_jobs(directory)
-    return next((code for code in progress.exit_codes if code not in findings), 0)
+    return next((code for code in exit_codes if code not in findings), 0)
 
 
 def compare_jobs(directory: Path) -> None:

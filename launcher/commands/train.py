@@ -6,6 +6,7 @@ Owns the choice between one job, a sweep and a query for Hydra. All jobs are che
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -40,9 +41,7 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
     if "--hydra-help" in arguments.flags:
         return ask_hydra(request, ["--hydra-help"])
     if "--shell-completion" in arguments.flags:
-        from launcher.commands.completion import answer
-
-        return answer(request, ask_hydra)
+        return ask_hydra(request, ["--shell-completion", *request.overrides])
     if "--multirun" in arguments.flags:
         from launcher.sweep.prepare import continued
 
@@ -94,15 +93,27 @@ def request_of(arguments: Arguments) -> Request:
     from launcher.config.composition import Request
 
     multirun = "--multirun" in arguments.flags
-    clashing = [flag for flag in (*HYDRA_ANSWERS, "--run") if multirun and flag in arguments.flags]
-    if clashing:
-        raise ConfigError(f"--multirun and {clashing[0]} exclude each other. Leave one of them out.")
+    if multirun and (clashing := [flag for flag in (*HYDRA_ANSWERS, "--run") if flag in arguments.flags]):
+        raise ConfigError(
+            f"--multirun and {clashing[0]} exclude each other: {clashing[0]} is for one config, and a sweep "
+            "or a comparison has several. Leave one of them out."
+        )
     name = arguments.flags.get("--config-name") or "config"
     return Request(arguments.words, arguments.config_dir, name, multirun)
 
 
 def ask_hydra(request: Request, argv: Sequence[str]) -> int:
-    from launcher.sweep import hydra_sweep
+    """Let `hydra.main` answer these arguments. It may raise SystemExit."""
+    import hydra
 
-    hydra_sweep.call_hydra(request, argv, lambda composed: None)
+    from launcher.config.composition import HYDRA_VERSION, check_files
+
+    check_files()
+    main = hydra.main(str(request.directories[0]), request.config_name, HYDRA_VERSION)
+    answer = main(lambda composed: None)
+    own, sys.argv = sys.argv, ["launcher", *argv]  # which Hydra reads
+    try:
+        answer()
+    finally:
+        sys.argv = own
     return 0

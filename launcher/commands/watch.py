@@ -31,7 +31,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def watch(arguments: Arguments) -> int:
-    """Shows the progress of a run or a sweep: on a terminal a full-screen view, otherwise a line every 10
+    """watch RUN [--every SECONDS]: follows a run or a sweep until it ends
+
+    Shows the progress of a run or a sweep: on a terminal a full-screen view, otherwise a line every 10
     seconds. Reads only the files in RUN, so it can run on any machine that mounts RUN. Ctrl-C leaves the
     view; the run continues. When the run ends, so does this command, with the run's exit code.
 

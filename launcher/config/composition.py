@@ -6,12 +6,10 @@ Owns composition and the check of what YAML files must not contain: code, resolv
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -19,7 +17,6 @@ from typing import Any, cast
 
 import hydra
 import yaml
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource as HydraFiles
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -27,7 +24,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
@@ -38,7 +35,7 @@ from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import nearest, quoted, show, suggestion
 from launcher.config.overrides import code_problem
 from launcher.config.schema import SweepConfig, types_of
-from launcher.config.trees import leaves, nested_keys, paths_of, replaced, texts, value_at
+from launcher.config.trees import leaves, merged, paths_of, replaced, texts, value_at
 from launcher.errors import ConfigError, first_line
 
 HYDRA_VERSION = "1.3"  # version_base: the defaults that Hydra had in this version
@@ -108,13 +105,22 @@ def resolved(unresolved: dict[str, object]) -> Resolved:
     if not any("${" in text for text in texts(unresolved)):
         return Resolved(unresolved, {})
     refuse_missing(unresolved)
-    tree = with_references(unresolved) or as_plain(OmegaConf.create(unresolved), resolve=True)
+    tree = with_references(unresolved) or by_omegaconf(unresolved)
     if not any(CALL.search(text) for text in texts(unresolved)):
         return Resolved(tree, {})
-    recorded = differing(tree, as_plain(OmegaConf.create(escaped(unresolved)), resolve=True))
+    recorded = differing(tree, by_omegaconf(escaped(unresolved)))
     values = {path: value for path, value in leaves(tree) if path in recorded}
     changes = {path: typed(path, value, recorded[path]) for path, value in values.items()}
     return Resolved(replaced(tree, changes), recorded)
+
+
+def by_omegaconf(unresolved: dict[str, object]) -> dict[str, object]:
+    """The tree with all interpolations resolved. Raises ConfigError for one that cannot be."""
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(unresolved), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(interpolation_text(error, unresolved)) from error
+    return cast(dict[str, object], tree)
 
 
 def with_references(unresolved: dict[str, object]) -> dict[str, object] | None:
@@ -139,56 +145,18 @@ def dereferenced(text: object, tree: Mapping[str, object]) -> object:
     return values[whole[1]] if whole else REFERENCE.sub(lambda found: str(values[found[1]]), text)
 
 
-@dataclass(frozen=True)
-class Base:
-    """A tree as composed from files, not to be changed: nodes, without the section `hydra`, and values."""
-
-    nodes: DictConfig
-    values: dict[str, object]  # interpolations unresolved
-
-    @classmethod
-    def of(cls, composed: DictConfig) -> Base:
-        """Changes `composed`, which has the section `hydra`. Raises ConfigError."""
-        with open_dict(composed):
-            del composed["hydra"]
-            keep_sweep_settings(composed)
-        return cls(composed, as_plain(composed, resolve=False))
-
-    def with_values(self, overrides: Sequence[Override]) -> dict[str, object]:
-        """The values with these overrides applied as Hydra does it. Raises ConfigError for its failures."""
-        if all(map(self.has_in_place, overrides)):
-            return replaced(self.values, {each.key_or_group: each.value() for each in overrides})
-        nodes = copy.deepcopy(self.nodes)  # 8 ms; most jobs of a sweep do without
-        apply_values(overrides, nodes)
-        return cast(dict[str, object], as_plain(nodes, resolve=False))
-
-    def has_in_place(self, override: Override) -> bool:
-        """Whether the override puts one value in the place of another, and nothing else follows from it."""
-        *sections, last = override.key_or_group.split(".")
-        place = value_at(self.values, ".".join(sections)) if sections else self.values
-        if not isinstance(place, dict) or isinstance(place.get(last, {}), dict):
-            return False
-        value = override.value()
-        if isinstance(value, dict) or override.is_sweep_override() or override.package is not None:
-            return False
-        is_set = not (override.is_add() or override.is_force_add() or override.is_delete())
-        # Of these nodes are made, which may merge mappings and refuse an interpolation.
-        return is_set and not any(nested_keys(value)) and not any("${" in text for text in texts(value))
-
-
 class Composer:
     """Composes once per set of group choices, and applies values to the result, as Hydra does it.
 
-    Hydra would read all files again for each job of a sweep. Values cannot change which files are read.
+    Hydra would read all files again for each job of a sweep. Values cannot change which files are read, and
+    `launcher.config.overrides` accepts none that adds a key or deletes one.
     """
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.groups = group_choices(*request.directories)
-        self.fixed_hydra = fixed_hydra_settings() if request.config_dir else None
-        self.bases: dict[tuple[str, ...], Base] = {}  # by the overrides that name choices
+        self.bases: dict[tuple[str, ...], dict[str, object]] = {}  # by the overrides that name choices
         self.lines: dict[str, Override] = {}
-        self.keys: dict[tuple[str, ...], frozenset[str]] = {}
 
     def parsed(self, lines: Sequence[str]) -> list[Override]:
         """The overrides, each parsed once: it takes 1 ms, and the jobs of a sweep share most. Not changed."""
@@ -200,55 +168,47 @@ class Composer:
         return self.resolved(overrides).tree
 
     def resolved(self, overrides: tuple[str, ...]) -> Resolved:
+        """The tree with these overrides, whose keys exist. Raises ConfigError for what YAML must not have."""
         parsed = self.parsed(overrides)
-        choices = [override for override in parsed if self.is_choice(override)]
-        base = self.base(tuple(override.input_line or "" for override in choices))
-        return checked_tree(base.with_values([override for override in parsed if override not in choices]))
+        tree = self.base(tuple(each.input_line or "" for each in parsed if self.is_choice(each)))
+        for override in parsed:
+            if not self.is_choice(override):
+                tree = merged(tree, override.key_or_group, override.value())
+        for key, value in tree.items():
+            if problem := code_problem(f"`{key}` in the config files", str(key), value):
+                raise ConfigError(problem)
+        return resolved(tree)
 
     def is_choice(self, override: Override) -> bool:
         """Whether it decides which files are read; Hydra takes a mapping for the values of a section."""
         return override.key_or_group in self.groups and not isinstance(override.value(), dict)
 
-    def base(self, choices: tuple[str, ...]) -> Base:
+    def base(self, choices: tuple[str, ...]) -> dict[str, object]:
+        """The tree as composed from files, interpolations unresolved, without the section `hydra`."""
         if choices not in self.bases:
             composed = compose(self.request, choices)
-            self.refuse_hydra_settings(composed)
-            self.bases[choices] = Base.of(composed)
+            settings = composed.pop("hydra")
+            if self.request.config_dir is not None and fixed(settings) != fixed_hydra_settings():
+                raise ConfigError(
+                    f"{self.request.config_dir}: a config file changes Hydra's own settings (`hydra:`). They "
+                    "are fixed, because they can name code to execute. Remove them; the defaults of a "
+                    "primary config begin with `- config`."
+                )
+            keep_sweep_settings(composed)
+            self.bases[choices] = composed
         return self.bases[choices]
 
     def known(self, choices: tuple[str, ...]) -> frozenset[str]:
         """The keys of the tree with these group choices."""
-        if choices not in self.keys:
-            self.keys[choices] = frozenset(paths_of(self.tree(choices)))
-        return self.keys[choices]
-
-    def refuse_hydra_settings(self, composed: DictConfig) -> None:
-        """Raise ConfigError where the user's files change what is fixed."""
-        if self.fixed_hydra is not None and hydra_settings(composed) != self.fixed_hydra:
-            raise ConfigError(
-                f"{self.request.config_dir}: a config file changes Hydra's own settings (`hydra:`). They are "
-                "fixed, because they can name code to execute. Remove them; the defaults of "
-                "a primary config begin with `- config`."
-            )
+        return frozenset(paths_of(self.base(choices)))
 
 
-def checked_tree(values: dict[str, object]) -> Resolved:
-    """The tree, resolved. Raises ConfigError for content that the user's YAML must not have."""
-    for key, value in values.items():
-        problem = code_problem(f"`{key}` in the config files", str(key), value)
-        if problem:
-            raise ConfigError(problem)
-    return resolved(values)
-
-
-def keep_sweep_settings(composed: DictConfig) -> None:
+def keep_sweep_settings(tree: dict[str, object]) -> None:
     """Remove from the section `sweep` what an experiment sweeps over."""
-    section = composed.get(SWEEP)
-    for key in [*section] if isinstance(section, DictConfig) else ():
-        if key is True:  # as YAML reads an unquoted `on`
-            section["on"] = section.pop(key)
-        elif key not in types_of(SweepConfig):
-            del section[key]
+    if isinstance(section := tree.get(SWEEP), dict):
+        # True: as YAML reads an unquoted `on`.
+        named = {"on" if key is True else key: value for key, value in section.items()}
+        tree[SWEEP] = {key: value for key, value in named.items() if key in types_of(SweepConfig)}
 
 
 def with_absolute_paths(tree: dict[str, object]) -> dict[str, object]:
@@ -276,31 +236,26 @@ def absolute(path: str) -> str:
     return str(Path(path).expanduser().resolve())
 
 
-def compose(request: Request, overrides: Sequence[str]) -> DictConfig:
+def compose(request: Request, overrides: Sequence[str]) -> dict[str, Any]:
     """Compose with Hydra, including the `hydra` section. Raises ConfigError for its failures."""
+    check_files()
     try:
-        return hydra.compose(request.config_name, [request.search_path, *overrides], return_hydra_config=True)
+        with hydra.initialize_config_dir(
+            str(request.directories[0]), version_base=HYDRA_VERSION, job_name="launcher"
+        ):
+            composed = hydra.compose(
+                request.config_name, [request.search_path, *overrides], return_hydra_config=True
+            )
     except RecursionError as error:
         raise ConfigError(
             "the config files cannot be composed: a `defaults:` list includes its own file, directly or "
             "through another. Remove the entry that closes the cycle."
         ) from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-        raise ConfigError(composition_text(error)) from error
-
-
-def apply_values(overrides: Sequence[Override], composed: DictConfig) -> None:
-    """Change the tree by Hydra's own function. Raises ConfigError for its failures."""
-    try:
-        ConfigLoaderImpl._apply_overrides_to_config(list(overrides), composed)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(composition_text(error)) from error
-
-
-def composition_text(error: BaseException) -> str:
-    cause = str(error.__cause__) if error.__cause__ else ""
-    reasons = [line.strip() for line in f"{error}\n{cause}".splitlines() if line.strip()]
-    return "the config files cannot be composed: " + " ".join(reasons[:4])
+        cause = str(error.__cause__) if error.__cause__ else ""
+        reasons = [line.strip() for line in f"{error}\n{cause}".splitlines() if line.strip()]
+        raise ConfigError(f"the config files cannot be composed: {' '.join(reasons[:4])}") from error
+    return cast(dict[str, Any], OmegaConf.to_container(composed))
 
 
 class FileConfigSource(HydraFiles):
@@ -332,40 +287,20 @@ def check_files() -> None:
     SourcesRegistry.instance().types[FileConfigSource.scheme()] = FileConfigSource
 
 
-@contextmanager
-def hydra_initialised(request: Request) -> Iterator[None]:
-    check_files()
-    with hydra.initialize_config_dir(
-        str(request.directories[0]), version_base=HYDRA_VERSION, job_name="launcher"
-    ):
-        yield
-
-
 @cache
-def fixed_hydra_settings() -> dict[str, object]:
+def fixed_hydra_settings() -> dict[str, Any]:
     """Hydra's settings without any files of the user, which never differ within a process."""
-    plain = Request(overrides=())
-    with hydra_initialised(plain):
-        return hydra_settings(compose(plain, ()))
+    return fixed(compose(Request(overrides=()), ())["hydra"])
 
 
-def hydra_settings(composed: DictConfig) -> dict[str, Any]:
-    settings = as_plain(composed["hydra"], resolve=False)
-    return {key: value for key, value in settings.items() if key not in HYDRA_FILLS_IN} | {
-        "env": {key: settings["job"][key] for key in ("env_set", "env_copy")}
-    }
+def fixed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of Hydra's settings that no file of the user may change."""
+    env = {key: settings["job"][key] for key in ("env_set", "env_copy")}
+    return {key: value for key, value in settings.items() if key not in HYDRA_FILLS_IN} | {"env": env}
 
 
-def as_plain(value: Any, resolve: bool) -> Any:
-    try:
-        return OmegaConf.to_container(value, resolve=resolve) if OmegaConf.is_config(value) else value
-    except OmegaConfBaseException as error:
-        raise ConfigError(interpolation_text(error, value)) from error
-
-
-def interpolation_text(error: OmegaConfBaseException, composed: object) -> str:
+def interpolation_text(error: OmegaConfBaseException, tree: Mapping[str, object]) -> str:
     """Which key refers to what it cannot, with the nearest keys that there are."""
-    tree: dict[str, object] = OmegaConf.to_container(composed, resolve=False)  # type: ignore[assignment]
     key = str(error.full_key or "")
     written = dict(leaves(tree)).get(key.partition("[")[0])
     where = f"{key}={show(written)}" if key else "the config cannot be resolved"

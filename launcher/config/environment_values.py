@@ -57,6 +57,21 @@ def escaped(value: Any) -> Any:
     return [escaped(item) for item in value] if isinstance(value, list) else value
 
 
+def interpolated(key: str, text: object, tree: Mapping[str, Any] = {}) -> Any:  # read only
+    """The value of a key that is not in the tree, with its variables and references to keys of the tree.
+
+    Raises ConfigError for other references.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        value = OmegaConf.create({**tree, key: text})[key]
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key}={text}: cannot be resolved: {error.msg}.") from error
+
+
 def differing(tree: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, Any]:
     """The recorded text, by dotted path, of each value that depends on the environment."""
     written = dict(leaves(recorded))

@@ -12,12 +12,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob
 from hydra.errors import HydraException
 
 from launcher.config.composition import SWEEP, Request
 from launcher.config.groups import choice_file, choice_values, group_choices
 from launcher.config.messages import literal, show
-from launcher.config.overrides import with_names
 from launcher.config.schema import SweepConfig, types_of
 from launcher.errors import ConfigError
 
@@ -54,13 +54,13 @@ def without_globs(request: Request) -> Request:
     """The request with the names that match in place of a glob; unchanged without one."""
     if not any("glob(" in line for line in request.overrides):
         return request
-    groups, parser, lines = group_choices(*request.directories), OverridesParser.create(), []
-    for line in request.overrides:
-        lines.append(line)
-        with contextlib.suppress(
-            HydraException, ValueError, RecursionError
-        ):  # reported with all other problems
-            lines[-1] = with_names(parser.parse_override(line), groups)
+    groups, lines = group_choices(*request.directories), list(request.overrides)
+    for number, line in enumerate(lines):
+        with contextlib.suppress(HydraException, ValueError, RecursionError):  # reported with other problems
+            override = OverridesParser.create().parse_override(line)
+            value, group = override.value(), override.key_or_group
+            if isinstance(value, Glob) and (names := value.filter(groups.get(group, []))):
+                lines[number] = f"{group}={','.join(names)}"
     return dataclasses.replace(request, overrides=tuple(lines))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, ValueType
+from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 
 from launcher.config.environment_values import CALL, resolver_problem
@@ -38,6 +38,7 @@ IN_PLACE_OF = {  # settings known from Hydra, and their replacement here
     "hydra.runtime.output_dir": "The directory of a run is run.dir=DIR.",
     "hydra.job.name": "A run is named after its directory, run.dir=DIR; in wandb, tracker.run_name=NAME.",
     "hydra.job.chdir": "A run keeps the working directory; its files are in run.dir=DIR.",
+    "hydra.sweep.subdir": "The folder of a job is named by its number and the values that are swept.",
     "hydra.verbose": "The logs of a run are in logs/ of run.dir.",
     "hydra/launcher": "It waits for a whole batch of jobs and gives none devices of its own. Jobs run side "
     "by side by themselves: sweep.parallel=N in place of joblib and submitit_local, sweep.on=slurm in "
@@ -45,34 +46,23 @@ IN_PLACE_OF = {  # settings known from Hydra, and their replacement here
     "hydra/sweeper": "It chooses jobs by batches and continues no sweep. A sweep runs all combinations of "
     "the values listed: -m optim.lr=0.05,0.1. To search: sweep=random, or sweep=tpe in place of optuna.",
 }
-KEYS_ELSEWHERE = {  # of other programs: the key here, and the value if it is not the same
-    "gpus": ("launch.nproc", None),
-    "num_gpus": ("launch.nproc", None),
-    "devices": ("launch.nproc", None),
-    "nproc": ("launch.nproc", None),
-    "nproc_per_node": ("launch.nproc", None),
-    "use_fp16": ("precision", "fp16"),
-    "fp16": ("precision", "fp16"),
-    "mixed_precision": ("precision", "fp16"),
-    "use_amp": ("precision", "amp_fp16"),
-    "amp": ("precision", "amp_fp16"),
-    "use_bf16": ("precision", "bf16"),
-    "bf16": ("precision", "bf16"),
-    "learning_rate": ("optim.lr", None),
-    "num_epochs": ("train.epochs", None),
-    "max_epochs": ("train.epochs", None),
-    "num_train_epochs": ("train.epochs", None),
-    "num_workers": ("data.workers", None),
-    "optimizer": ("optim", None),
-    "scheduler": ("schedule", None),
-    "output_dir": ("run.dir", None),
-    "resume": ("checkpoint.resume", None),
-    "gradient_clip_val": ("optim.clip_norm", None),
-    "max_grad_norm": ("optim.clip_norm", None),
+KEYS_ELSEWHERE = {  # the key here, with its value if that is not the same, and the keys of other programs
+    "launch.nproc": "gpus num_gpus devices nproc nproc_per_node",
+    "precision=fp16": "use_fp16 fp16 mixed_precision",
+    "precision=amp_fp16": "use_amp amp",
+    "precision=bf16": "use_bf16 bf16",
+    "optim.lr": "learning_rate",
+    "train.epochs": "num_epochs max_epochs num_train_epochs",
+    "data.workers": "num_workers",
+    "optim": "optimizer",
+    "schedule": "scheduler",
+    "run.dir": "output_dir",
+    "checkpoint.resume": "resume",
+    "optim.clip_norm": "gradient_clip_val max_grad_norm",
 }
 MOST_JOBS = 2_000  # of a sweep: composed and checked in about ten seconds, and sweep.json stays below 2 MB
 WARMUP = "schedule.warmup_fraction"
-SWEEP_SETTINGS = ("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.sweeper.max_batch_size")
+SWEEP_DIRECTORY = "hydra.sweep.dir"
 
 
 def size_problem(overrides: Sequence[str]) -> str | None:
@@ -144,13 +134,13 @@ def hydra_problem(override: Override, multirun: bool) -> str | None:
         return None
     if key == SEARCH_PATH:
         return "hydra.searchpath takes one list." if override.is_sweep_override() else None
-    plugin = "/".join(key.split(".")[:2]) if key not in SWEEP_SETTINGS else ""  # whose setting it is
+    plugin = "/".join(key.split(".")[:2])  # whose setting it is
     if instead := IN_PLACE_OF.get(key) or IN_PLACE_OF.get(plugin):
         return f"{override.input_line}: is not used here. {instead}"
-    if key not in SWEEP_SETTINGS:
+    if key != SWEEP_DIRECTORY:
         return (
             f"{override.input_line}: Hydra's own settings are fixed, because they can name code to execute. "
-            f"Only these may be set: {', '.join((*SWEEP_SETTINGS, SEARCH_PATH))}."
+            f"Only these may be set: {SWEEP_DIRECTORY}, {SEARCH_PATH}."
         )
     if not multirun:
         return (
@@ -202,14 +192,6 @@ def repeated(values: Sequence[Any]) -> list[Any]:
     """The values that equal an earlier one; 0.1 and 0.10 are equal, 1 and true are not."""
     written = [repr(value) for value in values]
     return [value for number, value in enumerate(values) if written[number] in written[:number]]
-
-
-def with_names(override: Override, choices: Mapping[str, Sequence[str]]) -> str:
-    """The line of an override; optim=glob(a*) becomes the list of the names of that group."""
-    names = choices.get(override.key_or_group, ())
-    value = override.value()
-    chosen: list[str] = value.filter(list(names)) if isinstance(value, Glob) else []
-    return f"{override.key_or_group}={','.join(chosen)}" if chosen else override.input_line or ""
 
 
 def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | None:

@@ -12,10 +12,8 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -28,7 +26,6 @@ from launcher.config.composition import (
     Request,
     Resolved,
     absolute,
-    hydra_initialised,
     user_paths,
     with_absolute_paths,
 )
@@ -87,20 +84,18 @@ def compose_jobs(request: Request) -> list[Config]:
         raise ConfigError(problem)
     findings = Findings()
     composer = Composer(request)
-    with hydra_initialised(request):
-        overrides = accepted_overrides(request, composer, findings)
-        space = Space.of(overrides)
-        first, *others = space.samples()
-        of_first = Findings(refused=findings.refused)
-        found = [compose_job(first, composer, of_first)]
-        name = value_at(found[0].tree, "sweep.name")
-        problems = [*sweep_problems(space, name)] if request.multirun and not findings.refused else []
-        findings.add(*(problems or of_first.lines))
-        if problems:
-            others = []  # there may be a million of them
-        elif name == GRID and space.size <= MOST_JOBS:
-            others = list(space.grid())[1:]
-        found += [compose_job(job, composer, findings) for job in others]
+    space = Space.of(accepted_overrides(request, composer, findings))
+    first, *others = space.samples()
+    of_first = Findings(refused=findings.refused)
+    found = [compose_job(first, composer, of_first)]
+    name = value_at(found[0].tree, "sweep.name")
+    problems = [*sweep_problems(space, name)] if request.multirun and not findings.refused else []
+    findings.add(*(problems or of_first.lines))
+    if problems:
+        others = []  # there may be a million of them
+    elif name == GRID and space.size <= MOST_JOBS:
+        others = list(space.grid())[1:]
+    found += [compose_job(job, composer, findings) for job in others]
     findings.raise_if_any()
     return [validation.parse(with_absolute_paths(each.tree), each.recorded) for each in found]
 
@@ -108,8 +103,7 @@ def compose_jobs(request: Request) -> list[Config]:
 def compose_one(composer: Composer, overrides: tuple[str, ...]) -> Config:
     """The checked config of one job that a search has asked for. Raises ConfigError."""
     findings = Findings()
-    with hydra_initialised(composer.request):
-        found = compose_job(overrides, composer, findings)
+    found = compose_job(overrides, composer, findings)
     findings.raise_if_any()
     return validation.parse(with_absolute_paths(found.tree), found.recorded)
 
@@ -157,13 +151,6 @@ def fraction_problem(dimension: Dimension) -> str | None:
     )
 
 
-@cache  # asked for each job of a search, and parsing takes 1 ms a word
-def swept_keys(request: Request) -> frozenset[str]:
-    """The keys that have several values in a checked request."""
-    parsed = OverridesParser.create().parse_overrides(list(request.overrides))
-    return frozenset(override.key_or_group for override in parsed if override.is_sweep_override())
-
-
 def unreadable_problem(line: str, error: Exception, parser: OverridesParser) -> str:
     """The problem of an override that Hydra cannot parse, with its quoted form where that helps."""
     key, has_value, value = line.partition("=")
@@ -188,7 +175,7 @@ def unreadable_problem(line: str, error: Exception, parser: OverridesParser) -> 
 
 def accepted_overrides(request: Request, composer: Composer, findings: Findings) -> list[Override]:
     """The well-formed overrides that name existing choices; the others become findings."""
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    parser = OverridesParser.create()
     accepted = []
     for line in request.overrides:
         try:
@@ -249,11 +236,11 @@ def unknown_problem(key: str, value: object, choices: tuple[str, ...], composer:
         for choice in composer.groups.get(group, ())
         if inner in paths_of(choice_values(directories, group, choice))
     ]
-    if key in KEYS_ELSEWHERE:
-        here, other = KEYS_ELSEWHERE[key]
-        return (
-            f"{written}: there is no such key. It is called {here} here: {here}={other or texts.show(value)}."
-        )
+    for own, elsewhere in KEYS_ELSEWHERE.items():
+        if key in elsewhere.split():
+            here, _, other = own.partition("=")
+            typed = f"{here}={other or texts.show(value)}"
+            return f"{written}: there is no such key. It is called {here} here: {typed}."
     if having:
         return f"{written}: this key belongs to {' and '.join(having)} only."
     return texts.unknown_key(written, key, composer.known(choices))

@@ -104,7 +104,8 @@ class Space:
         by_key: dict[str, str | Dimension] = {}
         for override in overrides:
             key = override.get_key_element()
-            by_key[key] = _dimension(override, key) if override.is_sweep_override() else _line(override)
+            line = override.input_line or ""
+            by_key[key] = _dimension(override, key) if override.is_sweep_override() else line
         return cls(tuple(by_key.values()))
 
     @property
@@ -138,10 +139,6 @@ class Space:
         ends = [each.ends for each in self.dimensions]
         for number in range(max(map(len, ends), default=1)):
             yield self.at([values[number % len(values)] for values in ends])
-
-
-def _line(override: Override) -> str:
-    return override.input_line or ""
 
 
 def _dimension(override: Override, key: str) -> Dimension:

@@ -42,6 +42,19 @@ def replaced(values: Mapping[str, Any], changes: Mapping[str, Any], prefix: str 
     }
 
 
+def merged(values: Mapping[str, Any], path: str, value: object) -> dict[str, Any]:
+    """A copy with a value at a dotted path that exists; a mapping changes the keys of the section there."""
+    key, has_more, rest = path.partition(".")
+    there = values[key]
+    if has_more:
+        return {**values, key: merged(there, rest, value)}
+    if isinstance(value, Mapping) and isinstance(there, Mapping):
+        for inner, item in value.items():
+            there = merged(there, inner, item)
+        return {**values, key: there}
+    return {**values, key: value}
+
+
 def texts(value: Any) -> Iterator[str]:
     """The strings at any depth of a value, without the keys of mappings."""
     if isinstance(value, str):

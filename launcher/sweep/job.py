@@ -7,11 +7,12 @@ their values, and the overrides. `python -m launcher job DIR` runs it. Imports n
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from launcher.config.messages import as_typed
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
 from launcher.run_dir.atomic import read_json, write_json
@@ -56,7 +57,7 @@ def read_job(directory: Path) -> tuple[Config, tuple[str, ...]]:
 
     Raises ConfigError for a folder without a job, for a job of another version, and for a missing variable.
     """
-    from launcher.config.environment_values import refuse_missing
+    from launcher.config.environment_values import interpolated, refuse_missing, typed
     from launcher.config.trees import replaced
     from launcher.config.validation import parse
 
@@ -66,7 +67,7 @@ def read_job(directory: Path) -> tuple[Config, tuple[str, ...]]:
         record = read_json(directory / JOB)
         tree, recorded, overrides = (record[key] for key in ("config", "from_environment", "overrides"))
         refuse_missing(recorded)
-        values = {path: _value_of(path, text) for path, text in recorded.items()}
+        values = {path: typed(path, interpolated(path, text), text) for path, text in recorded.items()}
         config = parse(replaced(tree, values), recorded)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
@@ -86,16 +87,19 @@ def _instead_of_a_job(directory: Path) -> str:
     return f"this folder holds no {JOB}."
 
 
-def settings_that_differ(directory: Path, config: Config) -> Mapping[str, tuple[object, object]]:
-    """The values in job.json and in `config`, by dotted key, where they differ and matter to a result.
+def differences(directory: Path, config: Config) -> list[str]:
+    """What differs between job.json and `config`, and matters to a result. Raises ConfigError.
 
-    What a run learns from matters, with the number of epochs and steps, and of workers. Raises ConfigError.
+    What a run learns from matters, with the number of epochs and steps, and of workers.
     """
     from launcher.config.trees import leaves
 
     there, here = (dict(leaves(_that_matters(each))) for each in (read_job(directory)[0], config))
-    keys = dict.fromkeys((*there, *here))
-    return {key: (there.get(key), here.get(key)) for key in keys if there.get(key) != here.get(key)}
+    return [
+        f"{key} is {as_typed(there.get(key))} there and {as_typed(here.get(key))} here"
+        for key in dict.fromkeys((*there, *here))
+        if there.get(key) != here.get(key)
+    ]
 
 
 NOT_LEARNED_FROM = ("run", "sweep", "tracker", "telemetry", "checkpoint", "consistency", "recipes")
@@ -104,14 +108,3 @@ NOT_LEARNED_FROM = ("run", "sweep", "tracker", "telemetry", "checkpoint", "consi
 def _that_matters(config: Config) -> dict[str, Any]:
     shape = {key: value for key, value in user_shape(config).items() if key not in NOT_LEARNED_FROM}
     return shape | {"launch": {"nproc": shape["launch"]["nproc"]}}
-
-
-def _value_of(path: str, text: object) -> object:
-    """The value of a text with `${oc.env:NAME}` in it, in this process's environment."""
-    from omegaconf import OmegaConf
-
-    from launcher.config.environment_values import typed
-
-    resolved = OmegaConf.to_container(OmegaConf.create({"value": text}), resolve=True)
-    assert isinstance(resolved, dict)
-    return typed(path, resolved["value"], text)

@@ -9,33 +9,40 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
 from launcher.config.composition import Request
+from launcher.config.environment_values import interpolated
 from launcher.config.messages import quoted
-from launcher.config.resolve import GRID
-from launcher.config.schema import Config, SweepConfig
+from launcher.config.overrides import SWEEP_DIRECTORY as DIRECTORY
+from launcher.config.resolve import GRID, space_of
+from launcher.config.schema import Config
+from launcher.config.search_space import Space
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import clear_away
 from launcher.run_dir.lock import locked
-from launcher.run_dir.records import SWEEP
-from launcher.sweep.hydra_sweep import SECTION, Planned, is_setting, jobs_of, made, placed, planned
+from launcher.run_dir.records import SWEEP, user_shape
 from launcher.sweep.job import Job, write_job
 from launcher.sweep.record import Record, recover, refuse_changes, refuse_foreign
 from launcher.telemetry.tracker.wandb_environment import in_sweep, with_environment
 
+ROOT = Path("multirun")
 RESUME = "sweep.resume"
-RunOne = Callable[[Config, Sequence[str]], None]
 AUTO, NEVER = "auto", "never"
+NAME_LENGTH = 100  # characters of a job's folder: file systems allow 255 bytes, a terminal shows this many
 
 
 def continued(request: Request) -> Request:
     """The recorded command of the sweep that `sweep.resume=DIR` names, where the request has no words but
     settings of the sweep; else the request, whose jobs are compared with those of the sweep later.
     """
-    directory = _asked(request)
+    directory = _to_resume(_value_of(request, RESUME))
     if directory is None or any(not is_setting(line) for line in request.overrides):
         return request
     record = Record.read(directory)
@@ -45,124 +52,149 @@ def continued(request: Request) -> Request:
     return Request((*kept, *request.overrides), tree, record.config_name, multirun=True)
 
 
-def run_in_place(request: Request, configs: Sequence[Config], run_one: RunOne) -> Path:
-    """Call `run_one(config, overrides)` for each checked job of a request, in order; returns the directory.
+def prepared_in_place(request: Request, configs: Sequence[Config]) -> tuple[Path, list[Job], list[Config]]:
+    """The directory of a sweep on ranks that have been started, its jobs, and the config of each.
 
     `sweep.json` says how to continue on processes of our own; the states of the jobs are in their folders.
     """
-    plan = planned(_in_its_directory(request), configs, jobs_of(request))
-    new_record(request, plan).write(plan.directory)
-    plan.save_master()
-    for config, name, lines in zip(configs, plan.names, plan.overrides, strict=True):
-        run_one(placed(config, made(plan.directory / name), plan.directory.name), lines)
-    return plan.directory
+    directory, jobs = directory_of(request, configs), jobs_of(request)
+    new_record(request, directory, jobs).write(directory)
+    of_jobs = [place(config, directory, job) for config, job in zip(configs, jobs, strict=True)]
+    for job in jobs:
+        made(directory / job.name)
+    return directory, jobs, of_jobs
 
 
 @contextmanager
-def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Planned, Record, list[Config]]]:
+def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Path, Record, list[Config]]]:
     """A sweep whose directory exists, its record, and the config of each job; locked within the context.
 
-    Of a search there are no configs: `Searching` adds its jobs to the record.
+    Of a search there are no configs: `Search` adds its jobs to the record.
 
     Raises ConfigError for the directory of another sweep, program or process, StorageError for one that
     cannot be written.
     """
-    settings = configs[0].sweep
-    each = zip(configs, jobs_of(request), strict=True) if settings.name == GRID else ()
-    jobs = {repr(config): (config, lines) for config, lines in each}
-    if 0 < len(jobs) < len(configs):
-        print(f"sweep: {len(configs) - len(jobs)} of {len(configs)} jobs equal others and are left out")
-    found = [config for config, _ in jobs.values()]
-    plan = planned(_in_its_directory(request), configs, [lines for _, lines in jobs.values()])
-    directory = plan.directory
+    is_grid = configs[0].sweep.name == GRID
+    directory, jobs = directory_of(request, configs), jobs_of(request) if is_grid else []
     if not (directory / SWEEP).exists():
         refuse_foreign(directory)  # before the lock, which is a file in it
     try:
-        with locked(directory, f"{SECTION}.dir"):
+        with locked(directory, DIRECTORY):
             clear_away(directory)
-            placed_jobs = _placed(plan, found)
-            record = _record(request, plan, placed_jobs, settings)
-            for job, config in zip(record.jobs, placed_jobs, strict=settings.name == GRID):
+            of_jobs = [place(config, directory, job) for config, job in zip(configs, jobs, strict=is_grid)]
+            record = _record(request, directory, jobs, of_jobs, configs[0].sweep.resume)
+            for job, config in zip(record.jobs, of_jobs, strict=is_grid):
                 made(directory / job.name)
                 write_job(config, job.overrides)
-            yield plan, record, placed_jobs
+            yield directory, record, of_jobs
     except OSError as error:
         raise StorageError(
             f"the sweep's files cannot be written to {directory}: {error.strerror or error}. Choose a "
-            f"writable place with {SECTION}.dir=DIR, or make room there."
+            f"writable place with {DIRECTORY}=DIR, or make room there."
         ) from error
 
 
-def _placed(plan: Planned, configs: Sequence[Config]) -> list[Config]:
-    return [place(config, plan.directory, job) for config, job in zip(configs, _jobs(plan), strict=True)]
+def jobs_of(request: Request) -> list[Job]:
+    """The jobs of a grid."""
+    space = space_of(request.overrides)
+    return [Job(number, job_name(space, number, lines), lines) for number, lines in enumerate(space.grid())]
+
+
+def job_name(space: Space, number: int, overrides: Sequence[str]) -> str:
+    """The folder of one job: its number and distinguishing overrides, in shell-safe characters."""
+    swept = {each.key for each in space.dimensions}
+    own = ",".join(sorted(line for line in overrides if line.partition("=")[0] in swept))
+    plain = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", own)
+    return f"{number}_{plain}"[:NAME_LENGTH].rstrip("_")
 
 
 def place(config: Config, directory: Path, job: Job) -> Config:
-    """The config with what a job has of its sweep: directory, tracking group, name."""
-    own = placed(config, directory / job.name, directory.name)
+    """The config with what a job has of its sweep: directory, tracking group unless it has another, name."""
+    own = dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, dir=str(directory / job.name)),
+        tracker=dataclasses.replace(config.tracker, group=config.tracker.group or directory.name),
+    )
     return in_sweep(with_environment(own, job.overrides, os.environ), job.name, job.number)
 
 
-def _record(request: Request, plan: Planned, configs: Sequence[Config], settings: SweepConfig) -> Record:
+def _record(
+    request: Request, directory: Path, jobs: Sequence[Job], configs: Sequence[Config], resume: str
+) -> Record:
     """The record of a new sweep, or of the one in the directory, ready to continue."""
-    directory, asked = plan.directory, settings.resume
     if (directory / SWEEP).exists():
-        if asked == NEVER:
+        if resume == NEVER:
             raise ConfigError(
                 f"{directory} already holds a sweep, and {RESUME}={NEVER}. Choose another directory, leave "
-                f"{SECTION}.dir out for a new one, or continue it: {RESUME}={AUTO}."
+                f"{DIRECTORY} out for a new one, or continue it: {RESUME}={AUTO}."
             )
         record = Record.read(directory)
-        if settings.name == GRID:
-            overrides = dict(zip(plan.names, plan.overrides, strict=True))
-            refuse_changes(record, directory, dict(zip(plan.names, configs, strict=True)), overrides)
+        if configs:
+            names = [job.name for job in jobs]
+            refuse_changes(record, directory, dict(zip(names, configs, strict=True)))
         recover(record, directory)
         record.write(directory)
         return record
-    if asked not in (AUTO, NEVER):
-        raise ConfigError(f"{RESUME}={asked}: holds no sweep. Give the directory of one.")
-    record = new_record(request, plan)
+    record = new_record(request, directory, jobs)
     record.write(directory, durable=True)  # before any other file: without it the directory is foreign
-    plan.save_master()
     return record
 
 
-def new_record(request: Request, plan: Planned) -> Record:
+def new_record(request: Request, directory: Path, jobs: Sequence[Job]) -> Record:
     tree = None if request.config_dir is None else str(request.config_dir.absolute())
-    own = [line for line in request.overrides if not line.startswith((f"{SECTION}.dir=", f"{RESUME}="))]
-    words = ("-m", f"{RESUME}={written(plan.directory)}")
-    return Record(_jobs(plan), own, tree, request.config_name, words=words)
+    own = [line for line in request.overrides if not line.startswith((f"{DIRECTORY}=", f"{RESUME}="))]
+    plain = re.fullmatch(r"[\w./-]+", str(directory))
+    words = ("-m", f"{RESUME}={directory if plain else quoted(str(directory))}")
+    return Record(jobs, own, tree, request.config_name, words=words)
 
 
-def _jobs(plan: Planned) -> list[Job]:
-    return [
-        Job(number, name, lines)
-        for number, (name, lines) in enumerate(zip(plan.names, plan.overrides, strict=True))
-    ]
+def directory_of(request: Request, configs: Sequence[Config]) -> Path:
+    """The directory of a sweep, which exists: that of the sweep to resume, the one given, or a new one.
+
+    Raises ConfigError where there is no sweep to resume, StorageError where it cannot be made.
+    """
+    if (directory := _to_resume(configs[0].sweep.resume)) is not None:
+        if not (directory / SWEEP).is_file():
+            raise ConfigError(f"{RESUME}={directory}: holds no sweep. Give the directory of one.")
+        return directory
+    given = _value_of(request, DIRECTORY)
+    if given is not None:
+        return made(Path(str(interpolated(DIRECTORY, given, user_shape(configs[0])))).absolute())
+    recipes = {config.recipe.name for config in configs}
+    root = made((ROOT / (recipes.pop() if len(recipes) == 1 else "several")).absolute())
+    while True:
+        directory = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        with suppress(FileExistsError):
+            return made(directory, exist_ok=False)
 
 
-def written(directory: Path) -> str:
-    """A directory in Hydra's grammar."""
-    return str(directory) if re.fullmatch(r"[\w./-]+", str(directory)) else quoted(str(directory))
+def made(directory: Path, exist_ok: bool = True) -> Path:
+    """Create the directory and return it. Raises StorageError, and FileExistsError if that is not ok."""
+    try:
+        directory.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and not exist_ok:
+            raise
+        raise StorageError(
+            f"the sweep's directory {directory} cannot be made: {error.strerror}. "
+            f"Choose a writable place with {DIRECTORY}=DIR."
+        ) from error
+    return directory
 
 
-def _asked(request: Request) -> Path | None:
-    """The directory of sweep.resume; None for auto, never, or none given."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+def is_setting(key: str) -> bool:
+    """Whether a key, or a line that begins with it, is of the sweep and not of its jobs."""
+    return re.match(r"sweep[.=]|sweep$", key) is not None
 
-    lines = [line for line in request.overrides if line.startswith(f"{RESUME}=")]
-    value = OverridesParser.create().parse_overrides(lines[-1:])[0].value() if lines else AUTO
+
+def _value_of(request: Request, key: str) -> object:
+    """The value that the request has for a setting of the sweep, the last one; None without one."""
+    lines = [line for line in request.overrides if line.startswith(f"{key}=")]
+    return OverridesParser.create().parse_override(lines[-1]).value() if lines else None
+
+
+def _to_resume(value: object) -> Path | None:
+    """The directory that sweep.resume has; None for auto, never, or none given."""
     if not isinstance(value, str) or value in (AUTO, NEVER):
         return None
     return Path(value).expanduser().absolute()
-
-
-def _in_its_directory(request: Request) -> Request:
-    """The request with the directory of sweep.resume as that of the sweep."""
-    directory = _asked(request)
-    if directory is None:
-        return request
-    if not (directory / SWEEP).is_file():
-        raise ConfigError(f"{RESUME}={directory}: holds no sweep. Give the directory of one.")
-    others = [line for line in request.overrides if not line.startswith(f"{SECTION}.dir=")]
-    return dataclasses.replace(request, overrides=(*others, f"{SECTION}.dir={written(directory)}"))

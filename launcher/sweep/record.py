@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.config.messages import as_typed, directory_override, shortened
+from launcher.config.messages import directory_override, shortened
 from launcher.config.schema import Config
 from launcher.errors import DIVERGED, ConfigError, listed
 from launcher.run_dir.atomic import json_line, read_json, write_content
@@ -19,7 +19,7 @@ from launcher.run_dir.codec import decoded, encoded
 from launcher.run_dir.records import CONFIG, JOB, RESULT, SWEEP, foreign_to_a_run
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME as STATUS
-from launcher.sweep.job import DONE, FAILED, OVER, PRUNED, RUNNING, WAITING, Job, settings_that_differ
+from launcher.sweep.job import DONE, FAILED, OVER, PRUNED, RUNNING, WAITING, Job, differences
 
 VERSION = 1
 SHOWN, LONGEST = 5, 120  # differences in an error, and the characters of each
@@ -107,19 +107,15 @@ def recover(record: Record, directory: Path) -> None:
         job.failures = 0
 
 
-def refuse_changes(
-    record: Record, directory: Path, planned: Mapping[str, Config], overrides: Mapping[str, Sequence[str]]
-) -> None:
+def refuse_changes(record: Record, directory: Path, planned: Mapping[str, Config]) -> None:
     """Raise ConfigError unless the jobs of a command, by name, are those of the sweep in this directory."""
-    there = {job.name: list(job.overrides) for job in record.jobs}
-    here = {name: list(lines) for name, lines in overrides.items()}
-    found = [f"{name} is new" for name in here if name not in there]
-    found += [f"{name} is missing" for name in there if name not in here]
-    differ: dict[str, None] = {}
-    for name in [name for name in here if name in there and (directory / name / JOB).exists()]:
-        for key, (old, new) in settings_that_differ(directory / name, planned[name]).items():
-            differ[f"{key} is {as_typed(old)} there and {as_typed(new)} here"] = None
-    refuse_differences(directory, [*found, *differ])
+    there = {job.name for job in record.jobs}
+    found = [f"{name} is new" for name in planned if name not in there]
+    found += [f"{job.name} is missing" for job in record.jobs if job.name not in planned]
+    for name, config in planned.items():
+        if name in there and (directory / name / JOB).exists():
+            found += differences(directory / name, config)
+    refuse_differences(directory, list(dict.fromkeys(found)))
 
 
 def refuse_differences(directory: Path, found: Sequence[str]) -> None:

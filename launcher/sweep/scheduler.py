@@ -1,15 +1,14 @@
 """Runs the jobs of a sweep on a carrier: the next one as soon as there is room, until none is left.
 
-Owns the order of events and every change of a job's state, and writes each to sweep.json. What runs next is
-the plan's decision; where it runs is the carrier's.
+Owns the order of events and every change of a job's state, and writes each to sweep.json. Which jobs there
+are is decided by the command or by a search; where one runs, by the carrier.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from launcher.config.messages import directory_override
 from launcher.config.schema import SweepConfig
@@ -24,6 +23,7 @@ from launcher.sweep.carriers import Carrier, Change, NoAnswerError
 from launcher.sweep.job import DONE, FAILED, OVER, PRUNED, RUNNING, STOPPED, WAITING, Job
 from launcher.sweep.progress import Progress
 from launcher.sweep.record import Record, count_time, take_result
+from launcher.sweep.searching import Searching
 from launcher.telemetry.formatting import duration
 
 PATIENCE_S = 300.0  # for a scheduler that does not answer: its daemon restarts, or a spare machine takes over
@@ -33,52 +33,25 @@ POLL_S = 0.2  # longest wait for a change, after which signals, limits and the t
 FINAL = (ConfigError.exit_code, DIVERGED)
 
 
-class Plan(Protocol):
-    """Which jobs run, in which order."""
-
-    def next(self) -> Job | None:
-        """The job to submit next, in state `waiting`; None if there is none now. Called again until taken.
-
-        A search adds it to the record first, with its folder and job.json.
-        """
-
-    def ended(self, job: Job) -> None:
-        """The job is over (done, failed for good, pruned) or stopped; its metric is read."""
-
-    def to_prune(self, running: Iterable[Job]) -> Iterable[Job]:
-        """Those that are to be pruned, each once, with the reason as `error`. Called every POLL_S."""
-
-
-class Grid:
-    """The jobs of the record, by number."""
-
-    def __init__(self, record: Record, pruner: Pruner | None = None) -> None:
-        self._record, self._pruner = record, pruner
-
-    def next(self) -> Job | None:
-        return next((job for job in self._record.jobs if job.state == WAITING), None)
-
-    def ended(self, job: Job) -> None: ...
-
-    def to_prune(self, running: Iterable[Job]) -> Iterable[Job]:
-        return () if self._pruner is None else self._pruner.to_prune(running)
-
-
 class Scheduler:
-    """One run of a sweep to its end, or to a request to stop. `reason` says why no further job started."""
+    """One run of a sweep to its end, or to a request to stop. `reason` says why no further job started.
+
+    The jobs of the record run by number; where all have started, `search` adds further ones.
+    """
 
     def __init__(
         self,
         directory: Path,
         record: Record,
-        plan: Plan,
         carrier: Carrier,
         settings: SweepConfig,
         progress: Progress,
         signals: Signals,
+        pruner: Pruner | None = None,
+        search: Searching | None = None,
     ) -> None:
         self.reason = ""
-        self._directory, self._record, self._plan = directory, record, plan
+        self._directory, self._record, self._pruner, self._search = directory, record, pruner, search
         self._carrier, self._settings, self._progress, self._signals = carrier, settings, progress, signals
         self._running: dict[int, Job] = {}
         self.asked = self.asked_at_once = False  # to stop, before all jobs are done
@@ -94,18 +67,26 @@ class Scheduler:
                 self._start(job)
             if self._changed or self._seconds() - self._record.seconds > WRITE_EVERY_S:
                 self._write()
-            if not self._running and (self.reason or self._plan.next() is None):
+            if not self._running and (self.reason or self._next() is None):
                 return
             self._progress.refresh()  # after the starts: it reads files of all jobs that run
             for change in self._poll():
                 self._take(change)
-            for job in self._plan.to_prune([*self._running.values()]):
-                self._prune(job)
+            if self._pruner is not None:
+                for job in self._pruner.to_prune([*self._running.values()]):
+                    request = PruneRequest(job.error or "", self._settings.keep_pruned)
+                    ask_to_prune(self._directory / job.name, request)
+                    self._changed = True  # the metric that decided
+
+    def _next(self) -> Job | None:
+        """The job to submit next, which stays the same until it is; None if there is none now."""
+        waiting = next((job for job in self._record.jobs if job.state == WAITING), None)
+        return self._search.next() if waiting is None and self._search is not None else waiting
 
     def _startable(self) -> Job | None:
         """The next job, where the limits allow one and the carrier has room."""
         stop, started = self._settings.stop, sum(job.attempts > 0 for job in self._record.jobs)
-        job = self._plan.next()
+        job = self._next()
         if job is None:
             return None
         if stop.trials is not None and job.attempts == 0 and started >= stop.trials:
@@ -157,8 +138,8 @@ class Scheduler:
         count_time(job, time.time())
         job.state = self._state_after(job, change)
         self._progress.ended(job)
-        if job.state in (*OVER, STOPPED):
-            self._plan.ended(job)
+        if self._search is not None and job.state in (*OVER, STOPPED):
+            self._search.ended(job)
         if job.state == FAILED and self._settings.on_failure == "stop" and not self.reason:
             self._stop(f"job {job.number + 1} failed (sweep.on_failure=stop)")
 
@@ -196,11 +177,6 @@ class Scheduler:
             self._progress.say(f"sweep: {reason}; {counted(len(self._running), 'job')} to save and stop")
         for job in self._running.values():
             self._carrier.stop(job)
-
-    def _prune(self, job: Job) -> None:
-        request = PruneRequest(job.error or "", self._settings.keep_pruned)
-        ask_to_prune(self._directory / job.name, request)
-        self._changed = True  # the metric that decided
 
     def _write(self) -> None:
         self._changed = False

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from launcher.config.search_space import Choices, Dimension, Space, distribution, value_of
 from launcher.errors import ConfigError, StorageError
@@ -29,18 +29,8 @@ DRAWS = 100  # for a job that differs from all before it; a space that yields no
 DRAWS_OF_TPE = 10  # the same; where its few best points have all been tried, a random one is drawn
 
 
-class Search(Protocol):
-    """A source of jobs. Jobs are numbered in the order in which they are asked for."""
-
-    def ask(self) -> tuple[str, ...] | None:
-        """The overrides of the next job; None where the space has no further point."""
-
-    def tell(self, job: Job) -> None:
-        """Report a job that is done, pruned or failed for good."""
-
-
 class RandomSearch:
-    """Independent draws, each from the seed and the job's number."""
+    """Independent draws, each from the seed and the number of the job, which counts the calls of `ask`."""
 
     def __init__(self, space: Space, seed: int, jobs: Sequence[Job]) -> None:
         """`jobs` are those that sweep.json has, in order."""
@@ -48,6 +38,7 @@ class RandomSearch:
         self._seen = {tuple(job.overrides): job.number for job in jobs}
 
     def ask(self) -> tuple[str, ...] | None:
+        """The overrides of the next job; None where the space has no further point."""
         for draw in range(DRAWS):
             numbers = random.Random(f"{self._seed}/{len(self._seen)}/{draw}")
             lines = self._space.at([each.at(numbers.random()) for each in self._space.dimensions])
@@ -88,6 +79,7 @@ class OptunaSearch:
         self._write()
 
     def ask(self) -> tuple[str, ...] | None:
+        """As that of RandomSearch."""
         drawn = (self._draw(draw) for draw in range(DRAWS_OF_TPE))
         lines = next(filter(self._drawn.is_new, drawn), None)
         lines = self._drawn.ask() if lines is None else self._drawn.take(lines)
@@ -98,6 +90,7 @@ class OptunaSearch:
         return lines
 
     def tell(self, job: Job) -> None:
+        """Report a job that is done, pruned or failed for good."""
         before = self._direction
         self._jobs[job.number] = job = replace(job)
         trial = self._trials.pop(job.number)

@@ -85,17 +85,15 @@ def simulate(directory: Path, jobs: int, kind: str, shortest_s: float) -> dict[s
     request = Request((*OVERRIDES, *DRAWN, *settings), multirun=True)
     configs = compose_jobs(request)
     pool = Pool([f"GPU-{number}" for number in range(8)], sorted(os.sched_getaffinity(0)))
-    with prepared(request, configs) as (plan, record, _), Devices(pool, work, alone=False) as carrier:
-        searching = Searching(request, plan, record, configs[0], lambda config: 1, None)
-        searching.has_room = carrier.has_room
-        progress = Progress(plan.directory, record.jobs, False, jobs)
+    with prepared(request, configs) as (folder, record, _), Devices(pool, work, alone=False) as carrier:
+        searching = Searching(request, folder, record, configs[0], lambda config: 1, carrier.has_room)
+        progress = Progress(folder, record.jobs, False, jobs)
         began = time.monotonic()
-        scheduler = Scheduler(
-            plan.directory, record, searching, carrier, configs[0].sweep, progress, Signals()
-        )
+        settings = configs[0].sweep
+        scheduler = Scheduler(folder, record, carrier, settings, progress, Signals(), search=searching)
         scheduler.run()
         took = time.monotonic() - began
-    worked = [float((plan.directory / job.name / "worked").read_text()) for job in record.jobs]
+    worked = [float((folder / job.name / "worked").read_text()) for job in record.jobs]
     return {
         "busy": sum(worked) / (8 * took),
         "memory_mb": (unshared_bytes() - memory) / 1e6,
@@ -128,13 +126,13 @@ def around_jobs(directory: Path, workers: int, jobs: int, sweep: bool) -> dict[s
         took = json.loads((place / "sweep.json").read_text())["seconds"]
     else:
         request = Request(words, multirun=True)
-        with prepared(request, compose_jobs(request)) as (plan, record, _):
+        with prepared(request, compose_jobs(request)) as (folder, record, _):
             warm_up(FOR_JOBS)
             began = time.monotonic()
             for job in record.jobs:
                 if (child := os.fork()) == 0:
                     os.dup2(2, 1)
-                    os._exit(run_in_child(plan.directory / job.name))
+                    os._exit(run_in_child(folder / job.name))
                 os.waitpid(child, 0)
             took = time.monotonic() - began
     trained = [training_seconds(folder) for folder in place.glob("[0-9]*")]

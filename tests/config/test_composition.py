@@ -6,38 +6,32 @@ import dataclasses
 import random
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from hydra.types import RunMode
-from omegaconf import OmegaConf, open_dict
 
 from launcher.config import composition
 from launcher.config.composition import (
-    Base,
     Composer,
     Request,
     Resolved,
-    apply_values,
-    checked_tree,
     compose,
-    hydra_initialised,
+    keep_sweep_settings,
+    resolved,
 )
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.optimizers import AdamConfig
 from launcher.config.parameter_groups import GroupConfig
-from launcher.config.resolve import compose_jobs, swept_keys
+from launcher.config.resolve import compose_jobs, space_of
 from launcher.config.schema import Config
-from launcher.config.trees import replaced
+from launcher.config.search_space import Choices, Space
 from launcher.errors import ConfigError
 from launcher.run_dir.records import config_yaml
-from launcher.sweep import hydra_sweep
-from launcher.sweep.hydra_sweep import fixed_keys, job_directory
-from launcher.sweep.prepare import run_in_place
+from launcher.sweep.prepare import job_name, prepared_in_place
 from tests.golden import Message
 
 CHOICES = group_choices(conf_dir())
@@ -151,6 +145,7 @@ def test_what_the_environment_says_of_a_group_is_not_recorded(monkeypatch: pytes
         ("hydra/job_logging=default", "Hydra's own settings are fixed"),
         ("hydra/launcher=basic", "is not used here"),
         ("hydra.launcher.n_jobs=4", "sweep.parallel=N in place of joblib"),
+        ("hydra.sweep.subdir=x", "is not used here"),
         ("hydra.sweeper.n_trials=20", "sweep=tpe in place of optuna"),
         ("hydra.job.env_copy=[HOME]", "Hydra's own settings are fixed"),
         ("hydra.sweep.dir=x", "only a sweep"),
@@ -221,8 +216,7 @@ def test_a_sweep_has_all_combinations_in_hydras_order() -> None:
     request = Request(("optim.lr=0.1,0.2", "recipe=resnet18", "seed=range(3)"), multirun=True)
     configs = compose_jobs(request)
     assert [(config.optim.lr, config.seed) for config in configs] == list(product((0.1, 0.2), (0, 1, 2)))
-    assert swept_keys(request) == {"optim.lr", "seed"}
-    assert fixed_keys(request) == ["recipe"]
+    assert [each.key for each in space_of(request.overrides).dimensions] == ["optim.lr", "seed"]
 
 
 @pytest.mark.parametrize(
@@ -268,43 +262,28 @@ COMPOSED = {
     "twice": ["optim.lr=1", "optim=sgd", "optim.lr=2"],
     "null": ["optim.clip_norm=null", "train.max_steps=null"],
     "an own choice": ["recipe=mine", "model.width=64", "optim=mine"],
-    "added": ["+model.new=1", "++train.epochs=3", "+new={a:{b:1}}"],
-    "added to a choice": ["+optim.new=${optim.lr}"],
-    "a choice removed": ["~schedule"],
-    "keys removed": ["~train.epochs", "~optim.lr=0.1"],
 }
 NOT_COMPOSED = {
-    "no such key": ["optim.lrr=1"],
     "no such choice": ["optim=adamv"],
     "no choice": ["experiment=null"],
-    "added twice": ["+seed=1"],
-    "not there": ["~optim.lrr"],
-    "another value": ["~optim.lr=7"],
-    "a package of no group": ["seed@here=1"],
-    "a value in a value": ["seed.a=1"],
     "no such interpolation": ["seed=${sede}"],
-    "code": ["+model={_target_: os.system}"],
 }
 
 
 def hydras_own(request: Request, overrides: Sequence[str]) -> Resolved:
-    base = Base.of(compose(request, overrides))
+    tree = compose(request, overrides)
+    del tree["hydra"]
+    keep_sweep_settings(tree)
     with patch.object(composition, "with_references", lambda tree: None):  # OmegaConf resolves
-        found = checked_tree(base.values)
-    resolved, recorded = OmegaConf.to_container(base.nodes, resolve=True), dict.fromkeys(found.recorded)
-    assert repr(replaced(resolved, recorded)) == repr(replaced(found.tree, recorded))
-    return found
+        return resolved(tree)
 
 
 @pytest.fixture
-def own_request(tmp_path) -> Iterator[Request]:
+def own_request(tmp_path) -> Request:
     tree = own_tree(tmp_path, OWN_RECIPE + "train: {epochs: '${oc.env:NOT_SET_HERE,7}'}\n")
     (tree / "optim").mkdir()
     (tree / "optim" / "mine.yaml").write_text("defaults: [sgd, _self_]\nmomentum: 0.5\n")
-    request = Request((), config_dir=tree)
-    composition.fixed_hydra_settings()  # which cannot be composed within another composition
-    with hydra_initialised(request):
-        yield request
+    return Request((), config_dir=tree)
 
 
 def test_values_on_a_copy_of_the_choices_give_the_tree_that_hydra_composes(own_request) -> None:
@@ -315,14 +294,14 @@ def test_values_on_a_copy_of_the_choices_give_the_tree_that_hydra_composes(own_r
     assert len(composer.bases) < len(COMPOSED)
 
 
-def test_any_overrides_give_the_tree_that_hydra_composes(own_request, monkeypatch) -> None:
+def test_any_overrides_give_the_tree_that_hydra_composes(own_request) -> None:
     drawn, words = random.Random(0), [word for overrides in COMPOSED.values() for word in overrides]
-    composer, copied = Composer(own_request), []
-    base = composer.base(("recipe=resnet18",))
-    values = [word for word in words if base.has_in_place(*composer.parsed([word]))]
-    monkeypatch.setattr(composition, "apply_values", lambda *given: copied.append(1) or apply_values(*given))
-    for number in range(40):
-        lines = ("recipe=resnet18", *drawn.sample([words, values][number % 2], k=drawn.randint(2, 6)))
+    composer = Composer(own_request)
+    for _ in range(40):
+        lines = ("recipe=resnet18", *drawn.sample(words, k=drawn.randint(2, 6)))
+        choices = [each.input_line for each in composer.parsed(lines) if composer.is_choice(each)]
+        known = composer.known(tuple(choices)) | CHOICES.keys()
+        lines = tuple(line for line in lines if line.partition("=")[0] in known)
         found = []
         for composed_by in (composer.resolved, partial(hydras_own, own_request)):
             try:
@@ -330,7 +309,6 @@ def test_any_overrides_give_the_tree_that_hydra_composes(own_request, monkeypatc
             except ConfigError as error:
                 found.append(str(error))
         assert found[0] == found[1], lines
-    assert 0 < len(copied) <= 20
 
 
 @pytest.mark.parametrize("overrides", NOT_COMPOSED.values(), ids=NOT_COMPOSED)
@@ -340,28 +318,6 @@ def test_what_hydra_does_not_compose_fails_with_the_same_words(own_request, over
         hydras_own(own_request, lines)
     with pytest.raises(ConfigError, match=f"^{re.escape(str(expected.value))}$"):
         Composer(own_request).resolved(lines)
-
-
-def test_jobs_are_named_as_hydra_names_them() -> None:
-    texts = (
-        "${seed}/lr-${optim.lr}_${hydra.job.num}",
-        "${hydra.job.override_dirname} ${tracker.tags} ${optim.clip_norm}",
-        "${hydra.job.id}-${hydra.runtime.choices.optim}",
-    )
-    request = Request(("recipe=resnet18", "seed=1,2", "optim=sgd,adamw"), multirun=True)
-    settings = ["hydra.sweep.dir=x", f"hydra.sweep.subdir='{' '.join(texts)}'"]
-    lines = [("recipe=resnet18", "seed=1", "optim.lr=1e1"), ("recipe=resnet18", "seed=2", "optim=rmsprop")]
-    with hydra_initialised(request):
-        master = hydra_sweep.composed(request, [*settings, *request.overrides[:1]], RunMode.MULTIRUN)
-        expected = hydra_sweep.job_names(Composer(request), master, settings, lines)
-        found = []
-        for text in texts:
-            with open_dict(master):
-                master.hydra.sweep.subdir = text
-            own = [settings[0], f"hydra.sweep.subdir='{text}'"]
-            found.append(hydra_sweep.job_names(Composer(request), master, own, lines))
-    assert [" ".join(parts) for parts in zip(*found, strict=True)] == expected
-    assert found[2] == ["0-sgd", "1-rmsprop"]
 
 
 def test_a_sweep_reads_the_files_once_per_choice(monkeypatch) -> None:
@@ -383,7 +339,9 @@ def test_a_sweep_reads_the_files_once_per_choice(monkeypatch) -> None:
     ],
 )
 def test_a_job_directory_is_a_plain_short_name(number: int, overrides: str, name: str) -> None:
-    assert job_directory(number, overrides) == name
+    lines = overrides.split(",")
+    space = Space(("recipe=resnet18", *(Choices(line.partition("=")[0], ()) for line in lines)))
+    assert job_name(space, number, ("recipe=resnet18", *reversed(lines))) == name
 
 
 @pytest.mark.parametrize(
@@ -391,29 +349,27 @@ def test_a_job_directory_is_a_plain_short_name(number: int, overrides: str, name
     [
         ((), ["multirun/resnet18/*/0_optim.lr=0.1", "multirun/resnet18/*/1_optim.lr=0.2"]),
         (
-            ("hydra.sweep.dir=mine", "hydra.sweep.subdir=lr-${optim.lr}/${hydra.job.num}"),
-            ["mine/lr-0.1/0", "mine/lr-0.2/1"],
+            ("hydra.sweep.dir=mine/${recipe.name}",),
+            ["mine/resnet18/0_optim.lr=0.1", "mine/resnet18/1_optim.lr=0.2"],
         ),
     ],
 )
-def test_a_sweep_runs_the_checked_jobs_in_directories_named_as_by_hydra(
+def test_a_sweep_runs_the_checked_jobs_in_directories_of_their_own(
     tmp_path, monkeypatch, settings, directories
 ) -> None:
     monkeypatch.chdir(tmp_path)
     request = Request(("recipe=resnet18", "optim.lr=0.1,0.2", "tracker=none", *settings), multirun=True)
-    ran = []
     configs = compose_jobs(request)
-    sweep = run_in_place(request, configs, lambda config, lines: ran.append((config, lines)))
-    assert [lines for _, lines in ran] == [
+    sweep, jobs, placed = prepared_in_place(request, configs)
+    assert [job.overrides for job in jobs] == [
         ("recipe=resnet18", f"optim.lr={rate}", "tracker=none") for rate in (0.1, 0.2)
     ]
-    for (config, _), checked, directory in zip(ran, configs, directories, strict=True):
+    for config, checked, directory in zip(placed, configs, directories, strict=True):
         assert Path(config.run.dir).is_dir()
         assert Path(config.run.dir).relative_to(tmp_path).match(directory)
         assert config.tracker.group == sweep.name
         unplaced = dataclasses.replace(config, run=checked.run, tracker=checked.tracker)
         assert unplaced == checked
-    assert (sweep / "multirun.yaml").is_file()
 
 
 OWN_RECIPE = """

@@ -27,7 +27,7 @@ PRELOADED = [
     "launcher.worker",
     "launcher.supervisor.agent",
     "launcher.config.resolve",
-    "launcher.sweep.hydra_sweep",
+    "launcher.sweep.prepare",
     "launcher.cli",
     "sklearn.datasets",
     "PIL.ImageDraw",

@@ -23,7 +23,7 @@ from launcher.sweep.carriers.devices import Devices, Pool
 from launcher.sweep.job import Job
 from launcher.sweep.progress import Progress
 from launcher.sweep.record import Record
-from launcher.sweep.scheduler import Grid, Scheduler
+from launcher.sweep.scheduler import Scheduler
 from tests.configs import composed
 from tests.faults.parent import is_alive
 
@@ -167,7 +167,7 @@ def test_devices_are_busy_and_no_file_stays_open(tmp_path) -> None:
     began = time.monotonic()
     with Devices(Pool(EIGHT, sorted(os.sched_getaffinity(0))), work, alone=False) as carrier:
         progress = Progress(tmp_path, jobs, alone=False)
-        Scheduler(tmp_path, record, Grid(record), carrier, composed().sweep, progress, Signals()).run()
+        Scheduler(tmp_path, record, carrier, composed().sweep, progress, Signals()).run()
     took = time.monotonic() - began
     busy = sum(float((tmp_path / each.name / "worked").read_text()) for each in jobs) / (8 * took)
     print(f"busy {busy:.3f} of {took:.1f} s")

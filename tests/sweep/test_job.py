@@ -11,7 +11,7 @@ import pytest
 from launcher.config.resolve import Request, compose_jobs
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
-from launcher.sweep.job import read_job, settings_that_differ, write_job
+from launcher.sweep.job import differences, read_job, write_job
 from tests.configs import composed
 
 WORDS = ("optim.lr=0.1", "data=synthetic")
@@ -82,5 +82,5 @@ def test_a_key_of_another_version_is_refused(tmp_path) -> None:
 def test_what_a_result_depends_on_is_compared(tmp_path) -> None:
     write_job(placed(composed(*WORDS), tmp_path), WORDS)
     other = composed(*WORDS, "optim.lr=0.2", "train.epochs=3", "tracker.mode=online", "launch.stall_s=3")
-    found = settings_that_differ(tmp_path, other)
-    assert found == {"optim.lr": (0.1, 0.2), "train.epochs": (12, 3)}
+    found = differences(tmp_path, other)
+    assert found == ["train.epochs is 12 there and 3 here", "optim.lr is 0.1 there and 0.2 here"]

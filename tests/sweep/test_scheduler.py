@@ -18,11 +18,12 @@ from launcher.run_dir.records import write_result
 from launcher.run_dir.result import Failure
 from launcher.supervisor.parent_signals import Signals
 from launcher.sweep import scheduler
+from launcher.sweep.asha import Pruner
 from launcher.sweep.carriers import Change, NoAnswerError
 from launcher.sweep.job import Job
 from launcher.sweep.progress import Progress
 from launcher.sweep.record import Record, recover
-from launcher.sweep.scheduler import Grid, Scheduler
+from launcher.sweep.scheduler import Scheduler
 from tests.configs import composed
 from tests.golden import Message
 
@@ -99,7 +100,6 @@ class Run:
         self.scheduler = Scheduler(
             self.directory,
             self.record,
-            Grid(self.record),
             self.carrier,
             self.settings,
             self.progress,
@@ -231,8 +231,8 @@ def test_of_the_jobs_that_failed_all_but_those_that_diverged_run_again(tmp_path)
 
 
 def test_a_pruned_job_frees_its_place_and_is_no_failure(tmp_path) -> None:
-    class Pruner(Grid):
-        def to_prune(self, running: Iterable[Job]) -> Iterable[Job]:
+    class OfOne(Pruner):
+        def to_prune(self, running: Iterable[Job]) -> list[Job]:
             return [job for job in running if job.number == 1 and not (tmp_path / "1" / PRUNE).exists()]
 
     run_carrier = Scripted(2, n1=[11])
@@ -240,9 +240,8 @@ def test_a_pruned_job_frees_its_place_and_is_no_failure(tmp_path) -> None:
     (tmp_path / "1").mkdir()
     record = Record(jobs, ())
     progress = Progress(tmp_path, jobs, alone=False)
-    scheduler = Scheduler(
-        tmp_path, record, Pruner(record), run_carrier, composed().sweep, progress, Signals()
-    )
+    pruner = OfOne(tmp_path, 1, [])
+    scheduler = Scheduler(tmp_path, record, run_carrier, composed().sweep, progress, Signals(), pruner)
     scheduler.run()
     assert [job.state for job in jobs] == ["done", "pruned", "done"]
     assert run_carrier.stopped == {}, "the job ends by the request in its folder"

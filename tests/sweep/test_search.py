@@ -16,7 +16,7 @@ from launcher.cli import main
 from launcher.config.search_space import Space
 from launcher.errors import ConfigError
 from launcher.sweep.job import DONE, FAILED, PRUNED, RUNNING, Job
-from launcher.sweep.search import STUDY, OptunaSearch, RandomSearch, Search
+from launcher.sweep.search import STUDY, OptunaSearch, RandomSearch
 
 needs_optuna = pytest.mark.skipif(
     importlib.util.find_spec("optuna") is None, reason="needs Optuna: pip install optuna"
@@ -49,7 +49,9 @@ def result_of(job: Job) -> tuple[str, float | None]:
     return (PRUNED if job.number % 5 == 4 else DONE), metric
 
 
-def searched(make: Callable[[list[Job]], Search], killed_before: Collection[float] = ()) -> list[Job]:
+def searched(
+    make: Callable[[list[Job]], OptunaSearch | RandomSearch], killed_before: Collection[float] = ()
+) -> list[Job]:
     """All jobs, one at a time; the parent is killed before these numbers, at .5 while the job runs."""
     jobs: list[Job] = []
     search = make(jobs)
@@ -69,7 +71,7 @@ def searched(make: Callable[[list[Job]], Search], killed_before: Collection[floa
 
 
 def test_random_draws_depend_on_the_seed_and_the_number_alone() -> None:
-    def make(seed: int) -> Callable[[list[Job]], Search]:
+    def make(seed: int) -> Callable[[list[Job]], OptunaSearch | RandomSearch]:
         return lambda jobs: RandomSearch(space(*WIDE), seed, jobs)
 
     whole = searched(make(0))
@@ -110,7 +112,7 @@ def test_optuna_is_imported_for_its_own_search_alone() -> None:
 
 @needs_optuna
 class TestOptuna:
-    def make(self, directory: Path) -> Callable[[list[Job]], Search]:
+    def make(self, directory: Path) -> Callable[[list[Job]], OptunaSearch | RandomSearch]:
         return lambda jobs: OptunaSearch(space(*WIDE), 0, directory, jobs)
 
     def test_a_search_that_was_killed_asks_for_the_same_jobs(self, tmp_path: Path) -> None:

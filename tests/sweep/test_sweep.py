@@ -195,7 +195,7 @@ REFUSED = [
     (["seed=0,1", "sweep.parallel=1,2"], "a setting of the whole sweep takes one value"),
     (["seed=range(100000)"], "100,000 jobs: a sweep has at most 2,000"),
     (["seed=range(100)", "optim.lr=range(1,100)"], "9,900 jobs: a sweep has at most 2,000"),
-    (["seed=0,1", "hydra.sweep.subdir=same"], "jobs 1 and 2 of the sweep would both have the directory same"),
+    (["seed=0,1", "hydra.sweep.subdir=same"], "hydra.sweep.subdir=same: is not used here"),
     (["seed=0,1", "hydra.sweep.dir=foreign"], "holds files that do not belong to a sweep: thesis.tex"),
     (["seed=0,1", "sweep.resume=nothing"], "sweep.resume=.*nothing: holds no sweep"),
     (["sweep.resume=foreign"], "foreign: holds no sweep"),

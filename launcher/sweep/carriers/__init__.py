@@ -15,12 +15,14 @@ The scheduler calls all functions from the main thread, `poll` in a loop.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from launcher.config.messages import install_line
 from launcher.errors import PreflightError
 from launcher.sweep.job import Job
 
@@ -73,6 +75,17 @@ class Carrier(Protocol):
     def __enter__(self) -> Carrier: ...
 
     def __exit__(self, *error: object) -> None: ...
+
+
+def imported(package: str, carrier: str) -> Any:
+    """The package that a carrier needs. Raises PreflightError with what installs it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise PreflightError(
+            f"sweep.on={carrier} needs the package {package}, which is not installed. Install it with: "
+            f"{install_line(package)}"
+        ) from None
 
 
 def command_of(directory: Path) -> list[str]:

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.config.messages import install_line
 from launcher.config.schema import SweepConfig
 from launcher.errors import PreflightError, first_line
 from launcher.process.lifetime import ENDS_WITH_STARTER
-from launcher.sweep.carriers import Change, command_of
+from launcher.sweep.carriers import Change, command_of, imported
 from launcher.sweep.job import Job
 from launcher.sweep.progress import LOG
 
@@ -192,13 +191,7 @@ class RayCarrier:
 
 def connected() -> Any:
     """The module `ray`, connected to the cluster of RAY_ADDRESS or of this machine. Raises PreflightError."""
-    try:
-        ray = importlib.import_module("ray")
-    except ImportError:
-        raise PreflightError(
-            "sweep.on=ray needs the package ray, which is not installed. Install it with: "
-            f"{install_line('ray')}"
-        ) from None
+    ray = imported("ray", "ray")
     address = os.environ.get("RAY_ADDRESS", "auto")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

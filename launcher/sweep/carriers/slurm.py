@@ -7,7 +7,6 @@ The jobs outlive this process: the sweep that continues finds them by their name
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import signal
@@ -19,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.config.messages import directory_override, install_line
+from launcher.config.messages import directory_override
 from launcher.config.schema import SweepConfig
 from launcher.errors import TO_RESUME, PreemptedError, PreflightError
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.status import FILE_NAME
-from launcher.sweep.carriers import Change, NoAnswerError, command_of
+from launcher.sweep.carriers import Change, NoAnswerError, command_of, imported
 from launcher.sweep.job import Job
 from launcher.sweep.progress import LOG
 
@@ -32,6 +31,7 @@ FOLDER = "slurm"  # in the sweep's: the batch scripts, and what they print
 EVERY_S = 3.0  # between two calls of squeue, which share one daemon with the whole cluster
 QUEUED = 4  # jobs that wait in Slurm's queue, so that it can start one at once
 SETTLE_S = 10.0  # until what a job wrote last is seen here: attributes of files on NFS are kept for seconds
+COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo")
 COMMAND_S = 60.0  # for a command of Slurm, whose daemon may be busy
 Queued = tuple[str, str, str]  # state, nodes and name of a job in the queue
 WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED")
@@ -177,16 +177,8 @@ class SlurmCarrier:
 
 
 def _submitit() -> Any:
-    try:
-        submitit = importlib.import_module("submitit")
-    except ImportError:
-        raise PreflightError(
-            "sweep.on=slurm needs the package submitit, which is not installed. Install it with: "
-            f"{install_line('submitit')}"
-        ) from None
-    if missing := [
-        name for name in ("sbatch", "srun", "squeue", "scancel", "sinfo") if not shutil.which(name)
-    ]:
+    submitit = imported("submitit", "slurm")
+    if missing := [name for name in COMMANDS if not shutil.which(name)]:
         raise PreflightError(
             f"sweep.on=slurm: {', '.join(missing)} cannot be found. Start the sweep on a machine of a Slurm "
             "cluster, such as its login node."
