@@ -139,7 +139,7 @@ class Scheduler:
         job.state = self._state_after(job, change)
         self._progress.ended(job)
         if self._search is not None and job.state in (*OVER, STOPPED):
-            self._search.ended(job)
+            self._search.refuse_several_metrics()
         if job.state == FAILED and self._settings.on_failure == "stop" and not self.reason:
             self._stop(f"job {job.number + 1} failed (sweep.on_failure=stop)")
 

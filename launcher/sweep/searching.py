@@ -13,10 +13,10 @@ from launcher.config.resolve import compose_one, space_of
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, first_line
 from launcher.run_dir.records import JOB
-from launcher.sweep.job import FAILED, OVER, WAITING, Job, differences, write_job
+from launcher.sweep.job import FAILED, WAITING, Job, differences, write_job
 from launcher.sweep.prepare import is_setting, job_name, made, place
 from launcher.sweep.record import Record, refuse_differences
-from launcher.sweep.search import OptunaSearch, RandomSearch
+from launcher.sweep.search import drawn_at_random, drawn_by_tpe
 
 REFUSED_IN_A_ROW = 20  # jobs that cannot be composed, after which the space is taken for a mistake
 
@@ -44,34 +44,22 @@ class Searching:
         self._trials = sample.sweep.stop.trials
         self._settings = tuple(line for line in request.overrides if is_setting(line))
         self._refuse_another_search()
-        self._refuse_several_metrics()
+        self.refuse_several_metrics()
         self._space = space_of(request.overrides)
-        self._search: OptunaSearch | RandomSearch
-        if sample.sweep.name == "tpe":
-            self._search = OptunaSearch(self._space, sample.seed, directory, record.jobs)
-        else:
-            self._search = RandomSearch(self._space, sample.seed, record.jobs)
+        self._draw = drawn_by_tpe if sample.sweep.name == "tpe" else drawn_at_random
+        self._seed = sample.seed
         # What the carrier is asked about before a job is drawn: one drawn later has more results to go by.
         self._probe = Job(-1, "", (), nproc=devices_of(sample))
 
     def next(self) -> Job | None:
         """A further job, waiting, in the record and with its folder; None if there is none now."""
         for _ in range(REFUSED_IN_A_ROW):
-            if not self._may_ask() or (lines := self._search.ask()) is None:
+            if not self._may_ask() or (lines := self._draw(self._space, self._seed, self._jobs)) is None:
                 return None
             job = self._added(lines)
             if job.state == WAITING:
                 return job
         raise ConfigError(f"{REFUSED_IN_A_ROW} jobs of the search in a row cannot run. The last: {job.error}")
-
-    def ended(self, job: Job) -> None:
-        """Report a job that is over or stopped.
-
-        Raises ConfigError for one that is compared by another metric than those before.
-        """
-        self._refuse_several_metrics()
-        if job.state in OVER:
-            self._search.tell(job)
 
     def _may_ask(self) -> bool:
         more = self._trials is None or len(self._jobs) < self._trials
@@ -89,12 +77,12 @@ class Searching:
             write_job(place(config, self._directory, job), lines)
         except ConfigError as error:
             job.state, job.exit, job.error = FAILED, error.exit_code, first_line(error)
-            self._search.tell(job)
         # Before it starts: a process that continues the sweep must not draw another job with this number.
         self._record.write(self._directory)
         return job
 
-    def _refuse_several_metrics(self) -> None:
+    def refuse_several_metrics(self) -> None:
+        """Raise ConfigError unless all jobs that are over are compared by one metric."""
         names = sorted({job.metric_name for job in self._jobs if job.metric_name})
         if len(names) > 1:
             raise ConfigError(

@@ -6,7 +6,8 @@ import importlib.util
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from launcher.cli import main
 from launcher.config.search_space import Space
 from launcher.errors import ConfigError
 from launcher.sweep.job import DONE, FAILED, PRUNED, RUNNING, Job
-from launcher.sweep.search import STUDY, OptunaSearch, RandomSearch
+from launcher.sweep.search import drawn_at_random, drawn_by_tpe
 
 needs_optuna = pytest.mark.skipif(
     importlib.util.find_spec("optuna") is None, reason="needs Optuna: pip install optuna"
@@ -29,6 +30,7 @@ WIDE = (
     "w=range(0,1,0.25)",
 )
 JOBS = 25
+Draw = Callable[[Space, int, Sequence[Job]], tuple[str, ...] | None]
 
 
 def space(*lines: str) -> Space:
@@ -49,47 +51,43 @@ def result_of(job: Job) -> tuple[str, float | None]:
     return (PRUNED if job.number % 5 == 4 else DONE), metric
 
 
-def searched(
-    make: Callable[[list[Job]], OptunaSearch | RandomSearch], killed_before: Collection[float] = ()
-) -> list[Job]:
-    """All jobs, one at a time; the parent is killed before these numbers, at .5 while the job runs."""
+def searched(draw: Draw, seed: int = 0) -> list[Job]:
+    """All jobs, one at a time."""
     jobs: list[Job] = []
-    search = make(jobs)
     for number in range(JOBS):
-        if number in killed_before:
-            search = make(jobs)
-        lines = search.ask()
+        lines = draw(space(*WIDE), seed, jobs)
         assert lines is not None
         job = Job(number, f"{number}", lines, state=RUNNING)
         jobs.append(job)
-        if number + 0.5 in killed_before:
-            search = make(jobs)
         job.state, job.metric = result_of(job)
         job.higher_is_better = None if job.metric is None else True
-        search.tell(job)
     return jobs
 
 
-def test_random_draws_depend_on_the_seed_and_the_number_alone() -> None:
-    def make(seed: int) -> Callable[[list[Job]], OptunaSearch | RandomSearch]:
-        return lambda jobs: RandomSearch(space(*WIDE), seed, jobs)
+def all_of(draw: Draw, *lines: str, most: int = 10) -> list[tuple[str, ...]]:
+    """The draws from a finite space until there is none."""
+    jobs: list[Job] = []
+    while len(jobs) < most and (drawn := draw(space(*lines), 0, jobs)) is not None:
+        jobs.append(Job(len(jobs), "", [*drawn], state=RUNNING))
+    return [tuple(job.overrides) for job in jobs]
 
-    whole = searched(make(0))
-    assert whole == searched(make(0), {1, 4.5, 17})
-    assert whole != searched(make(1))
+
+def test_random_draws_depend_on_the_seed_and_the_number_alone() -> None:
+    whole = searched(drawn_at_random)
+    assert whole == searched(drawn_at_random)
+    assert whole != searched(drawn_at_random, 1)
     assert len({tuple(job.overrides) for job in whole}) == JOBS
 
 
 def test_a_finite_space_is_drawn_without_repetition_and_then_exhausted() -> None:
-    search = RandomSearch(space("a=1,2,3", "b=x,y"), 0, [])
-    assert len({search.ask() for _ in range(6)} - {None}) == 6
-    assert search.ask() is None
+    found = all_of(drawn_at_random, "a=1,2,3", "b=x,y")
+    assert len({*found}) == len(found) == 6
 
 
-def test_a_search_without_optuna_says_how_to_install_it(tmp_path: Path, monkeypatch) -> None:
+def test_a_search_without_optuna_says_how_to_install_it(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError, match=r"pip install .*optuna>=4\.9,<6"):
-        OptunaSearch(space("a=1,2"), 0, tmp_path, [])
+        drawn_by_tpe(space("a=1,2"), 0, [])
 
 
 def test_a_search_without_optuna_leaves_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -104,7 +102,7 @@ def test_optuna_is_imported_for_its_own_search_alone() -> None:
     code = (
         "import sys, launcher.commands.train, launcher.sweep.search as search\n"
         "from launcher.config.search_space import Space\n"
-        "search.RandomSearch(Space(()), 0, []).ask()\n"
+        "search.drawn_at_random(Space(()), 0, [])\n"
         "assert 'optuna' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -112,55 +110,32 @@ def test_optuna_is_imported_for_its_own_search_alone() -> None:
 
 @needs_optuna
 class TestOptuna:
-    def make(self, directory: Path) -> Callable[[list[Job]], OptunaSearch | RandomSearch]:
-        return lambda jobs: OptunaSearch(space(*WIDE), 0, directory, jobs)
+    def test_a_draw_depends_on_the_seed_and_the_jobs_before_it_alone(self) -> None:
+        whole = searched(drawn_by_tpe)
+        for number in (0, 1, 6, 12, 20):
+            before = [
+                replace(job, overrides=[*job.overrides]) for job in whole[:number]
+            ]  # as read from a file
+            assert drawn_by_tpe(space(*WIDE), 0, before) == tuple(whole[number].overrides)
 
-    def test_a_search_that_was_killed_asks_for_the_same_jobs(self, tmp_path: Path) -> None:
-        whole = searched(self.make(tmp_path))
-        assert whole == searched(self.make(tmp_path), {0.5, 2, 6.5, 12, 12.5, 20, 23.5})
-
-    def test_it_learns_and_its_study_says_what_became_of_each_job(self, tmp_path: Path) -> None:
-        import optuna
-
-        jobs = searched(self.make(tmp_path))
-        backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / STUDY))
-        study = optuna.load_study(study_name="sweep", storage=optuna.storages.JournalStorage(backend))
-        assert [trial.state.name for trial in study.trials] == [
-            {DONE: "COMPLETE", PRUNED: "PRUNED", FAILED: "FAIL"}[job.state] for job in jobs
-        ]
-        assert study.direction.name == "MAXIMIZE"
-        assert study.best_value == max(
-            job.metric for job in jobs if job.state == DONE and job.metric is not None
-        )
+    def test_it_learns(self) -> None:
+        jobs = searched(drawn_by_tpe)
         drawn, learnt = (
             [job.metric for job in part if job.metric is not None] for part in (jobs[:10], jobs[10:])
         )
         assert sum(learnt) / len(learnt) > sum(drawn) / len(drawn)
 
-    def test_a_lock_and_a_torn_line_of_a_killed_parent_cost_nothing(self, tmp_path: Path) -> None:
-        search = OptunaSearch(space(*WIDE), 0, tmp_path, [])
-        lines = search.ask()
-        assert lines is not None
-        (tmp_path / f"{STUDY}.lock").symlink_to(tmp_path / STUDY)
-        with open(tmp_path / STUDY, "ab") as study:
-            study.write(b'{"op_code": 4, "worker')
-        again = OptunaSearch(space(*WIDE), 0, tmp_path, [Job(0, "0", lines, state=RUNNING)])
-        job = Job(0, "0", lines, state=DONE, metric=1.0)
-        again.tell(job)
-        assert again.ask() is not None
+    def test_a_finite_space_is_asked_for_without_repetition(self) -> None:
+        found = all_of(drawn_by_tpe, "a=1,2,3", "b=x,y")
+        assert len({*found}) == len(found) == 6
 
-    def test_a_finite_space_is_asked_for_without_repetition(self, tmp_path: Path) -> None:
-        search = OptunaSearch(space("a=1,2,3", "b=x,y"), 0, tmp_path, [])
-        assert len({search.ask() for _ in range(6)} - {None}) == 6
-        assert search.ask() is None
+    def test_a_range_of_one_value_is_one_job(self) -> None:
+        assert all_of(drawn_by_tpe, "a=range(3,4)") == [("a=3",)]
 
-    def test_a_range_of_one_value_is_one_job(self, tmp_path: Path) -> None:
-        search = OptunaSearch(space("a=range(3,4)"), 0, tmp_path, [])
-        assert (search.ask(), search.ask()) == (("a=3",), None)
-
-    def test_a_metric_that_is_no_number_is_a_failure_to_the_study(self, tmp_path: Path) -> None:
-        search = OptunaSearch(space("a=1,2,3"), 0, tmp_path, [])
+    def test_a_metric_that_is_no_number_is_a_failure_to_the_study(self) -> None:
+        jobs: list[Job] = []
         for number, metric in enumerate((math.nan, None, 0.5)):
-            lines = search.ask()
+            lines = drawn_by_tpe(space("a=1,2,3"), 0, jobs)
             assert lines is not None
-            search.tell(Job(number, "", lines, state=DONE, metric=metric, higher_is_better=False))
+            jobs.append(Job(number, "", lines, state=DONE, metric=metric, higher_is_better=False))
+        assert drawn_by_tpe(space("a=1,2,3"), 0, jobs) is None
