@@ -30,8 +30,9 @@ def as_sweep(arguments: Arguments) -> Arguments:
 
     Example: {program} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2
     """
-    refuse_repeated(arguments.words)
-    given = {word.partition("=")[0]: word for word in arguments.words if word.partition("=")[0] in VARIED}
+    keys = [word.partition("=")[0] for word in arguments.words]
+    rest = [word for key, word in zip(keys, arguments.words, strict=True) if key not in VARIED]
+    given = dict(zip(keys, arguments.words, strict=True))  # of a key that is given twice the last word counts
     precisions = given.get("precision", "=").partition("=")[2].split(",")
     if len(set(precisions)) < 2 or not all(precisions):
         raise ConfigError(
@@ -39,24 +40,11 @@ def as_sweep(arguments: Arguments) -> Arguments:
             + ": give two precisions or more. The others are compared with the first: "
             f"{program()} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2"
         )
-    rest = [word for word in arguments.words if word not in given.values()]
     refuse_variations(rest)
     words = (*rest, *(given[key] for key in VARIED if key in given), ONE_AT_A_TIME)
     return dataclasses.replace(
         arguments, command="train", words=words, flags={**arguments.flags, "--multirun": None}
     )
-
-
-def refuse_repeated(words: Sequence[str]) -> None:
-    """Raise ConfigError for a key of VARIED that is given twice: which values are meant is not clear."""
-    for key in VARIED:
-        given = [word for word in words if word.partition("=")[0] == key]
-        if len(given) > 1:
-            values = ",".join(dict.fromkeys(",".join(word.partition("=")[2] for word in given).split(",")))
-            raise ConfigError(
-                f"compare {' '.join(given)}: {key} is given {len(given)} times. Give all of its values at "
-                f"once: {key}={values}"
-            )
 
 
 def refuse_variations(words: Sequence[str]) -> None:

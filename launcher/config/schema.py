@@ -6,6 +6,7 @@ their rules are in `rules`, relations between keys in `validation`. Never import
 
 from __future__ import annotations
 
+import json
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -278,8 +279,7 @@ class Config:
 
 def to_dict(config: Config) -> dict[str, object]:
     """The config as JSON values, the inverse of `from_dict`."""
-    plain = as_json(asdict(config))
-    assert isinstance(plain, dict)
+    plain: dict[str, object] = json.loads(json.dumps(asdict(config)))  # tuples become lists
     if not plain["from_environment"]:
         del plain["from_environment"]
     return plain
@@ -326,15 +326,6 @@ def _rules(kinds: Mapping[str, object], prefix: str) -> Iterator[tuple[str, Rule
             yield from _rules(types_of(kind), f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", rule_of(kind)
-
-
-def as_json(value: object) -> object:
-    """Tuples as lists, at any depth."""
-    if isinstance(value, dict):
-        return {key: as_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(item) for item in value]
-    return value
 
 
 def build(kind: Any, value: Any) -> Any:

@@ -70,8 +70,11 @@ class Scheduler:
             if not self._running and (self.reason or self._next() is None):
                 return
             self._progress.refresh()  # after the starts: it reads files of all jobs that run
-            for change in self._poll():
-                self._take(change)
+            # All are taken before any job is stopped: the carrier has forgotten those that have ended.
+            changed = [self._take(change) for change in self._poll()]
+            failed = next((job for job in changed if job.state == FAILED), None)
+            if failed is not None and self._settings.on_failure == "stop" and not self.reason:
+                self._stop(f"job {failed.number + 1} failed (sweep.on_failure=stop)")
             if self._pruner is not None:
                 for job in self._pruner.to_prune([*self._running.values()]):
                     request = PruneRequest(job.error or "", self._settings.keep_pruned)
@@ -128,11 +131,11 @@ class Scheduler:
             self._silent_since_s = None
         return changes
 
-    def _take(self, change: Change) -> None:
+    def _take(self, change: Change) -> Job:
         job, self._changed = self._running[change.number], True
         if change.exit is None:  # it has waited in a scheduler's queue until now
             job.started = time.time()
-            return
+            return job
         del self._running[job.number]
         job.exit, job.handle = change.exit, None
         count_time(job, time.time())
@@ -140,8 +143,7 @@ class Scheduler:
         self._progress.ended(job)
         if self._search is not None and job.state in (*OVER, STOPPED):
             self._search.refuse_several_metrics()
-        if job.state == FAILED and self._settings.on_failure == "stop" and not self.reason:
-            self._stop(f"job {job.number + 1} failed (sweep.on_failure=stop)")
+        return job
 
     def _state_after(self, job: Job, change: Change) -> str:
         assert change.exit is not None

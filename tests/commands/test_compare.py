@@ -64,12 +64,6 @@ def test_nothing_else_may_vary(word: str, message: Message) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (
-            ["seed=0,1", "seed=2"],
-            "seed is given 2 times",
-        ),
-        (["seed=0,1", "seed=2", "precision=fp32,fp16"], "at once: seed=0,1,2"),
-        (["precision=fp32", "precision=fp16,fp32"], "precision is given 2 times. .* precision=fp32,fp16"),
         (["precision=fp32,fp16", "--cfg=job"], "--cfg is for one config, and a sweep or a comparison has"),
         (["precision=fp32,fp16", "--info"], "--info is for one config"),
         (["precision=fp32,fp16", "--hydra-help"], "--hydra-help is for one config"),
@@ -79,6 +73,14 @@ def test_what_a_comparison_cannot_mean_is_refused(words: list[str], text: str, m
     with pytest.raises(ConfigError) as refused:
         request_of(swept(*words))
     assert re.search(text, message(refused.value))
+
+
+def test_of_a_key_that_is_given_twice_the_last_word_counts() -> None:
+    assert swept("precision=fp32,bf16", "seed=0,1", "precision=fp32,fp16", "seed=2").words == (
+        "seed=2",
+        "precision=fp32,fp16",
+        "sweep.parallel=1",
+    )
 
 
 def test_lists_are_no_variation() -> None:

@@ -94,7 +94,7 @@ def test_a_job_runs_in_a_session_of_its_own_on_its_devices(tmp_path) -> None:
             assert carrier.has_room(each)
             carrier.submit(each, tmp_path / each.name)
         assert not carrier.has_room(third)
-        codes = {**ends(carrier), **(ends(carrier) if carrier._started else {})}
+        codes = {**ends(carrier), **(ends(carrier) if carrier._children else {})}
         assert codes == {0: 3, 1: 3}
         assert carrier.has_room(third)
     seen = [json.loads((tmp_path / str(number) / "seen.json").read_text()) for number in range(2)]
@@ -146,7 +146,7 @@ def test_a_job_is_stopped_or_killed(tmp_path, at_once, code, capfd) -> None:
 def test_no_job_outlives_the_context(tmp_path) -> None:
     with Devices(Pool([], [0]), lambda directory: time.sleep(60) or 0, alone=True) as carrier:
         carrier.submit(job(0), tmp_path)
-        (pid,) = carrier._started
+        (pid,) = carrier._children.values()
         assert is_alive(pid)
     assert not is_alive(pid)
 

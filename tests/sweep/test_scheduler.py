@@ -120,6 +120,19 @@ def test_there_is_always_as_much_running_as_there_is_room_for(tmp_path) -> None:
     assert (run.carrier.most, run.carrier.order) == (3, [*range(10)])
 
 
+def test_jobs_that_end_at_once_are_not_stopped_for_the_failure_of_one(tmp_path) -> None:
+    class AllAtOnce(Scripted):
+        def poll(self, wait_s: float) -> Sequence[Change]:
+            return [change for _ in [*self.running] for change in super(AllAtOnce, self).poll(wait_s)]
+
+        def stop(self, job: Job, at_once: bool = False) -> None:
+            super().stop(job, at_once)
+            assert job.number in self.running, "the carrier has forgotten it"
+
+    run = Run(tmp_path, AllAtOnce(2, n0=[7]), 4, on_failure="stop")
+    assert run.states == ["failed", "done", "waiting", "waiting"]
+
+
 def test_a_job_that_fails_is_told_at_once_and_the_others_run(tmp_path, capsys) -> None:
     run = Run(tmp_path, Scripted(1, n1=[7]), 3)
     assert run.states == ["done", "failed", "done"]

@@ -7,12 +7,14 @@ imported already, leads a session of its own, and is killed with this one. This 
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,8 +58,8 @@ class Devices:
 
     def __init__(self, pool: Pool, run: Callable[[Path], int], alone: bool) -> None:
         self._pool, self._run, self._alone = pool, run, alone
-        self._started: dict[int, Job] = {}  # by process id
-        self._parts: dict[int, list[int]] = {}  # of the pool: GPUs or shares, by number of the job
+        self._children: dict[int, int] = {}  # process ids, by number of the job
+        self._parts: dict[int, list[int]] = {}  # of the pool: GPUs or shares, likewise
 
     def has_room(self, job: Job) -> bool:
         return self._parts_for(job) is not None
@@ -76,7 +78,7 @@ class Devices:
             child = os.fork()
             if child == 0:
                 self._be_the_job(parent, directory, gpus, cores)
-        self._started[child] = job
+        self._children[job.number] = child
 
     def poll(self, wait_s: float) -> Sequence[Change]:
         deadline = time.monotonic() + wait_s
@@ -94,15 +96,13 @@ class Devices:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for child in self._started:
+        for child in self._children.values():
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        self._started.clear()
+        self._children.clear()
 
     def _send(self, job: Job, number: signal.Signals) -> None:
-        for child, started in self._started.items():
-            if started.number == job.number:
-                os.kill(child, number)  # it is not reaped yet: the number is no other process's
+        os.kill(self._children[job.number], number)  # it is not reaped yet: no other process has its id
 
     @property
     def _num_parts(self) -> int:
@@ -112,23 +112,22 @@ class Devices:
         """The least used GPUs, or a free share of the cores; None where there are too few."""
         if len(self._parts) >= (self._pool.shares or len(self._pool.gpus) * self._pool.per_gpu or 1):
             return None
-        used: Mapping[int, int] = {
-            part: sum(part in parts for parts in self._parts.values()) for part in range(self._num_parts)
-        }
+        used = Counter(itertools.chain.from_iterable(self._parts.values()))
         per_part, wanted = (self._pool.per_gpu, job.nproc) if self._pool.gpus else (1, 1)
-        free = sorted((part for part in used if used[part] < per_part), key=lambda part: (used[part], part))
+        free = sorted(
+            (part for part in range(self._num_parts) if used[part] < per_part), key=used.__getitem__
+        )
         return sorted(free[:wanted]) if len(free) >= wanted else None
 
     def _ended(self) -> Sequence[Change]:
         found = []
-        for child in [*self._started]:
+        for job, child in [*self._children.items()]:
             pid, status = os.waitpid(child, os.WNOHANG)
             if pid == child:
-                job = self._started.pop(child)
-                del self._parts[job.number]
+                del self._children[job], self._parts[job]
                 code = os.waitstatus_to_exitcode(status)
                 reason = "" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-                found.append(Change(job.number, code if code >= 0 else 128 - code, reason))
+                found.append(Change(job, code if code >= 0 else 128 - code, reason))
         return found
 
     def _be_the_job(
