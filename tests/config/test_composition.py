@@ -253,6 +253,8 @@ COMPOSED = {
     "lists": ["tracker.tags=[a,'b c']", "optim.groups=[{match:'*.bias',weight_decay:0}]"],
     "references": ["optim.lr=2", "tracker.group='${seed} of ${optim.lr}'", "train.max_steps=${train.epochs}"],
     "references to none": ["tracker.group='${train.max_steps}-${tracker.tags}'", "seed='${train.max_steps}'"],
+    "relative references": ["optim.lr=${..seed}", "precision.scale.init=${.min}"],
+    "a reference named by another": ["tracker.group='${optim.${tracker.notes}}'", "tracker.notes=lr"],
     "escaped": ["tracker.group='\\${seed}'", "tracker.run_name='a\\\\b ${seed}'"],
     "a reference to a reference": ["tracker.group=${seed}", "tracker.run_name=${tracker.group}"],
     "numbers that look alike": ["seed=1e1", "optim.lr=1", "optim.momentum=nan", "tracker.group='1'"],
@@ -274,7 +276,7 @@ def hydras_own(request: Request, overrides: Sequence[str]) -> Resolved:
     tree = compose(request, overrides)
     del tree["hydra"]
     keep_sweep_settings(tree)
-    with patch.object(composition, "with_references", lambda tree: None):  # OmegaConf resolves
+    with patch.object(composition, "sections_of", lambda tree: tree):
         return resolved(tree)
 
 
