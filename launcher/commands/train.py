@@ -80,12 +80,8 @@ def refuse_unknown_part(arguments: Arguments, config: Config) -> None:
     from launcher.config.trees import paths_of
     from launcher.run_dir.records import user_shape
 
-    part = arguments.flags.get("--package")
-    if (
-        part is not None
-        and arguments.flags.get("--cfg") == "job"
-        and part not in (known := {*paths_of(user_shape(config))})
-    ):
+    part, known = arguments.flags.get("--package"), {*paths_of(user_shape(config))}
+    if part is not None and arguments.flags.get("--cfg") == "job" and part not in known:
         raise ConfigError(f"--package {part}: the config has no such part.{suggestion(nearest(part, known))}")
 
 

@@ -166,8 +166,8 @@ class Composer:
             if not self.is_choice(override):
                 tree = merged(tree, override.key_or_group, override.value())
         for key, value in tree.items():
-            if problem := code_problem(f"`{key}` in the config files", str(key), value):
-                raise ConfigError(problem)
+            if problem := code_problem(str(key), value):
+                raise ConfigError(f"`{key}` in the config files: {problem}")
         return resolved(tree)
 
     def is_choice(self, override: Override) -> bool:

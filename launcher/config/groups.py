@@ -47,19 +47,15 @@ def choice_file(directories: Sequence[Path], group: str, name: str) -> Path:
 
 def choice_values(directories: Sequence[Path], group: str, name: str) -> dict[str, object]:
     """The keys of a choice, those of the choices that it begins with included. Raises ConfigError."""
+    known = group_choices(*directories)[group]
     values: dict[str, Any] = {}
     ahead, names = [name], set[str]()
     while ahead:
         names.add(each := ahead.pop())
         content = _content(directories, group, each)
         values = {**content, **values}
-        inherited = content.get("defaults")
-        known = group_choices(*directories)[group]
-        ahead += (
-            [base for base in inherited if base in known and base not in names]
-            if isinstance(inherited, list)
-            else []
-        )
+        if isinstance(bases := content.get("defaults"), list):
+            ahead += [base for base in bases if base in known and base not in names]
     return values
 
 

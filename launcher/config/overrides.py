@@ -7,6 +7,7 @@ their error messages. Refuses overrides that name code, call resolvers or add an
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -95,95 +96,80 @@ def with_plain_constant(overrides: Sequence[str]) -> tuple[str, ...]:
 
 def form_problem(override: Override, multirun: bool, known_keys: KnownKeys) -> str | None:
     """Problems independent of the tree: deletions, additions, code, Hydra's own settings."""
-    line = override.input_line or ""
-    for problem in (
+    reasons = (
         prefix_problem(override, known_keys),
-        code_problem(line, override.key_or_group, value_of(override)),
-        hydra_problem(override, multirun),
+        code_problem(override.key_or_group, value_of(override)),
+        hydra_problem(override),
         sweep_problem(override, multirun),
-    ):
-        if problem:
-            return problem
-    return None
+    )
+    return next((f"{shortened(override.input_line or '')}: {each}" for each in reasons if each), None)
 
 
 def prefix_problem(override: Override, known_keys: KnownKeys) -> str | None:
     if override.is_delete():
-        return f"{override.input_line}: keys cannot be deleted. Override the key with another value instead."
+        return "keys cannot be deleted. Override the key with another value instead."
     if override.is_add() or override.is_force_add():
         similar = suggestion(nearest(override.key_or_group, known_keys()))
-        return f"{override.input_line}: keys cannot be added, only changed (key=value, without '+').{similar}"
+        return f"keys cannot be added, only changed (key=value, without '+').{similar}"
     if override.package is not None:
-        return f"{override.input_line}: the package of a group is fixed. Leave out '@{override.package}'."
+        return f"the package of a group is fixed. Leave out '@{override.package}'."
     return None
 
 
-def code_problem(line: str, key: str, value: object) -> str | None:
+def code_problem(key: str, value: object) -> str | None:
     """The problem of a value that names code or calls a resolver; `value` may be nested."""
     if CODE_KEYS & {*key.split("."), *nested_keys(value)}:
-        return (
-            f"{line}: configs cannot name code ('_target_' and the like). Names are looked up in registries."
-        )
-    found = (resolver_problem(item) for item in texts(value))
-    return next((f"{line}: {problem}" for problem in found if problem), None)
+        return "configs cannot name code ('_target_' and the like). Names are looked up in registries."
+    return next(filter(None, map(resolver_problem, texts(value))), None)
 
 
-def hydra_problem(override: Override, multirun: bool) -> str | None:
+def hydra_problem(override: Override) -> str | None:
     key = override.key_or_group
-    if key != "hydra" and not key.startswith(("hydra.", "hydra/")):
+    if re.split("[./]", key)[0] != "hydra" or key == SWEEP_DIRECTORY:
         return None
     if key == SEARCH_PATH:
-        return "hydra.searchpath takes one list." if override.is_sweep_override() else None
-    plugin = "/".join(key.split(".")[:2])  # whose setting it is
-    if instead := IN_PLACE_OF.get(key) or IN_PLACE_OF.get(plugin):
-        return f"{override.input_line}: is not used here. {instead}"
-    if key != SWEEP_DIRECTORY:
-        return (
-            f"{override.input_line}: Hydra's own settings are fixed, because they can name code to execute. "
-            f"Only these may be set: {SWEEP_DIRECTORY}, {SEARCH_PATH}."
-        )
-    if not multirun:
-        return (
-            f"{override.input_line}: only a sweep has this setting. Add -m, or set run.dir for a single run."
-        )
-    if override.is_sweep_override():
-        return f"{override.input_line}: a setting of the whole sweep takes one value."
-    return None
+        return "takes one list." if override.is_sweep_override() else None
+    if instead := IN_PLACE_OF.get(key) or IN_PLACE_OF.get("/".join(key.split(".")[:2])):  # of its plugin
+        return f"is not used here. {instead}"
+    return (
+        "Hydra's own settings are fixed, because they can name code to execute. "
+        f"Only these may be set: {SWEEP_DIRECTORY}, {SEARCH_PATH}."
+    )
 
 
 def sweep_problem(override: Override, multirun: bool) -> str | None:
-    if multirun and override.key_or_group == "run.dir":
-        return (
-            f"{override.input_line}: each job of a sweep has its own directory. Set hydra.sweep.dir instead."
-        )
-    if override.key_or_group.partition(".")[0] == "sweep":
+    key, varies = override.key_or_group, override.is_sweep_override()
+    if multirun and key == "run.dir":
+        return "each job of a sweep has its own directory. Set hydra.sweep.dir instead."
+    if key == SWEEP_DIRECTORY or key.partition(".")[0] == "sweep":
         if not multirun:
-            return f"{override.input_line}: only a sweep has this setting. Add -m."
-        if override.is_sweep_override():
-            return f"{override.input_line}: a setting of the whole sweep takes one value."
-    if not override.is_sweep_override():
+            for_a_run = ", or set run.dir for a single run" if key == SWEEP_DIRECTORY else ""
+            return f"only a sweep has this setting. Add -m{for_a_run}."
+        if varies:
+            return "a setting of the whole sweep takes one value."
+    if not varies:
         return None
     if CALL.search(override.input_line or ""):
-        return f"{override.input_line}: a swept value cannot be ${{oc.env:...}}, because it names the job."
+        return "a swept value cannot be ${oc.env:...}, because it names the job."
     if not multirun:
-        return f"{override.input_line}: several values need a sweep. Add -m, or write a list as key=[a,b]."
+        return "several values need a sweep. Add -m, or write a list as key=[a,b]."
     if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
-        return f"{override.input_line}: glob() stands for the names of a group that match it; none does."
+        return "glob() stands for the names of a group that match it; none does."
     if not (number := count_of(override)):
-        return f"{override.input_line}: has no values."
+        return "has no values."
     if number > MOST_JOBS:
-        return too_many_jobs(number, f"{shortened(override.input_line or '')}: ")
+        return too_many_jobs(number)
     if override.is_discrete_sweep() and (twice := repeated(value_of(override))):
         return (
-            f"{override.input_line}: {show(twice[0])} is given twice, and the second job would repeat the "
-            "first. Give each value once; seed=0,1 repeats all jobs with other random numbers."
+            f"{show(twice[0])} is given twice, and the second job would repeat the first. Give each value "
+            "once; seed=0,1 repeats all jobs with other random numbers."
         )
     return interval_problem(override)
 
 
-def too_many_jobs(number: int, where: str = "") -> str:
+def too_many_jobs(number: int) -> str:
     return (
-        f"{where}{number:,} jobs: a sweep has at most {MOST_JOBS:,}. Give fewer values, or search: "
+        f"{number:,} jobs: a sweep has at most {MOST_JOBS:,}. Give fewer values, or search: "
         "sweep=random or sweep=tpe with sweep.stop.trials=N."
     )
 

@@ -154,27 +154,25 @@ def _dimension(override: Override, key: str) -> Dimension:
 
 def interval_problem(override: Override) -> str | None:
     """The problem of a swept interval or of its tags; None without one."""
-    swept, line = override.value(), override.input_line
+    swept = override.value()
     tags: set[str] = getattr(swept, "tags", set())
     if unknown := sorted(tags - {"log"}):
-        return (
-            f"{line}: the tag {unknown[0]} means nothing here. The only one is log: tag(log, interval(a,b))."
-        )
+        return f"the tag {unknown[0]} means nothing here. The only one is log: tag(log, interval(a,b))."
     if isinstance(swept, ChoiceSweep) and not swept.simple_form and _has_quotes(swept.list):
-        return f"{line}: Hydra's choice() loses quotes within a value. List the values without it: key=a,b"
+        return "Hydra's choice() loses quotes within a value. List the values without it: key=a,b"
     if not isinstance(swept, IntervalSweep):
-        return f"{line}: only an interval can be tagged log: tag(log, interval(a,b))." if tags else None
+        return "only an interval can be tagged log: tag(log, interval(a,b))." if tags else None
     low, high = swept.start, swept.end
     assert low is not None
     assert high is not None
     if not (math.isfinite(low) and math.isfinite(high)):
-        return f"{line}: the ends of an interval are finite numbers."
+        return "the ends of an interval are finite numbers."
     if low == high:
-        return f"{line}: an interval has two ends. For one value: {override.get_key_element()}={low:g}"
+        return f"an interval has two ends. For one value: {override.get_key_element()}={low:g}"
     if low > high:
-        return f"{line}: an interval goes from its lower end to its higher one: interval({high:g},{low:g})."
+        return f"an interval goes from its lower end to its higher one: interval({high:g},{low:g})."
     if tags and low <= 0:
-        return f"{line}: a logarithm needs ends above 0. Raise the lower end, or leave out tag(log, ...)."
+        return "a logarithm needs ends above 0. Raise the lower end, or leave out tag(log, ...)."
     return None
 
 
