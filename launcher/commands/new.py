@@ -6,9 +6,8 @@ Owns the text of the skeleton, which runs as it is. Never overwrites a file. Imp
 from __future__ import annotations
 
 import keyword
-import sys
 from collections.abc import Sequence
-from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from launcher.config.groups import conf_dir, group_choices
@@ -78,6 +77,7 @@ def write_recipe(words: Sequence[str]) -> None:
     if there := [str(file) for file in files if file.exists() or file.is_symlink()]:
         verb = "exists" if len(there) == 1 else "exist"
         raise ConfigError(f"new {name}: {' and '.join(there)} {verb} already. Choose another name.")
+    refuse_module(name)
     try:
         for file in files:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -99,15 +99,13 @@ def refuse_name(name: str) -> None:
         )
     if name in (taken := group_choices(conf_dir()).get("recipe", [])):
         raise ConfigError(f"new {name}: is a recipe of the program already: {', '.join(taken)}.")
-    if name in sys.stdlib_module_names or _is_installed(name):
+
+
+def refuse_module(name: str) -> None:
+    """Raise ConfigError for the name of a module that Python or a package has. Nothing is imported."""
+    found = find_spec(name)
+    if found is not None and found.origin is not None:  # a folder without files of Python has no origin
         raise ConfigError(
             f"new {name}: is the name of a module that Python or a package has. python -m would import "
             f"{name}.py of this folder in its place. Choose another name."
         )
-
-
-def _is_installed(name: str) -> bool:
-    """Whether a package outside this folder has a module of that name. Nothing is imported."""
-    elsewhere = [entry for entry in sys.path if Path(entry).resolve() != Path.cwd()]
-    found = PathFinder.find_spec(name, elsewhere)
-    return found is not None and found.origin is not None
