@@ -29,7 +29,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from launcher.config import search_path
-from launcher.config.environment_values import CALL, differing, escaped, refuse_missing, typed
+from launcher.config.environment_values import CALL, escaped, refuse_missing, typed
 from launcher.config.files import checked_text
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import nearest, quoted, show, suggestion
@@ -110,9 +110,9 @@ def resolved(unresolved: dict[str, object]) -> Resolved:
     tree = by_omegaconf(unresolved)
     if not any(CALL.search(text) for text in texts(unresolved)):
         return Resolved(tree, {})
-    recorded = differing(tree, by_omegaconf(escaped(unresolved)))
-    values = {path: value for path, value in leaves(tree) if path in recorded}
-    changes = {path: typed(path, value, recorded[path]) for path, value in values.items()}
+    written = dict(leaves(by_omegaconf(escaped(unresolved))))
+    recorded = {path: written[path] for path, value in leaves(tree) if written.get(path, value) != value}
+    changes = {path: typed(path, value, recorded[path]) for path, value in leaves(tree) if path in recorded}
     return Resolved(replaced(tree, changes), recorded)
 
 

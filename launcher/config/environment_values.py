@@ -72,12 +72,6 @@ def interpolated(key: str, text: object, tree: Mapping[str, Any] = {}) -> Any:  
         raise ConfigError(f"{key}={text}: cannot be resolved: {error.msg}.") from error
 
 
-def differing(tree: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """The recorded text, by dotted path, of each value that depends on the environment."""
-    written = dict(leaves(recorded))
-    return {path: written[path] for path, value in leaves(tree) if path in written and written[path] != value}
-
-
 def typed(path: str, value: object, recorded: object) -> object:
     """A variable's text as the type of its key: 3 is a number for seed, and a string for tracker.group."""
     if not isinstance(value, str) or not CALL.fullmatch(str(recorded)):

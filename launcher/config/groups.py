@@ -4,6 +4,7 @@ In a clone both are folders beside the package; in a wheel they are inside it. I
 Hydra.
 """
 
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,9 +84,5 @@ def description(file: Path) -> str:
     from launcher.config.files import checked_text
 
     lines = [line for line in checked_text(file).splitlines() if "@package" not in line]
-    comment = []
-    for line in lines:
-        if not line.startswith("#"):
-            break
-        comment.append(line.lstrip("# "))
-    return " ".join(comment)
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return " ".join(line.lstrip("# ") for line in comment)

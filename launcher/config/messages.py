@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 COMMAND = "LAUNCHER_COMMAND"  # scripts/run sets it: its path as it was typed
@@ -83,14 +83,16 @@ def show(value: object) -> str:
     return shortened(as_typed(value))
 
 
-def as_typed(value: object) -> str:
+def as_typed(value: object, text_of: Callable[[str], str] = str) -> str:
     """A value as written on the command line, in full."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return text_of(value)
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(as_typed, value))}]"
+        return f"[{','.join(as_typed(item, text_of) for item in value)}]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{as_typed(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{as_typed(item, text_of)}" for key, item in value.items()) + "}"
     if isinstance(value, int) and abs(value) >= 10**100:
         return f"a number of about {int(value.bit_length() * 0.30103):,} digits"
     return str(value)
@@ -105,13 +107,11 @@ def directory_override(key: str, directory: Path) -> str:
 
 def literal(value: object) -> str:
     """A value in the syntax of Hydra's overrides, which reads it back with its type."""
-    if isinstance(value, str):
-        return value if PLAIN.fullmatch(value) or EXPONENT.fullmatch(value) else quoted(value)
-    if isinstance(value, list):
-        return f"[{','.join(map(literal, value))}]"
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{literal(item)}" for key, item in value.items()) + "}"
-    return as_typed(value)
+    return as_typed(value, _unquoted_if_possible)
+
+
+def _unquoted_if_possible(text: str) -> str:
+    return text if PLAIN.fullmatch(text) or EXPONENT.fullmatch(text) else quoted(text)
 
 
 def quoted(value: str) -> str:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from launcher.config.messages import nearest, show, suggestion
+from launcher.config.trees import nested
 
 SCHEDULES = ("constant", "linear", "cosine", "onecycle")
 TRACKERS = ("wandb", "tensorboard", "trackio", "none")
@@ -113,9 +114,7 @@ def list_of(rule: Rule, text: str) -> Rule:
 
 def _has_giant(value: Any) -> bool:
     """Whether the value holds, at any depth, a whole number beyond the range of a float."""
-    if isinstance(value, Mapping | list | tuple):
-        return any(map(_has_giant, value.values() if isinstance(value, Mapping) else value))
-    return is_whole(value) and not is_number(value)
+    return any(is_whole(each) and not is_number(each) for each in nested(value))
 
 
 null = Rule("null", lambda value: value is None)

@@ -279,7 +279,8 @@ class Config:
 
 def to_dict(config: Config) -> dict[str, object]:
     """The config as JSON values, the inverse of `from_dict`."""
-    plain: dict[str, object] = json.loads(json.dumps(asdict(config)))  # tuples become lists
+    # Tuples become lists.
+    plain: dict[str, object] = json.loads(json.dumps(asdict(config)))
     if not plain["from_environment"]:
         del plain["from_environment"]
     return plain

@@ -8,7 +8,8 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.process.terminal import columns_of, wrapped
@@ -78,13 +79,9 @@ def table(directory: Path, jobs: Sequence[Job], columns: int, rows: int) -> list
     """How the sweep stands: a line of counts, and one for each job that runs, then for the latest ended."""
     from launcher.report.watching import Watched, job_line
 
-    counts: Mapping[str, int] = {
-        state: sum(job.state == state for job in jobs)
-        for state in (RUNNING, WAITING, DONE, FAILED, STOPPED, PRUNED)
-    }
-    head = f"{len(jobs)} jobs: " + ", ".join(
-        f"{number} {state}" for state, number in counts.items() if number
-    )
+    counts = Counter(job.state for job in jobs)
+    states = (RUNNING, WAITING, DONE, FAILED, STOPPED, PRUNED)
+    head = f"{len(jobs)} jobs: " + ", ".join(f"{counts[each]} {each}" for each in states if counts[each])
     running = [job for job in jobs if job.state == RUNNING][: max(1, rows - 1)]
     width = max((len(job.name) for job in running), default=0)
     lines = [job_line(Watched(directory / job.name).view(), columns, width) for job in running]
