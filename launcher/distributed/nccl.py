@@ -86,7 +86,7 @@ def of_shared_memory(path: str = "/dev/shm") -> str:
     try:
         found = os.statvfs(path)
     except OSError:
-        return f"There is no {path} here, which NCCL needs."
+        return f"There is no {path} here, which NCCL needs: mount -t tmpfs -o size=1g shm {path}."
     free, total = (count * found.f_frsize for count in (found.f_bavail, found.f_blocks))
     if min(free, total) >= SMALL_SHM:
         return ""

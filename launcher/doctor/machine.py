@@ -27,6 +27,7 @@ from launcher.distributed.env import WorkerEnv
 from launcher.distributed.nccl import INTERFACES, of_shared_memory, refuse_missing_interface
 from launcher.doctor.findings import FAILURE, NOTE, Check, Finding, judged
 from launcher.errors import counted
+from launcher.run_dir.claim import DEFAULT_ROOT
 from launcher.telemetry.tracker.mode import decide
 
 GB = 1e9
@@ -56,9 +57,10 @@ class Subject:
 
 
 def place_of(config: Config) -> Path:
-    """The nearest folder of the run's directory that exists."""
-    path = Path(config.run.dir).absolute()
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+    """What exists of the path to the run's directory. It may be a file: then no run can be there."""
+    path = Path(os.path.expanduser(config.run.dir or DEFAULT_ROOT)).absolute()
+    # Not Path.exists, which raises below a folder that this user may not enter.
+    return next((each for each in (path, *path.parents) if os.path.exists(each)), Path("/"))
 
 
 def checks(subject: Subject) -> list[Check]:
@@ -146,7 +148,10 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
 
 def limits() -> Iterator[Finding]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = f"Loader processes may fail: ulimit -n {most if most > 0 else 65536}."
+    more = most if most > 0 else 65536
+    few = f"Loader processes may fail: ulimit -n {more}."
+    if files == most:
+        few = "Loader processes may fail: raise nofile in limits.conf (docker: --ulimit nofile=65536)."
     yield judged("open files", f"at most {files}", few if 0 <= files < FEW_FILES else "")
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked != resource.RLIM_INFINITY and any(Path(INFINIBAND).glob("*")):
@@ -190,6 +195,10 @@ def page_cache(subject: Subject) -> Iterator[Finding]:
     folders = ((folder, name) for folder, _, names in os.walk(path) for name in names)
     files = [path] if os.path.isfile(path) else (os.path.join(*found) for found in folders)
     sizes = [os.lstat(file).st_size for file in islice(files, MAX_COUNTED_FILES)]
+    if not sizes:
+        advice = "Correct data.path or its permissions: a run ends before its first step."
+        yield judged("data", f"no file in {path} that this user may see", advice, FAILURE)
+        return
     total, least = sum(sizes), "at least " if len(sizes) == MAX_COUNTED_FILES else ""
     far = "It does not stay in memory: each epoch reads it from the disk, whose rate then counts."
     value = f"{least}{total / GB:.1f} GB in {counted(len(sizes), 'file')}"

@@ -26,6 +26,7 @@ from launcher.distributed.env import WorkerEnv
 from launcher.distributed.links import StepSeconds, ring_bytes, wire_seconds
 from launcher.distributed.process_group import divide_threads, own_thread_count
 from launcher.doctor.links import exchanged
+from launcher.doctor.machine import place_of
 from launcher.engine import UnusableError
 from launcher.errors import ConfigError, LauncherError, PreflightError, first_line
 from launcher.plan.memory import PASSES, Rank, StepMemory, rank_on
@@ -313,8 +314,7 @@ def _link(sending: Sending, mbit: float, ranks: int, seconds: StepSeconds | None
 
 def _checkpoint(config: Config, one: int) -> dict[str, Any]:
     """A checkpoint of `one` bytes is written while `keep` others exist, and the best may be one more."""
-    run_dir = Path(config.run.dir or "outputs").absolute()
-    place = next(each for each in (run_dir, *run_dir.parents) if each.is_dir())
+    place = place_of(config)
     return {
         "bytes": one,
         "at_most": one * (config.checkpoint.keep + 2),

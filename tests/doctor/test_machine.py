@@ -66,6 +66,8 @@ def test_small_shared_memory_fails_several_gpus(subject, monkeypatch, gpus, verd
 def test_few_open_files_are_a_note(monkeypatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
     assert "ulimit -n 4096" in next(machine.limits()).advice
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    assert "limits.conf" in next(machine.limits()).advice
 
 
 def test_locked_memory_counts_where_infiniband_is(monkeypatch, tmp_path) -> None:
@@ -95,6 +97,24 @@ def test_little_room_and_a_slow_disk(tmp_path, monkeypatch) -> None:
     assert "Make room" in only(machine.disk(tmp_path)).advice
 
 
+def test_a_run_dir_that_is_a_file_or_cannot_be_reached_is_a_failure(subject, tmp_path, monkeypatch) -> None:
+    def of(path) -> Subject:
+        run = dataclasses.replace(subject.config.run, dir=str(path))
+        return dataclasses.replace(subject, config=dataclasses.replace(subject.config, run=run))
+
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        found = only(machine.disk(of(path).place))
+        assert (found.verdict, found.value) == (FAILURE, f"{tmp_path}/file: Not a directory")
+    assert only(machine.disk(of(tmp_path / "new" / "run").place)).verdict == OK
+
+    def forbidden(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "stat", forbidden)  # as below a folder of another user
+    assert of("/root/run").place
+
+
 def test_data_that_does_not_fit_in_memory(subject, tmp_path, monkeypatch) -> None:
     def about(path):
         data = dataclasses.replace(subject.config.data, path=str(path))
@@ -106,6 +126,8 @@ def test_data_that_does_not_fit_in_memory(subject, tmp_path, monkeypatch) -> Non
     assert only(about(tmp_path)).verdict == only(about(tmp_path / "file")).verdict == OK
     monkeypatch.setattr(machine, "available_bytes", lambda: 999)
     assert only(about(tmp_path)).verdict == NOTE
+    (tmp_path / "empty").mkdir()
+    assert only(about(tmp_path / "empty")).verdict == FAILURE
 
 
 def test_a_clock_that_stands_in_the_past(monkeypatch) -> None:
