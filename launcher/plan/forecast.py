@@ -113,7 +113,7 @@ def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dic
         seconds = _alone(config, task, torch.device("cuda"))
     elif asked.measures:
         seconds, cpu_s_per_byte = _on_this_cpu(config, task)
-    reason = ""
+    found, reason = None, ""
     try:
         with rank_on(META, config, task.recipe, task.plan) as rank:
             found = _counted(config, task, rank, on_gpu)
@@ -123,6 +123,7 @@ def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dic
         raise ConfigError(str(error)) from error
     except Exception as error:  # of any kind: it is the model's, and the real pass raises it again
         reason = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+    if found is None:
         with (
             guarding("the recipe's model or loss", LOG),
             rank_on(torch.device("cpu"), config, task.recipe, task.plan) as rank,

@@ -36,6 +36,7 @@ attention = torch.nn.functional.scaled_dot_product_attention
 
 
 NEEDED = "it reads the value of a tensor"
+MOST_CONDITIONS = 1000  # of one pass: more are those of a loop that waits for one to become true
 
 
 class ValueNeeded(Exception):
@@ -54,14 +55,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.of_cpu = False  # whether convolutions are those of a CPU
         self._answers = True
+        self._conditions = 0  # that were answered since `without_values`
         self._counted: set[int] = set()  # storages, by address
         self._bytes: Counter[torch.device] = Counter()
         self._peak: Counter[torch.device] = Counter()
 
     @contextmanager
     def without_values(self) -> Iterator[None]:
-        """Raise ValueNeeded for a read, but that of a truth value, which is False."""
-        self._answers = False
+        """Raise ValueNeeded for a read, but that of a truth value, which is False, unless there is no end."""
+        self._answers, self._conditions = False, 0
         try:
             yield
         finally:
@@ -115,7 +117,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _answer(self, tensor: Tensor) -> bool | float:
         if self._answers:
             return torch.ones((), dtype=tensor.dtype).item()
-        if tensor.dtype != torch.bool:
+        self._conditions += 1
+        if tensor.dtype != torch.bool or self._conditions > MOST_CONDITIONS:
             raise ValueNeeded(NEEDED)
         # "Has the mask no padding?", "is any not finite?": no is the usual answer, and takes most memory.
         return False
@@ -208,13 +211,19 @@ class OnMeta(TorchFunctionMode):
             return _attention(*args, **kwargs)
         if func is torch.Tensor.cuda:
             return args[0].to(META)
-        given = {name: _without_gpu(value) for name, value in kwargs.items()}
+        if func is torch.device:  # of a kind and a number, or a number, which is that of a GPU
+            asked = _without_gpu([*args, *kwargs.values()][0], may_be_number=True)
+            return META if asked is META else func(*args, **kwargs)
+        if func is torch.Tensor.to:
+            args = (args[0], *(_without_gpu(value, may_be_number=True) for value in args[1:2]), *args[2:])
+        given = {name: _without_gpu(value, name == "device") for name, value in kwargs.items()}
         return func(*map(_without_gpu, args), **given)
 
 
-def _without_gpu(value: object) -> object:
-    is_gpu = str(value).split(":")[0] == "cuda" if isinstance(value, str | torch.device) else False
-    return META if is_gpu else value
+def _without_gpu(value: object, may_be_number: bool = False) -> object:
+    if isinstance(value, str | torch.device):
+        return META if str(value).split(":")[0] == "cuda" else value
+    return META if may_be_number and isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _attention(

@@ -139,8 +139,12 @@ def test_jobs_start_in_order_as_soon_as_a_place_is_free() -> None:
     assert makespan([], 2) == 0.0
 
 
-def test_a_model_that_allocates_on_a_gpu_is_planned_without_one(capsys, tmp_path) -> None:
-    found = planned(capsys, *own(tmp_path, device="cuda"))
+@pytest.mark.parametrize("device", ["'cuda'", "'cuda:1'", "0", "torch.device('cuda', 0)", "torch.device(1)"])
+def test_a_model_that_allocates_on_a_gpu_is_planned_without_one(capsys, tmp_path, device) -> None:
+    words = own(tmp_path, line=f"x = x.to({device})")
+    file = tmp_path / "own.py"
+    file.write_text(file.read_text().replace("device='cpu'", f"device={device}"))
+    found = planned(capsys, *words)
     assert (found["parameters"], found["measured_because"]) == (27, "")
 
 
@@ -148,6 +152,18 @@ def test_a_forward_pass_that_depends_on_values_is_measured_for_real(capsys, tmp_
     found = planned(capsys, *own(tmp_path, line="x = x * 2 if float(x.sum()) > 0 else x"))
     assert found["measured_because"] == "ValueNeeded: it reads the value of a tensor"
     assert found["memory"]["bytes"]["activations"] > 0
+
+
+def test_a_loop_that_ends_at_a_value_is_measured_for_real(capsys, tmp_path) -> None:
+    found = planned(capsys, *own(tmp_path, line="while not x.abs().max() < 1e-3: x = x / 2"))
+    assert found["measured_because"] == "ValueNeeded: it reads the value of a tensor"
+
+
+def test_a_fault_of_the_model_has_the_traceback_of_the_real_pass_alone(capsys, tmp_path) -> None:
+    assert cli.main(own(tmp_path, line="raise ValueError('a fault')")) == 1
+    said = capsys.readouterr().err
+    assert said.count("Traceback") == 1
+    assert "in forward: ValueError: a fault" in said
 
 
 def test_data_that_are_not_there_are_the_error_of_the_run(capsys) -> None:
