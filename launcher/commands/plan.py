@@ -55,6 +55,9 @@ def plan(arguments: Arguments, launch: LaunchEnv) -> None:
     mbits = numbers_of(arguments, "--link", LINKS)
     ranks = [int(each) for each in numbers_of(arguments, "--ranks", RANKS, whole=True)]
     rates = numbers_of(arguments, "--samples-per-s", "")
+    if len(rates) > 1 or (rates and "--measure" in arguments.flags):
+        given = arguments.flags["--samples-per-s"]
+        raise ConfigError(f"--samples-per-s {given}: give one rate, or --measure it here.")
     request = with_experiment(request_of(arguments))
     configs = compose_jobs(request)
     for config in configs:
@@ -70,6 +73,7 @@ def plan(arguments: Arguments, launch: LaunchEnv) -> None:
         found = forecast(config, world_size, count_gpus() > 0, asked)
         if multirun:
             found["sweep"] = sweep_of(request, configs, found)
+            found["files"][0] = f"{root_of(request, configs)}/<job>"
     if config.run.dir and not multirun:
         keep_forecast(config, kept(config, found))
     if "--json" in arguments.flags:
@@ -84,6 +88,14 @@ def world_of(config: Config, launch: LaunchEnv) -> int:
     """The ranks of a single run."""
     workers = num_workers(config.launch, launch)
     return launch.world_size if workers is None else workers
+
+
+def root_of(request: Request, configs: list[Config]) -> str:
+    """The directory of a sweep, of which the default is named when it starts."""
+    given = [line for line in request.overrides if line.startswith("hydra.sweep.dir=")]
+    recipes = {config.recipe.name for config in configs}
+    default = f"multirun/{recipes.pop() if len(recipes) == 1 else 'several'}/<time>-<4 hex>"
+    return given[-1].partition("=")[2] if given else default
 
 
 def sweep_of(request: Request, configs: list[Config], found: Mapping[str, Any]) -> dict[str, Any]:

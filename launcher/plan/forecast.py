@@ -121,7 +121,7 @@ def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dic
         raise
     except UnusableError as error:  # a run would say the same
         raise ConfigError(str(error)) from error
-    except Exception as error:  # of any kind: it is the model's, and the real pass raises it again
+    except (Exception, SystemExit) as error:  # it is the model's, and the real pass raises it again
         reason = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
     if found is None:
         with (
@@ -158,7 +158,9 @@ def _course(config: Config, task: Task) -> dict[str, Any]:
     plan, course = task.plan, task.course
     rates = build.rates_of(config, task.recipe, course.total_steps)
     last = course.total_steps - 1
-    kept = sorted({round(each * last / (RATES_KEPT - 1)) for each in range(RATES_KEPT)})
+    evenly = {round(each * last / (RATES_KEPT - 1)) for each in range(RATES_KEPT)}
+    highest = max(range(min(len(rates), course.total_steps)), key=rates.__getitem__)
+    kept = sorted(evenly | {highest})
     return {
         "samples": plan.num_samples,
         "batch_size": plan.batch_size,
@@ -295,6 +297,7 @@ def kept(config: Config, found: Mapping[str, Any]) -> Forecast:
         state_bytes=found["state_bytes"],
         memory_bytes=found["memory"]["total"],
         checkpoint_bytes=found["checkpoint"]["bytes"],
+        world_size=found["world_size"],
         config=typed_leaves(user_shape(config)),
     )
 

@@ -18,7 +18,8 @@ PLOT_COLUMNS, PLOT_LINES = 60, 5
 def lines_of(plan: Mapping[str, Any], braille: bool) -> Iterator[str]:
     """The page of one job."""
     world, device = plan["world_size"], plan["device"]
-    yield f"{plan['recipe']} on {world} {device}{'s' if world > 1 else ''}: nothing is started"
+    of_sweep = ", job 0 of the sweep" if "sweep" in plan else ""
+    yield f"{plan['recipe']} on {world} {device}{'s' if world > 1 else ''}{of_sweep}: nothing is started"
     yield ""
     parts = f" in {plan['micro_batches']} micro-batches" if plan["micro_batches"] > 1 else ""
     yield _row("parameters", f"{plan['parameters']:,} trainable")
@@ -28,7 +29,7 @@ def lines_of(plan: Mapping[str, Any], braille: bool) -> Iterator[str]:
     yield _row(
         "steps",
         f"{plan['steps']:,} of {plan['steps_per_epoch']:,} per epoch over {plan['samples']:,} samples, "
-        f"{plan['evaluations']} evaluations",
+        f"{counted(plan['evaluations'], 'evaluation')}",
     )
     yield from _schedule(plan["schedule"], braille)
     yield from _memory(plan)
@@ -102,7 +103,7 @@ def lines_of_sweep(sweep: Mapping[str, Any]) -> Iterator[str]:
         yield _row("search", f"{sweep['search']}, {trials or 'until a limit of sweep.stop or Ctrl-C'}")
         yield "  its jobs are drawn one by one; this is the shape of the first"
     else:
-        yield _row("sweep", f"{len(jobs)} jobs, {at_a_time} at a time, in this order")
+        yield _row("sweep", f"{counted(len(jobs), 'job')}, {at_a_time} at a time, in this order")
     yield f"  {'job':>5}{'devices':>9}{'steps':>10}{'device h':>10}  overrides"
     for job in jobs:
         hours = "-" if job["device_hours"] is None else f"{job['device_hours']:.3g}"
@@ -110,7 +111,10 @@ def lines_of_sweep(sweep: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {job['number']:>5}{job['devices']:>9}{job['steps']:>10,}{hours:>10}  {words}"
     if sweep["device_hours"] is not None:
         took = duration(3600 * sweep["hours"])
-        yield f"  {sweep['device_hours']:.3g} device hours, {took} from the first to the last"
+        yield (
+            f"  {sweep['device_hours']:.3g} device hours, {took} from the first to the last, "
+            "all at the rate of job 0 on a device"
+        )
 
 
 def _row(title: str, text: str) -> str:

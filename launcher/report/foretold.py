@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TypeGuard
 
-from launcher.errors import listed
+from launcher.errors import counted, listed
 from launcher.report.html import paragraph, table
 from launcher.report.run_record import RunRecord
 from launcher.report.side_by_side import size
@@ -45,7 +45,11 @@ def _known(value: float | None) -> TypeGuard[float]:
 
 
 def _other_settings(run: RunRecord, forecast: Forecast) -> str:
-    differ = [
+    ranks, of_run = forecast.world_size, run.result.world_size
+    differ = (
+        [f"{counted(ranks, 'rank')} (in the run {of_run})"] if ranks and of_run not in (None, ranks) else []
+    )
+    differ += [
         f"{key}={foretold} (in the run {run.config[key]})"
         for key, foretold in forecast.config.items()
         if not key.startswith(NO_PART) and run.config.get(key, foretold) != foretold

@@ -19,4 +19,5 @@ class Forecast:
     state_bytes: float  # of weights, masters, gradients and optimizer
     memory_bytes: float  # the peak of a step
     checkpoint_bytes: int
+    world_size: int | None = None
     config: Mapping[str, str]  # by dotted key: what it was computed for

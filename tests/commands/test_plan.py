@@ -54,7 +54,7 @@ def test_a_plan_has_steps_memory_wire_and_files_and_starts_nothing(capsys, tmp_p
     found = planned(capsys, *WORDS, "--samples-per-s", "1000", "--link", "100", "--ranks", "4")
     assert found["world_size"] == 2
     assert found["steps"] == found["steps_per_epoch"] * 30
-    assert len(found["schedule"]["rates"]) == 60
+    assert 60 <= len(found["schedule"]["rates"]) <= 61
     assert found["memory"]["total"] == sum(found["memory"]["bytes"].values())
     assert all(gpu["micro_batch"] > 0 for gpu in found["gpus"])
     step = StepSeconds(*(found["step_s"][part] for part in ("forward", "backward", "update")))
@@ -125,6 +125,20 @@ def test_a_sweep_has_its_jobs_in_order_with_their_device_hours(capsys) -> None:
     assert sweep["hours"] == pytest.approx(sum(hours) / 2)  # on two devices each, one at a time
 
 
+def test_the_page_of_a_sweep_says_what_is_of_its_first_job_and_where_its_files_are(capsys) -> None:
+    assert cli.main([*WORDS, "-m", "optim.lr=0.1,0.2", "--samples-per-s", "100"]) == 0
+    page = capsys.readouterr().out
+    for words in ("job 0 of the sweep", "at the rate of job 0", "in multirun/tabular/<time>-<4 hex>/<job>:"):
+        assert words in page
+
+
+def test_the_schedule_has_its_highest_rate(capsys) -> None:
+    rates = planned(capsys, *WORDS, "optim.lr=0.3", "schedule=cosine", "train.max_steps=394")["schedule"][
+        "rates"
+    ]
+    assert max(rate for _, rate in rates) == 0.3
+
+
 def test_a_search_has_the_shape_of_a_trial_and_their_number(capsys) -> None:
     words = (*WORDS, "-m", "sweep=random", "optim.lr=interval(0.1,0.2)", "--samples-per-s", "100")
     sweep = planned(capsys, *words, "sweep.stop.trials=5")["sweep"]
@@ -166,12 +180,26 @@ def test_a_fault_of_the_model_has_the_traceback_of_the_real_pass_alone(capsys, t
     assert "in forward: ValueError: a fault" in said
 
 
+def test_a_model_that_ends_the_program_is_named(capsys, tmp_path) -> None:
+    assert cli.main(own(tmp_path, line="raise SystemExit(3)")) == 1
+    assert "called sys.exit(3)" in capsys.readouterr().err
+
+
 def test_data_that_are_not_there_are_the_error_of_the_run(capsys) -> None:
     assert cli.main(["plan", "recipe=gpt", "data.path=nowhere.txt"]) == 2
     assert "nowhere.txt: there is no such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--link", "fast"], ["--ranks", "2.5"], ["--samples-per-s", "0"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--link", "fast"],
+        ["--ranks", "2.5"],
+        ["--samples-per-s", "0"],
+        ["--samples-per-s", "1,2"],
+        ["--samples-per-s", "100", "--measure"],
+    ],
+)
 def test_a_number_that_is_none_is_refused(words, capsys, message) -> None:
     assert cli.main([*WORDS, *words]) == 2
     message(capsys.readouterr().err)

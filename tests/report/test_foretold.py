@@ -61,6 +61,13 @@ def test_a_run_with_other_settings_than_its_plan_is_said_to_have_them(tmp_path) 
     )
 
 
+def test_a_run_on_another_number_of_ranks_than_its_plan_is_said_to_have_them(tmp_path) -> None:
+    found = texts(tmp_path, PLAN | {"world_size": 1}, RESULT | {"world_size": 2})
+    assert found[-1] == "The plan was for other settings: 1 rank (in the run 2)."
+    found = texts(tmp_path, PLAN | {"world_size": 2}, RESULT | {"world_size": 2})
+    assert not any("other settings" in text for text in found)
+
+
 @pytest.mark.parametrize(
     "plan", [{}, {"steps": "x", "state_bytes": None, "config": 3}, PLAN | {"step_ms": 0.0}]
 )
