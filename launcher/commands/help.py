@@ -46,7 +46,7 @@ Flags, before or after the keys:
   -cd, --config-dir DIR      a config tree of your own, with the same groups
   -cn, --config-name NAME    another primary config than config.yaml
   -i, --info [TOPIC]         print which config files Hydra read, and from where
-  -sc, --shell-completion    Hydra's for the command launcher: eval "$(launcher -sc install=bash)"
+  -sc, --shell-completion    eval "$({program} -sc install=bash)"; uninstall=bash
   --hydra-help, --version, -h, --help
 """
 

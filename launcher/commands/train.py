@@ -41,7 +41,9 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
     if "--hydra-help" in arguments.flags:
         return ask_hydra(request, ["--hydra-help"])
     if "--shell-completion" in arguments.flags:
-        return ask_hydra(request, ["--shell-completion", *request.overrides])
+        from launcher.commands.completion import answer
+
+        return answer(request, ask_hydra)
     if "--multirun" in arguments.flags:
         from launcher.sweep.prepare import continued
 

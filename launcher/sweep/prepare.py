@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -74,8 +74,8 @@ def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Path
     Raises ConfigError for the directory of another sweep, program or process, StorageError for one that
     cannot be written.
     """
-    is_grid = configs[0].sweep.name == GRID
-    directory, jobs = directory_of(request, configs), jobs_of(request) if is_grid else []
+    is_grid, directory = configs[0].sweep.name == GRID, directory_of(request, configs)
+    jobs, configs = distinct_jobs_of(request, configs) if is_grid else ([], configs)
     if not (directory / SWEEP).exists():
         refuse_foreign(directory)  # before the lock, which is a file in it
     try:
@@ -94,10 +94,20 @@ def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Path
         ) from error
 
 
-def jobs_of(request: Request) -> list[Job]:
-    """The jobs of a grid."""
+def jobs_of(request: Request, overrides: Iterable[tuple[str, ...]] | None = None) -> list[Job]:
+    """The jobs of a grid: those with these overrides, or all."""
     space = space_of(request.overrides)
-    return [Job(number, job_name(space, number, lines), lines) for number, lines in enumerate(space.grid())]
+    each = space.grid() if overrides is None else overrides
+    return [Job(number, job_name(space, number, lines), lines) for number, lines in enumerate(each)]
+
+
+def distinct_jobs_of(request: Request, configs: Sequence[Config]) -> tuple[list[Job], list[Config]]:
+    """The jobs of a grid whose configs differ, with these."""
+    each = zip(configs, space_of(request.overrides).grid(), strict=True)
+    found = {repr(config): (config, lines) for config, lines in each}
+    if len(found) < len(configs):
+        print(f"sweep: {len(configs) - len(found)} of {len(configs)} jobs equal others and are left out")
+    return jobs_of(request, [lines for _, lines in found.values()]), [config for config, _ in found.values()]
 
 
 def job_name(space: Space, number: int, overrides: Sequence[str]) -> str:

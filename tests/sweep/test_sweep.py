@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 
 from launcher.cli import main
+from launcher.config.composition import Request
+from launcher.config.resolve import compose_jobs
+from launcher.sweep.prepare import distinct_jobs_of
 from tests.faults.parent import ENDLESS, Parent, write_recipe
 
 HERE = ("-m", "hydra.sweep.dir=sweep")
@@ -218,3 +221,11 @@ def test_what_cannot_run_is_refused_before_the_first_job(tmp_path, monkeypatch, 
     assert re.search(text, " ".join(capsys.readouterr().err.split()))
     assert not [*tmp_path.glob("**/status.json")]
     assert os.listdir(tmp_path / "foreign") == ["thesis.tex"]
+
+
+def test_jobs_whose_configs_are_equal_run_once(capsys) -> None:
+    request = Request(("recipe=tabular", "optim.weight_decay=0,0.0,0.1"), None, multirun=True)
+    jobs, configs = distinct_jobs_of(request, compose_jobs(request))
+    assert [job.number for job in jobs] == [0, 1]
+    assert [config.optim.weight_decay for config in configs] == [0.0, 0.1]
+    assert capsys.readouterr().out == "sweep: 1 of 3 jobs equal others and are left out\n"

@@ -1,0 +1,82 @@
+"""Completion in bash: the script that a shell evaluates, and the choices that it queries.
+
+Owns the script, because Hydra's supports only commands of one word and not `python -m launcher`, and
+translates the typed line for Hydra, which finds the choices. Imports no torch; prints nothing on errors,
+which would appear in the line being typed.
+
+    eval "$(python -m launcher --shell-completion install=bash)"     # in ~/.bashrc to keep it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Callable, Sequence
+
+from launcher.commands.arguments import COMMANDS as SUBCOMMANDS
+from launcher.commands.arguments import parse
+from launcher.config.composition import Request
+from launcher.errors import ConfigError
+
+INSTALL, UNINSTALL, QUERY = "install=bash", "uninstall=bash", "query=bash"
+COMMANDS = "launcher python python3"
+SCRIPT = f"""\
+_launcher_complete()
+{{
+    local words=($COMP_LINE) count=1
+    COMPREPLY=()
+    if [[ ${{words[0]##*/}} == python* ]]; then
+        [[ ${{words[1]}} == -m && ${{words[2]}} == launcher ]] || return
+        count=3
+    fi
+    local choices=$("${{words[@]:0:count}}" --shell-completion {QUERY} 2> /dev/null)
+    local word=${{COMP_WORDS[COMP_CWORD]}}
+    COMPREPLY=($(compgen -W "$choices" -- "$word"))
+    if [[ ${{#COMPREPLY[@]}} == 0 && $word == *@(path|dir|resume)=* ]]; then
+        COMPREPLY=($(compgen -P "${{word%%=*}}=" -f -- "${{word#*=}}"))
+    fi
+}}
+export COMP_LINE COMP_POINT
+COMP_WORDBREAKS=${{COMP_WORDBREAKS//=}}
+complete -o nospace -o default -F _launcher_complete {COMMANDS}
+"""
+REMOVAL = f"complete -r {COMMANDS}; unset -f _launcher_complete\n"
+
+AskHydra = Callable[[Request, Sequence[str]], int]
+
+
+def answer(request: Request, ask_hydra: AskHydra) -> int:
+    """Print the script, or the choices for COMP_LINE; other shells get Hydra's own."""
+    if request.overrides == (INSTALL,):
+        print(SCRIPT, end="")
+    elif request.overrides == (UNINSTALL,):
+        print(REMOVAL, end="")
+    elif request.overrides == (QUERY,):
+        print(choices(os.environ.get("COMP_LINE", ""), ask_hydra), end="")
+    else:
+        return ask_hydra(request, ["--shell-completion", *request.overrides])
+    return 0
+
+
+def choices(line: str, ask_hydra: AskHydra) -> str:
+    """The possible completions of a line, separated by spaces; empty if bash should offer files."""
+    words = line.split()
+    typed = words[3:] if words[1:3] == ["-m", "launcher"] else words[1:]
+    current = "" if line.endswith(" ") or not typed else typed.pop()
+    try:
+        arguments = parse(typed)
+        name = arguments.flags.get("--config-name") or "config"
+        asked = Request(arguments.words, arguments.config_dir, name)
+        own = [asked.search_path, *(word for word in arguments.words if not word.startswith("hydra."))]
+    except ConfigError:
+        return ""
+    if arguments.command != "train":
+        return ""
+    commands = "" if arguments.words or not current else f"{' '.join(SUBCOMMANDS)} "
+    os.environ["COMP_LINE"] = " ".join(["launcher", *own, current])
+    out = io.StringIO()
+    quiet = contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO())
+    with quiet[0], quiet[1], contextlib.suppress(Exception, SystemExit):
+        ask_hydra(asked, ["--shell-completion", QUERY])
+    return commands + out.getvalue()

@@ -1,0 +1,84 @@
+"""Completion of `python -m launcher` in a real bash."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.config.test_composition import OWN_RECIPE, own_tree
+from tests.telemetry.tracker.test_wandb_session import ROOT
+from tests.test_cli import WATCHED, ask
+
+# For each of the lines what bash offers, in one line; a shell that completes several installs once.
+ASK = """
+eval "$("$1" -m launcher -sc install=bash)"
+complete -p python > /dev/null || exit 9
+for line in "${@:2}"; do
+    COMP_LINE=$line COMP_POINT=${#line} COMP_WORDS=($line) COMPREPLY=()
+    [[ $line == *' ' ]] && COMP_WORDS+=("")
+    COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+    _launcher_complete
+    echo "${COMPREPLY[@]}"
+done
+"""
+OFFERED = {
+    "-m launcher recipe=res": ["recipe=resnet", "recipe=resnet101", "recipe=resnet152"],
+    "-m launcher recipe=resnet18 optim.weight": ["optim.weight_decay="],
+    "-m launcher --config-dir own recipe=mi": ["recipe=mine"],
+    "-m launcher -m recipe=resnet18 precision=amp_f": ["precision=amp_fp16"],
+    "-m launcher report --best recipe=nothing": [],
+    "-m other recipe=res": [],
+    "-m launcher re": ["recipes", "report"],
+    "-m launcher ne": ["new"],
+    "-m launcher seed=1 rep": [],
+    "-m launcher report ": [],
+    "-m launcher --config-dir o": [],
+    "-m launcher recipe=resnet18 data.path=ow": ["data.path=own"],
+}
+
+
+def completed(lines: Iterable[str], directory: Path) -> list[list[str]]:
+    """What bash offers for each of the lines, whose first word is this Python."""
+    done = subprocess.run(
+        [
+            "bash",
+            "--norc",
+            "-c",
+            ASK,
+            "bash",
+            sys.executable,
+            *(f"{sys.executable} {line}" for line in lines),
+        ],
+        cwd=directory,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return [line.split() for line in done.stdout.split("\n")[:-1]]
+
+
+@pytest.mark.slow
+def test_bash_offers_what_may_follow(tmp_path: Path) -> None:
+    own_tree(tmp_path / "own", OWN_RECIPE)
+    for (line, offered), found in zip(OFFERED.items(), completed(OFFERED, tmp_path), strict=True):
+        assert found[: len(offered)] == offered, line
+        assert bool(found) == bool(offered), line
+
+
+def test_an_answer_is_quick_and_imports_no_torch(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("COMP_LINE", "launcher recipe=res")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = ask(["-sc", "query=bash"], tmp_path, WATCHED)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime < 5, "half a second; of the processor, whatever else runs"
+    assert done.returncode == 0
+    assert "recipe=resnet18" in done.stdout.split()
+    assert "torch" not in done.stderr.split()
+    assert list(tmp_path.iterdir()) == []
