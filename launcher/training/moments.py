@@ -6,7 +6,6 @@ methods are collected once, so a moment that a part does not have costs nothing 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -18,24 +17,6 @@ from launcher.training.progress import Course, Measured, Position
 from launcher.training.reports import Reports
 
 Kind = TypeVar("Kind")
-
-
-# The methods that make a part, with the names of their arguments.
-MOMENTS = {
-    "begin": ("step", "learner"),
-    "vote": ("position",),
-    "after_launch": ("position", "result"),
-    "after_step": ("position", "report"),
-    "pause": (),
-    "check_evaluations": ("evaluations",),
-    "after_evaluation": ("position", "measured"),
-    "at_end": ("position", "measured"),
-    "end_step": ("position", "measured"),
-    "retake": ("position",),
-    "state": (),
-    "load_state": ("values",),
-    "add_to": ("result",),
-}
 
 
 class Parts:
@@ -56,15 +37,12 @@ class Parts:
     - `load_state(values)`: the inverse, before the first step; not called where a checkpoint has none of it;
     - `add_to(result)`: the result with what the part adds to it; may be a collective.
 
-    Other methods are private, or named in `offers`: for callers that know the part. A part that may end the
-    run has `ends`, why it ends it, empty until then. One that is `silent` only keeps its state and adds to
-    the result.
+    Other methods are private, or for callers that know the part: a test lists these, since a misspelt moment
+    would never be called. A part that may end the run has `ends`, why it ends it, empty until then. One that
+    is `silent` only keeps its state and adds to the result.
     """
 
     def __init__(self, course: Course, reports: Reports, parts: Sequence[Any]) -> None:
-        """Raises TypeError for a part with a method that is neither a moment nor offered."""
-        for part in parts:
-            _refuse_other_methods(type(part))
         self._parts = parts
         self._course = course
         self._reports = reports
@@ -163,18 +141,3 @@ class Parts:
 def _name_of(part: object) -> str:
     """The name of the part's file: a feature is one file."""
     return type(part).__module__.rpartition(".")[2]
-
-
-def _refuse_other_methods(kind: type) -> None:
-    """A misspelt moment would never be called, and a helper with the name of one would be."""
-    for name, method in inspect.getmembers(kind, inspect.isfunction):
-        takes = tuple(inspect.signature(method).parameters)[1:]
-        if name in MOMENTS and takes != MOMENTS[name]:
-            raise TypeError(
-                f"{kind.__name__}.{name} takes {takes}: as a moment of a run it takes {MOMENTS[name]}"
-            )
-        if name not in MOMENTS and not name.startswith("_") and name not in getattr(kind, "offers", ()):
-            raise TypeError(
-                f"{kind.__name__}.{name} is no moment of a run: these are {', '.join(MOMENTS)}. Begin its "
-                "name with _, or name it in `offers`."
-            )

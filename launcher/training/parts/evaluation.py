@@ -42,8 +42,6 @@ log = logging.getLogger("launcher")
 class Evaluator:
     """Evaluates the model on the held-out sets. `latest` is the last complete evaluation, by set."""
 
-    offers = ("after", "evaluate", "is_best", "rehearse")
-
     job: Job
     training: TrainingMetrics
     latest: Mapping[str, Evaluation] = field(default_factory=dict)

@@ -18,8 +18,6 @@ HIGHER_IS_BETTER = {"loss": False, "train_loss": False, "train_accuracy": True} 
 class TrainingMetrics:
     """Sums over the steps since the last evaluation."""
 
-    offers = ("metrics",)
-
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
         self._since = SinceEvaluation()
