@@ -12,6 +12,7 @@ from launcher.data.tensors import Batch, DeviceBatches, TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
 from launcher.recipe import Loss
+from launcher.training.progress import Position
 from launcher.training.rerun import DivergenceInspector
 from tests.engine.observe import state_digest
 from tests.models import conv_net, features
@@ -50,7 +51,7 @@ def explain(env: WorkerEnv, planted: int, transform_fails: bool, backward: bool 
     )
     before = state_digest(stepper)
     text = DivergenceInspector(stepper, loss, lambda: batches, env).explain(
-        EPOCH, EPOCH * plan.steps_per_epoch + STEP, range(env.world_size), backward
+        Position(EPOCH, STEP - 1, EPOCH * plan.steps_per_epoch + STEP), range(env.world_size), backward
     )
     return text, state_digest(stepper) == before
 

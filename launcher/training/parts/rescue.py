@@ -14,7 +14,7 @@ from typing import Any
 from launcher.engine import StepReport, StepResult
 from launcher.engine.fp32_modules import kind_of
 from launcher.training.progress import Position
-from launcher.training.rerun import DivergenceInspector, Overflow
+from launcher.training.rerun import DivergenceInspector, Evidence
 from launcher.training.run import Run
 
 
@@ -55,7 +55,7 @@ class Rescue:
         """Whether further modules compute in fp32 from the next step on."""
         found = None if self._searcher.broken_weights() else self._searcher.overflow(position)
         stepper = self._run.stepper
-        if found is None or not found.module or found.module in stepper.fp32_modules:
+        if found is None or found.module in stepper.fp32_modules:
             return False
         if len(self._rescued) >= self._limit:
             self._run.telemetry.warn(
@@ -79,7 +79,7 @@ class Rescue:
     def _record(self) -> None:
         self._run.record(precision=replace(self._run.config.precision, fp32_modules=self._modules))
 
-    def _report(self, position: Position, found: Overflow, patterns: Sequence[str]) -> None:
+    def _report(self, position: Position, found: Evidence, patterns: Sequence[str]) -> None:
         self._run.telemetry.decision(
             "rescue",
             f"fp32 arithmetic in {', '.join(patterns)} from step {position.step + 1} on; {found.text} in "
