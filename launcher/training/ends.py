@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.data.tensors import TensorData
 from launcher.errors import StorageError, described, in_words
 from launcher.evaluation.confusion import Confusion
 from launcher.recipe.contract import Recipe
@@ -43,7 +42,6 @@ from launcher.training.parts.evaluation import Evaluator
 from launcher.training.progress import Start
 from launcher.training.replicas import weights_sha256
 from launcher.training.run import asked
-from launcher.training.setup.data_check import nan_warnings
 from launcher.training.setup.decisions import decisions
 
 SPLIT = "split.csv"
@@ -146,9 +144,6 @@ def announce(job: Job, devices: Sequence[str], start: Start) -> None:
         write_environment(run_dir, devices)
         write_split(run_dir, job.recipe)
         write_model_folder(run_dir, job.recipe, run.stepper.model, run.telemetry.warn)
-        if isinstance(job.data.train, TensorData):
-            for text in nan_warnings(job.data.train):
-                run.telemetry.warn(text)
     for topic, text in decisions(run.config, run.env, devices, job.recipe, run.stepper, job.plan):
         run.telemetry.decision(topic, text)
     run.telemetry.emit(

@@ -1,7 +1,6 @@
 """Checks that all ranks, and the run of a checkpoint, have the same data, by digests of a few samples.
 
-Owns the comparison before the first step. Reads a whole data set only where it is in memory,
-for NaN.
+Owns the comparison before the first step. Reads a whole data set only where it is in memory.
 """
 
 from __future__ import annotations
@@ -123,28 +122,6 @@ def _same(one: Tensor, other: Tensor | None) -> bool:
     if other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return one.numel() == 0 or digest(one) == digest(other)
-
-
-def nan_warnings(data: TensorData) -> list[str]:
-    """A warning for each floating-point column of the training set with NaN. Reads it all, on its device."""
-    return [
-        text
-        for name, column in data.columns.items()
-        if column.is_floating_point() and column.numel() and (text := _nan_warning(name, column))
-    ]
-
-
-def _nan_warning(name: str, column: Tensor) -> str:
-    rows = max(1, CHUNK // column[0].numel())
-    parts = [column[start : start + rows] for start in range(0, len(column), rows)]
-    bad = torch.cat([part.isnan().reshape(len(part), -1).any(dim=1) for part in parts])
-    if not (number := int(bad.sum())):
-        return ""
-    return (
-        f"the column {name} of the training set has NaN in {number} of {len(column)} samples, the first "
-        f"being sample {int(bad.int().argmax())}. A step whose loss reads it is skipped: remove these "
-        "samples, or replace the NaN."
-    )
 
 
 def own_fingerprint(data: object) -> str:

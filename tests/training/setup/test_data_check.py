@@ -95,18 +95,3 @@ def test_a_data_set_that_draws_from_what_is_seeded_is_not(draw):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_unless_repeatable(indexed(draw))
-
-
-@pytest.mark.parametrize("chunk", [1, 6, 2**24])
-def test_columns_with_nan_are_named_with_the_first_sample(monkeypatch, chunk) -> None:
-    monkeypatch.setattr(data_check, "CHUNK", chunk)
-    x, target = torch.zeros(16, 3), torch.zeros(16, dtype=torch.float16)
-    x[7, 1] = x[7, 2] = x[15, 0] = torch.nan
-    target[0] = torch.nan
-    columns = {"x": x, "fine": torch.full((16, 1), torch.inf), "target": target, "none": torch.zeros(16, 0)}
-    found = data_check.nan_warnings(TensorData(columns | {"label": torch.zeros(16, dtype=torch.int64)}))
-    rule = "A step whose loss reads it is skipped: remove these samples, or replace the NaN."
-    assert found == [
-        f"the column x of the training set has NaN in 2 of 16 samples, the first being sample 7. {rule}",
-        f"the column target of the training set has NaN in 1 of 16 samples, the first being sample 0. {rule}",
-    ]
