@@ -7,8 +7,7 @@ into its model; building the Stepper then broadcasts its values.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from launcher.checkpoint.weights_file import FLOATS, parts_of, read, sha256_of
-from launcher.config.messages import program
+from launcher.checkpoint.weights_file import FLOATS, read, sha256_of
 from launcher.config.schema import Config, ModelConfig
 from launcher.distributed.collectives import exchange_texts
-from launcher.distributed.env import WorkerEnv
+from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine.flat.names import named_parameters, plain_name
-from launcher.engine.precision.classes import HALF
 from launcher.errors import ConfigError, listed
 from launcher.run_dir.result import Result
 from launcher.training.run import Run
@@ -31,8 +28,6 @@ from launcher.training.run import Run
 
 class InitialWeights:
     """Reports and records the weights that were `loaded`, None where the config names no file."""
-
-    offers = ("check",)
 
     def __init__(self, run: Run, loaded: Loaded | None) -> None:
         self._run = run
@@ -74,12 +69,6 @@ class InitialWeights:
         fields = asdict(loaded)
         del fields["error"]
         telemetry.decision("weights", loaded.sentence, **fields | {"loaded": len(loaded.loaded)})
-        if loaded.rounded:
-            telemetry.warn(
-                f"model.weights={loaded.file} holds {loaded.rounded} values: the fp32 masters start from "
-                "rounded weights. Export in fp32 where the run still exists: "
-                f"{program()} export RUN FILE"
-            )
         frozen = [name for name, p in named_parameters(model).items() if not p.requires_grad]
         random = {*loaded.missing, *(text.partition(" ")[0] for text in loaded.misfits)}
         if idle := [name for name in frozen if name in random]:
@@ -93,10 +82,6 @@ class InitialWeights:
 SHOWN = 3  # names in an error
 SHOWN_IN_DECISION = 6
 COUNTER = "num_batches_tracked"  # of a BatchNorm; files older than it lack it, as torch accepts
-RENAMING = (
-    "import safetensors.torch as s; "
-    "s.save_file({{{key}: v for k, v in s.load_file({old!r}).items()}}, {new!r})"
-)
 
 
 @dataclass(frozen=True)
@@ -108,11 +93,10 @@ class Loaded:
 
     file: str
     sha256: str = ""
-    loaded: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()  # in the file: they keep the values that the recipe built
-    unexpected: tuple[str, ...] = ()  # in the file only
-    misfits: tuple[str, ...] = ()  # of another shape there: name and both shapes
-    rounded: str = ""  # the half dtypes of the file's values that became fp32
+    loaded: Sequence[str] = ()
+    missing: Sequence[str] = ()  # in the file: they keep the values that the recipe built
+    unexpected: Sequence[str] = ()  # in the file only
+    misfits: Sequence[str] = ()  # of another shape there: name and both shapes
     error: str = ""
 
     @property
@@ -126,6 +110,23 @@ class Loaded:
             text += f"; not in this model: {listed(self.unexpected, SHOWN_IN_DECISION)}"
         return text
 
+    @property
+    def misfit(self) -> str:
+        """The error where the file must not be used."""
+        parts = [
+            f"{len(names)} {what}: {listed(names, SHOWN)}"
+            for names, what in (
+                (self.missing, "of the model's tensors are not in the file"),
+                (self.unexpected, "in the file are not in the model"),
+                (self.misfits, "have another shape"),
+            )
+            if names
+        ]
+        advice = "No tensor fits by name and shape: it is of another model."
+        if self.loaded:
+            advice = "model.weights_strict=false loads those that fit and keeps the others as they are built."
+        return f"it does not fit the model. {'; '.join(parts)}. {advice}"
+
 
 def load_weights(config: Config, model: nn.Module, env: WorkerEnv) -> Loaded | None:
     """Load the file of `model.weights` into rank 0's `model`; None where none is given. A collective.
@@ -136,9 +137,7 @@ def load_weights(config: Config, model: nn.Module, env: WorkerEnv) -> Loaded | N
     if wish.weights is None:
         return None
     own = asdict(_load(wish, model)) if env.is_leader else {}
-    values = json.loads(exchange_texts(env, json.dumps(own))[0])
-    agreed: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
-    return Loaded(**agreed)
+    return Loaded(**json.loads(exchange_texts(env, json.dumps(own))[LEADER]))
 
 
 def _load(wish: ModelConfig, model: nn.Module) -> Loaded:
@@ -170,25 +169,13 @@ def _assign(model: nn.Module, tensors: Mapping[str, Tensor], file: Path, digest:
         if id(own[name]) in mismatched
     ]
     unexpected = [name for name in tensors if name not in own]
+    found = Loaded(str(file), digest, fitting, missing, unexpected, misfits)
     if not fitting or (strict and (missing or misfits or unexpected)):
-        raise ConfigError(_of_other_model(own, tensors, file, missing, unexpected, misfits))
+        raise ConfigError(found.misfit)
     with torch.no_grad():
         for name in fitting:
             own[name].copy_(tensors[name])
-    rounded = [
-        str(tensors[name].dtype).removeprefix("torch.")
-        for name in fitting
-        if tensors[name].dtype in HALF and own[name].dtype not in HALF
-    ]
-    return Loaded(
-        str(file),
-        digest,
-        tuple(fitting),
-        tuple(missing),
-        tuple(unexpected),
-        tuple(misfits),
-        " and ".join(dict.fromkeys(rounded)),
-    )
+    return found
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
@@ -226,59 +213,3 @@ def _refuse_untied(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], fit
                 f"{other} and {name} are one tensor in the model, and differ in the file. It is of a model "
                 "that does not tie them."
             )
-
-
-def _of_other_model(
-    own: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-    file: Path,
-    missing: list[str],
-    unexpected: list[str],
-    misfits: list[str],
-) -> str:
-    parts = [
-        f"{len(names)} {what}: {listed(names, SHOWN)}"
-        for names, what in (
-            (missing, "of the model's tensors are not in the file"),
-            (unexpected, "in the file are not in the model"),
-            (misfits, "have another shape"),
-        )
-        if names
-    ]
-    text = "it does not fit the model. " + "; ".join(parts) + "."
-    if hint := _prefix_hint(own, tensors, file):
-        return f"{text} {hint}"
-    if any(name in own and tensors[name].shape == own[name].shape for name in tensors):
-        return (
-            f"{text} model.weights_strict=false loads those that fit and keeps the others as they are built."
-        )
-    return f"{text} No tensor fits by name and shape: it is of another model."
-
-
-def _prefix_hint(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], file: Path) -> str:
-    """How to rename the file's tensors, where more of them would match without or with a prefix."""
-    count, prefix, is_extra = max(
-        *((count, prefix, True) for prefix, count in _prefixes(tensors, own).items()),
-        *((count, prefix, False) for prefix, count in _prefixes(own, tensors).items()),
-        (0, "", True),
-        (0, "", False),
-    )
-    if count <= sum(name in own for name in tensors):
-        return ""
-    found = f"{count} names would match {'without' if is_extra else 'with'} the prefix {prefix!r}."
-    if parts_of(file) != [file]:
-        return f"{found} Merge its files into one, with the names of the model."
-    key = f"k.removeprefix({prefix!r})" if is_extra else f"{prefix!r} + k"
-    line = RENAMING.format(key=key, old=str(file), new=str(file.with_stem(f"{file.stem}-renamed")))
-    return f'{found} To rename them: python -c "{line}"'
-
-
-def _prefixes(names: Iterable[str], known: Container[str]) -> Counter[str]:
-    """How many of `names` would be `known` without each prefix."""
-    found: Counter[str] = Counter()
-    for name in names:
-        parts = name.split(".")
-        found.update(
-            ".".join(parts[:at]) + "." for at in range(1, len(parts)) if ".".join(parts[at:]) in known
-        )
-    return found

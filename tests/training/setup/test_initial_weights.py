@@ -44,7 +44,7 @@ def refused(model: nn.Module, file: Path | str, **options) -> str:
     before = state_of(model)
     loaded = load(model, file, **options)
     assert loaded.error.startswith(f"model.weights={file}: ")
-    assert loaded.loaded == ()
+    assert loaded.loaded == []
     assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
     return loaded.error
 
@@ -60,7 +60,7 @@ def test_weights_and_buffers_are_those_of_the_file(tmp_path, build) -> None:
     assert loaded.error == ""
     assert loaded.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
     assert set(loaded.loaded) == set(model.state_dict())
-    assert (loaded.missing, loaded.unexpected, loaded.misfits, loaded.rounded) == ((), (), (), "")
+    assert (loaded.missing, loaded.unexpected, loaded.misfits) == ([], [], [])
     expected = of_file.state_dict()
     for name, value in model.state_dict().items():
         assert torch.equal(value, expected[name].to(value.dtype)), name
@@ -93,7 +93,7 @@ def test_another_head_is_refused_and_stays_random_where_that_is_asked_for(tmp_pa
     assert "model.weights_strict=false loads those that fit" in error
     model, built = mlp(), state_of(mlp())
     loaded = load(model, file, strict=False)
-    assert (loaded.error, loaded.missing, loaded.unexpected) == ("", ("0.bias",), ("more",))
+    assert (loaded.error, loaded.missing, loaded.unexpected) == ("", ["0.bias"], ["more"])
     assert loaded.sentence == (
         f"2 of 4 tensors from {file} (sha256 {loaded.sha256[:12]}); as the recipe built them: "
         "2.weight ([5, 16] in the file, [3, 16] in the model), 0.bias; not in this model: more"
@@ -104,11 +104,10 @@ def test_another_head_is_refused_and_stays_random_where_that_is_asked_for(tmp_pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_values_are_taken_and_named(tmp_path, dtype) -> None:
+def test_half_values_are_taken(tmp_path, dtype) -> None:
     tensors = {name: value.to(dtype) for name, value in state_of(mlp(1)).items()}
     model = mlp()
-    loaded = load(model, saved(tmp_path / "w.safetensors", tensors))
-    assert loaded.rounded == str(dtype).removeprefix("torch.")
+    assert load(model, saved(tmp_path / "w.safetensors", tensors)).error == ""
     assert torch.equal(model.state_dict()["0.weight"], tensors["0.weight"].float())
 
 
@@ -118,26 +117,6 @@ def test_a_file_of_another_model_is_refused_whatever_is_asked_for(tmp_path) -> N
         error = refused(mlp(), file, strict=strict)
         assert "No tensor fits by name and shape: it is of another model." in error
         assert "weights_strict" not in error
-
-
-def test_a_prefix_is_found_and_the_line_in_the_error_removes_it(tmp_path) -> None:
-    for prefix in ("bert.encoder.", "module."):
-        tensors = {prefix + name: value for name, value in state_of(mlp(1)).items()}
-        error = refused(mlp(), saved(tmp_path / "with.safetensors", tensors))
-        assert f"4 names would match without the prefix '{prefix}'" in error
-        run_line_of(error)
-        model = mlp()
-        assert load(model, tmp_path / "with-renamed.safetensors").error == ""
-        assert torch.equal(model.state_dict()["0.weight"], tensors[f"{prefix}0.weight"])
-
-
-def test_a_lacking_prefix_is_found_too(tmp_path) -> None:
-    model = nn.ModuleDict({"trunk": mlp(), "head": nn.Linear(3, 2)})
-    file = saved(tmp_path / "w.safetensors", state_of(mlp(1)))
-    error = refused(model, file, strict=False)
-    assert "4 names would match with the prefix 'trunk.'" in error
-    run_line_of(error)
-    assert len(load(model, tmp_path / "w-renamed.safetensors", strict=False).loaded) == 4
 
 
 def test_a_pickle_is_refused_and_the_line_in_the_error_converts_it(tmp_path) -> None:
@@ -175,7 +154,7 @@ def test_a_header_whose_length_begins_like_a_pickle_is_none(tmp_path, size) -> N
     header = json.dumps(about).encode().ljust(size)
     file = tmp_path / "w.safetensors"
     file.write_bytes(size.to_bytes(8, "little") + header + bias.numpy().tobytes())
-    assert load(mlp(), file, strict=False).loaded == ("2.bias",)
+    assert load(mlp(), file, strict=False).loaded == ["2.bias"]
 
 
 def sharded(folder: Path) -> Path:
