@@ -233,7 +233,7 @@ def _train(job: Job, saved: SavedRun, start: Start) -> None:
     job.batches = _batches(job, saved)
     if steps_left and run.config.precision.scale.mode == "auto" and not saved.has_scale:
         first = job.batches.step(*divmod(start.step, job.course.steps_per_epoch))[:1]
-        calibrate(run, job.recipe, job.model, job.data.train, job.plan, first)
+        calibrate(job, first)
     if steps_left and not start.owes_evaluation:
         if (found := parts.of(Evaluator).rehearse()) is not None:
             parts.check_evaluations(found)

@@ -106,7 +106,7 @@ class Parts:
         self.course = Course(self.plan.steps_per_epoch, 12, 1)
         batches = training_batches(set_, self.plan, transform, 12)
         model.eval()  # as a trial of the evaluation may leave it
-        of_job = SimpleNamespace(run=self.run, batches=batches, answers=self.answers)
+        of_job = SimpleNamespace(run=self.run, batches=batches, answers=self.answers, course=self.course)
         relief = Relief(cast(Any, of_job))
         network = compiled(compiles, model, self.stepper)
         self.task = Task(self.stepper, network, loss, batches, self.answers, relief)

@@ -52,8 +52,6 @@ class Relief:
     Only with train.on_oom=halve. Not with model.sync_bn on several ranks, whose passes wait for each other.
     """
 
-    offers = ("choose", "keep", "accepts")
-
     def __init__(self, job: Job) -> None:
         run = job.run
         self.micro_batch: MicroBatch | None = None  # None: that of the config
@@ -89,7 +87,7 @@ class Relief:
             run.telemetry.decision("micro-batch", f"{before.size} per rank, as in the run so far")
             size = before.size
         elif wish == "auto" and steps_left:
-            size = Trials(run, job.recipe, job.model, job.data.train, job.plan).search()
+            size = Trials(job).search()
         else:
             self.micro_batch = None
             return
@@ -110,8 +108,8 @@ class Relief:
     @property
     def _half(self) -> int | None:
         """The size after halving; None where it cannot be smaller."""
-        config, plan = self._run.config, self._job.batches.plan
-        return half_of(plan, config.data.augment.mixup, config.train.total_steps(plan.steps_per_epoch))
+        mixup, course = self._run.config.data.augment.mixup, self._job.course
+        return half_of(self._job.batches.plan, mixup, course.total_steps)
 
     def keep(self, position: Position) -> None:
         """Keep what the passes of a step change besides the state of the Stepper."""
@@ -145,21 +143,18 @@ class Relief:
 
     def _not_halved(self, shortage: str, position: Position) -> OutOfMemoryError:
         size = self._job.batches.plan.largest_micro_batch
-        changes = ["a smaller model or smaller samples"]
+        changes = "a smaller model or smaller samples"
         reason = f"The micro-batch is {size} already, which cannot be halved."
         if self._waits_for_others:
-            changes = [
-                *([f"data.micro_batch below {size}"] if size > 1 else []),
-                "model.sync_bn=false",
-                *changes,
-            ]
+            below = f"data.micro_batch below {size}; " if size > 1 else ""
+            changes = f"{below}model.sync_bn=false; {changes}"
             reason = (
                 "With model.sync_bn=true on several ranks a step is not repeated in smaller pieces "
                 "(train.on_oom), because their passes wait for each other."
             )
         return OutOfMemoryError(
             f"rank {self._run.env.rank} ran out of {shortage} in the forward or backward pass of step "
-            f"{position.step}. {reason} What helps: {'; '.join(changes)}."
+            f"{position.step}. {reason} What helps: {changes}."
         )
 
     def retake(self, position: Position) -> None:

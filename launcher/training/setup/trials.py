@@ -18,20 +18,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from launcher.checkpoint.generators import restore_states, states
 from launcher.data.batch_plan import BatchPlan
-from launcher.data.sources import Readable, trial_batches
+from launcher.data.sources import trial_batches
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import ConfigError, OutOfMemoryError, counted, in_words
 from launcher.process import frames
 from launcher.process.shortage import ran_out
-from launcher.recipe.contract import Recipe, loss_of
+from launcher.recipe.contract import loss_of
 from launcher.recipe.training_aids import refuse_split_pairs
 from launcher.training.device import free_memory
-from launcher.training.run import Run
+from launcher.training.job import Job
 
 
 def sizes_to_try(plan: BatchPlan, mixup: float = 0.0, total_steps: int = sys.maxsize) -> list[int]:
@@ -43,19 +43,14 @@ def sizes_to_try(plan: BatchPlan, mixup: float = 0.0, total_steps: int = sys.max
     """
     share = plan.largest_share
     sizes = sorted({-(-share // number) for number in range(1, share + 1)}, reverse=True)
-    return [
-        size
-        for size in sizes
-        if not mixup or _keeps_pairs(replace(plan, micro_batch=size), mixup, total_steps)
-    ]
+    return [size for size in sizes if _keeps_pairs(replace(plan, micro_batch=size), mixup, total_steps)]
 
 
 def half_of(plan: BatchPlan, mixup: float = 0.0, total_steps: int = sys.maxsize) -> int | None:
     """The largest size of at most half of the present one, rounded up; None where there is none."""
     present = plan.largest_micro_batch
-    half = -(-present // 2)
     sizes = sizes_to_try(plan, mixup, total_steps)
-    return next((size for size in sizes if size <= half and size < present), None)
+    return next((size for size in sizes if size <= -(-present // 2) and size < present), None)
 
 
 def _keeps_pairs(plan: BatchPlan, mixup: float, total_steps: int) -> bool:
@@ -95,18 +90,13 @@ def largest_that_fits(
 class Trials:
     """Tries micro-batches of a run that has not begun. All ranks make the same trials."""
 
-    run: Run
-    recipe: Recipe
-    model: nn.Module
-    data: Readable
-    plan: BatchPlan
+    job: Job
 
     def search(self) -> int:
         """The largest size that fits on all ranks. A collective; raises OutOfMemoryError on all ranks."""
         tried: dict[int, str] = {}
-        config = self.run.config
-        total_steps = config.train.total_steps(self.plan.steps_per_epoch)
-        sizes = sizes_to_try(self.plan, config.data.augment.mixup, total_steps)
+        config, plan = self.job.run.config, self.job.plan
+        sizes = sizes_to_try(plan, config.data.augment.mixup, self.job.course.total_steps)
         # cuDNN would time its algorithms anew for the shapes of each trial.
         tunes, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
         try:
@@ -121,28 +111,24 @@ class Trials:
                 "states among the ranks with wire.shard=true, or use devices with more memory."
             )
         too_large = min((each for each, failure in tried.items() if failure), default=None)
-        parts = replace(self.plan, micro_batch=size).micro_batches
-        self.run.telemetry.decision(
+        parts = replace(plan, micro_batch=size).micro_batches
+        way = " of the model without train.compile" if config.train.compile else ""
+        self.job.run.telemetry.decision(
             "micro-batch",
             f"data.micro_batch=auto: {size} per rank and forward pass"
             + (f"; {too_large} do not fit" if too_large else ", the whole share of a rank")
-            + f" ({counted(len(tried), 'trial')}{self._way}). The update stays that of "
-            f"{self.plan.batch_size} samples, in up to {counted(parts, 'micro-batch', 'es')} per rank",
+            + f" ({counted(len(tried), 'trial')}{way}). The update stays that of {plan.batch_size} samples, "
+            f"in up to {counted(parts, 'micro-batch', 'es')} per rank",
             micro_batch=size,
             tried=[[each, not failure] for each, failure in tried.items()],
         )
         return size
 
-    @property
-    def _way(self) -> str:
-        """How the trials differ from the steps: to compile for each size would take minutes."""
-        return " of the model without train.compile" if self.run.config.train.compile else ""
-
     def _fits(self, size: int, tried: dict[int, str]) -> bool:
         """Whether it fits on all ranks. `tried` gets why not, by rank; empty if it does."""
-        self.run.heartbeat.beat("trying micro-batches")
-        failure = self._failure(replace(self.plan, micro_batch=size), smaller=bool(tried))
-        texts = exchange_texts(self.run.env, failure)
+        self.job.run.heartbeat.beat("trying micro-batches")
+        failure = self._failure(replace(self.job.plan, micro_batch=size), smaller=bool(tried))
+        texts = exchange_texts(self.job.run.env, failure)
         tried[size] = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
         return not tried[size]
 
@@ -152,7 +138,7 @@ class Trials:
         Raises other errors, unless it is a `smaller` one than has run out: it may be too small for a batch
         norm, which needs two samples.
         """
-        run, failure = self.run, ""
+        run, failure = self.job.run, ""
         generators = states(run.env.device)
         try:
             self._pass(plan)
@@ -165,14 +151,14 @@ class Trials:
         return failure
 
     def _pass(self, plan: BatchPlan) -> None:
-        """Forward and backward passes as in a step. The model is not compiled, whatever the run does."""
-        stepper = self.run.stepper
+        """The passes of a step, but not compiled: that would take minutes for each size."""
+        job, stepper = self.job, self.job.run.stepper
         stepper.set_micro_batches(plan.micro_batches)
-        self.model.train()
-        batches = trial_batches(self.data, plan, self.recipe.train_transform, PASSES)
+        job.model.train()
+        batches = trial_batches(job.data.train, plan, job.recipe.train_transform, PASSES)
         for batch in batches[:PASSES]:
             with stepper.forward():
-                of_batch = loss_of(self.recipe.loss, self.model, batch)
+                of_batch = loss_of(job.recipe.loss, job.model, batch)
             stepper.backward(of_batch.sum, of_batch.count)
 
 
@@ -188,37 +174,34 @@ def _shortage(error: Exception, smaller: bool) -> str:
     return failure
 
 
-def calibrate(
-    run: Run, recipe: Recipe, model: nn.Module, data: Readable, plan: BatchPlan, first: Sequence[Batch]
-) -> None:
+def calibrate(job: Job, first: Sequence[Batch]) -> None:
     """Choose the loss scale by `first`, this rank's first micro-batch, or none where it has no samples.
 
     Where a rank runs out of memory, by half as many samples on all ranks, as often as necessary; under
     model.sync_bn on several ranks the run ends there, because their passes wait for each other. A collective.
     """
-    config, generators = run.config, states(run.env.device)
-    total_steps, whole = config.train.total_steps(plan.steps_per_epoch), plan.largest_micro_batch
+    run, plan, generators = job.run, job.plan, states(job.run.env.device)
+    whole = plan.largest_micro_batch
     while True:
         pieces = -(-whole // plan.largest_micro_batch)
-        found, failure = _attempt(run, recipe, model, first, pieces)
+        found, failure = _attempt(job, first, pieces)
         if not any(exchange_texts(run.env, failure)):
             return run.telemetry.decision("loss scale", _described(found, pieces))
-        half = half_of(plan, config.data.augment.mixup, total_steps)
+        half = half_of(plan, run.config.data.augment.mixup, job.course.total_steps)
         if half is None:
             text = "auto: the backward pass that finds it, in fp32, does not fit in memory; starts at"
             return run.telemetry.decision("loss scale", f"{text} precision.scale.init")
         plan = replace(plan, micro_batch=half)
-        first = trial_batches(data, plan, recipe.train_transform, 1)[:1]
+        first = trial_batches(job.data.train, plan, job.recipe.train_transform, 1)[:1]
         restore_states(generators, run.env.device)
 
 
-def _attempt(
-    run: Run, recipe: Recipe, model: nn.Module, first: Sequence[Batch], pieces: int
-) -> tuple[int | None, str]:
+def _attempt(job: Job, first: Sequence[Batch], pieces: int) -> tuple[int | None, str]:
     """The exponent, and what this rank ran out of. `first` is one of so many pieces of a micro-batch."""
+    run = job.run
 
     def dry() -> tuple[Tensor, float | Tensor]:
-        of_batch = loss_of(recipe.loss, model, first[0])
+        of_batch = loss_of(job.recipe.loss, job.model, first[0])
         return of_batch.sum * pieces, of_batch.count * pieces
 
     alone = run.env.group is None or not run.config.model.sync_bn

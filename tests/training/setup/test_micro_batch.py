@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from launcher.data.batch_plan import BatchPlan
 from launcher.recipe.training_aids import refuse_split_pairs
+from launcher.training.progress import Course
 from launcher.training.setup.trials import MOST_TRIALS, Trials, half_of, largest_that_fits, sizes_to_try
 from tests.configs import composed
 
@@ -95,7 +97,8 @@ def test_cudnn_times_its_algorithms_only_for_the_size_that_is_chosen(monkeypatch
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     telemetry = SimpleNamespace(decision=lambda *words, **values: None)
     run = SimpleNamespace(config=composed("data.batch_size=8"), telemetry=telemetry)
-    assert Asked(run, None, None, None, plan_of(8)).search() == 1
+    job = SimpleNamespace(run=run, plan=plan_of(8), course=Course(1, 1, 1))
+    assert Asked(cast(Any, job)).search() == 1
     assert len(tuned) > 1
     assert not any(tuned)
     assert torch.backends.cudnn.benchmark
