@@ -12,15 +12,16 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, TypeVar
 
 Kind = TypeVar("Kind")
-Reader = Callable[[object], Any]
+Reader = Callable[[object], Any]  # raises MisfitError for a value of another type
 
 FLAT = {"flat": True}  # metadata of a field: its items stand beside the other keys
 NO_INTEGER = 1 << 63  # larger ones are no counts, and many are beyond what a float holds
+UNIONS = (types.UnionType, typing.Union)
 
 
 class MisfitError(Exception):
@@ -38,11 +39,24 @@ class _Key:
     read: Reader
     blank: Callable[[], Any]
 
+    def fits(self, value: object) -> bool:
+        try:
+            self.read(value)
+        except MisfitError:
+            return False
+        return True
+
+    def read_or_blank(self, value: object) -> Any:
+        try:
+            return self.read(value)
+        except MisfitError:
+            return self.blank()
+
 
 def encoded(value: Any) -> dict[str, Any]:
     """The fields of a dataclass by name, in order."""
     found: dict[str, Any] = {}
-    for key in _keys(cast(Hashable, type(value))):
+    for key in _keys(type(value)):
         item = getattr(value, key.name)
         if key.is_flat:
             found.update(item)
@@ -53,50 +67,34 @@ def encoded(value: Any) -> dict[str, Any]:
 
 def decoded(kind: type[Kind], record: Mapping[str, object]) -> Kind:
     """The dataclass whose fields a file holds by name."""
-    found: Kind = _decoded(kind, record)
-    return found
+    keys = _keys(kind)
+    rest = {name: item for name, item in record.items() if name not in {key.name for key in keys}}
+    return kind(
+        **{key.name: key.read_or_blank(rest if key.is_flat else record.get(key.name)) for key in keys}
+    )
 
 
 def exactly(kind: type[Kind], record: Mapping[str, object]) -> Kind:
     """`decoded`, for a file that must be whole. Raises ValueError for what is missing or of another type."""
     found = decoded(kind, record)
     whole = encoded(found)
-    odd = [key.name for key in _keys(cast(Hashable, kind)) if whole.get(key.name) != record.get(key.name)]
+    odd = [key.name for key in _keys(kind) if whole.get(key.name) != record.get(key.name)]
     if odd:
         raise ValueError(f"{', '.join(odd)}: missing, or of another type than {kind.__name__} has")
     return found
 
 
-def misfits(kind: Hashable, record: Mapping[str, object]) -> list[str]:
+def misfits(kind: type, record: Mapping[str, object]) -> list[str]:
     """The keys of a file whose values are of another type than the fields of these names."""
-    return [key.name for key in _keys(kind) if key.name in record and not _fits(key, record[key.name])]
+    return [key.name for key in _keys(kind) if key.name in record and not key.fits(record[key.name])]
 
 
-def _fits(key: _Key, value: object) -> bool:
-    try:
-        key.read(value)
-    except MisfitError:
-        return False
-    return True
+def _keys_of(kind: Any) -> tuple[_Key, ...]:
+    hints = typing.get_type_hints(kind)
+    return tuple(_key(field, hints[field.name]) for field in dataclasses.fields(kind))
 
 
-def _decoded(kind: Any, record: Mapping[str, object]) -> Any:
-    keys = _keys(kind)
-    rest = {name: item for name, item in record.items() if name not in {key.name for key in keys}}
-    return kind(**{key.name: _read(key, rest if key.is_flat else record.get(key.name)) for key in keys})
-
-
-def _read(key: _Key, value: object) -> Any:
-    try:
-        return key.read(value)
-    except MisfitError:
-        return key.blank()
-
-
-@cache
-def _keys(kind: Hashable) -> tuple[_Key, ...]:
-    hints = typing.get_type_hints(cast(Any, kind))
-    return tuple(_key(field, hints[field.name]) for field in dataclasses.fields(cast(Any, kind)))
+_keys: Callable[[Any], tuple[_Key, ...]] = cache(_keys_of)
 
 
 def _key(field: dataclasses.Field[Any], hint: Any) -> _Key:
@@ -124,50 +122,43 @@ def _holds_a_dataclass(hint: Any) -> bool:
 
 
 def _reader(hint: Any) -> Reader:
-    """What turns a value of a file into one of this type; it raises MisfitError for any other."""
+    """What turns a value of a file into one of this type."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return _first_of([_reader(part) for part in parts])
+    if origin in UNIONS:
+        return partial(_first_fit, [_reader(part) for part in parts])
     if origin is Mapping:
-        return _mapping_of(_reader(parts[1]))
+        return partial(_mapping, _reader(parts[1]))
     if origin is Sequence:
-        return _sequence_of(_reader(parts[0]))
+        return partial(_sequence, _reader(parts[0]))
     if dataclasses.is_dataclass(hint):
-        return lambda value: _decoded(hint, _of_type(dict, value))
-    if hint is float:
-        return _float
-    if hint is int:
-        return _integer
-    return (lambda value: value) if hint in (object, Any) else lambda value: _of_type(hint, value)
+        return partial(_record, hint)
+    if hint in (object, Any):
+        return lambda value: value
+    return {float: _float, int: _integer}.get(hint, partial(_of_type, hint))
 
 
-def _first_of(readers: Sequence[Reader]) -> Reader:
-    def read(value: object) -> Any:
-        for reader in readers:
-            try:
-                return reader(value)
-            except MisfitError:
-                continue
-        raise MisfitError
-
-    return read
+def _first_fit(readers: Sequence[Reader], value: object) -> Any:
+    for reader in readers:
+        try:
+            return reader(value)
+        except MisfitError:
+            continue
+    raise MisfitError
 
 
-def _mapping_of(reader: Reader) -> Reader:
-    def read(value: object) -> dict[str, Any]:
-        return dict(_fitting(reader, _of_type(dict, value).items()))
-
-    return read
+def _record(kind: Any, value: object) -> Any:
+    return decoded(kind, _of_type(dict, value))
 
 
-def _sequence_of(reader: Reader) -> Reader:
-    def read(value: object) -> list[Any]:
-        return [item for _, item in _fitting(reader, enumerate(_of_type(list, value)))]
-
-    return read
+def _mapping(reader: Reader, value: object) -> dict[str, Any]:
+    return dict(_fitting(reader, _of_type(dict, value).items()))
 
 
-def _fitting(reader: Reader, items: Any) -> Any:
+def _sequence(reader: Reader, value: object) -> list[Any]:
+    return [item for _, item in _fitting(reader, enumerate(_of_type(list, value)))]
+
+
+def _fitting(reader: Reader, items: Iterable[tuple[Any, object]]) -> Iterator[tuple[Any, Any]]:
     """The items that fit; a damaged one does not cost the others."""
     for name, item in items:
         try:
@@ -200,11 +191,11 @@ def _integer(value: object) -> int:
 def _blank(hint: Any) -> Callable[[], Any]:
     """What stands for a value of this type that a file lacks."""
     origin = typing.get_origin(hint)
-    if origin in (types.UnionType, typing.Union) or hint in (object, Any):
+    if origin in UNIONS or hint in (object, Any):
         return lambda: None
     if hint is float:
         return lambda: math.nan
     if dataclasses.is_dataclass(hint):
-        return lambda: _decoded(hint, {})
+        return partial(_record, hint, {})
     blank: Callable[[], Any] = {Mapping: dict, Sequence: list}.get(origin, hint)
     return blank

@@ -58,10 +58,11 @@ FILES = (
     ".lock",
     RESERVE,
 )
-LOGS, WANDB, CHECKPOINTS = "logs", "wandb", "checkpoints"
+LOGS, CHECKPOINTS = "logs", "checkpoints"
 TRACKERS = "trackers"  # files of the other trackers, in a folder each
 PICTURES = "pictures"  # of a recipe's own
 MODEL = "model"  # what predicting needs besides the weights
+FOLDERS = (LOGS, "wandb", TRACKERS, PICTURES, MODEL)
 LOG_NAME = re.compile(
     r"\.(log|out|err)$|^slurm-|(^|[-_.])(log|(std)?out|(std)?err|output|errors)\.txt$", re.I
 )
@@ -98,7 +99,7 @@ def refuse_links(directory: Path) -> None:
     """Raise OSError where a file or folder of the run is a link, a pipe, a device or of the other kind."""
     for name in FILES:
         require_plain(directory / name)
-    for name in (LOGS, WANDB, TRACKERS, PICTURES, MODEL):
+    for name in FOLDERS:
         require_folder(directory / name)
     for path in (directory / LOGS).glob("*"):
         require_plain(path)
@@ -109,16 +110,7 @@ def foreign_to_a_run(directory: Path) -> list[str]:
 
     Output files made by a shell or a scheduler are accepted.
     """
-    own = {
-        *FILES,
-        LOGS,
-        WANDB,
-        TRACKERS,
-        CHECKPOINTS,
-        PICTURES,
-        MODEL,
-        "lost+found",
-    }  # lost+found: of a new file system
+    own = {*FILES, *FOLDERS, CHECKPOINTS, "lost+found"}  # the last of a new file system
     return sorted(
         entry.name for entry in os.scandir(directory) if not (entry.name in own or _is_output(entry))
     )
@@ -162,7 +154,7 @@ def write_environment(run_dir: Path, devices: Sequence[str]) -> None:
             "python": platform.python_version(),
             "platform": platform.platform(),
             "processors": os.cpu_count(),
-            "packages": _versions(),
+            "packages": {package: _version(package) for package in PACKAGES},
             "git": _git_state(Path.cwd()),
             "devices": list(devices),
         },
@@ -209,7 +201,7 @@ def rank_log(run_dir: Path, rank: int, level: str = "info") -> Iterator[None]:
     `level` is the least severe that is written: debug, info, warning or error.
     """
     make_folder(run_dir / LOGS)
-    descriptor = open_plain(run_dir / LOGS / f"rank{rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    descriptor = open_plain(log_path(run_dir, rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     handler = _LogFile(descriptor, rank)
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logger = logging.getLogger("launcher")
@@ -255,10 +247,6 @@ class _LogFile(logging.Handler):
                 text = f"warning: logs/rank{self._rank}.log is incomplete: {error.strerror}"
                 print(text, file=sys.stderr, flush=True)
         self._complete = False
-
-
-def _versions() -> dict[str, str | None]:
-    return {package: _version(package) for package in PACKAGES}
 
 
 def _version(package: str) -> str | None:
