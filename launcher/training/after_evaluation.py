@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from launcher.checkpoint.generators import restore_states, states
 from launcher.distributed.collectives import send_to_all
+from launcher.distributed.env import LEADER
 from launcher.distributed.messages import content_of, message_of
 from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.errors import RecipeError
@@ -53,13 +54,12 @@ class AfterEvaluation:
         """Report what the function returns. A collective; raises on all ranks alike."""
         if self.recipe.after_evaluation is None:
             return
-        if not self.run.env.is_leader:
-            while (told := send_to_all(self.run.env, b"", sender=0)) == STILL_AT_WORK:
-                self._beat()
-            content_of(told)
-            return
-        told = message_of(partial(self._call_and_report, position))
-        send_to_all(self.run.env, told, sender=0)
+        if self.run.env.is_leader:
+            told = message_of(partial(self._call_and_report, position))
+            send_to_all(self.run.env, told, sender=LEADER)
+        else:
+            while (told := send_to_all(self.run.env, b"", sender=LEADER)) == STILL_AT_WORK:
+                self.run.heartbeat.beat("evaluation")
         content_of(told)
 
     def _call_and_report(self, position: Position) -> bytes:
@@ -67,9 +67,6 @@ class AfterEvaluation:
         with guarding("what the recipe's after_evaluation returned", self.run.logs_of_failure):
             self._report(found, position)
         return b""
-
-    def _beat(self) -> None:
-        self.run.heartbeat.beat("evaluation")
 
     def _call(self, position: Position) -> object:
         """What the function returns. The model's calls are signs of life: a long text takes many of them."""
@@ -94,31 +91,25 @@ class AfterEvaluation:
 
     def _report(self, found: object, position: Position) -> None:
         texts, numbers, pictures = sorted_by_kind(found)
-        stems = file_stems(pictures)
-        paths = {
-            name: self._written(name, stems[name], content, position) for name, content in pictures.items()
-        }
+        written = self._written(pictures, position.step)
         self.run.telemetry.emit(
             AfterEvaluationEvent(
-                position.step,
-                epoch=position.epoch,
-                texts=texts,
-                numbers=numbers,
-                pictures={name: path for name, path in paths.items() if path is not None},
+                position.step, epoch=position.epoch, texts=texts, numbers=numbers, pictures=written
             )
         )
 
-    def _written(self, name: str, stem: str, content: bytes, position: Position) -> str | None:
-        """The path of the picture's file; None, with a warning, where it cannot be written."""
-        folder = Path(self.run.config.run.dir) / PICTURES
-        path = folder / f"{stem}-{position.step:08d}.png"
-        try:
-            make_folder(folder)
-            write_content(path, content)
-        except OSError as error:
-            self.run.telemetry.warn(f"the picture {name} cannot be written to {path}: {error}")
-            return None
-        return str(path)
+    def _written(self, pictures: Mapping[str, bytes], step: int) -> dict[str, str]:
+        """The paths of the pictures' files. One that cannot be written is a warning."""
+        folder, found = Path(self.run.config.run.dir) / PICTURES, {}
+        for name, stem in file_stems(pictures).items():
+            path = folder / f"{stem}-{step:08d}.png"
+            try:
+                make_folder(folder)
+                write_content(path, pictures[name])
+                found[name] = str(path)
+            except OSError as error:
+                self.run.telemetry.warn(f"the picture {name} cannot be written to {path}: {error}")
+        return found
 
 
 def file_stems(names: Iterable[str]) -> dict[str, str]:
@@ -147,7 +138,7 @@ class _SignOfLife:
 
     def __call__(self, module: nn.Module, arguments: object) -> None:
         if time.monotonic() - self._last >= self._every_s:
-            send_to_all(self._run.env, STILL_AT_WORK, sender=0)
+            send_to_all(self._run.env, STILL_AT_WORK, sender=LEADER)
             self._run.heartbeat.beat("evaluation")
             self._last = time.monotonic()
 

@@ -48,9 +48,9 @@ def decisions(
     yield "data", _data(recipe)
     if about := getattr(recipe.train, "about", ""):
         yield "columns", about
-    yield "precision", f"{config.precision.name}, {_arithmetic(stepper)}"
+    way = "emulated" if stepper.emulation.used else "native"
+    yield "precision", f"{config.precision.name}, {way}: {stepper.emulation.reason}"
     yield "batch", _division(plan)
-    numel = stepper.num_trainable
     steps = config.train.total_steps(plan.steps_per_epoch)
     if not is_fused(config.optim.name):
         yield (
@@ -58,7 +58,7 @@ def decisions(
             f"{config.optim.name}, a torch.optim.Optimizer on fp32 masters: correct, but not one pass",
         )
     else:
-        reason = compiles_update(env.device, numel, steps)[1]
+        reason = compiles_update(env.device, stepper.num_trainable, steps)[1]
         failure = stepper.compilation.reason
         yield "update", f"plain: {failure}" if failure else reason
     if (decay := config.ema.decay) is not None:
@@ -118,24 +118,17 @@ def _size(data: object) -> str:
 
 
 def _schedule(config: Config, recipe: Recipe, rates: Sequence[float]) -> str:
-    if recipe.schedule is not None:
-        return f"{named_schedule(config)}: {_course(rates)}; schedule.warmup_fraction is not applied to it"
     name, peak = config.schedule.name, rates.index(max(rates))
+    if recipe.schedule is not None:
+        return (
+            f"{named_schedule(config)}: lr {rates[0]:.3g} at first, {rates[peak]:.3g} at most (step {peak}), "
+            f"{rates[-1]:.3g} at the end; schedule.warmup_fraction is not applied to it"
+        )
     rise = f"lr rises from {rates[0]:.3g} to {rates[peak]:.3g} in {peak + 1} steps, then " if peak else "lr "
     if rates[-1] == rates[peak]:
         return f"{name}: {rise}stays {'there' if peak else f'at {rates[0]:.3g}'}"
     start = "" if peak else f" from {rates[0]:.3g}"
     return f"{name}: {rise}falls{start} to {rates[-1]:.3g} in the last step, {len(rates)}"
-
-
-def _course(rates: Sequence[float]) -> str:
-    peak = max(range(len(rates)), key=rates.__getitem__)
-    return f"lr {rates[0]:.3g} at first, {rates[peak]:.3g} at most (step {peak}), {rates[-1]:.3g} at the end"
-
-
-def _arithmetic(stepper: Stepper) -> str:
-    emulation = stepper.emulation
-    return f"{'emulated' if emulation.used else 'native'}: {emulation.reason}"
 
 
 def _division(plan: BatchPlan) -> str:

@@ -62,16 +62,14 @@ def parameter_groups(optim: OptimConfig, own: Sequence[ParameterGroup], model: n
     found: dict[str, ParameterGroup] = {}
     for name, p in named_parameters(model).items():
         group = group_of.get(name, ParameterGroup(name))
-        if not (p.requires_grad or group.frozen):
-            continue
         if group.frozen:
             found[name] = ParameterGroup(name, frozen=True)
-            continue
-        decay = group.weight_decay
-        if decay is None and p.ndim <= 1 and not optim.decay_vectors:
-            decay = 0.0
-        decay = None if decay == optim.weight_decay else decay
-        found[name] = ParameterGroup(name, group.lr_scale * scales.get(name, 1.0), decay)
+        elif p.requires_grad:
+            decay = group.weight_decay
+            if decay is None and p.ndim <= 1 and not optim.decay_vectors:
+                decay = 0.0
+            decay = None if decay == optim.weight_decay else decay
+            found[name] = ParameterGroup(name, group.lr_scale * scales.get(name, 1.0), decay)
     idle = [
         f"{said}.{text}"
         for said, groups in (("optim", configured), ("Recipe", own))
