@@ -22,7 +22,6 @@ from launcher.config.schema import Config
 from launcher.data.labels import Labels
 from launcher.data.loader import loader_processes
 from launcher.data.sources import DataSets, batch_plan, training_batches
-from launcher.data.tensors import Batches
 from launcher.distributed.env import LaunchEnv, WorkerEnv
 from launcher.distributed.failures import give_reason
 from launcher.distributed.heartbeat import Heartbeat
@@ -164,12 +163,13 @@ def _join_and_run(
         peers = meet(config, env, store, job)
         gpus = measure_gpus(config, env, peers, telemetry)
         assembled, loaded = _assemble(config, env, telemetry, heartbeat, requests)
-        saved, run = SavedRun(assembled), assembled.run
-        first_step_done = partial(_first_step_done, run, watchdog)
-        assembled.parts = parts_of(assembled, saved, loaded, peers, gpus, first_step_done)
+        saved, first_step_done = SavedRun(assembled), partial(_first_step_done, assembled.run, watchdog)
+        parts = assembled.parts = parts_of(assembled, saved, loaded, peers, gpus, first_step_done)
         heartbeat.beat("restoring")
         start = saved.resume(launch.restart_count)
-        _prepare(assembled, saved, start)
+        parts.of(InitialWeights).check(saved.resumed)
+        parts.of(Relief).choose(start.step < assembled.course.total_steps)
+        heartbeat.beat("data", start.step)
         announce(assembled, [peer.device for peer in peers], start)
         _train(assembled, saved, start)
 
@@ -220,17 +220,17 @@ def _assemble(
     return Job(run, recipe, data, fingerprint, used, plan, course, model, answers, host_ms), weights
 
 
-def _prepare(job: Job, saved: SavedRun, start: Start) -> None:
-    """What must be known before the first step: weights, micro-batch, batches."""
-    job.parts.of(InitialWeights).check(saved.resumed)
-    job.parts.of(Relief).choose(start.step < job.course.total_steps)
-    job.run.heartbeat.beat("data", start.step)
-
-
 def _train(job: Job, saved: SavedRun, start: Start) -> None:
     """All steps from `start` on, and the result."""
     run, parts, steps_left = job.run, job.parts, start.step < job.course.total_steps
-    job.batches = _batches(job, saved)
+    job.batches = training_batches(
+        job.data.train,
+        job.plan,
+        job.recipe.train_transform,
+        job.course.total_steps,
+        saved.stream,
+        partial(run.telemetry.decision, "resume"),
+    )
     if steps_left and run.config.precision.scale.mode == "auto" and not saved.has_scale:
         first = job.batches.step(*divmod(start.step, job.course.steps_per_epoch))[:1]
         calibrate(job, first)
@@ -248,18 +248,6 @@ def _train(job: Job, saved: SavedRun, start: Start) -> None:
     run.heartbeat.beat("finishing")
     finish(job, start.step, end, time.perf_counter() - began)
     run.heartbeat.beat("done")
-
-
-def _batches(job: Job, saved: SavedRun) -> Batches:
-    """The training batches of this rank; those of a stream continue where the checkpoint was taken."""
-    return training_batches(
-        job.data.train,
-        job.plan,
-        job.recipe.train_transform,
-        job.course.total_steps,
-        saved.stream,
-        partial(job.run.telemetry.decision, "resume"),
-    )
 
 
 def _first_step_done(run: Run, watchdog: Watchdog) -> None:

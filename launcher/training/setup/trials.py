@@ -14,6 +14,7 @@ micro-batch which just fits in half precision may be too large for it.
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,9 +38,8 @@ from launcher.training.job import Job
 def sizes_to_try(plan: BatchPlan, mixup: float = 0.0, total_steps: int = sys.maxsize) -> list[int]:
     """The sizes that differ in the number of micro-batches per step, largest first.
 
-    They are about twice the square root of a rank's share: 8 trials by halves decide for a share of up to
-    16,000. The last is 1, or larger where `mixup`, the alpha of the config, is not 0. `total_steps` are those
-    of the run.
+    They are about twice the square root of a rank's share, so that few trials by halves decide. The last is
+    1, or larger where `mixup`, the alpha of the config, is not 0. `total_steps` are those of the run.
     """
     share = plan.largest_share
     sizes = sorted({-(-share // number) for number in range(1, share + 1)}, reverse=True)
@@ -62,28 +62,19 @@ def _keeps_pairs(plan: BatchPlan, mixup: float, total_steps: int) -> bool:
 
 
 MOST_TRIALS = 8
+MOST_SIZES = 2 ** (MOST_TRIALS - 1)  # the first, and those of which so many trials by halves decide
 PASSES = 2  # per trial: the second adds to the sums of the first
 
 
-def largest_that_fits(
-    sizes: Sequence[int], fits: Callable[[int], bool], trials: int = MOST_TRIALS
-) -> int | None:
-    """The first of `sizes`, which fall, that `fits`, by at most so many calls; None where none does.
+def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The first of `sizes`, which fall, that `fits`, by at most MOST_TRIALS calls; None where none does.
 
-    The whole share comes first: it usually fits. The last call is for the last size if none has fitted yet.
+    The whole share comes first: it usually fits. Of very many sizes some are tried, the last among them.
     """
-    index, low, high = 0, 0, len(sizes)  # sizes before `low` do not fit, sizes from `high` on do
-    for left in reversed(range(trials)):
-        if fits(sizes[index]):
-            high = index
-        else:
-            low = index + 1
-        if low >= high:
-            break
-        index = (low + high) // 2
-        if high == len(sizes) and left == 1:
-            index = high - 1
-    return sizes[high] if high < len(sizes) else None
+    if len(sizes) > MOST_SIZES:
+        sizes = [sizes[at * (len(sizes) - 1) // (MOST_SIZES - 1)] for at in range(MOST_SIZES)]
+    at = 0 if fits(sizes[0]) else bisect_left(sizes, True, lo=1, key=fits)
+    return sizes[at] if at < len(sizes) else None
 
 
 @dataclass
