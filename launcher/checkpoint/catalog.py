@@ -56,6 +56,11 @@ class Found:
     damaged: tuple[Damage, ...] = ()
     snapshot: Snapshot | None = None
 
+    @property
+    def seen(self) -> str:
+        """What was skipped, as the end of an error."""
+        return f" Damaged: {', '.join(map(str, self.damaged))}." if self.damaged else ""
+
 
 def step_of(path: Path) -> int:
     """The step of a checkpoint, also of a renamed one."""
@@ -212,10 +217,11 @@ def agree(env: WorkerEnv, directory: Path, wish: str = AUTO, own_disks: bool = F
     # By this rank's own view of the directory, which may be mounted elsewhere than on rank 0.
     if path is not None and values["inside"]:
         path = directory / path.name
+    found = Found(path, damaged)
     with raised_on_all(env):
         if not env.is_leader:
-            _refuse_other_view(directory, path, values["digest"], damaged, wish, own_disks)
-    return Found(path, damaged)
+            _refuse_other_view(directory, found, values["digest"], wish, own_disks)
+    return found
 
 
 def _choice(directory: Path, wish: str) -> bytes:
@@ -247,10 +253,9 @@ def _choose(directory: Path, wish: str) -> Found:
             return own  # the same command after a stop resumes the run instead of starting over
     found = _demanded(Path(wish))
     if found.path is None:
-        seen = f" Damaged: {', '.join(map(str, found.damaged))}." if found.damaged else ""
         raise StorageError(
-            f"checkpoint.resume={wish}: there is no intact checkpoint.{seen} Give another one, or start "
-            "a new run with checkpoint.resume=never."
+            f"checkpoint.resume={wish}: there is no intact checkpoint.{found.seen} Give another one, or "
+            "start a new run with checkpoint.resume=never."
         )
     return found
 
@@ -272,19 +277,14 @@ def _demanded(path: Path) -> Found:
 
 
 def _refuse_other_view(
-    directory: Path,
-    path: Path | None,
-    digest: str | None,
-    damaged: tuple[Damage, ...],
-    wish: str,
-    own_disks: bool,
+    directory: Path, chosen: Found, digest: str | None, wish: str, own_disks: bool
 ) -> None:
     """Raise StorageError where this rank does not see what rank 0 has chosen."""
-    problems = []
+    path, problems = chosen.path, []
     try:
         if path is None or own_disks:
-            passed_over = {damage.name for damage in damaged}
-            others = [found for found in candidates(directory) if found.name not in passed_over]
+            passed_over = {damage.name for damage in chosen.damaged}
+            others = [other for other in candidates(directory) if other.name not in passed_over]
             last = step_of(path) if path is not None and path.parent == directory else -1
             if others and step_of(others[0]) > last and wish != NEVER:
                 problems = [f"{directory} holds {others[0].name}"]
@@ -295,15 +295,14 @@ def _refuse_other_view(
     except (LauncherError, OSError, ValueError) as error:
         problems = [str(error)]
     if problems:
-        chosen = "no checkpoint" if path is None else str(path)
         rule = (
             "With launch.hosts=mixed, rank 0 must be on the machine that has the newest one"
             if own_disks
             else "run.dir must be a directory that all machines share"
         )
         raise StorageError(
-            f"the ranks do not see the same checkpoints: rank 0 resumes from {chosen}, but on this "
-            f"rank {'; '.join(problems)}. {rule}."
+            f"the ranks do not see the same checkpoints: rank 0 resumes from {path or 'no checkpoint'}, but "
+            f"on this rank {'; '.join(problems)}. {rule}."
         )
 
 

@@ -92,11 +92,10 @@ def _choose(directory: Path, best: bool) -> Path:
     found = newest_intact(directory, rename_damaged=False)
     path = best_intact(directory) if best else found.path
     if path is None:
-        seen = f" Damaged: {', '.join(map(str, found.damaged))}." if found.damaged else ""
         what = "intact checkpoint with a metric" if best else "intact checkpoint"
         raise StorageError(
-            f"{directory} holds no {what}, so there is nothing to export.{seen} A run writes them every "
-            "checkpoint.every_s seconds or checkpoint.every_steps steps, and at its end."
+            f"{directory} holds no {what}, so there is nothing to export.{found.seen} A run writes them "
+            "every checkpoint.every_s seconds or checkpoint.every_steps steps, and at its end."
         )
     return path
 

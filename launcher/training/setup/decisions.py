@@ -53,41 +53,30 @@ def decisions(
     yield "batch", _division(plan)
     steps = config.train.total_steps(plan.steps_per_epoch)
     if not is_fused(config.optim.name):
-        yield (
-            "optimizer",
-            f"{config.optim.name}, a torch.optim.Optimizer on fp32 masters: correct, but not one pass",
-        )
+        text = f"{config.optim.name}, a torch.optim.Optimizer on fp32 masters: correct, but not one pass"
+        yield "optimizer", text
     else:
         reason = compiles_update(env.device, stepper.num_trainable, steps)[1]
         failure = stepper.compilation.reason
         yield "update", f"plain: {failure}" if failure else reason
     if (decay := config.ema.decay) is not None:
         passes = "" if config.ema.every_steps == 1 else f", one pass every {config.ema.every_steps} steps"
-        yield (
-            "ema",
-            f"evaluated and exported: the average of the weights, decay {decay:g} per applied step{passes}",
-        )
+        text = f"evaluated and exported: the average of the weights, decay {decay:g} per applied step{passes}"
+        yield "ema", text
     if (base := config.schedule.base_batch) is not None:
-        yield (
-            "learning rate",
-            f"{peak_rate(config):g}: optim.lr={config.optim.lr:g} x data.batch_size={config.data.batch_size} "
-            f"/ schedule.base_batch={base}",
-        )
+        factors = f"optim.lr={config.optim.lr:g} x data.batch_size={config.data.batch_size}"
+        yield "learning rate", f"{peak_rate(config):g}: {factors} / schedule.base_batch={base}"
     yield from parameter_groups(config.optim, recipe.groups, stepper.model).sentences
     yield "schedule", _schedule(config, recipe, rates_of(config, recipe, steps))
     if config.wire.overlap and shares_communicator(config, env):
-        yield (
-            "wire",
-            "gradients are reduced after the backward pass: model.sync_bn=true uses the same communicator",
-        )
+        text = "gradients are reduced after the backward pass: model.sync_bn=true uses the same communicator"
+        yield "wire", text
     if env.device.type == "cpu" and (threads := own_thread_count()):
         yield "threads", f"{threads} per rank, as OMP_NUM_THREADS says"
     if config.train.compile == BLOCKS:
-        yield (
-            "compile",
-            f"by block: {kinds_of_blocks(stepper.model)}; blocks of one class and shape share a graph. The "
-            "rest of the model and all evaluations run uncompiled",
-        )
+        shared = "blocks of one class and shape share a graph"
+        rest = "The rest of the model and all evaluations run uncompiled"
+        yield "compile", f"by block: {kinds_of_blocks(stepper.model)}; {shared}. {rest}"
     if config.train.compile is True and config.wire.overlap and env.world_size > 1:
         yield (
             "compile",
