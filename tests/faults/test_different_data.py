@@ -242,8 +242,8 @@ def test_a_schedule_that_differs_by_rank_ends_the_run_before_its_first_step(tmp_
     with Parent(tmp_path, "optim.lr=0.1", "train.epochs=1") as parent:
         assert parent.end() == ConfigError.exit_code
         assert re.search(
-            r"^error: the recipe's schedule gives different learning rates on the ranks: 0\.1 to 0\.1 "
-            r"\(digest \w+\) on rank 0; 0\.2 to 0\.2 \(digest \w+\) on rank 1\. It must return",
+            r"^error: the ranks were given different models or settings.* on rank\(s\) 1 learning_rates is "
+            r"\(0\.2, 0\.2, 0\.2, 0\.2\), not \(0\.1, 0\.1, 0\.1, 0\.1\)\. ",
             parent.stderr,
             re.MULTILINE,
         ), parent.stderr

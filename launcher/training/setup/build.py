@@ -19,7 +19,6 @@ from launcher.config.optimizers import OPTIMIZERS, CommonConfig, OptimConfig, Ow
 from launcher.config.rules import BLOCKS, SCHEDULES
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
-from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import (
     SGD,
@@ -39,7 +38,7 @@ from launcher.errors import ConfigError
 from launcher.recipe.contract import Recipe
 from launcher.recipe.registry import look_up, registry_of
 from launcher.training.setup.compilation import repeated_blocks
-from launcher.training.setup.lr_schedule import course_of, learning_rates, own_rates, refuse_other_rates
+from launcher.training.setup.lr_schedule import learning_rates, own_rates
 from launcher.training.setup.parameter_groups import parameter_groups
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -172,11 +171,8 @@ def named_schedule(config: Config) -> str:
 def build_stepper(
     config: Config, env: WorkerEnv, recipe: Recipe, model: nn.Module, plan: BatchPlan, total_steps: int
 ) -> Stepper:
-    """The Stepper of the config. A collective. ConfigError, on all ranks, if their learning rates differ."""
+    """The Stepper of the config. A collective."""
     optim = config.optim
-    rates = rates_of(config, recipe, total_steps)
-    if recipe.schedule is not None:  # the recipe's code; what the config gives is the same on all ranks
-        refuse_other_rates(exchange_texts(env, course_of(rates)), named_schedule(config))
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
     emulate = config.precision.emulate
     grouped = parameter_groups(optim, recipe.groups, model)
@@ -190,7 +186,7 @@ def build_stepper(
         scaling=build_scaling(config),
         wire=build_wire(config, env),
         clip_norm=optim.clip_norm,
-        learning_rates=rates,
+        learning_rates=rates_of(config, recipe, total_steps),
         micro_batches=plan.micro_batches,
         emulate=None if emulate == "auto" else bool(emulate),
         compiled=compiles_update(env.device, numel, total_steps)[0],

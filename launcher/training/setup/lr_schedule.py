@@ -6,16 +6,12 @@ of a schedule of the recipe's own, with the checks of what it returns.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from numbers import Real
 
-from launcher.errors import ConfigError, listed
+from launcher.errors import ConfigError
 from launcher.recipe.checks import refuse_other_arguments
-
-SHOWN = 4  # different courses that an error lists
 
 # Each maps the share of the run after warm-up, 0 <= x < 1, to the share of the peak rate.
 _SHAPES: dict[str, Callable[[float], float]] = {
@@ -63,26 +59,6 @@ def own_rates(schedule: Callable[[int, int], float], name: str, peak: float, ste
             "factor below 1 to 0."
         )
     return rates
-
-
-def course_of(rates: Sequence[float]) -> str:
-    """A text that is equal for equal learning rates: the first, the last, and a digest of their bits."""
-    digest = hashlib.sha256(array("d", rates).tobytes()).hexdigest()[:12]
-    return f"{rates[0]:g} to {rates[-1]:g} (digest {digest})" if rates else ""
-
-
-def refuse_other_rates(by_rank: Sequence[str], name: str) -> None:
-    """Raise ConfigError unless the texts of `course_of` are equal on all ranks."""
-    ranks: dict[str, list[int]] = {}
-    for rank, course in enumerate(by_rank):
-        ranks.setdefault(course, []).append(rank)
-    if len(ranks) > 1:
-        found = [f"{course} on rank {', '.join(map(str, on))}" for course, on in ranks.items()]
-        raise ConfigError(
-            f"{name} gives different learning rates on the ranks: {listed(found, SHOWN, '; ')}. It must "
-            "return the same factors on every rank: let it depend on (step, total) only, not on the rank, "
-            "the time, or random numbers without a seed."
-        )
 
 
 def _onecycle(step: int, steps: int, warmup: int) -> float:
