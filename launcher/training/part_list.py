@@ -45,8 +45,8 @@ def parts_of(
     What a part measures on this rank, or is given by it, may differ; which parts there are may not.
     """
     run, config, course, several = job.run, job.run.config, job.course, job.run.env.world_size > 1
-    inspector = DivergenceInspector(run.stepper, job.recipe.loss, lambda: job.batches, run.env)
-    rescue, trained = Rescue(run, inspector), TrainingMetrics(job.answers)
+    inspector, trained = DivergenceInspector(job), TrainingMetrics(job.answers)
+    rescue = Rescue(run, inspector)
     trial = BucketTrial(
         run.stepper, run.env.world_size, course.total_steps, config.wire.shard, run.telemetry.decision
     )

@@ -14,12 +14,10 @@ from functools import partial
 from operator import attrgetter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from launcher.data.tensors import Batch, Batches
+from launcher.data.tensors import Batch
 from launcher.distributed.collectives import exchange_texts
-from launcher.distributed.env import WorkerEnv
-from launcher.engine import Stepper
 from launcher.engine.diagnostics.nonfinite import (
     BackwardDiagnosis,
     Diagnosis,
@@ -30,7 +28,7 @@ from launcher.engine.diagnostics.nonfinite import (
 )
 from launcher.engine.flat.names import named_parameters
 from launcher.errors import described, listed
-from launcher.recipe.contract import Loss
+from launcher.training.job import Job
 from launcher.training.progress import Position
 
 NOTHING = 2**64 - 1  # the order of a rank that found nothing: after all others
@@ -53,22 +51,11 @@ ORDER = attrgetter("order")
 
 
 class DivergenceInspector:
-    """Finds what made the loss or the gradient of a step not finite.
+    """Finds what made the loss or the gradient of a step not finite."""
 
-    `batches` returns those of the run, which are made after this.
-    """
-
-    def __init__(
-        self,
-        stepper: Stepper,
-        loss: Callable[[nn.Module, Batch], Loss],
-        batches: Callable[[], Batches],
-        env: WorkerEnv,
-    ) -> None:
-        self._stepper = stepper
-        self._loss = loss
-        self._batches = batches
-        self._env = env
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._stepper = job.run.stepper
 
     def broken_weights(self) -> str:
         """The weights that are not finite, each with its master's value; empty if all are finite.
@@ -101,7 +88,7 @@ class DivergenceInspector:
         rank which has the earliest. A collective.
         """
         first = min(self._of_all_ranks(partial(self._first_overflow, position)), key=ORDER)
-        self._batches().take_bad()  # counted when the step was taken
+        self._job.batches.take_bad()  # counted when the step was taken
         return first if first.module else None
 
     def _of_all_ranks(self, inspect: Callable[[], Evidence]) -> list[Evidence]:
@@ -111,13 +98,13 @@ class DivergenceInspector:
         except Exception as error:  # after any error, because the other ranks wait in the exchange below
             # After what other ranks have found, but before those that found nothing, so that it is shown.
             own = Evidence(NOTHING - 1, f"the batch could not be run again: {described(error)}")
-        texts = exchange_texts(self._env, json.dumps(asdict(own)))
+        texts = exchange_texts(self._job.run.env, json.dumps(asdict(own)))
         return [Evidence(**json.loads(text)) for text in texts]
 
     def _first_overflow(self, position: Position) -> Evidence:
         """Evidence without a module where the cause is something else."""
         found = [Evidence(NOTHING, "")]
-        for number, batch in enumerate(self._batches().step(position.epoch, position.step_of_epoch)):
+        for number, batch in enumerate(self._job.batches.step(position.epoch, position.step_of_epoch)):
             origin = self._run(batch)[0].origin  # of all micro-batches: collectives within modules match
             if any(map(nonfinite_rows, batch.values())):
                 found.append(Evidence(number << 32, ""))
@@ -127,7 +114,7 @@ class DivergenceInspector:
 
     def _inspect(self, position: Position, backward: bool) -> Evidence:
         """Run all of this rank's micro-batches again, so that collectives within modules match."""
-        batches = self._batches()
+        batches = self._job.batches
         micro_batches = batches.step(position.epoch, position.step_of_epoch)
         found: list[Evidence] = []
         by_batch = zip(micro_batches, batches.latest_indices(), strict=True)
@@ -150,7 +137,7 @@ class DivergenceInspector:
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         with self._stepper.forward():
-            return self._loss(self._stepper.model, batch).sum
+            return self._job.recipe.loss(self._stepper.model, batch).sum
 
 
 def evidence_of(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,7 +53,9 @@ def explain(env: WorkerEnv, planted: int, transform_fails: bool, backward: bool 
         reference_count=8,
     )
     before = state_digest(stepper)
-    text = DivergenceInspector(stepper, loss, lambda: batches, env).explain(
+    run, recipe = SimpleNamespace(stepper=stepper, env=env), SimpleNamespace(loss=loss)
+    job = SimpleNamespace(run=run, recipe=recipe, batches=batches)
+    text = DivergenceInspector(cast(Any, job)).explain(
         Position(EPOCH, STEP - 1, EPOCH * plan.steps_per_epoch + STEP), range(env.world_size), backward
     )
     return text, state_digest(stepper) == before
