@@ -11,7 +11,6 @@ import re
 import time
 import unicodedata
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,12 @@ from launcher.distributed.messages import content_of, message_of
 from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.errors import RecipeError
 from launcher.evaluation.evaluate import evaluating
-from launcher.recipe.contract import Recipe
 from launcher.run_dir.atomic import encodable, make_folder, write_content
 from launcher.run_dir.records import PICTURES
 from launcher.telemetry.events import AfterEvaluationEvent
 from launcher.training.device import seed_generators
 from launcher.training.failures.recipe_errors import guarding
+from launcher.training.job import Job
 from launcher.training.progress import Position
 from launcher.training.replicas import checksums
 from launcher.training.run import Run
@@ -42,74 +41,70 @@ BEATS_PER_STALL = 4.0  # several within launch.stall_s, because calls of the mod
 MAX_STEM_BYTES = 150  # a file name has room for 255, with the step
 
 
-@dataclass
-class AfterEvaluation:
-    """Calls the recipe's function on rank 0 while the other ranks wait. Does nothing without one."""
+def show(job: Job, position: Position) -> None:
+    """Report what the recipe's function returns, which rank 0 calls while the others wait.
 
-    run: Run
-    recipe: Recipe
-    model: nn.Module
+    Does nothing without one. A collective; raises on all ranks alike.
+    """
+    run = job.run
+    if job.recipe.after_evaluation is None:
+        return
+    if run.env.is_leader:
+        told = message_of(partial(_call_and_report, job, position))
+        send_to_all(run.env, told, sender=LEADER)
+    else:
+        while (told := send_to_all(run.env, b"", sender=LEADER)) == STILL_AT_WORK:
+            run.heartbeat.beat("evaluation")
+    content_of(told)
 
-    def show(self, position: Position) -> None:
-        """Report what the function returns. A collective; raises on all ranks alike."""
-        if self.recipe.after_evaluation is None:
-            return
-        if self.run.env.is_leader:
-            told = message_of(partial(self._call_and_report, position))
-            send_to_all(self.run.env, told, sender=LEADER)
-        else:
-            while (told := send_to_all(self.run.env, b"", sender=LEADER)) == STILL_AT_WORK:
-                self.run.heartbeat.beat("evaluation")
-        content_of(told)
 
-    def _call_and_report(self, position: Position) -> bytes:
-        found = self._call(position)
-        with guarding("what the recipe's after_evaluation returned", self.run.logs_of_failure):
-            self._report(found, position)
-        return b""
-
-    def _call(self, position: Position) -> object:
-        """What the function returns. The model's calls are signs of life: a long text takes many of them."""
-        assert self.recipe.after_evaluation is not None
-        device, model = self.run.env.device, self.model
-        generators, before = states(device), _digests(model)
-        # By the step, so that a resumed run shows the same.
-        seed_generators(self.run.config.seed + position.step)
-        hook = model.register_forward_pre_hook(_SignOfLife(self.run))
-        try:
-            with evaluating(model), torch.no_grad(), self.run.stepper.forward():
-                found = self.recipe.after_evaluation(model, position)
-        finally:
-            hook.remove()
-            restore_states(generators, device)
-        if _digests(model) != before:
-            raise RecipeError(
-                "the recipe's after_evaluation has changed weights or buffers of the model, on rank 0 alone. "
-                "It may only read them: work on a copy.deepcopy of the model."
-            )
-        return found
-
-    def _report(self, found: object, position: Position) -> None:
+def _call_and_report(job: Job, position: Position) -> bytes:
+    found = _call(job, position)
+    with guarding("what the recipe's after_evaluation returned", job.run.logs_of_failure):
         texts, numbers, pictures = sorted_by_kind(found)
-        written = self._written(pictures, position.step)
-        self.run.telemetry.emit(
+        written = _written(job.run, pictures, position.step)
+        job.run.telemetry.emit(
             AfterEvaluationEvent(
                 position.step, epoch=position.epoch, texts=texts, numbers=numbers, pictures=written
             )
         )
+    return b""
 
-    def _written(self, pictures: Mapping[str, bytes], step: int) -> dict[str, str]:
-        """The paths of the pictures' files. One that cannot be written is a warning."""
-        folder, found = Path(self.run.config.run.dir) / PICTURES, {}
-        for name, stem in file_stems(pictures).items():
-            path = folder / f"{stem}-{step:08d}.png"
-            try:
-                make_folder(folder)
-                write_content(path, pictures[name])
-                found[name] = str(path)
-            except OSError as error:
-                self.run.telemetry.warn(f"the picture {name} cannot be written to {path}: {error}")
-        return found
+
+def _call(job: Job, position: Position) -> object:
+    """What the function returns. The model's calls are signs of life: a long text takes many of them."""
+    assert job.recipe.after_evaluation is not None
+    run, model, device = job.run, job.model, job.run.env.device
+    generators, before = states(device), _digests(model)
+    # By the step, so that a resumed run shows the same.
+    seed_generators(run.config.seed + position.step)
+    hook = model.register_forward_pre_hook(_SignOfLife(run))
+    try:
+        with evaluating(model), torch.no_grad(), run.stepper.forward():
+            found = job.recipe.after_evaluation(model, position)
+    finally:
+        hook.remove()
+        restore_states(generators, device)
+    if _digests(model) != before:
+        raise RecipeError(
+            "the recipe's after_evaluation has changed weights or buffers of the model, on rank 0 alone. "
+            "It may only read them: work on a copy.deepcopy of the model."
+        )
+    return found
+
+
+def _written(run: Run, pictures: Mapping[str, bytes], step: int) -> dict[str, str]:
+    """The paths of the pictures' files. One that cannot be written is a warning."""
+    folder, found = Path(run.config.run.dir) / PICTURES, {}
+    for name, stem in file_stems(pictures).items():
+        path = folder / f"{stem}-{step:08d}.png"
+        try:
+            make_folder(folder)
+            write_content(path, pictures[name])
+            found[name] = str(path)
+        except OSError as error:
+            run.telemetry.warn(f"the picture {name} cannot be written to {path}: {error}")
+    return found
 
 
 def file_stems(names: Iterable[str]) -> dict[str, str]:

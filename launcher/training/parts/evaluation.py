@@ -27,7 +27,7 @@ from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import EvalEvent
-from launcher.training.after_evaluation import AfterEvaluation
+from launcher.training import after_evaluation
 from launcher.training.device import free_memory
 from launcher.training.failures.recipe_errors import guarding
 from launcher.training.job import Job
@@ -76,7 +76,7 @@ class Evaluator:
         try:
             with self._plain(), nullcontext() if average is None else average.in_model():
                 self.latest = {name: self._evaluate(name, position, trained) for name in self.data}
-                AfterEvaluation(self.run, self.recipe, self.model).show(position)
+                after_evaluation.show(self.job, position)
         except EvaluationStopped:
             self.run.votes.agree(Question.STOP)
             return None

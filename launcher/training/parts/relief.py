@@ -25,7 +25,7 @@ from launcher.training.answers import Kept
 from launcher.training.device import free_memory
 from launcher.training.job import Job
 from launcher.training.progress import Position
-from launcher.training.setup.trials import Trials, half_of
+from launcher.training.setup.trials import half_of, search
 
 log = logging.getLogger("launcher")
 
@@ -87,7 +87,7 @@ class Relief:
             run.telemetry.decision("micro-batch", f"{before.size} per rank, as in the run so far")
             size = before.size
         elif wish == "auto" and steps_left:
-            size = Trials(job).search()
+            size = search(job)
         else:
             self.micro_batch = None
             return

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -77,80 +77,80 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int 
     return sizes[at] if at < len(sizes) else None
 
 
-@dataclass
-class Trials:
-    """Tries micro-batches of a run that has not begun. All ranks make the same trials."""
+def search(job: Job) -> int:
+    """The largest micro-batch that fits on all ranks, of a run that has not begun.
 
-    job: Job
-
-    def search(self) -> int:
-        """The largest size that fits on all ranks. A collective; raises OutOfMemoryError on all ranks."""
-        tried: dict[int, str] = {}
-        config, plan = self.job.run.config, self.job.plan
-        sizes = sizes_to_try(plan, config.data.augment.mixup, self.job.course.total_steps)
-        # cuDNN would time its algorithms anew for the shapes of each trial.
-        tunes, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-        try:
-            size = largest_that_fits(sizes, lambda size: self._fits(size, tried))
-        finally:
-            torch.backends.cudnn.benchmark = tunes
-        last = next(reversed(tried.values()))
-        if size is None:
-            raise OutOfMemoryError(
-                f"data.micro_batch=auto: not even {counted(sizes[-1], 'sample')} per rank and forward pass "
-                f"fits in memory: {last}. Choose a smaller model or smaller samples, divide the optimizer's "
-                "states among the ranks with wire.shard=true, or use devices with more memory."
-            )
-        too_large = min((each for each, failure in tried.items() if failure), default=None)
-        parts = replace(plan, micro_batch=size).micro_batches
-        way = " of the model without train.compile" if config.train.compile else ""
-        self.job.run.telemetry.decision(
-            "micro-batch",
-            f"data.micro_batch=auto: {size} per rank and forward pass"
-            + (f"; {too_large} do not fit" if too_large else ", the whole share of a rank")
-            + f" ({counted(len(tried), 'trial')}{way}). The update stays that of {plan.batch_size} samples, "
-            f"in up to {counted(parts, 'micro-batch', 'es')} per rank",
-            micro_batch=size,
-            tried=[[each, not failure] for each, failure in tried.items()],
+    A collective: all ranks make the same trials. Raises OutOfMemoryError on all ranks.
+    """
+    tried: dict[int, str] = {}
+    config, plan = job.run.config, job.plan
+    sizes = sizes_to_try(plan, config.data.augment.mixup, job.course.total_steps)
+    # cuDNN would time its algorithms anew for the shapes of each trial.
+    tunes, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    try:
+        size = largest_that_fits(sizes, lambda size: _fits(job, size, tried))
+    finally:
+        torch.backends.cudnn.benchmark = tunes
+    last = next(reversed(tried.values()))
+    if size is None:
+        raise OutOfMemoryError(
+            f"data.micro_batch=auto: not even {counted(sizes[-1], 'sample')} per rank and forward pass "
+            f"fits in memory: {last}. Choose a smaller model or smaller samples, divide the optimizer's "
+            "states among the ranks with wire.shard=true, or use devices with more memory."
         )
-        return size
+    too_large = min((each for each, failure in tried.items() if failure), default=None)
+    parts = replace(plan, micro_batch=size).micro_batches
+    way = " of the model without train.compile" if config.train.compile else ""
+    job.run.telemetry.decision(
+        "micro-batch",
+        f"data.micro_batch=auto: {size} per rank and forward pass"
+        + (f"; {too_large} do not fit" if too_large else ", the whole share of a rank")
+        + f" ({counted(len(tried), 'trial')}{way}). The update stays that of {plan.batch_size} samples, "
+        f"in up to {counted(parts, 'micro-batch', 'es')} per rank",
+        micro_batch=size,
+        tried=[[each, not failure] for each, failure in tried.items()],
+    )
+    return size
 
-    def _fits(self, size: int, tried: dict[int, str]) -> bool:
-        """Whether it fits on all ranks. `tried` gets why not, by rank; empty if it does."""
-        self.job.run.heartbeat.beat("trying micro-batches")
-        failure = self._failure(replace(self.job.plan, micro_batch=size), smaller=bool(tried))
-        texts = exchange_texts(self.job.run.env, failure)
-        tried[size] = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-        return not tried[size]
 
-    def _failure(self, plan: BatchPlan, smaller: bool) -> str:
-        """What this rank ran out of in a step of `plan`; empty if nothing.
+def _fits(job: Job, size: int, tried: dict[int, str]) -> bool:
+    """Whether it fits on all ranks. `tried` gets why not, by rank; empty if it does."""
+    job.run.heartbeat.beat("trying micro-batches")
+    failure = _failure(job, replace(job.plan, micro_batch=size), smaller=bool(tried))
+    texts = exchange_texts(job.run.env, failure)
+    tried[size] = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+    return not tried[size]
 
-        Raises other errors, unless it is a `smaller` one than has run out: it may be too small for a batch
-        norm, which needs two samples.
-        """
-        run, failure = self.job.run, ""
-        generators = states(run.env.device)
-        try:
-            self._pass(plan)
-        except Exception as error:
-            failure = _shortage(error, smaller)
-        # Whether it fitted or not: all ranks drop the step, by the same collectives.
-        run.stepper.abandon()
-        restore_states(generators, run.env.device)
-        free_memory(run.env.device)
-        return failure
 
-    def _pass(self, plan: BatchPlan) -> None:
-        """The passes of a step, but not compiled: that would take minutes for each size."""
-        job, stepper = self.job, self.job.run.stepper
-        stepper.set_micro_batches(plan.micro_batches)
-        job.model.train()
-        batches = trial_batches(job.data.train, plan, job.recipe.train_transform, PASSES)
-        for batch in batches[:PASSES]:
-            with stepper.forward():
-                of_batch = loss_of(job.recipe.loss, job.model, batch)
-            stepper.backward(of_batch.sum, of_batch.count)
+def _failure(job: Job, plan: BatchPlan, smaller: bool) -> str:
+    """What this rank ran out of in a step of `plan`; empty if nothing.
+
+    Raises other errors, unless it is a `smaller` one than has run out: it may be too small for a batch
+    norm, which needs two samples.
+    """
+    run, failure = job.run, ""
+    generators = states(run.env.device)
+    try:
+        _pass(job, plan)
+    except Exception as error:
+        failure = _shortage(error, smaller)
+    # Whether it fitted or not: all ranks drop the step, by the same collectives.
+    run.stepper.abandon()
+    restore_states(generators, run.env.device)
+    free_memory(run.env.device)
+    return failure
+
+
+def _pass(job: Job, plan: BatchPlan) -> None:
+    """The passes of a step, but not compiled: that would take minutes for each size."""
+    stepper = job.run.stepper
+    stepper.set_micro_batches(plan.micro_batches)
+    job.model.train()
+    batches = trial_batches(job.data.train, plan, job.recipe.train_transform, PASSES)
+    for batch in batches[:PASSES]:
+        with stepper.forward():
+            of_batch = loss_of(job.recipe.loss, job.model, batch)
+        stepper.backward(of_batch.sum, of_batch.count)
 
 
 def _shortage(error: Exception, smaller: bool) -> str:

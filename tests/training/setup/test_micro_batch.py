@@ -12,7 +12,8 @@ import torch
 from launcher.data.batch_plan import BatchPlan
 from launcher.recipe.training_aids import refuse_split_pairs
 from launcher.training.progress import Course
-from launcher.training.setup.trials import MOST_TRIALS, Trials, half_of, largest_that_fits, sizes_to_try
+from launcher.training.setup import trials
+from launcher.training.setup.trials import MOST_TRIALS, half_of, largest_that_fits, sizes_to_try
 from tests.configs import composed
 
 
@@ -81,24 +82,21 @@ def test_samples_that_are_mixed_in_pairs_stay_together() -> None:
         refuse_split_pairs(plan_of(36, size, ranks=3), 0.2, 100)
 
 
-class Asked(Trials):
-    """Notes whether cuDNN would time its algorithms in a trial; only one sample fits."""
+def test_cudnn_times_its_algorithms_only_for_the_size_that_is_chosen(monkeypatch) -> None:
+    tuned: list[bool] = []
 
-    def _fits(self, size: int, tried: dict[int, str]) -> bool:
+    def fits(job: object, size: int, tried: dict[int, str]) -> bool:
+        """Only one sample fits."""
         tuned.append(torch.backends.cudnn.benchmark)
         tried[size] = "" if size == 1 else "memory"
         return size == 1
 
-
-tuned: list[bool] = []
-
-
-def test_cudnn_times_its_algorithms_only_for_the_size_that_is_chosen(monkeypatch) -> None:
+    monkeypatch.setattr(trials, "_fits", fits)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     telemetry = SimpleNamespace(decision=lambda *words, **values: None)
     run = SimpleNamespace(config=composed("data.batch_size=8"), telemetry=telemetry)
     job = SimpleNamespace(run=run, plan=plan_of(8), course=Course(1, 1, 1))
-    assert Asked(cast(Any, job)).search() == 1
+    assert trials.search(cast(Any, job)) == 1
     assert len(tuned) > 1
     assert not any(tuned)
     assert torch.backends.cudnn.benchmark
