@@ -43,12 +43,10 @@ def export(
 
     `averaged`: of a run with a moving average of its weights take that, with which it was evaluated.
 
-    Floating-point tensors become `dtype`, others stay as they are. `model.load_state_dict(load_file(file))`
-    loads the result. Raises ConfigError for invalid arguments, StorageError where no checkpoint is intact or
-    `file` cannot be written.
+    Floating-point tensors become `dtype`, one of DTYPES, others stay as they are.
+    `model.load_state_dict(load_file(file))` loads the result. Raises ConfigError for invalid arguments,
+    StorageError where no checkpoint is intact or `file` cannot be written.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"export: dtype={dtype} must be one of {', '.join(DTYPES)}.")
     _refuse_paths(run_dir, file)
     checkpoint = _choose(run_dir / FOLDER, best)
     snapshot = load(checkpoint)

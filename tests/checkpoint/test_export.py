@@ -116,8 +116,6 @@ def test_nothing_to_export(tmp_path: Path, best) -> None:
         export(tmp_path, tmp_path / "w", best=best)
     with pytest.raises(ConfigError, match="there is no such directory"):
         export(tmp_path / "nowhere", tmp_path / "w")
-    with pytest.raises(ConfigError, match="must be one of fp32, fp16"):
-        export(tmp_path, tmp_path / "w", "bf16")
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

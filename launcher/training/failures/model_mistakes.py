@@ -9,6 +9,7 @@ import dis
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from traceback import walk_tb
 from types import CodeType, TracebackType
 from typing import Any
 
@@ -50,10 +51,9 @@ def module_given(error: BaseException) -> str:
 
 def _locals(traceback: TracebackType | None) -> Iterator[dict[str, Any]]:
     """The local variables of each call of a module, outermost first."""
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_name == "_call_impl":  # of nn.Module: self, *args, **kwargs
-            yield traceback.tb_frame.f_locals
-        traceback = traceback.tb_next
+    for frame, _ in walk_tb(traceback):
+        if frame.f_code.co_name == "_call_impl":  # of nn.Module: self, *args, **kwargs
+            yield frame.f_locals
 
 
 def _sizes(module: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""Ends a run whose data set cannot read more training samples than data.max_bad, on all ranks alike."""
+"""Ends a run whose data sets cannot read more samples than data.max_bad, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from launcher.training.run import Run
 from launcher.training.votes import Question
 
 
+def report_unreadable(run: Run, text: str, count: int) -> None:
+    """Warn of `count` samples that were left out, as `text` says; DataError where these are too many."""
+    limit, logs = run.config.data.max_bad, "logs/rank*.log names each with its error"
+    if count > limit:
+        raise DataError(f"{text}, more than data.max_bad={limit}. Correct or remove them: {logs}.")
+    run.telemetry.warn(f"{text} and were left out; {logs}.")
+
+
 class BadSamples:
-    """Counts the samples that this process has left out, over all ranks."""
+    """Counts the training samples that this process has left out, over all ranks."""
 
     def __init__(self, run: Run) -> None:
-        self._telemetry = run.telemetry
-        self._max_bad = run.config.data.max_bad
+        self._run = run
         self._total = 0
 
     def after_step(self, position: Position, report: StepReport) -> None:
-        if not (bad := report.votes[Question.BAD_SAMPLES]):
-            return
-        self._total += bad
-        text = f"{counted(self._total, 'training sample')} could not be read by step {position.step}"
-        logs = "logs/rank*.log names each with its error"
-        if self._total > self._max_bad:
-            limit = f"more than data.max_bad={self._max_bad}"
-            raise DataError(f"{text}, {limit}. Correct or remove them: {logs}.")
-        self._telemetry.warn(f"{text} and were left out, {bad} of them in this step; {logs}.")
+        if bad := report.votes[Question.BAD_SAMPLES]:
+            self._total += bad
+            text = f"{counted(self._total, 'training sample')} could not be read by step {position.step}"
+            report_unreadable(self._run, f"{text} ({bad} of them in this step)", self._total)

@@ -19,7 +19,7 @@ from launcher.config.rules import BLOCKS
 from launcher.data.sources import ONLY_SET, set_title
 from launcher.data.tensors import Batch
 from launcher.engine.uncompiled import uncompiled
-from launcher.errors import DataError, counted
+from launcher.errors import counted
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.evaluate import Evaluation, EvaluationStopped, Pass, evaluate, rehearse
@@ -31,6 +31,7 @@ from launcher.training import after_evaluation
 from launcher.training.device import free_memory
 from launcher.training.failures.recipe_errors import guarding
 from launcher.training.job import Job
+from launcher.training.parts.bad_samples import report_unreadable
 from launcher.training.parts.training_metrics import HIGHER_IS_BETTER, TrainingMetrics
 from launcher.training.progress import Measured, Position
 from launcher.training.votes import Question
@@ -200,7 +201,9 @@ class Evaluator:
                 f"{set_title(name)} set are NaN, so metrics computed from them are meaningless. Check "
                 "the input for NaN, or lower optim.lr."
             )
-        self._report_unreadable(set_title(name), found.unreadable)
+        if bad := found.unreadable:
+            text = f"{counted(bad, 'sample')} of the {set_title(name)} set could not be read"
+            report_unreadable(self.run, text, bad)
         telemetry.emit(
             EvalEvent(
                 position.step,
@@ -218,16 +221,6 @@ class Evaluator:
             )
         )
         return found
-
-    def _report_unreadable(self, title: str, count: int) -> None:
-        """Raise DataError, on all ranks alike, where more samples were left out than may be."""
-        limit = self.run.config.data.max_bad
-        text = f"{counted(count, 'sample')} of the {title} set could not be read"
-        logs = "logs/rank*.log names each with its error."
-        if count > limit:
-            raise DataError(f"{text}, more than data.max_bad={limit}: {logs}")
-        if count:
-            self.run.telemetry.warn(f"{text} and were left out: {logs}")
 
     def _pass(self, name: str, phase: str) -> Pass:
         """A pass over a set. Each batch is a sign of life, since a large set may exceed a phase's limit.
