@@ -7,7 +7,7 @@ many at a time, since a call takes longer than a small batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -39,12 +39,14 @@ class SinceEvaluation:
 
 
 class Kept(NamedTuple):
-    """What `Answers` had at one time: its counts, and the first so many pairs of a list that only grows."""
+    """What has been counted, and what is yet to be compared. Never changed, but replaced by another one."""
 
-    counts: Tensor | None
-    pairs: list[tuple[Tensor, Tensor]]
-    num_pairs: int
-    num_labels: int
+    counts: Tensor | None = None  # int64 [2] on the device: right, and all
+    pairs: tuple[tuple[Tensor, Tensor], ...] = ()  # predicted classes and labels
+    num_labels: int = 0  # in the pairs
+
+
+NOTHING = Kept()
 
 
 @dataclass
@@ -52,14 +54,13 @@ class Answers:
     """Counts, for a recipe with classes, the training samples whose largest logit was that of the label.
 
     Counts nothing where the loss returns other outputs than logits [n, classes, ...] or predicted classes
-    [n, ...], or where the labels are no whole numbers (mixed ones, say). Labels below 0 are left out.
+    [n, ...], or where the labels are no whole numbers (mixed ones, say). Labels below 0 are left out. To set
+    `kept` to an earlier value forgets what has been counted since then.
     """
 
     env: WorkerEnv
     label: str | None  # the column with the true class; None: there are no classes
-    _counts: Tensor | None = None  # int64 [2] on the device: right, and all
-    _kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # predicted and labels, not yet counted
-    _num_kept: int = 0  # labels
+    kept: Kept = NOTHING  # since the last `add_to`
 
     @classmethod
     def of(cls, recipe: Recipe, env: WorkerEnv) -> Answers:
@@ -81,37 +82,26 @@ class Answers:
             return
         if labels.ndim != 1:
             predicted, labels = predicted.flatten(), labels.flatten()
-        self._kept.append((predicted, labels.clone()))  # a data set may fill the same memory again
-        self._num_kept += labels.numel()
-        if self._num_kept >= AT_ONCE or len(self._kept) == MOST_KEPT:
-            self._compare()
+        counts, pairs, num_labels = self.kept
+        pairs = (*pairs, (predicted, labels.clone()))  # a data set may fill the same memory again
+        self.kept = Kept(counts, pairs, num_labels + labels.numel())
+        if self.kept.num_labels >= AT_ONCE or len(pairs) == MOST_KEPT:
+            self.kept = Kept(self._compared())
 
-    def _compare(self) -> None:
-        """Count what is kept."""
-        if not self._kept:
-            return
-        predicted = torch.cat([each for each, _ in self._kept])
-        labels = torch.cat([each for _, each in self._kept])
-        counts = torch.stack([(predicted == labels).sum(), (labels >= 0).sum()])
-        self._counts = counts if self._counts is None else self._counts + counts
-        self._kept = []  # not cleared: `kept` may have returned the list
-        self._num_kept = 0
-
-    def kept(self) -> Kept:
-        """What has been counted since the last `add_to`, for `restore`. Copies nothing."""
-        return Kept(self._counts, self._kept, len(self._kept), self._num_kept)
-
-    def restore(self, kept: Kept) -> None:
-        """Forget what has been counted since `kept` was called."""
-        self._counts, self._num_kept = kept.counts, kept.num_labels
-        self._kept = kept.pairs[: kept.num_pairs]
+    def _compared(self) -> Tensor | None:
+        """All counts, with those of the pairs."""
+        counts, pairs, _ = self.kept
+        if not pairs:
+            return counts
+        predicted, labels = (torch.cat(each) for each in zip(*pairs, strict=True))
+        found = torch.stack([(predicted == labels).sum(), (labels >= 0).sum()])
+        return found if counts is None else counts + found
 
     def add_to(self, since: SinceEvaluation) -> None:
         """Add what all ranks have counted, and begin anew. A collective."""
         if self.label is None:
             return
-        self._compare()
-        counts, self._counts = self._counts, None
+        counts, self.kept = self._compared(), NOTHING
         if counts is None:
             counts = torch.zeros(2, dtype=torch.int64, device=self.env.device)
         all_reduce(counts, self.env.group)

@@ -79,10 +79,10 @@ def test_what_is_counted_after_a_step_that_is_dropped_is_forgotten(more) -> None
     for right in (5, 3):
         for _ in range(right):
             answers.count(Loss(torch.zeros(()), 1, torch.tensor([1])), {"label": torch.tensor([1])})
-        kept = answers.kept()
+        kept = answers.kept
         for _ in range(more):
             answers.count(Loss(torch.zeros(()), 1, torch.tensor([0])), {"label": torch.tensor([1])})
-        answers.restore(kept)
+        answers.kept = kept
     answers.add_to(since)
     assert (since.right, since.answered) == (8, 8)
 

@@ -93,7 +93,10 @@ def plain(value: Any) -> Any:
     return type(value).__name__
 
 
-SHARED = {"Run", "Job", "Parts", "Answers", "SavedRun", "Course", "Rescue", "TrainingMetrics", "Reports"}
+SHARED = {
+    *("Run", "Job", "Parts", "Answers", "SavedRun", "Course", "Rescue", "TrainingMetrics", "Reports"),
+    "DivergenceInspector",  # which keeps the job alone
+}
 
 
 def kept(part: object) -> dict[str, Any]:

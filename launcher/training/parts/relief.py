@@ -115,7 +115,7 @@ class Relief:
         """Keep what the passes of a step change besides the state of the Stepper."""
         if self._keeps:
             of_gpu = None if self._gpu is None else torch.cuda.get_rng_state(self._gpu)
-            self._before[position.step] = _Before(states(), of_gpu, self._answers.kept())
+            self._before[position.step] = _Before(states(), of_gpu, self._answers.kept)
             self._before.pop(position.step - 2, None)
 
     def accepts(self, error: Exception, position: Position) -> bool:
@@ -169,7 +169,7 @@ class Relief:
         restore(before.generators)
         if before.of_gpu is not None:
             torch.cuda.set_rng_state(before.of_gpu, self._run.env.device)
-        self._answers.restore(before.answers)
+        self._answers.kept = before.answers
         self._before.clear()
         self._shortage = ""
         self._report(position, plan.largest_micro_batch, smaller.largest_micro_batch, texts)
