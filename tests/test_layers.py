@@ -49,7 +49,7 @@ TRAINING_LAYERS = (
     {"device", "step_times", "answers"},
     {"reports", "replicas"},
     {"run", "moments", "failures"},
-    {"steps", "job", "after_evaluation", "rerun"},
+    {"job", "after_evaluation", "rerun"},
     {"setup"},
     {"resume"},
     {"parts"},

@@ -8,7 +8,7 @@ from __future__ import annotations
 from launcher.training.job import Job
 from launcher.training.parts.evaluation import Evaluator
 from launcher.training.progress import Start
-from launcher.training.steps import Steps
+from launcher.training.reports import DroppedStepError
 from launcher.training.task import Learner
 
 
@@ -18,16 +18,25 @@ def train(job: Job, start: Start, task: Learner) -> int:
     Ends earlier where a part says so. Raises PreemptedError, on all ranks after the same step, if any of them
     was asked to stop.
     """
-    parts, course = job.parts, job.course
+    run, parts, course = job.run, job.parts, job.course
     evaluator = parts.of(Evaluator)
     task.network.train()
     if start.owes_evaluation:
         position = course.position_of(start.step)
         parts.end_step(position, evaluator.evaluate(position))
-    steps = Steps(job.run, course, parts, start.step)
-    while steps.left:
-        with steps as position:
+    run.reports.restart_timer()
+    done = start.step
+    while done < course.total_steps and not parts.ends:
+        position = course.position_of(done + 1)
+        run.heartbeat.beat("data", position.step)
+        try:
             parts.vote(position)
             parts.after_launch(position, task.train_on(position))
             parts.end_step(position, evaluator.after(position))
-    return steps.done
+            done = position.step
+        except DroppedStepError as error:
+            # All ranks read at the same step that one was dropped, and take it again together.
+            parts.retake(error.position)
+            run.reports.restart_timer()
+            done = error.position.step - 1
+    return done
