@@ -8,7 +8,7 @@ numbers, both a function of (seed, epoch, step): the order of a run and its augm
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -52,9 +52,8 @@ class RecordedSteps:
     _plan: BatchPlan | None = None  # that of the recordings; None where there are none
     _sizes: list[int] = field(default_factory=list)  # by recording, its samples over all ranks
     _inputs: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)  # what it reads
-    _learned: dict[int, list[tuple[Loss, Batch]]] = field(
-        default_factory=dict
-    )  # what its latest replay wrote
+    # What its latest replay wrote.
+    _learned: dict[int, list[tuple[Loss, Batch]]] = field(default_factory=dict)
 
     @property
     def network(self) -> nn.Module:
@@ -124,30 +123,30 @@ def recorded(task: Task, run: Run) -> Iterator[Learner]:
     A collective. Raises ConfigError, on all ranks and before the first step, where true was asked for and
     cannot be done. The recording is dropped at the end of the context, before the process group is destroyed.
     """
-    wish = run.config.train.cuda_graph
-    if wish is False:
-        yield task
-        return
+    with ExitStack() as stack:
+        yield task if run.config.train.cuda_graph is False else _recorded(task, run, stack)
+
+
+def _recorded(task: Task, run: Run, stack: ExitStack) -> Learner:
     run.heartbeat.beat("recording the step")
     reason = obstacle(task, run)
-    if reason:
-        _refuse_or_report(run, reason)
-        yield task
-        return
-    assert isinstance(task.batches, DeviceBatches)
-    steps = RecordedSteps(task, task.batches, StepGraph(task.stepper, ran_out=ran_out))
-    try:
+    if not reason:
+        assert isinstance(task.batches, DeviceBatches)
+        steps = RecordedSteps(task, task.batches, StepGraph(task.stepper, ran_out=ran_out))
+        stack.callback(steps.graph.release)
         sizes, reason = _recorded_sizes(steps, run)
-        if reason:
-            steps.release()
-            _refuse_or_report(run, reason)
-            yield task
-        else:
+        if not reason:
             rest = "".join(f", and the last of an epoch, of {size}, in the same memory" for size in sizes[1:])
             run.telemetry.decision(TOPIC, f"each step of {sizes[0]} samples{rest}")
-            yield steps
-    finally:
-        steps.graph.release()
+            return steps
+        steps.release()
+    if run.config.train.cuda_graph is True:
+        raise ConfigError(
+            f"train.cuda_graph=true: this run cannot be recorded: {reason}. Or set train.cuda_graph=false; "
+            "auto records where it can."
+        )
+    run.telemetry.decision(TOPIC, f"none: {reason}")
+    return task
 
 
 def obstacle(task: Task, run: Run) -> str:
@@ -208,15 +207,6 @@ def _drawn_on_host(before: dict[str, Tensor], device: torch.device) -> str:
         f"its loss, model or transform draws from {' and '.join(drawn)}, and a recording would repeat these "
         "numbers in every step. Use the noise that train_transform is given, or draw on the device"
     )
-
-
-def _refuse_or_report(run: Run, reason: str) -> None:
-    if run.config.train.cuda_graph is True:
-        raise ConfigError(
-            f"train.cuda_graph=true: this run cannot be recorded: {reason}. Or set train.cuda_graph=false; "
-            "auto records where it can."
-        )
-    run.telemetry.decision(TOPIC, f"none: {reason}")
 
 
 def _at(error: BaseException) -> str:

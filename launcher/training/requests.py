@@ -95,10 +95,9 @@ def heeded(alone: bool, saving_stops: bool = False) -> Iterator[Requests]:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # the parent may have blocked them until now
     try:
         yield requests
-    except LauncherError:
-        raise  # all ranks exit the same way, each with its reason
-    except Exception:
-        too_late = requests.stop == signal.SIGTERM and not alone
+    except Exception as error:
+        # After a LauncherError all ranks exit the same way, each with its reason.
+        too_late = requests.stop == signal.SIGTERM and not (alone or isinstance(error, LauncherError))
         raise
     finally:
         for number, handler in before.items():
