@@ -211,7 +211,7 @@ def test_a_model_that_does_not_fit_its_data_is_one_sentence(capsys, tmp_path) ->
     file.write_text(file.read_text().replace("nn.Linear(8, 3", "nn.Linear(9, 3"))
     assert cli.main(words) == 2
     said = capsys.readouterr().err
-    assert "layer (Linear, 9 -> 3) was given [16, 8]" in said
+    assert "layer, Linear(in_features=9, out_features=3, bias=True), was given [16, 8]" in said
     assert "Traceback" not in said
 
 

@@ -83,7 +83,7 @@ MISTAKES: dict[str, tuple[str, str, int, str]] = {
         "FORWARD",
         "return self.inner(x[:, :2])",
         2,
-        "in forward: module inner (Linear, 4 -> 3) was given [",
+        "in forward: module inner, Linear(in_features=4, out_features=3, bias=True), was given [",
     ),
     "too few outputs": (
         "BUILD",

@@ -24,11 +24,6 @@ SHAPES = re.compile(
     r"invalid for input of size|running_mean should|same number of dimensions|match the broadcast shape|"
     r"Kernel size can't be greater|must be equal to (input|hidden)_size"
 )  # of errors of torch about the shapes of their tensors
-SIZES = (
-    ("in_features", "out_features"),
-    ("in_channels", "out_channels"),
-    ("num_embeddings", "embedding_dim"),
-)
 IN_PLACE = re.compile(
     r"modified by an inplace operation: \[[\w.]+ (\[[\d, ]*\])\](?:, which is output \d+ of (\w+))?"
 )
@@ -36,7 +31,7 @@ SHOWN = 5  # lines
 
 
 def module_given(error: BaseException) -> str:
-    """`module 0 (Linear, 64 -> 10) was given [32, 2]`: the innermost call of a module that the error left."""
+    """`module 0, ReLU(), was given [32, 2]`: the innermost call of a module that the error left."""
     calls = [found for found in _locals(error.__traceback__) if isinstance(found.get("self"), nn.Module)]
     if not calls:
         return ""
@@ -44,9 +39,8 @@ def module_given(error: BaseException) -> str:
     name = next((name for name, each in model.named_modules() if each is module), "")
     shapes = [str(list(each.shape)) for each in calls[-1].get("args", ()) if isinstance(each, Tensor)]
     title = f"module {name}" if name else "the model"
-    return (
-        f"{title} ({type(module).__name__}{_sizes(module)}) was given {' and '.join(shapes) or 'no tensor'}"
-    )
+    kind = f"{type(module).__name__}({module.extra_repr()})"
+    return f"{title}, {kind}, was given {' and '.join(shapes) or 'no tensor'}"
 
 
 def _locals(traceback: TracebackType | None) -> Iterator[dict[str, Any]]:
@@ -54,13 +48,6 @@ def _locals(traceback: TracebackType | None) -> Iterator[dict[str, Any]]:
     for frame, _ in walk_tb(traceback):
         if frame.f_code.co_name == "_call_impl":  # of nn.Module: self, *args, **kwargs
             yield frame.f_locals
-
-
-def _sizes(module: nn.Module) -> str:
-    for inside, outside in SIZES:
-        if isinstance(getattr(module, inside, None), int):
-            return f", {getattr(module, inside)} -> {getattr(module, outside, '?')}"
-    return ""
 
 
 def in_place_mistake(error: BaseException, model: nn.Module, loss: Callable[..., Any]) -> ConfigError | None:

@@ -31,30 +31,35 @@ class Writing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "shape", "given"),
+    ("layer", "shape"),
     [
-        (nn.Linear(64, 10), (32, 2), "the model (Linear, 64 -> 10) was given [32, 2]"),
-        (nn.Sequential(nn.Linear(64, 10)), (32, 2), "module 0 (Linear, 64 -> 10) was given [32, 2]"),
-        (
-            Net(nn.ReLU(), nn.Conv2d(3, 8, 3)),
-            (4, 1, 8, 8),
-            "module body.1 (Conv2d, 3 -> 8) was given [4, 1, 8, 8]",
-        ),
-        (Net(nn.BatchNorm1d(5)), (4, 6), "module body.0 (BatchNorm1d) was given [4, 6]"),
-        (Net(nn.LayerNorm(5)), (4, 6), "module body.0 (LayerNorm) was given [4, 6]"),
-        (Net(Own()), (4, 6), "module body.0 (Own) was given [4, 6]"),
-        (Net(nn.Conv2d(3, 8, 3)), (4, 2), "module body.0 (Conv2d, 3 -> 8) was given [4, 2]"),
-        (Net(nn.Conv2d(3, 8, 9)), (4, 3, 4, 4), "module body.0 (Conv2d, 3 -> 8) was given [4, 3, 4, 4]"),
-        (Net(nn.GRU(3, 4)), (4, 2, 5), "module body.0 (GRU) was given [4, 2, 5]"),
+        (nn.BatchNorm1d(5), (4, 6)),
+        (nn.LayerNorm(5), (4, 6)),
+        (Own(), (4, 6)),
+        (nn.Conv2d(3, 8, 3), (4, 2)),
+        (nn.Conv2d(3, 8, 9), (4, 3, 4, 4)),
+        (nn.GRU(3, 4), (4, 2, 5)),
     ],
+    ids=str,
 )
 def test_the_innermost_module_is_named_with_what_it_was_given(
-    model: nn.Module, shape: tuple[int, ...], given: str
+    layer: nn.Module, shape: tuple[int, ...]
 ) -> None:
-    with pytest.raises((RuntimeError, ValueError)) as caught:
-        model(torch.zeros(shape))
-    assert module_given(caught.value) == given
-    assert SHAPES.search(str(caught.value))
+    for model, title in (
+        (layer, "the model"),
+        (nn.Sequential(nn.Identity(), layer), "module 1"),
+        (Net(layer), "module body.0"),
+    ):
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            model(torch.zeros(shape))
+        assert module_given(caught.value) == f"{title}, {layer!r}, was given {list(shape)}"
+        assert SHAPES.search(str(caught.value))
+
+
+def test_a_model_of_one_layer_is_named_with_its_sizes() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        nn.Linear(64, 10)(torch.zeros(32, 2))
+    assert module_given(caught.value).startswith("the model, Linear(in_features=64, out_features=10, ")
 
 
 def test_an_error_outside_of_a_model_names_no_module() -> None:
