@@ -12,7 +12,6 @@ import errno
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,7 @@ class Status:
 
 def state_since(path: Path, since: float) -> str:
     """The state of the run, if it was written after `since` (unix seconds); else empty."""
-    with suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):
         found = read_json(path)
         if float(found.get("updated") or 0) >= since:
             return str(found.get("state"))

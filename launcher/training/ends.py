@@ -206,7 +206,7 @@ def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
     """Report the result, and write it on rank 0. The arguments are those of `result_of`. A collective."""
     run, run_dir = job.run, Path(job.run.config.run.dir)
     result = result_of(job, since_step, steps, seconds)
-    applied = run.stepper.counters()["applied"]
+    applied = result.applied_steps or 0
     if applied < steps / 2:
         run.telemetry.warn(
             f"only {applied} of {steps} steps were applied, the others skipped: lower "

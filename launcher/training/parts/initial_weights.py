@@ -161,7 +161,9 @@ def _assign(model: nn.Module, tensors: Mapping[str, Tensor], file: Path, digest:
     given = {id(own[name]) for name in fitting}  # a tied tensor is given under one of its names
     mismatched = {id(own[name]) for name in shared} - given
     missing = [
-        name for name, tensor in own.items() if id(tensor) not in given | mismatched and not _is_counter(name)
+        name
+        for name, tensor in own.items()
+        if id(tensor) not in given | mismatched and name.rpartition(".")[2] != COUNTER
     ]
     misfits = [
         f"{name} ({list(tensors[name].shape)} in the file, {list(own[name].shape)} in the model)"
@@ -189,10 +191,6 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
         for key, value in state.items()
         if isinstance(value, Tensor) and not is_lazy(value)
     }
-
-
-def _is_counter(name: str) -> bool:
-    return name.rpartition(".")[2] == COUNTER
 
 
 def _refuse_kind(name: str, own: Tensor, given: Tensor) -> None:

@@ -60,7 +60,6 @@ class Relief:
         self._answers = job.answers
         self._waits_for_others = run.config.model.sync_bn and run.env.group is not None
         self._active = run.config.train.on_oom == "halve"
-        self._keeps = self._active and not self._waits_for_others  # until it has been halved
         self._gpu = run.env.device if run.env.device.type == "cuda" else None
         self._before: dict[int, _Before] = {}  # by step, of the latest two
         self._halved = ""  # how, once it has been
@@ -113,7 +112,7 @@ class Relief:
 
     def keep(self, position: Position) -> None:
         """Keep what the passes of a step change besides the state of the Stepper."""
-        if self._keeps:
+        if self._active and not (self._waits_for_others or self._halved):
             of_gpu = None if self._gpu is None else torch.cuda.get_rng_state(self._gpu)
             self._before[position.step] = _Before(states(), of_gpu, self._answers.kept)
             self._before.pop(position.step - 2, None)
@@ -176,7 +175,6 @@ class Relief:
 
     def _report(self, position: Position, before: int, size: int, texts: list[str]) -> None:
         run, step = self._run, position.step
-        self._keeps = False
         self._halved = f"the micro-batch was halved from {before} to {size} in step {step}"
         self._use(MicroBatch(run.config.data.micro_batch, size))
         short = {rank: text for rank, text in enumerate(texts) if text}
