@@ -59,6 +59,7 @@ from launcher.training.failures.recipe_errors import guarded, guarding
 from launcher.training.job import Job
 from launcher.training.loop import train
 from launcher.training.part_list import parts_of
+from launcher.training.parts.checkpoints import Checkpoints
 from launcher.training.parts.evaluation import Evaluator
 from launcher.training.parts.initial_weights import InitialWeights, Loaded, load_weights
 from launcher.training.parts.relief import Relief
@@ -242,7 +243,8 @@ def _train(job: Job, saved: SavedRun, start: Start) -> None:
     began = time.perf_counter()
     run.stepper.clock.on_mark(run.heartbeat.entering(PHASE_AFTER))
     task = Task(run.stepper, network, job.recipe.loss, job.batches, job.answers, parts.of(Relief))
-    with recorded(task, run) if steps_left else nullcontext(task) as learner, parts:
+    # Left in reverse: the last checkpoint is written before the recording is dropped.
+    with recorded(task, run) if steps_left else nullcontext(task) as learner, parts.of(Checkpoints):
         parts.begin(start.step, learner)
         end = train(job, start, learner)
     run.heartbeat.beat("finishing")

@@ -7,7 +7,6 @@ methods are collected once, so a moment that a part does not have costs nothing 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -46,7 +45,6 @@ class Parts:
         self._parts = parts
         self._course = course
         self._reports = reports
-        self._stack = ExitStack()
         self._vote = self._moments("vote")
         self._after_launch = self._moments("after_launch")
         self._end_step = self._moments("end_step")
@@ -76,15 +74,6 @@ class Parts:
             if why := str(part.ends):
                 return why
         return ""
-
-    def __enter__(self) -> Parts:
-        for part in self._parts:
-            if isinstance(part, AbstractContextManager):
-                self._stack.enter_context(part)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
 
     def begin(self, step: int, learner: object) -> None:
         for begin in self._moments("begin"):
