@@ -71,6 +71,16 @@ class DivergenceInspector:
         ]
         return listed(told, MAX_NAMES)
 
+    def narrowed(self, parameters: Sequence[str]) -> list[str]:
+        """The parameters of modules that compute in fp32 whose gradients become fp16 all the same."""
+        of_fp32 = tuple(f"{name}." for name in self._stepper.fp32_modules)
+        sent, weights = self._stepper.own_gradients(), named_parameters(self._stepper.model)
+        return [
+            name
+            for name in parameters
+            if name.startswith(of_fp32) and torch.float16 in (sent[name].dtype, weights[name].dtype)
+        ]
+
     def explain(self, position: Position, suspected_ranks: Sequence[int], backward: bool) -> str:
         """Where the step at `position` went wrong, as lines of text; the same on all ranks.
 

@@ -16,6 +16,7 @@ from launcher.errors import DataError, DivergedError, listed
 from launcher.training.progress import Measured, Position
 from launcher.training.rerun import MAX_NAMES, DivergenceInspector
 
+LARGEST_HALF = 65504  # of fp16
 SCALES_SHOWN = 10  # the latest changes of the loss scale that an error names
 
 
@@ -100,10 +101,22 @@ class DivergenceCheck:
     def _refuse_overflows(self, position: Position, report: StepReport) -> None:
         if report.floor_skips >= self._limits.max_floor_skips:
             at, advice = self._floor(report.scale)
+            advice += self._of_fp32_modules(report)
             raise DivergedError(
                 f"the gradient overflowed in {report.floor_skips} steps in a row{at}, the last being step "
                 f"{position.step}. {advice}\n{self._evidence(position, report)}"
             )
+
+    def _of_fp32_modules(self, report: StepReport) -> str:
+        """A text that gradients of fp32 modules are half all the same, where these have overflowed."""
+        names = self._inspector.narrowed(report.culprit_parameters)
+        if not names:
+            return ""
+        return (
+            f" {listed(names, MAX_NAMES)}: the module computes in fp32 (precision.fp32_modules), but its "
+            f"gradient becomes half, of at most {LARGEST_HALF}, before the ranks sum it. "
+            "precision=amp_fp16 with wire.dtype=fp32 keeps it in fp32."
+        )
 
     def _floor(self, scale: float) -> tuple[str, str]:
         """The scale at which the gradient overflows although it cannot fall, and what to do, as texts."""

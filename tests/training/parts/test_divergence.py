@@ -24,6 +24,9 @@ class Inspector:
     def broken_weights(self) -> str:
         return self.broken
 
+    def narrowed(self, parameters) -> list[str]:
+        return [name for name in parameters if name.startswith("rescued.")]
+
     def explain(self, *question, backward: bool) -> str:
         self.asked.append((*question, backward))
         return "seen again"
@@ -128,3 +131,11 @@ def test_the_end_of_a_run_resumed_after_its_last_step_has_no_step_to_name() -> N
 
 def test_a_run_that_has_trained_may_end() -> None:
     checked([CLEAN], counters={"bad_losses": 0, "applied": 1}).at_end(Position(0, 0, 1), Measured(loss=1.0))
+
+
+@pytest.mark.parametrize(("name", "said"), [("rescued.weight", True), ("other.weight", False)])
+def test_a_gradient_that_leaves_fp16_although_its_module_computes_in_fp32_is_named(name, said) -> None:
+    with pytest.raises(DivergedError) as caught:
+        checked([replace(OVERFLOW, floor_skips=4, culprit_parameters=(name,))])
+    assert (f"{name}: the module computes in fp32 (precision.fp32_modules), but" in str(caught.value)) == said
+    assert ("precision=amp_fp16 with wire.dtype=fp32" in str(caught.value)) == said

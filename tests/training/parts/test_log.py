@@ -68,6 +68,9 @@ class Inspector:
     def broken_weights(self) -> str:
         return ""
 
+    def narrowed(self, parameters) -> list[str]:
+        return [name for name in parameters if name.startswith("rescued.")]
+
     def explain(self, *question, backward: bool) -> str:
         return "seen again"
 
