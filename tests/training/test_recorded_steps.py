@@ -286,7 +286,7 @@ def test_no_step_is_replayed_once_the_micro_batch_has_been_halved(tape, tmp_path
         parts = Parts(cuda_graph=cuda_graph)
         with recorded(parts.task, parts.run) as learner:
             first = parts.train(learner, parts.positions[:2])
-            parts.task.relief.halve(parts.positions[1])  # as if the second had been dropped
+            parts.task.relief.retake(parts.positions[1])  # as if the second had been dropped
             replays = tape.replays
             found.append([first, parts.train(learner, parts.positions[2:])])
             assert tape.replays == replays
