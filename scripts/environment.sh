@@ -12,7 +12,7 @@ set_up_environment() {
     fi
     is_set_up && exit
     echo "setting up $venv: once, takes from 10 seconds to minutes" >&2
-    is_usable || create
+    is_usable || create || exit
     rm -f "$venv"/set-up-for-*
     touch "$venv/unfinished"
     "$venv/bin/python" "$root/scripts/install.py" $extras >&2
@@ -52,6 +52,10 @@ is_usable() {
 
 create() {
   local python
+  if [[ -L "$venv" ]]; then # what it names may be the environment of another clone
+    echo "error: $venv is a link. Set-up would empty what it names: remove the link, and set-up makes a folder." >&2
+    return 2
+  fi
   python=$(find_python)
   mkdir -p "$venv"
   find "$venv/" -mindepth 1 -delete

@@ -213,6 +213,21 @@ def test_a_clone_that_was_moved_is_set_up_anew_and_other_environments_are_kept(c
     assert not (clone.root / ".venv" / "by-hand").exists()
 
 
+def test_an_environment_that_is_a_link_to_that_of_another_clone_is_not_emptied(clone) -> None:
+    assert clone.set_up()[0] == 0
+    theirs = clone.root / ".venv"
+    before = sorted(theirs.rglob("*"))
+    clone.root = clone.root.with_name("other")
+    clone.root.mkdir()
+    for name in ("scripts", "pyproject.toml"):
+        (clone.root / name).symlink_to(theirs.with_name(name))
+    (clone.root / ".venv").symlink_to(theirs)
+    code, output = clone.set_up()
+    assert code == 2
+    assert f"{clone.root}/.venv is a link" in output
+    assert sorted(theirs.rglob("*")) == before
+
+
 @pytest.mark.parametrize(
     ("report", "found"),
     [
