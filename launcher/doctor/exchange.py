@@ -34,7 +34,6 @@ class Exchanged:
     copied: bool  # bytes arrived as they were sent, both ways
     summed: bool  # on all ranks, every element
     bytes_per_s: float  # over each link of a ring, as nccl-tests' bus bandwidth: 2 (n - 1) / n of a message
-    cpu_s_per_byte: float  # of this process's time, over what it sends
 
 
 def exchange(rank: int, world_size: int, device: torch.device, seconds: float) -> Exchanged:
@@ -53,11 +52,8 @@ def exchange(rank: int, world_size: int, device: torch.device, seconds: float) -
         one_s = _timed(message, 1)
     count = torch.tensor([min(MOST, max(1, int(seconds / one_s)))], device=device)
     dist.broadcast(count, 0)  # all ranks exchange equally often
-    cpu_s = time.process_time()
-    took_s = _timed(message, int(count))
-    cpu_s = time.process_time() - cpu_s
     volume = ring_bytes(message.nbytes, world_size) * int(count)
-    return Exchanged(True, not int(wrong), volume / took_s, cpu_s / volume)
+    return Exchanged(True, not int(wrong), volume / _timed(message, int(count)))
 
 
 def _timed(message: torch.Tensor, count: int) -> float:

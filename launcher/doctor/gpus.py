@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import permutations
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,8 @@ GB = 1e9
 GEMM_SIZE, GEMM_S = 4096, 0.7  # 134 MB of matrices; long enough for the clocks to rise from idle
 LOW_CLOCK = 0.7  # of the highest: below, power or heat limits the card more than a full load does
 IN_USE = 0.05  # of a card's memory: a desktop takes less
+# Of a lane of PCIe in one direction, by generation, with its encoding (PCI Express Base Specification).
+LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
 TENSOR_CORES, BF16 = (7, 0), (8, 0)  # the first compute capability that has them
 
 
@@ -120,6 +123,16 @@ def _ask(nvml: ModuleType, gpu: Gpu, function: str, *arguments: object) -> Any:
         return getattr(nvml, f"nvmlDeviceGet{function}")(gpu.handle, *arguments)
 
 
+def slowest_link(nvml: ModuleType) -> float:
+    """Bytes per second, one way, of the slowest PCIe link of the visible GPUs; 0 where NVML does not say."""
+    with suppress(nvml.NVMLError):
+        nvml.nvmlInit()
+        limits = [Reader(nvml, gpu.handle).limits for gpu in gpus_of(nvml, [], os.environ)]
+        lanes = [(int(most.get("pcie_gen", 0)), most.get("pcie_width", 0.0)) for most in limits]
+        return min((LANE_BYTES_PER_S.get(gen, 0.0) * width for gen, width in lanes), default=0.0)
+    return 0.0
+
+
 def under_load() -> Iterator[Finding]:
     """Clocks, reasons for lower ones, and the link to the host of each GPU while it multiplies matrices."""
     import pynvml
@@ -145,6 +158,16 @@ def under_load() -> Iterator[Finding]:
         yield from _arithmetic(index, about, rate)
         if gpu is not None:
             yield from loaded(pynvml, gpu)
+    yield from peers(torch.cuda.device_count(), torch.cuda.can_device_access_peer)
+
+
+def peers(gpus: int, can_access: Callable[[int, int], bool]) -> Iterator[Finding]:
+    """How many GPUs can copy to each other directly."""
+    ways = list(permutations(range(gpus), 2))
+    direct = sum(can_access(*way) for way in ways)
+    if ways:
+        value = f"{direct} of {counted(len(ways), 'way')} between GPUs"
+        yield Finding("peer access", value + ("" if direct else ": copies go through the host's memory"))
 
 
 def _arithmetic(index: int, about: Any, rate: float) -> Iterator[Finding]:

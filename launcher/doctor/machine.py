@@ -154,9 +154,11 @@ def limits() -> Iterator[Finding]:
         few = "Loader processes may fail: raise nofile in limits.conf (docker: --ulimit nofile=65536)."
     yield judged("open files", f"at most {files}", few if 0 <= files < FEW_FILES else "")
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if locked != resource.RLIM_INFINITY and any(Path(INFINIBAND).glob("*")):
-        advice = "NCCL registers memory with InfiniBand: ulimit -l unlimited (docker: --ulimit memlock=-1)."
-        yield judged("locked memory", f"at most {locked >> 20} MB", advice, FAILURE)
+    unlimited = locked == resource.RLIM_INFINITY
+    needed = any(Path(INFINIBAND).glob("*")) and not unlimited
+    advice = "NCCL registers memory with InfiniBand: ulimit -l unlimited (docker: --ulimit memlock=-1)."
+    value = "unlimited" if unlimited else f"at most {locked >> 20} MB"
+    yield judged("locked memory", value, advice if needed else "", FAILURE)
 
 
 def free_space(subject: Subject) -> Iterator[Finding]:

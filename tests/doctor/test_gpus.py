@@ -54,6 +54,7 @@ def nvml(**answers: Any) -> Any:
     calls = {f"nvmlDeviceGet{name}": asked(answer) for name, answer in (HEALTHY | answers).items()}
     names = ("CLOCK_SM", "CLOCK_MEM", "MEMORY_ERROR_TYPE_UNCORRECTED", "VOLATILE_ECC", "TEMPERATURE_GPU")
     constants = {f"NVML_{name}": number for number, name in enumerate(names)}
+    calls["nvmlInit"] = asked(None)
     return SimpleNamespace(**calls, **constants, NVMLError=NVMLError, NVML_SUCCESS=0, NVML_NVLINK_MAX_LINKS=2)
 
 
@@ -108,6 +109,21 @@ def test_cards_without_fp16_or_bf16_hardware_say_so() -> None:
     assert about(7, 5).verdict == OK
     assert about(6, 1).verdict == NOTE
     assert "bf16" not in about(8, 0).value
+
+
+def test_the_slowest_link_is_that_of_the_fewest_and_slowest_lanes(monkeypatch) -> None:
+    monkeypatch.setattr(gpus, "gpus_of", lambda *_: [CARD, CARD])
+    assert gpus.slowest_link(nvml(MaxPcieLinkGeneration=3)) == pytest.approx(16 * 0.985e9)
+    assert gpus.slowest_link(nvml(MaxPcieLinkGeneration=NVMLError("not supported"))) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("direct", "says"), [(True, "6 of 6 ways"), (False, "0 of 6 ways between GPUs: copies")]
+)
+def test_peer_access_is_counted_both_ways(direct, says) -> None:
+    (found,) = gpus.peers(3, lambda one, other: direct)
+    assert says in found.value
+    assert list(gpus.peers(1, lambda one, other: direct)) == []
 
 
 def test_a_variable_that_shows_no_gpu_is_a_note(monkeypatch) -> None:

@@ -38,6 +38,20 @@ def program(tmp_path):
     return of
 
 
+@pytest.mark.parametrize(
+    ("rate", "summed", "verdict", "says"),
+    [
+        (11e9, True, OK, "11.00 GB/s on each link of a ring of 2 ranks, of 15.8 that the slowest PCIe"),
+        (2e9, True, NOTE, "NCCL_DEBUG=INFO"),
+        (2e9, False, FAILURE, "Sums are wrong"),
+    ],
+)
+def test_an_exchange_is_judged_by_what_the_slowest_link_gives(rate, summed, verdict, says) -> None:
+    found = links.judged_exchange({"bytes_per_s": rate, "summed": summed}, 2, 15.76e9)
+    assert found.verdict == verdict
+    assert says in found.sentence
+
+
 @pytest.mark.parametrize("gpus", [2, 3, 4, 7, 8])
 def test_rounds_hold_every_pair_once_and_no_gpu_twice_at_a_time(gpus) -> None:
     met = list(links.rounds(gpus))
