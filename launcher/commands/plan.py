@@ -10,6 +10,7 @@ import math
 import sys
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.commands.arguments import Arguments
@@ -17,7 +18,7 @@ from launcher.commands.sweep import devices_of_a_job
 from launcher.commands.watch import has_unicode
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import ConfigError, escaped
-from launcher.run_dir.claim import keep_forecast
+from launcher.run_dir.claim import keep_forecast, refuse_foreign
 from launcher.supervisor.worker_count import count_gpus, num_workers, refuse_small_batch
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ def plan(arguments: Arguments, launch: LaunchEnv) -> None:
     from launcher.plan.forecast import Asked, forecast, kept
     from launcher.plan.page import lines_of, lines_of_sweep
 
+    if config.run.dir and (place := Path(config.run.dir).expanduser()).is_dir():
+        refuse_foreign(place)  # before steps are measured
     asked = Asked(mbits, ranks, rates[0] if rates else None, "--measure" in arguments.flags)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run gives them, once it is one

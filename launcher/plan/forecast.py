@@ -193,6 +193,7 @@ def _counted(config: Config, task: Task, rank: Rank, on_gpu: bool) -> dict[str, 
         "parameters": rank.num_parameters,
         "buckets": rank.stepper.num_buckets,
         "state_bytes": rank.stepper.state_bytes(),
+        "conditions": rank.conditions,
         "checkpoint_bytes": rank.checkpoint_bytes(task.plan.world_size if config.wire.shard else 1),
         "memory": {"bytes": kinds, "total": sum(kinds.values())},
         "gpus": [

@@ -104,6 +104,11 @@ class Rank:
         return StepMemory(size, activations, peak, update), StepSeconds(*seconds), sent
 
     @property
+    def conditions(self) -> int:
+        """How many conditions on tensors the latest forward pass on `meta` has taken as false."""
+        return self._tracker.conditions
+
+    @property
     def num_parameters(self) -> int:
         """Elements of the trainable parameters, without the padding between them."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)

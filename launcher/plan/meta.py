@@ -55,7 +55,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.of_cpu = False  # whether convolutions are those of a CPU
         self._answers = True
-        self._conditions = 0  # that were answered since `without_values`
+        self.conditions = 0  # that were answered since `without_values`
         self._counted: set[int] = set()  # storages, by address
         self._bytes: Counter[torch.device] = Counter()
         self._peak: Counter[torch.device] = Counter()
@@ -63,7 +63,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def without_values(self) -> Iterator[None]:
         """Raise ValueNeeded for a read, but that of a truth value, which is False, unless there is no end."""
-        self._answers, self._conditions = False, 0
+        self._answers, self.conditions = False, 0
         try:
             yield
         finally:
@@ -117,8 +117,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _answer(self, tensor: Tensor) -> bool | float:
         if self._answers:
             return torch.ones((), dtype=tensor.dtype).item()
-        self._conditions += 1
-        if tensor.dtype != torch.bool or self._conditions > MOST_CONDITIONS:
+        self.conditions += 1
+        if tensor.dtype != torch.bool or self.conditions > MOST_CONDITIONS:
             raise ValueNeeded(NEEDED)
         # "Has the mask no padding?", "is any not finite?": no is the usual answer, and takes most memory.
         return False
@@ -163,7 +163,7 @@ COPIES = {
 class Uncounted(nullcontext[None]):
     """In place of a Tracker where nothing is counted, so that steps take as long as in a run."""
 
-    of_cpu = False
+    of_cpu, conditions = False, 0
 
     def bytes_on(self, device: torch.device, moment: str = "current") -> int:
         """Nothing."""

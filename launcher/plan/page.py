@@ -54,7 +54,10 @@ def _memory(plan: Mapping[str, Any]) -> Iterator[str]:
             yield f"  {kind:<14}{_size(num_bytes):>10}"
     if reason := plan["measured_because"]:
         yield f"  measured in a step on this CPU, because the model cannot run without values: {reason}"
-    yield "  micro-batch that fits, with 1 GiB for CUDA and NCCL and 5 % left over:"
+    if number := plan["conditions"]:
+        yield f"  {counted(number, 'condition')} on tensors taken as false: the other branch may take more"
+    of_cpu = ", as the CPU emulates half precision" if reason else ""
+    yield f"  micro-batch that fits, with 1 GiB for CUDA and NCCL and 5 % left over{of_cpu}:"
     for gpu in plan["gpus"]:
         yield f"  {gpu['name']:<18}{gpu['micro_batch'] or 'does not fit':>12,}".replace(",", " ")
 

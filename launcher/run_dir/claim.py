@@ -58,7 +58,7 @@ def claimed(config: Config, overrides: Sequence[str]) -> Iterator[Claim]:
     try:
         directory = _made(Path(config.run.dir)) if config.run.dir else _new_default(config.recipe.name)
         resolved = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(directory)))
-        _refuse_foreign(directory)
+        refuse_foreign(directory)
         lock = locked(directory)
     except OSError as error:
         raise _unwritable(config, error) from error
@@ -90,7 +90,7 @@ def keep_forecast(config: Config, forecast: Forecast) -> Path:
     """
     try:
         directory = _made(Path(config.run.dir or ""))
-        _refuse_foreign(directory)
+        refuse_foreign(directory)
         write_json(directory / PLAN, encoded(forecast))
     except OSError as error:
         raise _unwritable(config, error) from error
@@ -141,7 +141,7 @@ def _made(directory: Path) -> Path:
     return directory
 
 
-def _refuse_foreign(directory: Path) -> None:
+def refuse_foreign(directory: Path) -> None:
     """Raise ConfigError for a directory with other files, before anything is written to it."""
     rule = "A run needs a directory of its own: a new name, an empty one, or that of a run to resume."
     for place, what in (("/", "the root directory"), ("~", "a home directory")):

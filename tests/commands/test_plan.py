@@ -162,6 +162,11 @@ def test_a_model_that_allocates_on_a_gpu_is_planned_without_one(capsys, tmp_path
     assert (found["parameters"], found["measured_because"]) == (27, "")
 
 
+def test_a_condition_on_a_tensor_is_said_to_be_taken_as_false(capsys, tmp_path) -> None:
+    assert cli.main(own(tmp_path, line="x = x * 2 if (x > 0).all() else x")) == 0
+    assert "1 condition on tensors taken as false" in capsys.readouterr().out
+
+
 def test_a_forward_pass_that_depends_on_values_is_measured_for_real(capsys, tmp_path) -> None:
     found = planned(capsys, *own(tmp_path, line="x = x * 2 if float(x.sum()) > 0 else x"))
     assert found["measured_because"] == "ValueNeeded: it reads the value of a tensor"
