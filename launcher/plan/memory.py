@@ -23,6 +23,7 @@ from launcher.data.sources import DataSets, Readable, trial_batches
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.links import StepSeconds
 from launcher.engine import Stepper
+from launcher.engine.optim.updater import CHUNK as UPDATED_AT_ONCE
 from launcher.plan.meta import META, Arithmetic, OnMeta, Tracker, Uncounted, group_of
 from launcher.recipe.contract import Recipe, loss_of
 from launcher.training.setup import build
@@ -101,7 +102,9 @@ class Rank:
         seconds[2] = time.perf_counter() - began
         made = stepper.bytes_by_kind()["states"] - states
         update = tracker.bytes_on(self.device, "peak") - held - made
-        return StepMemory(size, activations, peak, update), StepSeconds(*seconds), sent
+        # A CPU keeps the widened gradients of one piece of the update, which `meta` does not.
+        kept = 4 * min(UPDATED_AT_ONCE, stepper.num_trainable) if self.device == META and not of_gpu else 0
+        return StepMemory(size, activations, peak + kept, update), StepSeconds(*seconds), sent
 
     @property
     def conditions(self) -> int:
