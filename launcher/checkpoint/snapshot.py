@@ -182,11 +182,11 @@ def stage(
     Training may continue at once: on the device, its next update waits for the copies. The snapshot is valid
     until `memory` is used again.
     """
-    random = _random_states(env)
+    random = _gather_by_name(generators.states(env.device), env)()
     state = stepper.state(LEADER, memory.allocate)
-    buffers_by_rank = _gather_buffers(state.buffers, env)
+    buffers_by_rank = _gather_by_name(state.buffers, env)
     averages = None if average is None else average.state(LEADER, memory.allocate)
-    average_buffers_by_rank = _gather_buffers({} if averages is None else averages.buffers, env)
+    average_buffers_by_rank = _gather_by_name({} if averages is None else averages.buffers, env)
     # Only after the last collective: the ranks that save nothing take part in all of them.
     if not env.is_leader:
         return None
@@ -269,22 +269,16 @@ def _restore_average(average: WeightAverage, snapshot: Snapshot, env: WorkerEnv)
     average.load(saved)
 
 
-def _random_states(env: WorkerEnv) -> dict[str, Tensor]:
-    """All ranks' generator states, on the host: uint8 [world_size, bytes]. A collective."""
-    own = generators.states(env.device)
-    return {name: _gathered(state, env) for name, state in own.items()}
-
-
-def _gather_buffers(buffers: Mapping[str, Tensor], env: WorkerEnv) -> Callable[[], dict[str, Tensor]]:
+def _gather_by_name(tensors: Mapping[str, Tensor], env: WorkerEnv) -> Callable[[], dict[str, Tensor]]:
     """A function that gives all ranks' values on the host, [world_size, *shape] by name.
 
-    A collective, one for all buffers. The function can be called later and on another thread.
+    A collective, one for all tensors. The function can be called later and on another thread.
     """
-    if not buffers:
+    if not tensors:
         return dict
-    flat = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers.values()]
+    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()]
     gathered, sizes = _gathered(torch.cat(flat), env), [len(part) for part in flat]
-    kinds = {name: (buffer.dtype, buffer.shape) for name, buffer in buffers.items()}
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
     def by_name() -> dict[str, Tensor]:
         return {

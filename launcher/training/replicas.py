@@ -27,45 +27,40 @@ SHOWN = 5  # names in an error; more would bury the rest
 
 
 def check_replicas(stepper: Stepper, average: WeightAverage | None = None) -> None:
-    """Raise ReplicaError, on all ranks, if any replica differs. A collective: all ranks call it."""
+    """Raise ReplicaError, on all ranks, if any replica differs. A collective: all ranks call it.
+
+    Values of buffers may differ: BatchNorm statistics are those of each rank's own samples, until an
+    evaluation. But a buffer that training changes must have changed on every rank that trains.
+    """
     if stepper.group is None:
         return
-    _refuse_lone_changes(stepper, stepper.group)
+    changed = stepper.changed_buffers()
+    own_changes = torch.tensor(list(changed.values()), dtype=torch.int64, device=stepper.device)
+    answers = torch.cat([own_changes, -own_changes])
+    if not stepper.has_trained:
+        answers.fill_(ABSTAINS)
     replicas = stepper.replicas() | ({} if average is None else average.replicas())
     own = checksums(replicas)
-    extremes = torch.cat([own, -own])
+    extremes = torch.cat([own, -own, answers])
     all_reduce(extremes, stepper.group, dist.ReduceOp.MAX)
-    largest, smallest = extremes[: len(own)], -extremes[len(own) :]
+    largest, negated, some, all_ = torch.split(extremes, [len(own), len(own), len(changed), len(changed)])
     # Every rank sees the same extremes, so all of them continue here, or none does.
-    if bool((largest != smallest).any()):
+    if odd := ((some == 1) & (all_ == 0)).nonzero().flatten().tolist():
+        raise ReplicaError(
+            _lone_changes([list(changed)[index] for index in odd], own_changes[odd], stepper.group)
+        )
+    if bool((largest != -negated).any()):
         raise ReplicaError(_difference(list(replicas), own, stepper.group))
 
 
-def _refuse_lone_changes(stepper: Stepper, group: dist.ProcessGroup) -> None:
-    """Raise ReplicaError, on all ranks, for a buffer that has changed since the start on only some ranks.
-
-    Values may differ: BatchNorm statistics are those of each rank's own samples, until an evaluation. But a
-    buffer that training changes must have changed on every rank that trains. A collective.
-    """
-    changed = stepper.changed_buffers()
-    if not changed:
-        return
-    device = stepper.device
-    own = torch.tensor(list(changed.values()), dtype=torch.int64, device=device)
-    answers = torch.cat([own, -own])
-    if not stepper.has_trained:
-        answers.fill_(ABSTAINS)
-    all_reduce(answers, group, dist.ReduceOp.MAX)
-    some, not_all = answers[: len(own)] == 1, answers[len(own) :] == 0
-    odd = (some & not_all).nonzero().flatten().tolist()
-    if odd:
-        names = [list(changed)[index] for index in odd]
-        ranks = [rank for rank, row in enumerate(gather(own, group)) if bool(row[odd].any())]
-        raise ReplicaError(
-            f"the ranks no longer hold the same bits: buffers ({', '.join(names[:SHOWN])}) have changed on "
-            f"rank(s) {', '.join(map(str, ranks))} only. Look for a faulty device or for code that changes "
-            "them on one rank only, and start again."
-        )
+def _lone_changes(names: list[str], own: Tensor, group: dist.ProcessGroup) -> str:
+    """Which ranks have changed these buffers, which others have not. A collective."""
+    ranks = [rank for rank, row in enumerate(gather(own, group)) if bool(row.any())]
+    return (
+        f"the ranks no longer hold the same bits: buffers ({', '.join(names[:SHOWN])}) have changed on "
+        f"rank(s) {', '.join(map(str, ranks))} only. Look for a faulty device or for code that changes "
+        "them on one rank only, and start again."
+    )
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> Tensor:
