@@ -122,7 +122,8 @@ def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dic
     except UnusableError as error:  # a run would say the same
         raise ConfigError(str(error)) from error
     except (Exception, SystemExit) as error:  # it is the model's, and the real pass raises it again
-        reason = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+        name, line = type(error).__name__, first_line(error)
+        reason = name if line == name else f"{name}: {line}"
     if found is None:
         with (
             guarding("the recipe's model or loss", LOG),

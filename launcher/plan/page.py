@@ -74,7 +74,8 @@ def _wire(plan: Mapping[str, Any]) -> Iterator[str]:
         parts = ", ".join(f"{name} {1000 * step[name]:.1f} ms" for name in ("forward", "backward", "update"))
         yield f"  step of one rank: {1000 * step['total']:.1f} ms ({parts})"
         if cost := wire["cpu_s_per_byte"]:
-            yield f"  sending takes {1e9 * cost:.2f} s of its cores per GB, measured between two ranks here"
+            added_ms = 1000 * cost * wire["bytes"]
+            yield f"  sending adds {added_ms:.1f} ms of its cores to a step of two ranks, measured here"
     yield f"  {'link':>10}{'ranks':>8}{'wire ms':>12}" + (
         f"{'step ms':>12}{'efficiency':>12}" if step else ""
     )

@@ -162,6 +162,17 @@ def test_a_model_that_allocates_on_a_gpu_is_planned_without_one(capsys, tmp_path
     assert (found["parameters"], found["measured_because"]) == (27, "")
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("assert x.sum().item() < 1e9", "ValueNeeded: it reads the value of a tensor"),
+        ("assert not x.is_meta", "AssertionError"),
+    ],
+)
+def test_why_a_model_is_measured_is_one_line(capsys, tmp_path, line, reason) -> None:
+    assert planned(capsys, *own(tmp_path, line=line))["measured_because"] == reason
+
+
 def test_a_condition_on_a_tensor_is_said_to_be_taken_as_false(capsys, tmp_path) -> None:
     assert cli.main(own(tmp_path, line="x = x * 2 if (x > 0).all() else x")) == 0
     assert "1 condition on tensors taken as false" in capsys.readouterr().out
