@@ -63,6 +63,7 @@ def be_a_rank(work: Work, environ: Mapping[str, str]) -> NoReturn:
     """
     end_with(work.parent)
     ParentDeathSignal()
+    faulthandler.enable(all_threads=True)  # a crash in C writes its stack to stderr, which the verdict names
     os.environ.update(environ)
     _take_signals_back(work.obeyed)
     launch = LaunchEnv.from_environ(os.environ)
