@@ -68,7 +68,10 @@ def be_a_rank(work: Work, environ: Mapping[str, str]) -> NoReturn:
     _take_signals_back(work.obeyed)
     launch = LaunchEnv.from_environ(os.environ)
     _write_stacks_on_request(work.stacks_of(launch.rank))
-    departure = _run(work, launch)
+    # Held here until os._exit: its destructor would read the file, whose last record may be torn, for ever.
+    file = dist.FileStore(f"/proc/self/fd/{work.store}")
+    file.set_timeout(timedelta(seconds=work.config.launch.init_timeout_s))
+    departure = _run(work, launch, file)
     for loader in multiprocessing.active_children():
         # os._exit runs no exit handlers, which would end the loader processes.
         loader.terminate()
@@ -78,12 +81,9 @@ def be_a_rank(work: Work, environ: Mapping[str, str]) -> NoReturn:
     os._exit(departure.exit_code)
 
 
-def _run(work: Work, launch: LaunchEnv) -> Departure:
+def _run(work: Work, launch: LaunchEnv, file: dist.FileStore) -> Departure:
     limits = work.config.launch
     heartbeat = work.heartbeats.of(launch.rank)
-    # Its destructor would read the file, whose last record may be torn: never called.
-    file = dist.FileStore(f"/proc/self/fd/{work.store}")
-    file.set_timeout(timedelta(seconds=limits.init_timeout_s))
     try:
         several = launch.local_world_size < launch.world_size  # machines, whose parents share a store
         shared = open_store(launch, limits.init_timeout_s) if several else file
