@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from launcher.engine.precision.classes import FLOATS, INNER, PRODUCTS, PROMOTING, map_tensors, round_to
 from launcher.engine.precision.emulation import RoundedArithmetic, Rounding
@@ -91,7 +90,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func is TO and (kwargs or {}).get("device", META) != META:
                 return self._several(first)
         found = SHAPES.get(func, func)(*args, **kwargs or {})
-        for tensor in tree_leaves(found):
+        for tensor in found if isinstance(found, tuple | list) else (found,):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:  # a sparse one has no storage
                 self._count(tensor)
         if self.of_cpu and func in COPIES:

@@ -50,7 +50,7 @@ def test_a_stopped_and_resumed_run_ends_with_the_digest_of_one_that_never_record
         [*DIGITS, "launch.nproc=2", "train.max_steps=16", "train.cuda_graph=true", "run.dir=recorded"],
     )
     assert first.returncode == 0, first.stderr
-    assert "cuda graph each step of 100 samples; the last of an epoch, of 38" in first.stdout
+    assert "cuda graph each step of 100 samples, and the last of an epoch, of 38" in first.stdout
     second = launch_recording(tmp_path, [*words, "train.cuda_graph=auto", "run.dir=recorded"])
     assert second.returncode == 0, second.stderr
     assert "resume after step 16" in second.stdout

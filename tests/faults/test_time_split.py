@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.run_dir.codec import decoded
+from launcher.telemetry.events import EndEvent
 from launcher.telemetry.step_time import PARTS, TimeShares, time_at_end
 from scripts.bench.network import Network, lacking, network
 from tests.faults.bounds import SAMPLE_S
@@ -21,7 +23,7 @@ FIXED = (f"recipes.path={RECIPES}", "checkpoint.every_steps=null", "train.max_st
 def split_of(ended: Ended) -> TimeShares:
     assert ended.codes == [0] * len(ended.codes), ended
     (end,) = ended.events("end")
-    shares = time_at_end(end)
+    shares = time_at_end(decoded(EndEvent, end))
     assert shares is not None
     assert shares.verdict in ended.outputs[0]
     assert ended.result["step_time"] == end["step_time"]

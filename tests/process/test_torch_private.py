@@ -46,6 +46,7 @@ OF_OTHERS = {
         "_connection",
         "_exit",
         "_inst",
+        "_rand",
         "_apply_overrides_to_config",
         "_normalize_file_name",
         "_fingerprint",
