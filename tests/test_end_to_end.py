@@ -268,7 +268,8 @@ def test_ten_sweeps_in_a_row_run_all_their_jobs(tmp_path) -> None:
         for job in jobs:
             failed = "lr=0.3" in job.name
             assert json.loads((job / "result.json").read_text())["state"] == ("failed" if failed else "done")
-            assert len(list((job / "wandb").glob("offline-run-*"))) == 1
+            runs = len(list((job / "wandb").glob("offline-run-*")))
+            assert runs == 1 or (failed and not runs), "one that fails at once may end before wandb starts"
         assert done.returncode == (1 if number == 9 else 0), done.stderr
         assert done.stderr.count("sweep: job") == (2 if number == 9 else 0)
 
