@@ -7,6 +7,8 @@ from numpy.random import PCG64, mtrand
 
 from launcher.data.random_state import (
     GeneratorsKept,
+    _numpy,
+    _python,
     restore,
     seed_all,
     states,
@@ -91,6 +93,22 @@ def test_another_seed_is_found_also_at_the_same_position(draw):
     at_start = states()
     random.seed(2) if draw is random.random else numpy.random.seed(2)
     assert not undrawn_since(at_start)
+
+
+def test_the_generators_of_this_version_are_watched_rather_than_copied():
+    assert _python()._trusted
+    assert _numpy()._trusted
+
+
+def test_the_states_are_not_copied_again_until_something_draws():
+    seed_all(1)
+    first, second = states(), states()
+    assert first.python is second.python
+    assert first.numpy is second.numpy
+    random.random(), numpy.random.rand()
+    third = states()
+    assert third.python is not first.python
+    assert third.numpy is not first.numpy
 
 
 @pytest.mark.filterwarnings("ignore:get_state and legacy:RuntimeWarning")
