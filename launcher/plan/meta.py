@@ -61,7 +61,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def without_values(self) -> Iterator[None]:
-        """Raise ValueNeeded for a read, but that of a truth value, which is False, unless there is no end."""
+        """Raise ValueNeeded for a read. A truth value is False instead, for at most MOST_CONDITIONS reads."""
         self._answers, self.conditions = False, 0
         try:
             yield
