@@ -201,7 +201,7 @@ class InPlaceChanges:
 
         A collective where the masters are sharded: all ranks raise, or none.
         """
-        if not self._watched:
+        if not self._watched or not self._shards.any_rank(bool(self._shards.may_differ())):
             return
         unseen = torch.stack([self._shards.differs(*place) for place in self._watched]).int()
         if self._shards.sharded:

@@ -96,18 +96,15 @@ class Replica:
         self._start()
         return self.scale.restore(state.counters, state.scale_mode)
 
-    def comparable(self, reference_count: int | None) -> dict[str, Tensor]:
-        """Flat tensors that must hold the same bits on all ranks, by readable name."""
+    def comparable(self, reference_count: int | None, by_parameter: bool) -> dict[str, Tensor]:
+        """As `Stepper.replicas`."""
         state = self.scale.state
         found = {"reference count": torch.tensor([reference_count or 0], device=self.layout.device)} | {
             f"loss scale ({field})": state[i : i + 1] for i, field in enumerate(self.scale.FIELDS)
         }
         for segment in self.layout.segments:
-            found |= {
-                f"{slot.name} ({kind})": slot.flat(flat)
-                for kind, flat in self._replicated(segment).items()
-                for slot in segment.slots
-            }
+            for kind, flat in self._replicated(segment).items():
+                found |= segment.named(kind, flat, by_parameter)
         return found
 
     def changed_buffers(self) -> dict[str, bool]:

@@ -419,16 +419,19 @@ class Stepper:
         """
         return self.load(EngineState.from_dict(values))
 
-    def replicas(self) -> dict[str, Tensor]:
+    def replicas(self, by_parameter: bool = True) -> dict[str, Tensor]:
         """Flat tensors that must hold the same bits on all ranks, by readable name.
 
         Excludes the masters and states of a sharded optimizer, each of which has one owner. Includes the
-        learning rate of the next step, which may be set in training. Waits for the device.
+        learning rate of the next step, which may be set in training. Waits for the device. Without
+        `by_parameter` a few large tensors, whose padding may differ.
         """
         self._parts.attachment.refuse_other_weights()
         self._parts.in_place.take()
         rate = torch.tensor([self.lr], dtype=torch.float64, device=self.device)
-        return {"learning rate": rate} | self._parts.replica.comparable(self._step.reference.count)
+        return {"learning rate": rate} | self._parts.replica.comparable(
+            self._step.reference.count, by_parameter
+        )
 
     @property
     def device(self) -> torch.device:

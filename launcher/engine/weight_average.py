@@ -157,14 +157,17 @@ class WeightAverage:
         self._loads = self._stepper.scale.loads
         self._before.copy_(self._stepper.scale.applied)
 
-    def replicas(self) -> dict[str, Tensor]:
-        """Flat averages that must hold the same bits on all ranks, by readable name; none of sharded ones."""
+    def replicas(self, by_parameter: bool = True) -> dict[str, Tensor]:
+        """Flat averages that must hold the same bits on all ranks; none of sharded ones.
+
+        `by_parameter` as of `Stepper.replicas`.
+        """
         return {
-            f"{slot.name} (average)": slot.flat(average)
+            name: flat
             for segment in self._stepper.layout.segments
             for piece, average in zip(self._stepper.shards.pieces, self._weights, strict=True)
             if piece.weight is segment.weight
-            for slot in segment.slots
+            for name, flat in segment.named("average", average, by_parameter).items()
         }
 
     def tensors(self) -> list[Tensor]:

@@ -39,8 +39,7 @@ def check_replicas(stepper: Stepper, average: WeightAverage | None = None) -> No
     answers = torch.cat([own_changes, -own_changes])
     if not stepper.has_trained:
         answers.fill_(ABSTAINS)
-    replicas = stepper.replicas() | ({} if average is None else average.replicas())
-    own = checksums(replicas)
+    own = _checksums_of(stepper, average, by_parameter=False)[1]
     extremes = torch.cat([own, -own, answers])
     all_reduce(extremes, stepper.group, dist.ReduceOp.MAX)
     largest, negated, some, all_ = torch.split(extremes, [len(own), len(own), len(changed), len(changed)])
@@ -50,7 +49,17 @@ def check_replicas(stepper: Stepper, average: WeightAverage | None = None) -> No
             _lone_changes([list(changed)[index] for index in odd], own_changes[odd], stepper.group)
         )
     if bool((largest != -negated).any()):
-        raise ReplicaError(_difference(list(replicas), own, stepper.group))
+        _refuse_difference(*_checksums_of(stepper, average, by_parameter=True), stepper.group)
+
+
+def _checksums_of(
+    stepper: Stepper, average: WeightAverage | None, by_parameter: bool
+) -> tuple[list[str], Tensor]:
+    """Names and sums of what must be equal. Of each parameter they are hundreds of operations on a GPU."""
+    replicas = stepper.replicas(by_parameter)
+    if average is not None:
+        replicas |= average.replicas(by_parameter)
+    return list(replicas), checksums(replicas)
 
 
 def _lone_changes(names: list[str], own: Tensor, group: dist.ProcessGroup) -> str:
@@ -77,14 +86,19 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     return found + rest.sum(dtype=torch.int64) if rest.numel() else found
 
 
-def _difference(names: list[str], own: Tensor, group: dist.ProcessGroup) -> str:
-    """Which ranks differ from the majority, and in which tensors. A collective."""
+def _refuse_difference(names: list[str], own: Tensor, group: dist.ProcessGroup) -> None:
+    """Raise ReplicaError with the ranks that differ from the majority, and in what. A collective.
+
+    Padding may differ, which is in no parameter.
+    """
     table = torch.stack(gather(own, group)).cpu()  # [rank, tensor]
     usual = table.mode(dim=0).values
     odd = table != usual
     ranks = odd.any(dim=1).nonzero().flatten().tolist()
+    if not ranks:
+        return
     tensors = [names[index] for index in odd.any(dim=0).nonzero().flatten().tolist()]
-    return (
+    raise ReplicaError(
         f"the ranks no longer hold the same bits: rank(s) {', '.join(map(str, ranks))} differ from the "
         f"others in {len(tensors)} of {len(names)} tensors ({listed(tensors, SHOWN)}). With two ranks "
         "either may be the wrong one. Nothing computed since the last check can be trusted: look "

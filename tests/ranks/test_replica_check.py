@@ -45,12 +45,20 @@ def flip_one_bit(stepper: Stepper, fault: str) -> None:
     bits[-1] ^= 1
 
 
+def write_into_padding(stepper: Stepper) -> None:
+    """It belongs to no parameter, so it may differ."""
+    segment = stepper.layout.segments[0]
+    segment.weight[segment.runs[-1].gaps()[-1]] = 1.0
+
+
 def drift(env: WorkerEnv, fault: str | None) -> str:
     stepper = Stepper(mlp(), AdamW(0.01), Policy.fp16(), env.group, reference_count=8)
     for step in range(3):
         generator = torch.Generator().manual_seed(10 * step + env.rank)
         train(stepper, torch.randn(8, 8, generator=generator), torch.zeros(8, dtype=torch.int64))
         check_replicas(stepper)
+    if env.rank == 1:
+        write_into_padding(stepper)
     if fault is not None and env.rank == 1:
         flip_one_bit(stepper, fault)
     try:

@@ -107,6 +107,12 @@ class Segment:
     def numel(self) -> int:
         return self.weight.numel()
 
+    def named(self, kind: str, flat: Tensor, by_parameter: bool) -> dict[str, Tensor]:
+        """One of its flat tensors by readable name: in parts, or whole with its padding."""
+        if by_parameter:
+            return {f"{slot.name} ({kind})": slot.flat(flat) for slot in self.slots}
+        return {f"{self.name} ({kind})": flat}
+
     @property
     def half(self) -> bool:
         """Whether the model's weights are a rounded copy rather than the masters themselves."""
