@@ -51,7 +51,7 @@ def test_a_benchmark_without_a_result_fails_and_the_next_one_runs(command, said,
     known = [Benchmark("bad", command, 1), Benchmark("good", writing(REACHED), 20)]
     assert main(["--json", str(tmp_path / "all.json")], known) == 1
     printed = capsys.readouterr().out
-    assert f"bad failed: {said}" in printed
+    assert f"bad ... failed: {said}" in printed
     assert "Goals: 1, of which 1 reached." in printed
 
 
@@ -65,7 +65,19 @@ def test_a_quick_run_leaves_nothing_where_a_result_would_lie(tmp_path, monkeypat
 def test_what_the_machine_lacks_is_skipped_with_the_reason(tmp_path, capsys) -> None:
     known = [Benchmark("gpu", ("-c", "raise SystemExit(1)"), 20, lambda: "this machine has no GPU")]
     assert main(["--json", str(tmp_path / "all.json")], known) == 0
-    assert "gpu skipped: this machine has no GPU" in capsys.readouterr().out
+    assert "gpu ... skipped: this machine has no GPU" in capsys.readouterr().out
+
+
+def test_a_run_that_is_interrupted_keeps_what_it_has(tmp_path) -> None:
+    file = tmp_path / "all.json"
+
+    def interrupted() -> str:
+        raise KeyboardInterrupt
+
+    known = [Benchmark("one", writing(REACHED), 20), Benchmark("two", (), 20, interrupted)]
+    with pytest.raises(KeyboardInterrupt):
+        main(["--json", str(file)], known)
+    assert goals_in(json.loads(file.read_text())["benchmarks"]["one"])
 
 
 def test_only_runs_what_is_named(tmp_path) -> None:
