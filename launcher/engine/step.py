@@ -125,7 +125,7 @@ class Step:
         parts.tally.add(loss_sum, count)
         # A step may end with fewer passes than that: finish() then sends every bucket.
         last = self.done + 1 == self.reference.micro_batches
-        with self.during_backward(), parts.reducer.receiving(last, self._sends_early):
+        with self.during_backward(), parts.reducer.receiving(early=last and self._sends_early):
             loss_sum.backward(self.slope())  # type: ignore[no-untyped-call]
             # Within the context, whose end drains p.grad.
             if not parts.reducer.has_received:
@@ -165,7 +165,7 @@ class Step:
         parts.reducer.flush(failed, correction)
         # From here on other ranks can apply the step without this one.
         self.exchanged = True
-        reduced = parts.reducer.finish()
+        sums, marks, sent_bytes = parts.reducer.finish()
         # After finish(): with a sharded optimizer its collective of the norms brings the tally, too.
         tally = parts.tally.totals()
         parts.in_place.take()
@@ -173,7 +173,7 @@ class Step:
 
         unit = float(parts.divisor * self.reference.divisor)
         terms = Terms(unit, self._clip_norm, parts.scale.scaling)
-        verdict = parts.judge(terms, reduced.sums, reduced.marks, tally, parts.scale.present, self.rates)
+        verdict = parts.judge(terms, sums, marks, tally, parts.scale.present, self.rates)
         self._wait_for_readers()
         parts.updater.step(
             Scalars(verdict.multiplier, verdict.lr, verdict.number, verdict.skip, narrow=verdict.narrow)
@@ -193,7 +193,7 @@ class Step:
             parts.replica.count_update(verdict.skip)
         parts.clock.mark(UPDATE)
         self.restart(verdict.abandoned)
-        return verdict.packed, reduced.bytes
+        return verdict.packed, sent_bytes
 
     def prepare_replay(self) -> None:
         """What a step does on the host, before the replay of a recorded one. A collective as `finish` is."""
