@@ -33,7 +33,7 @@ from launcher.engine.verdict import Terms, judge_on
 from launcher.engine.wire.choice import Wire, choose_transports, may_regroup
 from launcher.engine.wire.reducer import Reducer
 from launcher.engine.wire.shards import Shards
-from launcher.engine.wire.step_counts import tally_on
+from launcher.engine.wire.step_counts import Tally
 
 MAY_DIFFER = ("micro_batches", "emulate", "compiled")  # between ranks: `agreement` says why
 
@@ -94,7 +94,7 @@ class StepperParts:
         self.compilation = choose_compilation(choices.compiled, optimizer, layout, terms, num_rates, group)
         compiled = self.compilation.used
         transports, self.divisor = choose_transports(wire, layout, group)
-        self.tally = tally_on(on_host, layout.device, group)
+        self.tally = Tally(on_host, layout.device, group)
         self.reducer = Reducer(
             layout, group, transports, self.tally, choices.micro_batches, wire.overlap, compiled
         )
