@@ -7,18 +7,18 @@ collectives, which is the same on all ranks. The Stepper, its only user, checks 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import launcher.engine.limits as limits
 from launcher.engine.assembly import Choices, StepperParts
 from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE
 from launcher.engine.errors import BROKEN_OFF, NO_COUNT, NO_GRADIENT, UnusableError, refuse_backward
 from launcher.engine.optim.fused import Scalars
-from launcher.engine.precision.calibration import Loss, dry_pass, safe_exponent
-from launcher.engine.verdict import Numbers, Terms, next_rate
+from launcher.engine.precision.calibration import Loss, dry_pass, largest_gradient, safe_exponent
+from launcher.engine.verdict import Numbers, Terms
 from launcher.engine.wire.step_counts import Reference
 
 
@@ -62,22 +62,6 @@ class Step:
         if not (self.done or self.failed):
             self._parts.attachment.check()
 
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next applied step. Waits for the device."""
-        applied = self._parts.scale.applied
-        if isinstance(self.rates, list):
-            return self.rates[min(int(applied), len(self.rates) - 1)]
-        return float(next_rate(self.rates, applied))
-
-    @lr.setter
-    def lr(self, rate: float) -> None:
-        limits.rate.require("lr", rate)
-        if isinstance(self.rates, list):
-            self.rates = [float(rate)]
-        else:
-            self.rates.fill_(float(rate))  # in place: a recorded step reads it
-
     def during_backward(self) -> AbstractContextManager[object]:
         """The precision context of a backward pass."""
         return self._policy.backward(self._parts.layout.device, self._parts.emulation.used)
@@ -97,7 +81,9 @@ class Step:
         gradients_of = parts.reducer.gradients_aside
         try:
             with parts.reducer.grad_put_aside():
-                dry = dry_pass(model, loss, gradients_of, growth, self._group, agree_on_failure)
+                run = None if loss is None else partial(largest_gradient, model, loss, gradients_of, growth)
+                device = parts.layout.device if self._group else None
+                dry = dry_pass(run, device, self._group, agree_on_failure)
         finally:
             parts.buffers.restore()
         if dry is None:

@@ -8,7 +8,7 @@ never), then step() or abandon(); all ranks reach the same verdict and the same 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -28,13 +28,14 @@ from launcher.engine.notices import warn_if_alone
 from launcher.engine.optim.fused import Optimizer
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
 from launcher.engine.outside_changes import refuse_lent
+from launcher.engine.precision.calibration import Loss
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
 from launcher.engine.precision.policy import Policy
 from launcher.engine.replica import size_bytes
 from launcher.engine.state import EngineState, counters_of
 from launcher.engine.step import Step
 from launcher.engine.step_result import StepResult, to_host
-from launcher.engine.verdict import Numbers
+from launcher.engine.verdict import Numbers, next_rate
 from launcher.engine.wire.choice import Wire
 from launcher.engine.wire.shards import Allocate, on_host
 
@@ -154,11 +155,18 @@ class Stepper:
         captured in a CUDA graph uses the new rate. The rate is not part of state_dict(): set it again after
         load_state_dict().
         """
-        return self._step.lr
+        rates, applied = self._step.rates, self.scale.applied
+        if isinstance(rates, list):
+            return rates[min(int(applied), len(rates) - 1)]
+        return float(next_rate(rates, applied))
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        self._step.lr = rate
+        limits.rate.require("lr", rate)
+        if isinstance(self._step.rates, list):
+            self._step.rates = [float(rate)]
+        else:
+            self._step.rates.fill_(float(rate))  # in place: a recorded step reads it
 
     def forward(self) -> AbstractContextManager[object]:
         """The precision context for a forward pass."""
@@ -222,12 +230,7 @@ class Stepper:
             )
         self.reducer.regroup(bucket_bytes)
 
-    def calibrate(
-        self,
-        loss: Callable[[], Tensor | tuple[Tensor, float | Tensor]] | None,
-        *,
-        agree_on_failure: bool = False,
-    ) -> int | None:
+    def calibrate(self, loss: Loss | None, *, agree_on_failure: bool = False) -> int | None:
         """Choose the initial loss scale from one dry backward pass, before the first step.
 
         `loss` runs the forward pass on this rank's first micro-batch (without `forward()`) and returns the
