@@ -23,8 +23,7 @@ from launcher.engine.flat.groups import Grouping, ParameterGroup
 from launcher.engine.flat.layout import Layout
 from launcher.engine.notices import Notices
 from launcher.engine.optim.compilation import choose_compilation
-from launcher.engine.optim.fused import Optimizer
-from launcher.engine.optim.torch_optimizer import TorchOptimizer, refuse_unadaptable, updater_of
+from launcher.engine.optim.torch_optimizer import AnyOptimizer, refuse_unadaptable, updater_of
 from launcher.engine.outside_changes import Attachment, InPlaceChanges
 from launcher.engine.precision.loss_scale import LossScale, Scaling
 from launcher.engine.precision.policy import Policy, choose_emulation
@@ -46,7 +45,7 @@ class Choices:
     wire: Wire
     scaling: Scaling
     clip_norm: Annotated[float, limits.positive] | None
-    optimizer: Optimizer | TorchOptimizer
+    optimizer: AnyOptimizer
     learning_rates: Sequence[float]
     groups: Sequence[ParameterGroup]
     reference_count: Annotated[int, limits.a_reference_count] | None

@@ -25,8 +25,7 @@ from launcher.engine.errors import NO_BACKWARD, NO_REFERENCE, EngineWarning, Unu
 from launcher.engine.flat.groups import ParameterGroup, idle_groups
 from launcher.engine.fp32_modules import compute_in_fp32, names_in_fp32
 from launcher.engine.notices import warn_if_alone
-from launcher.engine.optim.fused import Optimizer
-from launcher.engine.optim.torch_optimizer import TorchOptimizer
+from launcher.engine.optim.torch_optimizer import AnyOptimizer
 from launcher.engine.outside_changes import refuse_lent
 from launcher.engine.precision.calibration import Loss
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
@@ -86,7 +85,7 @@ class Stepper:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | TorchOptimizer,
+        optimizer: AnyOptimizer,
         policy: Policy | None = None,
         group: dist.ProcessGroup | None = None,
         *,
