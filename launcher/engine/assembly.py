@@ -72,7 +72,7 @@ class StepperParts:
     Moves the model's parameters and buffers into flat memory and broadcasts rank 0's values.
     """
 
-    def __init__(self, model: nn.Module, choices: Choices, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, model: nn.Module, choices: Choices, group: works.Group) -> None:
         policy, wire, optimizer = choices.policy, choices.wire, choices.optimizer
         world_size = dist.get_world_size(group) if group else 1
         grouping = Grouping.of(model, choices.groups)
@@ -110,21 +110,17 @@ class StepperParts:
         self.replica = Replica(model, layout, self.buffers, self.shards, self.updater, self.scale)
 
 
-def _take_values_of_rank_0(
-    layout: Layout, model: nn.Module, buffers: Buffers, group: dist.ProcessGroup | None
-) -> None:
+def _take_values_of_rank_0(layout: Layout, model: nn.Module, buffers: Buffers, group: works.Group) -> None:
     """Broadcast parameters, including frozen ones, and buffers, bit for bit."""
     if group is None:
         return
+    exact = [segment.weight if segment.master is None else segment.master for segment in layout.segments]
+    frozen = [p.detach() for p in model.parameters() if not p.requires_grad]
+    for tensor in (*exact, *frozen, *buffers.flat):
+        values = tensor.contiguous()
+        # As bytes: Gloo has no integers of 16 bits, for one.
+        works.broadcast(values.reshape(-1).view(torch.uint8), group)
+        tensor.copy_(values)
     for segment in layout.segments:
-        exact = segment.weight if segment.master is None else segment.master
-        works.broadcast(exact, group)
         if segment.half and segment.master is not None:
-            segment.weight.copy_(exact)
-    for p in model.parameters():
-        if not p.requires_grad:
-            values = p.detach().contiguous()
-            whole = values.reshape(-1).view(torch.uint8)  # of any dtype; Gloo has none of 16 bits, for one
-            works.broadcast(whole, group)
-            p.detach().copy_(values)
-    buffers.broadcast()
+            segment.weight.copy_(segment.master)

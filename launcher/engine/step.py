@@ -189,13 +189,6 @@ class Step:
         self._parts.in_place.count_update()  # a replay counts nothing
         self._wait_for_readers()
 
-    def forget(self) -> None:
-        """Forget the passes of a step of which nothing was sent, because a recording of it has failed."""
-        # Nothing was sent, so no other rank waits for these buckets.
-        self._parts.reducer.forget_step()
-        self._parts.buffers.restore()
-        self.restart()
-
     def _wait_for_readers(self) -> None:
         # A checkpoint may still be copying the weights and states that the update overwrites.
         read, self.read = self.read, None

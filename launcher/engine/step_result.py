@@ -88,33 +88,22 @@ class StepResult:
         loss, grad_norm, scale, lr, skipped, count, _, bad_losses, *more = head
         votes = tuple(map(int, more[:VOTES]))
         _, _, _, applied, skips, floor_skips, bad_loss_steps = map(int, more[VOTES:])
-        # A step that is applied has none; one that is skipped almost always few, of up to thousands of ranks.
-        marked = marks.nonzero().flatten().tolist() if skipped else []
-        abandoned = tuple(rank for rank in marked if marks[rank] == ABANDONED) if marked else ()
-        if count == 0 and not abandoned:
-            self._notices.warn(NO_SAMPLES, stacklevel=2)
-        if not skipped:
+        by_mark: dict[int, list[int]] = {CULPRIT: [], ABANDONED: []}
+        parameters: list[str] = []
+        if skipped:  # else there are none
+            for rank in marks.nonzero().flatten().tolist():
+                by_mark[int(marks[rank])].append(rank)
+            parameters = [self._names[index] for index in (~sums.isfinite()).nonzero().flatten().tolist()]
+        else:
             self._notices.gradients(self._names, sums, stacklevel=2)
+        if count == 0 and not by_mark[ABANDONED]:
+            self._notices.warn(NO_SAMPLES, stacklevel=2)
         return StepReport(
-            loss=loss,
-            grad_norm=grad_norm,
-            scale=scale,
-            lr=lr,
-            count=count,
-            skipped=bool(skipped),
-            bad_losses=int(bad_losses),
-            applied_steps=applied,
-            skipped_steps=skips,
-            floor_skips=floor_skips,
-            bad_loss_steps=bad_loss_steps,
-            wire_bytes=self._wire_bytes,
-            culprit_ranks=tuple(rank for rank in marked if marks[rank] == CULPRIT) if marked else (),
-            culprit_parameters=self._not_finite(sums) if skipped else (),
+            *(loss, grad_norm, scale, lr, count, bool(skipped), int(bad_losses)),
+            *(applied, skips, floor_skips, bad_loss_steps, self._wire_bytes),
+            culprit_ranks=tuple(by_mark[CULPRIT]),
+            culprit_parameters=tuple(parameters),
             votes=votes,
             spans_ms=spans_ms(self._marks),
-            abandoned_ranks=abandoned,
+            abandoned_ranks=tuple(by_mark[ABANDONED]),
         )
-
-    def _not_finite(self, sums: Tensor) -> tuple[str, ...]:
-        indices = (~sums.isfinite()).nonzero().flatten().tolist()
-        return tuple(self._names[index] for index in indices)

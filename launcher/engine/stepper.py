@@ -330,14 +330,8 @@ class Stepper:
 
     def report(self, packed: Tensor | Numbers, wire_bytes: int) -> StepResult:
         """Start copying to the host what `step_on_device` returned. Ends the step's timing."""
-        return StepResult(
-            *to_host(packed),
-            self._parts.names,
-            self.layout.world_size,
-            wire_bytes,
-            self.clock.take(),
-            self._parts.notices,
-        )
+        names, notices, marks = self._parts.names, self._parts.notices, self.clock.take()
+        return StepResult(*to_host(packed), names, self.layout.world_size, wire_bytes, marks, notices)
 
     def prepare_replay(self) -> None:
         """What a step does on the host, before the replay of a recorded one. A collective as `step()` is."""
@@ -345,16 +339,15 @@ class Stepper:
 
     def forget_step(self) -> None:
         """Forget the passes of a step of which nothing was sent, because a recording of it has failed."""
-        self._step.forget()
+        # Nothing was sent, so no other rank waits for these buckets.
+        self.reducer.forget_step()
+        self.buffers.restore()
+        self._step.restart()
 
     def tensors(self) -> list[Tensor]:
         """All memory that a step changes, for a copy that is put back later."""
-        return [
-            *self._parts.replica.tensors(),
-            self._parts.replica.trained,
-            *self.reducer.tensors(),
-            *self._parts.tally.tensors(),
-        ]
+        replica, tally = self._parts.replica, self._parts.tally
+        return [*replica.tensors(), replica.trained, *self.reducer.tensors(), *tally.tensors()]
 
     def hold_update(self, read: torch.cuda.Event) -> None:
         """Make the next update wait on the device for `read`, while weights and states are being copied.
@@ -471,14 +464,16 @@ class Stepper:
         Between steps only. Autograd refuses the backward pass of a graph over its start or its end.
         """
         self._step.refuse_within("WeightAverage.in_model()")
+        self.refuse_averages()
+        self.reducer.lent = True
         # Counted at both ends: neither may a graph over the weights run backward over the averages, nor the
         # reverse.
-        with self._parts.attachment.holding_others():
+        self._parts.in_place.count_update()
+        try:
+            yield
+        finally:
             self._parts.in_place.count_update()
-            try:
-                yield
-            finally:
-                self._parts.in_place.count_update()
+            self.reducer.lent = False
 
     def refuse_averages(self) -> None:
         """Raise UnusableError within `holding_averages`."""
