@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from launcher.engine.assembly import Choices, StepperParts
 from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE
-from launcher.engine.errors import BROKEN_OFF, NO_COUNT, NO_GRADIENT, UnusableError, refuse_backward
+from launcher.engine.errors import NO_GRADIENT, UnusableError, refuse_backward
 from launcher.engine.optim.fused import Scalars
 from launcher.engine.precision.calibration import Loss, dry_pass, largest_gradient, safe_exponent
 from launcher.engine.verdict import Numbers, Terms
@@ -58,7 +58,11 @@ class Step:
         """The full check once per step, at its first call: it costs about 0.3 us per parameter."""
         self._parts.attachment.refuse_other_weights()
         if self.exchanged:
-            raise RuntimeError(BROKEN_OFF)
+            raise RuntimeError(
+                "a step() raised an error after this rank had sent its gradients: the other ranks may have "
+                "applied it. It can be neither repeated nor abandoned: end the process, and resume from a "
+                "checkpoint."
+            )
         if not (self.done or self.failed):
             self._parts.attachment.check()
 
@@ -91,7 +95,10 @@ class Step:
         octave, count = dry
         if reference.count is None:
             if count is None:
-                raise UnusableError(NO_COUNT)
+                raise UnusableError(
+                    "calibrate() needs the count of the loss: let it return (loss_sum, count), or build the "
+                    "Stepper with reference_count, the usual number of samples per rank and step."
+                )
             reference.expect(count)
             reference.agree()
             # Keeps this n0 even if the first step is abandoned: it was not taken from that step.

@@ -21,7 +21,7 @@ from launcher.engine.agreement import refuse_differences, refusing_together
 from launcher.engine.arguments import group_of, rates_of, refuse_attribute, refuse_kinds
 from launcher.engine.assembly import Choices, StepperParts
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
-from launcher.engine.errors import NO_BACKWARD, NO_REFERENCE, EngineWarning, UnusableError, refuse_loss
+from launcher.engine.errors import NO_BACKWARD, EngineWarning, UnusableError, refuse_loss
 from launcher.engine.flat.groups import ParameterGroup, idle_groups
 from launcher.engine.fp32_modules import compute_in_fp32, names_in_fp32
 from launcher.engine.notices import warn_if_alone
@@ -283,7 +283,10 @@ class Stepper:
         a `reference_count` or calibrate() was called.
         """
         if self._step.reference.count is None:
-            raise UnusableError(NO_REFERENCE)
+            raise UnusableError(
+                "dry_backward() was called before the reference count is known. Build the Stepper with "
+                "reference_count, the usual number of samples per rank and step, or call it after backward()."
+            )
         with self._step.during_backward():
             return self.reducer.gradients_aside(loss_sum, self._step.slope())
 
