@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ PLAIN = (str, int, Enum, torch.dtype, type(None))
 
 
 @contextmanager
-def refusing_together(model: object, group: dist.ProcessGroup | None) -> Iterator[None]:
+def refusing_together(model: object, group: works.Group) -> Iterator[None]:
     """The context for the checks that a rank makes alone, before all ranks call `refuse_differences`.
 
     Where a rank raises, the others would wait for it there for ever. So it takes part, and they raise too.
@@ -44,9 +45,7 @@ def refusing_together(model: object, group: dist.ProcessGroup | None) -> Iterato
         raise
 
 
-def refuse_differences(
-    model: nn.Module, settings: Mapping[str, object], group: dist.ProcessGroup | None
-) -> None:
+def refuse_differences(model: nn.Module, settings: Mapping[str, object], group: works.Group) -> None:
     """Require the same tensors in the same order and the same settings on all ranks.
 
     Raises UnusableError on all ranks or on none. A collective of 24 bytes, unless there is a difference.
@@ -75,10 +74,9 @@ def _unlike(own: dict[str, str], model: nn.Module, group: dist.ProcessGroup) -> 
     rows = [torch.empty_like(found) for _ in range(dist.get_world_size(group))]
     works.run(dist.all_gather(rows, found, group=group, async_op=True), found)
     return (
-        "the ranks were given different models or settings, and would not train the same weights. "
+        "the ranks were given different models or settings. "
         f"{_by_ranks([_bytes(row).decode(errors='ignore') for row in rows])}. Build the same model in the "
-        "same order on all ranks, and decide on settings from what all ranks share, not from a rank's own "
-        "device or data."
+        "same order on all ranks, and decide on settings from what they share, not from a rank's own data."
     )
 
 
@@ -103,29 +101,24 @@ def _of(name: str, value: object) -> Iterator[tuple[str, str]]:
     """A setting and the fields of it; of an object that is no plain value the type, not its address."""
     if hasattr(value, "tolist"):  # a tensor, an array, or a number of NumPy's
         value = value.tolist()
-    if (text := _plain(value)) is not None:
-        yield name, text
+    if isinstance(value, Real) and not isinstance(value, int):
+        yield name, str(float(value)).removesuffix(".0")  # the same for 1 and 1.0
+    elif isinstance(value, PLAIN):
+        yield name, str(value)
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield from _of(f"{name}.{key}", part)
-    elif isinstance(value, Sequence | Set):
-        texts = [text for part in value if (text := _plain(part)) is not None]
-        if len(texts) == len(value):
-            yield name, _row(sorted(texts) if isinstance(value, Set) else texts)
-        elif isinstance(value, Sequence):
-            for number, part in enumerate(value):
-                yield from _of(f"{name}[{number}]", part)
+    elif isinstance(value, Set):
+        yield name, _row(sorted(text for part in value for _, text in _of(name, part)))
+    elif isinstance(value, Sequence):
+        parts = [list(_of(f"{name}[{number}]", part)) for number, part in enumerate(value)]
+        if all(len(part) == 1 for part in parts):
+            parts = [[(name, _row([text for [(_, text)] in parts]))]]
+        yield from itertools.chain(*parts)
     else:
         yield name, getattr(value, "__qualname__", type(value).__name__)  # of a class or function its own
         if dataclasses.is_dataclass(value):
-            yield from _of(name, {each.name: getattr(value, each.name) for each in dataclasses.fields(value)})
-
-
-def _plain(value: object) -> str | None:
-    """The text of a number or another plain value, the same for 1 and 1.0; None of what has parts."""
-    if isinstance(value, Real) and not isinstance(value, int):
-        return str(float(value)).removesuffix(".0")
-    return str(value) if isinstance(value, PLAIN) else None
+            yield from _of(name, vars(value))
 
 
 def _row(texts: Sequence[str]) -> str:

@@ -46,14 +46,12 @@ def refuse_kinds(model: object, optimizer: object, groups: object, given: Mappin
         kind, example = KINDS[name]
         if not (value is None or isinstance(value, kind)):
             raise UnusableError(
-                f"{name}={value!r}: it must be a {kind.__name__}, for example {example}, or None for the "
-                "default."
+                f"{name}={value!r}: it must be a {kind.__name__}, for example {example}, or None."
             )
     if not isinstance(groups, list | tuple) or not all(isinstance(each, ParameterGroup) for each in groups):
         raise UnusableError(
             f"groups={groups!r}: it must be a sequence of ParameterGroup, for example "
-            '[ParameterGroup("*.bias", weight_decay=0.0)]. It names parameters by patterns and does not hold '
-            "them, as torch's param_groups do."
+            '[ParameterGroup("*.bias", weight_decay=0.0)], which names parameters and does not hold them.'
         )
 
 
@@ -82,21 +80,18 @@ def group_of(group: object) -> dist.ProcessGroup | None:
     Returns None for one process: if no group is initialised, and for a group of one. Raises UnusableError if
     `group` is not a process group, or if this rank is not a member of it.
     """
-    if group is None:
-        group = dist.group.WORLD  # None if not initialised
+    group = dist.group.WORLD if group is None else group  # None if not initialised
     if group is None:
         return None
-    if group == dist.GroupMember.NON_GROUP_MEMBER or (
-        isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
-    ):
-        raise UnusableError(
-            f"rank {dist.get_rank()} is not a member of the group. Only the ranks that "
-            "torch.distributed.new_group() was given may build a Stepper with it."
-        )
-    if not isinstance(group, dist.ProcessGroup):
+    if not isinstance(group, dist.ProcessGroup) and group != dist.GroupMember.NON_GROUP_MEMBER:
         raise UnusableError(
             f"group={group!r}: it must be a process group, for example one that "
             "torch.distributed.new_group() returned, or None for the default one."
+        )
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise UnusableError(
+            f"rank {dist.get_rank()} is not a member of the group. Only the ranks that "
+            "torch.distributed.new_group() was given may build a Stepper with it."
         )
     return group if dist.get_world_size(group) > 1 else None
 
@@ -123,10 +118,9 @@ def _refuse_model(model: nn.Module) -> None:
                 f"{name} of {kind} is {value.dtype}, {value.layout}. Parameters and buffers must be dense: "
                 "convert it with to_dense(), or keep it as a plain attribute of its module."
             )
-    embeddings = [
-        each for each in model.named_modules() if isinstance(each[1], nn.Embedding | nn.EmbeddingBag)
-    ]
-    if odd := [name or kind for name, each in embeddings if each.sparse and each.weight.requires_grad]:
+    kinds, modules = nn.Embedding | nn.EmbeddingBag, model.named_modules()
+    embeddings = [(name or kind, each) for name, each in modules if isinstance(each, kinds)]
+    if odd := [name for name, each in embeddings if each.sparse and each.weight.requires_grad]:
         raise UnusableError(
             f"{listed(odd, SHOWN)} of {kind} has sparse=True, but gradients are reduced and applied in flat "
             "memory, which is dense. Build it with sparse=False."

@@ -23,8 +23,7 @@ from launcher.engine.flat.groups import Grouping, ParameterGroup
 from launcher.engine.flat.layout import Layout
 from launcher.engine.notices import Notices
 from launcher.engine.optim.compilation import choose_compilation
-from launcher.engine.optim.fused import Optimizer
-from launcher.engine.optim.torch_optimizer import TorchOptimizer, refuse_unadaptable, updater_of
+from launcher.engine.optim.torch_optimizer import AnyOptimizer, refuse_unadaptable, updater_of
 from launcher.engine.outside_changes import Attachment, InPlaceChanges
 from launcher.engine.precision.loss_scale import LossScale, Scaling
 from launcher.engine.precision.policy import Policy, choose_emulation
@@ -33,7 +32,7 @@ from launcher.engine.verdict import Terms, judge_on
 from launcher.engine.wire.choice import Wire, choose_transports, may_regroup
 from launcher.engine.wire.reducer import Reducer
 from launcher.engine.wire.shards import Shards
-from launcher.engine.wire.step_counts import tally_on
+from launcher.engine.wire.step_counts import Tally
 
 MAY_DIFFER = ("micro_batches", "emulate", "compiled")  # between ranks: `agreement` says why
 
@@ -46,7 +45,7 @@ class Choices:
     wire: Wire
     scaling: Scaling
     clip_norm: Annotated[float, limits.positive] | None
-    optimizer: Optimizer | TorchOptimizer
+    optimizer: AnyOptimizer
     learning_rates: Sequence[float]
     groups: Sequence[ParameterGroup]
     reference_count: Annotated[int, limits.a_reference_count] | None
@@ -73,7 +72,7 @@ class StepperParts:
     Moves the model's parameters and buffers into flat memory and broadcasts rank 0's values.
     """
 
-    def __init__(self, model: nn.Module, choices: Choices, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, model: nn.Module, choices: Choices, group: works.Group) -> None:
         policy, wire, optimizer = choices.policy, choices.wire, choices.optimizer
         world_size = dist.get_world_size(group) if group else 1
         grouping = Grouping.of(model, choices.groups)
@@ -94,7 +93,7 @@ class StepperParts:
         self.compilation = choose_compilation(choices.compiled, optimizer, layout, terms, num_rates, group)
         compiled = self.compilation.used
         transports, self.divisor = choose_transports(wire, layout, group)
-        self.tally = tally_on(on_host, layout.device, group)
+        self.tally = Tally(on_host, layout.device, group)
         self.reducer = Reducer(
             layout, group, transports, self.tally, choices.micro_batches, wire.overlap, compiled
         )
@@ -111,21 +110,17 @@ class StepperParts:
         self.replica = Replica(model, layout, self.buffers, self.shards, self.updater, self.scale)
 
 
-def _take_values_of_rank_0(
-    layout: Layout, model: nn.Module, buffers: Buffers, group: dist.ProcessGroup | None
-) -> None:
+def _take_values_of_rank_0(layout: Layout, model: nn.Module, buffers: Buffers, group: works.Group) -> None:
     """Broadcast parameters, including frozen ones, and buffers, bit for bit."""
     if group is None:
         return
+    exact = [segment.weight if segment.master is None else segment.master for segment in layout.segments]
+    frozen = [p.detach() for p in model.parameters() if not p.requires_grad]
+    for tensor in (*exact, *frozen, *buffers.flat):
+        values = tensor.contiguous()
+        # As bytes: Gloo has no integers of 16 bits, for one.
+        works.broadcast(values.reshape(-1).view(torch.uint8), group)
+        tensor.copy_(values)
     for segment in layout.segments:
-        exact = segment.weight if segment.master is None else segment.master
-        works.broadcast(exact, group)
         if segment.half and segment.master is not None:
-            segment.weight.copy_(exact)
-    for p in model.parameters():
-        if not p.requires_grad:
-            values = p.detach().contiguous()
-            whole = values.reshape(-1).view(torch.uint8)  # of any dtype; Gloo has none of 16 bits, for one
-            works.broadcast(whole, group)
-            p.detach().copy_(values)
-    buffers.broadcast()
+            segment.weight.copy_(segment.master)

@@ -14,31 +14,11 @@ from torch import Tensor
 NEAREST = 3  # names that an error suggests
 
 NO_GRADIENT = "the loss does not depend on any trainable parameter. Compute it from the model."
-NO_GRADIENTS_HERE = (
-    "gradients are switched off here, by torch.no_grad() or torch.inference_mode(): move the call, and the "
-    "forward pass, out of that context."
-)
-
-NO_COUNT = (
-    "calibrate() needs the count of the loss: let it return (loss_sum, count), or build the Stepper with "
-    "reference_count, the usual number of samples per rank and step."
-)
-NO_REFERENCE = (
-    "dry_backward() was called before the reference count is known, which the loss scale needs. Build the "
-    "Stepper with reference_count, the usual number of samples per rank and step, or call it after the first "
-    "backward()."
-)
 NO_BACKWARD = (
     "step() was called without backward(), and parameters hold gradients in p.grad, which step() does not "
     "read. If they come from this network's loss, call stepper.backward(loss_sum, count) instead of "
     "loss.backward(). If they come from another network's backward pass (a generator's through its "
     "discriminator), call model.zero_grad() before step(), or skip step() on all ranks."
-)
-
-BROKEN_OFF = (
-    "a step() raised an error after this rank had sent its gradients, so the other ranks may have applied a "
-    "step that this one has not, or not all of. It can be neither repeated nor abandoned: end the process, "
-    "and resume from a checkpoint."
 )
 
 
@@ -54,12 +34,16 @@ def refuse_loss(loss_sum: Tensor, count: float | Tensor, device: torch.device) -
     """Raise UnusableError unless `loss_sum` can be the sum of `count` losses of a model on `device`."""
     if loss_sum.dtype != torch.float32 or loss_sum.ndim != 0:
         raise UnusableError(
-            f"the loss is {loss_sum.dtype} of shape {tuple(loss_sum.shape)}; it must be fp32, 0-dim. "
-            "Take logits.float() before the loss (an fp16 loss times the loss scale would overflow) and "
-            "sum over the samples."
+            f"the loss is {loss_sum.dtype} of shape {tuple(loss_sum.shape)}; it must be fp32, 0-dim. Take "
+            "logits.float() before the loss (a scaled fp16 loss would overflow), and sum over the samples."
         )
+    if not loss_sum.requires_grad and torch.is_grad_enabled():
+        raise UnusableError(NO_GRADIENT)
     if not loss_sum.requires_grad:
-        raise UnusableError(NO_GRADIENT if torch.is_grad_enabled() else NO_GRADIENTS_HERE)
+        raise UnusableError(
+            "gradients are switched off here, by torch.no_grad() or torch.inference_mode(): move the call, "
+            "and the forward pass, out of that context."
+        )
     refuse_count(count)
     if loss_sum.is_meta and device.type != "meta":
         raise UnusableError(

@@ -39,11 +39,8 @@ def compute_in_fp32(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         require_match(pattern, list(modules), "modules")
     present = names_in_fp32(model)
-    new = [
-        name
-        for name in modules
-        if name not in present and any(fnmatchcase(name, pattern) for pattern in patterns)
-    ]
+    matched = [name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    new = [name for name in matched if name not in present]
     for name in new:
         # Functions, not methods: a model is copied and pickled with its hooks and what they refer to.
         modules[name].register_forward_pre_hook(_enter, with_kwargs=True)
@@ -55,7 +52,11 @@ _open = threading.local()  # autograd repeats forward passes of checkpoints in i
 
 
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    context = fp32_arithmetic()
+    context: AbstractContextManager[object] = nullcontext()  # outside of a half forward pass
+    if torch.is_autocast_enabled(MARK):
+        # Autocast is off in it, and half weights, which fp32 kernels refuse, are widened where they are used.
+        device_type = next(filter(torch.is_autocast_enabled, ("cuda", "cpu")), "cpu")
+        context = RoundedArithmetic(torch.float32, device_type)
     context.__enter__()
     if not hasattr(_open, "contexts"):
         _open.contexts = []
@@ -68,17 +69,6 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
     _open.contexts.pop().__exit__(None, None, None)
 
 
-def fp32_arithmetic() -> AbstractContextManager[object]:
-    """The context of fp32 arithmetic within a half forward pass; nothing changes outside of one.
-
-    Autocast is off in it, and half weights, which fp32 kernels refuse, are widened where they are used.
-    """
-    if not torch.is_autocast_enabled(MARK):
-        return nullcontext()
-    device_type = next(filter(torch.is_autocast_enabled, ("cuda", "cpu")), "cpu")
-    return RoundedArithmetic(torch.float32, device_type)
-
-
 def kind_of(model: nn.Module, name: str) -> list[str]:
     """Patterns of all modules like the one called `name`: of its type, with other numbers in their names.
 
@@ -87,11 +77,8 @@ def kind_of(model: nn.Module, name: str) -> list[str]:
     modules = dict(named_modules(model))
     parts = re.split(r"\d+", name)
     like = re.compile(r"\d+".join(map(re.escape, parts)))
-    kind = [
-        each
-        for each, module in modules.items()
-        if type(module) is type(modules[name]) and like.fullmatch(each)
-    ]
+    of_type = [each for each, module in modules.items() if type(module) is type(modules[name])]
+    kind = [each for each in of_type if like.fullmatch(each)]
     pattern = "*".join(map(glob.escape, parts))
     exact = [each for each in modules if fnmatchcase(each, pattern)] == kind
     return [pattern] if exact else list(map(glob.escape, kind))

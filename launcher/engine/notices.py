@@ -19,16 +19,14 @@ NO_SAMPLES = (
 )
 NO_GRADIENTS = (
     "{silent} of {total} parameters received no gradient in the first applied step: {names}. Weight decay "
-    "still changes them. If the loss should depend on them, check that the forward pass uses them, that "
-    "nothing detaches it (.detach(), .data, torch.no_grad()). Otherwise freeze them with "
-    "requires_grad_(False) before building the Stepper, unless later steps use them."
+    "still changes them. Check that the forward pass uses them, and that nothing detaches it (.detach(), "
+    ".data, torch.no_grad()), or freeze them before building the Stepper, unless later steps use them."
 )
 
 ALONE = (
-    "{variable}={size}, but no process group is initialised: this process trains alone, and the others each "
-    "train a model of their own. Call torch.distributed.init_process_group() before building the Stepper. To "
-    "train alone on purpose, then pass a group of one: "
-    "new_group([get_rank()], use_local_synchronization=True)."
+    "{variable}={size}, but no process group is initialised: this process trains alone, and so do others. "
+    "Call torch.distributed.init_process_group() before building the Stepper. To train alone on purpose, "
+    "pass it a group of one: new_group([get_rank()], use_local_synchronization=True)."
 )
 # Set by torchrun, by Open MPI, by MPICH and Intel MPI, by srun. SLURM_NTASKS is also set outside of srun.
 WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")

@@ -14,12 +14,11 @@ the device.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import launcher.engine.works as works
 from launcher.engine.errors import UnusableError, listed
@@ -30,20 +29,9 @@ from launcher.engine.wire.shards import Shards
 
 LISTED, SHOWN = 3, 5  # changes and parameters named in a message; more would bury the rest
 
-TAKEN_OVER = (
-    "a newer Stepper was built on this model, or on one with which it shares parameters, and now holds them: "
-    "only the newer one can train them. Use that one, and build one Stepper on a module that holds all."
-)
 HOLDS_OTHERS = (
     "within WeightAverage.in_model() the model has the averages, not the weights that the Stepper trains: "
-    "only forward passes are possible there. Build Steppers, train, save, load and update averages after the "
-    "context."
-)
-DETACHED = (
-    "the model has changed since this Stepper was built: {found}. The Stepper trains only parameters in "
-    "its flat memory. Cast, move, freeze, unfreeze or replace parameters before building the "
-    "Stepper; set values with p.copy_() under torch.no_grad() or with load(). To train the model as it is "
-    "now, build another Stepper on it."
+    "only forward passes are possible there. Build Steppers, train, save, load and update averages after it."
 )
 
 
@@ -72,25 +60,22 @@ class Attachment:
         if self._snapshot() == self._expected:
             return
         if found := list(self._differences()):
-            raise UnusableError(DETACHED.format(found=listed(found, LISTED, "; ")))
+            raise UnusableError(
+                f"the model has changed since this Stepper was built: {listed(found, LISTED, '; ')}. The "
+                "Stepper trains only parameters in its flat memory. Cast, move, freeze, unfreeze or replace "
+                "them before building it, or build another Stepper; set values by p.copy_() under no_grad()."
+            )
         self._accept()  # harmless: torch.compile around a layer, memory that is now shared
 
     def refuse_other_weights(self) -> None:
         """Raise UnusableError where the model does not have the weights that this Stepper trains."""
         if self._reducer.closed:
-            raise UnusableError(TAKEN_OVER)
+            raise UnusableError(
+                "a newer Stepper was built on this model, or on one with which it shares parameters, and now "
+                "holds them. Use that one, and build one Stepper on a module that holds all."
+            )
         if self._reducer.lent:
             raise UnusableError(HOLDS_OTHERS)
-
-    @contextmanager
-    def holding_others(self) -> Iterator[None]:
-        """The context within which the flat memory holds other weights than the rounded masters."""
-        self.refuse_other_weights()
-        self._reducer.lent = True
-        try:
-            yield
-        finally:
-            self._reducer.lent = False
 
     def _accept(self) -> None:
         """Compare with the present model from now on."""
@@ -102,9 +87,7 @@ class Attachment:
 
     def _snapshot(self) -> tuple[list[object], ...]:
         return (
-            [p.data_ptr() for p in self._trained],
-            [p.shape for p in self._trained],
-            [p.requires_grad for p in self._trained],
+            [(p.data_ptr(), p.shape, p.requires_grad) for p in self._trained],
             [p.requires_grad for p in self._frozen],
             [id(member) for members in self._members for member in members.values()],
         )
@@ -118,8 +101,12 @@ class Attachment:
             if new is None:
                 is_called = f"is called {names[id(p)]} now" if id(p) in names else "is no longer part of it"
                 yield f"{slot.name} {is_called}"
-            elif changed := _changed(new, place):
-                yield f"{slot.name} {changed}"
+            elif new.dtype != place.dtype:
+                yield f"{slot.name} was cast from {place.dtype} to {new.dtype}"
+            elif new.device != place.device:
+                yield f"{slot.name} was moved from {place.device} to {new.device}"
+            elif new.shape != place.shape:
+                yield f"{slot.name} was given the shape {tuple(new.shape)} in place of {tuple(place.shape)}"
             elif new is not p:
                 yield f"{slot.name} was replaced by another nn.Parameter"
             elif p.data_ptr() != place.data_ptr():
@@ -134,30 +121,14 @@ class Attachment:
                 yield f"{name} was unfrozen or added"
 
 
-def _changed(p: Tensor, place: Tensor) -> str:
-    """Why `p` cannot be a view of `place`; empty if it can."""
-    if p.dtype != place.dtype:
-        return f"was cast from {place.dtype} to {p.dtype}"
-    if p.device != place.device:
-        return f"was moved from {place.device} to {p.device}"
-    if p.shape != place.shape:
-        return f"was given the shape {tuple(p.shape)} in place of {tuple(place.shape)}"
-    return ""
-
-
 class InPlaceChanges:
     """Detects writes to the model's weights since the last check, and copies them into the masters."""
 
-    def __init__(
-        self, model: nn.Module, layout: Layout, shards: Shards, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, shards: Shards, group: works.Group) -> None:
         self._shards = shards
         self._group = group
-        self._renormed = [
-            module.weight
-            for module in model.modules()
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
-        ]
+        embeddings = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+        self._renormed = [embedding.weight for embedding in embeddings if embedding.max_norm is not None]
         self._trained = list(layout.parameters.values())
         self._watched = shards.rounded()
         self._parameters = [layout.parameters[slot.name] for _, slot in self._watched]
@@ -183,9 +154,12 @@ class InPlaceChanges:
         A collective for a model with Embedding(max_norm=...): each rank has scaled the rows of its own
         samples, and every rank applies the scaling of all.
         """
-        if self._group is not None:
-            for weight in self._renormed:
-                _agree_on_scaled_rows(weight, self._group)
+        for weight in self._renormed if self._group is not None else []:
+            # The smallest magnitude of each element: max_norm only scales rows down.
+            with torch.no_grad():
+                smallest = weight.abs()
+                works.all_reduce(smallest, self._group, dist.ReduceOp.MIN)
+                weight.copy_(torch.copysign(smallest, weight))
         updates = self._updates
         if [p._version - updates for p in self._parameters] == self._versions:
             return
@@ -194,7 +168,15 @@ class InPlaceChanges:
         for segment, slot, _ in changed:
             self._shards.take_weights(segment, slot)
         self.forget()
-        self._warn([slot.name for _, slot, p in changed if not any(p is weight for weight in self._renormed)])
+        names = [slot.name for _, slot, p in changed if not any(p is weight for weight in self._renormed)]
+        if names and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{listed(names, SHOWN)}: half weights were written in place since the last step; the "
+                "masters now hold these rounded values. That is fine for clamping or initialising. To keep "
+                "the fp32 values of a state, load it before building the Stepper, or with Stepper.load().",
+                stacklevel=3,
+            )
 
     def refuse_unseen(self) -> None:
         """Raise UnusableError for weight changes that torch's counter missed. Waits for the device.
@@ -213,22 +195,3 @@ class InPlaceChanges:
                 "changed through `.data`, which step() cannot detect: the next update undoes it. Change them "
                 "in place under torch.no_grad() (`p.clamp_(-1, 1)`, not `p.data.clamp_(-1, 1)`)."
             )
-
-    def _warn(self, names: Sequence[str]) -> None:
-        if names and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{listed(names, SHOWN)}: half weights were written in place since the last step; the "
-                "masters now hold these rounded values. That is fine for clamping or initialising. A "
-                "checkpoint loses its fp32 precision this way: load it before building the Stepper, or with "
-                "Stepper.load().",
-                stacklevel=4,
-            )
-
-
-def _agree_on_scaled_rows(weight: Tensor, group: dist.ProcessGroup) -> None:
-    """Take the smallest magnitude of each element over the ranks: max_norm only scales rows down."""
-    with torch.no_grad():
-        smallest = weight.abs()
-        works.all_reduce(smallest, group, dist.ReduceOp.MIN)
-        weight.copy_(torch.copysign(smallest, weight))

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.buffers import Buffers, bits_of
-from launcher.engine.flat.layout import Layout, Segment
+from launcher.engine.flat.layout import Layout
 from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.engine.optim.torch_optimizer import AdaptedUpdater
 from launcher.engine.optim.updater import Updater
+from launcher.engine.precision.classes import widen
 from launcher.engine.precision.loss_scale import LossScale, ScaleStart
-from launcher.engine.state import EngineState, counters_of, exact, refuse_numbers, refuse_other_model
+from launcher.engine.state import EngineState, counters_of, refuse_numbers, refuse_other_model
 from launcher.engine.wire.shards import Allocate, Shards, on_host
 
 
@@ -52,7 +53,8 @@ class Replica:
         A collective where the optimizer is sharded: `rank` and `allocate` are those of `Shards.collect`.
         """
         collect = partial(self.shards.collect, rank=rank, allocate=allocate)
-        frozen = {n: exact(p) for n, p in named_parameters(self.model).items() if not p.requires_grad}
+        named = named_parameters(self.model).items()
+        frozen = {name: widen(p.detach()) for name, p in named if not p.requires_grad}
         return EngineState(
             weights=frozen | self.masters(rank, allocate),
             optimizer=self.updater.named_states(collect),
@@ -103,7 +105,13 @@ class Replica:
             f"loss scale ({field})": state[i : i + 1] for i, field in enumerate(self.scale.FIELDS)
         }
         for segment in self.layout.segments:
-            for kind, flat in self._replicated(segment).items():
+            # The unsharded flat tensors: a sharded segment is no piece itself, and has no master.
+            kinds = {"weight": segment.weight}
+            kinds |= {"master": segment.master} if segment.half and segment.master is not None else {}
+            for piece, states in zip(self.shards.pieces, self.updater.states, strict=True):
+                if piece is segment:
+                    kinds |= {f"optimizer state {number}": state for number, state in enumerate(states)}
+            for kind, flat in kinds.items():
                 found |= segment.named(kind, flat, by_parameter)
         return found
 
@@ -160,15 +168,6 @@ class Replica:
         self._start_bits: dict[str, Tensor | None] = {  # None for a buffer that was found changed
             name: bits_of(buffer) for name, buffer in named_buffers(self.model).items()
         }
-
-    def _replicated(self, segment: Segment) -> dict[str, Tensor]:
-        """The unsharded flat tensors of a segment by kind: weight, master, optimizer states."""
-        kinds = {"weight": segment.weight}
-        for piece, states in zip(self.shards.pieces, self.updater.states, strict=True):
-            if piece.weight is segment.weight:
-                kinds |= {"master": piece.master} if piece.half and piece.master is not None else {}
-                kinds |= {f"optimizer state {number}": state for number, state in enumerate(states)}
-        return kinds
 
 
 def size_bytes(tensors: Iterable[Tensor]) -> int:

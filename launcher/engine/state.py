@@ -141,10 +141,7 @@ def _guess(values: Mapping[str, object]) -> str:
     if any(str(name).startswith(tuple(f"{part}/" for part in _PARTS)) for name in values):
         return "It is the flat form: load it with stepper.load(EngineState.from_tensors(...))."
     if values and all(isinstance(value, Tensor) for value in values.values()):
-        return (
-            "It looks like the state_dict of a model: load it with model.load_state_dict() before building "
-            "the Stepper."
-        )
+        return "It looks like the state_dict of a model: load it into the model before building the Stepper."
     return EXPECTED
 
 
@@ -197,11 +194,6 @@ def refuse_other_model(model: nn.Module, state: EngineState) -> None:
     refuse_misfits("buffers", forms_of(named_buffers(model)), state.buffers, widens=True)
 
 
-def exact(p: Tensor) -> Tensor:
-    """A parameter as a state holds it: fp32 if it is half, otherwise unchanged."""
-    return p.detach().float() if p.dtype in HALF else p.detach()
-
-
 def is_readable(value: object) -> bool:
     """Whether `value` is a tensor whose values can be copied to any device; a Parameter is."""
     return (
@@ -238,17 +230,14 @@ def refuse_misfits(
     for name, (shape, dtype) in expected.items():
         found = given[name]
         if not is_readable(found):
-            raise ValueError(
-                f"the state does not fit: of the {kind}, {name} is {_described(found)}. Give a dense "
-                "tensor that holds its values: not sparse, on meta, freed or of a library's own class."
-            )
-        if found.shape != shape:
-            raise ValueError(
-                f"the state does not fit: of the {kind}, {name} has shape {tuple(found.shape)} in the "
-                f"state and {tuple(shape)} in the model. Build the model that the state was saved from."
-            )
-        if found.dtype != dtype and not (widens and dtype == torch.float32 and found.dtype in HALF):
-            raise ValueError(
-                f"the state does not fit: of the {kind}, {name} is {found.dtype} in the state and must be "
-                f"{dtype}. Give it as Stepper.state() did: masters are never rebuilt from half values."
-            )
+            problem = f"is {_described(found)}, and must be a dense tensor that holds its values"
+        elif found.shape != shape:
+            problem = f"has shape {tuple(found.shape)} in the state and {tuple(shape)} in the model"
+        elif found.dtype != dtype and not (widens and dtype == torch.float32 and found.dtype in HALF):
+            problem = f"is {found.dtype} in the state and must be {dtype}"
+        else:
+            continue
+        raise ValueError(
+            f"the state does not fit: of the {kind}, {name} {problem}. Build the model that the state was "
+            "saved from, and give what Stepper.state() gave: masters are never rebuilt from half values."
+        )

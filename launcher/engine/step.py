@@ -7,18 +7,18 @@ collectives, which is the same on all ranks. The Stepper, its only user, checks 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import launcher.engine.limits as limits
 from launcher.engine.assembly import Choices, StepperParts
 from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE
-from launcher.engine.errors import BROKEN_OFF, NO_COUNT, NO_GRADIENT, UnusableError, refuse_backward
+from launcher.engine.errors import NO_GRADIENT, UnusableError, refuse_backward
 from launcher.engine.optim.fused import Scalars
-from launcher.engine.precision.calibration import Loss, dry_pass, safe_exponent
-from launcher.engine.verdict import Numbers, Terms, next_rate
+from launcher.engine.precision.calibration import Loss, dry_pass, largest_gradient, safe_exponent
+from launcher.engine.verdict import Numbers, Terms
 from launcher.engine.wire.step_counts import Reference
 
 
@@ -58,25 +58,13 @@ class Step:
         """The full check once per step, at its first call: it costs about 0.3 us per parameter."""
         self._parts.attachment.refuse_other_weights()
         if self.exchanged:
-            raise RuntimeError(BROKEN_OFF)
+            raise RuntimeError(
+                "a step() raised an error after this rank had sent its gradients: the other ranks may have "
+                "applied it. It can be neither repeated nor abandoned: end the process, and resume from a "
+                "checkpoint."
+            )
         if not (self.done or self.failed):
             self._parts.attachment.check()
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next applied step. Waits for the device."""
-        applied = self._parts.scale.applied
-        if isinstance(self.rates, list):
-            return self.rates[min(int(applied), len(self.rates) - 1)]
-        return float(next_rate(self.rates, applied))
-
-    @lr.setter
-    def lr(self, rate: float) -> None:
-        limits.rate.require("lr", rate)
-        if isinstance(self.rates, list):
-            self.rates = [float(rate)]
-        else:
-            self.rates.fill_(float(rate))  # in place: a recorded step reads it
 
     def during_backward(self) -> AbstractContextManager[object]:
         """The precision context of a backward pass."""
@@ -97,7 +85,9 @@ class Step:
         gradients_of = parts.reducer.gradients_aside
         try:
             with parts.reducer.grad_put_aside():
-                dry = dry_pass(model, loss, gradients_of, growth, self._group, agree_on_failure)
+                run = None if loss is None else partial(largest_gradient, model, loss, gradients_of, growth)
+                device = parts.layout.device if self._group else None
+                dry = dry_pass(run, device, self._group, agree_on_failure)
         finally:
             parts.buffers.restore()
         if dry is None:
@@ -105,7 +95,10 @@ class Step:
         octave, count = dry
         if reference.count is None:
             if count is None:
-                raise UnusableError(NO_COUNT)
+                raise UnusableError(
+                    "calibrate() needs the count of the loss: let it return (loss_sum, count), or build the "
+                    "Stepper with reference_count, the usual number of samples per rank and step."
+                )
             reference.expect(count)
             reference.agree()
             # Keeps this n0 even if the first step is abandoned: it was not taken from that step.
@@ -125,7 +118,7 @@ class Step:
         parts.tally.add(loss_sum, count)
         # A step may end with fewer passes than that: finish() then sends every bucket.
         last = self.done + 1 == self.reference.micro_batches
-        with self.during_backward(), parts.reducer.receiving(last, self._sends_early):
+        with self.during_backward(), parts.reducer.receiving(early=last and self._sends_early):
             loss_sum.backward(self.slope())  # type: ignore[no-untyped-call]
             # Within the context, whose end drains p.grad.
             if not parts.reducer.has_received:
@@ -165,7 +158,7 @@ class Step:
         parts.reducer.flush(failed, correction)
         # From here on other ranks can apply the step without this one.
         self.exchanged = True
-        reduced = parts.reducer.finish()
+        sums, marks, sent_bytes = parts.reducer.finish()
         # After finish(): with a sharded optimizer its collective of the norms brings the tally, too.
         tally = parts.tally.totals()
         parts.in_place.take()
@@ -173,7 +166,7 @@ class Step:
 
         unit = float(parts.divisor * self.reference.divisor)
         terms = Terms(unit, self._clip_norm, parts.scale.scaling)
-        verdict = parts.judge(terms, reduced.sums, reduced.marks, tally, parts.scale.present, self.rates)
+        verdict = parts.judge(terms, sums, marks, tally, parts.scale.present, self.rates)
         self._wait_for_readers()
         parts.updater.step(
             Scalars(verdict.multiplier, verdict.lr, verdict.number, verdict.skip, narrow=verdict.narrow)
@@ -193,7 +186,7 @@ class Step:
             parts.replica.count_update(verdict.skip)
         parts.clock.mark(UPDATE)
         self.restart(verdict.abandoned)
-        return verdict.packed, reduced.bytes
+        return verdict.packed, sent_bytes
 
     def prepare_replay(self) -> None:
         """What a step does on the host, before the replay of a recorded one. A collective as `finish` is."""
@@ -202,13 +195,6 @@ class Step:
         self._parts.in_place.take()
         self._parts.in_place.count_update()  # a replay counts nothing
         self._wait_for_readers()
-
-    def forget(self) -> None:
-        """Forget the passes of a step of which nothing was sent, because a recording of it has failed."""
-        # Nothing was sent, so no other rank waits for these buckets.
-        self._parts.reducer.forget_step()
-        self._parts.buffers.restore()
-        self.restart()
 
     def _wait_for_readers(self) -> None:
         # A checkpoint may still be copying the weights and states that the update overwrites.

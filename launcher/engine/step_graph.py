@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,7 +83,9 @@ class StepGraph:
         are of `passes`.
         """
         self._refuse_live_graphs()
-        kept, device = _copies(self._stepper.tensors()), self._stepper.device
+        device = self._stepper.device
+        # To the host: the device may have no room for a second copy of everything.
+        kept = [(tensor, tensor.to("cpu", copy=True)) for tensor in self._stepper.tensors()]
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []), self._recorder.aside():
                 for each in passes:
@@ -197,18 +200,7 @@ def _in_a_graph(parameter: Tensor) -> bool:
     """Whether a graph of autograd that is alive has this parameter in it."""
     if not parameter.requires_grad:
         return False
-    # The node is made anew for each call, and the mark is lost with it, unless a graph holds it.
-    _metadata_of(parameter)[MARK] = True
-    return MARK in _metadata_of(parameter)
-
-
-def _metadata_of(parameter: Tensor) -> dict[object, object]:
-    """The metadata of the parameter's AccumulateGrad node."""
-    metadata: object = get_gradient_edge(parameter).node.metadata  # torch declares a method
-    assert isinstance(metadata, dict)
-    return metadata
-
-
-def _copies(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Copy each tensor to the host: the device may have no room for a second copy of everything."""
-    return [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
+    # Its AccumulateGrad node is new for each call, and the mark is lost with it unless a graph holds it.
+    edge_of: Any = get_gradient_edge  # torch declares `metadata` as a method
+    edge_of(parameter).node.metadata[MARK] = True
+    return MARK in edge_of(parameter).node.metadata

@@ -15,7 +15,7 @@ from launcher.engine.diagnostics.step_timer import Mark, spans_ms
 from launcher.engine.limits import VOTES
 from launcher.engine.notices import NO_SAMPLES, Notices
 from launcher.engine.verdict import Numbers
-from launcher.engine.wire.reducer import ABANDONED, CULPRIT
+from launcher.engine.wire.reducer import ABANDONED
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,15 @@ class StepResult:
         loss, grad_norm, scale, lr, skipped, count, _, bad_losses, *more = head
         votes = tuple(map(int, more[:VOTES]))
         _, _, _, applied, skips, floor_skips, bad_loss_steps = map(int, more[VOTES:])
-        # A step that is applied has none; one that is skipped almost always few, of up to thousands of ranks.
-        marked = marks.nonzero().flatten().tolist() if skipped else []
-        abandoned = tuple(rank for rank in marked if marks[rank] == ABANDONED) if marked else ()
+        culprits, abandoned, parameters = [], [], []
+        if skipped:  # else there are none
+            for rank in marks.nonzero().flatten().tolist():
+                (abandoned if marks[rank] == ABANDONED else culprits).append(rank)
+            parameters = [self._names[index] for index in (~sums.isfinite()).nonzero().flatten().tolist()]
+        else:
+            self._notices.gradients(self._names, sums, stacklevel=2)
         if count == 0 and not abandoned:
             self._notices.warn(NO_SAMPLES, stacklevel=2)
-        if not skipped:
-            self._notices.gradients(self._names, sums, stacklevel=2)
         return StepReport(
             loss=loss,
             grad_norm=grad_norm,
@@ -108,13 +110,9 @@ class StepResult:
             floor_skips=floor_skips,
             bad_loss_steps=bad_loss_steps,
             wire_bytes=self._wire_bytes,
-            culprit_ranks=tuple(rank for rank in marked if marks[rank] == CULPRIT) if marked else (),
-            culprit_parameters=self._not_finite(sums) if skipped else (),
+            culprit_ranks=tuple(culprits),
+            culprit_parameters=tuple(parameters),
             votes=votes,
             spans_ms=spans_ms(self._marks),
-            abandoned_ranks=abandoned,
+            abandoned_ranks=tuple(abandoned),
         )
-
-    def _not_finite(self, sums: Tensor) -> tuple[str, ...]:
-        indices = (~sums.isfinite()).nonzero().flatten().tolist()
-        return tuple(self._names[index] for index in indices)

@@ -8,7 +8,7 @@ never), then step() or abandon(); all ranks reach the same verdict and the same 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -21,20 +21,20 @@ from launcher.engine.agreement import refuse_differences, refusing_together
 from launcher.engine.arguments import group_of, rates_of, refuse_attribute, refuse_kinds
 from launcher.engine.assembly import Choices, StepperParts
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
-from launcher.engine.errors import NO_BACKWARD, NO_REFERENCE, EngineWarning, UnusableError, refuse_loss
+from launcher.engine.errors import NO_BACKWARD, EngineWarning, UnusableError, refuse_loss
 from launcher.engine.flat.groups import ParameterGroup, idle_groups
 from launcher.engine.fp32_modules import compute_in_fp32, names_in_fp32
 from launcher.engine.notices import warn_if_alone
-from launcher.engine.optim.fused import Optimizer
-from launcher.engine.optim.torch_optimizer import TorchOptimizer
+from launcher.engine.optim.torch_optimizer import AnyOptimizer
 from launcher.engine.outside_changes import refuse_lent
+from launcher.engine.precision.calibration import Loss
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
 from launcher.engine.precision.policy import Policy
 from launcher.engine.replica import size_bytes
 from launcher.engine.state import EngineState, counters_of
 from launcher.engine.step import Step
 from launcher.engine.step_result import StepResult, to_host
-from launcher.engine.verdict import Numbers
+from launcher.engine.verdict import Numbers, next_rate
 from launcher.engine.wire.choice import Wire
 from launcher.engine.wire.shards import Allocate, on_host
 
@@ -85,7 +85,7 @@ class Stepper:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | TorchOptimizer,
+        optimizer: AnyOptimizer,
         policy: Policy | None = None,
         group: dist.ProcessGroup | None = None,
         *,
@@ -154,11 +154,18 @@ class Stepper:
         captured in a CUDA graph uses the new rate. The rate is not part of state_dict(): set it again after
         load_state_dict().
         """
-        return self._step.lr
+        rates, applied = self._step.rates, self.scale.applied
+        if isinstance(rates, list):
+            return rates[min(int(applied), len(rates) - 1)]
+        return float(next_rate(rates, applied))
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        self._step.lr = rate
+        limits.rate.require("lr", rate)
+        if isinstance(self._step.rates, list):
+            self._step.rates = [float(rate)]
+        else:
+            self._step.rates.fill_(float(rate))  # in place: a recorded step reads it
 
     def forward(self) -> AbstractContextManager[object]:
         """The precision context for a forward pass."""
@@ -222,12 +229,7 @@ class Stepper:
             )
         self.reducer.regroup(bucket_bytes)
 
-    def calibrate(
-        self,
-        loss: Callable[[], Tensor | tuple[Tensor, float | Tensor]] | None,
-        *,
-        agree_on_failure: bool = False,
-    ) -> int | None:
+    def calibrate(self, loss: Loss | None, *, agree_on_failure: bool = False) -> int | None:
         """Choose the initial loss scale from one dry backward pass, before the first step.
 
         `loss` runs the forward pass on this rank's first micro-batch (without `forward()`) and returns the
@@ -281,7 +283,10 @@ class Stepper:
         a `reference_count` or calibrate() was called.
         """
         if self._step.reference.count is None:
-            raise UnusableError(NO_REFERENCE)
+            raise UnusableError(
+                "dry_backward() was called before the reference count is known. Build the Stepper with "
+                "reference_count, the usual number of samples per rank and step, or call it after backward()."
+            )
         with self._step.during_backward():
             return self.reducer.gradients_aside(loss_sum, self._step.slope())
 
@@ -328,14 +333,8 @@ class Stepper:
 
     def report(self, packed: Tensor | Numbers, wire_bytes: int) -> StepResult:
         """Start copying to the host what `step_on_device` returned. Ends the step's timing."""
-        return StepResult(
-            *to_host(packed),
-            self._parts.names,
-            self.layout.world_size,
-            wire_bytes,
-            self.clock.take(),
-            self._parts.notices,
-        )
+        names, notices, marks = self._parts.names, self._parts.notices, self.clock.take()
+        return StepResult(*to_host(packed), names, self.layout.world_size, wire_bytes, marks, notices)
 
     def prepare_replay(self) -> None:
         """What a step does on the host, before the replay of a recorded one. A collective as `step()` is."""
@@ -343,16 +342,15 @@ class Stepper:
 
     def forget_step(self) -> None:
         """Forget the passes of a step of which nothing was sent, because a recording of it has failed."""
-        self._step.forget()
+        # Nothing was sent, so no other rank waits for these buckets.
+        self.reducer.forget_step()
+        self.buffers.restore()
+        self._step.restart()
 
     def tensors(self) -> list[Tensor]:
         """All memory that a step changes, for a copy that is put back later."""
-        return [
-            *self._parts.replica.tensors(),
-            self._parts.replica.trained,
-            *self.reducer.tensors(),
-            *self._parts.tally.tensors(),
-        ]
+        replica, tally = self._parts.replica, self._parts.tally
+        return [*replica.tensors(), replica.trained, *self.reducer.tensors(), *tally.tensors()]
 
     def hold_update(self, read: torch.cuda.Event) -> None:
         """Make the next update wait on the device for `read`, while weights and states are being copied.
@@ -472,14 +470,16 @@ class Stepper:
         Between steps only. Autograd refuses the backward pass of a graph over its start or its end.
         """
         self._step.refuse_within("WeightAverage.in_model()")
+        self.refuse_averages()
+        self.reducer.lent = True
         # Counted at both ends: neither may a graph over the weights run backward over the averages, nor the
         # reverse.
-        with self._parts.attachment.holding_others():
+        self._parts.in_place.count_update()
+        try:
+            yield
+        finally:
             self._parts.in_place.count_update()
-            try:
-                yield
-            finally:
-                self._parts.in_place.count_update()
+            self.reducer.lent = False
 
     def refuse_averages(self) -> None:
         """Raise UnusableError within `holding_averages`."""

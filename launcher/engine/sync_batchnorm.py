@@ -97,7 +97,19 @@ class _Normalise(torch.autograd.Function):
             sums, products = _sums(gradient, x, mean, inverse)
             shared = torch.stack([sums, products])
             works.all_reduce(shared, ctx.group)
-            of_input = _gradient_of(gradient, x, weight, mean, inverse, shared, count)
+            if not x.numel():
+                of_input = torch.zeros_like(x)
+            elif x.device.type in WITH_KERNELS:
+                of_input = torch.batch_norm_backward_elemt(
+                    gradient, x, mean, inverse, weight, shared[0], shared[1], count.view(1).int()
+                )
+            else:
+                mean_sum, mean_product = shared / count
+                centred = x.float() - _by_channel(mean, x)
+                centred.mul_(_by_channel(mean_product * inverse * inverse, x))
+                deviation = torch.sub(gradient, centred).sub_(_by_channel(mean_sum, x))
+                factor = inverse if weight is None else inverse * weight
+                of_input = deviation.mul_(_by_channel(factor, x)).to(x.dtype)
         # Those of weight and bias are this rank's, like every other gradient.
         of_weight = products * inverse if ctx.needs_input_grad[1] else None
         return of_input, of_weight, sums if ctx.needs_input_grad[2] else None, None, None
@@ -142,29 +154,6 @@ def _sums(gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> tuple[T
     return sums, products
 
 
-def _gradient_of(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    inverse: Tensor,
-    shared: Tensor,
-    count: Tensor,
-) -> Tensor:
-    """The gradient of the input; `shared` are `_sums` over all ranks, `count` their samples per channel."""
-    if not x.numel():
-        return torch.zeros_like(x)
-    if x.device.type in WITH_KERNELS:
-        return torch.batch_norm_backward_elemt(
-            gradient, x, mean, inverse, weight, shared[0], shared[1], count.view(1).int()
-        )
-    sums, products = shared / count
-    centred = x.float() - _by_channel(mean, x)
-    deviation = torch.sub(gradient, centred.mul_(_by_channel(products * inverse * inverse, x)))
-    factor = inverse if weight is None else inverse * weight
-    return deviation.sub_(_by_channel(sums, x)).mul_(_by_channel(factor, x)).to(x.dtype)
-
-
 def _format(x: Tensor) -> torch.memory_format:
     """The memory format of x, or the nearest without gaps, for which the kernels are written."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -179,20 +168,21 @@ def synchronised(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     the same order, even if parameters of one rank receive no gradient. Two NCCL communicators on one device
     need such an order too. Raises UnusableError for a batch norm of a custom class.
     """
+    replaced: dict[nn.Module, SyncBatchNorm] = {}
     for name, module in named_modules(model):
-        if isinstance(module, _BatchNorm) and type(module) not in _CONVERTED:
+        if not isinstance(module, _BatchNorm):
+            continue
+        if type(module) not in _CONVERTED:
             raise UnusableError(
                 f"{name or 'the model'} is a {type(module).__name__}, whose arithmetic is unknown here. "
                 "Use nn.BatchNorm1d, 2d or 3d, or leave the batch norms as they are."
             )
-    replaced = {
-        module: SyncBatchNorm(module, group) for module in model.modules() if isinstance(module, _BatchNorm)
-    }
+        replaced[module] = SyncBatchNorm(module, group)
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if isinstance(child, _BatchNorm):
+            if child in replaced:
                 setattr(parent, name, replaced[child])
-    return replaced[model] if isinstance(model, _BatchNorm) else model
+    return replaced.get(model, model)
 
 
 def _by_channel(values: Tensor, x: Tensor) -> Tensor:

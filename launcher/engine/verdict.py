@@ -168,12 +168,7 @@ NO_MARK = torch.zeros(1, dtype=torch.float64)  # not to be written to
 
 
 def judge_on_host(
-    terms: Terms,
-    sums: Tensor,
-    marks: Tensor | None,
-    tally: Sequence[float],
-    state: list[int],
-    rates: Sequence[float],
+    terms: Terms, sums: Tensor, marks: Tensor | None, tally: list[float], state: list[int], rates: list[float]
 ) -> Verdict:
     """`judge` in Python's numbers, from tensors on a CPU: the same bits without 15 small operations."""
     # The largest mark: a list would have thousands of ranks.

@@ -17,12 +17,10 @@ from torch import Tensor
 import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.names import named_buffers
-from launcher.engine.limits import is_whole
 from launcher.engine.state import forms_of, refuse_misfits, refuse_other_names
 from launcher.engine.stepper import Stepper
 from launcher.engine.wire.shards import Allocate, on_host
 
-COUNTERS = ("applied",)
 CHUNK = 1 << 24  # elements on a device: 64 MB for each of two results, less than the activations free by then
 
 
@@ -73,11 +71,11 @@ class WeightAverage:
     def restart(self) -> None:
         """Forget all steps: the averages are the present weights and buffers."""
         self._stepper.refuse_averages()
-        self._follow_loads()
         for average, values in self._pairs():
             average.copy_(values)
         self._applied.copy_(self._stepper.scale.applied)
         self._before.copy_(self._applied)
+        self._loads = self._stepper.scale.loads
 
     def update(self, step: int) -> None:
         """Take the step that has just been made, number `step`, into the average unless it was skipped."""
@@ -107,10 +105,9 @@ class WeightAverage:
         with self._stepper.holding_averages():
             kept = [(segment.weight, self._stepper.shards.keep_weights(segment)) for segment in segments]
             kept += [(flat, flat.clone()) for flat in buffers.floats()]
+            held = [*(piece.weight for piece in self._stepper.shards.pieces), *buffers.floats()]
             try:
-                for piece, average in zip(self._stepper.shards.pieces, self._weights, strict=True):
-                    piece.weight.copy_(average)
-                for flat, average in zip(buffers.floats(), self._buffers, strict=True):
+                for flat, average in zip(held, self.tensors(), strict=True):
                     flat.copy_(average)
                 self._stepper.shards.gather_weights()
                 self._stepper.average_buffers()
@@ -142,13 +139,12 @@ class WeightAverage:
         shards, buffers = self._stepper.shards, self._named_buffers()
         refuse_misfits("averaged weights", shards.forms, state.weights)
         refuse_misfits("averaged buffers", forms_of(buffers), state.buffers)
-        refuse_other_names("counters of the average", set(COUNTERS), set(state.counters))
+        refuse_other_names("counters of the average", {"applied"}, set(state.counters))
         applied, present = state.counters["applied"], int(self._stepper.scale.applied)
-        if not (is_whole(applied) and 0 <= applied <= present):
+        if not (limits.is_whole(applied) and 0 <= applied <= present):
             raise ValueError(
-                f"the state does not fit: its counter applied is {applied!r}, and the Stepper has applied "
-                f"{present} steps. It must be an int from 0 to that: first load the Stepper's state of the "
-                "same step."
+                f"the state does not fit: its counter applied is {applied!r}. It must be an int from 0 to "
+                f"the {present} steps that are applied: first load the Stepper's state of the same step."
             )
         shards.spread(state.weights, self._weights)
         for name, buffer in buffers.items():
@@ -166,7 +162,7 @@ class WeightAverage:
             name: flat
             for segment in self._stepper.layout.segments
             for piece, average in zip(self._stepper.shards.pieces, self._weights, strict=True)
-            if piece.weight is segment.weight
+            if piece is segment
             for name, flat in segment.named("average", average, by_parameter).items()
         }
 
@@ -193,23 +189,17 @@ class WeightAverage:
     @torch.no_grad()
     def _pass(self, before: Tensor) -> None:
         """Average all steps since the latest pass, if one was applied since there were `before`."""
-        applied = self._stepper.scale.applied
+        applied, at_pass = self._stepper.scale.applied, self._applied
         if self._stepper.decides_on_host:
-            self._pass_on_host(int(applied), int(before), int(self._applied))
-        else:
-            self._pass_on_device(applied, before, self._applied)
-
-    def _pass_on_host(self, applied: int, before: int, at_pass: int) -> None:
-        if applied == before:
+            n = int(applied)
+            if n != int(before):
+                # The ramp of TensorFlow's ExponentialMovingAverage with num_updates.
+                share = 1 - min(self._decay, (1 + n) / (10 + n)) ** (n - int(at_pass))
+                for average, values in self._pairs():
+                    average.lerp_(values, share)
+                at_pass.fill_(n)
             return
-        # The ramp of TensorFlow's ExponentialMovingAverage with num_updates.
-        weight = 1 - min(self._decay, (1 + applied) / (10 + applied)) ** (applied - at_pass)
-        for average, values in self._pairs():
-            average.lerp_(values, weight)
-        self._applied.fill_(applied)
-
-    def _pass_on_device(self, applied: Tensor, before: Tensor, at_pass: Tensor) -> None:
-        """The same without a read by the host. 0-dim tensors."""
+        # The same without a read by the host.
         skipped, t = applied == before, applied.double()
         weight = 1 - ((1 + t) / (10 + t)).clamp(max=self._decay) ** (applied - at_pass)
         for averages, values in self._pairs():

@@ -19,6 +19,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
+Group = dist.ProcessGroup | None  # None: one process
+
 # Per process, as interpreter shutdown is. A group has two threads, each at most one work behind.
 _under_way: set[dist.Work] = set()
 _finished: deque[dist.Work] = deque(maxlen=8)
@@ -31,19 +33,21 @@ def started(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def wait_for(work: dist.Work, tensor: Tensor) -> None:
-    """Wait for a collective on `tensor` (on CUDA: make the stream wait)."""
+def wait_for(work: dist.Work | None, tensor: Tensor) -> None:
+    """Wait for a collective on `tensor` that was `started` (on CUDA: make the stream wait)."""
+    assert work is not None
     work.wait()
     _under_way.discard(work)
     if tensor.device.type == "cpu":
         _finished.append(work)
 
 
-def wait_for_message(work: dist.Work, timeout: timedelta) -> None:
+def wait_for_message(work: dist.Work | None, timeout: timedelta) -> None:
     """Wait for a message to or from one rank over Gloo, none of whose threads holds its work.
 
     Until then it must be kept: bytes that arrive for a work that was freed block their connection.
     """
+    assert work is not None
     work.wait(timeout)
     _under_way.discard(work)
 
@@ -53,9 +57,7 @@ def run(work: dist.Work | None, tensor: Tensor) -> None:
     wait_for(started(work), tensor)
 
 
-def all_reduce(
-    tensor: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> None:
+def all_reduce(tensor: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
     """Replace `tensor` by the sum, or another `op`, over the ranks. `group` None is one process."""
     if group is not None:
         run(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor)

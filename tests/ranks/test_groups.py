@@ -29,10 +29,11 @@ def trained(group: dist.ProcessGroup | None, name: str, wire: str) -> tuple[dict
             stepper.load(state)
         train(stepper, *batch(step))
     inside = any(
-        stretch.start < part.start < stretch.end
+        stretch.start < part.start < stretch.stop
         for segment in stepper.layout.segments
         for part in stepper.shards._parts(segment)
-        for stretch in stepper.layout.stretches(segment)
+        for stretches in stepper.layout.stretches(segment, slice(0, segment.numel)).values()
+        for stretch in stretches
     )
     return {name: value.clone() for name, value in stepper.named_masters().items()}, inside
 

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import launcher.engine.works as works
@@ -58,7 +57,7 @@ class ExponentCounter:
     With a `group`, counts are summed over its ranks, each of which passes its own elements: a collective.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, device: torch.device, group: works.Group = None) -> None:
         self._group = group
         self._columns = {
             dtype: _columns(dtype).to(device) for dtype in (torch.float16, torch.bfloat16, torch.float32)
@@ -96,16 +95,10 @@ class ExponentCounts:
         """The statistics, for gradients scaled by this loss scale (a power of two)."""
         if self._ready is not None:
             self._ready.synchronize()
-        total = self._counts.sum(dim=0)
-        rows = self._counts.tolist()
+        total, rows = self._counts.sum(dim=0).tolist(), self._counts.tolist()
         exponent = round(math.log2(scale))
-        return GradientStatistics(
-            scale,
-            {name: _shares(row, exponent) for name, row in zip(self._names, rows, strict=True)},
-            _shares(total.tolist(), exponent),
-            int(total[0]),
-            tuple(total[1:].tolist()),
-        )
+        layers = {name: _shares(row, exponent) for name, row in zip(self._names, rows, strict=True)}
+        return GradientStatistics(scale, layers, _shares(total, exponent), total[0], tuple(total[1:]))
 
 
 def _shares(row: list[int], exponent: int) -> LayerStatistics:

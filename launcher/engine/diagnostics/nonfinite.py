@@ -6,9 +6,10 @@ neither weights nor buffers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -41,7 +42,7 @@ class ModuleFinding:
     num_rows: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Diagnosis:
     """Result of one observed forward pass.
 
@@ -50,17 +51,17 @@ class Diagnosis:
     measure of how close the rest was to overflow.
     """
 
-    origin: ModuleFinding | None
-    first: ModuleFinding | None
-    parameters: tuple[str, ...]  # those that hold a value that is not finite
-    largest: tuple[str, float] | None
+    origin: ModuleFinding | None = None
+    first: ModuleFinding | None = None
+    parameters: tuple[str, ...] = ()  # those that hold a value that is not finite
+    largest: tuple[str, float] | None = None
 
     @property
     def finding(self) -> ModuleFinding | None:
         return self.origin or self.first
 
 
-@dataclass(frozen=True)
+@dataclass
 class BackwardDiagnosis:
     """Result of one observed backward pass. A module stands for the gradient of its output.
 
@@ -68,9 +69,9 @@ class BackwardDiagnosis:
     were; `largest` the one with the largest gradient among those that were finite before it.
     """
 
-    module: tuple[str, str, Kind] | None
-    largest: tuple[str, float] | None
-    parameters: tuple[str, ...]  # those whose own gradient was not finite
+    module: tuple[str, str, Kind] | None = None
+    largest: tuple[str, float] | None = None
+    parameters: tuple[str, ...] = ()  # those whose own gradient was not finite
 
 
 def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
@@ -79,17 +80,35 @@ def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
     `run` does the forward pass, in whatever context it needs. Modules are ordered by the end of their calls,
     so an inner module is named before its parent.
     """
-    observer = _Observer()
+    found, ended = Diagnosis(), itertools.count()
+    # Of the inputs of each call that has not ended, whether they are finite, and their range.
+    calls: list[tuple[bool, tuple[float, float] | None]] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = list(_floats((args, kwargs)))  # read first: a module may overwrite them
+        calls.append((all(map(_finite, tensors)), _range(tensors)))
+
+    def leave(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        outputs, number, (finite, span) = list(_floats(output)), next(ended), calls.pop()
+        bad = next((tensor for tensor in outputs if not _finite(tensor)), None)
+        if bad is None and (ends := _range(outputs)) is not None:
+            size = max(map(abs, ends))
+            if found.largest is None or size > found.largest[1]:
+                found.largest = (name, size)
+        elif bad is not None and found.origin is None:
+            kind, num_rows = type(module).__name__, len(bad) if bad.ndim else 1
+            rows = _rows(bad, num_rows)
+            finding = ModuleFinding(name, kind, _kind(bad), number, finite, span, rows, num_rows)
+            found.first = found.first or finding
+            found.origin = finding if finite else None
+
     with torch.no_grad(), buffers_kept(model), uncompiled(), ExitStack() as hooks:
         for name, module in named_modules(model):
-            for hook in (
-                module.register_forward_pre_hook(observer.enter, with_kwargs=True),
-                module.register_forward_hook(partial(observer.leave, name), with_kwargs=True),
-            ):
-                hooks.callback(hook.remove)
+            hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(partial(leave, name), with_kwargs=True).remove)
         run()
-    bad = tuple(nonfinite_parameters(model))
-    return Diagnosis(observer.origin, observer.first, bad, observer.largest)
+    found.parameters = tuple(nonfinite_parameters(model))
+    return found
 
 
 def diagnose_backward(model: nn.Module, run: Callable[[], Mapping[str, Tensor]]) -> BackwardDiagnosis:
@@ -97,13 +116,27 @@ def diagnose_backward(model: nn.Module, run: Callable[[], Mapping[str, Tensor]])
 
     Buffers that it updates are restored.
     """
-    observer = _BackwardObserver()
+    found = BackwardDiagnosis()
+
+    def watch(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in _floats(output):
+            if tensor.requires_grad:  # autograd calls these hooks in backward order
+                tensor.register_hook(partial(record, name, module))  # type: ignore[no-untyped-call]
+
+    def record(name: str, module: nn.Module, gradient: Tensor) -> None:
+        if found.module is not None:
+            return
+        if not _finite(gradient):
+            found.module = (name, type(module).__name__, _kind(gradient))
+        elif (size := float(gradient.abs().max())) > (found.largest or ("", 0.0))[1]:
+            found.largest = (name, size)
+
     with torch.enable_grad(), buffers_kept(model), uncompiled(), ExitStack() as hooks:
         for name, module in named_modules(model):
-            hooks.callback(module.register_forward_hook(partial(observer.watch, name)).remove)
+            hooks.callback(module.register_forward_hook(partial(watch, name)).remove)
         gradients = run()
-    bad = tuple(name for name, gradient in gradients.items() if not _finite(gradient))
-    return BackwardDiagnosis(observer.module, observer.largest, bad)
+    found.parameters = tuple(name for name, gradient in gradients.items() if not _finite(gradient))
+    return found
 
 
 def nonfinite_parameters(model: nn.Module) -> list[str]:
@@ -123,70 +156,6 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(before[name])
 
 
-@dataclass
-class _Observer:
-    """Observes the start and end of every module call. Inputs are read first: a module may overwrite them."""
-
-    origin: ModuleFinding | None = None
-    first: ModuleFinding | None = None
-    largest: tuple[str, float] | None = None
-    # Of the inputs of each call that has not ended, whether they are finite, and their range.
-    _open: list[tuple[bool, tuple[float, float] | None]] = field(default_factory=list)
-    _ended: int = 0
-
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = list(_floats((args, kwargs)))
-        self._open.append((all(map(_finite, tensors)), _range(tensors)))
-
-    def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        outputs = list(_floats(output))
-        finite, span = self._open.pop()
-        bad = next((tensor for tensor in outputs if not _finite(tensor)), None)
-        if bad is None:
-            self._compare(name, _range(outputs))
-        elif self.origin is None:
-            finding = ModuleFinding(
-                name,
-                type(module).__name__,
-                _kind(bad),
-                self._ended,
-                finite,
-                span,
-                _rows(bad),
-                len(bad) if bad.ndim else 1,
-            )
-            self.first = self.first or finding
-            self.origin = finding if finite else None
-        self._ended += 1
-
-    def _compare(self, name: str, ends: tuple[float, float] | None) -> None:
-        if ends is not None:
-            size = max(map(abs, ends))
-            if self.largest is None or size > self.largest[1]:
-                self.largest = (name, size)
-
-
-@dataclass
-class _BackwardObserver:
-    """Registers a hook on every module's output; autograd calls them in backward order."""
-
-    module: tuple[str, str, Kind] | None = None
-    largest: tuple[str, float] | None = None
-
-    def watch(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        for tensor in _floats(output):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._record, name, module))  # type: ignore[no-untyped-call]
-
-    def _record(self, name: str, module: nn.Module, gradient: Tensor) -> None:
-        if self.module is not None:
-            return
-        if not _finite(gradient):
-            self.module = (name, type(module).__name__, _kind(gradient))
-        elif (size := float(gradient.abs().max())) > (self.largest or ("", 0.0))[1]:
-            self.largest = (name, size)
-
-
 def _kind(tensor: Tensor) -> Kind:
     return "nan" if bool(tensor.isnan().any()) else "inf"
 
@@ -196,11 +165,8 @@ def _floats(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.numel():
             yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _floats(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _floats(item)
 
 
@@ -216,8 +182,6 @@ def _range(tensors: list[Tensor]) -> tuple[float, float] | None:
     return min(float(low) for low, _ in ends), max(float(high) for _, high in ends)
 
 
-def _rows(tensor: Tensor) -> tuple[int, ...]:
-    if tensor.ndim == 0:
-        return (0,)
-    bad = ~tensor.isfinite().flatten(1).all(1) if tensor.ndim > 1 else ~tensor.isfinite()
+def _rows(tensor: Tensor, num_rows: int) -> tuple[int, ...]:
+    bad = ~tensor.isfinite().reshape(num_rows, -1).all(1)
     return tuple(bad.nonzero().flatten()[:MAX_ROWS].tolist())

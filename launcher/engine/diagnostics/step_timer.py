@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 PARTS = DATA, COMPUTE, WIRE, UPDATE = "data", "compute", "wire", "update"  # of a step, in their order
 
-Mark = tuple[str, float | torch.cuda.Event]  # the part that ends here, and when
+Mark = tuple[str, Any]  # the part that ends here, and when: seconds, or on a GPU a torch.cuda.Event
 
 
 class StepClock:
@@ -40,12 +41,11 @@ class StepClock:
             return
         if self._callback is not None:
             self._callback(part)
+        now: Any = time.perf_counter()
         if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self._marks.append((part, event))
-        else:
-            self._marks.append((part, time.perf_counter()))
+            now = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            now.record()
+        self._marks.append((part, now))
 
     def take(self) -> list[Mark]:
         """The marks of the finished step, and begin the next step."""
@@ -58,13 +58,6 @@ def spans_ms(marks: Sequence[Mark]) -> dict[str, float]:
     """Milliseconds by part of a finished step. On CUDA the device must have passed the last mark."""
     parts: dict[str, float] = {}
     for (_, start), (part, end) in itertools.pairwise(marks):
-        parts[part] = parts.get(part, 0.0) + _between_ms(start, end)
+        taken_ms = 1e3 * (end - start) if isinstance(end, float) else start.elapsed_time(end)
+        parts[part] = parts.get(part, 0.0) + taken_ms
     return parts
-
-
-def _between_ms(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(start, float) and isinstance(end, float):
-        return 1e3 * (end - start)
-    assert isinstance(start, torch.cuda.Event)
-    assert isinstance(end, torch.cuda.Event)
-    return float(start.elapsed_time(end))

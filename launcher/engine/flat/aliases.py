@@ -62,8 +62,7 @@ def refuse_aliases(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str,
         if alike > 1 or any(_overlaps_itself(tensors[name]) for name in names):
             raise UnusableError(
                 f"buffers {', '.join(names)} share memory, and one has another dtype or storage, or is "
-                "expanded: that would end when the Stepper moves buffers into flat memory. Register one, and "
-                "compute the others in forward()."
+                "expanded, which flat memory cannot keep. Register one, and compute the others in forward()."
             )
 
 

@@ -25,14 +25,14 @@ class Buffers:
     share memory still do so there.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, model: nn.Module, group: works.Group) -> None:
         self._group = group
         by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
         for buffers in _groups(named_buffers(model)):
             dtype = torch.float32 if buffers[0].dtype in HALF else buffers[0].dtype
             by_dtype.setdefault(dtype, []).append(buffers)
-        self._flat = [_flatten(groups, dtype) for dtype, groups in by_dtype.items()]
-        self._before = [torch.empty_like(flat) for flat in self._flat]
+        self.flat = [_flatten(groups, dtype) for dtype, groups in by_dtype.items()]
+        self._before = [torch.empty_like(flat) for flat in self.flat]
         self._homes = [
             (f"{prefix}.{key}".lstrip("."), module, key, buffer, buffer.detach(), buffer.data_ptr())
             for prefix, module in named_modules(model)
@@ -42,25 +42,25 @@ class Buffers:
 
     def tensors(self) -> list[Tensor]:
         """Everything held here, the snapshot included."""
-        return [*self._flat, *self._before]
+        return [*self.flat, *self._before]
 
     def floats(self) -> list[Tensor]:
         """The flat tensors of floating-point buffers."""
-        return [flat for flat in self._flat if flat.is_floating_point()]
+        return [flat for flat in self.flat if flat.is_floating_point()]
 
     def snapshot(self) -> None:
         """Remember the present values: the state to return to if the coming step is skipped.
 
         Called before a step's first forward pass, and after any change of buffers between steps.
         """
-        for before, flat in zip(self._before, self._flat, strict=True):
+        for before, flat in zip(self._before, self.flat, strict=True):
             before.copy_(flat)
 
     def restore_if(self, skipped: Tensor | bool) -> None:
         """Return to the snapshot where `skipped` (0-dim if it is on the device) is true; after `collect`."""
         if skipped is False:
             return
-        for before, flat in zip(self._before, self._flat, strict=True):
+        for before, flat in zip(self._before, self.flat, strict=True):
             if isinstance(skipped, Tensor):
                 torch.where(skipped, before, flat, out=flat)
             else:
@@ -71,7 +71,7 @@ class Buffers:
         for _, module, key, buffer, place, _ in self._homes:
             buffer.data = place
             module._buffers[key] = buffer
-        for before, flat in zip(self._before, self._flat, strict=True):
+        for before, flat in zip(self._before, self.flat, strict=True):
             flat.copy_(before)
 
     def average(self) -> None:
@@ -87,13 +87,6 @@ class Buffers:
             works.all_reduce(total, self._group)
             flat.copy_(total / dist.get_world_size(self._group))
         self.snapshot()
-
-    def broadcast(self) -> None:
-        """Take rank 0's values. A collective: all ranks call it."""
-        if self._group is not None:
-            for flat in self._flat:
-                values = flat.view(torch.uint8)  # of any dtype
-                works.broadcast(values, self._group)
 
     def collect(self) -> None:
         """Copy buffers that a forward pass has replaced back into flat memory: `self.mean = ...` does so.

@@ -104,8 +104,7 @@ def owners_of(names: Mapping[str, Sequence[str]], groups: Sequence[ParameterGrou
             earlier = sorted({owners[name] for name in matched})
             raise UnusableError(
                 f"groups[{number}] ({', '.join(group.match)}) is left without a parameter: all "
-                f"{len(matched)} that it matches belong to groups{earlier}. The first group that matches a "
-                "parameter has it: put the narrower pattern first."
+                f"{len(matched)} that it matches belong to groups{earlier}. Put the narrower pattern first."
             )
         owners |= dict.fromkeys(new, number)
     return owners

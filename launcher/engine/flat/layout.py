@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,10 @@ from launcher.engine.errors import UnusableError
 from launcher.engine.flat.allocation import flat_zeros, one_thread
 from launcher.engine.flat.groups import Grouping
 from launcher.engine.flat.names import named_parameters
+from launcher.engine.precision.classes import FLOATS
 from launcher.engine.precision.policy import Policy
 
 MATRICES, VECTORS = "matrices", "vectors"  # the segments
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ALIGNMENT = 32  # elements: 64 bytes in half precision, one cache line
 MAX_ALIGNED_RANKS = 64  # beyond, padding would cost more than alignment gains
 FIRST_RUN_BYTES = 1 << 20  # small, so that communication starts early
@@ -34,6 +35,9 @@ MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 25 << 20
 # By how much runs are smaller than messages, where messages may be regrouped: the trial of bucket sizes tries
 # this one, half and twice the present size.
 FINER = 4
+T = TypeVar("T")
+# Elements of a flat tensor that are updated alike: its stretches in order, by index into a grouping's rates.
+Stretches = dict[int, list[slice]]
 
 
 @dataclass(frozen=True)
@@ -86,18 +90,44 @@ class SlotRun:
 
 
 @dataclass
-class Segment:
-    """The parameters of one kind. Buffers are flat, `numel` elements long, padding included.
+class Piece:
+    """What one rank updates: flat tensors of equal length.
 
-    `weight` is what the model computes with; `master` is fp32 and the same tensor as `weight` where the
-    weights are fp32, None where a policy has no masters; `grad` is in the dtype of the wire.
+    `weight` is what the model computes with; `master` is fp32, the same tensor as `weight` where the weights
+    are fp32, and None where a policy has no masters; `grad` is the reduced gradient, in the dtype of the wire
+    or its fp32 sum.
     """
 
-    name: str
-    runs: list[SlotRun]
     weight: Tensor
     master: Tensor | None
     grad: Tensor
+
+    @property
+    def half(self) -> bool:
+        """Whether the model's weights are a rounded copy rather than the masters themselves."""
+        return self.weight.dtype != torch.float32
+
+    def part(self, elements: slice) -> Piece:
+        """The same of some of the elements."""
+        weight, master = self.weight[elements], self.master
+        if master is not None:
+            master = master[elements] if self.half else weight
+        return Piece(weight, master, self.grad[elements])
+
+    def exact(self) -> Tensor:
+        """The masters, or the widened weights where there are none."""
+        return self.weight.float() if self.master is None else self.master
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.weight, self.master, self.grad) if tensor is not None]
+
+
+@dataclass
+class Segment(Piece):
+    """The parameters of one kind. Buffers are flat, `numel` elements long, padding included."""
+
+    name: str
+    runs: list[SlotRun]
 
     @property
     def slots(self) -> list[Slot]:
@@ -112,52 +142,6 @@ class Segment:
         if by_parameter:
             return {f"{slot.name} ({kind})": slot.flat(flat) for slot in self.slots}
         return {f"{self.name} ({kind})": flat}
-
-    @property
-    def half(self) -> bool:
-        """Whether the model's weights are a rounded copy rather than the masters themselves."""
-        return self.weight.dtype != torch.float32
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Elements [start, end) of a flat tensor that are updated alike: `rates` indexes a grouping's."""
-
-    rates: int
-    start: int
-    end: int
-
-    def within(self, part: slice) -> Stretch | None:
-        """What of it lies in `part` of the tensor, counted from the part's start; None if nothing does."""
-        start, end = max(self.start, part.start) - part.start, min(self.end, part.stop) - part.start
-        return Stretch(self.rates, start, end) if start < end else None
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one rank updates: flat tensors of equal length.
-
-    `master` is fp32, the same tensor as `weight` where the weights are fp32, and None where a policy has no
-    masters. `grad` is the reduced gradient, in the dtype of the wire or its fp32 sum.
-    """
-
-    weight: Tensor
-    master: Tensor | None
-    grad: Tensor
-
-    @property
-    def half(self) -> bool:
-        return self.weight.dtype != torch.float32
-
-    def part(self, elements: slice) -> Piece:
-        """The same of some of the elements."""
-        weight = self.weight[elements]
-        if self.master is None:
-            return Piece(weight, None, self.grad[elements])
-        return Piece(weight, self.master[elements] if self.half else weight, self.grad[elements])
-
-    def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.weight, self.master, self.grad) if tensor is not None]
 
 
 class Layout:
@@ -195,11 +179,11 @@ class Layout:
         wire = wire or policy.wire
         # Nothing is sent: runs only bound how many gradients are kept twice, and each costs a kernel.
         self._alone = world_size == 1 and self.device.type != "cpu"
-        self.message_bytes = run_bytes or default_run_bytes(
-            sum(self.parameters[n].numel() for n in matrices) * wire.itemsize
-            + sum(self.parameters[n].numel() for n in vectors) * 4,
-            MAX_RUN_BYTES if self._alone else MIN_RUN_BYTES,
-        )
+        # An eighth of the model, within limits: one run of 25 MB would leave a model of 16 MB no overlap.
+        total = sum(self.parameters[n].numel() * wire.itemsize for n in matrices)
+        total += sum(self.parameters[n].numel() * 4 for n in vectors)
+        smallest = MAX_RUN_BYTES if self._alone else MIN_RUN_BYTES
+        self.message_bytes = run_bytes or min(max(total // 8, smallest), MAX_RUN_BYTES)
         self.segments: list[Segment] = []
         for name, members, weight, grad in (
             (MATRICES, matrices, policy.weights, wire),
@@ -211,31 +195,32 @@ class Layout:
                 masters = policy.masters or weight == torch.float32
                 self.segments.append(self._move(name, runs, weight, grad, masters))
         for p in model.parameters():  # frozen ones take part in half arithmetic like trainable ones
-            if not p.requires_grad and p.dtype in _FLOATS:
+            if not p.requires_grad and p.dtype in FLOATS:
                 p.data = p.data.to(policy.weights if p in halves else torch.float32)
 
     def _cut(self, members: Sequence[str], run_numel: int) -> list[SlotRun]:
-        """Give the named parameters offsets, and group them into runs of about `run_numel` elements."""
-        groups: list[list[str]] = []
-        held = 0  # elements of the last group
-        for member in members:
-            numel = self.parameters[member].numel()
-            is_first = len(groups) == 1 and not (self.segments or self._alone)
-            if not groups or held + numel > (_first_limit(run_numel) if is_first else run_numel):
-                groups.append([])
-                held = 0
-            groups[-1].append(member)
-            held += _round_up(numel, ALIGNMENT)
+        """Group the named parameters into runs of about `run_numel` elements, and give them offsets.
+
+        Within a run they are in the order of their rates, else as given.
+        """
         # Compiled kernels clone inputs that are not 16-byte aligned, so pieces are aligned.
         aligned = self.world_size <= MAX_ALIGNED_RANKS
         multiple = ALIGNMENT * self.world_size if aligned else math.lcm(ALIGNMENT, self.world_size)
         runs: list[SlotRun] = []
-        first, start = len(list(self.slots)), 0
-        for names in groups:
-            slots = self._place(names, first, start)
-            end = start + _round_up(slots[-1].offset + slots[-1].numel - start, multiple)
-            runs.append(SlotRun(slots, start, end))
-            first, start = first + len(slots), end
+        index, start = len(list(self.slots)), 0
+        first = run_numel if self.segments or self._alone else _first_limit(run_numel)
+        numels = [self.parameters[member].numel() for member in members]
+        for names in _joined(members, numels, run_numel, first):
+            slots, end = [], start
+            for name in sorted(names, key=lambda name: self.grouping.index.get(name, 0)):
+                p = self.parameters[name]
+                # Strides without gaps that keep the order of dimensions, so that channels_last survives.
+                stride = torch.empty_like(p, device="meta").stride()
+                slots.append(Slot(name, index, p.shape, stride, end, p.numel()))
+                index, end = index + 1, end + _round_up(p.numel(), ALIGNMENT)
+            end = start + _round_up(end - start, multiple)
+            runs.append(SlotRun(tuple(slots), start, end))
+            start = end
         return runs
 
     def messages(self, segment: Segment, message_bytes: int) -> list[SlotRun]:
@@ -246,16 +231,10 @@ class Layout:
         if not (self.regroups and segment.name == MATRICES):
             return segment.runs
         numel = message_bytes // segment.grad.itemsize
-        joined: list[list[SlotRun]] = []
-        for run in segment.runs:
-            limit = numel if len(joined) > 1 else _first_limit(numel)
-            if joined and run.end - joined[-1][0].start <= limit:
-                joined[-1].append(run)
-            else:
-                joined.append([run])
+        numels = [run.end - run.start for run in segment.runs]
         return [
             SlotRun(tuple(slot for run in runs for slot in run.slots), runs[0].start, runs[-1].end)
-            for runs in joined
+            for runs in _joined(segment.runs, numels, numel, _first_limit(numel))
         ]
 
     def message_sizes(self) -> list[int]:
@@ -265,15 +244,6 @@ class Layout:
             borders = [run.end for segment in self.segments for run in self.messages(segment, size_bytes)]
             found.setdefault(tuple(borders), size_bytes)
         return sorted(found.values())
-
-    def _place(self, names: Sequence[str], first: int, start: int) -> tuple[Slot, ...]:
-        """The slots of one run from element `start`, numbered from `first`: group by group, else as given."""
-        slots: list[Slot] = []
-        for index, name in enumerate(sorted(names, key=lambda name: self.grouping.index.get(name, 0)), first):
-            p = self.parameters[name]
-            slots.append(Slot(name, index, p.shape, _dense_stride(p), start, p.numel()))
-            start += _round_up(p.numel(), ALIGNMENT)
-        return tuple(slots)
 
     def _move(
         self, name: str, runs: list[SlotRun], weight: torch.dtype, grad: torch.dtype, masters: bool
@@ -296,24 +266,24 @@ class Layout:
             p.data = slot.view(weights)
             p.grad = None if grad_before is None else grad_before.to(weight)
         grads = flat_zeros(len(exact), grad, self.device)
-        return Segment(name, runs, weights, exact if masters else None, grads)
+        return Segment(weights, exact if masters else None, grads, name, runs)
 
     @property
     def slots(self) -> Iterator[Slot]:
         """All slots, segment by segment, in the order of `Slot.index`."""
         return (slot for segment in self.segments for slot in segment.slots)
 
-    def stretches(self, segment: Segment) -> list[Stretch]:
-        """The elements of a segment that are updated alike, padding included, in order."""
-        slots = segment.slots
-        ends = [*(slot.offset for slot in slots[1:]), segment.numel]
-        found: list[Stretch] = []
-        for slot, end in zip(slots, ends, strict=True):
-            rates = self.grouping.index.get(slot.name, 0)
-            if found and found[-1].rates == rates:
-                found[-1] = Stretch(rates, found[-1].start, end)
-            elif slot.offset < end:
-                found.append(Stretch(rates, slot.offset, end))
+    def stretches(self, segment: Segment, part: slice) -> Stretches:
+        """The elements of `part` of a segment that are updated alike, padding included."""
+        nexts = [*(slot.offset for slot in segment.slots[1:]), segment.numel]
+        found: Stretches = {}
+        for slot, following in zip(segment.slots, nexts, strict=True):
+            own = found.setdefault(self.grouping.index.get(slot.name, 0), [])
+            start, end = max(slot.offset, part.start) - part.start, min(following, part.stop) - part.start
+            if start < end and own and own[-1].stop == start:
+                own[-1] = slice(own[-1].start, end)
+            elif start < end:
+                own.append(slice(start, end))
         return found
 
     def named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -329,9 +299,20 @@ class Layout:
         return self.named([segment.grad for segment in self.segments])
 
 
-def default_run_bytes(total_bytes: int, at_least: int) -> int:
-    """An eighth of the model, within limits: one run of 25 MB would leave a model of 16 MB no overlap."""
-    return min(max(total_bytes // 8, at_least), MAX_RUN_BYTES)
+def _joined(members: Sequence[T], numels: Sequence[int], limit: int, first_limit: int) -> list[list[T]]:
+    """The members in order, joined up to `limit` elements, the first of them up to `first_limit`.
+
+    One that is larger is alone.
+    """
+    found: list[list[T]] = []
+    held = 0  # elements of the last group
+    for member, numel in zip(members, numels, strict=True):
+        if not found or held + numel > (first_limit if len(found) == 1 else limit):
+            found.append([])
+            held = 0
+        found[-1].append(member)
+        held += _round_up(numel, ALIGNMENT)
+    return found
 
 
 def _first_limit(run_numel: int) -> int:
@@ -356,16 +337,11 @@ def _refuse_untrainable(model: nn.Module, trainable: list[tuple[str, nn.Paramete
     if len(devices) > 1:
         raise UnusableError(f"parameters lie on {len(devices)} devices ({devices}). Move the model to one.")
     for name, p in trainable:
-        if p.dtype not in _FLOATS:
+        if p.dtype not in FLOATS:
             raise UnusableError(
-                f"parameter {name} is {p.dtype}. Trainable parameters are "
-                "float32, float16 or bfloat16: convert it, or freeze it with requires_grad_(False)."
+                f"parameter {name} is {p.dtype}. Trainable parameters are float32, float16 or bfloat16: "
+                "convert it, or freeze it with requires_grad_(False)."
             )
-
-
-def _dense_stride(p: Tensor) -> tuple[int, ...]:
-    """Strides without gaps that keep the parameter's order of dimensions (so channels_last survives)."""
-    return torch.empty_like(p, device="meta").stride()
 
 
 def half_in(model: nn.Module, policy: Policy) -> set[nn.Parameter]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,10 @@ from torch import Tensor
 
 import launcher.engine.works as works
 from launcher.engine.errors import listed
-from launcher.engine.flat.layout import Layout, Piece, Stretch
+from launcher.engine.flat.layout import Layout, Piece, Stretches
 from launcher.engine.optim.fused import Optimizer, Scalars
-from launcher.engine.optim.torch_optimizer import TorchOptimizer
-from launcher.engine.optim.updater import Stretches, Updater
+from launcher.engine.optim.torch_optimizer import AnyOptimizer, TorchOptimizer
+from launcher.engine.optim.updater import Updater
 from launcher.engine.precision.loss_scale import LossScale
 from launcher.engine.verdict import Rules, Terms, Verdict, judge
 from launcher.engine.wire.grad_norm import BLOCKS, SMALL, SumOfSquares
@@ -47,11 +48,11 @@ class _Wrong(Exception):
 
 def choose_compilation(
     wanted: bool,
-    optimizer: Optimizer | TorchOptimizer,
+    optimizer: AnyOptimizer,
     layout: Layout,
     terms: Terms | None,
     num_rates: int,
-    group: dist.ProcessGroup | None,
+    group: works.Group,
 ) -> Compilation:
     """Try it if `wanted`. Always a collective, because ranks may be configured differently.
 
@@ -61,7 +62,14 @@ def choose_compilation(
     objection = "" if wanted else "compiled=False on this rank"
     if wanted:
         try:
-            _try(optimizer, layout, terms, num_rates, group is not None)
+            if torch._dynamo.config.disable:
+                raise _Wrong("torch.compile is switched off (TORCH_COMPILE_DISABLE)")
+            if layout.device.type == "cpu":
+                _compare_sums(layout.segments[0].grad.dtype)
+            if terms is not None:
+                _compare_judgements(layout, terms, num_rates, group is not None)
+            if not isinstance(optimizer, TorchOptimizer):
+                _compare_updates(optimizer, layout, on_host=terms is None)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler may raise anything; the plain update works without it
@@ -73,7 +81,7 @@ def choose_compilation(
     return Compilation(False, f"compiling failed on {where}: {objection or 'this one could compile'}")
 
 
-def _failing_ranks(objects: bool, device: torch.device, group: dist.ProcessGroup | None) -> list[int]:
+def _failing_ranks(objects: bool, device: torch.device, group: works.Group) -> list[int]:
     """The ranks that cannot or may not compile. A collective."""
     if group is None:
         return []
@@ -90,20 +98,6 @@ def _first_words(error: BaseException) -> str:
     output = own.index("Output:") + 1 if "Output:" in own else 1  # after the command, which is long
     text = ": ".join([*own[:1], *own[output : output + 1]])[:SHOWN]
     return text if isinstance(error, _Wrong) else f"{type(error).__name__}: {text}"
-
-
-def _try(
-    optimizer: Optimizer | TorchOptimizer, layout: Layout, terms: Terms | None, num_rates: int, shared: bool
-) -> None:
-    """Raises what the compiler raises, or _Wrong."""
-    if torch._dynamo.config.disable:
-        raise _Wrong("torch.compile is switched off (TORCH_COMPILE_DISABLE)")
-    if layout.device.type == "cpu":
-        _compare_sums(layout.segments[0].grad.dtype)
-    if terms is not None:
-        _compare_judgements(layout, terms, num_rates, shared)
-    if not isinstance(optimizer, TorchOptimizer):
-        _compare_updates(optimizer, layout, on_host=terms is None)
 
 
 def _compare_sums(dtype: torch.dtype) -> None:
@@ -123,19 +117,21 @@ def _compare_judgements(layout: Layout, terms: Terms, num_rates: int, shared: bo
     tally[2] = 0.0  # losses that are not finite
     for largest in (4.0, math.inf):
         sums = ones(len(list(layout.slots))) * largest
-        found, expected = (run(rules, sums, marks, tally, state, rates) for run in (compiled, judge))
+        forms: tuple[Any, ...] = (compiled, judge)
+        found, expected = (run(rules, sums, marks, tally, state, rates) for run in forms)
         for field, one, other in zip(Verdict._fields[:-1], found, expected, strict=False):
-            assert isinstance(one, Tensor)
-            assert isinstance(other, Tensor)
             if not torch.allclose(one, other, rtol=TOLERANCE, atol=0.0, equal_nan=True):
                 raise _Wrong(f"the compiled verdict of a step has another {field} than the plain one")
 
 
 def _compare_updates(optimizer: Optimizer, layout: Layout, on_host: bool) -> None:
     """Compare some updates and a skipped one, compiled and plain, for a piece of each kind."""
-    stretches = _stretches(layout)
+    rates, half = layout.grouping.rates, NUMEL // 2
+    halves: Stretches = {0: [slice(0, half)]}  # at the first rates, and at the last
+    halves.setdefault(len(rates) - 1, []).append(slice(half, NUMEL))
+    stretches = [halves for _ in layout.segments] if rates else []
     compiled, plain = (
-        Updater(_pieces(layout), optimizer, form, stretches, on_host) for form in (True, False)
+        Updater(_pieces(layout), optimizer, form, rates, stretches, on_host) for form in (True, False)
     )
     for number in range(STEPS + 1):
         before = [tensor.clone() for tensor in _written(compiled)]
@@ -162,15 +158,6 @@ def _pieces(layout: Layout) -> list[Piece]:
         master = None if segment.master is None else exact.clone() if segment.half else weight
         pieces.append(Piece(weight, master, exact.flip(0).to(segment.grad.dtype)))
     return pieces
-
-
-def _stretches(layout: Layout) -> Stretches | None:
-    """Halves of each piece at the rates of the first and of the last group, where there are groups."""
-    rates, half = layout.grouping.rates, NUMEL // 2
-    if not rates:
-        return None
-    halves = [Stretch(0, 0, half), Stretch(len(rates) - 1, half, NUMEL)]
-    return Stretches(rates, [halves for _ in layout.segments])
 
 
 def _written(updater: Updater) -> list[Tensor]:

@@ -22,11 +22,12 @@ from launcher.engine.flat.groups import Grouping, Rates
 from launcher.engine.flat.layout import Layout, Piece, half_in
 from launcher.engine.flat.names import named_parameters
 from launcher.engine.optim.fused import Optimizer, Scalars
-from launcher.engine.optim.updater import Collect, Stretches, Updater
+from launcher.engine.optim.updater import Collect, Updater
 from launcher.engine.precision.policy import Policy
 from launcher.engine.state import forms_of, refuse_misfits
 from launcher.engine.wire.shards import Shards
 
+Kind = type[torch.optim.Optimizer]
 _REFUSED = {
     "LBFGS": "it evaluates the loss several times per step, and a step here is one reduced gradient",
     "SparseAdam": "it takes sparse gradients, and gradients are reduced in dense buckets",
@@ -42,16 +43,12 @@ class TorchOptimizer:
     SparseAdam).
     """
 
-    kind: type[torch.optim.Optimizer]
+    kind: Kind
     lr: float
     options: Mapping[str, Any]
 
     def __init__(
-        self,
-        kind: type[torch.optim.Optimizer],
-        lr: float,
-        options: Mapping[str, Any] | None = None,
-        **more_options: Any,
+        self, kind: Kind, lr: float, options: Mapping[str, Any] | None = None, **more_options: Any
     ) -> None:
         twice = [name for name in more_options if name in (options or {})]
         if twice:
@@ -61,11 +58,19 @@ class TorchOptimizer:
             object.__setattr__(self, name, value)
         _refuse_kind(kind)
         limits.rate.require(f"{kind.__name__} lr", lr)
-        _refuse_options(kind, lr, given)
+        _refuse_options(self)
 
     def over(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         """torch's own, of these parameters or groups."""
         return self.kind(params, lr=self.lr, **self.options)  # type: ignore[call-arg]  # each takes a rate
+
+    def objection(self, tensor: Tensor) -> str:
+        """The error of torch's own for a parameter like this; empty if it accepts it."""
+        try:
+            self.over([nn.Parameter(tensor)])
+        except (TypeError, ValueError, RuntimeError) as error:
+            return str(error)
+        return ""
 
 
 def _refuse_kind(kind: object) -> None:
@@ -83,60 +88,44 @@ def _refuse_kind(kind: object) -> None:
         raise UnusableError(f"{kind.__name__} cannot be used here: {reason}. Use SGD, AdamW or Adam.")
 
 
-def _refuse_options(kind: type[torch.optim.Optimizer], lr: float, options: Mapping[str, Any]) -> None:
-    """Raise UnusableError for options that `kind` does not take, before any model is touched."""
-    parameters = inspect.signature(kind).parameters.values()
+def _refuse_options(optimizer: TorchOptimizer) -> None:
+    """Raise UnusableError for options that its class does not take, before any model is touched."""
+    kind, options = optimizer.kind.__name__, optimizer.options
+    parameters = inspect.signature(optimizer.kind).parameters.values()
     known = [p.name for p in parameters if p.name not in ("params", "lr")]
     unknown = [name for name in options if name not in known]
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
         nearest = difflib.get_close_matches(unknown[0], known, n=1)
         advice = f" Nearest: {nearest[0]}." if nearest else ""
-        raise UnusableError(
-            f"{kind.__name__} has no option {unknown[0]!r}.{advice} It has {', '.join(known)}."
-        )
+        raise UnusableError(f"{kind} has no option {unknown[0]!r}.{advice} It has {', '.join(known)}.")
     for name, value in options.items():
         if isinstance(value, float) and math.isnan(value):
-            raise UnusableError(f"{kind.__name__} {name}=nan: it must be a number.")
-    errors = [_objection(kind, lr, options, [torch.zeros(shape)]) for shape in ((1, 1), (1,))]
+            raise UnusableError(f"{kind} {name}=nan: it must be a number.")
+    errors = [optimizer.objection(torch.zeros(shape)) for shape in ((1, 1), (1,))]
     if all(errors):  # an optimizer may refuse one shape: Muon takes matrices only
-        raise UnusableError(f"{kind.__name__} refuses lr={lr}, {dict(options)}: {errors[0]}")
-
-
-def _objection(
-    kind: type[torch.optim.Optimizer], lr: float, options: Mapping[str, Any], tensors: Iterable[Tensor]
-) -> str:
-    """The error of `kind` for parameters like `tensors`; empty if it accepts them."""
-    try:
-        kind([nn.Parameter(tensor) for tensor in tensors], lr=lr, **options)  # type: ignore[call-arg]
-    except (TypeError, ValueError, RuntimeError) as error:
-        return str(error)
-    return ""
+        raise UnusableError(f"{kind} refuses lr={optimizer.lr}, {dict(options)}: {errors[0]}")
 
 
 def refuse_unadaptable(
     optimizer: object, model: nn.Module, grouping: Grouping, policy: Policy, sharded: bool
 ) -> None:
     """Raise UnusableError for a TorchOptimizer that cannot train `model`. Does not change `model`."""
-    trainable = {
-        name: p
-        for name, p in named_parameters(model).items()
-        if p.requires_grad and name not in grouping.frozen
-    }
-    if not isinstance(optimizer, TorchOptimizer) or not trainable:
+    named = named_parameters(model).items()
+    trainable = {name: p for name, p in named if p.requires_grad and name not in grouping.frozen}
+    if not isinstance(optimizer, TorchOptimizer):
         return
     kind = optimizer.kind.__name__
     matrices = half_in(model, policy).intersection(trainable.values())
     if matrices and sharded:
         raise UnusableError(
-            f"{kind} cannot be sharded: it needs whole parameters. "
-            "Use SGD or AdamW, or a wire that is not sharded."
+            f"{kind} cannot be sharded: it needs whole parameters. Use SGD or AdamW, or a wire that is not "
+            "sharded."
         )
     if matrices and not policy.masters and policy.weights != torch.float32:
         raise UnusableError(
-            f"{kind} needs fp32 masters, and policy {policy.name} has none. "
-            "Use SGD or AdamW, or a policy with masters."
+            f"{kind} needs fp32 masters, and policy {policy.name} has none. Use SGD or AdamW, or a policy "
+            "with masters."
         )
-    lr, options = optimizer.lr, optimizer.options
     decayed = any(rates.weight_decay is not None for rates in grouping.rates)
     if decayed and "weight_decay" not in inspect.signature(optimizer.kind).parameters:
         raise UnusableError(
@@ -144,33 +133,35 @@ def refuse_unadaptable(
             "groups, or use an optimizer that has it."
         )
     for name, p in trainable.items():
-        if error := _objection(optimizer.kind, lr, options, [p.detach().float()]):
+        if error := optimizer.objection(p.detach().float()):
             raise UnusableError(
                 f"{kind} refuses parameter {name}, {tuple(p.shape)}: {error}. Freeze it with "
                 "requires_grad_(False) before building the Stepper, or use another optimizer."
             )
 
 
+AnyOptimizer = Optimizer | TorchOptimizer
+
+
 def updater_of(
-    optimizer: Optimizer | TorchOptimizer, layout: Layout, shards: Shards, compiled: bool, on_host: bool
+    optimizer: AnyOptimizer, layout: Layout, shards: Shards, compiled: bool, on_host: bool
 ) -> Updater | AdaptedUpdater:
     """The updater that applies `optimizer` to the shards of `layout`; torch's are never `compiled`."""
     if isinstance(optimizer, TorchOptimizer):
         return AdaptedUpdater(layout, shards.pieces, optimizer)
     rates = layout.grouping.rates
-    stretches = Stretches(rates, shards.stretches()) if rates else None
-    return Updater(shards.pieces, optimizer, compiled, stretches, on_host)
+    return Updater(shards.pieces, optimizer, compiled, rates, shards.stretches() if rates else (), on_host)
 
 
-def _states_of(optimizer: TorchOptimizer, zeros: Tensor, after_a_step: bool) -> dict[str, Any]:
-    """What it keeps for one parameter, at the start or after an update without a gradient."""
-    parameter = nn.Parameter(zeros)
+def _states_of(optimizer: TorchOptimizer, master: Tensor, after_a_step: bool) -> dict[str, Any]:
+    """What it keeps for a parameter like `master`, at the start or after an update without a gradient."""
+    parameter = nn.Parameter(torch.zeros_like(master))
     probe = optimizer.over([parameter])
     if after_a_step:
-        parameter.grad = torch.zeros_like(zeros)
+        parameter.grad = torch.zeros_like(master)
         with torch.enable_grad():  # as in a step: an optimizer may need autograd
             probe.step()
-    return dict(probe.state[parameter])
+    return {state: value for state, value in probe.state[parameter].items() if value is not None}
 
 
 def _as_tensor(optimizer: torch.optim.Optimizer, state: str, value: object) -> Tensor:
@@ -207,8 +198,7 @@ class AdaptedUpdater:
         for name, master in self._masters.items():
             members.setdefault(grouping.rates_of(name), []).append(master)
         return [
-            {"params": masters, "lr_scale": rates.lr_scale}
-            | ({} if rates.weight_decay is None else {"weight_decay": rates.weight_decay})
+            {"params": masters} | {name: value for name, value in vars(rates).items() if value is not None}
             for rates, masters in members.items()
         ]
 
@@ -269,23 +259,16 @@ class AdaptedUpdater:
         That is found out: each optimizer has its own names, shapes and dtypes, and counts its steps on the
         device or on the host.
         """
-        found: dict[tuple[torch.Size, tuple[int, ...]], dict[str, Any]] = {}
-        for master in self._masters.values():
-            place = (master.shape, master.stride())
-            if place not in found:
-                found[place] = _states_of(self._kind, torch.zeros_like(master), updated)
-        return {
-            f"{state}/{name}": value
-            for name, master in self._masters.items()
-            for state, value in found[master.shape, master.stride()].items()
-            if value is not None
-        }
+        by_form: dict[object, dict[str, Any]] = {}
+        found: dict[str, Any] = {}
+        for name, master in self._masters.items():
+            form = (master.shape, master.stride())
+            if form not in by_form:
+                by_form[form] = _states_of(self._kind, master, updated)
+            found |= {f"{state}/{name}": value for state, value in by_form[form].items()}
+        return found
 
     def tensors(self) -> list[Tensor]:
         """All states."""
-        return [
-            value
-            for state in self._optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
+        states = self._optimizer.state.values()
+        return [value for state in states for value in state.values() if isinstance(value, Tensor)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from launcher.engine.flat.allocation import flat_zeros
 from launcher.engine.flat.groups import Rates
-from launcher.engine.flat.layout import Piece, Stretch
+from launcher.engine.flat.layout import Piece, Stretches
 from launcher.engine.optim.fused import Optimizer, Scalars, tensor_of
 from launcher.engine.state import refuse_misfits
 from launcher.engine.wire.shards import Shards
@@ -36,14 +36,6 @@ class _Batch:
     parts: list[Piece]
     states: list[list[Tensor]]
     scratch: list[Tensor]
-
-
-@dataclass(frozen=True)
-class Stretches:
-    """The places of parameter groups: the elements of each piece that are updated alike."""
-
-    rates: tuple[Rates, ...]
-    by_piece: Sequence[Sequence[Stretch]]
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,8 @@ class Updater:
         pieces: Sequence[Piece],
         optimizer: Optimizer,
         compiled: bool,
-        stretches: Stretches | None = None,
+        rates: tuple[Rates, ...] = (),
+        stretches: Sequence[Stretches] = (),
         on_host: bool | None = None,
     ) -> None:
         self.optimizer = optimizer
@@ -85,8 +78,9 @@ class Updater:
         device = self.pieces[0].weight.device
         self._on_cpu = device.type == "cpu"
         self._on_host = self._on_cpu if on_host is None else on_host
-        self._factors = _GroupFactors.of(stretches, optimizer, device)
-        self._shares = self._shared_out(stretches)
+        self._set_groups(rates, device)
+        whole: list[Stretches] = [{0: [slice(0, len(piece.weight))]} for piece in self.pieces]
+        self._shares = self._shared_out(rates or (Rates(),), stretches or whole)
         self._compiled: Callable[..., None] | None = None
         if compiled:
             # One kernel for all lengths: the pieces of a sharded optimizer are many and unequal. Under
@@ -97,23 +91,32 @@ class Updater:
                         torch._dynamo.maybe_mark_dynamic(tensor, 0)
             self._compiled = torch.compile(_whole if self._on_host else _predicated)
         # On a GPU each of their operations on one number would be a kernel; a host computes them as fast.
-        factors: Callable[..., tuple[Tensor, ...]] = type(optimizer).factors
-        self._factors_of = factors if self._on_host or not compiled else torch.compile(factors)
+        self._factors_of: Callable[..., tuple[Tensor, ...]] = type(optimizer).factors
+        if compiled and not self._on_host:
+            self._factors_of = torch.compile(self._factors_of)
 
-    def _shared_out(self, stretches: Stretches | None) -> list[_Share]:
+    def _set_groups(self, rates: tuple[Rates, ...], device: torch.device) -> None:
+        """What groups make of a step's rate: computed for all at once, in as many operations as for one."""
+        self._scales: Tensor | None = None  # [groups] fp64; None without groups
+        self._decays: Tensor | None = None  # [groups] fp64; None where it is the optimizer's in all groups
+        own = self.optimizer.weight_decay
+        decays = [own if each.weight_decay is None else each.weight_decay for each in rates]
+        if rates:
+            scales = [each.lr_scale for each in rates]
+            self._scales = torch.tensor(scales, dtype=torch.float64).to(device)
+        if any(decay != own for decay in decays):
+            self._decays = torch.tensor(decays, dtype=torch.float64).to(device)
+
+    def _shared_out(self, groups: Sequence[Rates], stretches: Sequence[Stretches]) -> list[_Share]:
         """All elements, by rates."""
-        if stretches is None:
-            whole = [[Stretch(0, 0, len(piece.weight))] for piece in self.pieces]
-            stretches = Stretches((Rates(),), whole)
         shares = []
-        for index, rates in enumerate(stretches.rates):
-            parts = [
-                (piece.part(own), [state[own] for state in states])
-                for piece, states, found in zip(self.pieces, self.states, stretches.by_piece, strict=True)
-                for own in [slice(each.start, each.end) for each in found if each.rates == index]
-            ]
-            if parts:  # a rank may own nothing of a group
-                pieces, states = [piece for piece, _ in parts], [states for _, states in parts]
+        for index, rates in enumerate(groups):
+            pieces, states = [], []
+            for piece, own, found in zip(self.pieces, self.states, stretches, strict=True):
+                for part in found.get(index, []):
+                    pieces.append(piece.part(part))
+                    states.append([state[part] for state in own])
+            if pieces:  # a rank may own nothing of a group
                 decay = rates.weight_decay
                 optimizer = self.optimizer if decay is None else replace(self.optimizer, weight_decay=decay)
                 batches = _batches(pieces, states, CHUNK if self._on_cpu else DEVICE_CHUNK)
@@ -132,8 +135,8 @@ class Updater:
 
     def _run_fused(self, scalars: Scalars) -> None:
         own = [scalars if self._on_host else scalars.for_fused_kernel(wide_rate=self._on_cpu)]
-        if self._factors is not None:
-            rates = scalars.lr * self._factors.scales
+        if self._scales is not None:
+            rates = scalars.lr * self._scales
             own = [replace(own[0], lr=lr) for lr in (rates if self._on_cpu else rates.float()).unbind()]
         for share in self._shares:
             for batch in share.batches:
@@ -141,10 +144,13 @@ class Updater:
 
     def _run_compiled(self, run: Callable[..., None], scalars: Scalars) -> None:
         scalars = scalars.on(self.pieces[0].weight.device)
-        if self._factors is None:
+        if self._scales is None:
             own = [replace(scalars, factors=self._factors_of(self.optimizer, scalars))]
         else:
-            own = self._factors.factors(self.optimizer, scalars, self._factors_of)
+            whole = replace(scalars, lr=scalars.lr * self._scales, weight_decay=self._decays)
+            factors = self._factors_of(self.optimizer, whole)
+            columns = (factor.expand(len(self._scales)).unbind() for factor in factors)
+            own = [replace(scalars, factors=factors) for factors in zip(*columns, strict=True)]
         for share in self._shares:
             for piece, states in zip(share.pieces, share.states, strict=True):
                 run(self.optimizer, piece, states, own[share.rates])
@@ -174,37 +180,6 @@ class Updater:
     def tensors(self) -> list[Tensor]:
         """All states."""
         return [state for states in self.states for state in states]
-
-
-@dataclass(frozen=True)
-class _GroupFactors:
-    """What groups make of a step's rate: computed for all at once, in as many operations as for one."""
-
-    scales: Tensor  # [groups] fp64
-    weight_decay: Tensor | None  # [groups] fp64; None where it is the optimizer's in all groups
-
-    @classmethod
-    def of(
-        cls, stretches: Stretches | None, optimizer: Optimizer, device: torch.device
-    ) -> _GroupFactors | None:
-        if stretches is None:
-            return None
-        decays = [
-            optimizer.weight_decay if each.weight_decay is None else each.weight_decay
-            for each in stretches.rates
-        ]
-        same = all(decay == optimizer.weight_decay for decay in decays)
-        scales = torch.tensor([each.lr_scale for each in stretches.rates], dtype=torch.float64)
-        own = None if same else torch.tensor(decays, dtype=torch.float64).to(device)
-        return cls(scales.to(device), own)
-
-    def factors(
-        self, optimizer: Optimizer, scalars: Scalars, factors_of: Callable[..., tuple[Tensor, ...]]
-    ) -> list[Scalars]:
-        """The scalars of each group, with the optimizer's factors."""
-        whole = replace(scalars, lr=scalars.lr * self.scales, weight_decay=self.weight_decay)
-        columns = (factor.expand(len(self.scales)).unbind() for factor in factors_of(optimizer, whole))
-        return [replace(scalars, factors=factors) for factors in zip(*columns, strict=True)]
 
 
 def _batches(pieces: Sequence[Piece], states: Sequence[list[Tensor]], chunk: int) -> list[_Batch]:
@@ -239,7 +214,7 @@ def _fused(optimizer: Optimizer, batch: _Batch, scalars: Scalars) -> None:
     since they write the gradients back, and gives other bits, since they divide by it.
     """
     grads = _widened(batch, scalars.multiplier)
-    masters = [part.weight.float() if part.master is None else part.master for part in batch.parts]
+    masters = [part.exact() for part in batch.parts]
     optimizer.fused(masters, grads, batch.states, scalars)
     halves = [(part.weight, m) for part, m in zip(batch.parts, masters, strict=True) if part.half]
     if halves:
@@ -260,7 +235,7 @@ def _widened(batch: _Batch, multiplier: Tensor | float) -> list[Tensor]:
 def _whole(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalars: Scalars) -> None:
     """The update as expressions for torch.compile. The step is known to be applied."""
     grad = piece.grad.float() * scalars.multiplier  # widened first: a product in fp16 would overflow
-    master = piece.weight.float() if piece.master is None else piece.master
+    master = piece.exact()
     optimizer.update(master, grad, states, scalars)
     if piece.half:
         piece.weight.copy_(master)
@@ -272,7 +247,7 @@ def _predicated(optimizer: Optimizer, piece: Piece, states: list[Tensor], scalar
     For torch.compile, which keeps none of these copies in memory.
     """
     grad = piece.grad.float() * scalars.multiplier
-    old = piece.weight.float() if piece.master is None else piece.master
+    old = piece.exact()
     new = old.clone()
     moved = [state.clone() for state in states]
     optimizer.update(new, grad, moved, scalars)

@@ -36,12 +36,8 @@ Kernel = Callable[..., object]
 
 RNNS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 # Operators that sum in fp32 by themselves on a GPU.
-ONLY_CPU = frozenset(
-    [
-        *("embedding", "embedding_bag", "index", "index_reduce", "segment_reduce"),
-        *("col2im", "im2col", "rrelu", "batch_norm"),
-    ]
-)
+ONLY_CPU = ["embedding", "embedding_bag", "index", "index_reduce", "segment_reduce"]
+ONLY_CPU += ["col2im", "im2col", "rrelu", "batch_norm"]
 UPSAMPLE = [f"upsample_{kind}" for kind in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")]
 UPSAMPLE += [f"{exact}{n}d" for exact in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)]
 UPSAMPLE += [f"_upsample_{kind}2d_aa" for kind in ("bilinear", "bicubic", "lanczos")]
@@ -77,25 +73,20 @@ def repeating_forward() -> Iterator[None]:
         torch.set_autocast_enabled(MARK, outer)
 
 
-_REGISTERED: dict[str, Library | None] = {}  # by type of device: a registration lasts as long as its Library
+_REGISTERED: dict[str, Library] = {}  # by type of device: a registration lasts as long as its Library
+KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 
 def register(device_type: str) -> None:
     """Add the missing operators to autocast's on one type of device; once per process."""
     # Not a cached function: torch.compile would trace what it wraps, and warn.
-    if device_type not in _REGISTERED:
-        _REGISTERED[device_type] = _register(device_type)
-
-
-def _register(device_type: str) -> Library | None:
-    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}.get(device_type)
-    if key is None:
-        return None
-    library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    if device_type in _REGISTERED or device_type not in KEYS:
+        return
+    key = KEYS[device_type]
+    library = _REGISTERED[device_type] = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for operator, compute in _missing(device_type, key):
         kernel = functools.partial(_compute, operator, compute, device_type, getattr(torch.DispatchKey, key))
         library.impl(operator, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
-    return library
 
 
 def _missing(device_type: str, key: str) -> Iterator[tuple[OpOverload, Kernel]]:
@@ -170,8 +161,7 @@ def _batch_norm(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any
 
 
 def _in_half(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    narrow = functools.partial(_narrow, dtype)
-    return operator(*map_tensors(narrow, args), **map_tensors(narrow, kwargs))
+    return operator(*_narrow(dtype, args), **_narrow(dtype, kwargs))
 
 
 def _rnn(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
@@ -179,33 +169,33 @@ def _rnn(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> An
 
     bf16 is rounded and then computed in fp32: autocast would cast it to fp16 for cuDNN.
     """
-    args = map_tensors(functools.partial(_narrow, dtype), args)
+    args = _narrow(dtype, args)
     if dtype != torch.bfloat16:
         return operator(*args, **kwargs)
-    return map_tensors(functools.partial(_narrow, dtype), _in_fp32(operator, dtype, args, kwargs))
+    return _narrow(dtype, _in_fp32(operator, dtype, args, kwargs))
 
 
 def _promoted(operator: OpOverload, dtype: torch.dtype, args: object, kwargs: object) -> object:
     """fp32 inside, for sums in the backward pass too; half results where no input is fp32."""
     result = _in_fp32(operator, dtype, args, kwargs)
-    return result if any_fp32((args, kwargs)) else map_tensors(functools.partial(_narrow, dtype), result)
+    return result if any_fp32((args, kwargs)) else _narrow(dtype, result)
 
 
-def _narrow(dtype: torch.dtype, value: Tensor) -> Tensor:
-    eligible = value.is_floating_point() and value.dtype != torch.float64
-    return value.to(dtype) if eligible else value
+def _narrow(dtype: torch.dtype, value: Any) -> Any:
+    """Floating-point tensors of an argument tree in half; those in fp64 stay."""
 
+    def narrowed(tensor: Tensor) -> Tensor:
+        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if eligible else tensor
 
-def _embedding(
-    shape: torch.Size, rows: Tensor, tokens: Tensor, padding: int = -1, by_frequency: bool = False, *_: object
-) -> Tensor:
-    summed: Tensor = torch.ops.aten.embedding_dense_backward(rows, tokens, shape[0], padding, by_frequency)
-    return summed
+    return map_tensors(narrowed, value)
 
 
 # The gradient of a table of this shape, from that of what was picked, and the index.
 SUMS: dict[str, Callable[..., Tensor]] = {
-    "embedding": _embedding,
+    "embedding": lambda shape, picked, tokens, padding=-1, by_frequency=False, *_: (
+        torch.ops.aten.embedding_dense_backward(picked, tokens, shape[0], padding, by_frequency)
+    ),
     "gather": lambda shape, picked, dim, index, sparse=False: picked.new_zeros(shape).scatter_add_(
         dim, index, picked
     ),
@@ -223,22 +213,18 @@ def _pick(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> A
     A plain call without gradients, for tables that are not half, for masks, and for sparse gradients.
     """
     table, *args = args
+    if table.dtype not in HALF:
+        return operator(table, *args, **kwargs)
+    # No autograd function works where torch.func transforms this code, or forward_ad differentiates it.
+    transformed = torch._C._are_functorch_transforms_active()
+    if transformed or forward_ad.unpack_dual(table).tangent is not None:  # type: ignore[no-untyped-call]
+        return operator(table.float(), *args, **kwargs).to(table.dtype)
     index = args[0] if operator is INDEX else args
     repeats = any(is_tensor(each) and each.dtype not in (torch.bool, torch.uint8) for each in index)
     sparse = kwargs.get("sparse_grad") or (operator is EMBEDDING and args[3:4] == [True])
-    added = table.dtype in HALF and table.requires_grad and torch.is_grad_enabled() and repeats and not sparse
-    if table.dtype in HALF and _is_transformed(table):  # no autograd function works there
-        return operator(table.float(), *args, **kwargs).to(table.dtype)
-    if added:
+    if table.requires_grad and torch.is_grad_enabled() and repeats and not sparse:
         return _Pick.apply(operator, table, *index)  # type: ignore[no-untyped-call]
     return operator(table, *args, **kwargs)
-
-
-def _is_transformed(table: Tensor) -> bool:
-    """Whether torch.func transforms this code, or forward_ad differentiates it along `table`'s tangent."""
-    if torch._C._are_functorch_transforms_active():
-        return True
-    return forward_ad.unpack_dual(table).tangent is not None  # type: ignore[no-untyped-call]
 
 
 class _Pick(torch.autograd.Function):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -24,35 +24,31 @@ UNKNOWN = -(2**31)  # below every octave: the MAX over the ranks drops it, and k
 FAILED = 2**32  # above every octave and -UNKNOWN: the MAX over the ranks keeps it
 
 
-Loss = Callable[[], Tensor | tuple[Tensor, float | Tensor]]
+Loss = Callable[[], Tensor | tuple[Tensor, float | Tensor]]  # the sum, or the sum and its count
+Found = tuple[float, float | Tensor | None]  # the largest gradient of a pass, and the count of its loss
+Pass = Callable[[], Found]
 
 
 def dry_pass(
-    model: nn.Module,
-    loss: Loss | None,
-    gradients_of: Callable[[Tensor], Mapping[str, Tensor]],
-    growth: float,
-    group: dist.ProcessGroup | None,
-    agree_on_failure: bool = False,
+    run: Pass | None, device: torch.device | None, group: works.Group, agree_on_failure: bool
 ) -> tuple[int | None, float | Tensor | None] | None:
-    """Run `loss`, the forward pass on this rank's micro-batch, and `gradients_of` its result.
+    """`run` this rank's pass, which is `largest_gradient`, and agree on the result.
 
-    `loss` is None if the rank has no micro-batch. `growth` is how many times larger a parameter's gradient
-    may be on the wire. A collective. With `agree_on_failure` what `loss` raises is raised after it, so that
-    no rank waits for this one.
+    `run` is None if the rank has no micro-batch. A collective, on `device`. With `agree_on_failure` what it
+    raises is raised after that, so that no rank waits for this one.
 
     Returns an octave, such that no gradient of any rank is above 2^octave, and the count of this rank's loss.
-    The octave is None if all gradients of all ranks are zero, or any is not finite; the count, if `loss`
-    returned none. None instead of both if the pass of another rank raised.
+    The octave is None if all gradients of all ranks are zero, or any is not finite; the count, if the loss
+    came without. None instead of both if the pass of another rank raised.
     """
     largest: float | None = None
     count: float | Tensor | None = 0
     failure: Exception | None = None
     # Made before a pass that may leave no memory.
-    agreed = torch.zeros((), dtype=torch.int64, device=next(model.parameters()).device if group else None)
+    agreed = torch.zeros((), dtype=torch.int64, device=device)
     try:
-        if loss is not None:
-            largest, count = _largest_gradient(model, loss, gradients_of, growth)
+        if run is not None:
+            largest, count = run()
     except Exception as error:
         if not agree_on_failure:
             raise
@@ -83,15 +79,26 @@ def _octave(largest: float | None) -> int:
     return math.ceil(math.log2(largest)) if math.isfinite(largest) else -UNKNOWN
 
 
-def _largest_gradient(
-    model: nn.Module,
-    loss: Loss,
-    gradients_of: Callable[[Tensor], Mapping[str, Tensor]],
-    growth: float,
-) -> tuple[float, float | Tensor | None]:
-    """The largest gradient of module outputs, and of parameters times `growth`; and the count."""
+def largest_gradient(
+    model: nn.Module, loss: Loss, gradients_of: Callable[[Tensor], Mapping[str, Tensor]], growth: float
+) -> Found:
+    """Run `loss`, the forward pass on a micro-batch, and `gradients_of` its result.
+
+    Returns the largest gradient of module outputs, and of parameters times `growth`, which is how many times
+    larger those may be on the wire.
+    """
     seen: list[Tensor] = []
-    with _widened(model), _watched_outputs(model, seen):
+
+    def watch(module: nn.Module, inputs: object, output: object) -> None:
+        # A scalar is a loss, and losses are fp32.
+        if isinstance(output, Tensor) and output.requires_grad and output.ndim:
+            output.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: seen.append(gradient.detach().abs().amax())
+            )
+
+    with _widened(model), ExitStack() as hooks:
+        for module in model.modules():
+            hooks.callback(module.register_forward_hook(watch).remove)
         given = loss()
         loss_sum, count = given if isinstance(given, tuple) else (given, None)
         if count is not None:
@@ -114,22 +121,3 @@ def _widened(model: nn.Module) -> Iterator[None]:
         finally:
             for p, half in halves:
                 p.data = half
-
-
-@contextmanager
-def _watched_outputs(model: nn.Module, seen: list[Tensor]) -> Iterator[None]:
-    """Append the largest gradient of each module's output to `seen`."""
-
-    def watch(module: nn.Module, inputs: object, output: object) -> None:
-        # A scalar is a loss, and losses are fp32.
-        if isinstance(output, Tensor) and output.requires_grad and output.ndim:
-            output.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: seen.append(gradient.detach().abs().amax())
-            )
-
-    hooks = [module.register_forward_hook(watch) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

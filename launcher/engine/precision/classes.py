@@ -35,78 +35,64 @@ CURVES = "digamma entr erf erfc expit gammainc gammaincc gammaln i0 i0e i1 i1e l
 CURVES += " polygamma psi sinc"
 
 # Half inputs, fp32 accumulation, half output.
-PRODUCTS = frozenset(
-    [
-        *_functions("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"),
-        *_functions("convolution linear matmul mm bmm mv inner addmm addmv addbmm addr baddbmm"),
-        *_functions("__matmul__ __rmatmul__ einsum chain_matmul prelu scaled_dot_product_attention"),
-        *_functions("vecdot multi_dot matmul", torch.linalg),
-        # Hidden states stay fp32 from one time step to the next, which native kernels may round.
-        *_functions("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"),
-    ]
+PRODUCTS = frozenset[Any]().union(
+    _functions("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"),
+    _functions("convolution linear matmul mm bmm mv inner addmm addmv addbmm addr baddbmm"),
+    _functions("__matmul__ __rmatmul__ einsum chain_matmul prelu scaled_dot_product_attention"),
+    _functions("vecdot multi_dot matmul", torch.linalg),
+    # Hidden states stay fp32 from one time step to the next, which native kernels may round.
+    _functions("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"),
 )
 # fp32 inside and fp32 out, as autocast's fp32 list.
-WIDE = frozenset(
-    [
-        *_functions("softmax log_softmax softmin softplus sum prod cumsum cumprod logsumexp"),
-        *_functions("exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt"),
-        *_functions("__rdiv__ __rtruediv__ sinh cosh tan acos asin erfinv interpolate"),
-        *_functions("layer_norm native_layer_norm group_norm rms_norm normalize cosine_similarity"),
-        *_functions("norm frobenius_norm nuclear_norm dist cdist pdist renorm"),
-        *_functions("norm vector_norm matrix_norm", torch.linalg),
-        *_functions("cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div"),
-        *_functions("binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss ctc_loss"),
-        *_functions("cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss"),
-        *_functions("triplet_margin_loss multi_margin_loss multilabel_margin_loss"),
-        # Not in autocast's lists: decompositions, which have no half kernels, and functions that would
-        # accumulate rounding errors in half.
-        *_all_but(torch.linalg, "matmul multi_dot vecdot cross diagonal"),
-        *_all_but(torch.special, f"{CURVES} round"),
-        *_all_but(torch.fft, "fftfreq rfftfreq fftshift ifftshift"),
-        *_functions("matrix_exp matrix_power exp2 logaddexp logaddexp2 logcumsumexp xlogy stft istft"),
-        *_functions("cholesky cholesky_inverse cholesky_solve det logdet slogdet inverse pinverse qr svd"),
-        *_functions("geqrf orgqr ormqr lu lu_solve triangular_solve svd_lowrank pca_lowrank lobpcg"),
-        *_functions("complex polar view_as_complex"),
-        *_functions("trapezoid trapz cumulative_trapezoid trace nansum quantile nanquantile"),
-    ]
+WIDE = frozenset[Any]().union(
+    _functions("softmax log_softmax softmin softplus sum prod cumsum cumprod logsumexp"),
+    _functions("exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt"),
+    _functions("__rdiv__ __rtruediv__ sinh cosh tan acos asin erfinv interpolate"),
+    _functions("layer_norm native_layer_norm group_norm rms_norm normalize cosine_similarity"),
+    _functions("norm frobenius_norm nuclear_norm dist cdist pdist renorm"),
+    _functions("norm vector_norm matrix_norm", torch.linalg),
+    _functions("cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div"),
+    _functions("binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss ctc_loss"),
+    _functions("cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss"),
+    _functions("triplet_margin_loss multi_margin_loss multilabel_margin_loss"),
+    # Not in autocast's lists: decompositions, which have no half kernels, and functions that would
+    # accumulate rounding errors in half.
+    _all_but(torch.linalg, "matmul multi_dot vecdot cross diagonal"),
+    _all_but(torch.special, f"{CURVES} round"),
+    _all_but(torch.fft, "fftfreq rfftfreq fftshift ifftshift"),
+    _functions("matrix_exp matrix_power exp2 logaddexp logaddexp2 logcumsumexp xlogy stft istft"),
+    _functions("cholesky cholesky_inverse cholesky_solve det logdet slogdet inverse pinverse qr svd"),
+    _functions("geqrf orgqr ormqr lu lu_solve triangular_solve svd_lowrank pca_lowrank lobpcg"),
+    _functions("complex polar view_as_complex"),
+    _functions("trapezoid trapz cumulative_trapezoid trace nansum quantile nanquantile"),
 )
 # fp32 inside, output of the first input's dtype: what CUDA kernels do with half inputs.
-INNER = frozenset(
-    [
-        *_functions("batch_norm instance_norm mean nanmean var std var_mean std_mean cov corrcoef gelu"),
-        *_functions(CURVES, torch.special),
-        *_functions("avg_pool1d avg_pool2d avg_pool3d rrelu fold unfold", torch, F),
-        *_functions("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"),
-    ]
+INNER = frozenset[Any]().union(
+    _functions("batch_norm instance_norm mean nanmean var std var_mean std_mean cov corrcoef gelu"),
+    _functions(CURVES, torch.special),
+    _functions("avg_pool1d avg_pool2d avg_pool3d rrelu fold unfold", torch, F),
+    _functions("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"),
 )
 # fp32 inside, output half only where all inputs are: autocast's promoting list.
-PROMOTING = frozenset(
-    [
-        *_functions("addcdiv addcmul atan2 bilinear cross dot vdot tensordot"),
-        *_functions("grid_sample grid_sampler grid_sampler_2d grid_sampler_3d index_put scatter_add"),
-        *_functions("cross", torch.linalg),
-        *_functions("embedding_bag", torch),
-        # Not in autocast's lists: kernels for CPUs add in half, and those of CUDA may.
-        *_functions("index_add index_reduce scatter_reduce segment_reduce"),
-    ]
+PROMOTING = frozenset[Any]().union(
+    _functions("addcdiv addcmul atan2 bilinear cross dot vdot tensordot"),
+    _functions("grid_sample grid_sampler grid_sampler_2d grid_sampler_3d index_put scatter_add"),
+    _functions("cross", torch.linalg),
+    _functions("embedding_bag", torch),
+    # Not in autocast's lists: kernels for CPUs add in half, and those of CUDA may.
+    _functions("index_add index_reduce scatter_reduce segment_reduce"),
 )
 # They copy elements of a table, exactly. Their backward passes add, for elements that were taken twice.
-PICKS = frozenset(
-    [
-        *_functions("index_select gather take take_along_dim repeat_interleave"),
-        *_functions("embedding", torch),
-        torch.Tensor.__getitem__,
-    ]
+PICKS = frozenset[Any]().union(
+    _functions("index_select gather take take_along_dim repeat_interleave"),
+    _functions("embedding", torch),
+    [torch.Tensor.__getitem__],
 )
 # Written in Python from other functions, which the mode must see one by one. So are the backward passes,
 # because activation checkpointing runs forward passes within them.
-COMPOSITES = frozenset(
-    [
-        *_functions(
-            "multi_head_attention_forward gumbel_softmax local_response_norm embedding embedding_bag", F
-        ),
-        *_functions("triplet_margin_with_distance_loss"),
-    ]
+COMPOSITES = frozenset[Any]().union(
+    _functions("multi_head_attention_forward gumbel_softmax local_response_norm embedding embedding_bag", F),
+    _functions("triplet_margin_with_distance_loss"),
 )
 BACKWARD = frozenset([*_functions("backward", torch.Tensor), *_functions("backward grad", torch.autograd)])
 CHANGED = PRODUCTS | WIDE | INNER | PROMOTING | PICKS | COMPOSITES | BACKWARD | {checkpoint}
@@ -116,7 +102,7 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def widen(value: object) -> object:
+def widen(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF else value
 
 
@@ -134,10 +120,9 @@ def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Apply `change` to the tensors in an argument tree of tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, tuple):
-        return tuple([map_tensors(change, item) for item in value])
-    if isinstance(value, list):
-        return [map_tensors(change, item) for item in value]
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(change, item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
         return {key: map_tensors(change, item) for key, item in value.items()}
     return value

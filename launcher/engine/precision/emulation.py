@@ -23,16 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import launcher.engine.precision.classes as classes
 from launcher.engine.precision.autocast import register
-from launcher.engine.precision.classes import (
-    HALF,
-    MARK,
-    any_fp32,
-    is_tensor,
-    map_tensors,
-    narrow_fp32,
-    round_to,
-    widen,
-)
+from launcher.engine.precision.classes import HALF, MARK, any_fp32, map_tensors, widen
 
 
 class RoundedArithmetic:
@@ -117,11 +108,11 @@ class Rounding(TorchFunctionMode):
             return self._open(func, args, kwargs)
         # On, torch's own kernels would compute in half; those of PICKS are this engine's, and copy.
         dtype = torch.float32 if self._wide else torch.get_autocast_dtype(self.device_type)
-        narrow = partial(narrow_fp32, dtype)
+        narrow = partial(classes.narrow_fp32, dtype)
         torch.set_autocast_enabled(self.device_type, func in classes.PICKS)
         try:  # not a method of its own, which torch.compile would take for a function to compile
             if func in classes.PRODUCTS:
-                args, kwargs = map_tensors(partial(round_to, dtype), (args, kwargs))
+                args, kwargs = map_tensors(partial(classes.round_to, dtype), (args, kwargs))
                 return map_tensors(narrow, func(*args, **kwargs))
             if func in classes.PICKS:
                 picked = func(*args, **kwargs)
@@ -135,7 +126,7 @@ class Rounding(TorchFunctionMode):
                 )
                 return func(*args, **kwargs)
             if func in classes.INNER:
-                given = kwargs["input"] if "input" in kwargs else next(filter(is_tensor, args))
+                given = kwargs["input"] if "input" in kwargs else next(filter(classes.is_tensor, args))
                 half = given.dtype in HALF
             else:
                 half = func in classes.PROMOTING and not any_fp32((args, kwargs))

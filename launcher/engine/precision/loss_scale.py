@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -106,13 +106,11 @@ class LossScale:
         """0-dim; fp64 on the device, where it is a view."""
         return torch.as_tensor(self.present[APPLIED])
 
-    def become(self, after: Tensor | list[int]) -> None:
+    def become(self, after: Any) -> None:
         """Take the next state in the form of the present one, on the device in its memory."""
         if isinstance(self.present, Tensor):
-            assert isinstance(after, Tensor)
             self.present.copy_(after)
         else:
-            assert isinstance(after, list)
             self.present = after
 
     def start_at(self, exponent: int) -> int:
@@ -154,15 +152,16 @@ class LossScale:
         scaling, saved = self.scaling, f"{mode} loss scale of 2^{exponent}"
         if mode == "none":
             saved = "run without a loss scale"
-        if scaling.mode == "dynamic":
-            inside = _exponent(scaling.min) <= exponent <= _exponent(scaling.max)
-            if mode == "dynamic" and inside:
-                return ""
-            limits = "" if mode != "dynamic" else f", which is not within {scaling.min} to {scaling.max}"
-            return f"starts at {scaling.init}, not from the state's: that is of a {saved}{limits}"
-        if mode == scaling.mode and exponent == scaling.exponent:
+        if scaling.mode != "dynamic":
+            same = mode == scaling.mode and exponent == scaling.exponent
+            text = f"{scaling.mode}, {2**scaling.exponent} throughout: the state is of a {saved}"
+            return "" if same else text
+        if mode != "dynamic":
+            return f"starts at {scaling.init}, not from the state's: that is of a {saved}"
+        if _exponent(scaling.min) <= exponent <= _exponent(scaling.max):
             return ""
-        return f"{scaling.mode}, {2**scaling.exponent} throughout: the state is of a {saved}"
+        limits = f"which is not within {scaling.min} to {scaling.max}"
+        return f"starts at {scaling.init}, not from the state's: that is of a {saved}, {limits}"
 
     def value(self) -> Tensor:
         """S as fp32, 0-dim."""

@@ -88,9 +88,7 @@ class Policy:
         """The context of a backward pass: activation checkpointing repeats forward passes there."""
         if self.arithmetic == torch.float32:
             return nullcontext()
-        if emulate:
-            return Rounding(self.arithmetic, device.type)
-        return repeating_forward()
+        return Rounding(self.arithmetic, device.type) if emulate else repeating_forward()
 
 
 @dataclass(frozen=True)
@@ -122,11 +120,9 @@ def choose_emulation(policy: Policy, device: torch.device, wish: bool | None = N
         return Emulation(wish, f"as requested{OF_SLOW.format(kind=kind) if slow else ''}")
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
         return _on_gpu(kind, torch.cuda.get_device_capability(device))
-    if device.type != "cpu":
-        return Emulation(False, f"{device.type} has {kind} arithmetic")
-    if _cpu_has(policy.arithmetic):
-        return Emulation(False, f"this CPU has {kind} arithmetic")
-    return Emulation(True, f"this CPU has no {kind} arithmetic")
+    if device.type == "cpu" and not _cpu_has(policy.arithmetic):
+        return Emulation(True, f"this CPU has no {kind} arithmetic")
+    return Emulation(False, f"{device.type.replace('cpu', 'this CPU')} has {kind} arithmetic")
 
 
 def _on_gpu(kind: str, capability: tuple[int, int]) -> Emulation:

@@ -10,15 +10,8 @@ import torch.distributed as dist
 
 import launcher.engine.limits as limits
 from launcher.engine.flat.layout import VECTORS, Layout
-from launcher.engine.wire.transports import (
-    NativeSum,
-    ShardedSum,
-    SideStream,
-    Transport,
-    WidePair,
-    WideSum,
-    timeout_of,
-)
+from launcher.engine.wire.transports import NativeSum, ShardedSum, Transport, WidePair, WideSum, is_gloo
+from launcher.engine.works import Group
 
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -44,32 +37,28 @@ class Wire:
         limits.require_fields(self, "wire")
 
 
-def choose_transports(
-    wire: Wire, layout: Layout, group: dist.ProcessGroup | None
-) -> tuple[dict[str, Transport], int]:
+def choose_transports(wire: Wire, layout: Layout, group: Group) -> tuple[dict[str, Transport], int]:
     """The transport of each segment, and the power of two by which the sum is divided.
 
     Vectors are fp32 and small: they are summed on all ranks whatever the wire.
     """
     if group is None:
         return {segment.name: NativeSum(None) for segment in layout.segments}, 1
-    side, divisor = SideStream(layout.device), 1
-    native = {segment.name for segment in layout.segments if segment.grad.dtype == torch.float32}
-    own: Transport | None = None  # of the other segments
+    divisor = 1
+    own: Transport | None = None  # of segments that are not summed in their dtype
     if wire.shard:
-        native, own = {VECTORS}, ShardedSum(group, side)
+        own = ShardedSum(group, layout.device)
     elif wire.sum == "native":
         divisor = wire.predivide or default_predivide(layout.world_size)
     else:
         divisor = 1 << (layout.world_size - 1).bit_length()  # the smallest power of two >= W
-        if is_pair(layout, group):
-            own = WidePair(group)
-        else:
-            own = WideSum(group, divisor, side, second_group(group) if wire.overlap else None)
-    return {
-        segment.name: NativeSum(group, divisor) if own is None or segment.name in native else own
-        for segment in layout.segments
-    }, divisor
+        pair = is_pair(layout, group)
+        own = WidePair(group) if pair else WideSum(group, layout.device, divisor, wire.overlap)
+    found: dict[str, Transport] = {}
+    for segment in layout.segments:
+        native = segment.grad.dtype == torch.float32 if not wire.shard else segment.name == VECTORS
+        found[segment.name] = NativeSum(group, divisor) if native or own is None else own
+    return found, divisor
 
 
 def may_regroup(wire: Wire, wire_dtype: torch.dtype, world_size: int) -> bool:
@@ -81,25 +70,6 @@ def may_regroup(wire: Wire, wire_dtype: torch.dtype, world_size: int) -> bool:
     if wire.bucket_bytes is not None or wire.shard or world_size == 1:
         return False
     return world_size == 2 or (wire.sum == "fp32" and wire_dtype != torch.float32)
-
-
-def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """A group of the same ranks, whose collectives are ordered among themselves only; None where not of use.
-
-    For Gloo, on which the host waits: on CUDA streams order the stages. A collective.
-    """
-    if not is_gloo(group):
-        return None
-    timeout = timeout_of(group)
-    ranks = dist.get_process_group_ranks(group)
-    # Only the members call this: otherwise torch would wait for all ranks of the job.
-    made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
-
-
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    return str(dist.get_backend(group)) == "gloo"
 
 
 def is_pair(layout: Layout, group: dist.ProcessGroup) -> bool:

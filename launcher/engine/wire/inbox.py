@@ -39,10 +39,8 @@ class Inbox:
         self._parameters = [parameter for _, parameter, _ in self._slots]
         self._places = [place for _, _, place in self._slots]
         # The message, which nothing reads before it is complete, takes further micro-batches as they are.
-        on_gpu = segment.grad.device.type != "cpu"
-        self._landing = (
-            [slot.view(segment.grad) for slot in run.slots] if totals is not None and on_gpu else []
-        )
+        lands = totals is not None and segment.grad.device.type != "cpu"
+        self._landing = [slot.view(segment.grad) for slot in run.slots if lands]
         self._strides = [slot.stride for slot in run.slots]
         self._indices = {slot.index for slot in run.slots}
         self._filled: set[int] = set()  # slots that hold a gradient of this step

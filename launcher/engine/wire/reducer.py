@@ -1,6 +1,6 @@
 """Sends gradients from autograd to the wire: buckets, accumulation, overlap with backward.
 
-Owns the hooks on the parameters and the order of the buckets. They are launched in one fixed order on every
+Owns the hooks on the parameters, the buckets and their order. They are launched in one fixed order on every
 rank, each as soon as all earlier ones are ready, whatever the order in which gradients arrive; parameters
 without a gradient send zeros. `transports` decides how a bucket is sent.
 """
@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 import launcher.engine.works as works
 from launcher.engine.errors import UnusableError, refuse_loss
-from launcher.engine.flat.layout import Layout, Slot
-from launcher.engine.wire.bucketing import Bucketing
+from launcher.engine.flat.layout import Layout, Segment, Slot, SlotRun
 from launcher.engine.wire.grad_norm import SumOfSquares
-from launcher.engine.wire.inbox import refuse_sparse
+from launcher.engine.wire.inbox import Inbox, refuse_sparse
 from launcher.engine.wire.step_counts import FIELDS, Tally
 from launcher.engine.wire.transports import Bucket, ShardedSum, Transport, is_sharded
 
@@ -35,45 +35,6 @@ KEPT_BYTES = 1 << 24
 
 
 @dataclass
-class Reduced:
-    """What a step needs to know about the reduced gradient; all tensors on the device."""
-
-    sums: Tensor  # [parameters] fp64 sums of squares, in the order of Slot.index
-    # [world_size] fp64: CULPRIT where a rank's own gradient was not finite, ABANDONED, or 0. None without a
-    # group, unless the step is abandoned: `sums` then say it.
-    marks: Tensor | None
-    bytes: int  # passed to collectives by this rank
-
-
-class Arrivals:
-    """What the hooks on the parameters know and write, without a reference to reducer or memory.
-
-    Its lists and its set stay the same objects, so that a hook can keep them.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self.listens = False
-        self.last = False  # micro-batch of the step
-        self.seen: set[int] = set()  # by Slot.index, the gradients of this micro-batch
-        self.home = [0] * sum(len(bucket.slots) for bucket in buckets)  # by Slot.index, its bucket
-        self.pending: list[int] = []  # by bucket, the gradients of this micro-batch that have not arrived
-        self.divide(buckets)
-
-    def divide(self, buckets: Sequence[Bucket]) -> None:
-        """The parameters belong to these buckets from now on."""
-        self._sizes = [len(bucket.slots) for bucket in buckets]
-        for bucket in buckets:
-            for slot in bucket.slots:
-                self.home[slot.index] = bucket.index
-
-    def expect(self, last: bool) -> None:
-        """A micro-batch begins."""
-        self.last = last
-        self.seen.clear()
-        self.pending[:] = self._sizes
-
-
-@dataclass
 class _Sending:
     """Progress of a step's buckets, in launch order."""
 
@@ -81,7 +42,7 @@ class _Sending:
     followed: int = 0  # first bucket whose second stage was not started
     tallied: bool = False  # whether the tally was sent
     bytes: int = 0  # passed to collectives
-    early: bool = False  # within the backward pass
+    early: bool = False  # within the present backward pass, the last of the step
     abandoned: bool = False
     correction: float = 1.0  # of this rank's gradients
 
@@ -91,70 +52,127 @@ class Reducer:
 
     `transports` has one transport per segment name; `compiled` compiles the sums that detect overflow.
     `tally` is sent before the first bucket of a step, or at its end with the norms of sharded gradients.
+    Building it moves the last segment's gradients to new memory.
     """
 
     def __init__(
         self,
         layout: Layout,
-        group: dist.ProcessGroup | None,
+        group: works.Group,
         transports: Mapping[str, Transport],
         tally: Tally,
         micro_batches: int = 1,
         overlap: bool = True,
         compiled: bool = False,
     ) -> None:
-        self._layout = layout
-        self._group = group
+        self._layout, self._group, self._transports = layout, group, transports
         self._rank = dist.get_rank(group) if group else 0
-        self._sharded = is_sharded(transports)
-        self._overlap = overlap
-        self._tally = tally
-        self.message_bytes = layout.message_bytes
-        sums = SumOfSquares(layout.device, compiled)
-        self._parts = Bucketing(layout, transports, sums, group is not None, micro_batches > 1)
-        self.arrivals = Arrivals(self.buckets)
+        self._sharded, self._overlap, self._tally = is_sharded(transports), overlap, tally
+        self._sums = SumOfSquares(layout.device, compiled)
+        last = layout.segments[-1]
+        # The last segment's gradients and one more element per rank.
+        self._whole = torch.zeros(last.numel + layout.world_size, dtype=last.grad.dtype, device=layout.device)
+        last.grad = self._whole[: last.numel]
+        self._accumulated: dict[str, Tensor] = {}  # by segment; none for one micro-batch
+        # What the hooks read and write. These lists and the set stay the same objects: a hook keeps them.
+        self.listens = False
+        self.seen: set[int] = set()  # by Slot.index, the gradients of this micro-batch
+        self.home = [0] * len(layout.parameters)  # by Slot.index, its bucket
+        self.pending: list[int] = []  # by bucket, the gradients of this micro-batch that have not arrived
         self._sending = _Sending()
+        self.regroup(layout.message_bytes)
+        self.accumulate(micro_batches > 1)
         # Before the hooks are registered: those of an older reducer would take the same gradients.
         _take_over(self, layout)
         stays = group is None and sum(bucket.size_bytes for bucket in self.buckets) <= KEPT_BYTES
-        self._hooks = [] if stays else _register_hooks(self, layout)
+        self._hooks = [] if stays else [_hook(self, slot) for slot in layout.slots]
         self.closed = False
         self.lent = False  # the parameters hold other weights than those that are trained
 
-    def accumulate(self, accumulates: bool) -> None:
-        """Make room for several micro-batches per step from the next step on, or free it. Between steps."""
-        self._parts.accumulate(accumulates)
-
     def regroup(self, message_bytes: int) -> None:
-        """Send messages of about so many bytes from the next step on. Between steps, on all ranks alike."""
-        self._parts.regroup(message_bytes)
+        """Send the same memory in messages of about so many bytes. Between steps, on all ranks alike."""
+        buckets = self._divided(message_bytes)
+        for group in self._read_together(buckets):
+            group[-1].reads_reduced = self._sums.over(_parts(group))
+        whole = [not isinstance(bucket.transport, ShardedSum) for bucket in buckets for _ in bucket.slots]
+        replicated = torch.tensor(whole, device=self._layout.device)
+        # All at once, after everything that may run out of memory.
+        self.buckets = buckets  # in launch order, the same on all ranks
+        self._replicated = replicated  # [parameters] bool: those whose reduced gradient is not sharded
         self.message_bytes = message_bytes
-        self.arrivals.divide(self.buckets)
+        for bucket in buckets:
+            for slot in bucket.slots:
+                self.home[slot.index] = bucket.index
 
-    @property
-    def buckets(self) -> list[Bucket]:
-        """The buckets in launch order."""
-        return self._parts.buckets
+    def accumulate(self, accumulates: bool) -> None:
+        """Make room for the fp32 sums of several micro-batches per step, or free it. Between steps only."""
+        if accumulates != bool(self._accumulated):
+            self._accumulated = {  # may run out of memory
+                segment.name: torch.zeros(segment.numel, dtype=torch.float32, device=self._layout.device)
+                for segment in (self._layout.segments if accumulates else [])
+            }
+            for bucket in self.buckets:
+                bucket.inbox = self._inbox(bucket.segment, bucket.run)
+
+    def _inbox(self, segment: Segment, run: SlotRun) -> Inbox:
+        factor, totals = self._transports[segment.name].before, self._accumulated.get(segment.name)
+        return Inbox(segment, run, self._layout.parameters, factor, totals)
+
+    def _divided(self, message_bytes: int) -> list[Bucket]:
+        """One bucket per message.
+
+        The elements beside the last segment's gradients are sent with the last bucket, unless it is sharded:
+        no rank would receive them all.
+        """
+        buckets: list[Bucket] = []
+        for segment in self._layout.segments:
+            for run in self._layout.messages(segment, message_bytes):
+                message, transport = segment.grad[run.start : run.end], self._transports[segment.name]
+                own = [slot.flat(segment.grad) for slot in run.slots]
+                reads_own = None if self._group is None else self._sums.finite_over(own)
+                inbox = self._inbox(segment, run)
+                buckets.append(
+                    Bucket(len(buckets), segment, run, transport, message, message[:0], inbox, reads_own)
+                )
+        last = buckets[-1]
+        if not isinstance(last.transport, ShardedSum):
+            last.message = self._whole[last.run.start :]
+        last.tail = self._whole[last.segment.numel :]
+        return buckets
+
+    def _read_together(self, buckets: Sequence[Bucket]) -> Iterator[Sequence[Bucket]]:
+        """The buckets by the reads of their reduced gradients.
+
+        One read of a segment costs least, and one of a whole small model. A CPU that waits for the last
+        bucket has time to read the others: the last one alone is what a step on a slow link still has to read
+        at its end.
+        """
+        if self._group is None and self._sums.are_few(_parts(buckets)):
+            yield buckets
+            return
+        for segment in self._layout.segments:
+            own = [bucket for bucket in buckets if bucket.segment is segment]
+            waits = self._group is not None and self._layout.device.type == "cpu" and len(own) > 1
+            yield from [own[:-1], own[-1:]] if waits else [own]
 
     @contextlib.contextmanager
-    def receiving(self, last: bool, early: bool = True) -> Iterator[None]:
-        """Receive the gradients of one micro-batch; `last` if it is this rank's last in a step.
-
-        Buckets that are complete in the last one are sent at once, if `early`.
+    def receiving(self, early: bool) -> Iterator[None]:
+        """Receive the gradients of one micro-batch. Buckets that are complete are sent at once, if `early`.
 
         Outside this context a backward pass is plain torch: its gradients stay in `p.grad`.
         """
-        self.arrivals.expect(last)
-        self._sending.early = early
+        self._sending.early = early and self._overlap
+        self.seen.clear()
+        self.pending[:] = [len(bucket.slots) for bucket in self.buckets]
         with self.grad_put_aside():
-            self.arrivals.listens = True
+            self.listens = True
             try:
                 yield
                 with torch._C.DisableTorchFunction():  # as in the hooks
                     for bucket in self.buckets:
                         bucket.inbox.drain()
             finally:
-                self.arrivals.listens = False
+                self.listens = False
 
     @contextlib.contextmanager
     def grad_put_aside(self) -> Iterator[None]:
@@ -203,26 +221,25 @@ class Reducer:
     def has_received(self) -> bool:
         """Whether any parameter has a gradient of the current backward pass."""
         held = (p.grad is not None for p in self._layout.parameters.values())
-        return bool(self.arrivals.seen) or any(held)
+        return bool(self.seen) or any(held)
 
-    def bucket_ready(self, bucket: int) -> None:
-        """All its gradients have arrived. Send all buckets that are next in the fixed order."""
-        self.buckets[bucket].inbox.drain()
-        if not (self.arrivals.last and self._overlap and self._sending.early):
-            return
-        # The last bucket waits for flush(), because it carries the marks.
-        sending, pending = self._sending, self.arrivals.pending
-        while sending.next < len(self.buckets) - 1 and pending[sending.next] == 0:
-            self._launch(self.buckets[sending.next])
+    def arrive(self, slot: Slot, again: bool) -> None:
+        """All gradients of a slot's bucket have arrived. Send all buckets that are next in the fixed order.
 
-    def refuse_second(self, slot: Slot, bucket: int) -> None:
-        """Raise UnusableError where a second gradient of this pass comes after the first was sent."""
-        if bucket < self._sending.next:
+        `again`: another gradient of this slot has. Raises UnusableError where the first one was sent.
+        """
+        bucket, sending = self.home[slot.index], self._sending
+        if again and bucket < sending.next:
             raise UnusableError(
-                f"parameter {slot.name} received a gradient twice in one backward pass, after its bucket "
-                "was sent. Re-entrant activation checkpointing does that: use use_reentrant=False, or "
-                "build the Stepper with overlap=False."
+                f"parameter {slot.name} received a gradient twice in one backward pass, as re-entrant "
+                "activation checkpointing does: use use_reentrant=False, or Wire(overlap=False)."
             )
+        if again:
+            return
+        self.buckets[bucket].inbox.drain()
+        # The last bucket waits for flush(), because it carries the marks.
+        while sending.early and sending.next < len(self.buckets) - 1 and not self.pending[sending.next]:
+            self._launch(self.buckets[sending.next])
 
     def flush(self, abandoned: bool = False, correction: float = 1.0) -> None:
         """Send the remaining buckets: the last, and those of parameters without a gradient, with zeros.
@@ -236,8 +253,14 @@ class Reducer:
         for bucket in self.buckets[self._sending.next :]:
             self._launch(bucket)
 
-    def finish(self) -> Reduced:
-        """Wait for the buckets in order, and sum their squares in a few reads."""
+    def finish(self) -> tuple[Tensor, Tensor | None, int]:
+        """Wait for the buckets in order, and sum their squares in a few reads.
+
+        Returns the sums, fp64 [parameters], in the order of Slot.index; the marks, fp64 [ranks]; and the
+        bytes that this rank passed to collectives. A mark is CULPRIT where a rank's own gradient was not
+        finite, ABANDONED, or 0. They are None without a group, unless the step is abandoned: the sums then
+        say it.
+        """
         self._follow(len(self.buckets), blocking=True)
         found = []
         for bucket in self.buckets:
@@ -258,16 +281,15 @@ class Reducer:
             # The transport has multiplied the marks like the gradients before them; `after` is a power of
             # two.
             marks = last.tail.double() / last.transport.after
-        reduced = Reduced(sums, marks, self._sending.bytes)
-        self.arrivals.seen.clear()
-        self._sending = _Sending()
-        return reduced
+        sent_bytes = self._sending.bytes
+        self.forget_step()
+        return sums, marks, sent_bytes
 
     def forget_step(self) -> None:
-        """Forget what has arrived in a step of which nothing was sent."""
+        """Forget what has arrived. All of the step was sent, or nothing."""
         for bucket in self.buckets:
             bucket.inbox.drop()
-        self.arrivals.seen.clear()
+        self.seen.clear()
         self._sending = _Sending()
 
     def own_gradients(self) -> dict[str, Tensor]:
@@ -287,7 +309,7 @@ class Reducer:
 
     def tensors(self) -> list[Tensor]:
         """What is held here besides the wire gradients: accumulators and the tail."""
-        return [self.buckets[-1].tail, *self._parts.accumulated.values()]
+        return [self.buckets[-1].tail, *self._accumulated.values()]
 
     def close(self) -> None:
         """Remove the hooks: a newer reducer receives the gradients from now on."""
@@ -301,7 +323,7 @@ class Reducer:
         own = torch.zeros(world_size, dtype=torch.float64, device=self._layout.device)
         own[self._rank] = self._mark()
         if self._rank:
-            sums = sums.masked_fill(self._parts.replicated, 0.0)  # rank 0 counts those that all ranks hold
+            sums = sums.masked_fill(self._replicated, 0.0)  # rank 0 counts those that all ranks hold
         shared = torch.cat([sums, own, self._tally.give()])
         works.all_reduce(shared, self._group)
         sums, marks, tally = torch.split(shared, [len(sums), world_size, FIELDS])
@@ -321,27 +343,23 @@ class Reducer:
         each collective is noted as soon as it is called, and `flush` begins with the first that was not.
         """
         sending = self._sending
-        self._prepare(bucket)
+        if sending.abandoned:  # only this rank's mark is read
+            bucket.inbox.drop()
+        else:
+            bucket.inbox.complete()
+            if sending.correction != 1.0:
+                bucket.message.mul_(sending.correction)
+            if bucket.reads_own is not None:
+                bucket.own_look = bucket.reads_own()
+        if self._group is not None and bucket.tail.numel():
+            bucket.tail.zero_()
+            bucket.tail[self._rank] = self._mark()
         if not (sending.tallied or self._sharded):
             self._tally.send()
             sending.tallied = True
         sending.bytes += bucket.transport.launch(bucket)
         sending.next = bucket.index + 1
         self._follow(bucket.index, blocking=False)
-
-    def _prepare(self, bucket: Bucket) -> None:
-        """Fill the message; of an abandoned step only this rank's mark is read."""
-        if self._sending.abandoned:
-            bucket.inbox.drop()
-        else:
-            bucket.inbox.complete()
-            if self._sending.correction != 1.0:
-                bucket.message.mul_(self._sending.correction)
-            if bucket.reads_own is not None:
-                bucket.own_look = bucket.reads_own()
-        if self._group is not None and bucket.tail.numel():
-            bucket.tail.zero_()
-            bucket.tail[self._rank] = self._mark()
 
     def _follow(self, end: int, blocking: bool) -> None:
         """Start the second stage of the buckets before `end`, in order: the same on all ranks.
@@ -361,17 +379,23 @@ def not_finite(sums: Tensor) -> Tensor:
     return ~(sums.sum() < math.inf)
 
 
-def _hook(reducer: Reducer, slot: Slot) -> Callable[[nn.Parameter], None]:
-    """The hook for one parameter: a network of many small ones spends its backward pass in here.
+def _parts(buckets: Sequence[Bucket]) -> list[Tensor]:
+    """The reduced gradient of these buckets as this rank holds it, flat, by parameter."""
+    return [part for bucket in buckets for part in bucket.transport.parts(bucket)]
+
+
+def _hook(reducer: Reducer, slot: Slot) -> RemovableHandle:
+    """Register the hook of one parameter: a network of many small ones spends its backward pass in here.
 
     The gradient stays in `p.grad` until its bucket is complete. A weak reference: the model does not keep the
     reducer alive.
     """
-    held, index, arrivals = weakref.ref(reducer), slot.index, reducer.arrivals
-    seen, home, pending = arrivals.seen, arrivals.home, arrivals.pending
+    held, index = weakref.ref(reducer), slot.index
+    seen, home, pending = reducer.seen, reducer.home, reducer.pending
 
     def receive(parameter: nn.Parameter) -> None:
-        if not arrivals.listens:
+        reducer = held()
+        if reducer is None or not reducer.listens:
             return
         again, bucket = index in seen, home[index]
         if not again:
@@ -379,16 +403,13 @@ def _hook(reducer: Reducer, slot: Slot) -> Callable[[nn.Parameter], None]:
             pending[bucket] -= 1
             if pending[bucket]:
                 return
-        if (reducer := held()) is None:
-            return
         # Emulated half arithmetic would look at each call in here, all of which it would leave alone.
         with torch._C.DisableTorchFunction():
-            if again:
-                reducer.refuse_second(slot, bucket)
-            else:
-                reducer.bucket_ready(bucket)
+            reducer.arrive(slot, again)
 
-    return receive
+    register: Any = reducer._layout.parameters[slot.name].register_post_accumulate_grad_hook
+    handle: RemovableHandle = register(receive)
+    return handle
 
 
 _LIVING: weakref.WeakSet[Reducer] = weakref.WeakSet()  # a weak reference to a parameter forbids swapping it
@@ -412,12 +433,3 @@ def is_lent(model: nn.Module) -> bool:
     own = set(map(id, model.parameters()))
     lent = (older._layout.parameters.values() for older in _LIVING if older.lent)
     return any(id(parameter) in own for parameters in lent for parameter in parameters)
-
-
-def _register_hooks(reducer: Reducer, layout: Layout) -> list[RemovableHandle]:
-    return [
-        layout.parameters[slot.name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            _hook(reducer, slot)
-        )
-        for slot in layout.slots
-    ]

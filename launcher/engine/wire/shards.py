@@ -16,7 +16,7 @@ from torch import Tensor
 
 import launcher.engine.works as works
 from launcher.engine.flat.allocation import one_thread
-from launcher.engine.flat.layout import Layout, Piece, Segment, Slot, SlotRun, Stretch
+from launcher.engine.flat.layout import Layout, Piece, Segment, Slot, Stretches
 from launcher.engine.flat.words import words_of
 from launcher.engine.wire.transports import ShardedSum, Transport, is_sharded, start_gather
 
@@ -37,9 +37,7 @@ class Shards:
     Building it drops the full masters of sharded segments: from then on each rank has only its pieces.
     """
 
-    def __init__(
-        self, layout: Layout, transports: Mapping[str, Transport], group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, layout: Layout, transports: Mapping[str, Transport], group: works.Group) -> None:
         self._layout = layout
         self._group = group
         self._transports = transports
@@ -50,14 +48,10 @@ class Shards:
         """Shape and dtype of each parameter's master by name, in the order of the layout."""
         return {slot.name: (slot.shape, torch.float32) for slot in self._layout.slots}
 
-    def stretches(self) -> list[list[Stretch]]:
+    def stretches(self) -> list[Stretches]:
         """The elements that are updated alike, by piece, counted from the piece's start."""
-        return [
-            [own for stretch in stretches if (own := stretch.within(part)) is not None]
-            for segment in self._layout.segments
-            for stretches in [self._layout.stretches(segment)]
-            for part in self._parts(segment)
-        ]
+        layout = self._layout
+        return [layout.stretches(each, part) for each in layout.segments for part in self._parts(each)]
 
     def any_rank(self, found: bool) -> bool:
         """Whether `found` on any rank; a collective where the optimizer is sharded, else this rank's own."""
@@ -89,18 +83,14 @@ class Shards:
 
     def masters(self) -> list[Tensor]:
         """fp32 values by piece: the masters, or widened weights where there are none."""
-        return [p.weight.float() if p.master is None else p.master for p in self.pieces]
+        return [piece.exact() for piece in self.pieces]
 
     def spread(self, named: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> None:
         """The inverse of `collect`: copy values by parameter name into one flat tensor per piece."""
         for segment, own in self._by_segment(tensors):
             with one_thread():
-                if self._divides(segment):
-                    for run, tensor, part in zip(segment.runs, own, self._parts(segment), strict=True):
-                        _spread_run(run, named, tensor, part)
-                else:
-                    for slot in segment.slots:
-                        slot.view(own[0]).copy_(named[slot.name])
+                for tensor, part in zip(own, self._parts(segment), strict=True):
+                    _spread(segment.slots, named, tensor, part)
 
     def load_masters(self, named: Mapping[str, Tensor]) -> None:
         """Take fp32 weights by name, and round the half weights from them. A collective if sharded."""
@@ -144,7 +134,7 @@ class Shards:
                 parts = zip(torch.split(piece.master, size), torch.split(piece.weight, size), strict=True)
                 for master, weight in parts:
                     rounded = master.to(weight.dtype)
-                    if not (found.is_cpu and _same_bits(rounded, weight)):
+                    if not (found.is_cpu and all(map(torch.equal, words_of(rounded), words_of(weight)))):
                         found |= (rounded != weight).any()
         return found
 
@@ -198,7 +188,7 @@ class Shards:
     def _pieces_of(self, segment: Segment) -> list[Piece]:
         transport = self._transports[segment.name]
         if not isinstance(transport, ShardedSum):
-            return [Piece(segment.weight, segment.master, segment.grad)]
+            return [segment]
         pieces = []
         for run, part in zip(segment.runs, self._parts(segment), strict=True):
             weight, master = segment.weight[part], None
@@ -247,18 +237,15 @@ class Shards:
         return whole
 
 
-def _spread_run(run: SlotRun, named: Mapping[str, Tensor], tensor: Tensor, part: slice) -> None:
-    """Copy into `tensor` the elements `part` of what the parameters of a run are."""
-    for slot in run.slots:
+def _spread(slots: Sequence[Slot], named: Mapping[str, Tensor], tensor: Tensor, part: slice) -> None:
+    """Copy into `tensor` the elements `part` of what the parameters of a segment are."""
+    for slot in slots:
         inside = slot.within(part)
-        if inside.start < inside.stop:
+        if inside.stop - inside.start == slot.numel:
+            tensor[inside].as_strided(slot.shape, slot.stride).copy_(named[slot.name])
+        elif inside.start < inside.stop:
             value = named[slot.name]
             flat = value.new_empty(slot.numel)  # in the order of the layout
             flat.as_strided(slot.shape, slot.stride).copy_(value)
             first = inside.start + part.start - slot.offset
             tensor[inside].copy_(flat[first : first + inside.stop - inside.start])
-
-
-def _same_bits(one: Tensor, two: Tensor) -> bool:
-    """Whether flat tensors of one dtype hold the same bits."""
-    return all(map(torch.equal, words_of(one), words_of(two)))

@@ -9,6 +9,7 @@ the counts of the first step.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,24 +22,41 @@ from launcher.engine.precision.loss_scale import nearest_power_of_two
 FIELDS = 3 + VOTES  # samples, sum of losses, bad losses, then the votes
 
 
-class HostTally:
-    """Sums over the micro-batches of this rank, then over the ranks: FIELDS numbers, in Python's.
+class Tally:
+    """Sums over the micro-batches of this rank, then over the ranks: FIELDS numbers.
 
-    They are a tensor only where a collective takes them.
+    `on_host`: in Python's numbers, where reading a loss does not wait; a tensor only where a collective takes
+    them. Else in one fp64 tensor on the device, which the host does not read.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self._sums = [0.0] * FIELDS
-        self._newest: tuple[float, float, float] | None = None  # the micro-batch that may be taken back
-        self._shared: Tensor | None = None  # once they have been sent
+    def __init__(self, on_host: bool, device: torch.device, group: works.Group) -> None:
+        self._on_host, self._group = on_host, group
+        # Any: a list, or a tensor.
+        self._sums: Any = [] if on_host else torch.zeros(FIELDS, dtype=torch.float64, device=device)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin the next step."""
+        if self._on_host:
+            self._sums = [0.0] * FIELDS
+        else:
+            self._sums.zero_()
+        # The micro-batch that may be taken back: count, loss, and what is 0 if that is finite.
+        self._newest: tuple[Any, Any, Any] | None = None
+        self._is_first = True  # no micro-batch is included yet
+        self._shared: Tensor | None = None  # for a collective, once they have been given to one
         self._work: dist.Work | None = None
 
     def add(self, loss_sum: Tensor, count: float | Tensor) -> None:
         """A micro-batch of `count` samples whose losses sum to `loss_sum`."""
         self._include_newest()
-        loss = loss_sum.item()
-        self._newest = (float(count), loss, float(not math.isfinite(loss)))
+        if self._on_host:
+            number = loss_sum.item()
+            self._newest = (float(count), number, float(not math.isfinite(number)))
+        else:
+            loss = loss_sum.detach().view(())
+            n = count.detach().to(loss.device).view(()) if isinstance(count, Tensor) else float(count)
+            self._newest = (n, loss, loss - loss)
 
     def take_back(self) -> None:
         """Forget the micro-batch that was added last."""
@@ -53,94 +71,42 @@ class HostTally:
         if self._group is None:
             self._include_newest()
         else:
-            self._work = _started(self.give(), self._group)
+            self._work = works.started(dist.all_reduce(self.give(), group=self._group, async_op=True))
 
     def give(self) -> Tensor:
         """This rank's sums, fp64 [FIELDS], for another collective in place of `send`. Once per step."""
         self._include_newest()
-        self._shared = torch.tensor(self._sums, dtype=torch.float64)
+        self._shared = torch.tensor(self._sums, dtype=torch.float64) if self._on_host else self._sums
         return self._shared
 
     def receive(self, totals: Tensor) -> None:
         """Take what that collective has made of them."""
         self._shared = totals
 
-    def totals(self) -> list[float]:
-        """The sums of all ranks: samples, losses, micro-batches with a bad loss, votes; [FIELDS]."""
+    def totals(self) -> Any:
+        """The sums of all ranks: samples, losses, micro-batches with a bad loss, votes; [FIELDS].
+
+        A list on the host, a tensor on the device.
+        """
         if self._shared is None:
             return self._sums
         if self._work is not None:
             works.wait_for(self._work, self._shared)
             self._work = None
-        found: list[float] = self._shared.tolist()
-        return found
+        return self._shared.tolist() if self._on_host else self._shared
 
     def tensors(self) -> list[Tensor]:
         """What is held on the device between steps."""
-        return []
-
-    def restart(self) -> None:
-        """Begin the next step."""
-        self._sums = [0.0] * FIELDS
-        self._newest = self._shared = None
+        return [] if self._on_host else [self._sums]
 
     def _include_newest(self) -> None:
-        if self._newest is not None:
+        if self._newest is None:
+            return
+        count, loss, difference = self._newest
+        if self._on_host:
             for position, number in enumerate(self._newest):
                 self._sums[position] += number
-            self._newest = None
-
-
-class DeviceTally:
-    """The same in one fp64 tensor on the device, which the host does not read."""
-
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self._sums = torch.zeros(FIELDS, dtype=torch.float64, device=device)
-        # Of the micro-batch that may still be taken back: count, loss, and 0 or nan where that is not finite.
-        self._newest: tuple[Tensor | float, Tensor, Tensor] | None = None
-        self._work: dist.Work | None = None
-        self._is_first = True  # no micro-batch is included yet
-
-    def add(self, loss_sum: Tensor, count: float | Tensor) -> None:
-        self._include_newest()
-        loss = loss_sum.detach().view(())
-        n = count.detach().to(loss.device).view(()) if isinstance(count, Tensor) else float(count)
-        self._newest = (n, loss, loss - loss)
-
-    def take_back(self) -> None:
-        self._newest = None
-
-    def vote(self, question: int, votes: int) -> None:
-        self._sums[3 + question] = votes
-
-    def send(self) -> None:
-        self._work = _started(self.give(), self._group)
-
-    def give(self) -> Tensor:
-        self._include_newest()
-        return self._sums
-
-    def receive(self, totals: Tensor) -> None:
-        self._sums.copy_(totals)
-
-    def totals(self) -> Tensor:
-        if self._work is not None:
-            works.wait_for(self._work, self._sums)
-            self._work = None
-        return self._sums
-
-    def tensors(self) -> list[Tensor]:
-        return [self._sums]
-
-    def restart(self) -> None:
-        self._sums.zero_()
-        self._newest = self._work = None
-        self._is_first = True
-
-    def _include_newest(self) -> None:
-        if self._newest is not None:
-            count, loss, difference = self._newest
+        else:
             counts, losses, bad = self._sums[:3].unbind()
             counts.add_(count)  # one kernel each, which converts too: a vector of these would take three more
             losses.add_(loss)
@@ -148,20 +114,7 @@ class DeviceTally:
                 torch.ne(difference, 0.0, out=bad)
             else:
                 bad.add_(difference != 0)
-            self._newest, self._is_first = None, False
-
-
-Tally = HostTally | DeviceTally
-
-
-def tally_on(on_host: bool, device: torch.device, group: dist.ProcessGroup | None) -> Tally:
-    """The form for the host, where reading a loss does not wait, or for a device."""
-    return HostTally(group) if on_host else DeviceTally(device, group)
-
-
-def _started(sums: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
-    """Start their sum over the ranks, where there are several."""
-    return works.started(dist.all_reduce(sums, group=group, async_op=True)) if group is not None else None
+        self._newest, self._is_first = None, False
 
 
 class Reference:
@@ -171,7 +124,7 @@ class Reference:
     """
 
     def __init__(
-        self, count: int | None, micro_batches: int, device: torch.device, group: dist.ProcessGroup | None
+        self, count: int | None, micro_batches: int, device: torch.device, group: works.Group
     ) -> None:
         self.count = count
         self.micro_batches = micro_batches  # the largest number of backward() calls of a step

@@ -133,7 +133,7 @@ class Transport:
 class NativeSum(Transport):
     """All-reduce SUM in the dtype of the wire."""
 
-    def __init__(self, group: dist.ProcessGroup | None, divisor: int = 1) -> None:
+    def __init__(self, group: works.Group, divisor: int = 1) -> None:
         self._group = group
         self.before = 1.0 / divisor
 
@@ -153,18 +153,12 @@ class WideSum(Transport):
     """All-to-all in half, sum in fp32, divided by a power of two and rounded once, all-gather in half.
 
     With `divisor` >= the number of ranks the result is at most the mean, so it cannot overflow where the
-    parts did not. Gathers run in `second`, a group of the same ranks, if there is one.
+    parts did not. If exchanges overlap with the backward pass, gathers over Gloo have a group of their own.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        divisor: int,
-        side: SideStream,
-        second: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._group, self._second = group, second
-        self._side = side
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, divisor: int, overlaps: bool) -> None:
+        self._group, self._side = group, SideStream(device)
+        self._second = second_group(group) if overlaps and is_gloo(group) else None
         self.after = 1.0 / divisor
 
     def launch(self, bucket: Bucket) -> int:
@@ -186,7 +180,6 @@ class WideSum(Transport):
             bucket.received = mean  # keep it alive until it is gathered
 
     def wait(self, bucket: Bucket) -> None:
-        assert bucket.work is not None
         with self._side.alone():
             works.wait_for(bucket.work, bucket.message)
             bucket.work = bucket.received = None
@@ -216,8 +209,6 @@ class WidePair(Transport):
         return bucket.size_bytes
 
     def wait(self, bucket: Bucket) -> None:
-        assert bucket.work is not None
-        assert bucket.sent is not None
         assert bucket.received is not None
         limit = timeout_of(self._group)
         works.wait_for_message(bucket.work, limit)
@@ -235,9 +226,8 @@ class ShardedSum(Transport):
     The sum is stored in the memory of the gradients that were sent: twice their size, W times fewer.
     """
 
-    def __init__(self, group: dist.ProcessGroup, side: SideStream) -> None:
-        self._group = group
-        self._side = side
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._side = group, SideStream(device)
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def launch(self, bucket: Bucket) -> int:
@@ -287,6 +277,22 @@ class ShardedSum(Transport):
             works.wait_for(work, whole)
 
 
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    return str(dist.get_backend(group)) == "gloo"
+
+
+def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks over Gloo, whose collectives are ordered among themselves only. A collective.
+
+    There the host waits: on CUDA streams order the stages.
+    """
+    timeout, ranks = timeout_of(group), dist.get_process_group_ranks(group)
+    # Only the members call this: otherwise torch would wait for all ranks of the job.
+    made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long a collective of a group over Gloo may take, which can change after its first ones."""
     timeout = group._get_backend(torch.device("cpu")).options._timeout
@@ -312,7 +318,6 @@ def sum_of_received(bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
 
     The bucket keeps that, so that this can be repeated where there was no memory for the sum.
     """
-    assert bucket.work is not None
     assert bucket.received is not None
     works.wait_for(bucket.work, bucket.message)
     rows = bucket.received.view(dist.get_world_size(group), -1)  # [rank, element]

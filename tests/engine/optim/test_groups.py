@@ -18,7 +18,7 @@ from launcher.engine import (
     Wire,
 )
 from launcher.engine.optim.fused import Scalars
-from launcher.engine.optim.updater import DEVICE_CHUNK, Stretches, Updater
+from launcher.engine.optim.updater import DEVICE_CHUNK, Updater
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
 from tests.engine.optim.test_fused import FORMS, Memory, stepper_of
 from tests.meta_device import META, MetaDevice
@@ -141,9 +141,9 @@ def test_groups_change_neither_the_buckets_nor_their_order() -> None:
             indices = [grouped.layout.grouping.index[slot.name] for slot in other.slots]
             assert indices == sorted(indices)
     assert len(plain.layout.segments[0].runs) > 1
-    assert plain.updater._factors is None
-    vectors = grouped.layout.stretches(grouped.layout.segments[1])
-    assert len(vectors) == 2
+    assert plain.updater._scales is None
+    vectors = grouped.layout.stretches(segment := grouped.layout.segments[1], slice(0, segment.numel))
+    assert sum(map(len, vectors.values())) == 2
 
 
 def test_the_clip_norm_is_that_of_all_groups_together() -> None:
@@ -200,7 +200,7 @@ def test_a_frozen_group_is_left_alone() -> None:
         assert torch.equal(p, before[name]) == frozen
         assert (f"exp_avg/{name}" in state.optimizer) == (not frozen)
         assert name in state.weights
-    assert stepper.updater._factors is None
+    assert stepper.updater._scales is None
 
 
 @pytest.mark.filterwarnings("ignore:.* parameters received no gradient")
@@ -233,8 +233,8 @@ def test_on_a_gpu_groups_cost_calls_and_no_reads(monkeypatch, optimizer, compile
     groups = [ParameterGroup("0.bias", 0.5), ParameterGroup("1.weight", 0.1), ParameterGroup("1.*", 1.0, 0.0)]
     with MetaDevice() as device:
         stepper = Stepper(model, optimizer, Policy.fp16(), reference_count=1, emulate=True, groups=groups)
-        stretches = Stretches(stepper.layout.grouping.rates, stepper.shards.stretches())
-        updater = Updater(stepper.shards.pieces, optimizer, compiled, stretches)
+        rates, stretches = stepper.layout.grouping.rates, stepper.shards.stretches()
+        updater = Updater(stepper.shards.pieces, optimizer, compiled, rates, stretches)
         scalar = torch.zeros((), device=META)
         device.reads.clear()
         device.uploads.clear()
