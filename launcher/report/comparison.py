@@ -32,10 +32,17 @@ from launcher.report.settings import (
     metric_column,
     metric_names,
 )
-from launcher.report.side_by_side import Measured, Side, measured, side_by_side
+from launcher.report.side_by_side import side_by_side
 from launcher.run_dir.atomic import read_json, write_text
 from launcher.run_dir.records import SWEEP
-from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric_title, number
+from launcher.telemetry.formatting import (
+    duration,
+    markdown_table,
+    markdown_text,
+    metric_title,
+    number,
+    percent,
+)
 
 COMPARISON, TABLE, ROWS = "comparison.png", "summary.md", "summary.csv"
 SIDE_BY_SIDE = "side_by_side.md"
@@ -75,9 +82,8 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
     write_text(rows, as_csv(runs, jobs))
     written = [draw_comparison(settings, compared_by(runs), picture), table, rows]
     if _only_precision([run.overrides for run in runs]):
-        sides = [Side(setting.label, tuple(map(measured_of, setting.runs))) for setting in settings]
         written.append(sweep_dir / SIDE_BY_SIDE)
-        write_text(written[-1], side_by_side(sweep_dir.name, sides))
+        write_text(written[-1], side_by_side(sweep_dir.name, settings))
     return written
 
 
@@ -103,12 +109,6 @@ def effort(jobs: Mapping[str, Mapping[str, Any]]) -> str:
     hours = sum(float(job.get("device_seconds") or 0) for job in jobs.values()) / 3600
     ended = ", ".join(f"{count} {state}" for state, count in states.items())
     return f"{counted(len(jobs), 'job')}: {ended}; {number(hours)} device hours." if hours else ""
-
-
-def measured_of(run: RunRecord) -> Measured:
-    seed = run.overrides.get(REPEATED) or run.config.get(REPEATED, "-")
-    words = tuple(f"{key}={value}" for key, value in run.overrides.items())
-    return measured(seed, replace(run.result, state=run.state), run.recording, run.config, words)
 
 
 def settings_of(runs: Sequence[RunRecord]) -> list[RunSetting]:
@@ -175,9 +175,8 @@ def markdown(
     of_rows = varied[0] if len(varied) == 1 else "setting"
     title = metric_column(settings)
     head = [of_rows, "runs", title, "loss, held out", "training loss, last", "skipped steps", "time"]
-    lines += [markdown_row(head), f"|{' --- |' * len(head)}"]
     ranked = best_first(settings)
-    lines += [markdown_row(cells(setting, settings)) for setting in ranked]
+    lines += markdown_table(head, [cells(setting, settings) for setting in ranked])
     order = "the best first" if len(names) < 2 else "the best of each metric first"
     lines += ["", f"Mean ± standard deviation over the seeds; {order}.", ""]
     lines += [line for text in below if text for line in (text, "")]
@@ -193,7 +192,7 @@ def importance_rows(search: Search) -> str:
     shares = search.importance()
     if isinstance(shares, str):
         return markdown_text(shares)
-    rows = [f"- `{key}`: {share:.0%}".replace("%", " %") for key, share in shares.items()]
+    rows = [f"- `{key}`: {percent(share)}" for key, share in shares.items()]
     return "\n".join([f"Parameter importance, from {len(search.best_first)} finished trials:", "", *rows])
 
 

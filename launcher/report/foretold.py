@@ -12,10 +12,9 @@ from typing import TypeGuard
 from launcher.errors import counted, listed
 from launcher.report.html import paragraph, table
 from launcher.report.run_record import RunRecord
-from launcher.report.side_by_side import size
 from launcher.run_dir.forecast import Forecast
 from launcher.telemetry.events import CheckpointEvent
-from launcher.telemetry.formatting import number
+from launcher.telemetry.formatting import number, size
 
 Row = tuple[str, float | None, float | None, Callable[[float], str]]  # name, foretold, measured, as text
 NO_PART = ("run.", "launch.", "tracker.", "sweep.", "recipes.")  # of what is foretold

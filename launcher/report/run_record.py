@@ -134,6 +134,10 @@ class RunRecord:
         return text
 
     @property
+    def seed(self) -> str:
+        return self.overrides.get("seed") or self.config.get("seed", "-")
+
+    @property
     def metric_name(self) -> str | None:
         """What runs are compared by, of any set, else the first metric that was evaluated, else the loss."""
         names = list(self.recording.evaluations)

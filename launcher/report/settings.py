@@ -21,6 +21,7 @@ REPEATED = "seed"  # the key whose values repeat a setting instead of making a n
 OF_EACH_RUN = ("run.", "tracker.", "launch.")  # sections that change no result
 MAX_KEYS = 3  # in the name of a setting
 NUM_COLORS = 8  # that page.css has
+OfRun = Callable[[RunRecord], float | None]
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,17 @@ class RunSetting:
         mean = statistics.fmean(values) if values else math.nan
         return mean if math.isfinite(mean) else None
 
+    def mean(self, of: OfRun) -> float | None:
+        """Over the runs that are done and have the value."""
+        values = [value for run in self.done if (value := of(run)) is not None]
+        return statistics.fmean(values) if values else None
+
     @property
     def metric_name(self) -> str:
         """What its runs are compared by; "" if nothing was evaluated."""
         return compared_by(self.runs)
 
-    def spread(self, of: Callable[[RunRecord], float | None], shown: Callable[[float], str]) -> str:
+    def spread(self, of: OfRun, shown: Callable[[float], str]) -> str:
         """Mean and deviation over the runs that are done."""
         return mean_and_deviation([of(run) for run in self.done], shown)
 

@@ -26,7 +26,7 @@ from launcher.run_dir.atomic import read_json
 from launcher.run_dir.records import CONFIG, SWEEP
 from launcher.telemetry.event_log import FILE_NAME
 from launcher.telemetry.events import WarningEvent
-from launcher.telemetry.formatting import duration, metric, number, step_details
+from launcher.telemetry.formatting import duration, metric, number, percent, step_details
 
 STATES = (*ENDED, KILLED, NO_RESULT, "running")  # in the order in which a sweep counts them
 SETTLE_S = 15.0  # for which a run that failed may still be restarted by its parent
@@ -269,7 +269,7 @@ def _bar(view: View, columns: int) -> str:
     if total:
         share = min(1.0, record.steps / total)
         done = round(BAR * share)
-        bar = f"[{'#' * done}{'-' * (BAR - done)}] {share:.0%}".replace("%", " %")
+        bar = f"[{'#' * done}{'-' * (BAR - done)}] {percent(share)}"
         text = f"{text}  {bar}" if len(text) + len(bar) + 16 < columns else f"{text}  {share:.0%}"
     return text + (f"  eta {duration(view.eta_s)}" if view.eta_s is not None else "")
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from launcher.distributed.heartbeat import STEP_PARTS
 from launcher.errors import counted
 from launcher.telemetry.events import EndEvent, StepEvent
+from launcher.telemetry.formatting import percent
 
 PARTS = tuple(f"{part}_ms" for part in STEP_PARTS)
 TIMES = ("step_ms", *PARTS)
@@ -97,7 +98,7 @@ class TimeShares:
         bound = self.bound
         share = self.overhead_share if bound == OVERHEAD else self.share(bound)
         of = "" if self.rank is None else f" of rank {self.rank}, for which the others wait,"
-        return ADVICE[bound].format(share=f"{share:.0%}".replace("%", " %"), of=of)
+        return ADVICE[bound].format(share=percent(share), of=of)
 
 
 class TimeTotals:

@@ -12,7 +12,7 @@ from launcher.report.charts.picture import INK, SOFT, Canvas, rgb, text_length
 from launcher.report.curve import FloatArray
 from launcher.report.html import paragraph, picture, scrolled, table
 from launcher.report.run_record import RunRecord
-from launcher.telemetry.formatting import middle_cut, number
+from launcher.telemetry.formatting import middle_cut, number, percent
 
 MAX_CLASSES = 26  # of a table: the letters of the alphabet fit
 MAX_MISTAKES = 25  # rows of the table
@@ -108,7 +108,7 @@ def _mistakes(found: ConfusionChart) -> list[dict[str, str]]:
             "true class": _cut(found.names[row]),
             "predicted": _cut(found.names[column]),
             "samples": number(count),
-            "of the class": f"{shares[row, column]:.1%}".replace("%", " %"),
+            "of the class": percent(shares[row, column], 1),
         }
         for count, row, column in sorted(mistakes, key=lambda one: (-one[0], one[1:]))[:MAX_MISTAKES]
     ]

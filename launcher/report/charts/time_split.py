@@ -8,6 +8,7 @@ from launcher.report.charts.chart import stacked, steps_axis
 from launcher.report.charts.svg import markup
 from launcher.report.html import paragraph, table
 from launcher.report.run_record import RunRecord
+from launcher.telemetry.formatting import percent
 from launcher.telemetry.step_time import PARTS, TITLES
 
 
@@ -20,11 +21,11 @@ def time_split(run: RunRecord) -> str:
         {
             "part": TITLES[part],
             "ms per step": f"{shares.parts_ms[part]:.2f}",
-            "share": f"{shares.share(part):.1%}".replace("%", " %"),
+            "share": percent(shares.share(part), 1),
         }
         for part in PARTS
     ]
-    other = f"{shares.other_ms / shares.step_ms:.1%}".replace("%", " %")
+    other = percent(shares.other_ms / shares.step_ms, 1)
     rows.append({"part": "everything else", "ms per step": f"{shares.other_ms:.2f}", "share": other})
     rows.append({"part": "whole step", "ms per step": f"{shares.step_ms:.2f}", "share": ""})
     return paragraph(shares.verdict) + _areas(run) + table("Time of a step by part", rows)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launcher.telemetry.formatting import markdown_row
+from launcher.telemetry.formatting import markdown_table
 from launcher.telemetry.tracker.protocol import (
     ConfusionMatrix,
     Histogram,
@@ -89,5 +89,4 @@ def _moments(item: Histogram) -> dict[str, object]:
 
 
 def _markdown(columns: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(markdown_row([str(cell) for cell in line]) for line in lines)
+    return "\n".join(markdown_table([*map(str, columns)], ([*map(str, row)] for row in rows)))
