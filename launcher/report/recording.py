@@ -51,14 +51,16 @@ MAX_DAMAGED = 5  # line numbers that a warning shows
 
 @dataclass
 class Records(Generic[Kind]):
-    """The first and the last events of one kind, and how many there were."""
+    """The first and the last events of one kind, how many there were, and when: unix seconds -> step."""
 
     count: int = 0
+    times: Curve = field(default_factory=Curve)
     first: list[Kind] = field(default_factory=list)
     latest: deque[Kind] = field(default_factory=lambda: deque(maxlen=MAX_RECORDS // 2))
 
     def add(self, event: Kind) -> None:
         self.count += 1
+        self.times.add_point(_sane(event.time), event.step)
         (self.first if len(self.first) < MAX_RECORDS // 2 else self.latest).append(event)
 
     def all(self) -> list[Kind]:
@@ -91,8 +93,6 @@ class Recording:
         self.other_sets: dict[str, Curve] = {}  # by SET/METRIC
         self.gpus: dict[str, dict[str, Curve]] = {}  # by device, by field
         self.skips = Curve()  # step -> loss scale
-        self.skip_times = Curve()  # unix seconds -> step
-        self.checkpoint_times = Curve()
         self.records: dict[type[events.Event], Records[Any]] = {}
         self.attempts: list[Attempt] = []
         self.last_step: events.StepEvent | None = None
@@ -103,7 +103,6 @@ class Recording:
         self.damaged: list[int] = []
         self.num_damaged = 0
         self.unknown: Counter[str] = Counter()
-        self.format = 0
         self._sets: dict[str | None, None] = {}  # in the order of their first evaluations
         self._resumes = False  # a process that has not recorded its `start` yet
         self._time = TimeTotals()
@@ -140,9 +139,10 @@ class Recording:
             more = self.num_damaged - len(self.damaged)
             text = listed(self.damaged, MAX_DAMAGED) + (f" and {more:,} more" if more else "")
             found.append(f"{FILE_NAME} is damaged: left out line {text}")
-        if self.format > events.FORMAT:
+        newest = max((start.format for start in self.of(events.StartEvent).all()), default=0)
+        if newest > events.FORMAT:
             found.append(
-                f"{FILE_NAME} is of format {self.format}, written by a newer version; this one reads format "
+                f"{FILE_NAME} is of format {newest}, written by a newer version; this one reads format "
                 f"{events.FORMAT}: what it does not know is left out"
             )
         if self.unknown:
@@ -248,11 +248,6 @@ class Recording:
             self._add_evaluation(event)
         elif isinstance(event, events.OverflowEvent):
             self.skips.add_point(event.step, _sane(event.scale))
-            self.skip_times.add_point(_sane(event.time), event.step)
-        elif isinstance(event, events.CheckpointEvent):
-            self.checkpoint_times.add_point(_sane(event.time), event.step)
-        elif isinstance(event, events.StartEvent):
-            self.format = max(self.format, event.format)
 
     def _add_evaluation(self, event: events.EvalEvent) -> None:
         if len(self._sets) < MAX_CURVES:
