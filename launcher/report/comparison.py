@@ -21,6 +21,7 @@ from launcher.config.groups import choice_file, conf_dir, description, group_cho
 from launcher.config.messages import program, tree_flags
 from launcher.errors import counted
 from launcher.report.pictures import draw_comparison
+from launcher.report.reading import json_of
 from launcher.report.run_record import MARKS, RunRecord, is_run, overrides_of
 from launcher.report.search import Search
 from launcher.report.settings import (
@@ -31,9 +32,10 @@ from launcher.report.settings import (
     metric_cell,
     metric_column,
     metric_names,
+    varied,
 )
 from launcher.report.side_by_side import side_by_side
-from launcher.run_dir.atomic import read_json, write_text
+from launcher.run_dir.atomic import write_text
 from launcher.run_dir.records import SWEEP
 from launcher.telemetry.formatting import (
     duration,
@@ -74,7 +76,7 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
     """Write picture and tables of these runs to the sweep's directory. Raises OSError."""
     settings = settings_of(runs)
     table, rows, picture = (sweep_dir / name for name in (TABLE, ROWS, COMPARISON))
-    jobs, record = jobs_of(sweep_dir), recorded(sweep_dir)
+    jobs, record = jobs_of(sweep_dir), json_of(sweep_dir, SWEEP)
     flags = tree_flags(record.get("config_dir"), record.get("config_name", "config"))
     search = Search.read(sweep_dir, runs)
     below = [effort(jobs), importance_rows(search) if search else ""]
@@ -90,16 +92,8 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
 def jobs_of(sweep_dir: Path) -> dict[str, dict[str, Any]]:
     """What sweep.json records of each job, by the name of its folder; empty where it cannot be read."""
     try:
-        return {str(job["name"]): job for job in recorded(sweep_dir)["jobs"]}
+        return {str(job["name"]): job for job in json_of(sweep_dir, SWEEP)["jobs"]}
     except (KeyError, TypeError):
-        return {}
-
-
-def recorded(sweep_dir: Path) -> dict[str, Any]:
-    """The content of sweep.json; empty where it cannot be read."""
-    try:
-        return read_json(sweep_dir / SWEEP)
-    except (OSError, ValueError):
         return {}
 
 
@@ -134,18 +128,13 @@ def compares_precisions(directories: Sequence[Path]) -> bool:
 
 
 def _only_precision(overrides: Sequence[Mapping[str, str]]) -> bool:
-    varied = _varied(overrides)
-    return "precision" in varied and set(varied) <= {"precision", REPEATED}
+    keys = varied(overrides)
+    return "precision" in keys and set(keys) <= {"precision", REPEATED}
 
 
 def varied_keys(runs: Sequence[RunRecord]) -> list[str]:
     """The overridden keys whose values differ between runs."""
-    return _varied([run.overrides for run in runs])
-
-
-def _varied(overrides: Sequence[Mapping[str, str]]) -> list[str]:
-    keys = dict.fromkeys(key for of_job in overrides for key in of_job)
-    return [key for key in keys if len({of_job.get(key) for of_job in overrides}) > 1]
+    return varied([run.overrides for run in runs])
 
 
 def setting_keys(runs: Sequence[RunRecord]) -> list[str]:
@@ -171,8 +160,8 @@ def markdown(
     """
     runs = [run for setting in settings for run in setting.runs]
     lines = [f"# {markdown_text(title)}", "", *([note, ""] if note else [])]
-    varied, names = setting_keys(runs), metric_names(settings)
-    of_rows = varied[0] if len(varied) == 1 else "setting"
+    keys, names = setting_keys(runs), metric_names(settings)
+    of_rows = keys[0] if len(keys) == 1 else "setting"
     title = metric_column(settings)
     head = [of_rows, "runs", title, "loss, held out", "training loss, last", "skipped steps", "time"]
     ranked = best_first(settings)

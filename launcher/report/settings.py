@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -94,13 +94,14 @@ def can_choose(settings: Sequence[RunSetting]) -> bool:
 
 def differing_keys(runs: Sequence[RunRecord]) -> list[str]:
     """The config keys on which the runs differ."""
-    configs = [run.config for run in runs if run.config]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    return [
-        key
-        for key in keys
-        if not key.startswith(OF_EACH_RUN) and len({config.get(key) for config in configs}) > 1
-    ]
+    keys = varied([run.config for run in runs if run.config])
+    return [key for key in keys if not key.startswith(OF_EACH_RUN)]
+
+
+def varied(values: Sequence[Mapping[str, str]]) -> list[str]:
+    """The keys whose values differ, in the order of their first use."""
+    keys = dict.fromkeys(key for each in values for key in each)
+    return [key for key in keys if len({each.get(key) for each in values}) > 1]
 
 
 def short_names(runs: Sequence[RunRecord]) -> dict[Path, str]:
