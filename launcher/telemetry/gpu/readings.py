@@ -1,22 +1,40 @@
 """What NVML can be asked about one GPU: values of the moment, and counters since the driver was loaded.
 
-Owns the tables of NVML's calls, with names and units. Each call may be unsupported, by the GPU or by this
-version of NVML: its value is then absent, and it is not made again. Raises `GpuLostError` for a GPU that no
-longer answers.
+Owns the tables of NVML's calls, with names, units, and what several readings come to. Each call may be
+unsupported, by the GPU or by this version of NVML: its value is then absent, and it is not made again. Raises
+`GpuLostError` for a GPU that no longer answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
 Values = dict[str, float]
+Timed = Sequence[tuple[float, float]]  # readings of one quantity, each with the seconds for which it stands
 ALL_LINKS = 0xFFFFFFFF  # NVML's scope for the sum over all NVLinks of a GPU
 NOT_HERE = ("NVMLError_NotSupported", "NVMLError_FunctionNotFound", "NVMLError_NoPermission")
 GONE = ("NVMLError_GpuIsLost", "NVMLError_ResetRequired")
+
+
+def integral(timed: Timed) -> float:
+    return sum(value * seconds for value, seconds in timed)
+
+
+def mean(timed: Timed) -> float:
+    weight = sum(seconds for _, seconds in timed)
+    return integral(timed) / weight if weight else timed[0][0]
+
+
+def largest(timed: Timed) -> float:
+    return max(value for value, _ in timed)
+
+
+def last(timed: Timed) -> float:
+    return timed[-1][0]
 
 
 @dataclass(frozen=True)
@@ -26,15 +44,16 @@ class Call:
     function: str
     constants: tuple[str, ...] = ()
     value: Callable[[Any], Any] = lambda answer: answer  # in the unit of the name
+    over: Callable[[Timed], float] = last  # of the readings in a window
 
 
 MOMENTARY = {
-    "utilisation_percent": Call("UtilizationRates", value=attrgetter("gpu")),
-    "memory_bytes": Call("MemoryInfo", value=attrgetter("used")),
-    "power_w": Call("PowerUsage", value=lambda mw: mw / 1e3),
-    "temperature_c": Call("Temperature", ("TEMPERATURE_GPU",)),
-    "sm_clock_mhz": Call("ClockInfo", ("CLOCK_SM",)),
-    "memory_clock_mhz": Call("ClockInfo", ("CLOCK_MEM",)),
+    "utilisation_percent": Call("UtilizationRates", value=attrgetter("gpu"), over=mean),
+    "memory_bytes": Call("MemoryInfo", value=attrgetter("used"), over=largest),
+    "power_w": Call("PowerUsage", value=lambda mw: mw / 1e3, over=mean),
+    "temperature_c": Call("Temperature", ("TEMPERATURE_GPU",), over=largest),
+    "sm_clock_mhz": Call("ClockInfo", ("CLOCK_SM",), over=mean),
+    "memory_clock_mhz": Call("ClockInfo", ("CLOCK_MEM",), over=mean),
     "pcie_gen": Call("CurrPcieLinkGeneration"),
     "pcie_width": Call("CurrPcieLinkWidth"),
     "reasons": Call("CurrentClocksEventReasons"),

@@ -55,10 +55,10 @@ class TrackerSink(Sink):
         run: TrackedRun,
         warn: Callable[[str], None],
         patience: TrackerTimeouts | None = None,
-        queue_rows: int = QUEUE_ROWS,
         facts: Callable[[], Mapping[str, object]] = dict,
         delivery: Delivery | None = None,
         report: Callable[[str], None] = log.info,
+        queue_rows: int = QUEUE_ROWS,
     ) -> None:
         self.name = name
         self._make = make
