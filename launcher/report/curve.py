@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 
 COLUMNS = 400  # intervals that a plot shows, about one per two pixels
-KEPT_COLUMNS = (
-    4 * COLUMNS
-)  # while points are added: finer, so that a plot's own intervals lose nothing visible
+# While points are added: finer, so that a plot's own intervals lose nothing visible.
+KEPT_COLUMNS = 4 * COLUMNS
 BUFFERED = 1 << 15  # points that wait for being thinned
 MEAN_INTERVALS = 256  # of which at least half are used: a point per 4 pixels of a plot
 

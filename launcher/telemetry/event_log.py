@@ -23,9 +23,8 @@ from launcher.telemetry.events import PERIODIC, Event, record_of
 from launcher.telemetry.stream import LIMIT, Record, Sink
 
 FILE_NAME = METRICS
-MAX_LINE_BYTES = (
-    1 << 24
-)  # a longer line is damaged: the largest events, tables of an evaluation, have some MB
+# A longer line is damaged: the largest events, tables of an evaluation, have some MB.
+MAX_LINE_BYTES = 1 << 24
 BLOCK_BYTES = 1 << 20  # read at once: more makes it no faster
 LAST_BYTES = 512  # a whole line of a step: by its time a reader knows that the file was not cut behind it
 MAX_STEP = 1 << 53  # exact in a float

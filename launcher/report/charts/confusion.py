@@ -20,11 +20,7 @@ MAX_PICTURE_BYTES = 400_000  # embedded in the page; a larger one is only in its
 MAX_NAME = 60  # characters in a table
 CAPTION = "rows: true class; columns: predicted"
 STRONG = 0.55  # share from which on the text is bold
-MAX_NAMED, MAX_COUNTED, MAX_DRAWN_NAME = (
-    60,
-    30,
-    40,
-)  # of a picture: classes with names, with counts; characters
+MAX_NAMED, MAX_COUNTED, MAX_DRAWN_NAME = 60, 30, 40  # of a picture: classes with names, counts; characters
 SIDE, MAX_CELL = 1300, 44  # pixels of a picture's matrix, and of a cell
 DEEP = 0.76  # opacity of a cell that holds its whole class, as on the page
 

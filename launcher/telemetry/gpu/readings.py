@@ -67,7 +67,7 @@ COUNTERS = {
     "ecc_errors": Call("TotalEccErrors", ("MEMORY_ERROR_TYPE_UNCORRECTED", "VOLATILE_ECC")),
     "remapped_rows": Call("RemappedRows", value=lambda rows: sum(rows[:2])),  # corrected, uncorrected
 }
-RATES = {  # NVML gives KB per second
+RATES = {  # for GPUs without byte counters; NVML takes 20 ms for each, and gives KB per second
     "pcie_tx_bytes_per_s": Call("PcieThroughput", ("PCIE_UTIL_TX_BYTES",), lambda kb: kb * 1e3),
     "pcie_rx_bytes_per_s": Call("PcieThroughput", ("PCIE_UTIL_RX_BYTES",), lambda kb: kb * 1e3),
 }
@@ -115,31 +115,28 @@ class Reader:
             for name, number in numbers.items()
             if number is not None
         }
-        self.limits = self._read(LIMITS)
+        self.limits = self.read(LIMITS)
 
     def momentary(self) -> Values:
         """The values of `MOMENTARY`."""
-        return self._read(MOMENTARY)
+        return self.read(MOMENTARY)
 
     def counters(self) -> Values:
         """The values of `COUNTERS` and `FIELDS`."""
-        return self._read(COUNTERS) | self._field_values()
+        return self.read(COUNTERS) | self._field_values()
 
     @property
     def tells_power(self) -> bool:
         """Whether the GPU supports it, be it that it does not answer now."""
         return not {MOMENTARY["power_w"], COUNTERS["energy_j"]} <= self._unsupported
 
-    def rates(self) -> Values:
-        """The values of `RATES`, for GPUs without byte counters; each takes NVML 20 ms."""
-        return self._read(RATES)
-
     def processes(self) -> list[int] | None:
         """The ids of the processes that compute on the GPU; None if NVML does not say."""
         found = self._ask(PROCESSES)
         return None if found is None else [process.pid for process in found]
 
-    def _read(self, calls: Mapping[str, Call]) -> dict[str, Any]:
+    def read(self, calls: Mapping[str, Call]) -> Values:
+        """The values of one of the tables."""
         answers = {name: self._ask(call) for name, call in calls.items()}
         return {name: calls[name].value(answer) for name, answer in answers.items() if answer is not None}
 

@@ -24,7 +24,7 @@ from launcher.telemetry.event_log import EventLog, recorded
 from launcher.telemetry.events import Event, GpuEvent, GpuNumbers, StepEvent, WarningEvent
 from launcher.telemetry.gpu.conditions import Conditions, name, other_processes
 from launcher.telemetry.gpu.devices import Gpu, Rank, gpus_of
-from launcher.telemetry.gpu.readings import GpuLostError, Reader
+from launcher.telemetry.gpu.readings import RATES, GpuLostError, Reader
 from launcher.telemetry.gpu.window import Window
 from launcher.telemetry.stream import Record, Sink, Telemetry
 
@@ -66,7 +66,7 @@ class _Lane:
     def close(self) -> GpuNumbers:
         """The numbers of the window, which ends here; the next one begins."""
         counters = self.reader.counters()
-        rates = {} if "pcie_tx_bytes" in counters else self.reader.rates()
+        rates = {} if "pcie_tx_bytes" in counters else self.reader.read(RATES)
         now_s = time.monotonic()
         self._window.add(self.reader.momentary(), now_s)
         numbers = self._window.closed(counters, rates, now_s, self.reader.tells_power)

@@ -49,8 +49,12 @@ def with_environment(config: Config, overrides: Sequence[str], environ: Mapping[
         if environ.get(variable)
     }
     if any(environ.get(name) for name in MODES) and not _given("tracker.mode", overrides):
-        if "wandb" in config.tracker.names:
-            _refuse_unknown_mode(environ.get("WANDB_MODE", ""))
+        mode = environ.get("WANDB_MODE", "")
+        if "wandb" in config.tracker.names and mode not in ("", *MODE_NAMES):
+            raise ConfigError(
+                f"WANDB_MODE={mode} in the environment: must be one of {', '.join(MODE_NAMES)}."
+                f"{suggestion(nearest(mode, MODE_NAMES))}"
+            )
         changes["mode"] = "auto"  # decided by the variables
     return dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, **changes))
 
@@ -71,14 +75,6 @@ def hidden(environ: Mapping[str, str]) -> tuple[str, ...]:
     """The variables that wandb must not see, because it is given their values as arguments."""
     kept = {VARIABLES[key] for key in OF_THE_AGENT} if sweep_of_agent(environ) else ()
     return tuple(name for name in READ_HERE if name not in kept)
-
-
-def _refuse_unknown_mode(mode: str) -> None:
-    if mode and mode not in MODE_NAMES:
-        raise ConfigError(
-            f"WANDB_MODE={mode} in the environment: must be one of {', '.join(MODE_NAMES)}."
-            f"{suggestion(nearest(mode, MODE_NAMES))}"
-        )
 
 
 def in_sweep(config: Config, job: str, number: int) -> Config:
