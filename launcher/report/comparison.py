@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import io
 import shlex
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -194,7 +193,6 @@ def command_of(setting: RunSetting, flags: Sequence[str]) -> str:
 def cells(setting: RunSetting, settings: Sequence[RunSetting]) -> list[str]:
     done = setting.done
     ended = f"{len(done)}" if len(done) == len(setting.runs) else f"{len(done)} of {len(setting.runs)} done"
-    seconds = [value for run in done if (value := run.result.training_seconds) is not None]
     return [
         setting.label,
         ended,
@@ -202,7 +200,7 @@ def cells(setting: RunSetting, settings: Sequence[RunSetting]) -> list[str]:
         setting.spread(lambda run: run.result.metrics.get("loss"), number),
         setting.spread(lambda run: run.recording.steps["loss"].last, number),
         number(sum(run.result.skipped_steps or 0 for run in done)) if done else "-",
-        duration(statistics.fmean(seconds)) if seconds else "-",
+        duration(setting.mean(lambda run: run.result.training_seconds)),
     ]
 
 

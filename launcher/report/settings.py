@@ -42,16 +42,10 @@ class RunSetting:
         return [run for run in self.runs if run.state == "done"]
 
     @property
-    def metrics(self) -> list[float | None]:
-        """What they are compared by, of the runs that are done."""
-        return [run.metric if run.result.metric is None else run.result.metric for run in self.done]
-
-    @property
     def mean_metric(self) -> float | None:
         """Over the runs that are done; None where none has it, or where it is no number."""
-        values = [value for value in self.metrics if value is not None]
-        mean = statistics.fmean(values) if values else math.nan
-        return mean if math.isfinite(mean) else None
+        mean = self.mean(compared)
+        return mean if mean is not None and math.isfinite(mean) else None
 
     def mean(self, of: OfRun) -> float | None:
         """Over the runs that are done and have the value."""
@@ -126,6 +120,11 @@ def higher_is_better(results: Sequence[Result], metric_name: str) -> bool:
     return next(known, not metric_name.endswith("loss"))
 
 
+def compared(run: RunRecord) -> float | None:
+    """What the run is compared by."""
+    return run.metric if run.result.metric is None else run.result.metric
+
+
 def compared_by(runs: Sequence[RunRecord]) -> str:
     """The name of the metric by which these runs are compared; "" if none was evaluated."""
     named = [run.result.metric_name for run in runs] + [run.metric_name for run in runs]
@@ -185,7 +184,7 @@ def metric_column(settings: Sequence[RunSetting]) -> str:
 def metric_cell(setting: RunSetting, settings: Sequence[RunSetting]) -> str:
     """Mean and deviation of the setting's metric, with its name where the settings have several."""
     name = setting.metric_name
-    value = mean_and_deviation(setting.metrics, partial(metric, name))
+    value = setting.spread(compared, partial(metric, name))
     has_name = setting.mean_metric is not None and len(metric_names(settings)) > 1
     return f"{metric_title(name)} {value}" if has_name else value
 
