@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,6 @@ BLOCK_BYTES = 1 << 20  # added at once, about 3,000 lines: what a call of numpy 
 STEP_FIELDS = ("loss", "lr", "grad_norm", "scale", "samples_per_s", "step_ms", "memory_bytes")
 NO_METRICS = ("samples", "tokens", "seconds")
 MAX_RECORDS = 200  # of each kind, more than anyone reads on a page; others are counted
-MAX_CURVES = 200  # of evaluations, and of devices: a damaged file may name one in every line
 LARGEST = 1e300  # beyond it, a number is no measurement, and arithmetic with it may overflow
 OF_A_BEGINNING = ("decision", "warning")  # recorded by a process before its first `restart` or `start`
 MAX_DAMAGED = 5  # line numbers that a warning shows
@@ -81,8 +80,7 @@ class Recording:
         self.steps = {name: Curve() for name in STEP_FIELDS}
         self.parts_ms = {part: Means() for part in PARTS}  # of a step, over the steps
         self.windows_ms = Spread()  # of a step, by log line; without the first, which compiles
-        self.evaluations: dict[str, Curve] = {}  # of the first set, by metric
-        self.other_sets: dict[str, Curve] = {}  # by SET/METRIC
+        self.evaluations: dict[str, Curve] = defaultdict(Curve)  # by metric; of other sets by SET/METRIC
         self.gpus: dict[str, dict[str, Curve]] = {}  # by device, by field
         self.skips = Curve()  # step -> loss scale
         self.records: dict[type[events.Event], Records[Any]] = {}
@@ -107,7 +105,7 @@ class Recording:
     def evaluation(self, name: str) -> Curve | None:
         """The curve of a metric of the first set, or of SET/METRIC; None if it was not evaluated."""
         of_first = name.removeprefix(f"{next(iter(self._sets), None)}/")
-        return self.evaluations.get(name) or self.other_sets.get(name) or self.evaluations.get(of_first)
+        return self.evaluations.get(name) or self.evaluations.get(of_first)
 
     @property
     def sets(self) -> list[str]:
@@ -235,32 +233,22 @@ class Recording:
                 self.skips.add_point(event.step, _sane(event.scale))
 
     def _add_evaluation(self, event: events.EvalEvent) -> None:
-        if len(self._sets) < MAX_CURVES:
-            self._sets.setdefault(event.set)
-        of_first = event.set == next(iter(self._sets))
-        curves, prefix = (self.evaluations, "") if of_first else (self.other_sets, f"{event.set}/")
+        self._sets.setdefault(event.set)
+        prefix = "" if event.set == next(iter(self._sets)) else f"{event.set}/"
         for name, value in {"loss": event.loss, **event.metrics}.items():
             if value is not None and name not in NO_METRICS and abs(value) < LARGEST:
-                self._curve(curves, prefix + name).add_point(event.step, value)
+                self.evaluations[prefix + name].add_point(event.step, value)
 
     def _add_gpu(self, event: events.GpuEvent) -> None:
         """Add the numbers of each device; seconds by reason are added up."""
         self.last_gpu = event
         for place, gpu in enumerate(event.gpus):
             name = f"GPU {place if gpu.index is None else gpu.index}"
-            if name not in self.gpus and len(self.gpus) >= MAX_CURVES:
-                continue
-            curves = self.gpus.setdefault(name, {})
+            curves = self.gpus.setdefault(name, defaultdict(Curve))
             for key, value in encoded(gpu).items():
                 number = sum(value.values()) if isinstance(value, dict) else value
                 if key not in ("index", "uuid", "incomplete") and not math.isnan(_sane(number)):
-                    self._curve(curves, key).add_point(event.step, float(number))
-
-    @staticmethod
-    def _curve(curves: dict[str, Curve], name: str) -> Curve:
-        if name not in curves and len(curves) >= MAX_CURVES:
-            return Curve()  # dropped
-        return curves.setdefault(name, Curve())
+                    curves[key].add_point(event.step, float(number))
 
 
 class Follower:
