@@ -173,13 +173,10 @@ class GpuSampler(Sink):
         now_s = time.monotonic()
         self._due_s = now_s + self._window_s
         seconds = now_s - began_s
-        found = [
-            (lane, numbers) for lane in lanes if (numbers := self._asked(lane.gpu, lane.close)) is not None
-        ]
+        found = [(lane, numbers) for lane in lanes if (numbers := self._asked(lane.gpu, lane.close))]
         if found:
-            self._emit(step, samples, seconds, [(lane.gpu, numbers) for lane, numbers in found])
-            limits = [(lane.gpu, numbers, lane.reader.limits) for lane, numbers in found]
-            self._conditions.after(limits, seconds)
+            self._emit(step, samples, seconds, found)
+            self._conditions.after([(lane.gpu, each, lane.reader.limits) for lane, each in found], seconds)
         return now_s, [lane for lane, _ in found]
 
     def _take_marks(self) -> tuple[int, float]:
@@ -189,7 +186,7 @@ class GpuSampler(Sink):
             samples += more
         return step, samples
 
-    def _emit(self, step: int, samples: float, seconds: float, found: list[tuple[Gpu, GpuNumbers]]) -> None:
+    def _emit(self, step: int, samples: float, seconds: float, found: list[tuple[_Lane, GpuNumbers]]) -> None:
         total: dict[str, Any] = {"seconds": seconds}
         for key, over_gpus in OVER_GPUS.items():
             if values := [value for _, numbers in found if (value := getattr(numbers, key)) is not None]:
@@ -197,7 +194,7 @@ class GpuSampler(Sink):
         if "energy_j" in total:
             self._energy_j = (self._energy_j or 0.0) + total["energy_j"]
             total["run_energy_j"] = self._before_j + self._energy_j
-            if own_samples := samples * self._share([gpu for gpu, _ in found]):
+            if own_samples := samples * self._share([lane.gpu for lane, _ in found]):
                 total["joules_per_sample"] = total["energy_j"] / own_samples
         self.incomplete |= "incomplete" in total
         self._telemetry.emit(GpuEvent(step, **total, gpus=[numbers for _, numbers in found]))
