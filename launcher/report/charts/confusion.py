@@ -72,7 +72,7 @@ def confusion_part(run: RunRecord) -> str:
 
 def _matrix(found: ConfusionChart) -> str:
     shares = found.shares
-    heads = [(escape(name), escape(_cut(name))) for name in found.names]
+    heads = [(escape(name), escape(middle_cut(name, MAX_NAME))) for name in found.names]
     columns = "".join(f'<th scope="col" title="{name}">{shown}</th>' for name, shown in heads)
     rows = "".join(
         f'<tr><th scope="row" title="{name}">{shown}</th>'
@@ -101,8 +101,8 @@ def _mistakes(found: ConfusionChart) -> list[dict[str, str]]:
     ]
     return [
         {
-            "true class": _cut(found.names[row]),
-            "predicted": _cut(found.names[column]),
+            "true class": middle_cut(found.names[row], MAX_NAME),
+            "predicted": middle_cut(found.names[column], MAX_NAME),
             "samples": number(count),
             "of the class": percent(shares[row, column], 1),
         }
@@ -142,7 +142,3 @@ def confusion_picture(found: ConfusionChart) -> bytes:
     canvas.text((left, 20), found.text, 14, "lm", INK, is_bold=True)
     canvas.text((left, 42), CAPTION, 12, "lm", SOFT)
     return canvas.png()
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 3]}..."

@@ -8,7 +8,7 @@ servers and caches): see `wandb_tracker`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher.config.messages import nearest, suggestion
@@ -94,10 +94,10 @@ def taken_from(tracker: TrackerConfig, environ: Mapping[str, str]) -> str:
     """The values taken from the environment, as text; "" if none."""
     parts = []
     for key, variable in VARIABLES.items():
-        if environ.get(variable) and _begins_with(
-            getattr(tracker, key), _value(key, variable, environ[variable])
-        ):
-            parts.append(f"{key} {_shown(getattr(tracker, key))} from {variable}")
+        used = _text(getattr(tracker, key))
+        given = _text(_value(key, variable, environ[variable])) if environ.get(variable) else ""
+        if given and (used == given or used.startswith(f"{given}-")):  # in a sweep, with the job appended
+            parts.append(f"{key} {used} from {variable}")
     return ", ".join(parts)
 
 
@@ -119,10 +119,5 @@ def _value(key: str, variable: str, text: str) -> Any:
     return value
 
 
-def _begins_with(used: Any, value: Any) -> bool:
-    """Whether the value is used, unchanged or, in a sweep, with the job appended."""
-    return used == value or (isinstance(used, str) and used.startswith(f"{value}-"))
-
-
-def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else value
+def _text(value: str | tuple[str, ...] | None) -> str:
+    return value if isinstance(value, str) else ",".join(value or ())
