@@ -215,11 +215,9 @@ class Axis:
     def _powers(self, about: int) -> list[float]:
         low, high = (math.log(value, self.base) for value in (self.low, self.high))
         every = max(1, math.ceil((high - low) / about))
-        decades = [
-            float(self.base) ** k for k in range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1, every)
-        ]
-        if self.base == 2 or len(decades) >= 3:
-            return decades
+        powers = range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1, every)
+        if self.base == 2 or len(powers) >= 3:
+            return [float(self.base) ** k for k in powers]
         found = [
             m * 10.0**k
             for k in range(math.floor(low), math.ceil(high) + 1)
