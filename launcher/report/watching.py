@@ -149,7 +149,8 @@ def run_screen(view: Watched, columns: int, rows: int, braille: bool = True) -> 
     """The screen of a run: at most `rows` lines of at most `columns` characters."""
     record = view.record
     top = [line for line in _facts(view, columns) if line]
-    bottom = [f"warning: {text}"] if (text := _last_warning(record)) else []
+    warning = record.recording.of(WarningEvent).last
+    bottom = [] if warning is None else [f"warning: {first_line(warning.text)}"]
     bottom += [text for text in (first_line(record.error), *wrap(record.note, columns)) if text]
     room = rows - len(top) - len(bottom) - 2
     curve = characters(curve_chart("loss", record.recording.steps["loss"]), columns, min(room, 16), braille)
@@ -240,7 +241,8 @@ def _facts(view: Watched, columns: int) -> Iterator[str]:
     yield _bar(view, columns)
     yield "  ".join([_loss(record), *_metric(record), f"lr {number(last and last.lr)}"])
     yield "  ".join(_pace(record))
-    yield "  ".join(_time_of_step(record))
+    if (shares := record.recording.time_shares) is not None:
+        yield f"step {number(shares.step_ms)} ms  {shares.verdict.partition(':')[0]}"
     yield from _gpus(record)
 
 
@@ -279,13 +281,6 @@ def _loss(record: RunRecord) -> str:
     return f"loss {number(last and last.loss)}"
 
 
-def _time_of_step(record: RunRecord) -> list[str]:
-    shares = record.recording.time_shares
-    if shares is None:
-        return []
-    return [f"step {number(shares.step_ms)} ms", shares.verdict.partition(":")[0]]
-
-
 def _gpus(record: RunRecord) -> Iterator[str]:
     last = record.recording.last_gpu
     for gpu in () if last is None else last.gpus:
@@ -300,11 +295,6 @@ def _gpus(record: RunRecord) -> Iterator[str]:
             if value is not None
         ]
         yield "  ".join([f"GPU {'' if gpu.index is None else gpu.index}:", *shown])
-
-
-def _last_warning(record: RunRecord) -> str:
-    last = record.recording.of(WarningEvent).last
-    return "" if last is None else first_line(last.text)
 
 
 def _cut(line: str, columns: int) -> str:

@@ -127,7 +127,7 @@ class WandbTracker:
         self._resources.close()
 
     def abort(self) -> str:
-        kill_service()
+        _kill(_service_process())  # the interpreter's exit would wait for one that does not end
         return f"; later: {sync_command(self._directory)}"
 
     @property
@@ -331,11 +331,6 @@ def stop_service() -> None:
         wandb.teardown()
     except Exception:  # teardown fails if the service has died
         _kill(process)
-
-
-def kill_service() -> None:
-    """Kill a service that does not end: the interpreter's exit would wait for it."""
-    _kill(_service_process())
 
 
 def _service_process() -> subprocess.Popen[bytes] | None:
