@@ -121,12 +121,9 @@ def confusion_picture(found: ConfusionChart) -> bytes:
     shown = range(0, num_classes, 1 if num_classes <= MAX_NAMED else num_classes // 10)
     names = [middle_cut(found.names[k], MAX_DRAWN_NAME) for k in shown]
     fits = num_classes <= MAX_NAMED and max(text_length(name, size) for name in names) < cell - 4
-    columns = names if fits else [str(k) for k in shown]
-    rows = (
-        names
-        if fits
-        else [f"{k}: {name}" if name != str(k) else name for k, name in zip(shown, names, strict=True)]
-    )
+    numbers = [str(k) for k in shown]
+    numbered = [k if name == k else f"{k}: {name}" for k, name in zip(numbers, names, strict=True)]
+    rows, columns = (names, names) if fits else (numbered, numbers)
     left, top = max(text_length(name, size) for name in rows) + 24, 60
     canvas = Canvas(max(left + side + 60, 480), top + side + 44)
     colors = np.where(np.eye(num_classes, dtype=bool)[..., None], *(np.array(rgb(k)) for k in (0, 1)))

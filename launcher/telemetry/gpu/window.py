@@ -35,7 +35,8 @@ class Window:
         seconds = now_s - self._began_s
         moved = self._moved(counters)
         numbers: dict[str, Any] = dict(rates)
-        timed = {key: self._timed(key) for key in MOMENTARY if key != "reasons"}
+        timed = {key: [(r[key], s) for r, s in self._readings if key in r] for key in MOMENTARY}
+        flags = timed.pop("reasons")
         numbers |= {key: MOMENTARY[key].over(readings) for key, readings in timed.items() if readings}
         numbers |= {key: counters[key] for key in SINCE_DRIVER if key in counters}
         power = timed["power_w"]
@@ -44,7 +45,7 @@ class Window:
         told_s = sum(s for _, s in power)
         if tells_power and told_s < COMPLETE * seconds and ("energy_j" not in moved or told_s):
             numbers["incomplete"] = True
-        if throttled_s := self._throttled_s(moved):
+        if throttled_s := _throttled_s(moved, flags):
             numbers["throttled_s"] = throttled_s
         if seconds > 0:
             numbers |= {f"{key}_per_s": moved[key] / seconds for key in LINKS if key in moved}
@@ -55,16 +56,13 @@ class Window:
         moved = {key: value - self._counters[key] for key, value in counters.items() if key in self._counters}
         return {key: value for key, value in moved.items() if value >= 0}
 
-    def _throttled_s(self, moved: Values) -> Values:
-        """Seconds by reason: by NVML's counter, or where it has none, by the flag of each reading."""
-        flags = self._timed("reasons")
-        found: Values = {}
-        for reason, bit in REASONS.items():
-            if (key := f"throttled_{reason}_s") in moved:
-                found[reason] = moved[key]
-            elif flags:
-                found[reason] = sum(seconds for flag, seconds in flags if int(flag) & bit)
-        return found
 
-    def _timed(self, key: str) -> Timed:
-        return [(reading[key], seconds) for reading, seconds in self._readings if key in reading]
+def _throttled_s(moved: Values, flags: Timed) -> Values:
+    """Seconds by reason: by NVML's counter, or where it has none, by the flag of each reading."""
+    found: Values = {}
+    for reason, bit in REASONS.items():
+        if (key := f"throttled_{reason}_s") in moved:
+            found[reason] = moved[key]
+        elif flags:
+            found[reason] = sum(seconds for flag, seconds in flags if int(flag) & bit)
+    return found
