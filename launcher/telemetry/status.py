@@ -35,16 +35,11 @@ class StatusFile(Sink):
         self._clock = clock
         self._pace = Pace(clock)
         self._status = Status()
-        self._step: events.StepEvent | None = None  # the latest, not yet in the status
         self._published = -inf
         self._publish()
 
     def write(self, event: events.Event) -> None:
-        if isinstance(event, events.StepEvent):
-            self._step = event
-        else:
-            self._take_step()
-            self._status = self._after(event)
+        self._status = self._after(event)
         if isinstance(event, AT_ONCE):
             self._published = -inf
         if self._due():
@@ -52,7 +47,6 @@ class StatusFile(Sink):
 
     def advance(self, epoch: int, step: int) -> None:
         if self._due():
-            self._take_step()
             self._status = replace(self._status, epoch=epoch, step=step)
             self._publish()
 
@@ -74,15 +68,10 @@ class StatusFile(Sink):
         last = {**status.last, event.kind: fields}
         return replace(status, epoch=event.epoch, step=event.step, last=last)
 
-    def _take_step(self) -> None:
-        if self._step is not None:
-            self._status, self._step = self._after(self._step), None
-
     def _due(self) -> bool:
         return self._clock() - self._published >= self._every_s
 
     def _publish(self) -> None:
-        self._take_step()
         status = self._status
         eta_s = self._pace.eta_s(status.step, status.total_steps) if status.state == "running" else None
         write_json(self._path, asdict(replace(status, eta_s=eta_s, updated=round(time.time(), 3))))
