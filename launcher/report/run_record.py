@@ -86,24 +86,16 @@ class RunRecord:
         status, result_written = status_of(run_dir, warn), _written(run_dir / RESULT)
         is_current = result_written > _begin_of(run_dir, status, recording)
         result = result_of(run_dir, warn) if is_current or status.state in ENDED else None
-        holder, holder_has_ended = process
+        result_age_s = max(0.0, now - result_written) if result else 0.0
+        end, has_status = recording.of(EndEvent).last, (run_dir / STATUS).exists()
+        life = RunState(now, status, has_status, result, result_age_s, end, recording.last_time, *process)
         return cls(
             directory=run_dir,
             name="/".join(run_dir.absolute().parts[-2:]),
             recording=recording,
             result=result or decoded(Result, {}),
             status=status,
-            life=RunState(
-                now,
-                status,
-                (run_dir / STATUS).exists(),
-                result,
-                max(0.0, now - result_written) if result else 0.0,
-                recording.of(EndEvent).last,
-                recording.last_time,
-                holder,
-                holder_has_ended,
-            ),
+            life=life,
         )
 
     @property
