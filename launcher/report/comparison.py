@@ -218,8 +218,6 @@ def as_csv(runs: Sequence[RunRecord], jobs: Mapping[str, Mapping[str, Any]]) -> 
         found += [jobs.get(run.directory.name, {}).get(key) for key in recorded]
         found += [run.result.metrics.get(name) for name in metrics]
         writer.writerow(
-            [run.directory.name]
-            + [run.overrides.get(key, "") for key in keys]
-            + ["" if value is None else value for value in found]
-        )
+            [run.directory.name, *(run.overrides.get(key) for key in keys), *found]
+        )  # None: empty
     return text.getvalue()

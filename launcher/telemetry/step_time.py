@@ -83,8 +83,8 @@ class TimeShares:
     @property
     def bound(self) -> str:
         """The largest of data, wire, update and overhead, as far as they reach their limits, else compute."""
-        shares = {part: self.share(part) for part in PARTS if part != "compute_ms"}
-        large = {part: share for part, share in shares.items() if share >= LIMIT}
+        others = (part for part in PARTS if part != "compute_ms")
+        large = {part: share for part in others if (share := self.share(part)) >= LIMIT}
         if self.overhead_share >= OVERHEAD_LIMIT:
             large[OVERHEAD] = self.overhead_share
         return max(large, key=large.__getitem__, default="compute_ms")

@@ -169,7 +169,10 @@ class GpuSampler(Sink):
 
     def _close(self, lanes: list[_Lane], began_s: float) -> tuple[float, list[_Lane]]:
         """End the window at the latest mark: emit it and begin the next one."""
-        step, samples = self._take_marks()
+        step, samples = 0, 0.0
+        for _ in range(len(self._marks)):  # more may be appended meanwhile
+            step, more = self._marks.popleft()
+            samples += more
         now_s = time.monotonic()
         self._due_s = now_s + self._window_s
         seconds = now_s - began_s
@@ -179,13 +182,6 @@ class GpuSampler(Sink):
             self._conditions.after([(lane.gpu, each, lane.reader.limits) for lane, each in found], seconds)
         return now_s, [lane for lane, _ in found]
 
-    def _take_marks(self) -> tuple[int, float]:
-        step, samples = 0, 0.0
-        for _ in range(len(self._marks)):  # more may be appended meanwhile
-            step, more = self._marks.popleft()
-            samples += more
-        return step, samples
-
     def _emit(self, step: int, samples: float, seconds: float, found: list[tuple[_Lane, GpuNumbers]]) -> None:
         total: dict[str, Any] = {"seconds": seconds}
         for key, over_gpus in OVER_GPUS.items():
@@ -194,14 +190,12 @@ class GpuSampler(Sink):
         if "energy_j" in total:
             self._energy_j = (self._energy_j or 0.0) + total["energy_j"]
             total["run_energy_j"] = self._before_j + self._energy_j
-            if own_samples := samples * self._share([lane.gpu for lane, _ in found]):
+            # The share of the ranks that these GPUs serve; all, if the ranks use no GPU.
+            share = sum(len(lane.gpu.ranks) for lane, _ in found) / len(self._ranks) or 1.0
+            if own_samples := samples * share:
                 total["joules_per_sample"] = total["energy_j"] / own_samples
         self.incomplete |= "incomplete" in total
         self._telemetry.emit(GpuEvent(step, **total, gpus=[numbers for _, numbers in found]))
-
-    def _share(self, gpus: list[Gpu]) -> float:
-        """The share of the ranks that these GPUs serve; all, if the ranks use no GPU."""
-        return sum(len(gpu.ranks) for gpu in gpus) / len(self._ranks) or 1.0
 
 
 @contextlib.contextmanager
