@@ -45,14 +45,13 @@ def _known(value: float | None) -> TypeGuard[float]:
 
 def _other_settings(run: RunRecord, forecast: Forecast) -> str:
     ranks, of_run = forecast.world_size, run.result.world_size
-    differ = (
-        [f"{counted(ranks, 'rank')} (in the run {of_run})"] if ranks and of_run not in (None, ranks) else []
-    )
-    differ += [
+    differ = [
         f"{key}={foretold} (in the run {run.config[key]})"
         for key, foretold in forecast.config.items()
         if not key.startswith(NO_PART) and run.config.get(key, foretold) != foretold
     ]
+    if ranks and of_run not in (None, ranks):
+        differ.insert(0, f"{counted(ranks, 'rank')} (in the run {of_run})")
     return f"The plan was for other settings: {listed(differ, MOST_KEYS)}." if differ else ""
 
 

@@ -119,10 +119,8 @@ class RunRecord:
             return text
         lags = lacking(self.directory, self.recording.of(DecisionEvent).all(), self.life.last_event_time)
         for name, lag_s in lags.items():
-            rows = (
-                f"the rows of its last {duration(lag_s)}" if math.isfinite(lag_s) else "all rows of this run"
-            )
-            text += f"; {name} may lack {rows}: a resumed run sends them"
+            which = f"the rows of its last {duration(lag_s)}" if lag_s < math.inf else "all rows of this run"
+            text += f"; {name} may lack {which}: a resumed run sends them"
         return text
 
     @property
@@ -136,9 +134,8 @@ class RunRecord:
         named = self.result.metric_name or self._compared_by(names)
         if named and (not names or self.recording.evaluation(named) is not None):
             return named
-        return next((name for name in names if name != "loss" and not name.startswith("train_")), None) or (
-            "loss" if "loss" in names else None
-        )
+        others = [name for name in names if name != "loss" and not name.startswith("train_")]
+        return next(iter([*others, *(name for name in names if name == "loss")]), None)
 
     def _compared_by(self, evaluated: Sequence[str]) -> str | None:
         """What the recipe names, before there is a result."""
@@ -183,9 +180,8 @@ class RunRecord:
 
     @property
     def samples_per_s(self) -> float | None:
-        return (
-            self.recording.samples_per_s if self.result.samples_per_s is None else self.result.samples_per_s
-        )
+        found = self.result.samples_per_s
+        return self.recording.samples_per_s if found is None else found
 
     @property
     def skipped(self) -> int | None:

@@ -138,10 +138,9 @@ class TimeTotals:
         if self._first is None:
             return None
         steps, averages = (self._steps, self._sums / self._steps) if self._steps else self._first
-        step_ms, *parts_ms = averages.tolist()
-        return (
-            TimeShares(int(steps), step_ms, dict(zip(PARTS, parts_ms, strict=True))) if step_ms > 0 else None
-        )
+        step_ms, *rest = averages.tolist()
+        parts_ms = dict(zip(PARTS, rest, strict=True))
+        return TimeShares(int(steps), step_ms, parts_ms) if step_ms > 0 else None
 
 
 def time_at_end(end: EndEvent) -> TimeShares | None:
