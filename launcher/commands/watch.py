@@ -70,7 +70,7 @@ def watch(arguments: Arguments) -> int:
         return stop.exit_code
     if on_terminal:
         print("\n".join(source.lines()))
-    return source.exit_code()
+    return source.exit_code
 
 
 def follow(source: Watched | WatchedSweep, show: Callable[[], None], every_s: float, stop: Stop) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from launcher.report.html import facts, link, paragraph, picture, preformatted, subsection
-from launcher.report.reading import MAX_TEXT, bytes_of
+from launcher.report.reading import MAX_TEXT
 from launcher.report.run_record import RunRecord
+from launcher.run_dir.atomic import read_regular
 from launcher.run_dir.records import PICTURES
 from launcher.telemetry.events import AfterEvaluationEvent
 from launcher.telemetry.formatting import number
@@ -48,7 +49,7 @@ def _pictures(folder: Path, paths: Mapping[str, str]) -> str:
 def _content(file: Path, at_most_bytes: int) -> bytes:
     """The picture; empty for one that is larger, missing, or none."""
     try:
-        content = bytes_of(file) if file.stat().st_size <= at_most_bytes else b""
+        content = read_regular(file) if file.stat().st_size <= at_most_bytes else b""
     except (OSError, ValueError):
         return b""
     return content if content.startswith(PNG) and len(content) <= at_most_bytes else b""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import io
 import shlex
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from launcher.config.groups import choice_file, conf_dir, description, group_cho
 from launcher.config.messages import program, tree_flags
 from launcher.errors import counted
 from launcher.report.pictures import draw_comparison
+from launcher.report.reading import json_of
 from launcher.report.run_record import MARKS, RunRecord, is_run, overrides_of
 from launcher.report.search import Search
 from launcher.report.settings import (
@@ -31,11 +31,19 @@ from launcher.report.settings import (
     metric_cell,
     metric_column,
     metric_names,
+    varied,
 )
-from launcher.report.side_by_side import Measured, Side, measured, side_by_side
-from launcher.run_dir.atomic import read_json, write_text
+from launcher.report.side_by_side import side_by_side
+from launcher.run_dir.atomic import write_text
 from launcher.run_dir.records import SWEEP
-from launcher.telemetry.formatting import duration, markdown_row, markdown_text, metric_title, number
+from launcher.telemetry.formatting import (
+    duration,
+    markdown_table,
+    markdown_text,
+    metric_title,
+    number,
+    percent,
+)
 
 COMPARISON, TABLE, ROWS = "comparison.png", "summary.md", "summary.csv"
 SIDE_BY_SIDE = "side_by_side.md"
@@ -67,7 +75,7 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
     """Write picture and tables of these runs to the sweep's directory. Raises OSError."""
     settings = settings_of(runs)
     table, rows, picture = (sweep_dir / name for name in (TABLE, ROWS, COMPARISON))
-    jobs, record = jobs_of(sweep_dir), recorded(sweep_dir)
+    jobs, record = jobs_of(sweep_dir), json_of(sweep_dir, SWEEP)
     flags = tree_flags(record.get("config_dir"), record.get("config_name", "config"))
     search = Search.read(sweep_dir, runs)
     below = [effort(jobs), importance_rows(search) if search else ""]
@@ -75,25 +83,16 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
     write_text(rows, as_csv(runs, jobs))
     written = [draw_comparison(settings, compared_by(runs), picture), table, rows]
     if _only_precision([run.overrides for run in runs]):
-        sides = [Side(setting.label, tuple(map(measured_of, setting.runs))) for setting in settings]
         written.append(sweep_dir / SIDE_BY_SIDE)
-        write_text(written[-1], side_by_side(sweep_dir.name, sides))
+        write_text(written[-1], side_by_side(sweep_dir.name, settings))
     return written
 
 
 def jobs_of(sweep_dir: Path) -> dict[str, dict[str, Any]]:
     """What sweep.json records of each job, by the name of its folder; empty where it cannot be read."""
     try:
-        return {str(job["name"]): job for job in recorded(sweep_dir)["jobs"]}
+        return {str(job["name"]): job for job in json_of(sweep_dir, SWEEP)["jobs"]}
     except (KeyError, TypeError):
-        return {}
-
-
-def recorded(sweep_dir: Path) -> dict[str, Any]:
-    """The content of sweep.json; empty where it cannot be read."""
-    try:
-        return read_json(sweep_dir / SWEEP)
-    except (OSError, ValueError):
         return {}
 
 
@@ -103,12 +102,6 @@ def effort(jobs: Mapping[str, Mapping[str, Any]]) -> str:
     hours = sum(float(job.get("device_seconds") or 0) for job in jobs.values()) / 3600
     ended = ", ".join(f"{count} {state}" for state, count in states.items())
     return f"{counted(len(jobs), 'job')}: {ended}; {number(hours)} device hours." if hours else ""
-
-
-def measured_of(run: RunRecord) -> Measured:
-    seed = run.overrides.get(REPEATED) or run.config.get(REPEATED, "-")
-    words = tuple(f"{key}={value}" for key, value in run.overrides.items())
-    return measured(seed, replace(run.result, state=run.state), run.recording, run.config, words)
 
 
 def settings_of(runs: Sequence[RunRecord]) -> list[RunSetting]:
@@ -134,18 +127,13 @@ def compares_precisions(directories: Sequence[Path]) -> bool:
 
 
 def _only_precision(overrides: Sequence[Mapping[str, str]]) -> bool:
-    varied = _varied(overrides)
-    return "precision" in varied and set(varied) <= {"precision", REPEATED}
+    keys = varied(overrides)
+    return "precision" in keys and set(keys) <= {"precision", REPEATED}
 
 
 def varied_keys(runs: Sequence[RunRecord]) -> list[str]:
     """The overridden keys whose values differ between runs."""
-    return _varied([run.overrides for run in runs])
-
-
-def _varied(overrides: Sequence[Mapping[str, str]]) -> list[str]:
-    keys = dict.fromkeys(key for of_job in overrides for key in of_job)
-    return [key for key in keys if len({of_job.get(key) for of_job in overrides}) > 1]
+    return varied([run.overrides for run in runs])
 
 
 def setting_keys(runs: Sequence[RunRecord]) -> list[str]:
@@ -171,13 +159,12 @@ def markdown(
     """
     runs = [run for setting in settings for run in setting.runs]
     lines = [f"# {markdown_text(title)}", "", *([note, ""] if note else [])]
-    varied, names = setting_keys(runs), metric_names(settings)
-    of_rows = varied[0] if len(varied) == 1 else "setting"
+    keys, names = setting_keys(runs), metric_names(settings)
+    of_rows = keys[0] if len(keys) == 1 else "setting"
     title = metric_column(settings)
     head = [of_rows, "runs", title, "loss, held out", "training loss, last", "skipped steps", "time"]
-    lines += [markdown_row(head), f"|{' --- |' * len(head)}"]
     ranked = best_first(settings)
-    lines += [markdown_row(cells(setting, settings)) for setting in ranked]
+    lines += markdown_table(head, [cells(setting, settings) for setting in ranked])
     order = "the best first" if len(names) < 2 else "the best of each metric first"
     lines += ["", f"Mean ± standard deviation over the seeds; {order}.", ""]
     lines += [line for text in below if text for line in (text, "")]
@@ -193,7 +180,7 @@ def importance_rows(search: Search) -> str:
     shares = search.importance()
     if isinstance(shares, str):
         return markdown_text(shares)
-    rows = [f"- `{key}`: {share:.0%}".replace("%", " %") for key, share in shares.items()]
+    rows = [f"- `{key}`: {percent(share)}" for key, share in shares.items()]
     return "\n".join([f"Parameter importance, from {len(search.best_first)} finished trials:", "", *rows])
 
 
@@ -206,7 +193,6 @@ def command_of(setting: RunSetting, flags: Sequence[str]) -> str:
 def cells(setting: RunSetting, settings: Sequence[RunSetting]) -> list[str]:
     done = setting.done
     ended = f"{len(done)}" if len(done) == len(setting.runs) else f"{len(done)} of {len(setting.runs)} done"
-    seconds = [value for run in done if (value := run.result.training_seconds) is not None]
     return [
         setting.label,
         ended,
@@ -214,7 +200,7 @@ def cells(setting: RunSetting, settings: Sequence[RunSetting]) -> list[str]:
         setting.spread(lambda run: run.result.metrics.get("loss"), number),
         setting.spread(lambda run: run.recording.steps["loss"].last, number),
         number(sum(run.result.skipped_steps or 0 for run in done)) if done else "-",
-        duration(statistics.fmean(seconds)) if seconds else "-",
+        duration(setting.mean(lambda run: run.result.training_seconds)),
     ]
 
 
@@ -232,8 +218,6 @@ def as_csv(runs: Sequence[RunRecord], jobs: Mapping[str, Mapping[str, Any]]) -> 
         found += [jobs.get(run.directory.name, {}).get(key) for key in recorded]
         found += [run.result.metrics.get(name) for name in metrics]
         writer.writerow(
-            [run.directory.name]
-            + [run.overrides.get(key, "") for key in keys]
-            + ["" if value is None else value for value in found]
-        )
+            [run.directory.name, *(run.overrides.get(key) for key in keys), *found]
+        )  # None: empty
     return text.getvalue()

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 
 COLUMNS = 400  # intervals that a plot shows, about one per two pixels
-KEPT_COLUMNS = (
-    4 * COLUMNS
-)  # while points are added: finer, so that a plot's own intervals lose nothing visible
+# While points are added: finer, so that a plot's own intervals lose nothing visible.
+KEPT_COLUMNS = 4 * COLUMNS
 BUFFERED = 1 << 15  # points that wait for being thinned
 MEAN_INTERVALS = 256  # of which at least half are used: a point per 4 pixels of a plot
 
@@ -35,27 +34,24 @@ class Curve:
         self.num_points = 0
         self.num_not_finite = 0
         self.mean = Means()
-        self._x: list[FloatArray] = []
-        self._y: list[FloatArray] = []
+        self._parts: list[FloatArray] = []  # [(x, y), points]
         self._buffered = 0
 
     def add(self, x: FloatArray, y: FloatArray) -> None:
         """Add points; x and y are of equal length."""
-        finite = np.isfinite(y) & np.isfinite(x)
-        self.num_not_finite += int(y.size - finite.sum())
-        if not finite.all():
-            x, y = x[finite], y[finite]
-        if not x.size:
+        points = np.stack([x, y])
+        points = points[:, np.isfinite(points).all(axis=0)]
+        num_finite = points.shape[1]
+        self.num_points += num_finite
+        self.num_not_finite += y.size - num_finite
+        if not num_finite:
             return
-        self.num_points += int(x.size)
-        self.mean.add(x, y)
-        self._x.append(x)
-        self._y.append(y)
-        self._buffered += int(x.size)
+        self.mean.add(*points)
+        self._parts.append(points)
+        self._buffered += num_finite
         if self._buffered > BUFFERED:
-            kept = thinned(*self._joined(), KEPT_COLUMNS)
-            self._x, self._y = [kept[0]], [kept[1]]
-            self._buffered = int(kept[0].size)
+            self._parts = [np.stack(thinned(*self._joined(), KEPT_COLUMNS))]
+            self._buffered = self._parts[0].shape[1]
 
     def add_point(self, x: float, y: float) -> None:
         self.add(np.array([x], dtype=np.float64), np.array([y], dtype=np.float64))
@@ -75,9 +71,7 @@ class Curve:
         return float(y[-1]) if y.size else None
 
     def _joined(self) -> tuple[FloatArray, FloatArray]:
-        if not self._x:
-            return np.empty(0), np.empty(0)
-        x, y = np.concatenate(self._x), np.concatenate(self._y)
+        x, y = np.concatenate([np.empty((2, 0)), *self._parts], axis=1)
         if np.any(np.diff(x) < 0):  # files that were edited by hand
             order = np.argsort(x, kind="stable")
             x, y = x[order], y[order]

@@ -12,10 +12,9 @@ from typing import TypeGuard
 from launcher.errors import counted, listed
 from launcher.report.html import paragraph, table
 from launcher.report.run_record import RunRecord
-from launcher.report.side_by_side import size
 from launcher.run_dir.forecast import Forecast
 from launcher.telemetry.events import CheckpointEvent
-from launcher.telemetry.formatting import number
+from launcher.telemetry.formatting import number, size
 
 Row = tuple[str, float | None, float | None, Callable[[float], str]]  # name, foretold, measured, as text
 NO_PART = ("run.", "launch.", "tracker.", "sweep.", "recipes.")  # of what is foretold
@@ -46,14 +45,13 @@ def _known(value: float | None) -> TypeGuard[float]:
 
 def _other_settings(run: RunRecord, forecast: Forecast) -> str:
     ranks, of_run = forecast.world_size, run.result.world_size
-    differ = (
-        [f"{counted(ranks, 'rank')} (in the run {of_run})"] if ranks and of_run not in (None, ranks) else []
-    )
-    differ += [
+    differ = [
         f"{key}={foretold} (in the run {run.config[key]})"
         for key, foretold in forecast.config.items()
         if not key.startswith(NO_PART) and run.config.get(key, foretold) != foretold
     ]
+    if ranks and of_run not in (None, ranks):
+        differ.insert(0, f"{counted(ranks, 'rank')} (in the run {of_run})")
     return f"The plan was for other settings: {listed(differ, MOST_KEYS)}." if differ else ""
 
 

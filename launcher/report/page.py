@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from launcher.errors import listed
+from launcher.report import html
 from launcher.report.after_evaluation import after_evaluation
 from launcher.report.charts.chart import Chart
 from launcher.report.charts.confusion import confusion_part
@@ -21,19 +22,6 @@ from launcher.report.charts.svg import legend, markup
 from launcher.report.charts.time_split import time_split
 from launcher.report.charts.timeline import timeline
 from launcher.report.foretold import foretold
-from launcher.report.html import (
-    cells,
-    facts,
-    folded,
-    grid,
-    listing,
-    page,
-    paragraph,
-    preformatted,
-    section,
-    subsection,
-    table,
-)
 from launcher.report.overview import MAX_DETAILED, failures, headline, table_of_runs
 from launcher.report.run_record import RunRecord
 from launcher.report.search import Search, search_part
@@ -41,15 +29,8 @@ from launcher.report.settings import run_settings
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.codec import encoded
 from launcher.run_dir.records import REPORT
+from launcher.telemetry import events
 from launcher.telemetry.event_log import FILE_NAME
-from launcher.telemetry.events import (
-    DecisionEvent,
-    EvalEvent,
-    OverflowEvent,
-    StartEvent,
-    StragglerEvent,
-    WarningEvent,
-)
 from launcher.telemetry.formatting import evaluation_cells, metric, metric_title, number
 
 MAX_OVERFLOWS = 40  # rows; for more, the chart is enough
@@ -77,19 +58,19 @@ def render(runs: Sequence[RunRecord], title: str = "", sweep_dir: Path | None = 
     search = None if sweep_dir is None else Search.read(sweep_dir, runs)
     settings = run_settings(runs)
     charts = _drawn(run_charts(settings).values())
-    curves = paragraph(restart_note(settings), "note") + legend(common_legend(settings)) + charts
+    curves = html.paragraph(restart_note(settings), "note") + legend(common_legend(settings)) + charts
     parts = [
         headline(runs[0]) if len(runs) == 1 else table_of_runs(runs, settings),
         failures(runs),
-        section("Search", search_part(search)) if search else "",
-        section("Curves", curves),
+        html.section("Search", search_part(search)) if search else "",
+        html.section("Curves", curves),
         _details_of_first(runs),
     ]
-    return page(title or runs[0].name, _subtitle(runs), "".join(parts))
+    return html.page(title or runs[0].name, _subtitle(runs), "".join(parts))
 
 
 def _drawn(charts: Iterable[Chart]) -> str:
-    return grid(markup(chart) for chart in charts)
+    return html.grid(markup(chart) for chart in charts)
 
 
 def _details_of_first(runs: Sequence[RunRecord]) -> str:
@@ -111,14 +92,14 @@ def _details_of_first(runs: Sequence[RunRecord]) -> str:
     text = "".join(parts)
     left_out = len(runs) - MAX_DETAILED
     title = f"Details of the first {MAX_DETAILED} runs; {left_out} more have pages of their own"
-    return folded(title, text) if left_out > 0 else text
+    return html.folded(title, text) if left_out > 0 else text
 
 
 def _each(title: str, runs: Sequence[RunRecord], part: Part) -> str:
     """A section with this part of each run."""
     several = len(runs) > 1
-    bodies = [subsection(run.name if several else "", part(run)) for run in runs[:MAX_DETAILED]]
-    return section(title, cells(bodies) if several else bodies[0])
+    bodies = [html.subsection(run.name if several else "", part(run)) for run in runs[:MAX_DETAILED]]
+    return html.section(title, html.cells(bodies) if several else bodies[0])
 
 
 def _subtitle(runs: Sequence[RunRecord]) -> str:
@@ -139,16 +120,16 @@ def _subtitle(runs: Sequence[RunRecord]) -> str:
 
 
 def _evaluations(run: RunRecord) -> str:
-    records = run.recording.of(EvalEvent)
+    records = run.recording.of(events.EvalEvent)
     shown = records.all()
     left_out = records.count - len(shown)
-    return table("Evaluations", [evaluation_cells(record) for record in shown]) + listing(
+    return html.table("Evaluations", [evaluation_cells(record) for record in shown]) + html.listing(
         [f"{left_out:,} in the middle are left out; they are in {FILE_NAME}"] if left_out else []
     )
 
 
 def _overflows(run: RunRecord) -> str:
-    records = run.recording.of(OverflowEvent)
+    records = run.recording.of(events.OverflowEvent)
     rows = [
         {
             "step": number(record.step),
@@ -159,7 +140,7 @@ def _overflows(run: RunRecord) -> str:
         for record in records.all()[:MAX_OVERFLOWS]
     ]
     more = _left_out(records.count - len(rows))
-    return table("Skipped steps", rows, texts=("first parameters",)) + listing(more)
+    return html.table("Skipped steps", rows, texts=("first parameters",)) + html.listing(more)
 
 
 def _stragglers(run: RunRecord) -> str:
@@ -172,15 +153,15 @@ def _stragglers(run: RunRecord) -> str:
             "slow part": one.cause,
             "host": one.host,
         }
-        for one in run.recording.of(StragglerEvent).all()[:MAX_OVERFLOWS]
+        for one in run.recording.of(events.StragglerEvent).all()[:MAX_OVERFLOWS]
     ]
-    return table("Ranks that the others waited for", rows, texts=("host",))
+    return html.table("Ranks that the others waited for", rows, texts=("host",))
 
 
 def _warnings(run: RunRecord) -> str:
-    records = run.recording.of(WarningEvent)
+    records = run.recording.of(events.WarningEvent)
     texts = [f"step {one.step:,}: {one.text}" for one in records.all()]
-    return listing([*texts, *_left_out(records.count - len(texts))])
+    return html.listing([*texts, *_left_out(records.count - len(texts))])
 
 
 def _left_out(number: int) -> list[str]:
@@ -188,19 +169,20 @@ def _left_out(number: int) -> list[str]:
 
 
 def _details(run: RunRecord) -> str:
-    decisions = run.recording.of(DecisionEvent).all()
+    decisions = run.recording.of(events.DecisionEvent).all()
+    report = html.preformatted("Classification report", run.classification_report)
     return (
-        folded("Decisions", listing(f"{one.topic} {one.text}" for one in decisions))
-        + folded("Classification report", preformatted("Classification report", run.classification_report))
-        + folded("Result", _result(run))
-        + folded("Environment", _environment(run))
-        + folded("Config", preformatted("Config", _config(run)))
+        html.folded("Decisions", html.listing(f"{one.topic} {one.text}" for one in decisions))
+        + html.folded("Classification report", report)
+        + html.folded("Result", _result(run))
+        + html.folded("Environment", _environment(run))
+        + html.folded("Config", html.preformatted("Config", _config(run)))
     )
 
 
 def _config(run: RunRecord) -> str:
     """config.yaml, with a comment at the model and the data set if the recipe does not use them."""
-    start = run.recording.of(StartEvent).last
+    start = run.recording.of(events.StartEvent).last
     used = {"model": start.model, "data": start.data} if start else {}
     group, lines = "", []
     for line in run.config_text.splitlines():
@@ -213,10 +195,10 @@ def _config(run: RunRecord) -> str:
 
 
 def _result(run: RunRecord) -> str:
-    known = {key: value for key, value in encoded(run.result).items() if value is not None}
-    cells = {key: number(value) for key, value in known.items() if key not in TILES}
+    values = encoded(run.result).items()
+    cells = {key: number(value) for key, value in values if value is not None and key not in TILES}
     metrics = {metric_title(name): metric(name, value) for name, value in run.result.metrics.items()}
-    return facts("Result", metrics | cells)
+    return html.facts("Result", metrics | cells)
 
 
 def _environment(run: RunRecord) -> str:
@@ -226,4 +208,4 @@ def _environment(run: RunRecord) -> str:
             flat.update({f"{key} {name}": str(item) for name, item in value.items() if item is not None})
         elif value is not None:
             flat[key] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return facts("Environment", flat)
+    return html.facts("Environment", flat)

@@ -53,8 +53,6 @@ def draw_comparison(settings: Sequence[RunSetting], metric_name: str, path: Path
     """Write training loss and this metric of the settings, of many the best. Raises OSError."""
     best = sorted(best_places(settings)) if can_choose(settings) else range(len(settings))
     charts = run_charts([replace(settings[k], place=place) for place, k in enumerate(best)])
-    loss, held_out = (
-        charts["loss"],
-        metric_chart(charts, "held out" if metric_name == "loss" else metric_name),
-    )
-    return write_picture([loss, held_out] if held_out is not None and held_out.present else [loss], path)
+    held_out = metric_chart(charts, "held out" if metric_name == "loss" else metric_name)
+    shown = [charts["loss"], *([held_out] if held_out is not None and held_out.present else [])]
+    return write_picture(shown, path)

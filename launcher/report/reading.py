@@ -65,8 +65,3 @@ def status_of(run_dir: Path, warn: Warn = silent) -> Status:
 def text_of(path: Path) -> str:
     """The text of the file, with replacement characters for invalid UTF-8; "" without one. Raises OSError."""
     return read_regular(path).decode("utf-8", "replace") if path.exists() else ""
-
-
-def bytes_of(path: Path) -> bytes:
-    """The content of the file, empty without one. Raises OSError."""
-    return read_regular(path) if path.exists() else b""

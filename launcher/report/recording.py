@@ -7,58 +7,51 @@ error.
 
 from __future__ import annotations
 
-import io
 import math
 import os
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import numpy as np
 
 from launcher.errors import listed
 from launcher.report.curve import Curve, FloatArray, Means, Spread
-from launcher.report.step_lines import (
-    PREFIX,
-    StepColumns,
-    bounded_event,
-    columns_of_events,
-    columns_of_lines,
-)
-from launcher.run_dir.atomic import open_plain
+from launcher.report.reading import MAX_TEXT, bounded
+from launcher.report.step_lines import PREFIX, Columns, columns_of_events, columns_of_lines
 from launcher.run_dir.codec import decoded, encoded
 from launcher.run_dir.records import LOGS
 from launcher.telemetry import events
-from launcher.telemetry.event_log import FILE_NAME, LAST_BYTES, MAX_LINE_BYTES, TOO_LONG
+from launcher.telemetry.event_log import FILE_NAME, LAST_BYTES, lines_of, opened, parsed
 from launcher.telemetry.step_time import PARTS, TIMES, TimeShares, TimeTotals, time_at_end
 from launcher.telemetry.stream import Record
 
 Kind = TypeVar("Kind", bound=events.Event)
 
 NODE_FILES = "gpu-rank*.jsonl"  # of nodes without rank 0, in logs/
-BLOCK_BYTES = 1 << 22  # read at once, about 10,000 lines: what a call of numpy costs is spread over them
+BLOCK_BYTES = 1 << 20  # added at once, about 3,000 lines: what a call of numpy costs is spread over them
 STEP_FIELDS = ("loss", "lr", "grad_norm", "scale", "samples_per_s", "step_ms", "memory_bytes")
 NO_METRICS = ("samples", "tokens", "seconds")
 MAX_RECORDS = 200  # of each kind, more than anyone reads on a page; others are counted
-MAX_CURVES = 200  # of evaluations, and of devices: a damaged file may name one in every line
 LARGEST = 1e300  # beyond it, a number is no measurement, and arithmetic with it may overflow
-LOOK_BACK = 20  # lines before the first of a process, in which the last one of the process before is
 OF_A_BEGINNING = ("decision", "warning")  # recorded by a process before its first `restart` or `start`
 MAX_DAMAGED = 5  # line numbers that a warning shows
 
 
 @dataclass
 class Records(Generic[Kind]):
-    """The first and the last events of one kind, and how many there were."""
+    """The first and the last events of one kind, how many there were, and when: unix seconds -> step."""
 
     count: int = 0
+    times: Curve = field(default_factory=Curve)
     first: list[Kind] = field(default_factory=list)
     latest: deque[Kind] = field(default_factory=lambda: deque(maxlen=MAX_RECORDS // 2))
 
     def add(self, event: Kind) -> None:
         self.count += 1
+        self.times.add_point(_sane(event.time), event.step)
         (self.first if len(self.first) < MAX_RECORDS // 2 else self.latest).append(event)
 
     def all(self) -> list[Kind]:
@@ -87,12 +80,9 @@ class Recording:
         self.steps = {name: Curve() for name in STEP_FIELDS}
         self.parts_ms = {part: Means() for part in PARTS}  # of a step, over the steps
         self.windows_ms = Spread()  # of a step, by log line; without the first, which compiles
-        self.evaluations: dict[str, Curve] = {}  # of the first set, by metric
-        self.other_sets: dict[str, Curve] = {}  # by SET/METRIC
+        self.evaluations: dict[str, Curve] = defaultdict(Curve)  # by metric; of other sets by SET/METRIC
         self.gpus: dict[str, dict[str, Curve]] = {}  # by device, by field
         self.skips = Curve()  # step -> loss scale
-        self.skip_times = Curve()  # unix seconds -> step
-        self.checkpoint_times = Curve()
         self.records: dict[type[events.Event], Records[Any]] = {}
         self.attempts: list[Attempt] = []
         self.last_step: events.StepEvent | None = None
@@ -100,12 +90,12 @@ class Recording:
         self.gradients: events.GradientsEvent | None = None  # the latest
         self.last_time: float | None = None  # of an event, in unix seconds
         self.num_lines = 0
-        self.damaged: list[int] = []
+        self.damaged: list[int] = []  # lines, the first ones
         self.num_damaged = 0
         self.unknown: Counter[str] = Counter()
-        self.format = 0
         self._sets: dict[str | None, None] = {}  # in the order of their first evaluations
         self._resumes = False  # a process that has not recorded its `start` yet
+        self._latest = b""  # the line of the latest event that is not OF_A_BEGINNING
         self._time = TimeTotals()
         self._rated_step = self._rated_steps = self._rated_time = 0.0
 
@@ -115,7 +105,7 @@ class Recording:
     def evaluation(self, name: str) -> Curve | None:
         """The curve of a metric of the first set, or of SET/METRIC; None if it was not evaluated."""
         of_first = name.removeprefix(f"{next(iter(self._sets), None)}/")
-        return self.evaluations.get(name) or self.other_sets.get(name) or self.evaluations.get(of_first)
+        return self.evaluations.get(name) or self.evaluations.get(of_first)
 
     @property
     def sets(self) -> list[str]:
@@ -140,9 +130,10 @@ class Recording:
             more = self.num_damaged - len(self.damaged)
             text = listed(self.damaged, MAX_DAMAGED) + (f" and {more:,} more" if more else "")
             found.append(f"{FILE_NAME} is damaged: left out line {text}")
-        if self.format > events.FORMAT:
+        newest = max((start.format for start in self.of(events.StartEvent).all()), default=0)
+        if newest > events.FORMAT:
             found.append(
-                f"{FILE_NAME} is of format {self.format}, written by a newer version; this one reads format "
+                f"{FILE_NAME} is of format {newest}, written by a newer version; this one reads format "
                 f"{events.FORMAT}: what it does not know is left out"
             )
         if self.unknown:
@@ -155,46 +146,40 @@ class Recording:
         alike = [line for line in lines if line.startswith(PREFIX)]
         columns = columns_of_lines(alike) if alike else None
         if columns is not None:
-            self._add_steps(columns, bounded_event(alike[-1]))
-        steps = []
-        for place, line in enumerate(lines):
+            self._add_steps(columns, bounded_event(alike[-1]) or {})
+        steps: list[Record] = []
+        for number, line in enumerate(lines, self.num_lines + 1):
             if not line or (columns is not None and line.startswith(PREFIX)):
-                continue
-            record = bounded_event(line)
-            if record is None:
-                self._add_damaged(self.num_lines + place + 1)
-            elif record["event"] == events.StepEvent.kind:
-                steps.append(record)
-            elif (event := events.event_of(record)) is None:
-                self.unknown[record["event"]] += 1
+                self._latest = line or self._latest
+            elif (record := bounded_event(line)) is None:
+                self.num_damaged += 1
+                if self.num_damaged <= MAX_DAMAGED:
+                    self.damaged.append(number)
             else:
-                if isinstance(event, events.RestartEvent | events.StartEvent):
-                    self._begin_attempt(event, lines[max(0, place - LOOK_BACK) : place])
-                self._add_rare(event)
+                if record["event"] == events.StepEvent.kind:
+                    steps.append(record)
+                else:
+                    self._add_rare(record)
+                if record["event"] not in OF_A_BEGINNING:
+                    self._latest = line
         if steps:
             self._add_steps(columns_of_events(steps), steps[-1])
         self.num_lines += len(lines)
-        latest = bounded_event(next((line for line in reversed(lines) if line), b""))
-        self._extend_attempt(latest)
+        self._extend_attempt(next((line for line in reversed(lines) if line), b""))
 
-    def _add_damaged(self, number: int) -> None:
-        self.num_damaged += 1
-        if len(self.damaged) < MAX_DAMAGED:
-            self.damaged.append(number)
-
-    def _begin_attempt(self, event: events.RestartEvent | events.StartEvent, before: Sequence[bytes]) -> None:
+    def _begin_attempt(self, event: events.RestartEvent | events.StartEvent) -> None:
         """A process that resumes records `restart` first, then `start`; others only the latter."""
         if isinstance(event, events.StartEvent) and self._resumes:
             self._resumes = False
             return
-        records = [bounded_event(line) for line in reversed(before)]
-        self._extend_attempt(next((r for r in records if r and r["event"] not in OF_A_BEGINNING), None))
+        self._extend_attempt(self._latest)
         time = _sane(event.time)
         self.attempts.append(Attempt(time, time, event.step, event.step))
         self._resumes = isinstance(event, events.RestartEvent)
 
-    def _extend_attempt(self, record: Record | None) -> None:
+    def _extend_attempt(self, line: bytes) -> None:
         """All events up to this one belong to the latest attempt."""
+        record = bounded_event(line)
         if record is None:
             return
         event = decoded(events.Event, record)
@@ -206,81 +191,64 @@ class Recording:
             attempt.last_step = max(attempt.last_step, event.step)
             attempt.ended = max(attempt.ended, time)  # nan is not larger
 
-    def _add_steps(self, found: StepColumns, last: Record | None) -> None:
-        if last is not None:
-            self.last_step = decoded(events.StepEvent, last)
-        steps = found.columns["step"]
-        self._add_windows(found.columns.get("step_ms", np.empty(0)), is_first=not self._rated_step)
-        for name, curve in self.steps.items():
-            if name in found.columns:
-                curve.add(steps, found.columns[name])
-                curve.num_not_finite -= found.missing.get(name, 0)
-        self._add_rates(steps, found.columns.get("samples_per_s"))
-        if found.columns.keys() >= set(TIMES):
-            self._add_times(steps, np.stack([found.columns[key] for key in TIMES], axis=1))
-
-    def _add_times(self, steps: FloatArray, times: FloatArray) -> None:
+    def _add_steps(self, columns: Columns, last: Record) -> None:
+        self.last_step = decoded(events.StepEvent, last)
+        steps = columns["step"]
+        for name in columns.keys() & self.steps.keys():
+            self.steps[name].add(steps, columns[name])
+        missing = np.full(steps.size, math.nan)
+        step_ms = columns.get("step_ms", missing)[0 if self._rated_step else 1 :]
+        self.windows_ms = self.windows_ms.plus(Spread.of(step_ms[np.isfinite(step_ms)]))
+        self._add_rates(steps, columns.get("samples_per_s", missing))
+        times = np.stack([columns.get(key, missing) for key in TIMES], axis=1)
         steps, times = self._time.add_all(steps, times)
         for part, column in zip(PARTS, times[:, 1:].T, strict=True):
             if steps.size:
                 self.parts_ms[part].add(steps, column)
 
-    def _add_windows(self, step_ms: FloatArray, is_first: bool) -> None:
-        step_ms = step_ms[1:] if is_first else step_ms
-        self.windows_ms = self.windows_ms.plus(Spread.of(step_ms[np.isfinite(step_ms)]))
-
-    def _add_rates(self, steps: FloatArray, rates: FloatArray | None) -> None:
+    def _add_rates(self, steps: FloatArray, rates: FloatArray) -> None:
         weights = np.maximum(1.0, np.diff(steps, prepend=self._rated_step))
         self._rated_step = float(steps[-1])
-        if rates is not None:
-            rated = np.isfinite(rates) & (rates > 0)
-            self._rated_steps += float(weights[rated].sum())
-            self._rated_time += float((weights[rated] / rates[rated]).sum())
+        rated = np.isfinite(rates) & (rates > 0)
+        self._rated_steps += float(weights[rated].sum())
+        self._rated_time += float((weights[rated] / rates[rated]).sum())
 
-    def _add_rare(self, event: events.Event) -> None:
-        if isinstance(event, events.GradientsEvent):
-            self.gradients = event
-        elif isinstance(event, events.GpuEvent):
-            self._add_gpu(event)
-        else:
-            self.of(type(event)).add(event)
-        if isinstance(event, events.EvalEvent):
-            self._add_evaluation(event)
-        elif isinstance(event, events.OverflowEvent):
-            self.skips.add_point(event.step, _sane(event.scale))
-            self.skip_times.add_point(_sane(event.time), event.step)
-        elif isinstance(event, events.CheckpointEvent):
-            self.checkpoint_times.add_point(_sane(event.time), event.step)
-        elif isinstance(event, events.StartEvent):
-            self.format = max(self.format, event.format)
+    def _add_rare(self, record: Record) -> None:
+        event = events.event_of(record)
+        match event:
+            case None:
+                self.unknown[record["event"]] += 1
+            case events.GradientsEvent():
+                self.gradients = event
+            case events.GpuEvent():
+                self._add_gpu(event)
+            case _:
+                self.of(type(event)).add(event)
+        match event:
+            case events.RestartEvent() | events.StartEvent():
+                self._begin_attempt(event)
+            case events.EvalEvent():
+                self._add_evaluation(event)
+            case events.OverflowEvent():
+                self.skips.add_point(event.step, _sane(event.scale))
 
     def _add_evaluation(self, event: events.EvalEvent) -> None:
-        if len(self._sets) < MAX_CURVES:
-            self._sets.setdefault(event.set)
-        of_first = event.set == next(iter(self._sets))
-        curves, prefix = (self.evaluations, "") if of_first else (self.other_sets, f"{event.set}/")
+        self._sets.setdefault(event.set)
+        prefix = "" if event.set == next(iter(self._sets)) else f"{event.set}/"
         for name, value in {"loss": event.loss, **event.metrics}.items():
             if value is not None and name not in NO_METRICS and abs(value) < LARGEST:
-                self._curve(curves, prefix + name).add_point(event.step, value)
+                self.evaluations[prefix + name].add_point(event.step, value)
 
     def _add_gpu(self, event: events.GpuEvent) -> None:
         """Add the numbers of each device; seconds by reason are added up."""
         self.last_gpu = event
         for place, gpu in enumerate(event.gpus):
             name = f"GPU {place if gpu.index is None else gpu.index}"
-            if name not in self.gpus and len(self.gpus) >= MAX_CURVES:
-                continue
-            curves = self.gpus.setdefault(name, {})
+            curves = self.gpus.setdefault(name, defaultdict(Curve))
             for key, value in encoded(gpu).items():
                 number = sum(value.values()) if isinstance(value, dict) else value
                 if key not in ("index", "uuid", "incomplete") and not math.isnan(_sane(number)):
-                    self._curve(curves, key).add_point(event.step, float(number))
-
-    @staticmethod
-    def _curve(curves: dict[str, Curve], name: str) -> Curve:
-        if name not in curves and len(curves) >= MAX_CURVES:
-            return Curve()  # dropped
-        return curves.setdefault(name, Curve())
+                    curves[key].add_point(event.step, float(number))
 
 
 class Follower:
@@ -288,57 +256,50 @@ class Follower:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._reset()
+
+    def _reset(self) -> None:
         self.recording = Recording()
         self._identity: tuple[int, int] | None = None
-        self._offset = 0
+        self._offset = 0  # of the first line that was not complete
         self._last = b""  # what stands before the offset
-        self._torn = b""
 
-    def poll(self, at_most_bytes: int | None = None) -> bool:
+    def poll(self) -> bool:
         """Read new complete lines; returns whether something changed. Raises OSError.
 
         A missing file is an empty one. An incomplete last line waits for its end.
         """
         try:
-            descriptor = open_plain(self._path, os.O_RDONLY)
+            file = opened(self._path)
         except FileNotFoundError:
             changed = self._identity is not None
             self._reset()
             return changed
-        with open(descriptor, "rb", buffering=0) as file:
+        with file:
             status = os.fstat(file.fileno())
             file.seek(self._offset - len(self._last))
             if (status.st_dev, status.st_ino) != self._identity or file.read(len(self._last)) != self._last:
                 self._reset()
                 self._identity = (status.st_dev, status.st_ino)
-            return self._read(file, at_most_bytes)
+            return self._read(file)
 
-    def _read(self, file: io.FileIO, at_most_bytes: int | None) -> bool:
-        file.seek(self._offset)
-        changed, done_bytes = False, 0
-        while block := file.read(BLOCK_BYTES):
-            self._offset += len(block)
-            self._last = (self._last + block)[-LAST_BYTES:]
-            done_bytes += len(block)
-            *lines, rest = block.split(b"\n")
-            if lines:
-                lines[0] = self._torn + lines[0]
-                self._torn = rest
-                self.recording.add(lines)
-                changed = True
-            else:
-                # What remains of an endless line must not be an event with the end of that line.
-                self._torn = TOO_LONG if len(self._torn) >= MAX_LINE_BYTES else self._torn + rest
-            if at_most_bytes is not None and done_bytes >= at_most_bytes:
-                break
-        return changed
+    def _read(self, file: BinaryIO) -> bool:
+        begin = self._offset
+        block: list[bytes] = []
+        for _, end, line in lines_of(file, begin):
+            block.append(line[:-1])
+            if end - self._offset >= BLOCK_BYTES:
+                self._add(block, end)
+                block = []
+        if block:
+            self._add(block, end)
+        file.seek(max(0, self._offset - LAST_BYTES))
+        self._last = file.read(min(self._offset, LAST_BYTES))
+        return self._offset > begin
 
-    def _reset(self) -> None:
-        self.recording = Recording()
-        self._identity = None
-        self._offset = 0
-        self._last = b""
-        self._torn = b""
+    def _add(self, block: Sequence[bytes], end: int) -> None:
+        self.recording.add(block)
+        self._offset = end
 
 
 def read_recording(run_dir: Path) -> Recording:
@@ -356,3 +317,10 @@ def read_recording(run_dir: Path) -> Recording:
 def _sane(value: float) -> float:
     """The value; NaN for one that is no measurement."""
     return value if abs(value) < LARGEST else math.nan
+
+
+def bounded_event(line: bytes) -> dict[str, Any] | None:
+    """The event of a line, with long texts cut; None if it holds none."""
+    event = parsed(line)
+    cut: dict[str, Any] | None = event if len(line) <= MAX_TEXT else bounded(event)
+    return cut

@@ -86,24 +86,16 @@ class RunRecord:
         status, result_written = status_of(run_dir, warn), _written(run_dir / RESULT)
         is_current = result_written > _begin_of(run_dir, status, recording)
         result = result_of(run_dir, warn) if is_current or status.state in ENDED else None
-        holder, holder_has_ended = process
+        result_age_s = max(0.0, now - result_written) if result else 0.0
+        end, has_status = recording.of(EndEvent).last, (run_dir / STATUS).exists()
+        life = RunState(now, status, has_status, result, result_age_s, end, recording.last_time, *process)
         return cls(
             directory=run_dir,
             name="/".join(run_dir.absolute().parts[-2:]),
             recording=recording,
             result=result or decoded(Result, {}),
             status=status,
-            life=RunState(
-                now,
-                status,
-                (run_dir / STATUS).exists(),
-                result,
-                max(0.0, now - result_written) if result else 0.0,
-                recording.of(EndEvent).last,
-                recording.last_time,
-                holder,
-                holder_has_ended,
-            ),
+            life=life,
         )
 
     @property
@@ -127,22 +119,23 @@ class RunRecord:
             return text
         lags = lacking(self.directory, self.recording.of(DecisionEvent).all(), self.life.last_event_time)
         for name, lag_s in lags.items():
-            rows = (
-                f"the rows of its last {duration(lag_s)}" if math.isfinite(lag_s) else "all rows of this run"
-            )
-            text += f"; {name} may lack {rows}: a resumed run sends them"
+            which = f"the rows of its last {duration(lag_s)}" if lag_s < math.inf else "all rows of this run"
+            text += f"; {name} may lack {which}: a resumed run sends them"
         return text
+
+    @property
+    def seed(self) -> str:
+        return self.overrides.get("seed") or self.config.get("seed", "-")
 
     @property
     def metric_name(self) -> str | None:
         """What runs are compared by, of any set, else the first metric that was evaluated, else the loss."""
-        names = list(self.recording.evaluations)
+        names = [name for name in self.recording.evaluations if "/" not in name]
         named = self.result.metric_name or self._compared_by(names)
         if named and (not names or self.recording.evaluation(named) is not None):
             return named
-        return next((name for name in names if name != "loss" and not name.startswith("train_")), None) or (
-            "loss" if "loss" in names else None
-        )
+        others = [name for name in names if name != "loss" and not name.startswith("train_")]
+        return next(iter([*others, *(name for name in names if name == "loss")]), None)
 
     def _compared_by(self, evaluated: Sequence[str]) -> str | None:
         """What the recipe names, before there is a result."""
@@ -187,9 +180,8 @@ class RunRecord:
 
     @property
     def samples_per_s(self) -> float | None:
-        return (
-            self.recording.samples_per_s if self.result.samples_per_s is None else self.result.samples_per_s
-        )
+        found = self.result.samples_per_s
+        return self.recording.samples_per_s if found is None else found
 
     @property
     def skipped(self) -> int | None:

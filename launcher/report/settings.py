@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ REPEATED = "seed"  # the key whose values repeat a setting instead of making a n
 OF_EACH_RUN = ("run.", "tracker.", "launch.")  # sections that change no result
 MAX_KEYS = 3  # in the name of a setting
 NUM_COLORS = 8  # that page.css has
+OfRun = Callable[[RunRecord], float | None]
 
 
 @dataclass(frozen=True)
@@ -41,23 +42,22 @@ class RunSetting:
         return [run for run in self.runs if run.state == "done"]
 
     @property
-    def metrics(self) -> list[float | None]:
-        """What they are compared by, of the runs that are done."""
-        return [run.metric if run.result.metric is None else run.result.metric for run in self.done]
-
-    @property
     def mean_metric(self) -> float | None:
         """Over the runs that are done; None where none has it, or where it is no number."""
-        values = [value for value in self.metrics if value is not None]
-        mean = statistics.fmean(values) if values else math.nan
-        return mean if math.isfinite(mean) else None
+        mean = self.mean(compared)
+        return mean if mean is not None and math.isfinite(mean) else None
+
+    def mean(self, of: OfRun) -> float | None:
+        """Over the runs that are done and have the value."""
+        values = [value for run in self.done if (value := of(run)) is not None]
+        return statistics.fmean(values) if values else None
 
     @property
     def metric_name(self) -> str:
         """What its runs are compared by; "" if nothing was evaluated."""
         return compared_by(self.runs)
 
-    def spread(self, of: Callable[[RunRecord], float | None], shown: Callable[[float], str]) -> str:
+    def spread(self, of: OfRun, shown: Callable[[float], str]) -> str:
         """Mean and deviation over the runs that are done."""
         return mean_and_deviation([of(run) for run in self.done], shown)
 
@@ -88,13 +88,14 @@ def can_choose(settings: Sequence[RunSetting]) -> bool:
 
 def differing_keys(runs: Sequence[RunRecord]) -> list[str]:
     """The config keys on which the runs differ."""
-    configs = [run.config for run in runs if run.config]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    return [
-        key
-        for key in keys
-        if not key.startswith(OF_EACH_RUN) and len({config.get(key) for config in configs}) > 1
-    ]
+    keys = varied([run.config for run in runs if run.config])
+    return [key for key in keys if not key.startswith(OF_EACH_RUN)]
+
+
+def varied(values: Sequence[Mapping[str, str]]) -> list[str]:
+    """The keys whose values differ, in the order of their first use."""
+    keys = dict.fromkeys(key for each in values for key in each)
+    return [key for key in keys if len({each.get(key) for each in values}) > 1]
 
 
 def short_names(runs: Sequence[RunRecord]) -> dict[Path, str]:
@@ -117,6 +118,11 @@ def higher_is_better(results: Sequence[Result], metric_name: str) -> bool:
     """Whether the results compare by a metric of which more is better."""
     known = (each.higher_is_better for each in results if each.higher_is_better is not None)
     return next(known, not metric_name.endswith("loss"))
+
+
+def compared(run: RunRecord) -> float | None:
+    """What the run is compared by."""
+    return run.metric if run.result.metric is None else run.result.metric
 
 
 def compared_by(runs: Sequence[RunRecord]) -> str:
@@ -178,7 +184,7 @@ def metric_column(settings: Sequence[RunSetting]) -> str:
 def metric_cell(setting: RunSetting, settings: Sequence[RunSetting]) -> str:
     """Mean and deviation of the setting's metric, with its name where the settings have several."""
     name = setting.metric_name
-    value = mean_and_deviation(setting.metrics, partial(metric, name))
+    value = setting.spread(compared, partial(metric, name))
     has_name = setting.mean_metric is not None and len(metric_names(settings)) > 1
     return f"{metric_title(name)} {value}" if has_name else value
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
 
@@ -18,15 +17,14 @@ from launcher.errors import DIVERGED, PRUNED, TO_RESUME, counted, listed
 from launcher.report.charts.characters import characters, curve_chart
 from launcher.report.comparison import TABLE, compares_precisions, job_directories, jobs_of
 from launcher.report.overview import first_line, printable, shortened
-from launcher.report.reading import text_of
+from launcher.report.reading import json_of, text_of
 from launcher.report.recording import Follower
 from launcher.report.run_record import RunRecord, process_of
 from launcher.report.run_state import ENDED, GOING, KILLED, NO_RESULT
-from launcher.run_dir.atomic import read_json
 from launcher.run_dir.records import CONFIG, SWEEP
 from launcher.telemetry.event_log import FILE_NAME
 from launcher.telemetry.events import WarningEvent
-from launcher.telemetry.formatting import duration, metric, number, step_details
+from launcher.telemetry.formatting import duration, metric, number, percent, step_details
 
 STATES = (*ENDED, KILLED, NO_RESULT, "running")  # in the order in which a sweep counts them
 SETTLE_S = 15.0  # for which a run that failed may still be restarted by its parent
@@ -38,12 +36,37 @@ WIDE = 400  # characters of a job's line where there is no terminal: its reason 
 QUIET_S = 60.0
 
 
-@dataclass(frozen=True)
-class View:
-    """What the files say at one moment."""
+class Watched:
+    """Follows the files of one run: `record` is what they said when last viewed. Raises OSError."""
 
     record: RunRecord
-    may_restart: bool  # by a parent process, after a failure
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._follower = Follower(directory / FILE_NAME)
+        # By a parent process, after a failure.
+        self._may_restart = "max_restarts: 0" not in text_of(directory / CONFIG)
+
+    def view(self, now: float | None = None) -> Watched:
+        """Read what is new. Files that are missing are empty."""
+        process = process_of(self.directory)  # before its files: one that has ended has written all of them
+        self._follower.poll()
+        self.record = RunRecord.followed(self.directory, self._follower.recording, process, now)
+        return self
+
+    def poll(self) -> bool:
+        """Read what is new; whether the run has ended."""
+        return self.view().has_ended
+
+    def screen(self, columns: int, rows: int, braille: bool) -> list[str]:
+        return run_screen(self, columns, rows, braille)
+
+    def lines(self) -> list[str]:
+        return [run_line(self)]
+
+    def warnings(self) -> list[str]:
+        """What was left out of metrics.jsonl, as where a newer version wrote it."""
+        return self.record.recording.warnings
 
     @property
     def has_ended(self) -> bool:
@@ -52,7 +75,7 @@ class View:
         if self.state in GOING:
             return False
         age_s = SETTLE_S if life.age_s is None else life.age_s
-        restarts = self.state == KILLED or (self.state == "failed" and self.may_restart)
+        restarts = self.state == KILLED or (self.state == "failed" and self._may_restart)
         return not restarts or age_s >= SETTLE_S
 
     @property
@@ -71,56 +94,20 @@ class View:
         return max(0.0, life.status.eta_s - (life.now - (life.status.updated or life.now)))
 
 
-class Watched:
-    """Follows the files of one run: `latest` is what the last `poll` found. Raises OSError."""
-
-    latest: View
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._follower = Follower(directory / FILE_NAME)
-        self._may_restart = "max_restarts: 0" not in text_of(directory / CONFIG)
-
-    def view(self, now: float | None = None) -> View:
-        """Read what is new. Files that are missing are empty."""
-        process = process_of(self.directory)  # before its files: one that has ended has written all of them
-        self._follower.poll()
-        record = RunRecord.followed(self.directory, self._follower.recording, process, now)
-        return View(record, self._may_restart)
-
-    def poll(self) -> bool:
-        """Read what is new; whether the run has ended."""
-        self.latest = self.view()
-        return self.latest.has_ended
-
-    def screen(self, columns: int, rows: int, braille: bool) -> list[str]:
-        return run_screen(self.latest, columns, rows, braille)
-
-    def lines(self) -> list[str]:
-        return [run_line(self.latest)]
-
-    def warnings(self) -> list[str]:
-        """What was left out of metrics.jsonl, as where a newer version wrote it."""
-        return self.latest.record.recording.warnings
-
-    def exit_code(self) -> int:
-        return self.latest.exit_code
-
-
 class WatchedSweep:
     """Follows the jobs of a sweep, as they appear."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._runs: dict[Path, Watched] = {}
+        self._runs: dict[str, Watched] = {}  # by name of the directory
         self._quiet_since: float | None = None
         self._over = False
 
     def poll(self) -> bool:
         """Read what is new; whether all jobs have ended and the comparison is written."""
         for directory in job_directories(self._directory):
-            if directory not in self._runs:
-                self._runs[directory] = Watched(directory)
+            if directory.name not in self._runs:
+                self._runs[directory.name] = Watched(directory)
         polled = [run.poll() for run in self._runs.values()]  # all of them, also after one that is going
         ended = all(polled)
         now = time.monotonic()
@@ -131,39 +118,39 @@ class WatchedSweep:
 
     def screen(self, columns: int, rows: int, braille: bool) -> list[str]:
         rest = [line for text in self._rest() for line in wrap(text, columns, break_long_words=False)]
-        return [*sweep_screen(self._views(), columns, rows - len(rest), self._waiting()), *rest]
+        return [*sweep_screen([*self._runs.values()], columns, rows - len(rest), self._waiting()), *rest]
 
     def lines(self) -> list[str]:
-        return [*sweep_screen(self._views(), WIDE, len(self._runs) + 3, self._waiting()), *self._rest()]
+        runs = [*self._runs.values()]
+        return [*sweep_screen(runs, WIDE, len(runs) + 3, self._waiting()), *self._rest()]
 
     def warnings(self) -> list[str]:
         """Return no warnings: `report` prints those of the jobs."""
         return []
 
+    @property
     def exit_code(self) -> int:
         """The code of the command that runs the jobs: `compare` takes a divergence for a finding."""
-        findings = (0, PRUNED, DIVERGED) if compares_precisions([*self._runs]) else (0, PRUNED)
-        failed = (code for run in self._runs.values() if (code := run.exit_code()) not in findings)
+        directories = [run.directory for run in self._runs.values()]
+        findings = (0, PRUNED, DIVERGED) if compares_precisions(directories) else (0, PRUNED)
+        failed = (code for run in self._runs.values() if (code := run.exit_code) not in findings)
         return next(failed, 1 if self._rest() else 0)
-
-    def _views(self) -> list[View]:
-        return [run.latest for run in self._runs.values()]
 
     def _waiting(self) -> int:
         """How many jobs are planned and have written nothing."""
-        return len(jobs_of(self._directory).keys() - {path.name for path in self._runs})
+        return len(jobs_of(self._directory).keys() - self._runs.keys())
 
     def _rest(self) -> list[str]:
         """What is left of a sweep that has ended before its last job, and the command that runs it."""
-        views = {path.name: run.latest for path, run in self._runs.items()}
-        return rest_of_sweep(self._directory, views) if self._over else []
+        return rest_of_sweep(self._directory, self._runs) if self._over else []
 
 
-def run_screen(view: View, columns: int, rows: int, braille: bool = True) -> list[str]:
+def run_screen(view: Watched, columns: int, rows: int, braille: bool = True) -> list[str]:
     """The screen of a run: at most `rows` lines of at most `columns` characters."""
     record = view.record
     top = [line for line in _facts(view, columns) if line]
-    bottom = [f"warning: {text}"] if (text := _last_warning(record)) else []
+    warning = record.recording.of(WarningEvent).last
+    bottom = [] if warning is None else [f"warning: {first_line(warning.text)}"]
     bottom += [text for text in (first_line(record.error), *wrap(record.note, columns)) if text]
     room = rows - len(top) - len(bottom) - 2
     curve = characters(curve_chart("loss", record.recording.steps["loss"]), columns, min(room, 16), braille)
@@ -173,7 +160,7 @@ def run_screen(view: View, columns: int, rows: int, braille: bool = True) -> lis
     return [_cut(line, columns) for line in lines[:rows]]
 
 
-def run_line(view: View) -> str:
+def run_line(view: Watched) -> str:
     """One line, for pipes and logs."""
     record = view.record
     parts = [
@@ -189,7 +176,7 @@ def run_line(view: View) -> str:
     return "  ".join(parts)
 
 
-def sweep_screen(views: Sequence[View], columns: int, rows: int, waiting: int = 0) -> list[str]:
+def sweep_screen(views: Sequence[Watched], columns: int, rows: int, waiting: int = 0) -> list[str]:
     """One line per job that has started; those that have ended are left out first where there is no room."""
     counts = {state: sum(view.state == state for view in views) for state in STATES}
     counts["waiting"] = waiting
@@ -206,28 +193,24 @@ def sweep_screen(views: Sequence[View], columns: int, rows: int, waiting: int = 
     return [_cut(line, columns) for line in [head, *lines, *more]][:rows]
 
 
-def rest_of_sweep(directory: Path, views: Mapping[str, View]) -> list[str]:
+def rest_of_sweep(directory: Path, views: Mapping[str, Watched]) -> list[str]:
     """What a sweep has planned and not done, and the command that continues it; empty if nothing is left.
 
     Jobs that have failed are not left: the same command would fail again.
     """
-    try:
-        plan = read_json(directory / SWEEP)
-        jobs, words = [str(job["name"]) for job in plan["jobs"]], [str(word) for word in plan["words"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []  # of another version, or damaged
+    jobs, words = jobs_of(directory), json_of(directory, SWEEP).get("words")
     left = [
         name for name in jobs if name not in views or views[name].state in (KILLED, NO_RESULT, "preempted")
     ]
-    if not left:
+    if not left or not isinstance(words, list):
         return []
     return [
         f"{counted(len(jobs), 'job')} planned, {len(left)} left: {printable(listed(left, SHOWN_JOBS))}",
-        printable(f"to continue: {program()} {shlex.join(words)}"),
+        printable(f"to continue: {program()} {shlex.join(map(str, words))}"),
     ]
 
 
-def job_line(view: View, columns: int, longest_name: int = 0) -> str:
+def job_line(view: Watched, columns: int, longest_name: int = 0) -> str:
     """One line of a sweep, with the names of its jobs in a column of up to a third of the width."""
     record = view.record
     width = max(MIN_NAME, columns // 3)
@@ -245,12 +228,12 @@ def job_line(view: View, columns: int, longest_name: int = 0) -> str:
     return "  ".join(parts)
 
 
-def state_of(view: View) -> str:
+def state_of(view: Watched) -> str:
     silent_s = view.record.life.silent_s
     return f"no sign of life for {silent_s:.0f} s" if silent_s else view.state
 
 
-def _facts(view: View, columns: int) -> Iterator[str]:
+def _facts(view: Watched, columns: int) -> Iterator[str]:
     record = view.record
     last = record.recording.last_step
     state = state_of(view)
@@ -258,18 +241,19 @@ def _facts(view: View, columns: int) -> Iterator[str]:
     yield _bar(view, columns)
     yield "  ".join([_loss(record), *_metric(record), f"lr {number(last and last.lr)}"])
     yield "  ".join(_pace(record))
-    yield "  ".join(_time_of_step(record))
+    if (shares := record.recording.time_shares) is not None:
+        yield f"step {number(shares.step_ms)} ms  {shares.verdict.partition(':')[0]}"
     yield from _gpus(record)
 
 
-def _bar(view: View, columns: int) -> str:
+def _bar(view: Watched, columns: int) -> str:
     record = view.record
     total = record.total_steps
     text = f"step {_progress(record)}"
     if total:
         share = min(1.0, record.steps / total)
         done = round(BAR * share)
-        bar = f"[{'#' * done}{'-' * (BAR - done)}] {share:.0%}".replace("%", " %")
+        bar = f"[{'#' * done}{'-' * (BAR - done)}] {percent(share)}"
         text = f"{text}  {bar}" if len(text) + len(bar) + 16 < columns else f"{text}  {share:.0%}"
     return text + (f"  eta {duration(view.eta_s)}" if view.eta_s is not None else "")
 
@@ -297,13 +281,6 @@ def _loss(record: RunRecord) -> str:
     return f"loss {number(last and last.loss)}"
 
 
-def _time_of_step(record: RunRecord) -> list[str]:
-    shares = record.recording.time_shares
-    if shares is None:
-        return []
-    return [f"step {number(shares.step_ms)} ms", shares.verdict.partition(":")[0]]
-
-
 def _gpus(record: RunRecord) -> Iterator[str]:
     last = record.recording.last_gpu
     for gpu in () if last is None else last.gpus:
@@ -318,11 +295,6 @@ def _gpus(record: RunRecord) -> Iterator[str]:
             if value is not None
         ]
         yield "  ".join([f"GPU {'' if gpu.index is None else gpu.index}:", *shown])
-
-
-def _last_warning(record: RunRecord) -> str:
-    last = record.recording.of(WarningEvent).last
-    return "" if last is None else first_line(last.text)
 
 
 def _cut(line: str, columns: int) -> str:

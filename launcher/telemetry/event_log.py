@@ -23,9 +23,8 @@ from launcher.telemetry.events import PERIODIC, Event, record_of
 from launcher.telemetry.stream import LIMIT, Record, Sink
 
 FILE_NAME = METRICS
-MAX_LINE_BYTES = (
-    1 << 24
-)  # a longer line is damaged: the largest events, tables of an evaluation, have some MB
+# A longer line is damaged: the largest events, tables of an evaluation, have some MB.
+MAX_LINE_BYTES = 1 << 24
 BLOCK_BYTES = 1 << 20  # read at once: more makes it no faster
 LAST_BYTES = 512  # a whole line of a step: by its time a reader knows that the file was not cut behind it
 MAX_STEP = 1 << 53  # exact in a float
@@ -135,8 +134,8 @@ class EventLog(Sink):
 
         end = None  # of what stays as it is
         kept: list[tuple[str, int, bytes]] = []  # what the process that resumes has written so far
-        with _open(self._path) as file:
-            for begin, _, line in _lines(file, _latest(file, settled)):
+        with opened(self._path) as file:
+            for begin, _, line in lines_of(file, _latest(file, settled)):
                 head = _head(line)
                 if not happened(head, step, evaluates_again):
                     end = begin if end is None else end
@@ -152,8 +151,8 @@ class EventLog(Sink):
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """All events of the file in order, without damaged lines. Raises OSError."""
-    with _open(path) as file:
-        return [event for _, _, line in _lines(file) if (event := parsed(line)) is not None]
+    with opened(path) as file:
+        return [event for _, _, line in lines_of(file) if (event := parsed(line)) is not None]
 
 
 def recorded(
@@ -167,8 +166,8 @@ def recorded(
     nothing wanted stands before them; None is a damaged line. Nothing without a file. Raises OSError.
     """
     if path.exists():
-        with _open(path) as file:
-            for _, _, line in _lines(file, _latest(file, settled)):
+        with opened(path) as file:
+            for _, _, line in lines_of(file, _latest(file, settled)):
                 head = _head(line)
                 if head is not None and wanted(head) and (event := parsed(line)) is not None:
                     yield event
@@ -220,7 +219,8 @@ def _head(line: bytes) -> dict[str, Any] | None:
     return {"event": found[1].decode(), "time": float(found[2]), "step": int(found[3])}
 
 
-def _open(path: Path) -> BinaryIO:
+def opened(path: Path) -> BinaryIO:
+    """The file, to be read. Raises OSError."""
     return open(open_plain(path, os.O_RDONLY), "rb", buffering=BLOCK_BYTES)
 
 
@@ -239,7 +239,7 @@ def _latest(file: BinaryIO, settled: Callable[[Sequence[Record | None]], bool]) 
     return 0
 
 
-def _lines(file: BinaryIO, begin: int = 0) -> Iterator[tuple[int, int, bytes]]:
+def lines_of(file: BinaryIO, begin: int = 0) -> Iterator[tuple[int, int, bytes]]:
     """Begin, end and content of each complete line; `TOO_LONG` for one that nobody should hold in memory."""
     end = begin
     file.seek(begin)
@@ -260,15 +260,9 @@ def _lines(file: BinaryIO, begin: int = 0) -> Iterator[tuple[int, int, bytes]]:
 
 def _cut_torn_line(path: Path) -> None:
     """Remove an incomplete last line, so that a resumed run does not append its first event to it."""
-    if not path.exists():
-        return
-    with _open(path) as file:
-        size_bytes = begin = file.seek(0, os.SEEK_END)
-        end_bytes = 0
-        while begin and not end_bytes:
-            begin = max(0, begin - BLOCK_BYTES)
-            file.seek(begin)
-            newline = file.read(BLOCK_BYTES).rfind(b"\n")
-            end_bytes = begin + newline + 1 if newline >= 0 else 0
-    if end_bytes < size_bytes:
-        os.truncate(path, end_bytes)
+    if path.exists():
+        with opened(path) as file:
+            lines = lines_of(file, _latest(file, lambda heads: True))
+            end_bytes = max((end for _, end, _ in lines), default=0)
+            if end_bytes < file.seek(0, os.SEEK_END):
+                os.truncate(path, end_bytes)

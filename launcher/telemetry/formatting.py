@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from launcher.errors import escaped
 from launcher.telemetry.events import EvalEvent, StepEvent
 
 SHARES = ("accuracy",)  # shown in percent
 COUNTS = ("samples", "tokens")
+UNITS = ("B", "kB", "MB", "GB")
 OF_TRAINING = ("train_loss", "train_accuracy")
 LARGE, COUNTED = 1e6, 1e9  # floats from here on have an exponent; integral ones
 NARROWEST_NAME = 12  # of a class: "weighted avg"
@@ -67,10 +68,20 @@ def metric(name: str, value: object) -> str:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return number(value)
     if any(name.endswith(share) for share in SHARES):
-        return f"{value:.2%}".replace("%", " %")
+        return percent(value, 2)
     if name in COUNTS:
         return f"{value:,.0f}"
     return number(value) if LARGE <= abs(value) < math.inf else f"{value:.4f}"
+
+
+def percent(share: float, decimals: int = 0) -> str:
+    return f"{100 * share:.{decimals}f} %"
+
+
+def size(value: float) -> str:
+    """Bytes, in the largest unit of which there is one."""
+    power = min(int(math.log10(max(value, 1.0)) / 3), len(UNITS) - 1)
+    return f"{value / 1000**power:.{1 if power else 0}f} {UNITS[power]}"
 
 
 def metric_title(name: str) -> str:
@@ -85,9 +96,10 @@ def markdown_text(text: str) -> str:
     return escaped(text)
 
 
-def markdown_row(cells: Sequence[str]) -> str:
-    """A row of a Markdown table, whose cells are shown as they are."""
-    return f"| {' | '.join(map(markdown_text, cells))} |"
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table, whose cells are shown as they are."""
+    lines = [f"| {' | '.join(map(markdown_text, cells))} |" for cells in (head, *rows)]
+    return [lines[0], f"|{' --- |' * len(head)}", *lines[1:]]
 
 
 def evaluation_cells(event: EvalEvent) -> dict[str, str]:

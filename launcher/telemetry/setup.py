@@ -21,7 +21,7 @@ from launcher.telemetry.event_log import EventLog, recorded_after
 from launcher.telemetry.status import StatusFile
 from launcher.telemetry.stream import Sink, Telemetry
 from launcher.telemetry.tracker.delivery import Delivery, path_of, tracked_before
-from launcher.telemetry.tracker.mode import Decision, decide, sync_command
+from launcher.telemetry.tracker.mode import decide, sync_command
 from launcher.telemetry.tracker.protocol import TrackedRun, Tracker
 from launcher.telemetry.tracker.registry import make, refuse_missing
 from launcher.telemetry.tracker.sink import TrackerSink, TrackerTimeouts
@@ -61,14 +61,19 @@ def open_telemetry(
     run_id = config.tracker.run_id or tracked_before(run_dir, config.tracker.names) or new_run_id()
     if not config.tracker.names:
         telemetry.decision("tracker", "none: events are written only to the files of the run", mode="none")
+    facts, report = partial(_facts, run_dir), partial(telemetry.decision, "tracker")
     for name in config.tracker.names:
-        run = _tracked_run(config, name, run_id, environ)
-        mode = _reported_mode(telemetry, config, name, run, environ)
-        if mode != "none":
-            online = mode == "online"
-            telemetry.add(
-                _sink(telemetry, config, name, run, online, with_gpu, patience or TrackerTimeouts())
-            )
+        run, timeouts = _tracked_run(config, name, run_id, environ), patience or TrackerTimeouts()
+        make_tracker: Callable[[], Tracker] = partial(make, name)
+        if name != "wandb":
+            telemetry.decision("tracker", f"{name} in {run.directory}", mode=name)
+        elif options := _wandb_options(telemetry, config, run, environ, with_gpu, timeouts):
+            make_tracker, timeouts = partial(WandbTracker, options), options.patience
+        else:
+            continue
+        after = partial(recorded_after, run_dir / EventLog.name)
+        delivery = Delivery(path_of(run_dir, name), run_id, after)
+        telemetry.add(TrackerSink(name, make_tracker, run, telemetry.warn, timeouts, facts, delivery, report))
     if environ.get("KUBEFLOW_TRAINER_SERVER_URL"):
         from launcher.telemetry.kubeflow import TrainJobProgress  # loads ssl
 
@@ -77,57 +82,34 @@ def open_telemetry(
     return telemetry
 
 
-def _reported_mode(
-    telemetry: Telemetry, config: Config, name: str, run: TrackedRun, environ: Mapping[str, str]
-) -> str:
-    """The mode of wandb, the name of any other tracker; reported with what it takes from the environment."""
-    if name != "wandb":
-        telemetry.decision("tracker", f"{name} in {run.directory}", mode=name)
-        return name
-    decision = decide(config.tracker, environ)
-    _refuse_offline_artifacts(config, decision)
-    if decision.mode == "none":
-        telemetry.decision("tracker", decision.text, mode=decision.mode)
-        return decision.mode
-    if given := taken_from(config.tracker, environ):
-        telemetry.decision("tracker", f"takes {given}")
-    sync = sync_command(run.directory) if decision.mode == "offline" else None
-    telemetry.decision("tracker", decision.text, mode=decision.mode, run_id=run.run_id, sync=sync)
-    return decision.mode
-
-
-def _sink(
+def _wandb_options(
     telemetry: Telemetry,
     config: Config,
-    name: str,
     run: TrackedRun,
-    online: bool,
+    environ: Mapping[str, str],
     with_gpu: bool,
     timeouts: TrackerTimeouts,
-) -> TrackerSink:
-    run_dir = Path(config.run.dir)
-    make_tracker: Callable[[], Tracker] = partial(make, name)
-    if name == "wandb":
-        options = WandbOptions(online, with_gpu, telemetry.warn, timeouts)
-        if config.tracker.artifacts != "none":
-            timeouts = replace(timeouts, finish_s=UPLOAD_S)
-            chosen = partial(checkpoint_artifact, run_dir, config.tracker.artifacts)
-            options = replace(options, patience=timeouts, checkpoint=chosen)
-        make_tracker = partial(WandbTracker, options)
-    delivery = Delivery(path_of(run_dir, name), run.run_id, partial(recorded_after, run_dir / EventLog.name))
-    facts, report = partial(_facts, run_dir), partial(telemetry.decision, "tracker")
-    return TrackerSink(
-        name, make_tracker, run, telemetry.warn, timeouts, facts=facts, delivery=delivery, report=report
-    )
-
-
-def _refuse_offline_artifacts(config: Config, decision: Decision) -> None:
-    if config.tracker.artifacts != "none" and decision.mode != "online":
+) -> WandbOptions | None:
+    """Report the mode of wandb, with what it takes from the environment; None if it is off."""
+    tracker, decision = config.tracker, decide(config.tracker, environ)
+    if tracker.artifacts != "none" and decision.mode != "online":
         raise ConfigError(
-            f"tracker.artifacts={config.tracker.artifacts}: checkpoints are uploaded by an online run only, "
+            f"tracker.artifacts={tracker.artifacts}: checkpoints are uploaded by an online run only, "
             f"and wandb is {decision.text}. Log in, or set tracker.artifacts=none; the checkpoints stay in "
             f"{config.run.dir}/checkpoints."
         )
+    if decision.mode == "none":
+        telemetry.decision("tracker", decision.text, mode=decision.mode)
+        return None
+    if given := taken_from(tracker, environ):
+        telemetry.decision("tracker", f"takes {given}")
+    sync = sync_command(run.directory) if decision.mode == "offline" else None
+    telemetry.decision("tracker", decision.text, mode=decision.mode, run_id=run.run_id, sync=sync)
+    options = WandbOptions(decision.mode == "online", with_gpu, telemetry.warn, timeouts)
+    if tracker.artifacts != "none":
+        chosen = partial(checkpoint_artifact, Path(config.run.dir), tracker.artifacts)
+        options = replace(options, patience=replace(timeouts, finish_s=UPLOAD_S), checkpoint=chosen)
+    return options
 
 
 def _tracked_run(config: Config, name: str, run_id: str, environ: Mapping[str, str]) -> TrackedRun:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from launcher.distributed.heartbeat import STEP_PARTS
 from launcher.errors import counted
 from launcher.telemetry.events import EndEvent, StepEvent
+from launcher.telemetry.formatting import percent
 
 PARTS = tuple(f"{part}_ms" for part in STEP_PARTS)
 TIMES = ("step_ms", *PARTS)
@@ -82,8 +83,8 @@ class TimeShares:
     @property
     def bound(self) -> str:
         """The largest of data, wire, update and overhead, as far as they reach their limits, else compute."""
-        shares = {part: self.share(part) for part in PARTS if part != "compute_ms"}
-        large = {part: share for part, share in shares.items() if share >= LIMIT}
+        others = (part for part in PARTS if part != "compute_ms")
+        large = {part: share for part in others if (share := self.share(part)) >= LIMIT}
         if self.overhead_share >= OVERHEAD_LIMIT:
             large[OVERHEAD] = self.overhead_share
         return max(large, key=large.__getitem__, default="compute_ms")
@@ -97,7 +98,7 @@ class TimeShares:
         bound = self.bound
         share = self.overhead_share if bound == OVERHEAD else self.share(bound)
         of = "" if self.rank is None else f" of rank {self.rank}, for which the others wait,"
-        return ADVICE[bound].format(share=f"{share:.0%}".replace("%", " %"), of=of)
+        return ADVICE[bound].format(share=percent(share), of=of)
 
 
 class TimeTotals:
@@ -137,10 +138,9 @@ class TimeTotals:
         if self._first is None:
             return None
         steps, averages = (self._steps, self._sums / self._steps) if self._steps else self._first
-        step_ms, *parts_ms = averages.tolist()
-        return (
-            TimeShares(int(steps), step_ms, dict(zip(PARTS, parts_ms, strict=True))) if step_ms > 0 else None
-        )
+        step_ms, *rest = averages.tolist()
+        parts_ms = dict(zip(PARTS, rest, strict=True))
+        return TimeShares(int(steps), step_ms, parts_ms) if step_ms > 0 else None
 
 
 def time_at_end(end: EndEvent) -> TimeShares | None:

@@ -21,9 +21,8 @@ from typing import Any, Protocol
 from launcher.errors import described
 from launcher.telemetry.events import DecisionEvent, Event, WarningEvent
 
-Record = Mapping[
-    str, Any
-]  # event, time (unix seconds), step (updates attempted so far), and the event's fields
+# Event, time (unix seconds), step (updates attempted so far), and the event's fields.
+Record = Mapping[str, Any]
 
 LIMIT = 10_000  # periodic events that may wait, while a disk does not answer: about 10 MB
 

@@ -14,19 +14,15 @@ import pytest
 from launcher.report.comparison import SIDE_BY_SIDE
 from launcher.report.curve import Spread, joined
 from launcher.report.recording import Recording
-from launcher.report.side_by_side import (
-    Measured,
-    Side,
-    measured,
-    metric_verdict,
-    side_by_side,
-    time_verdict,
-    verdicts,
-)
+from launcher.report.run_record import RunRecord
+from launcher.report.run_state import RunState
+from launcher.report.settings import RunSetting
+from launcher.report.side_by_side import metric_verdict, side_by_side, time_verdict, verdicts
 from launcher.run_dir.atomic import json_line, read_json, write_json
 from launcher.run_dir.codec import decoded
 from launcher.run_dir.result import Result
-from launcher.telemetry.step_time import TimeShares
+from launcher.run_dir.status import Status
+from launcher.telemetry.events import DecisionEvent
 from tests.report.test_comparison import write_comparison, write_job
 
 
@@ -34,31 +30,44 @@ def spread_of(*values: float) -> Spread:
     return Spread.of(np.array(values))
 
 
-def run_of(seed: int = 0, metric: float | None = 0.9, **parts: float) -> Measured:
+def record_of(seed: int, recording: Recording, state: str = "", **result: Any) -> RunRecord:
+    """A run that ended without a result where there is no state."""
+    status, found = Status(state=state), decoded(Result, {"state": state, **result})
+    life = RunState(now=0.0, status=status)
+    return RunRecord(Path(str(seed)), "", recording, found, status, life, overrides={"seed": str(seed)})
+
+
+def run_of(seed: int = 0, metric: float | None = 0.9, **parts: float) -> RunRecord:
     """A step of 100 ms of computation unless the parts say otherwise."""
-    parts_ms = {f"{part}_ms": parts.get(part, 0.0) for part in ("data", "compute", "wire", "update")}
-    parts_ms["compute_ms"] = parts.get("compute", 100.0)
-    return Measured(
-        seed=str(seed),
-        state="done" if metric is not None else "ended without a result",
-        seconds=60.0,
-        shares=TimeShares(int(parts.get("steps", 10)), sum(parts_ms.values()), parts_ms),
-        windows_ms=spread_of(*(sum(parts_ms.values()) + k * parts.get("noise", 1.0) for k in (-1, 0, 1))),
-        memory_bytes=parts.get("memory", 100e6),
-        wire_bytes=parts.get("sent", 4e6),
+    parts_ms = [parts.get(part, 0.0) for part in ("data", "compute", "wire", "update")]
+    parts_ms[1] = parts.get("compute", 100.0)
+    found, step_ms = Recording(), sum(parts_ms)
+    steps, times = np.array([1.0, 1 + parts.get("steps", 10.0)]), np.array([[step_ms, *parts_ms]] * 2)
+    found._time.add_all(steps, times)
+    found.windows_ms = spread_of(*(step_ms + k * parts.get("noise", 1.0) for k in (-1, 0, 1)))
+    found.steps["memory_bytes"].add_point(1.0, parts.get("memory", 100e6))
+    text = "fp16, emulated: this CPU has no fp16 arithmetic" if parts.get("emulated") else "fp16"
+    found.of(DecisionEvent).add(DecisionEvent(0, topic="precision", text=text))
+    return record_of(
+        seed,
+        found,
+        "done" if metric is not None else "failed",
+        training_seconds=60.0,
+        wire_bytes_per_step=parts.get("sent", 4e6),
         state_bytes=16e6,
-        loss=0.3,
+        metrics={"loss": 0.3},
         metric=metric,
         metric_name="accuracy",
         skipped_steps=1,
-        emulated=bool(parts.get("emulated", False)),
-        cache_is_off=False,
-        error="",
     )
 
 
-def side(name: str, *metrics: float, **parts: float) -> Side:
-    return Side(name, tuple(run_of(seed, value, **parts) for seed, value in enumerate(metrics or (0.9,))))
+def side_of(name: str, *runs: RunRecord) -> RunSetting:
+    return RunSetting(name, 0, runs, (name,) * len(runs))
+
+
+def side(name: str, *metrics: float, **parts: float) -> RunSetting:
+    return side_of(name, *(run_of(seed, value, **parts) for seed, value in enumerate(metrics or (0.9,))))
 
 
 @pytest.mark.parametrize(
@@ -110,8 +119,7 @@ def test_a_step_that_waits_for_data_makes_no_precision_slower_or_faster(precisio
 def test_a_cache_is_advised_only_where_the_data_has_one_that_is_off(
     config: dict[str, str], advised: bool
 ) -> None:
-    cache_is_off = measured("0", decoded(Result, {"state": "done"}), Recording(), config).cache_is_off
-    slow = Side("fp16", (replace(run_of(data=500.0), cache_is_off=cache_is_off),))
+    slow = side_of("fp16", replace(run_of(data=500.0), config=config))
     assert ("set data.cache=auto" in time_verdict(side("fp32"), slow)) == advised
 
 
@@ -126,8 +134,8 @@ def test_a_cache_is_advised_only_where_the_data_has_one_that_is_off(
 def test_times_of_several_seeds_are_compared_in_pairs_like_the_metric(
     times: tuple[float, ...], said: str
 ) -> None:
-    runs = tuple(run_of(seed, compute=ms) for seed, ms in enumerate(times))
-    assert said in time_verdict(side("fp32", *[0.9] * len(times)), Side("fp16", runs))
+    runs = [run_of(seed, compute=ms) for seed, ms in enumerate(times)]
+    assert said in time_verdict(side("fp32", *[0.9] * len(times)), side_of("fp16", *runs))
 
 
 def test_the_spread_over_log_lines_leaves_out_the_first_and_needs_two_more() -> None:
@@ -135,14 +143,15 @@ def test_the_spread_over_log_lines_leaves_out_the_first_and_needs_two_more() -> 
     found = Recording()
     for lines in ([json_line(step)[:-1] for step in steps[:2]], [json_line(steps[2])[:-1]]):
         found.add(lines)
-    windows = measured("0", decoded(Result, {"state": "done"}), found, {}).windows_ms
+    windows = found.windows_ms
     assert (windows.count, windows.mean, windows.deviation) == (
         2,
         100.0,
         pytest.approx(statistics.stdev((90, 110))),
     )
-    short = Side("fp16", (replace(run_of(compute=50.0), windows_ms=spread_of(50.0)),))
-    assert "too few log lines" in time_verdict(side("fp32"), short)
+    short = run_of(compute=50.0)
+    short.recording.windows_ms = spread_of(50.0)
+    assert "too few log lines" in time_verdict(side("fp32"), side_of("fp16", short))
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (0, 3), (3, 0), (2, 5, 1), (40, 60)])
@@ -171,8 +180,8 @@ def test_a_difference_is_one_only_beyond_what_seeds_make(
 
 
 def test_pairs_are_formed_by_seed_and_runs_without_a_partner_left_out() -> None:
-    first = Side("fp32", (run_of(1, 0.5), run_of(0, 0.9), run_of(2, 0.7)))
-    other = Side("fp16", (run_of(0, 0.91), run_of(1, 0.51), run_of(3, 0.1)))
+    first = side_of("fp32", run_of(1, 0.5), run_of(0, 0.9), run_of(2, 0.7))
+    other = side_of("fp16", run_of(0, 0.91), run_of(1, 0.51), run_of(3, 0.1))
     assert "+1.00 points in 2 pairs, with a standard error of 0.00 points" in metric_verdict(first, other)
     page = side_by_side("x", [first, other])
     assert "| 1 | 50.00 % | 51.00 % | +1.00 points |" in page
@@ -188,8 +197,7 @@ def test_the_page_has_means_deviations_and_shares() -> None:
 
 
 def test_what_a_run_lacks_is_a_dash() -> None:
-    nothing = measured("0", decoded(Result, {"state": "ended without a result"}), Recording(), {})
-    page = side_by_side("x", [Side("fp32", (nothing,)), side("fp16")])
+    page = side_by_side("x", [side_of("fp32", record_of(0, Recording())), side("fp16")])
     assert "- fp32 with seed 0 has failed: it has no result (ended without a result)" in page
     assert "| memory | - | 100.0 MB |  |" in page
 
@@ -242,11 +250,13 @@ BEYOND = (
         (run_of(1), "fp16 with seed 0 has failed: the loss was not finite in 3 steps in a row"),
     ],
 )
-def test_what_only_half_cannot_hold_is_said_with_the_command_that_helps(first: Measured, said: str) -> None:
+def test_what_only_half_cannot_hold_is_said_with_the_command_that_helps(first: RunRecord, said: str) -> None:
     """Where the other precision is finite on the same data, the data is not the cause."""
-    words = ("recipe=mine", "a=b c", "precision=fp16")
-    run = replace(run_of(0, metric=None), error=BEYOND, words=words)
-    found = [text for text in verdicts(Side("fp32", (first,)), Side("fp16", (run,))) if "fp16 with" in text]
+    words = {"recipe": "mine", "a": "b c", "precision": "fp16"}
+    failed = record_of(0, Recording(), "failed", error=BEYOND)
+    run = replace(failed, overrides=words, config={"seed": "0"})
+    sides = side_of("fp32", first), side_of("fp16", run)
+    found = [text for text in verdicts(*sides) if "fp16 with" in text]
     assert len(found) == 1
     assert found[0].startswith(said)
     assert "NaN" not in found[0] or "has failed" in said

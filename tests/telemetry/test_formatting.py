@@ -9,7 +9,7 @@ import markdown
 import pytest
 from markdown_it import MarkdownIt
 
-from launcher.telemetry.formatting import markdown_row, markdown_text
+from launcher.telemetry.formatting import markdown_table, markdown_text
 
 NAMES = (
     "<b>bold</b>",
@@ -32,7 +32,7 @@ def shown(page: str) -> list[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cell_shows_the_name(name: str) -> None:
-    table = "\n".join([markdown_row(["a", "b"]), "| --- | --- |", markdown_row([name, "1"])])
+    table = "\n".join(markdown_table(["a", "b"], [[name, "1"]]))
     assert shown(MarkdownIt().enable(["table", "strikethrough"]).render(table)) == [name, "1"]
     assert shown(markdown.markdown(table, extensions=["tables"])) == [name, "1"]
 

@@ -36,7 +36,7 @@ def characters(chart: Chart, width: int, height: int, braille: bool = True) -> l
             column, row = np.linspace(begin, end, length + 1).round().astype(int).T
             dots[row, column] = True
     codes = (dots.reshape(height, down, columns, across) * bits[:, None, :]).sum(axis=(1, 3))
-    high, low = (short(value, chart.y.high - chart.y.low) for value in (chart.y.high, chart.y.low))
+    high, low = (short(value, 2 if abs(value) < 1e-4 else 4) for value in (chart.y.high, chart.y.low))
     labels = [high, *[""] * (height - 2), low]
     marks = [[" " if not code else chr(BRAILLE + code) if braille else "*" for code in row] for row in codes]
     return [

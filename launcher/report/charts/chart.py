@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -202,9 +201,8 @@ class Axis:
     def ticks(self, about: int = 5) -> list[tuple[float, str]]:
         """Round values in the range, with their texts."""
         values = list(self._linear(about) if self.base == 1 else self._powers(about))
-        step = min((b - a for a, b in pairwise(values)), default=0.0) if self.base == 1 else 0.0
         power_of_two = self.base == 2 and all(math.log2(value).is_integer() for value in values)
-        return [(v, f"2^{round(math.log2(v))}" if power_of_two else short(v, step)) for v in values]
+        return [(v, f"2^{round(math.log2(v))}" if power_of_two else short(v)) for v in values]
 
     def _linear(self, about: int) -> Iterable[float]:
         raw = (self.high - self.low) / about
@@ -217,11 +215,9 @@ class Axis:
     def _powers(self, about: int) -> list[float]:
         low, high = (math.log(value, self.base) for value in (self.low, self.high))
         every = max(1, math.ceil((high - low) / about))
-        decades = [
-            float(self.base) ** k for k in range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1, every)
-        ]
-        if self.base == 2 or len(decades) >= 3:
-            return decades
+        powers = range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1, every)
+        if self.base == 2 or len(powers) >= 3:
+            return [float(self.base) ** k for k in powers]
         found = [
             m * 10.0**k
             for k in range(math.floor(low), math.ceil(high) + 1)
@@ -254,21 +250,7 @@ def steps_axis(last: float, first: float = 0.0) -> Axis:
     return Axis(first, max(last, first + 1.0))
 
 
-def short(value: float, step: float = 0.0) -> str:
-    """A tick's text: 0.25, 20k, 1.5M, 1e-05. `step` is the distance of the ticks, for its digits."""
-    if value == 0 or (step and abs(value) < step / 1e6):
-        return "0"
-    for size, unit in UNITS:
-        if abs(value) >= size:
-            return f"{_digits(value / size, step / size)}{unit}" if abs(value) < 1e15 else f"{value:.2g}"
-    if abs(value) < 1e-3:
-        return f"{value:.3g}"
-    return _digits(value, step)
-
-
-def _digits(value: float, step: float) -> str:
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 3
-    if step > 0 and not math.isclose(step * 10**decimals, round(step * 10**decimals), abs_tol=1e-6):
-        decimals += 1  # steps of 2.5
-    text = f"{value:.{min(decimals, 6)}f}"
-    return text.rstrip("0").rstrip(".") if "." in text and step <= 0 else text
+def short(value: float, digits: int = 6) -> str:
+    """A tick's text: 0.25, 20k, 1.5M, 1e-05."""
+    size, unit = next((each for each in UNITS if each[0] <= abs(value) < 1e15), (1.0, ""))
+    return f"{value / size:.{digits}g}{unit}"

@@ -12,7 +12,7 @@ from launcher.report.charts.picture import INK, SOFT, Canvas, rgb, text_length
 from launcher.report.curve import FloatArray
 from launcher.report.html import paragraph, picture, scrolled, table
 from launcher.report.run_record import RunRecord
-from launcher.telemetry.formatting import middle_cut, number
+from launcher.telemetry.formatting import middle_cut, number, percent
 
 MAX_CLASSES = 26  # of a table: the letters of the alphabet fit
 MAX_MISTAKES = 25  # rows of the table
@@ -20,11 +20,7 @@ MAX_PICTURE_BYTES = 400_000  # embedded in the page; a larger one is only in its
 MAX_NAME = 60  # characters in a table
 CAPTION = "rows: true class; columns: predicted"
 STRONG = 0.55  # share from which on the text is bold
-MAX_NAMED, MAX_COUNTED, MAX_DRAWN_NAME = (
-    60,
-    30,
-    40,
-)  # of a picture: classes with names, with counts; characters
+MAX_NAMED, MAX_COUNTED, MAX_DRAWN_NAME = 60, 30, 40  # of a picture: classes with names, counts; characters
 SIDE, MAX_CELL = 1300, 44  # pixels of a picture's matrix, and of a cell
 DEEP = 0.76  # opacity of a cell that holds its whole class, as on the page
 
@@ -76,7 +72,7 @@ def confusion_part(run: RunRecord) -> str:
 
 def _matrix(found: ConfusionChart) -> str:
     shares = found.shares
-    heads = [(escape(name), escape(_cut(name))) for name in found.names]
+    heads = [(escape(name), escape(middle_cut(name, MAX_NAME))) for name in found.names]
     columns = "".join(f'<th scope="col" title="{name}">{shown}</th>' for name, shown in heads)
     rows = "".join(
         f'<tr><th scope="row" title="{name}">{shown}</th>'
@@ -105,10 +101,10 @@ def _mistakes(found: ConfusionChart) -> list[dict[str, str]]:
     ]
     return [
         {
-            "true class": _cut(found.names[row]),
-            "predicted": _cut(found.names[column]),
+            "true class": middle_cut(found.names[row], MAX_NAME),
+            "predicted": middle_cut(found.names[column], MAX_NAME),
             "samples": number(count),
-            "of the class": f"{shares[row, column]:.1%}".replace("%", " %"),
+            "of the class": percent(shares[row, column], 1),
         }
         for count, row, column in sorted(mistakes, key=lambda one: (-one[0], one[1:]))[:MAX_MISTAKES]
     ]
@@ -125,12 +121,9 @@ def confusion_picture(found: ConfusionChart) -> bytes:
     shown = range(0, num_classes, 1 if num_classes <= MAX_NAMED else num_classes // 10)
     names = [middle_cut(found.names[k], MAX_DRAWN_NAME) for k in shown]
     fits = num_classes <= MAX_NAMED and max(text_length(name, size) for name in names) < cell - 4
-    columns = names if fits else [str(k) for k in shown]
-    rows = (
-        names
-        if fits
-        else [f"{k}: {name}" if name != str(k) else name for k, name in zip(shown, names, strict=True)]
-    )
+    numbers = [str(k) for k in shown]
+    numbered = [k if name == k else f"{k}: {name}" for k, name in zip(numbers, names, strict=True)]
+    rows, columns = (names, names) if fits else (numbered, numbers)
     left, top = max(text_length(name, size) for name in rows) + 24, 60
     canvas = Canvas(max(left + side + 60, 480), top + side + 44)
     colors = np.where(np.eye(num_classes, dtype=bool)[..., None], *(np.array(rgb(k)) for k in (0, 1)))
@@ -146,7 +139,3 @@ def confusion_picture(found: ConfusionChart) -> bytes:
     canvas.text((left, 20), found.text, 14, "lm", INK, is_bold=True)
     canvas.text((left, 42), CAPTION, 12, "lm", SOFT)
     return canvas.png()
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 3]}..."

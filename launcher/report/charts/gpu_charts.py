@@ -17,9 +17,7 @@ UNITS = {
     "mhz": "MHz",
     "bytes": "bytes",
     "j": "J",
-    "kwh": "kWh",
     "s": "s",
-    "mb_per_s": "MB/s",
     "bytes_per_s": "bytes/s",
 }
 MAX_CHARTS = 12  # the first in the order of FIRST: the others say little of a training
@@ -34,10 +32,8 @@ def gpu_charts(run: RunRecord) -> Iterator[Chart]:
         lines = [
             Line(name, number % 8, *curves[field].points(200))
             for number, (name, curves) in enumerate(devices.items())
-            if field in curves and curves[field].num_points
+            if field in curves
         ]
-        if not lines:
-            continue
         title, unit = title_and_unit(field)
         y = axis_of(np.concatenate([line.y for line in lines]), base=1, from_zero=True)
         yield Chart(title, unit, lines, x, y)
@@ -46,9 +42,8 @@ def gpu_charts(run: RunRecord) -> Iterator[Chart]:
 def title_and_unit(field: str) -> tuple[str, str]:
     """power_w -> Power, W."""
     ending = max((name for name in UNITS if field.endswith(f"_{name}")), key=len, default="")
-    unit = UNITS[ending] if ending else ("%" if "util" in field else "")
     title = field.removesuffix(f"_{ending}").replace("_", " ")
-    return title[:1].upper() + title[1:], unit
+    return title[:1].upper() + title[1:], UNITS.get(ending, "")
 
 
 def _order(field: str) -> tuple[int, str]:

@@ -15,6 +15,7 @@ from launcher.report.charts.svg import markup
 from launcher.report.html import folded, paragraph, table
 from launcher.report.run_record import RunRecord
 from launcher.telemetry.events import GradientsEvent, LayerShares
+from launcher.telemetry.formatting import percent
 
 SMALLEST_SUBNORMAL, SMALLEST_NORMAL, END = -24, -14, 16  # exponents of fp16; END is the first that overflows
 VISIBLE_PERCENT = 0.005  # smaller shares are shown as 0.00 %
@@ -46,8 +47,8 @@ def gradient_part(run: RunRecord) -> str:
         return ""
     text = (
         f"Step {found.step:,}, {_elements(found):,} elements, loss scale 2^{_shift(found)}: "
-        f"{_percent(found.zero_share)} are zero as sent; at scale 1 it would be "
-        f"{_percent(found.zero_share_at_scale_1)}."
+        f"{percent(found.zero_share, 2)} are zero as sent; at scale 1 it would be "
+        f"{percent(found.zero_share_at_scale_1, 2)}."
     )
     return paragraph(text) + markup(_histogram(found)) + _table(found)
 
@@ -60,15 +61,16 @@ def gradient_charts(run: RunRecord) -> list[Chart]:
 
 def _histogram(found: GradientsEvent) -> Chart:
     """Exponents as sent and at scale 1: the scale shifts them by its logarithm."""
-    shift, percent = _shift(found), 100 * np.array(found.histogram, float) / _elements(found)
-    highest = max(percent.max(initial=0.0), 0.01)
-    (visible,) = np.nonzero(percent > VISIBLE_PERCENT)
-    exponents, percent = found.first_exponent + visible.astype(float), percent[visible]
-    sent = f"as sent, at scale 2^{shift}: {_percent(found.zero_share)} are zero"
-    lines = [Line(sent, AS_SENT, exponents, percent, "bars", opacity=1.0)]
+    shift, heights = _shift(found), 100 * np.array(found.histogram, float) / _elements(found)
+    highest = max(heights.max(initial=0.0), 0.01)
+    (visible,) = np.nonzero(heights > VISIBLE_PERCENT)
+    exponents, heights = found.first_exponent + visible.astype(float), heights[visible]
+    sent = f"as sent, at scale 2^{shift}: {percent(found.zero_share, 2)} are zero"
+    lines = [Line(sent, AS_SENT, exponents, heights, "bars", opacity=1.0)]
     if shift:
-        lost = f"at scale 1: another {_percent(found.zero_share_at_scale_1 - found.zero_share)} would be zero"
-        lines.insert(0, Line(lost, AT_SCALE_1, exponents - shift, percent, "bars", opacity=PALE))
+        lost = percent(found.zero_share_at_scale_1 - found.zero_share, 2)
+        lost = f"at scale 1: another {lost} would be zero"
+        lines.insert(0, Line(lost, AT_SCALE_1, exponents - shift, heights, "bars", opacity=PALE))
     low = min([SMALLEST_SUBNORMAL - 3, *(float(line.x.min()) for line in lines if line.x.size)]) - 2
     return Chart(
         "Size of the gradient elements",
@@ -119,14 +121,10 @@ def _table(found: GradientsEvent) -> str:
     rows = [
         {
             "parameter": name,
-            "zero at scale 1": _percent(shares.zero_share_at_scale_1),
-            "zero as sent": _percent(shares.zero_share),
+            "zero at scale 1": percent(shares.zero_share_at_scale_1, 2),
+            "zero as sent": percent(shares.zero_share, 2),
         }
         for name, shares in worst
     ]
     title = f"Zeros by parameter ({len(worst)} of {len(found.layers)}, the worst first)"
     return folded(title, table("Zeros by parameter", rows, texts=("parameter",)))
-
-
-def _percent(share: float) -> str:
-    return f"{share:.2%}".replace("%", " %")

@@ -22,6 +22,7 @@ from launcher.telemetry.formatting import SHARES, metric, metric_title
 MIN_COLUMNS = 60  # of each line, where there are many
 MAX_METRICS = 4  # charts, two rows of the page
 OfRun = Callable[[RunRecord], Curve | None]
+Points = tuple[FloatArray, FloatArray]
 
 
 def run_charts(settings: Sequence[RunSetting]) -> dict[str, Chart]:
@@ -64,10 +65,12 @@ class _RunCharts:
             self._losses()
             | {name: self._metric(name) for name in self._metrics()}
             | {
-                "lr": self._steps("Learning rate", "", "lr", base=1),
+                "lr": self._chart("Learning rate", "", self._logged("lr"), base=1),
                 "scale": self._scale(),
-                "samples_per_s": self._steps("Throughput", "samples / s", "samples_per_s", from_zero=True),
-                "grad_norm": self._steps("Gradient norm", "", "grad_norm"),
+                "samples_per_s": self._chart(
+                    "Throughput", "samples / s", self._logged("samples_per_s"), from_zero=True
+                ),
+                "grad_norm": self._chart("Gradient norm", "", self._logged("grad_norm")),
             }
         )
 
@@ -75,7 +78,7 @@ class _RunCharts:
         """One chart of a single run, with its held-out loss; two of several runs."""
         bad = sum(run.recording.steps["loss"].num_not_finite for run in self._runs)
         note = f"{bad:,} logged values were not finite and are not shown." if bad else ""
-        training = self._lines(_logged("loss"))
+        training = self._logged("loss")
         held_out = self._lines(lambda run: run.recording.evaluations.get("loss"))
         if not self._alone:
             charts = {
@@ -115,19 +118,14 @@ class _RunCharts:
         title, unit = f"{title[:1].upper()}{title[1:]}, held out", "%" if in_percent else ""
         return self._chart(title, unit, lines, base=1, note=note)
 
-    def _steps(
-        self, title: str, unit: str, field: str, base: int | None = None, from_zero: bool = False
-    ) -> Chart:
-        return self._chart(title, unit, self._lines(_logged(field)), base, from_zero)
-
     def _scale(self) -> Chart:
         """The loss scale in powers of two, and the steps that were skipped on overflow."""
         scales, skips = [], []
         for setting in self._settings:
             for run, name in zip(setting.runs, setting.names, strict=True):
-                shown = "loss scale" if self._alone else name
-                scales.append(self._line(shown, setting, run.recording.steps["scale"], "steps"))
-                skips.append(self._line("skipped steps", setting, run.recording.skips, "cross"))
+                shown, scale = "loss scale" if self._alone else name, run.recording.steps["scale"]
+                scales.append(self._line(shown, setting, self._points(scale), "steps"))
+                skips.append(self._line("skipped steps", setting, self._points(run.recording.skips), "cross"))
         positive = [replace(line, x=line.x[line.y > 0], y=line.y[line.y > 0]) for line in [*scales, *skips]]
         skipped = sum(run.recording.of(OverflowEvent).count for run in self._runs)
         were = "step was" if skipped == 1 else "steps were"
@@ -155,23 +153,23 @@ class _RunCharts:
         for setting in self._settings:
             named = zip(setting.names, setting.runs, strict=True)
             curves = [(name, curve) for name, run in named if (curve := of(run)) and curve.num_points]
-            together = len(curves) > 1
-            for name, curve in curves:
-                behind = together or curve.is_thinned
-                line = self._line(name, setting, curve, "faint" if behind else "line")
-                (faint if behind else bold).append(line)
-            if together or (curves and curves[0][1].is_thinned):
-                name = f"{setting.label}, mean" if together else setting.label
-                x, y = mean_of([curve for _, curve in curves])
-                bold.append(Line(name, setting.color, x, y, "mean", setting=self._place(setting)))
+            if len(curves) == 1 and not curves[0][1].is_thinned:
+                bold += [self._line(name, setting, self._points(curve), "line") for name, curve in curves]
+            elif curves:
+                faint += [self._line(name, setting, self._points(curve), "faint") for name, curve in curves]
+                name = f"{setting.label}, mean" if len(curves) > 1 else setting.label
+                bold.append(self._line(name, setting, mean_of([curve for _, curve in curves]), "mean"))
         return [*faint, *bold]
 
-    def _line(self, name: str, setting: RunSetting, curve: Curve, style: str) -> Line:
-        x, y = curve.points(self._columns)
-        return Line(name, setting.color, x, y, style, setting=self._place(setting))
+    def _logged(self, field: str) -> list[Line]:
+        return self._lines(lambda run: run.recording.steps[field])
 
-    def _place(self, setting: RunSetting) -> int | None:
-        return setting.place if self._can_choose else None
+    def _points(self, curve: Curve) -> Points:
+        return curve.points(self._columns)
+
+    def _line(self, name: str, setting: RunSetting, points: Points, style: str) -> Line:
+        place = setting.place if self._can_choose else None
+        return Line(name, setting.color, *points, style, setting=place)
 
 
 def mean_of(curves: Sequence[Curve]) -> tuple[FloatArray, FloatArray]:
@@ -185,10 +183,6 @@ def mean_of(curves: Sequence[Curve]) -> tuple[FloatArray, FloatArray]:
     x = np.unique(np.concatenate([x for x, _ in points]))
     x = x[(x >= max(p[0] for p, _ in points)) & (x <= min(p[-1] for p, _ in points))]
     return x, np.mean([np.interp(x, px, py) for px, py in points], axis=0)
-
-
-def _logged(field: str) -> OfRun:
-    return lambda run: run.recording.steps[field]
 
 
 def _evaluated(name: str) -> OfRun:

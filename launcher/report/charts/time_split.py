@@ -8,6 +8,7 @@ from launcher.report.charts.chart import stacked, steps_axis
 from launcher.report.charts.svg import markup
 from launcher.report.html import paragraph, table
 from launcher.report.run_record import RunRecord
+from launcher.telemetry.formatting import percent
 from launcher.telemetry.step_time import PARTS, TITLES
 
 
@@ -16,16 +17,11 @@ def time_split(run: RunRecord) -> str:
     shares = run.recording.time_shares
     if shares is None:
         return ""
+    times_ms = {TITLES[part]: shares.parts_ms[part] for part in PARTS} | {"everything else": shares.other_ms}
     rows = [
-        {
-            "part": TITLES[part],
-            "ms per step": f"{shares.parts_ms[part]:.2f}",
-            "share": f"{shares.share(part):.1%}".replace("%", " %"),
-        }
-        for part in PARTS
+        {"part": title, "ms per step": f"{ms:.2f}", "share": percent(ms / shares.step_ms, 1)}
+        for title, ms in times_ms.items()
     ]
-    other = f"{shares.other_ms / shares.step_ms:.1%}".replace("%", " %")
-    rows.append({"part": "everything else", "ms per step": f"{shares.other_ms:.2f}", "share": other})
     rows.append({"part": "whole step", "ms per step": f"{shares.step_ms:.2f}", "share": ""})
     return paragraph(shares.verdict) + _areas(run) + table("Time of a step by part", rows)
 

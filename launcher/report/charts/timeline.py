@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
 from launcher.report.charts.chart import Axis, Chart, Line
 from launcher.report.charts.svg import markup
-from launcher.report.curve import Curve, FloatArray
+from launcher.report.curve import FloatArray
 from launcher.report.html import table
 from launcher.report.run_record import RunRecord
-from launcher.telemetry.events import (
-    EndEvent,
-    EvalEvent,
-    Event,
-    RestartEvent,
-    StragglerEvent,
-    WarningEvent,
-)
+from launcher.telemetry import events
 from launcher.telemetry.formatting import duration
 
 UNITS = (
@@ -30,6 +22,14 @@ UNITS = (
 )
 LONGEST_S = 1e9  # of a run; a longer one has damaged times
 MAX_FAULTS = 50  # rows of the table
+DOTS: tuple[tuple[str, type[events.Event], int], ...] = (  # lane, what it has, colour
+    ("evaluation", events.EvalEvent, 2),
+    ("checkpoint", events.CheckpointEvent, 5),
+    ("skipped", events.OverflowEvent, 1),
+    ("warning", events.WarningEvent, 4),
+    ("straggler", events.StragglerEvent, 3),
+    ("restart", events.RestartEvent, 6),
+)
 
 
 def timeline(run: RunRecord) -> str:
@@ -44,17 +44,13 @@ def timeline(run: RunRecord) -> str:
     unit, size = next((name, size) for least, name, size in UNITS if length >= least)
     ran = np.array([(a.began, a.ended) for a in attempts]).reshape(-1)
     steps = np.array([(a.first_step, a.last_step) for a in attempts], float).reshape(-1)
+    failed = np.array([(end.time, end.step) for end in _ends(run)], float).reshape(-1, 2)
     rows: list[tuple[str, FloatArray, FloatArray, int, str]] = [("running", ran, steps, 0, "lane")]
     rows += [
         (name, *points, color, "dots")
         for name, points, color in (
-            ("evaluation", _times(run.recording.of(EvalEvent).all()), 2),
-            ("checkpoint", run.recording.checkpoint_times.points(200), 5),
-            ("skipped", run.recording.skip_times.points(200), 1),
-            ("warning", _times(run.recording.of(WarningEvent).all()), 4),
-            ("straggler", _times(run.recording.of(StragglerEvent).all()), 3),
-            ("restart", _times(run.recording.of(RestartEvent).all()), 6),
-            ("failed", _times(_ends(run)), 1),
+            *((name, run.recording.of(kind).times.points(200), color) for name, kind, color in DOTS),
+            ("failed", (failed[:, 0], failed[:, 1]), 1),
         )
         if points[0].size
     ]
@@ -78,29 +74,20 @@ def timeline(run: RunRecord) -> str:
 
 def _faults(run: RunRecord, began: float) -> str:
     """Restarts and the end of a run that was not undisturbed, each with its reason."""
-    events: list[RestartEvent | EndEvent] = [*run.recording.of(RestartEvent).all(), *_ends(run)]
+    restarts = run.recording.of(events.RestartEvent).all()
+    faults: list[tuple[events.Event, str]] = [
+        *((each, f"resumed from {each.path} (attempt {each.attempt})") for each in restarts),
+        *((end, f"{end.state}: {end.error or ''}") for end in _ends(run)),
+    ]
     rows = [
-        {"after": duration(event.time - began), "step": f"{event.step:,}", "what": _what(event)}
-        for event in events
+        {"after": duration(event.time - began), "step": f"{event.step:,}", "what": what}
+        for event, what in faults
         if math.isfinite(event.time)
     ]
     return table("Restarts and failures", rows[:MAX_FAULTS], texts=("what",))
 
 
-def _what(event: RestartEvent | EndEvent) -> str:
-    if isinstance(event, RestartEvent):
-        return f"resumed from {event.path} (attempt {event.attempt})"
-    return f"{event.state}: {event.error or ''}"
-
-
-def _ends(run: RunRecord) -> list[EndEvent]:
-    return [event for event in run.recording.of(EndEvent).all() if event.state != "done"]
-
-
-def _times(events: Sequence[Event]) -> tuple[FloatArray, FloatArray]:
-    """The times and the steps of these events."""
-    curve = Curve()
-    for event in events:
-        if math.isfinite(event.time):
-            curve.add_point(event.time, float(event.step))
-    return curve.points(200)
+def _ends(run: RunRecord) -> list[events.EndEvent]:
+    """The ends of processes that were not done."""
+    ends = run.recording.of(events.EndEvent).all()
+    return [end for end in ends if end.state != "done" and math.isfinite(end.time)]

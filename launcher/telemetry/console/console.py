@@ -63,7 +63,7 @@ class Console(Sink):
                 self._started, self._plan = True, event
                 self._print(f"directory {self._run_dir}")  # `watch` and `report` take it while the run trains
                 if self._bars is not None:
-                    self._bars.start(event)
+                    self._bars.plan = event
             case events.StepEvent():
                 self._times.add(event)
                 self._step(event)

@@ -34,14 +34,11 @@ class Bars:
     def __init__(self, err: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._err = err
         self._pace = Pace(clock)
-        self._plan = StartEvent(0)
+        self.plan = StartEvent(0)
         self._bar: Any = None
         self._epoch = -1
         self._step = 0
         self._latest: StepEvent | None = None
-
-    def start(self, event: StartEvent) -> None:
-        self._plan = event
 
     def show(self, event: StepEvent) -> None:
         self._latest = event
@@ -50,16 +47,13 @@ class Bars:
     def advance(self, epoch: int, step: int) -> None:
         bar = self._bar_of(epoch)
         self._step = step
-        bar.update(step - epoch * (self._plan.steps_per_epoch or 0) - bar.n)
+        bar.update(step - epoch * (self.plan.steps_per_epoch or 0) - bar.n)
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        if self._bar is None:
-            yield
-            return
-        self._bar.clear()
-        yield
-        self._bar.refresh()
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the bar is not shown."""
+        from tqdm import tqdm
+
+        return tqdm.external_write_mode(file=self._err)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -68,7 +62,7 @@ class Bars:
 
     def text(self) -> str:
         """The current line, for the current width of the terminal."""
-        per_epoch, total, epochs = self._plan.steps_per_epoch, self._plan.total_steps, self._plan.epochs
+        per_epoch, total, epochs = self.plan.steps_per_epoch, self.plan.total_steps, self.plan.epochs
         moment = Moment(
             epoch=f"{self._epoch + 1}" + (f"/{epochs}" if epochs else ""),
             step=self._step,
@@ -87,7 +81,7 @@ class Bars:
         if self._bar is None or epoch != self._epoch:
             self.close()
             self._epoch = epoch
-            self._bar = bar_of(self, self._err, self._plan.steps_per_epoch)
+            self._bar = bar_of(self, self._err, self.plan.steps_per_epoch)
         return self._bar
 
 

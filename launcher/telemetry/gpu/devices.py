@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 MAX_SLICES = 8  # MIG slices of one GPU: at most 7 today
@@ -30,18 +30,11 @@ class Gpu:
     index: int  # NVML's, as nvidia-smi shows it
     uuid: str
     handle: object
-    ranks: tuple[Rank, ...]
-    is_sliced: bool  # used through MIG: other slices' processes are none of the run's business
+    ranks: tuple[Rank, ...] = ()
+    is_sliced: bool = False  # used through MIG: other slices' processes are none of the run's business
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A name by which CUDA knows a GPU or a slice of it."""
-
-    uuid: str
-    index: int
-    handle: object  # of the whole GPU
-    gpu_uuid: str
+Named = tuple[str, Gpu]  # the UUID by which CUDA knows a GPU or a slice of it, and the whole GPU
 
 
 def gpus_of(nvml: ModuleType, ranks: Sequence[Rank], environ: Mapping[str, str]) -> list[Gpu]:
@@ -52,27 +45,27 @@ def gpus_of(nvml: ModuleType, ranks: Sequence[Rank], environ: Mapping[str, str])
     """
     entries = list(_entries(nvml))
     if all(rank.gpu is None for rank in ranks):
-        return _grouped((entry, None) for entry in visible(entries, environ.get("CUDA_VISIBLE_DEVICES")))
-    by_uuid = {_bare(entry.uuid): entry for entry in entries}
+        return _grouped((gpu, ()) for gpu in visible(entries, environ.get("CUDA_VISIBLE_DEVICES")))
+    by_uuid = {_bare(uuid): gpu for uuid, gpu in entries}
     found = ((by_uuid.get(_bare(rank.gpu)), rank) for rank in ranks if rank.gpu is not None)
-    return _grouped((entry, rank) for entry, rank in found if entry is not None)
+    return _grouped((gpu, (rank,)) for gpu, rank in found if gpu is not None)
 
 
-def visible(entries: Sequence[_Entry], variable: str | None) -> list[_Entry]:
+def visible(entries: Sequence[Named], variable: str | None) -> list[Gpu]:
     """What a value of CUDA_VISIBLE_DEVICES shows: numbers, UUIDs or beginnings of UUIDs, GPUs or slices.
 
     As in CUDA, an entry that names nothing ends the list. Numbers are NVML's: CUDA's own under
     CUDA_DEVICE_ORDER=PCI_BUS_ID, and wherever all GPUs are equal.
     """
-    whole = [entry for entry in entries if entry.uuid == entry.gpu_uuid]
+    whole = [gpu for _, gpu in entries if not gpu.is_sliced]
     if variable is None:
         return whole
     shown = []
     for word in map(str.strip, variable.split(",")):
         if word.isdecimal():
-            named = [entry for entry in whole if entry.index == int(word)]
+            named = [gpu for gpu in whole if gpu.index == int(word)]
         elif word.startswith(("GPU-", "MIG-")):
-            named = [entry for entry in entries if entry.uuid.lower().startswith(word.lower())]
+            named = [gpu for uuid, gpu in entries if uuid.lower().startswith(word.lower())]
         else:
             break
         if len(named) != 1:
@@ -85,38 +78,31 @@ def _bare(uuid: str) -> str:
     return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
 
 
-def _grouped(found: Iterable[tuple[_Entry, Rank | None]]) -> list[Gpu]:
+def _grouped(found: Iterable[tuple[Gpu, tuple[Rank, ...]]]) -> list[Gpu]:
     """One `Gpu` for each physical GPU, in the order in which they are first named."""
-    groups: dict[str, list[tuple[_Entry, Rank | None]]] = {}
-    for entry, rank in found:
-        groups.setdefault(entry.gpu_uuid, []).append((entry, rank))
-    return [
-        Gpu(
-            index=members[0][0].index,
-            uuid=uuid,
-            handle=members[0][0].handle,
-            ranks=tuple(rank for _, rank in members if rank is not None),
-            is_sliced=any(entry.uuid != uuid for entry, _ in members),
-        )
-        for uuid, members in groups.items()
-    ]
+    groups: dict[str, Gpu] = {}
+    for gpu, ranks in found:
+        before = groups.get(gpu.uuid, gpu)
+        is_sliced = before.is_sliced or gpu.is_sliced
+        groups[gpu.uuid] = replace(before, ranks=(*before.ranks, *ranks), is_sliced=is_sliced)
+    return list(groups.values())
 
 
-def _entries(nvml: ModuleType) -> Iterator[_Entry]:
+def _entries(nvml: ModuleType) -> Iterator[Named]:
     """Every GPU of the node, and every slice. One that does not answer is left out."""
     for index in range(nvml.nvmlDeviceGetCount()):
         with contextlib.suppress(nvml.NVMLError):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid = nvml.nvmlDeviceGetUUID(handle)
-            yield _Entry(uuid, index, handle, uuid)
-            yield from _slices(nvml, index, handle, uuid)
+            gpu = Gpu(index, nvml.nvmlDeviceGetUUID(handle), handle)
+            yield gpu.uuid, gpu
+            yield from _slices(nvml, replace(gpu, is_sliced=True))
 
 
-def _slices(nvml: ModuleType, index: int, handle: object, uuid: str) -> Iterator[_Entry]:
+def _slices(nvml: ModuleType, gpu: Gpu) -> Iterator[Named]:
     with contextlib.suppress(nvml.NVMLError, AttributeError):  # most GPUs know no MIG, nor do old libraries
-        if not nvml.nvmlDeviceGetMigMode(handle)[0]:
+        if not nvml.nvmlDeviceGetMigMode(gpu.handle)[0]:
             return
         for number in range(MAX_SLICES):
             with contextlib.suppress(nvml.NVMLError_NotFound):
-                part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-                yield _Entry(nvml.nvmlDeviceGetUUID(part), index, handle, uuid)
+                part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, number)
+                yield nvml.nvmlDeviceGetUUID(part), gpu

@@ -1,22 +1,40 @@
 """What NVML can be asked about one GPU: values of the moment, and counters since the driver was loaded.
 
-Owns the tables of NVML's calls, with names and units. Each call may be unsupported, by the GPU or by this
-version of NVML: its value is then absent, and it is not made again. Raises `GpuLostError` for a GPU that no
-longer answers.
+Owns the tables of NVML's calls, with names, units, and what several readings come to. Each call may be
+unsupported, by the GPU or by this version of NVML: its value is then absent, and it is not made again. Raises
+`GpuLostError` for a GPU that no longer answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
 Values = dict[str, float]
+Timed = Sequence[tuple[float, float]]  # readings of one quantity, each with the seconds for which it stands
 ALL_LINKS = 0xFFFFFFFF  # NVML's scope for the sum over all NVLinks of a GPU
 NOT_HERE = ("NVMLError_NotSupported", "NVMLError_FunctionNotFound", "NVMLError_NoPermission")
 GONE = ("NVMLError_GpuIsLost", "NVMLError_ResetRequired")
+
+
+def integral(timed: Timed) -> float:
+    return sum(value * seconds for value, seconds in timed)
+
+
+def mean(timed: Timed) -> float:
+    weight = sum(seconds for _, seconds in timed)
+    return integral(timed) / weight if weight else timed[0][0]
+
+
+def largest(timed: Timed) -> float:
+    return max(value for value, _ in timed)
+
+
+def last(timed: Timed) -> float:
+    return timed[-1][0]
 
 
 @dataclass(frozen=True)
@@ -26,15 +44,16 @@ class Call:
     function: str
     constants: tuple[str, ...] = ()
     value: Callable[[Any], Any] = lambda answer: answer  # in the unit of the name
+    over: Callable[[Timed], float] = last  # of the readings in a window
 
 
 MOMENTARY = {
-    "utilisation_percent": Call("UtilizationRates", value=attrgetter("gpu")),
-    "memory_bytes": Call("MemoryInfo", value=attrgetter("used")),
-    "power_w": Call("PowerUsage", value=lambda mw: mw / 1e3),
-    "temperature_c": Call("Temperature", ("TEMPERATURE_GPU",)),
-    "sm_clock_mhz": Call("ClockInfo", ("CLOCK_SM",)),
-    "memory_clock_mhz": Call("ClockInfo", ("CLOCK_MEM",)),
+    "utilisation_percent": Call("UtilizationRates", value=attrgetter("gpu"), over=mean),
+    "memory_bytes": Call("MemoryInfo", value=attrgetter("used"), over=largest),
+    "power_w": Call("PowerUsage", value=lambda mw: mw / 1e3, over=mean),
+    "temperature_c": Call("Temperature", ("TEMPERATURE_GPU",), over=largest),
+    "sm_clock_mhz": Call("ClockInfo", ("CLOCK_SM",), over=mean),
+    "memory_clock_mhz": Call("ClockInfo", ("CLOCK_MEM",), over=mean),
     "pcie_gen": Call("CurrPcieLinkGeneration"),
     "pcie_width": Call("CurrPcieLinkWidth"),
     "reasons": Call("CurrentClocksEventReasons"),
@@ -48,7 +67,7 @@ COUNTERS = {
     "ecc_errors": Call("TotalEccErrors", ("MEMORY_ERROR_TYPE_UNCORRECTED", "VOLATILE_ECC")),
     "remapped_rows": Call("RemappedRows", value=lambda rows: sum(rows[:2])),  # corrected, uncorrected
 }
-RATES = {  # NVML gives KB per second
+RATES = {  # for GPUs without byte counters; NVML takes 20 ms for each, and gives KB per second
     "pcie_tx_bytes_per_s": Call("PcieThroughput", ("PCIE_UTIL_TX_BYTES",), lambda kb: kb * 1e3),
     "pcie_rx_bytes_per_s": Call("PcieThroughput", ("PCIE_UTIL_RX_BYTES",), lambda kb: kb * 1e3),
 }
@@ -96,31 +115,28 @@ class Reader:
             for name, number in numbers.items()
             if number is not None
         }
-        self.limits = self._read(LIMITS)
+        self.limits = self.read(LIMITS)
 
     def momentary(self) -> Values:
         """The values of `MOMENTARY`."""
-        return self._read(MOMENTARY)
+        return self.read(MOMENTARY)
 
     def counters(self) -> Values:
         """The values of `COUNTERS` and `FIELDS`."""
-        return self._read(COUNTERS) | self._field_values()
+        return self.read(COUNTERS) | self._field_values()
 
     @property
     def tells_power(self) -> bool:
         """Whether the GPU supports it, be it that it does not answer now."""
         return not {MOMENTARY["power_w"], COUNTERS["energy_j"]} <= self._unsupported
 
-    def rates(self) -> Values:
-        """The values of `RATES`, for GPUs without byte counters; each takes NVML 20 ms."""
-        return self._read(RATES)
-
     def processes(self) -> list[int] | None:
         """The ids of the processes that compute on the GPU; None if NVML does not say."""
         found = self._ask(PROCESSES)
         return None if found is None else [process.pid for process in found]
 
-    def _read(self, calls: Mapping[str, Call]) -> dict[str, Any]:
+    def read(self, calls: Mapping[str, Call]) -> Values:
+        """The values of one of the tables."""
         answers = {name: self._ask(call) for name, call in calls.items()}
         return {name: calls[name].value(answer) for name, answer in answers.items() if answer is not None}
 

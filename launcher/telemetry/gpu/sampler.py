@@ -24,7 +24,7 @@ from launcher.telemetry.event_log import EventLog, recorded
 from launcher.telemetry.events import Event, GpuEvent, GpuNumbers, StepEvent, WarningEvent
 from launcher.telemetry.gpu.conditions import Conditions, name, other_processes
 from launcher.telemetry.gpu.devices import Gpu, Rank, gpus_of
-from launcher.telemetry.gpu.readings import GpuLostError, Reader
+from launcher.telemetry.gpu.readings import RATES, GpuLostError, Reader
 from launcher.telemetry.gpu.window import Window
 from launcher.telemetry.stream import Record, Sink, Telemetry
 
@@ -66,7 +66,7 @@ class _Lane:
     def close(self) -> GpuNumbers:
         """The numbers of the window, which ends here; the next one begins."""
         counters = self.reader.counters()
-        rates = {} if "pcie_tx_bytes" in counters else self.reader.rates()
+        rates = {} if "pcie_tx_bytes" in counters else self.reader.read(RATES)
         now_s = time.monotonic()
         self._window.add(self.reader.momentary(), now_s)
         numbers = self._window.closed(counters, rates, now_s, self.reader.tells_power)
@@ -169,27 +169,20 @@ class GpuSampler(Sink):
 
     def _close(self, lanes: list[_Lane], began_s: float) -> tuple[float, list[_Lane]]:
         """End the window at the latest mark: emit it and begin the next one."""
-        step, samples = self._take_marks()
-        now_s = time.monotonic()
-        self._due_s = now_s + self._window_s
-        seconds = now_s - began_s
-        found = [
-            (lane, numbers) for lane in lanes if (numbers := self._asked(lane.gpu, lane.close)) is not None
-        ]
-        if found:
-            self._emit(step, samples, seconds, [(lane.gpu, numbers) for lane, numbers in found])
-            limits = [(lane.gpu, numbers, lane.reader.limits) for lane, numbers in found]
-            self._conditions.after(limits, seconds)
-        return now_s, [lane for lane, _ in found]
-
-    def _take_marks(self) -> tuple[int, float]:
         step, samples = 0, 0.0
         for _ in range(len(self._marks)):  # more may be appended meanwhile
             step, more = self._marks.popleft()
             samples += more
-        return step, samples
+        now_s = time.monotonic()
+        self._due_s = now_s + self._window_s
+        seconds = now_s - began_s
+        found = [(lane, numbers) for lane in lanes if (numbers := self._asked(lane.gpu, lane.close))]
+        if found:
+            self._emit(step, samples, seconds, found)
+            self._conditions.after([(lane.gpu, each, lane.reader.limits) for lane, each in found], seconds)
+        return now_s, [lane for lane, _ in found]
 
-    def _emit(self, step: int, samples: float, seconds: float, found: list[tuple[Gpu, GpuNumbers]]) -> None:
+    def _emit(self, step: int, samples: float, seconds: float, found: list[tuple[_Lane, GpuNumbers]]) -> None:
         total: dict[str, Any] = {"seconds": seconds}
         for key, over_gpus in OVER_GPUS.items():
             if values := [value for _, numbers in found if (value := getattr(numbers, key)) is not None]:
@@ -197,14 +190,12 @@ class GpuSampler(Sink):
         if "energy_j" in total:
             self._energy_j = (self._energy_j or 0.0) + total["energy_j"]
             total["run_energy_j"] = self._before_j + self._energy_j
-            if own_samples := samples * self._share([gpu for gpu, _ in found]):
+            # The share of the ranks that these GPUs serve; all, if the ranks use no GPU.
+            share = sum(len(lane.gpu.ranks) for lane, _ in found) / len(self._ranks) or 1.0
+            if own_samples := samples * share:
                 total["joules_per_sample"] = total["energy_j"] / own_samples
         self.incomplete |= "incomplete" in total
         self._telemetry.emit(GpuEvent(step, **total, gpus=[numbers for _, numbers in found]))
-
-    def _share(self, gpus: list[Gpu]) -> float:
-        """The share of the ranks that these GPUs serve; all, if the ranks use no GPU."""
-        return sum(len(gpu.ranks) for gpu in gpus) / len(self._ranks) or 1.0
 
 
 @contextlib.contextmanager

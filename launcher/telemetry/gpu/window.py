@@ -5,46 +5,14 @@ Pure. Means are weighted by the time for which a reading stands: since the one b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from launcher.telemetry.events import GpuNumbers
-from launcher.telemetry.gpu.readings import REASONS, Values
-
-Timed = Sequence[tuple[float, float]]  # readings of one quantity, each with the seconds for which it stands
+from launcher.telemetry.gpu.readings import MOMENTARY, REASONS, Timed, Values, integral
 
 LINKS = ("pcie_tx_bytes", "pcie_rx_bytes", "nvlink_tx_bytes", "nvlink_rx_bytes")
 COMPLETE = 0.95  # of a window in which the power was told; the rest may be the time that NVML takes to answer
 SINCE_DRIVER = ("ecc_errors", "remapped_rows")
-
-
-def _integral(timed: Timed) -> float:
-    return sum(value * seconds for value, seconds in timed)
-
-
-def _mean(timed: Timed) -> float:
-    weight = sum(seconds for _, seconds in timed)
-    return _integral(timed) / weight if weight else timed[0][0]
-
-
-def _largest(timed: Timed) -> float:
-    return max(value for value, _ in timed)
-
-
-def _last(timed: Timed) -> float:
-    return timed[-1][0]
-
-
-OVER_TIME: dict[str, Callable[[Timed], float]] = {
-    "utilisation_percent": _mean,
-    "power_w": _mean,
-    "sm_clock_mhz": _mean,
-    "memory_clock_mhz": _mean,
-    "memory_bytes": _largest,
-    "temperature_c": _largest,
-    "pcie_gen": _last,
-    "pcie_width": _last,
-}
 
 
 class Window:
@@ -67,15 +35,17 @@ class Window:
         seconds = now_s - self._began_s
         moved = self._moved(counters)
         numbers: dict[str, Any] = dict(rates)
-        numbers |= {key: of(timed) for key, of in OVER_TIME.items() if (timed := self._timed(key))}
+        timed = {key: [(r[key], s) for r, s in self._readings if key in r] for key in MOMENTARY}
+        flags = timed.pop("reasons")
+        numbers |= {key: MOMENTARY[key].over(readings) for key, readings in timed.items() if readings}
         numbers |= {key: counters[key] for key in SINCE_DRIVER if key in counters}
-        power = self._timed("power_w")
+        power = timed["power_w"]
         if "energy_j" in moved or power:
-            numbers["energy_j"] = moved.get("energy_j", _integral(power))
+            numbers["energy_j"] = moved.get("energy_j", integral(power))
         told_s = sum(s for _, s in power)
         if tells_power and told_s < COMPLETE * seconds and ("energy_j" not in moved or told_s):
             numbers["incomplete"] = True
-        if throttled_s := self._throttled_s(moved):
+        if throttled_s := _throttled_s(moved, flags):
             numbers["throttled_s"] = throttled_s
         if seconds > 0:
             numbers |= {f"{key}_per_s": moved[key] / seconds for key in LINKS if key in moved}
@@ -86,16 +56,13 @@ class Window:
         moved = {key: value - self._counters[key] for key, value in counters.items() if key in self._counters}
         return {key: value for key, value in moved.items() if value >= 0}
 
-    def _throttled_s(self, moved: Values) -> Values:
-        """Seconds by reason: by NVML's counter, or where it has none, by the flag of each reading."""
-        flags = self._timed("reasons")
-        found: Values = {}
-        for reason, bit in REASONS.items():
-            if (key := f"throttled_{reason}_s") in moved:
-                found[reason] = moved[key]
-            elif flags:
-                found[reason] = sum(seconds for flag, seconds in flags if int(flag) & bit)
-        return found
 
-    def _timed(self, key: str) -> Timed:
-        return [(reading[key], seconds) for reading, seconds in self._readings if key in reading]
+def _throttled_s(moved: Values, flags: Timed) -> Values:
+    """Seconds by reason: by NVML's counter, or where it has none, by the flag of each reading."""
+    found: Values = {}
+    for reason, bit in REASONS.items():
+        if (key := f"throttled_{reason}_s") in moved:
+            found[reason] = moved[key]
+        elif flags:
+            found[reason] = sum(seconds for flag, seconds in flags if int(flag) & bit)
+    return found

@@ -59,12 +59,7 @@ class Delivery:
     `LIMIT` periodic events each `every`-th of its kind is kept.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        run_id: str,
-        after: Callable[[float], Iterable[Record]] = lambda time_s: (),
-    ) -> None:
+    def __init__(self, path: Path, run_id: str, after: Callable[[float], Iterable[Record]]) -> None:
         self._path = path
         self._run_id = run_id
         before, until = _recorded(path)

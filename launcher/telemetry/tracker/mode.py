@@ -43,11 +43,8 @@ def decide(tracker: TrackerConfig, environ: Mapping[str, str], probe: Probe | No
     An explicit mode in the config takes precedence over WANDB_MODE. In every mode, a server that cannot be
     used means offline: tracking never stops a run.
     """
-    settled = (
-        _mode_of(environ)
-        if tracker.mode == "auto"
-        else Decision(tracker.mode, f"tracker.mode={tracker.mode}")
-    )
+    asked = Decision(tracker.mode, f"tracker.mode={tracker.mode}")
+    settled = _mode_of(environ) if tracker.mode == "auto" else asked
     if settled is not None and settled.mode != "online":
         return settled
     settings = _settings_file(environ)
@@ -89,10 +86,8 @@ def _ask(server: str, timeout_s: float) -> str | None:
         return None  # a server that refuses this page is reachable
     except TimeoutError:
         return f"did not answer within {timeout_s:g} s"
-    except urllib.error.URLError as error:
-        return f"cannot be reached: {error.reason}"
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return f"cannot be reached: {error}"
+        return f"cannot be reached: {getattr(error, 'reason', error)}"
 
 
 def _mode_of(environ: Mapping[str, str]) -> Decision | None:

@@ -32,11 +32,9 @@ def tracker(name: str) -> Callable[[type[Tracker]], type[Tracker]]:
 
 
 def make(name: str) -> Tracker:
-    """A new tracker other than wandb, which takes options. Raises ConfigError for an unknown name."""
+    """A new tracker of a known name, other than wandb, which takes options."""
     if name in _OWN:
         return _OWN[name]()
-    if name not in CLASSES:
-        raise ConfigError(_unknown(name))
     module = importlib.import_module(f"launcher.telemetry.tracker.{name}_tracker")
     made: Tracker = getattr(module, CLASSES[name])()
     return made
@@ -45,8 +43,12 @@ def make(name: str) -> Tracker:
 def refuse_unknown(config: TrackerConfig) -> None:
     """Raise ConfigError for a name that nothing registers. Call it once the recipe file is loaded."""
     for name in config.names:
-        if name not in TRACKERS and name not in _OWN:
-            raise ConfigError(_unknown(name))
+        known = (*TRACKERS, *_OWN)
+        if name not in known:
+            raise ConfigError(
+                f"tracker.name={name}: must be one of {', '.join(known)}, or one that the recipe file "
+                f'registers with @tracker("{name}").{suggestion(nearest(name, known))}'
+            )
 
 
 def refuse_missing(config: TrackerConfig) -> None:
@@ -59,11 +61,3 @@ def refuse_missing(config: TrackerConfig) -> None:
                 f"tracker.name={name}: needs the package {name}, which is not installed. "
                 f"Install it with: {install_line(name)}"
             )
-
-
-def _unknown(name: str) -> str:
-    known = (*TRACKERS, *_OWN)
-    return (
-        f"tracker.name={name}: must be one of {', '.join(known)}, or one that the recipe file "
-        f'registers with @tracker("{name}").{suggestion(nearest(name, known))}'
-    )

@@ -17,7 +17,7 @@ from launcher.config.schema import DataConfig, ModelConfig
 from launcher.config.user_code import place_of
 from launcher.errors import described
 from launcher.run_dir.atomic import all_encodable
-from launcher.telemetry.events import PERIODIC, Event, record_of
+from launcher.telemetry.events import PERIODIC, EndEvent, Event, record_of
 from launcher.telemetry.stream import Record, Sink, SinkError
 from launcher.telemetry.tracker.delivery import Delivery
 from launcher.telemetry.tracker.protocol import DirectedTracker, ServiceTracker, TrackedRun, Tracker
@@ -55,10 +55,10 @@ class TrackerSink(Sink):
         run: TrackedRun,
         warn: Callable[[str], None],
         patience: TrackerTimeouts | None = None,
-        queue_rows: int = QUEUE_ROWS,
         facts: Callable[[], Mapping[str, object]] = dict,
         delivery: Delivery | None = None,
         report: Callable[[str], None] = log.info,
+        queue_rows: int = QUEUE_ROWS,
     ) -> None:
         self.name = name
         self._make = make
@@ -85,9 +85,8 @@ class TrackerSink(Sink):
         """Returns at once. Raises an earlier error of the tracker."""
         record = record_of(event)
         self._raise_failure()
-        if record["event"] == "end":
-            done = record.get("state", "done") == "done"
-            self._exit_code = record.get("exit") or (0 if done else 1)
+        if isinstance(event, EndEvent):
+            self._exit_code = event.exit or int(event.state != "done")
         with self._arrived:
             self._waiting.append(record if record["event"] in PERIODIC else all_encodable(record))
             if record["event"] == "start":

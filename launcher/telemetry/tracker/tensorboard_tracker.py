@@ -6,16 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launcher.telemetry.formatting import markdown_row
-from launcher.telemetry.tracker.protocol import (
-    ConfusionMatrix,
-    Histogram,
-    Media,
-    Picture,
-    Table,
-    Text,
-    TrackedRun,
-)
+import launcher.telemetry.tracker.protocol as protocol
+from launcher.telemetry.formatting import markdown_table
 
 FLUSH_S = 5  # until TensorBoard sees what was logged
 
@@ -26,14 +18,14 @@ class TensorboardTracker:
     def __init__(self) -> None:
         self._writer: Any = None  # a SummaryWriter; its annotations lack file_writer
 
-    def start(self, run: TrackedRun) -> None:
+    def start(self, run: protocol.TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(run.directory, flush_secs=FLUSH_S)
-        self.media(0, "config", Text(json.dumps(run.config, indent=2)))
+        self.media(0, "config", protocol.Text(json.dumps(run.config, indent=2)))
         for name in ("notes", "group"):
             if text := getattr(run, name):
-                self.media(0, name, Text(text))
+                self.media(0, name, protocol.Text(text))
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         """Numbers become scalars; strings are left to the tables of other trackers."""
@@ -41,22 +33,22 @@ class TensorboardTracker:
             if isinstance(value, int | float):
                 self._writer.add_scalar(name, value, step)
 
-    def media(self, step: int, name: str, item: Media) -> None:
+    def media(self, step: int, name: str, item: protocol.Media) -> None:
         match item:
-            case Text():
+            case protocol.Text():
                 self._write_text(step, name, f"```\n{item.content}\n```")
-            case Picture():
+            case protocol.Picture():
                 self._write_picture(step, name, item.path)
-            case Histogram():
+            case protocol.Histogram():
                 self._writer.add_histogram_raw(name, global_step=step, **_moments(item))
-            case Table():
+            case protocol.Table():
                 self._write_text(step, name, _markdown(item.columns, item.rows))
-            case ConfusionMatrix():
+            case protocol.ConfusionMatrix():
                 rows = [[name, *counts] for name, counts in zip(item.classes, item.counts, strict=True)]
                 self._write_text(step, name, _markdown(["true \\ predicted", *item.classes], rows))
 
     def finish(self, exit_code: int) -> None:
-        self.media(0, "exit_code", Text(str(exit_code)))
+        self.media(0, "exit_code", protocol.Text(str(exit_code)))
         self._writer.close()
 
     def _write_text(self, step: int, name: str, content: str) -> None:
@@ -73,7 +65,7 @@ class TensorboardTracker:
             self._writer.add_image(name, numpy.asarray(picture.convert("RGB")), step, dataformats="HWC")
 
 
-def _moments(item: Histogram) -> dict[str, object]:
+def _moments(item: protocol.Histogram) -> dict[str, object]:
     """The arguments of `add_histogram_raw`, as if each value lay in the middle of its bin."""
     middles = [(low + high) / 2 for low, high in zip(item.edges[:-1], item.edges[1:], strict=True)]
     pairs = list(zip(middles, item.counts, strict=True))
@@ -89,5 +81,4 @@ def _moments(item: Histogram) -> dict[str, object]:
 
 
 def _markdown(columns: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(markdown_row([str(cell) for cell in line]) for line in lines)
+    return "\n".join(markdown_table([*map(str, columns)], ([*map(str, row)] for row in rows)))

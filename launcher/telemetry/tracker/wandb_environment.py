@@ -8,7 +8,7 @@ servers and caches): see `wandb_tracker`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher.config.messages import nearest, suggestion
@@ -49,8 +49,12 @@ def with_environment(config: Config, overrides: Sequence[str], environ: Mapping[
         if environ.get(variable)
     }
     if any(environ.get(name) for name in MODES) and not _given("tracker.mode", overrides):
-        if "wandb" in config.tracker.names:
-            _refuse_unknown_mode(environ.get("WANDB_MODE", ""))
+        mode = environ.get("WANDB_MODE", "")
+        if "wandb" in config.tracker.names and mode not in ("", *MODE_NAMES):
+            raise ConfigError(
+                f"WANDB_MODE={mode} in the environment: must be one of {', '.join(MODE_NAMES)}."
+                f"{suggestion(nearest(mode, MODE_NAMES))}"
+            )
         changes["mode"] = "auto"  # decided by the variables
     return dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, **changes))
 
@@ -73,14 +77,6 @@ def hidden(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(name for name in READ_HERE if name not in kept)
 
 
-def _refuse_unknown_mode(mode: str) -> None:
-    if mode and mode not in MODE_NAMES:
-        raise ConfigError(
-            f"WANDB_MODE={mode} in the environment: must be one of {', '.join(MODE_NAMES)}."
-            f"{suggestion(nearest(mode, MODE_NAMES))}"
-        )
-
-
 def in_sweep(config: Config, job: str, number: int) -> Config:
     """Make a run name or id unique for each job of a sweep; wandb would merge jobs with the same id."""
     tracker = config.tracker
@@ -98,10 +94,10 @@ def taken_from(tracker: TrackerConfig, environ: Mapping[str, str]) -> str:
     """The values taken from the environment, as text; "" if none."""
     parts = []
     for key, variable in VARIABLES.items():
-        if environ.get(variable) and _begins_with(
-            getattr(tracker, key), _value(key, variable, environ[variable])
-        ):
-            parts.append(f"{key} {_shown(getattr(tracker, key))} from {variable}")
+        used = _text(getattr(tracker, key))
+        given = _text(_value(key, variable, environ[variable])) if environ.get(variable) else ""
+        if given and (used == given or used.startswith(f"{given}-")):  # in a sweep, with the job appended
+            parts.append(f"{key} {used} from {variable}")
     return ", ".join(parts)
 
 
@@ -123,10 +119,5 @@ def _value(key: str, variable: str, text: str) -> Any:
     return value
 
 
-def _begins_with(used: Any, value: Any) -> bool:
-    """Whether the value is used, unchanged or, in a sweep, with the job appended."""
-    return used == value or (isinstance(used, str) and used.startswith(f"{value}-"))
-
-
-def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else value
+def _text(value: str | tuple[str, ...] | None) -> str:
+    return value if isinstance(value, str) else ",".join(value or ())

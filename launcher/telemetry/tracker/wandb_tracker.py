@@ -20,21 +20,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import launcher.telemetry.tracker.protocol as protocol
 from launcher.errors import PRUNED, PreemptedError, described
 from launcher.process.ignoring import start_ignoring
 from launcher.process.signals import HEEDED
 from launcher.telemetry.event_log import FILE_NAME, recorded
 from launcher.telemetry.stream import Record
 from launcher.telemetry.tracker.mode import sync_command
-from launcher.telemetry.tracker.protocol import (
-    ConfusionMatrix,
-    Histogram,
-    Media,
-    Picture,
-    Table,
-    Text,
-    TrackedRun,
-)
 from launcher.telemetry.tracker.rows import GROUPS
 from launcher.telemetry.tracker.sink import TrackerError, TrackerTimeouts
 from launcher.telemetry.tracker.wandb_environment import hidden
@@ -77,7 +69,7 @@ class WandbTracker:
         self._run: Run | None = None
         self._directed: dict[str, bool] = {}
 
-    def start(self, run: TrackedRun) -> None:
+    def start(self, run: protocol.TrackedRun) -> None:
         self._directory = run.directory
         self._resources.enter_context(quiet_environment())
         with hooks_restored():
@@ -97,7 +89,7 @@ class WandbTracker:
     def log(self, step: int, values: Mapping[str, object]) -> None:
         self._live.log({"step": step, **values})
 
-    def media(self, step: int, name: str, item: Media) -> None:
+    def media(self, step: int, name: str, item: protocol.Media) -> None:
         self._live.log({"step": step, name: _shown(item, name)})
 
     def finish(self, exit_code: int) -> None:
@@ -127,7 +119,7 @@ class WandbTracker:
         self._resources.close()
 
     def abort(self) -> str:
-        kill_service()
+        _kill(_service_process())  # the interpreter's exit would wait for one that does not end
         return f"; later: {sync_command(self._directory)}"
 
     @property
@@ -135,7 +127,7 @@ class WandbTracker:
         assert self._run is not None, "start comes first"
         return self._run
 
-    def _started(self, run: TrackedRun) -> Run:
+    def _started(self, run: protocol.TrackedRun) -> Run:
         if self._options.online:
             try:
                 return _init(run, True, self._options)
@@ -148,7 +140,7 @@ class WandbTracker:
         return _init(run, False, self._options)
 
 
-def _init(run: TrackedRun, online: bool, options: WandbOptions) -> Run:
+def _init(run: protocol.TrackedRun, online: bool, options: WandbOptions) -> Run:
     """Start wandb, which writes to wandb/ in `run.directory`. Raises wandb's errors."""
     import wandb
 
@@ -170,25 +162,25 @@ def _init(run: TrackedRun, online: bool, options: WandbOptions) -> Run:
         )
 
 
-def _shown(item: Media, name: str) -> object:
+def _shown(item: protocol.Media, name: str) -> object:
     """The item as wandb's own kind."""
     import numpy
     import wandb
 
     match item:
-        case Text():
+        case protocol.Text():
             return wandb.Html(f"<pre>{html.escape(item.content)}</pre>")
-        case Picture():
+        case protocol.Picture():
             return wandb.Image(item.path)
-        case Histogram():
+        case protocol.Histogram():
             return wandb.Histogram(np_histogram=(numpy.asarray(item.counts), numpy.asarray(item.edges)))
-        case Table():
+        case protocol.Table():
             return wandb.Table(columns=list(item.columns), data=[list(row) for row in item.rows])
-        case ConfusionMatrix():
+        case protocol.ConfusionMatrix():
             return _confusion(item, name)
 
 
-def _confusion(item: ConfusionMatrix, name: str) -> object:
+def _confusion(item: protocol.ConfusionMatrix, name: str) -> object:
     """The chart of wandb.plot.confusion_matrix, from counts instead of one row per sample."""
     import wandb
 
@@ -331,11 +323,6 @@ def stop_service() -> None:
         wandb.teardown()
     except Exception:  # teardown fails if the service has died
         _kill(process)
-
-
-def kill_service() -> None:
-    """Kill a service that does not end: the interpreter's exit would wait for it."""
-    _kill(_service_process())
 
 
 def _service_process() -> subprocess.Popen[bytes] | None:
