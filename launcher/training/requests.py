@@ -124,14 +124,10 @@ def _restore_in_forks() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
 
     def restore() -> None:
-        _restore()
+        for number in (*HEEDED, *FATAL):
+            if isinstance(getattr(signal.getsignal(number), "__self__", None), Requests):
+                usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                signal.signal(number, signal.SIG_IGN if number in SAVING else usual)
         unblock()
 
     os.register_at_fork(before=block, after_in_child=restore, after_in_parent=unblock)
-
-
-def _restore() -> None:
-    for number in (*HEEDED, *FATAL):
-        if isinstance(getattr(signal.getsignal(number), "__self__", None), Requests):
-            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-            signal.signal(number, signal.SIG_IGN if number in SAVING else usual)
