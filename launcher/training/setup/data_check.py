@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -147,13 +147,12 @@ def batch_digest(fetched: Fetched | None) -> str:
 
 
 def refuse_other_data(by_rank: Sequence[dict[str, str]]) -> None:
-    """Raise DataError unless all fingerprints are equal; names the ranks that differ from the majority.
+    """Raise DataError unless all fingerprints are equal; names the ranks that differ from the others.
 
-    Without a majority, as with two ranks, it names those that differ from rank 0.
+    Of fingerprints that equally many ranks have, as with two ranks, that of the lowest rank is the usual one.
     """
-    votes = Counter(json.dumps(each, sort_keys=True) for each in by_rank)
-    text, most = votes.most_common(1)[0]
-    usual = json.loads(text) if 2 * most > len(by_rank) else by_rank[0]
+    texts = [json.dumps(each, sort_keys=True) for each in by_rank]
+    usual = by_rank[texts.index(statistics.mode(texts))]
     odd = [rank for rank, each in enumerate(by_rank) if each != usual]
     if not odd:
         return
