@@ -118,13 +118,12 @@ class DivergenceCheck:
     def _evidence(self, position: Position, report: StepReport) -> str:
         """The evidence of a step that ends the run: ranks, parameters, loss scale, and the inspection."""
         scales = ", ".join(f"{scale:g} from step {step}" for step, scale in self._scales)
-        lines = [
-            f"Gradient not finite on ranks {list(report.culprit_ranks)}, in parameters: "
-            + listed(report.culprit_parameters, MAX_NAMES),
-            f"Loss scale: {scales}",
-            self.inspector.explain(position, report.culprit_ranks, backward=not report.bad_losses),
-        ]
-        return "\n".join(lines)
+        names = listed(report.culprit_parameters, MAX_NAMES)
+        seen = self.inspector.explain(position, report.culprit_ranks, backward=not report.bad_losses)
+        return (
+            f"Gradient not finite on ranks {list(report.culprit_ranks)}, in parameters: {names}\n"
+            f"Loss scale: {scales}\n{seen}"
+        )
 
     def _evidence_of_last(self) -> str:
         """The evidence of the last step; empty if an earlier process of the run took that step."""
