@@ -117,15 +117,13 @@ def _written(run: Run, pictures: Mapping[str, bytes], step: int) -> dict[str, st
 def file_stems(names: Iterable[str]) -> dict[str, str]:
     """A part of a file name for each name, in any script, no two of them alike in any case."""
     found: dict[str, str] = {}
-    taken: set[str] = set()
     for name in names:
         text = encodable(unicodedata.normalize("NFC", name))
         stem = re.sub(r"[^\w-]+", "_", text).encode()[:MAX_STEM_BYTES].decode(errors="ignore")
         number, free = 1, stem
-        while free.casefold() in taken:
+        while free.casefold() in map(str.casefold, found.values()):
             number += 1
             free = f"{stem}_{number}"
-        taken.add(free.casefold())
         found[name] = free
     return found
 
