@@ -139,14 +139,20 @@ def _assign(model: nn.Module, tensors: Mapping[str, Tensor], file: Path, digest:
             given, *needed = (str(dtype).removeprefix("torch.") for dtype in (tensors[name].dtype, *kinds))
             raise ConfigError(f"{name} is {given} in the file; the model needs {' or '.join(needed)}.")
     fitting = [name for name in shared if tensors[name].shape == own[name].shape]
-    _refuse_untied(own, tensors, fitting)
-    taken = {id(own[name]) for name in fitting}  # a tied tensor is given under one of its names
+    first: dict[int, str] = {}  # a tied tensor may be given under one of its names, or alike under several
+    for name in fitting:
+        other = first.setdefault(id(own[name]), name)
+        if not torch.equal(tensors[other], tensors[name]):
+            raise ConfigError(
+                f"{other} and {name} are one tensor in the model, and differ in the file. It is of a model "
+                "that does not tie them."
+            )
     there = {id(own[name]) for name in shared}
     missing = [name for name in own if id(own[name]) not in there and not name.endswith(COUNTER)]
     misfits = [
         f"{name} ({list(tensors[name].shape)} in the file, {list(own[name].shape)} in the model)"
         for name in shared
-        if id(own[name]) not in taken
+        if id(own[name]) not in first
     ]
     unexpected = [name for name in tensors if name not in own]
     found = Loaded(str(file), digest, fitting, missing, unexpected, misfits)
@@ -159,15 +165,3 @@ def _assign(model: nn.Module, tensors: Mapping[str, Tensor], file: Path, digest:
         for name in fitting:
             own[name].copy_(tensors[name])
     return found
-
-
-def _refuse_untied(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], fitting: list[str]) -> None:
-    """Raise for a tensor that is tied in the model and has several values in the file."""
-    first: dict[int, str] = {}
-    for name in fitting:
-        other = first.setdefault(id(own[name]), name)
-        if not torch.equal(tensors[other], tensors[name]):
-            raise ConfigError(
-                f"{other} and {name} are one tensor in the model, and differ in the file. It is of a model "
-                "that does not tie them."
-            )
