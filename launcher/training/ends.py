@@ -23,10 +23,9 @@ from launcher.evaluation.confusion import Confusion
 from launcher.recipe.contract import Recipe
 from launcher.report import page, pictures
 from launcher.report.run_record import RunRecord
+from launcher.run_dir import records, status
 from launcher.run_dir.atomic import write_text
-from launcher.run_dir.records import MODEL, REPORT, write_environment, write_result
 from launcher.run_dir.result import Result
-from launcher.run_dir.status import FILE_NAME, mark_ended
 from launcher.telemetry import Telemetry
 from launcher.telemetry.events import EndEvent, ReportEvent, StartEvent
 from launcher.training.job import Job
@@ -41,7 +40,7 @@ PAGE_FILES: dict[str, Callable[[RunRecord], object]] = {
     pictures.CURVES: pictures.draw_curves,
     pictures.CONFUSION_MATRIX: pictures.draw_confusion_matrix,
     pictures.GRADIENTS: pictures.draw_gradients,
-    REPORT: page.write_report,
+    records.REPORT: page.write_report,
 }
 MOST_CLASSES = 100  # in an event; a matrix of 1,000 would be a line of 3 MB: result.json has it
 
@@ -56,7 +55,7 @@ def write_files(run_dir: Path, result: Result, confusion: Confusion | None, tele
                 tables = {"table": confusion.table(), "classes": classes, "confusion_matrix": counts}
             write_text(run_dir / "classification_report.txt", text)
             telemetry.emit(ReportEvent(result.steps or 0, text=text, **tables))
-        write_result(run_dir, result)
+        records.write_result(run_dir, result)
     except OSError as error:
         raise StorageError(
             f"The result cannot be written to {run_dir}: {error}. The training itself is complete; "
@@ -99,7 +98,7 @@ def write_model_folder(
     try:
         if callable(text := getattr(getattr(recipe.train, "listing", None), "csv_text", None)):
             write_text(place, text())
-        place = folder = run_dir / MODEL
+        place = folder = run_dir / records.MODEL
         folder.mkdir(exist_ok=True)
         write_text(folder / "prediction.json", json.dumps(facts_for_prediction(recipe), indent=1) + "\n")
         config: Any = copy.deepcopy(getattr(network, "config", None))
@@ -121,7 +120,7 @@ def announce(job: Job, devices: Sequence[str], start: Start) -> None:
     """Report the decisions and the start of the run; record its environment."""
     run, run_dir = job.run, Path(job.run.config.run.dir)
     if run.env.is_leader:
-        write_environment(run_dir, devices)
+        records.write_environment(run_dir, devices)
         write_model_folder(run_dir, job.recipe, run.stepper.model, run.telemetry.warn)
     for topic, text in decisions(run.config, run.env, devices, job.recipe, run.stepper, job.plan):
         run.telemetry.decision(topic, text)
@@ -208,6 +207,6 @@ def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
     )
     if run.env.is_leader:
         with contextlib.suppress(OSError):
-            mark_ended(run_dir / FILE_NAME, "done", 0)
+            status.mark_ended(run_dir / status.FILE_NAME, "done", 0)
         # Last: the page is drawn from the files of the run, in which its end must stand.
         write_page(run_dir, run.telemetry)

@@ -27,8 +27,7 @@ from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import EvalEvent
-from launcher.training import after_evaluation
-from launcher.training.device import free_memory
+from launcher.training import after_evaluation, device
 from launcher.training.failures.recipe_errors import guarding
 from launcher.training.job import Job
 from launcher.training.parts.bad_samples import report_unreadable
@@ -164,7 +163,7 @@ class Evaluator:
         self._fitting = -(-size // 2)
         log.warning("evaluation: this rank ran out of %s; batches of %d from now on", shortage, self._fitting)
         frames.release(error)
-        free_memory(self.run.env.device)
+        device.free_memory(self.run.env.device)
         return self._fitting
 
     def _evaluate(self, name: str, position: Position, trained: dict[str, float]) -> Evaluation:
