@@ -22,20 +22,15 @@ from launcher.config.schema import Config
 from launcher.data.labels import Labels
 from launcher.data.loader import loader_processes
 from launcher.data.sources import DataSets, batch_plan, training_batches
+from launcher.distributed import failures, last_words, preflight, process_group
 from launcher.distributed.env import LaunchEnv, WorkerEnv
-from launcher.distributed.failures import give_reason
 from launcher.distributed.heartbeat import Heartbeat
-from launcher.distributed.last_words import words_of
-from launcher.distributed.preflight import meet, prepare_directory
-from launcher.distributed.process_group import join, tighten
 from launcher.distributed.watchdog import Watchdog
 from launcher.doctor.machine import warn_of_machine
 from launcher.engine.diagnostics.host_cost import host_ms_per_layer
 from launcher.engine.diagnostics.step_timer import PARTS
 from launcher.errors import LauncherError
-from launcher.process.allocator import keep_freed_memory
-from launcher.process.signals import saving_stops
-from launcher.process.torch_build import warn_if_unchecked
+from launcher.process import allocator, signals, torch_build
 from launcher.recipe.contract import Used
 from launcher.recipe.registry import load_recipe
 from launcher.recipe.training_aids import refuse_split_pairs
@@ -43,18 +38,9 @@ from launcher.run_dir.records import logs_of_failure, rank_log
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.gpu import measure_gpus
 from launcher.telemetry.tracker.registry import refuse_unknown
+from launcher.training import device, ends
 from launcher.training.answers import Answers
-from launcher.training.device import apply_switches, seed_generators
-from launcher.training.ends import announce, finish
-from launcher.training.failures.rank_failure import (
-    advice_for,
-    failure_of,
-    log_traceback,
-    of_another_rank,
-    place_of_shortage,
-    release_frames,
-    report_failure,
-)
+from launcher.training.failures import rank_failure
 from launcher.training.failures.recipe_errors import guarded, guarding
 from launcher.training.job import Job
 from launcher.training.loop import train
@@ -68,10 +54,7 @@ from launcher.training.recorded_steps import recorded
 from launcher.training.requests import Requests, heeded
 from launcher.training.resume import SavedRun
 from launcher.training.run import Run
-from launcher.training.setup import build
-from launcher.training.setup.compilation import compiled
-from launcher.training.setup.data_check import compare_data
-from launcher.training.setup.trials import calibrate
+from launcher.training.setup import build, compilation, data_check, trials
 from launcher.training.task import Task
 from launcher.training.warning_log import warnings_logged
 
@@ -97,15 +80,15 @@ def run(
     """
     alone = launch.world_size == 1
     heartbeat = heartbeat or Heartbeat()
-    words = heartbeat.words or words_of(store, job)
+    words = heartbeat.words or last_words.words_of(store, job)
     try:
-        run_dir = prepare_directory(config, launch)
+        run_dir = preflight.prepare_directory(config, launch)
     except LauncherError:
         words.fail(launch.rank)
         raise
     with (
         # Left in reverse: the telemetry may still log, and signals stay requests until both are closed.
-        heeded(alone, saving_stops(config.launch.preempt_signals)) as requests,
+        heeded(alone, signals.saving_stops(config.launch.preempt_signals)) as requests,
         rank_log(run_dir, launch.rank, config.launch.log_level),
         # All sinks on rank 0, none elsewhere, so that callers need not check their rank.
         open_telemetry(config, os.environ, with_gpu=torch.cuda.is_available())
@@ -117,22 +100,21 @@ def run(
         )
         try:
             with warnings_logged(telemetry, launch.rank):
-                warn_if_unchecked(torch.__version__)
+                torch_build.warn_if_unchecked(torch.__version__)
                 _join_and_run(config, launch, store, job, telemetry, requests, heartbeat)
         except BaseException as error:
             # First, because explaining a failure takes time, and other ranks fail of this one meanwhile.
             words.fail(launch.rank)
-            log_traceback(launch.rank, error)
+            rank_failure.log_traceback(launch.rank, error)
             logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
-            beat = heartbeat.latest
-            at_shortage = place_of_shortage(beat), advice_for(beat, config, launch.world_size)
-            failure = failure_of(error, store, job, launch, logs, at_shortage)
+            at_shortage = rank_failure.at_shortage(heartbeat.latest, config, launch.world_size)
+            failure = rank_failure.failure_of(error, store, job, launch, logs, at_shortage)
             if not heartbeat.watched:  # else the parent reads how this rank leaves
-                give_reason(words, launch.rank, failure or error)
+                failures.give_reason(words, launch.rank, failure or error)
             steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
-            cause = of_another_rank(failure or error, words, launch.rank)
-            report_failure(telemetry, steps, run_dir, launch, cause)
-            release_frames(error)
+            cause = rank_failure.of_another_rank(failure or error, words, launch.rank)
+            rank_failure.report_failure(telemetry, steps, run_dir, launch, cause)
+            rank_failure.release_frames(error)
             if failure is not None:
                 raise failure from error
             raise
@@ -153,15 +135,15 @@ def _join_and_run(
         # Left in reverse: the loader processes end, a failure is recorded for the other ranks, the group is
         # closed.
         Watchdog(config, launch, store, job, heartbeat) as watchdog,
-        join(launch, store, job, timeout_s) as env,
+        process_group.join(launch, store, job, timeout_s) as env,
         watchdog.announcing(),
         loader_processes(),
     ):
-        apply_switches(config)
+        device.apply_switches(config)
         if env.device.type == "cpu":
-            keep_freed_memory()
+            allocator.keep_freed_memory()
         warn_of_machine(config, env)
-        peers = meet(config, env, store, job)
+        peers = preflight.meet(config, env, store, job)
         gpus = measure_gpus(config, env, peers, telemetry)
         assembled, loaded = _assemble(config, env, telemetry, heartbeat, requests)
         saved, first_step_done = SavedRun(assembled), partial(_first_step_done, assembled.run, watchdog)
@@ -171,7 +153,7 @@ def _join_and_run(
         parts.of(InitialWeights).check(saved.resumed)
         parts.of(Relief).choose(start.step < assembled.course.total_steps)
         heartbeat.beat("data", start.step)
-        announce(assembled, [peer.device for peer in peers], start)
+        ends.announce(assembled, [peer.device for peer in peers], start)
         _train(assembled, saved, start)
 
 
@@ -187,24 +169,18 @@ def _assemble(
     config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat, requests: Requests
 ) -> tuple[Job, Loaded | None]:
     """The job, and the weights of the file that the config names."""
-    seed_generators(config.seed)  # the same on all ranks: they build the same data and model
+    device.seed_generators(config.seed)  # the same on all ranks: they build the same data and model
     heartbeat.beat("loading data")
     logs = logs_of_failure(Path(config.run.dir), env.rank, env.world_size)
     with requests.ending_at_once(env.group is None):
         with guarding(f'the function under @recipe("{config.recipe.uses}")', logs):
             recipe = guarded(load_recipe(config), logs)
         refuse_unknown(config.tracker)
-        data = DataSets.of(
-            config,
-            env,
-            recipe.train,
-            recipe.validation_sets,
-            recipe.collate,
-            None if recipe.classes is None else Labels(recipe.label, len(recipe.classes)),
-            heartbeat.reading,
-        )
+        labels = None if recipe.classes is None else Labels(recipe.label, len(recipe.classes))
+        held_out = recipe.validation_sets
+        data = DataSets.of(config, env, recipe.train, held_out, recipe.collate, labels, heartbeat.reading)
     heartbeat.beat("comparing the data")
-    fingerprint = compare_data(recipe, data.train, data.validation, env)
+    fingerprint = data_check.compare_data(recipe, data.train, data.validation, env)
     plan = batch_plan(config, env, data.train, recipe.lengths)
     course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
     refuse_split_pairs(plan, config.data.augment.mixup, course.total_steps)
@@ -213,33 +189,29 @@ def _assemble(
     weights = load_weights(config, model, env)
     heartbeat.beat("comparing the models")
     stepper = build.build_stepper(config, env, recipe, model, plan, course.total_steps)
-    seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
+    device.seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
     average = build.weight_average(config, stepper)
     run = Run(config, env, stepper, telemetry, heartbeat, requests, average)
     host_ms = host_ms_per_layer(stepper.forward, env.device, stepper.policy.weights)
-    used, answers = Used.of(config, recipe, model), Answers.of(recipe, env)
+    used, answers = Used.of(config, recipe, model), Answers(env, None if labels is None else recipe.label)
     return Job(run, recipe, data, fingerprint, used, plan, course, model, answers, host_ms), weights
 
 
 def _train(job: Job, saved: SavedRun, start: Start) -> None:
     """All steps from `start` on, and the result."""
     run, parts, steps_left = job.run, job.parts, start.step < job.course.total_steps
+    say = partial(run.telemetry.decision, "resume")
     job.batches = training_batches(
-        job.data.train,
-        job.plan,
-        job.recipe.train_transform,
-        job.course.total_steps,
-        saved.stream,
-        partial(run.telemetry.decision, "resume"),
+        job.data.train, job.plan, job.recipe.train_transform, job.course.total_steps, saved.stream, say
     )
     if steps_left and run.config.precision.scale.mode == "auto" and not saved.has_scale:
         first = job.batches.step(*divmod(start.step, job.course.steps_per_epoch))[:1]
-        calibrate(job, first)
+        trials.calibrate(job, first)
     if steps_left and not start.owes_evaluation:
         if (found := parts.of(Evaluator).rehearse()) is not None:
             parts.check_evaluations(found)
         run.heartbeat.beat("data")
-    network = compiled(run.config.train.compile, job.model, run.stepper)
+    network = compilation.compiled(run.config.train.compile, job.model, run.stepper)
     began = time.perf_counter()
     run.stepper.clock.on_mark(run.heartbeat.entering(PHASE_AFTER))
     task = Task(run.stepper, network, job.recipe.loss, job.batches, job.answers, parts.of(Relief))
@@ -248,12 +220,12 @@ def _train(job: Job, saved: SavedRun, start: Start) -> None:
         parts.begin(start.step, learner)
         end = train(job, start, learner)
     run.heartbeat.beat("finishing")
-    finish(job, start.step, end, time.perf_counter() - began)
+    ends.finish(job, start.step, end, time.perf_counter() - began)
     run.heartbeat.beat("done")
 
 
 def _first_step_done(run: Run, watchdog: Watchdog) -> None:
     """All ranks have started and compiled: from now on they wait for launch.stall_s at most."""
-    tighten(run.env, run.config.launch.stall_s + _leeway_s(run.heartbeat))
+    process_group.tighten(run.env, run.config.launch.stall_s + _leeway_s(run.heartbeat))
     watchdog.tighten()
     run.heartbeat.first_step_done()

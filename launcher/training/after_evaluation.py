@@ -59,15 +59,12 @@ def show(job: Job, position: Position) -> None:
 
 
 def _call_and_report(job: Job, position: Position) -> bytes:
-    found = _call(job, position)
+    found, step, epoch = _call(job, position), position.step, position.epoch
     with guarding("what the recipe's after_evaluation returned", job.run.logs_of_failure):
         texts, numbers, pictures = sorted_by_kind(found)
-        written = _written(job.run, pictures, position.step)
-        job.run.telemetry.emit(
-            AfterEvaluationEvent(
-                position.step, epoch=position.epoch, texts=texts, numbers=numbers, pictures=written
-            )
-        )
+        files = _written(job.run, pictures, step)
+        event = AfterEvaluationEvent(step, epoch=epoch, texts=texts, numbers=numbers, pictures=files)
+        job.run.telemetry.emit(event)
     return b""
 
 
@@ -78,7 +75,17 @@ def _call(job: Job, position: Position) -> object:
     generators, before = states(device), _digests(model)
     # By the step, so that a resumed run shows the same.
     seed_generators(run.config.seed + position.step)
-    hook = model.register_forward_pre_hook(_SignOfLife(run))
+    every_s, last = run.config.launch.stall_s / BEATS_PER_STALL, time.monotonic()
+
+    def sign_of_life(module: nn.Module, arguments: object) -> None:
+        """Let the other ranks know now and then, before a forward pass, that rank 0 is still at work."""
+        nonlocal last
+        if time.monotonic() - last >= every_s:
+            send_to_all(run.env, STILL_AT_WORK, sender=LEADER)
+            run.heartbeat.beat("evaluation")
+            last = time.monotonic()
+
+    hook = model.register_forward_pre_hook(sign_of_life)
     try:
         with evaluating(model), torch.no_grad(), run.stepper.forward():
             found = job.recipe.after_evaluation(model, position)
@@ -110,32 +117,15 @@ def _written(run: Run, pictures: Mapping[str, bytes], step: int) -> dict[str, st
 def file_stems(names: Iterable[str]) -> dict[str, str]:
     """A part of a file name for each name, in any script, no two of them alike in any case."""
     found: dict[str, str] = {}
-    taken: set[str] = set()
     for name in names:
         text = encodable(unicodedata.normalize("NFC", name))
         stem = re.sub(r"[^\w-]+", "_", text).encode()[:MAX_STEM_BYTES].decode(errors="ignore")
         number, free = 1, stem
-        while free.casefold() in taken:
+        while free.casefold() in map(str.casefold, found.values()):
             number += 1
             free = f"{stem}_{number}"
-        taken.add(free.casefold())
         found[name] = free
     return found
-
-
-class _SignOfLife:
-    """Lets the other ranks know now and then, before a forward pass, that rank 0 is still at work."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._every_s = run.config.launch.stall_s / BEATS_PER_STALL
-        self._last = time.monotonic()
-
-    def __call__(self, module: nn.Module, arguments: object) -> None:
-        if time.monotonic() - self._last >= self._every_s:
-            send_to_all(self._run.env, STILL_AT_WORK, sender=LEADER)
-            self._run.heartbeat.beat("evaluation")
-            self._last = time.monotonic()
 
 
 def sorted_by_kind(found: object) -> tuple[dict[str, str], dict[str, float], dict[str, bytes]]:
@@ -168,20 +158,17 @@ def _png(name: str, value: Any) -> bytes:
         from PIL import Image
 
         value = Image.fromarray(value)
-    if hasattr(value, "savefig"):
-        value.savefig(content, format="png")
-    elif hasattr(value, "save"):
-        value.save(content, format="PNG")
-    else:
+    save = getattr(value, "savefig", None) or getattr(value, "save", None)
+    if save is None:
         shape = f" {value.dtype} {list(value.shape)}" if hasattr(value, "shape") else ""
         raise RecipeError(
             f"the recipe's after_evaluation gave {type(value).__name__}{shape} as {name!r}. It may give "
             "texts, numbers and pictures: of PIL, figures of matplotlib, or uint8 [height, width, 3]."
         )
+    save(content, format="png")
     return content.getvalue()
 
 
 def _digests(model: nn.Module) -> list[int]:
     tensors = {**named_parameters(model), **named_buffers(model)}
-    found: list[int] = checksums(tensors).tolist() if tensors else []
-    return found
+    return list(checksums(tensors).tolist()) if tensors else []

@@ -7,7 +7,7 @@ many at a time, since a call takes longer than a small batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from launcher.data.tensors import Batch
 from launcher.distributed.env import WorkerEnv
 from launcher.engine.works import all_reduce
-from launcher.recipe.contract import Loss, Recipe
+from launcher.recipe.contract import Loss
 from launcher.recipe.training_aids import MIXED_LABEL
 
 MOST_KEPT = 64  # micro-batches
@@ -43,10 +43,6 @@ class Kept(NamedTuple):
 
     counts: Tensor | None = None  # int64 [2] on the device: right, and all
     pairs: tuple[tuple[Tensor, Tensor], ...] = ()  # predicted classes and labels
-    num_labels: int = 0  # in the pairs
-
-
-NOTHING = Kept()
 
 
 @dataclass
@@ -60,37 +56,31 @@ class Answers:
 
     env: WorkerEnv
     label: str | None  # the column with the true class; None: there are no classes
-    kept: Kept = NOTHING  # since the last `add_to`
-
-    @classmethod
-    def of(cls, recipe: Recipe, env: WorkerEnv) -> Answers:
-        return cls(env, recipe.label if recipe.classes is not None else None)
+    kept: Kept = field(default_factory=Kept)  # since the last `add_to`
 
     def count(self, loss: Loss, batch: Batch) -> None:
         """Add a micro-batch."""
-        labels = batch.get(self.label or "")
-        if labels is None or labels.is_floating_point() or not isinstance(loss.outputs, Tensor):
+        labels, predicted = batch.get(self.label or ""), loss.outputs
+        if labels is None or labels.is_floating_point() or not isinstance(predicted, Tensor):
             return
         if MIXED_LABEL in batch:  # a mixed image has no one class
             return
-        predicted = loss.outputs
         if predicted.is_floating_point() and predicted.ndim == labels.ndim + 1:
             predicted = predicted.argmax(dim=1)
         else:
             predicted = predicted.clone()
         if predicted.is_floating_point() or predicted.shape != labels.shape:
             return
-        if labels.ndim != 1:
-            predicted, labels = predicted.flatten(), labels.flatten()
-        counts, pairs, num_labels = self.kept
-        pairs = (*pairs, (predicted, labels.clone()))  # a data set may fill the same memory again
-        self.kept = Kept(counts, pairs, num_labels + labels.numel())
-        if self.kept.num_labels >= AT_ONCE or len(pairs) == MOST_KEPT:
+        # Copies: a data set may fill the same memory again.
+        pair = predicted.flatten(), labels.flatten().clone()
+        self.kept = Kept(self.kept.counts, (*self.kept.pairs, pair))
+        num_kept = len(self.kept.pairs)
+        if labels.numel() * num_kept >= AT_ONCE or num_kept == MOST_KEPT:
             self.kept = Kept(self._compared())
 
     def _compared(self) -> Tensor | None:
         """All counts, with those of the pairs."""
-        counts, pairs, _ = self.kept
+        counts, pairs = self.kept
         if not pairs:
             return counts
         predicted, labels = (torch.cat(each) for each in zip(*pairs, strict=True))
@@ -101,7 +91,7 @@ class Answers:
         """Add what all ranks have counted, and begin anew. A collective."""
         if self.label is None:
             return
-        counts, self.kept = self._compared(), NOTHING
+        counts, self.kept = self._compared(), Kept()
         if counts is None:
             counts = torch.zeros(2, dtype=torch.int64, device=self.env.device)
         all_reduce(counts, self.env.group)

@@ -18,23 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.errors import StorageError, described, in_words
+from launcher.errors import StorageError, described
 from launcher.evaluation.confusion import Confusion
 from launcher.recipe.contract import Recipe
-from launcher.report.page import write_report
-from launcher.report.pictures import (
-    CONFUSION_MATRIX,
-    CURVES,
-    GRADIENTS,
-    draw_confusion_matrix,
-    draw_curves,
-    draw_gradients,
-)
+from launcher.report import page, pictures
 from launcher.report.run_record import RunRecord
+from launcher.run_dir import records, status
 from launcher.run_dir.atomic import write_text
-from launcher.run_dir.records import MODEL, REPORT, write_environment, write_result
 from launcher.run_dir.result import Result
-from launcher.run_dir.status import FILE_NAME, mark_ended
 from launcher.telemetry import Telemetry
 from launcher.telemetry.events import EndEvent, ReportEvent, StartEvent
 from launcher.training.job import Job
@@ -46,47 +37,30 @@ from launcher.training.setup.decisions import decisions
 
 SPLIT = "split.csv"
 PAGE_FILES: dict[str, Callable[[RunRecord], object]] = {
-    CURVES: draw_curves,
-    CONFUSION_MATRIX: draw_confusion_matrix,
-    GRADIENTS: draw_gradients,
-    REPORT: write_report,
+    pictures.CURVES: pictures.draw_curves,
+    pictures.CONFUSION_MATRIX: pictures.draw_confusion_matrix,
+    pictures.GRADIENTS: pictures.draw_gradients,
+    records.REPORT: page.write_report,
 }
-MOST_CLASSES = 100  # in an event; a matrix of 1,000 would be a line of 3 MB
+MOST_CLASSES = 100  # in an event; a matrix of 1,000 would be a line of 3 MB: result.json has it
 
 
 def write_files(run_dir: Path, result: Result, confusion: Confusion | None, telemetry: Telemetry) -> None:
     """The classification report, then result.json, which says that the run is done. Raises StorageError."""
     try:
         if confusion is not None:
-            text = confusion.report()
+            text, counts, tables = confusion.report(), confusion.counts.tolist(), dict[str, Any]()
+            if len(confusion.classes) <= MOST_CLASSES:
+                classes = list(confusion.classes)
+                tables = {"table": confusion.table(), "classes": classes, "confusion_matrix": counts}
             write_text(run_dir / "classification_report.txt", text)
-            telemetry.emit(ReportEvent(result.steps or 0, text=text, **_tables(confusion)))
-        write_result(run_dir, result)
+            telemetry.emit(ReportEvent(result.steps or 0, text=text, **tables))
+        records.write_result(run_dir, result)
     except OSError as error:
         raise StorageError(
             f"The result cannot be written to {run_dir}: {error}. The training itself is complete; "
             "make room and run it again."
         ) from error
-
-
-def _tables(confusion: Confusion) -> dict[str, Any]:
-    """The confusion matrix for the trackers; none for many classes: result.json has it."""
-    if len(confusion.classes) > MOST_CLASSES:
-        return {}
-    matrix = confusion.counts.tolist()
-    return {"table": confusion.table(), "classes": list(confusion.classes), "confusion_matrix": matrix}
-
-
-def write_split(run_dir: Path, recipe: Recipe) -> None:
-    """The files of a data set that lists them, with label and split: split.csv. Raises StorageError."""
-    listing = getattr(recipe.train, "listing", None)
-    text = getattr(listing, "csv_text", None)
-    if not callable(text):
-        return
-    try:
-        write_text(run_dir / SPLIT, text())
-    except OSError as error:
-        raise StorageError(f"{run_dir / SPLIT} cannot be written: {error.strerror}") from error
 
 
 def write_page(run_dir: Path, telemetry: Telemetry) -> None:
@@ -97,8 +71,7 @@ def write_page(run_dir: Path, telemetry: Telemetry) -> None:
             run = run or RunRecord.read(run_dir, telemetry.warn)
             write(run)
         except Exception as error:  # a plot must not fail a run that is complete, nor cost the other files
-            reason = " ".join(in_words(error).split())
-            telemetry.warn(f"{name} could not be drawn: {type(error).__name__}: {reason}")
+            telemetry.warn(f"{name} could not be drawn: {described(error)}")
 
 
 def facts_for_prediction(recipe: Recipe) -> dict[str, Any]:
@@ -117,9 +90,15 @@ def facts_for_prediction(recipe: Recipe) -> dict[str, Any]:
 def write_model_folder(
     run_dir: Path, recipe: Recipe, network: nn.Module, warn: Callable[[str], None]
 ) -> None:
-    """Write what is known before the first step. Raises StorageError; other failures are warnings."""
-    folder = run_dir / MODEL
+    """Write what is known before the first step. Raises StorageError; other failures are warnings.
+
+    Beside the folder: split.csv, the files of a data set that lists them, with label and split.
+    """
+    place = run_dir / SPLIT
     try:
+        if callable(text := getattr(getattr(recipe.train, "listing", None), "csv_text", None)):
+            write_text(place, text())
+        place = folder = run_dir / records.MODEL
         folder.mkdir(exist_ok=True)
         write_text(folder / "prediction.json", json.dumps(facts_for_prediction(recipe), indent=1) + "\n")
         config: Any = copy.deepcopy(getattr(network, "config", None))
@@ -132,17 +111,16 @@ def write_model_folder(
         if callable(save := getattr(getattr(recipe.train, "tokenizer", None), "save_pretrained", None)):
             save(folder)
     except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
+        raise StorageError(f"{place} cannot be written: {error.strerror or error}") from error
     except Exception as error:  # of a config or tokenizer, which training does not need
-        warn(f"{folder} is incomplete, and so is what export makes of it: {described(error)}")
+        warn(f"{place} is incomplete, and so is what export makes of it: {described(error)}")
 
 
 def announce(job: Job, devices: Sequence[str], start: Start) -> None:
     """Report the decisions and the start of the run; record its environment."""
     run, run_dir = job.run, Path(job.run.config.run.dir)
     if run.env.is_leader:
-        write_environment(run_dir, devices)
-        write_split(run_dir, job.recipe)
+        records.write_environment(run_dir, devices)
         write_model_folder(run_dir, job.recipe, run.stepper.model, run.telemetry.warn)
     for topic, text in decisions(run.config, run.env, devices, job.recipe, run.stepper, job.plan):
         run.telemetry.decision(topic, text)
@@ -169,7 +147,7 @@ def result_of(job: Job, since_step: int, steps: int, seconds: float) -> Result:
     """
     run, stepper = job.run, job.run.stepper
     counters = stepper.counters()
-    device, facts = run.env.device, facts_for_prediction(job.recipe)
+    device = run.env.device
     result = Result(
         state="done",
         exit=0,
@@ -188,8 +166,7 @@ def result_of(job: Job, since_step: int, steps: int, seconds: float) -> Result:
         steps_per_epoch=job.course.steps_per_epoch,
         seconds=seconds,
         peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        classes=facts.get("classes"),
-        normalisation=facts.get("normalisation"),
+        **facts_for_prediction(job.recipe),
         # What parts find out; a run without such a part has none.
         metric_name=None,
         metric=None,
@@ -230,6 +207,6 @@ def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
     )
     if run.env.is_leader:
         with contextlib.suppress(OSError):
-            mark_ended(run_dir / FILE_NAME, "done", 0)
+            status.mark_ended(run_dir / status.FILE_NAME, "done", 0)
         # Last: the page is drawn from the files of the run, in which its end must stand.
         write_page(run_dir, run.telemetry)

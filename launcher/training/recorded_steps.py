@@ -25,8 +25,7 @@ from launcher.engine.diagnostics.step_timer import DATA
 from launcher.engine.recorder import causes_of, recorder_of
 from launcher.engine.step_graph import waits_for_device
 from launcher.errors import ConfigError, first_sentence
-from launcher.process import frames
-from launcher.process.shortage import ran_out
+from launcher.process import frames, shortage
 from launcher.recipe.contract import Loss
 from launcher.training.device import free_memory
 from launcher.training.progress import Position
@@ -50,9 +49,8 @@ class RecordedSteps:
     batches: DeviceBatches
     graph: StepGraph
     _plan: BatchPlan | None = None  # that of the recordings; None where there are none
-    _sizes: list[int] = field(default_factory=list)  # by recording, its samples over all ranks
-    _inputs: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)  # what it reads
-    # What its latest replay wrote.
+    # By samples over all ranks, in the order of the recordings: what each reads, and its latest replay wrote.
+    _inputs: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     _learned: dict[int, list[tuple[Loss, Batch]]] = field(default_factory=dict)
 
     @property
@@ -69,19 +67,16 @@ class RecordedSteps:
         self._plan = plan = self.batches.plan
         last = plan.steps_per_epoch - 1
         sizes = {len(plan.global_batch(step)): step for step in (last, 0) if step < total_steps}
-        self._sizes = sorted(sizes, reverse=True)
-        self._inputs = [
-            [(indices.clone(), noise.clone()) for indices, noise in self.batches.inputs(0, sizes[size])]
-            for size in self._sizes
-        ]
-        self.graph.record(*(partial(self._pass, number) for number in range(len(self._sizes))))
-        return self._sizes
+        for size in sorted(sizes, reverse=True):
+            inputs = self.batches.inputs(0, sizes[size])
+            self._inputs[size] = [(indices.clone(), noise.clone()) for indices, noise in inputs]
+        self.graph.record(*(partial(self._pass, size) for size in self._inputs))
+        return list(self._inputs)
 
     def release(self) -> None:
         """Drop the recordings, and return their memory."""
         self.graph.release()
-        self._plan = None
-        self._sizes, self._inputs, self._learned = [], [], {}
+        self._plan, self._inputs, self._learned = None, {}, {}
         free_memory(self.task.stepper.device)
 
     def train_on(self, position: Position) -> StepResult:
@@ -90,27 +85,26 @@ class RecordedSteps:
         if self._plan is not None and self._plan is not plan:
             self.release()
         size = len(plan.global_batch(position.step_of_epoch))
-        if relief.dropping or size not in self._sizes:
+        if relief.dropping or size not in self._inputs:
             return self.task.train_on(position)
-        number = self._sizes.index(size)
         relief.keep(position)
         clock = self.task.stepper.clock
         clock.restart()
         fresh = self.batches.inputs(position.epoch, position.step_of_epoch)
-        for kept, given in zip(self._inputs[number], fresh, strict=True):
+        for kept, given in zip(self._inputs[size], fresh, strict=True):
             for place, values in zip(kept, given, strict=True):
                 place.copy_(values)
         clock.mark(DATA)
-        result = self.graph.replay(number)
-        for of_batch, batch in self._learned[number]:
+        result = self.graph.replay(list(self._inputs).index(size))
+        for of_batch, batch in self._learned[size]:
             self.task.answers.count(of_batch, batch)
         return result
 
-    def _pass(self, number: int) -> None:
+    def _pass(self, size: int) -> None:
         """All micro-batches of a step. Keeps no loss as it is: it would keep the graph of autograd."""
-        self._learned[number] = learned = []
+        self._learned[size] = learned = []
         # All are made first, as in an ordinary step, which draws random numbers in this order.
-        for batch in [self.batches.batch(*inputs) for inputs in self._inputs[number]]:
+        for batch in [self.batches.batch(*inputs) for inputs in self._inputs[size]]:
             of_batch = self.task.learn_from(batch)
             outputs = of_batch.outputs.detach() if isinstance(of_batch.outputs, Tensor) else None
             learned.append((Loss(of_batch.sum.detach(), of_batch.count, outputs), batch))
@@ -132,7 +126,7 @@ def _recorded(task: Task, run: Run, stack: ExitStack) -> Learner:
     reason = obstacle(task, run)
     if not reason:
         assert isinstance(task.batches, DeviceBatches)
-        steps = RecordedSteps(task, task.batches, StepGraph(task.stepper, ran_out=ran_out))
+        steps = RecordedSteps(task, task.batches, StepGraph(task.stepper, ran_out=shortage.ran_out))
         stack.callback(steps.graph.release)
         sizes, reason = _recorded_sizes(steps, run)
         if not reason:
@@ -179,7 +173,7 @@ def _recorded_sizes(steps: RecordedSteps, run: Run) -> tuple[list[int], str]:
             f"its loss or transform waits for the device{_at(error)} (.item(), a mask, a copy to the host)"
         )
     except NoMemory as error:  # without a cause on ranks where it did not run out
-        found = "" if error.__cause__ is None else ran_out(error.__cause__)
+        found = "" if error.__cause__ is None else shortage.ran_out(error.__cause__)
         reason = f"it ran out of {found}. A recording keeps the memory of a whole step" if found else ""
         frames.release(error)
     except RecordingError as error:
@@ -196,11 +190,8 @@ def _recorded_sizes(steps: RecordedSteps, run: Run) -> tuple[list[int], str]:
 def _drawn_on_host(before: dict[str, Tensor], device: torch.device) -> str:
     """Which generators of the host a step draws from: a replay would repeat their numbers for ever."""
     after = states(device)
-    drawn = [
-        name
-        for key, name in HOST_GENERATORS.items()
-        if device.type != key and not torch.equal(before[key], after[key])
-    ]
+    names = {key: name for key, name in HOST_GENERATORS.items() if key != device.type}
+    drawn = [name for key, name in names.items() if not torch.equal(before[key], after[key])]
     if not drawn:
         return ""
     return (

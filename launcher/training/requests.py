@@ -75,7 +75,7 @@ class Requests:
 
 @contextmanager
 def heeded(alone: bool, saving_stops: bool = False) -> Iterator[Requests]:
-    """Turn signals into requests within the context. Does nothing outside the main thread.
+    """Turn signals into requests within the context, of the main thread.
 
     `saving_stops`: SIGUSR1 and SIGUSR2 ask to stop too. Processes that user code forks get the default
     handlers. A process that is `alone` has no parent that would record its end: it takes every signal that
@@ -85,9 +85,6 @@ def heeded(alone: bool, saving_stops: bool = False) -> Iterator[Requests]:
     to the others if a rank has died, and they would wait for the dead one forever.
     """
     requests = Requests(saving_stops)
-    if threading.current_thread() is not threading.main_thread():
-        yield requests
-        return
     _restore_in_forks()
     taken = (*obeyed(), *unhandled()) if alone else obeyed()
     before = {number: signal.signal(number, requests.receive) for number in taken}
@@ -124,14 +121,10 @@ def _restore_in_forks() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
 
     def restore() -> None:
-        _restore()
+        for number in (*HEEDED, *FATAL):
+            if isinstance(getattr(signal.getsignal(number), "__self__", None), Requests):
+                usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                signal.signal(number, signal.SIG_IGN if number in SAVING else usual)
         unblock()
 
     os.register_at_fork(before=block, after_in_child=restore, after_in_parent=unblock)
-
-
-def _restore() -> None:
-    for number in (*HEEDED, *FATAL):
-        if isinstance(getattr(signal.getsignal(number), "__self__", None), Requests):
-            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-            signal.signal(number, signal.SIG_IGN if number in SAVING else usual)

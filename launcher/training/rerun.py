@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import exchange_texts
-from launcher.engine.diagnostics.nonfinite import (
-    BackwardDiagnosis,
-    Diagnosis,
-    ModuleFinding,
-    diagnose,
-    diagnose_backward,
-    nonfinite_parameters,
-)
+from launcher.engine.diagnostics import nonfinite
+from launcher.engine.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
 from launcher.engine.flat.names import named_parameters
 from launcher.errors import described, listed
 from launcher.training.job import Job
@@ -38,16 +31,13 @@ MAX_NAMES = 5
 MAX_RANKS = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Evidence:
     """What one rank found; the smallest `order` came first in the pass. `module` is that of an overflow."""
 
     order: int
-    text: str
-    module: str = ""
-
-
-ORDER = attrgetter("order")
+    text: str = field(compare=False)
+    module: str = field(default="", compare=False)
 
 
 class DivergenceInspector:
@@ -62,14 +52,11 @@ class DivergenceInspector:
 
         All ranks hold the same weights, so all get the same answer.
         """
-        broken = nonfinite_parameters(self._stepper.model)
+        broken = nonfinite.nonfinite_parameters(self._stepper.model)
         masters = self._stepper.named_masters() if broken else {}
         weights = named_parameters(self._stepper.model)
-        told = [
-            f"{name} ({master_text(masters[name], weights[name].dtype)})" if name in masters else name
-            for name in broken
-        ]
-        return listed(told, MAX_NAMES)
+        texts = {name: master_text(masters[name], weights[name].dtype) for name in broken if name in masters}
+        return listed([f"{name} ({texts[name]})" if name in texts else name for name in broken], MAX_NAMES)
 
     def narrowed(self, parameters: Sequence[str]) -> list[str]:
         """The parameters of modules that compute in fp32 whose gradients become fp16 all the same."""
@@ -97,7 +84,7 @@ class DivergenceInspector:
         None where the batch, a weight or the loss itself was not finite. The same on all ranks: that of the
         rank which has the earliest. A collective.
         """
-        first = min(self._of_all_ranks(partial(self._first_overflow, position)), key=ORDER)
+        first = min(self._of_all_ranks(partial(self._first_overflow, position)))
         self._job.batches.take_bad()  # counted when the step was taken
         return first if first.module else None
 
@@ -120,7 +107,7 @@ class DivergenceInspector:
                 found.append(Evidence(number << 32, ""))
             elif origin is not None:
                 found.append(Evidence((number << 32) + origin.position, module_text(origin), origin.name))
-        return min(found, key=ORDER)
+        return min(found)
 
     def _inspect(self, position: Position, backward: bool) -> Evidence:
         """Run all of this rank's micro-batches again, so that collectives within modules match."""
@@ -133,17 +120,17 @@ class DivergenceInspector:
             # Even if forward failed, so that collectives within modules match on all ranks.
             back = self._run_back(batch) if backward else None
             found.append(evidence_of(forward, loss_finite, back, number, batch, indices))
-        return min(found, key=ORDER, default=Evidence(NOTHING, "no samples"))
+        return min(found, default=Evidence(NOTHING, "no samples"))
 
     def _run(self, batch: Batch) -> tuple[Diagnosis, bool]:
         """One micro-batch through the model, in training mode, uncompiled; and whether its loss is finite."""
         losses: list[Tensor] = []
-        diagnosis = diagnose(self._stepper.model, lambda: losses.append(self._loss_sum(batch)))
+        diagnosis = nonfinite.diagnose(self._stepper.model, lambda: losses.append(self._loss_sum(batch)))
         return diagnosis, bool(losses[0].isfinite())
 
     def _run_back(self, batch: Batch) -> BackwardDiagnosis:
-        stepper = self._stepper
-        return diagnose_backward(stepper.model, lambda: stepper.dry_backward(self._loss_sum(batch)))
+        model, back = self._stepper.model, self._stepper.dry_backward
+        return nonfinite.diagnose_backward(model, lambda: back(self._loss_sum(batch)))
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         with self._stepper.forward():
@@ -163,7 +150,11 @@ def evidence_of(
     columns = {name: rows for name, column in batch.items() if (rows := nonfinite_rows(column))}
     if finding is None and loss_finite and not columns:
         seen = back is not None and (back.module is not None or bool(back.parameters))
-        parts = [samples_text((), indices), finite_text(diagnosis), backward_text(back)]
+        finite = "the forward pass is finite"
+        if diagnosis.largest is not None:
+            name, size = diagnosis.largest
+            finite += f", its largest value {size:.3g} from {_called(name)}"
+        parts = [samples_text((), indices), finite, backward_text(back)]
         return Evidence((number << 32) + AFTER_FORWARD if seen else NOTHING, "; ".join(parts))
     suspects = sorted({row for rows in columns.values() for row in rows})
     if not suspects and finding is not None and finding.num_rows == len(indices) != len(finding.rows):
@@ -181,30 +172,23 @@ def evidence_of(
     return Evidence((number << 32) + position, "; ".join(parts))
 
 
-def finite_text(diagnosis: Diagnosis) -> str:
-    if diagnosis.largest is None:
-        return "the forward pass is finite"
-    name, size = diagnosis.largest
-    return f"the forward pass is finite, its largest value {size:.3g} from {_called(name)}"
-
-
 def backward_text(back: BackwardDiagnosis | None) -> str:
     """Where the gradient left the range of the arithmetic, or how close it came."""
     if back is None:
         return "what is not finite arises in the backward pass"
     if back.module is not None:
         name, kind, value = back.module
-        parts = [f"first gradient that was not finite: at the output of {_called(name)} ({kind}), {value}"]
+        text = f"first gradient that was not finite: at the output of {_called(name)} ({kind}), {value}"
     elif back.parameters:
         names = listed(back.parameters, MAX_NAMES)
-        parts = [f"gradients not finite: {names}, though those at all outputs were"]
+        text = f"gradients not finite: {names}, though those at all outputs were"
     else:
-        parts = ["all gradients are finite: it is their sum over micro-batches and ranks that is not"]
-    if back.largest is not None:
-        name, size = back.largest
-        before = "before it " if back.module else ""
-        parts.append(f"the largest {before}{size:.3g} at the output of {_called(name)}")
-    return ", ".join(parts)
+        text = "all gradients are finite: it is their sum over micro-batches and ranks that is not"
+    if back.largest is None:
+        return text
+    name, size = back.largest
+    before = "before it " if back.module else ""
+    return f"{text}, the largest {before}{size:.3g} at the output of {_called(name)}"
 
 
 def module_text(finding: ModuleFinding) -> str:
@@ -230,7 +214,7 @@ def samples_text(suspects: Sequence[int], indices: Sequence[int]) -> str:
 def told_by_rank(found: Sequence[Evidence], suspected_ranks: Sequence[int]) -> str:
     """A line per rank that found something, the earliest first; if none did, the suspected ranks."""
     chosen = [rank for rank, evidence in enumerate(found) if evidence.order < NOTHING]
-    chosen = sorted(chosen, key=lambda rank: found[rank].order) or list(suspected_ranks) or [0]
+    chosen = sorted(chosen, key=found.__getitem__) or list(suspected_ranks) or [0]
     lines = [f"  rank {rank}: {found[rank].text}" for rank in chosen[:MAX_RANKS]]
     if len(chosen) > MAX_RANKS:
         lines.append(f"  and {len(chosen) - MAX_RANKS} more ranks")

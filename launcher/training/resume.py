@@ -9,16 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher import checkpoint
-from launcher.checkpoint import (
-    Compared,
-    HostMemory,
-    Identity,
-    Origin,
-    Progress,
-    Snapshot,
-    Staged,
-    Surroundings,
-)
+from launcher.checkpoint import Compared, Progress, Snapshot, Staged, Surroundings
 from launcher.checkpoint.catalog import AUTO, FOLDER, NEVER
 from launcher.data.streamed import StreamData
 from launcher.distributed.collectives import exchange_texts
@@ -40,12 +31,12 @@ class SavedRun:
         self.job, self.run = job, job.run
         self.scale: ScaleStart | None = None  # None if the run did not resume
         self.stream: Sequence[str] = ()  # by rank: where it stood in a stream when the checkpoint was taken
-        self._memory = HostMemory()
+        self._memory = checkpoint.HostMemory()
         num_samples = 0 if isinstance(job.data.train, StreamData) else job.plan.num_samples
-        self._identity = Identity.of(self.run.config, self.run.stepper.model, num_samples)
+        self._identity = checkpoint.Identity.of(self.run.config, self.run.stepper.model, num_samples)
         wire = self.run.config.wire
         form = f"{wire.dtype}, summed in {wire.sum}{', sharded' if wire.shard else ''}"
-        self._origin = Origin(self.run.env.world_size, form)
+        self._origin = checkpoint.Origin(self.run.env.world_size, form)
 
     @property
     def directory(self) -> Path:
@@ -91,21 +82,11 @@ class SavedRun:
         if text := changes(saved.extra.data, self.job.fingerprint):
             telemetry.warn(text)
         if others := changed_settings(saved.extra.settings, settings_of(self.run.config)):
-            telemetry.warn(
-                f"resumed with other settings than the checkpoint's: {listed(others, SHOWN, '; ')}"
-            )
+            text = listed(others, SHOWN, "; ")
+            telemetry.warn(f"resumed with other settings than the checkpoint's: {text}")
         telemetry.rewind(start.step, evaluates_again=start.owes_evaluation)
         telemetry.emit(RestartEvent(start.step, path=str(path), attempt=restart_count))
         telemetry.decision("resume", f"after step {start.step}, from {path}")
-        there, here = saved.identity.precision, self.run.config.precision.name
-        if there != here:
-            telemetry.decision("precision", f"{here} from here on; the checkpoint is of a run in {there}")
-        if self.run.average is not None and saved.average is None:
-            telemetry.decision(
-                "ema", f"starts from the weights after step {start.step}: the checkpoint has none"
-            )
-        elif self.run.average is None and saved.average is not None:
-            telemetry.decision("ema", "none from here on (ema.decay=null); the checkpoint's is left out")
         if self.scale is not None and not self.scale.restored:
             telemetry.decision("loss scale", self.scale.reason)
 
@@ -121,9 +102,8 @@ class SavedRun:
 
     def take(self, position: Position, metric: Compared | None) -> Staged | None:
         """The run's state after `position`, on rank 0; the next call overwrites it. A collective."""
-        parts = self.job.parts.state()
+        parts, place = self.job.parts.state(), self.job.batches.position()
         progress = Progress(position.epoch, position.step, round(parts["totals"]["samples"]))
-        place = self.job.batches.position()
         extra = Surroundings(
             parts,
             evaluated=metric is not None,
@@ -131,14 +111,5 @@ class SavedRun:
             settings=settings_of(self.run.config),
             stream=exchange_texts(self.run.env, place) if place else None,
         )
-        return checkpoint.stage(
-            self.run.stepper,
-            self.run.env,
-            self._identity,
-            self._origin,
-            progress,
-            metric,
-            extra,
-            self._memory,
-            self.run.average,
-        )
+        about = self._identity, self._origin, progress, metric, extra
+        return checkpoint.stage(self.run.stepper, self.run.env, *about, self._memory, self.run.average)

@@ -28,57 +28,37 @@ log = logging.getLogger("launcher")
 @contextmanager
 def warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
     """Within the context warnings are shown once; at its end those that were repeated are counted."""
+    counts: Counter[Place] = Counter()
+    print_it: Any = warnings.showwarning
+
+    def show(message: Any, category: type[Warning], filename: str, lineno: int, *more: Any, **_: Any) -> None:
+        """Show a warning; called by `warnings` in the place of its own function."""
+        if issubclass(category, SHOWN_AS_EVENTS):
+            log.warning("rank %d: %s", rank, message)
+            telemetry.warn(str(message))
+            return
+        text = f"{category.__name__}: {message}"
+        place = (filename, lineno, text if len(counts) < MAX_TEXTS else category.__name__)
+        counts[place] += 1
+        if counts[place] > 1:
+            return
+        log.warning("%s:%d: %s", filename, lineno, text)
+        if rank == 0:
+            shown = escaped(str(message))
+            print_it(message if shown == str(message) else shown, category, filename, lineno, *more)
+
     with warnings.catch_warnings():
-        shown = _Shown(telemetry, rank, warnings.showwarning)
         for each in SHOWN_AS_EVENTS:
             warnings.simplefilter("always", each)  # each is given once per Stepper or data set
         warnings.simplefilter("always", append=True)  # after the user's filters; here it is shown once
-        warnings.showwarning = shown.show
+        warnings.showwarning = show
         try:
             yield
         finally:
-            shown.count()
-
-
-class _Shown:
-    def __init__(self, telemetry: Telemetry, rank: int, print_it: Any) -> None:
-        self._telemetry = telemetry
-        self._rank = rank
-        self._print = print_it
-        self._counts: Counter[Place] = Counter()
-
-    def show(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        *more: Any,
-        **options: Any,
-    ) -> None:
-        """Show a warning; called by `warnings` in the place of its own function."""
-        if issubclass(category, SHOWN_AS_EVENTS):
-            log.warning("rank %d: %s", self._rank, message)
-            self._telemetry.warn(str(message))
-            return
-        text = f"{category.__name__}: {message}"
-        place = (filename, lineno, text if len(self._counts) < MAX_TEXTS else category.__name__)
-        self._counts[place] += 1
-        if self._counts[place] > 1:
-            return
-        log.warning("%s:%d: %s", filename, lineno, text)
-        if self._rank == 0:
-            shown = escaped(str(message))
-            self._print(
-                message if shown == str(message) else shown, category, filename, lineno, *more, **options
-            )
-
-    def count(self) -> None:
-        """Log how often the warnings were given that were given more than once."""
-        for (filename, lineno, text), number in self._counts.most_common():
-            if number > 1:
-                name = f"{os.path.basename(filename)}:{lineno}"
-                log.warning("%s: given %d times: %s", name, number, text.partition("\n")[0])
+            for (filename, lineno, text), number in counts.most_common():
+                if number > 1:
+                    name = f"{os.path.basename(filename)}:{lineno}"
+                    log.warning("%s: given %d times: %s", name, number, text.partition("\n")[0])
 
 
 class Occurrences:

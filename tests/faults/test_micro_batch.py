@@ -183,7 +183,9 @@ def test_a_resume_after_it_uses_the_halved_micro_batch(tmp_path: Path) -> None:
 def test_a_second_shortage_ends_the_run_with_exit_4(tmp_path: Path) -> None:
     ended = run(tmp_path / "run", "train.max_steps=12", user_code=lacking_memory(4, 0, passes=range(3, 100)))
     assert ended.codes == [4], ended
-    assert "in step 4, after the micro-batch was halved from 16 to 8 in step 4" in ended.outputs[0]
+    assert (
+        "step 4. The micro-batch was halved from 16 to 8 in step 4, and that is done once" in ended.outputs[0]
+    )
     assert "Set data.micro_batch=auto" in ended.outputs[0]
 
 

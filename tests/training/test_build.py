@@ -137,7 +137,7 @@ def test_a_schedule_of_the_recipe_decides_on_the_whole_course() -> None:
     plan = BatchPlan(64, 8, None, 1, 0, 0, False)
     lines = dict(decisions(config, env, ["CPU"], own, Stepper(mlp(), SGD(0.1)), plan))
     assert lines["schedule"] == (
-        "the recipe's schedule: lr 0.05 at first, 0.2 at most (step 3), 0.2 at the end; "
+        "the recipe's schedule: lr 0.05 at first, 0.2 at most (in step 4), 0.2 in the last step, 4; "
         "schedule.warmup_fraction is not applied to it"
     )
 
@@ -145,18 +145,18 @@ def test_a_schedule_of_the_recipe_decides_on_the_whole_course() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["schedule=constant"], "constant: lr stays at 0.2"),
+        (["schedule=constant"], "constant: lr 0.2 in all steps"),
         (
             ["schedule=constant", "schedule.warmup_fraction=0.5"],
-            "constant: lr rises from 0.1 to 0.2 in 2 steps, then stays there",
+            "constant: lr 0.1 at first, 0.2 at most (in step 2), 0.2 in the last step, 4",
         ),
         (
             ["schedule=linear", "schedule.warmup_fraction=0.5"],
-            "linear: lr rises from 0.1 to 0.2 in 2 steps, then falls to 0.1 in the last step, 4",
+            "linear: lr 0.1 at first, 0.2 at most (in step 2), 0.1 in the last step, 4",
         ),
         (
             ["schedule=cosine", "schedule.warmup_fraction=0"],
-            "cosine: lr falls from 0.2 to 0.0293 in the last step, 4",
+            "cosine: lr 0.2 at first, 0.2 at most (in step 1), 0.0293 in the last step, 4",
         ),
     ],
 )

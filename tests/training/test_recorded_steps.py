@@ -291,8 +291,10 @@ def test_no_step_is_replayed_once_the_micro_batch_has_been_halved(tape, tmp_path
             found.append([first, parts.train(learner, parts.positions[2:])])
             assert tape.replays == replays
             if cuda_graph:
-                assert learner._inputs == learner._sizes == learner.graph._replays == []
-                assert learner._learned == learner.graph._packed == {}, "its memory is kept"
+                assert learner.graph._replays == []
+                assert learner._inputs == learner._learned == learner.graph._packed == {}, (
+                    "its memory is kept"
+                )
     assert str(found[0]) == str(found[1])
 
 

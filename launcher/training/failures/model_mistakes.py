@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from traceback import walk_tb
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,7 +32,9 @@ SHOWN = 5  # lines
 
 def module_given(error: BaseException) -> str:
     """`module 0, ReLU(), was given [32, 2]`: the innermost call of a module that the error left."""
-    calls = [found for found in _locals(error.__traceback__) if isinstance(found.get("self"), nn.Module)]
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == "_call_impl"]
+    # Of nn.Module: self, *args, **kwargs.
+    calls = [frame.f_locals for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)]
     if not calls:
         return ""
     model, module = calls[0]["self"], calls[-1]["self"]
@@ -41,13 +43,6 @@ def module_given(error: BaseException) -> str:
     title = f"module {name}" if name else "the model"
     kind = f"{type(module).__name__}({module.extra_repr()})"
     return f"{title}, {kind}, was given {' and '.join(shapes) or 'no tensor'}"
-
-
-def _locals(traceback: TracebackType | None) -> Iterator[dict[str, Any]]:
-    """The local variables of each call of a module, outermost first."""
-    for frame, _ in walk_tb(traceback):
-        if frame.f_code.co_name == "_call_impl":  # of nn.Module: self, *args, **kwargs
-            yield frame.f_locals
 
 
 def in_place_mistake(error: BaseException, model: nn.Module, loss: Callable[..., Any]) -> ConfigError | None:
@@ -66,10 +61,8 @@ def in_place_mistake(error: BaseException, model: nn.Module, loss: Callable[...,
 
 def _writes(model: nn.Module, loss: Callable[..., Any]) -> Iterator[str]:
     """`file:line` of the user's operations that write in place, and the modules with inplace=True."""
-    for module in model.modules():
-        forward = getattr(type(module).forward, "__code__", None)
-        yield from _writes_of(forward)
-    yield from _writes_of(getattr(inspect.unwrap(loss), "__code__", None))
+    for function in (*(type(module).forward for module in model.modules()), inspect.unwrap(loss)):
+        yield from _writes_of(getattr(function, "__code__", None))
     yield from (
         f"module {name}" for name, each in model.named_modules() if getattr(each, "inplace", False) is True
     )

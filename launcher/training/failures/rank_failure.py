@@ -14,22 +14,13 @@ from typing import TYPE_CHECKING
 
 from launcher.config.schema import Config
 from launcher.config.user_code import innermost, place_of, short_traceback
+from launcher.distributed import flight_recorder, nccl
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.failures import failure_of_another, is_loss, is_of_another, stall_of
-from launcher.distributed.flight_recorder import disagreement, exchange_calls, loss
 from launcher.distributed.heartbeat import Beat, where
 from launcher.distributed.last_words import Words
-from launcher.distributed.nccl import failure_of_nccl
 from launcher.engine import UnusableError, works
-from launcher.errors import (
-    CollectiveError,
-    ConfigError,
-    LauncherError,
-    PreemptedError,
-    UnexpectedError,
-    described,
-    in_words,
-)
+from launcher.errors import CollectiveError, ConfigError, LauncherError, UnexpectedError, described
 from launcher.process import frames
 from launcher.process.shortage import TO_LOWER, shortage_of
 from launcher.run_dir.records import write_failure
@@ -51,44 +42,30 @@ SHARDABLE = ("sgd", "adamw")
 MORE_ROOM = "a smaller data.micro_batch leaves more room beside it"
 
 
-def place_of_shortage(beat: Beat) -> str:
-    """` in the update of step 7`."""
-    if beat.phase in PARTS and beat.step:
-        return f" in {PARTS[beat.phase]} of step {beat.step}"
-    return f" {where(beat)}"
-
-
-def advice_for(beat: Beat, config: Config, world_size: int) -> str:
-    """What to change, for a shortage at this point of the run."""
+def at_shortage(beat: Beat, config: Config, world_size: int) -> tuple[str, str]:
+    """Where the run is, as in ` in the update of step 7`, and what to change if it lacks memory there."""
+    at_step = beat.phase in PARTS and beat.step
+    place = f" in {PARTS[beat.phase]} of step {beat.step}" if at_step else f" {where(beat)}"
+    wire, optim = config.wire, config.optim
+    of_the_wire = {
+        "a smaller wire.bucket_mb sends fewer gradients at once": True,
+        "wire.sum=native receives into the same buffer": wire.sum == "fp32" and not wire.shard,
+    }
+    shardable = world_size > 1 and not wire.shard and optim.name in SHARDABLE
+    of_the_states = {
+        "wire.shard=true divides masters and optimizer states among the ranks": shardable,
+        f"optim=sgd has fewer states than {optim.name}": optim.name != "sgd",
+        "ema.decay=null saves 4 bytes per parameter": config.ema.decay is not None,
+    }
     if beat.phase == "wire":
-        return _any_of([*_of_the_wire(config), MORE_ROOM])
-    if beat.phase == "update":
-        return _any_of([*_of_the_states(config, world_size), MORE_ROOM])
-    if beat.phase in BUILDING:
-        return _any_of([*_of_the_states(config, world_size), "choose a smaller model"])
-    return TO_LOWER
-
-
-def _of_the_wire(config: Config) -> list[str]:
-    found = ["a smaller wire.bucket_mb sends fewer gradients at once"]
-    if config.wire.sum == "fp32" and not config.wire.shard:
-        found.append("wire.sum=native receives into the same buffer")
-    return found
-
-
-def _of_the_states(config: Config, world_size: int) -> list[str]:
-    found = []
-    if world_size > 1 and not config.wire.shard and config.optim.name in SHARDABLE:
-        found.append("wire.shard=true divides masters and optimizer states among the ranks")
-    if config.optim.name != "sgd":
-        found.append(f"optim=sgd has fewer states than {config.optim.name}")
-    if config.ema.decay is not None:
-        found.append("ema.decay=null saves 4 bytes per parameter")
-    return found
-
-
-def _any_of(changes: list[str]) -> str:
-    return f"What helps: {'; '.join(changes)}."
+        changes = of_the_wire | {MORE_ROOM: True}
+    elif beat.phase == "update":
+        changes = of_the_states | {MORE_ROOM: True}
+    elif beat.phase in BUILDING:
+        changes = of_the_states | {"choose a smaller model": True}
+    else:
+        return place, TO_LOWER
+    return place, f"What helps: {'; '.join(text for text, helps in changes.items() if helps)}."
 
 
 log = logging.getLogger("launcher")
@@ -107,10 +84,10 @@ def failure_of(
     `at_shortage` is where the run is, and what to change if it lacks memory there. `logs` is the end of a
     sentence: the log that the full traceback will be in, and those of other ranks.
     """
-    failure = (
+    return (
         (ConfigError(str(error)) if isinstance(error, UnusableError) else None)
         or shortage_of(error, f"rank {launch.rank}", *at_shortage)
-        or failure_of_nccl(error, launch.rank)
+        or nccl.failure_of_nccl(error, launch.rank)
         or _disagreement(error, store, job, launch)
         or stall_of(error, store, job, launch)
         # In a recipe's line that no guard covers, such as in a backward pass.
@@ -118,9 +95,6 @@ def failure_of(
         or _of_a_sample(error, logs)
         or _unexpected(error, logs)
     )
-    if failure is not None:
-        failure.__cause__ = error
-    return failure
 
 
 def _disagreement(
@@ -133,10 +107,10 @@ def _disagreement(
     if store is None or not is_loss(error):
         return None
     release_frames(error)  # or a rank that waits for this one would not notice in time to record its calls
-    said = exchange_calls(store, job, launch)
-    if text := disagreement(said, launch.world_size):
+    said = flight_recorder.exchange_calls(store, job, launch)
+    if text := flight_recorder.disagreement(said, launch.world_size):
         return CollectiveError(text)
-    if note := loss(said, launch.world_size):
+    if note := flight_recorder.loss(said, launch.world_size):
         error.add_note(note)
     return None
 
@@ -153,8 +127,7 @@ def _of_a_sample(error: BaseException, logs: str) -> LauncherError | None:
     """The error of a sample that raised, with its logs. Where samples are read these are not known."""
     if not isinstance(error, LauncherError) or not error.traceback or IN_LOG in str(error):
         return None
-    said = str(error).rstrip()
-    failure = type(error)(f"{said}{'' if said.endswith('.') else '.'} {IN_LOG} {logs}.")
+    failure = type(error)(f"{str(error).rstrip().removesuffix('.')}. {IN_LOG} {logs}.")
     failure.traceback = error.traceback
     return failure
 
@@ -184,7 +157,7 @@ def release_frames(error: BaseException) -> None:
 
 def log_traceback(rank: int, error: BaseException) -> None:
     """Write where a rank failed to its log, at once: explaining the failure drops the traceback."""
-    if not isinstance(error, PreemptedError):
+    if Failure.of(error).state == "failed":
         log.error("rank %d failed\n%s", rank, "".join(traceback.format_exception(error)))
 
 
@@ -192,9 +165,9 @@ def report_failure(
     telemetry: Telemetry, steps: int, run_dir: Path, launch: LaunchEnv, error: BaseException
 ) -> None:
     """Write to the log, to the events, and on rank 0 to the files of the run, how it ended."""
-    level = logging.INFO if isinstance(error, PreemptedError) else logging.ERROR
-    log.log(level, "rank %d: %s", launch.rank, in_words(error))
     failure = Failure.of(error)
+    level = logging.ERROR if failure.state == "failed" else logging.INFO
+    log.log(level, "rank %d: %s", launch.rank, failure.error)
     telemetry.emit(EndEvent(steps, state=failure.state, exit=failure.exit, error=failure.error))
     if launch.rank == 0:
         write_failure(run_dir, failure)

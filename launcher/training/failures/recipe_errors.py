@@ -22,20 +22,11 @@ from torch import Tensor, nn
 
 from launcher.config.messages import install_line
 from launcher.config.user_code import defined_at, innermost, is_the_users, place_of, short_traceback
-from launcher.data.labels import OF_UNLABELLED, UNLABELLED
-from launcher.data.loader import is_of_loader_process
+from launcher.data import labels, loader
 from launcher.distributed.alone import Alone
 from launcher.distributed.failures import is_of_another
 from launcher.engine import EngineWarning, UnusableError
-from launcher.errors import (
-    ConfigError,
-    DataError,
-    LauncherError,
-    OutOfMemoryError,
-    RecipeError,
-    described,
-    whole_text,
-)
+from launcher.errors import ConfigError, DataError, LauncherError, RecipeError, described, whole_text
 from launcher.process.shortage import TO_LOWER, shortage_of
 from launcher.recipe.checks import refuse_other_arguments
 from launcher.recipe.contract import Recipe
@@ -63,14 +54,6 @@ CALLED_WITH = {  # what the launcher gives to the functions of a recipe, in orde
     "eval_transform": "(batch)",
     "after_evaluation": "(model, position)",
 }
-MODE_CHANGED = {
-    True: "the recipe's loss switched the network to evaluation mode while it is trained: batch norms then "
-    "keep their statistics, and dropout is off. Remove network.eval() from it: the launcher sets the mode "
-    "itself.",
-    False: "the recipe's loss switched the network to training mode while it is evaluated: batch norms then "
-    "learn from the validation set, and dropout is on. Remove network.train() from it: the launcher sets the "
-    "mode itself.",
-}
 
 
 def guarded(recipe: Recipe, logs: str) -> Recipe:
@@ -81,17 +64,14 @@ def guarded(recipe: Recipe, logs: str) -> Recipe:
 
     `logs` is the end of a sentence: the file that the full traceback will be in.
     """
-    for name, arguments in CALLED_WITH.items():
-        if (function := getattr(recipe, name)) is not None:
-            refuse_other_arguments(f"the recipe's {name}", function, arguments)
     built_at = defined_at(recipe.build_model)
-    others: dict[str, Any] = {
-        name: _guarded(name, function, logs)
-        for name in (*CALLED_WITH, "schedule")
-        if name != "loss" and (function := getattr(recipe, name)) is not None
-    }
-    loss = _keeping_mode(_guarded("loss", recipe.loss, logs, symmetric=True, built_at=built_at))
-    return replace(recipe, loss=loss, **others)
+    found: dict[str, Any] = {}
+    for name in (*CALLED_WITH, "schedule"):
+        if (function := getattr(recipe, name)) is not None:
+            if name in CALLED_WITH:
+                refuse_other_arguments(f"the recipe's {name}", function, CALLED_WITH[name])
+            found[name] = _guarded(name, function, logs, built_at if name == "loss" else "")
+    return replace(recipe, **found | {"loss": _keeping_mode(found["loss"])})
 
 
 @contextmanager
@@ -124,52 +104,42 @@ def recipe_failure(
     Of a metric it is no RecipeError but a ConfigError: after a restart the same samples raise it again. It
     names the line of a library where the metric is one's.
     """
+    place = place_of(error) or (innermost(error) if of_metric else "")
+    where = f" at {place}" if place else ""
     if isinstance(error, SystemExit):
         return RecipeError(
-            f"{what} called sys.exit({'' if error.code is None else repr(error.code)}){_at(error)}. Only the "
+            f"{what} called sys.exit({'' if error.code is None else repr(error.code)}){where}. Only the "
             f"launcher ends a run: raise an exception instead. {IN_LOG} {logs}."
         )
     if not isinstance(error, Exception) or isinstance(error, LauncherError | UnusableError):
         return None
     advice = TO_LOWER if batch is not None else "Hold fewer or smaller samples, or choose a smaller model."
-    shortage = shortage_of(error, what, _at(error), advice)
-    if isinstance(shortage, OutOfMemoryError):
+    if (shortage := shortage_of(error, what, where, advice)) is not None:
         return shortage
-    if shortage is not None or is_of_another(error) or is_of_loader_process(error):
+    if is_of_another(error) or loader.is_of_loader_process(error):
         return None
-    text = whole_text(error)
     rule = _rule(error, batch or {})
-    lacks_module = isinstance(error, ModuleNotFoundError)
-    kind = ConfigError if lacks_module else DataError if rule else ConfigError if of_metric else RecipeError
-    place = place_of(error) or (innermost(error) if of_metric else "")
-    where = f" at {place}" if place else ""
-    is_shape = not rule and isinstance(error, RuntimeError | ValueError) and SHAPES.search(text) is not None
+    is_shape = not rule and isinstance(error, RuntimeError | ValueError) and SHAPES.search(whole_text(error))
     if is_shape and (given := module_given(error)):
         where += f"{'' if place or not built_at else f' with the model of {built_at}'}: {given}"
-    failure = (ConfigError if is_shape else kind)(
-        f"{what} failed{where}: {described(error)}"
-        f"{'' if text.rstrip().endswith('.') else '.'}"
-        f"{' ' if rule else ''}{rule} {IN_LOG} {logs}."
+    lacks_module = isinstance(error, ModuleNotFoundError)
+    kind = DataError if rule else ConfigError if of_metric else RecipeError
+    failure = (ConfigError if lacks_module or is_shape else kind)(
+        f"{what} failed{where}: {described(error).removesuffix('.')}.{' ' if rule else ''}{rule} "
+        f"{IN_LOG} {logs}."
     )
     if not rule and not is_shape:
         failure.traceback = short_traceback(error)
     return failure
 
 
-def _at(error: BaseException) -> str:
-    place = place_of(error)
-    return f" at {place}" if place else ""
-
-
-def _guarded(
-    name: str, function: Callable[..., Result], logs: str, symmetric: bool = False, built_at: str = ""
-) -> Callable[..., Result]:
+def _guarded(name: str, function: Callable[..., Result], logs: str, built_at: str) -> Callable[..., Result]:
     what = f"the recipe's {name}{_defined(function)}"
 
     @functools.wraps(function, updated=())
     def call(*arguments: object) -> Result:
         try:  # not `guarding`, whose context takes as long as a small operation
-            if symmetric:
+            if name == "loss":
                 return function(*arguments)
             with Alone(what):
                 return function(*arguments)
@@ -197,7 +167,14 @@ def _keeping_mode(loss: Callable[..., Result]) -> Callable[..., Result]:
         found = loss(network, *more)
         if network.training != training and not warned:
             warned = True
-            warnings.warn(MODE_CHANGED[training], EngineWarning, stacklevel=2)
+            now, doing = ("evaluation", "trained") if training else ("training", "evaluated")
+            warnings.warn(
+                f"the recipe's loss switched the network to {now} mode while it is {doing}, which changes "
+                "what batch norms and dropout do. Remove network.eval() and network.train() from it: the "
+                "launcher sets the mode itself.",
+                EngineWarning,
+                stacklevel=2,
+            )
         return found
 
     return call
@@ -206,9 +183,9 @@ def _keeping_mode(loss: Callable[..., Result]) -> Callable[..., Result]:
 def _defined(function: Callable[..., object]) -> str:
     """The function's name if it is not the user's code, so that no line of a traceback shows it."""
     code = getattr(function, "__code__", None)
-    own = isinstance(code, CodeType) and is_the_users(code)
-    name = getattr(function, "__qualname__", type(function).__name__)
-    return "" if own else f" ({name})"
+    if isinstance(code, CodeType) and is_the_users(code):
+        return ""
+    return f" ({getattr(function, '__qualname__', type(function).__name__)})"
 
 
 def _rule(error: Exception, batch: Mapping[str, object]) -> str:
@@ -219,12 +196,10 @@ def _rule(error: Exception, batch: Mapping[str, object]) -> str:
             "recipe's TensorData."
         )
     if isinstance(error, IndexError) and (found := TARGET.search(whole_text(error))):
-        label = int(found[1])
         rule = "A label must be at least 0 and less than the number of the model's outputs."
-        if label == UNLABELLED:
-            return f"{rule} {OF_UNLABELLED}"
-        more = f"at least {label + 1} outputs" if label >= 0 else "no negative label"
-        return f"{rule} Give it {more}, or correct the labels."
+        is_unlabelled = int(found[1]) == labels.UNLABELLED
+        more = labels.OF_UNLABELLED if is_unlabelled else "Correct the labels, or give it more outputs."
+        return f"{rule} {more}"
     if isinstance(error, ModuleNotFoundError) and error.name:
         return (
             f"The package that has {error.name} must be installed in the environment of {sys.executable}: "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from launcher.config.schema import ScaleConfig
 from launcher.engine import StepReport
@@ -20,18 +21,15 @@ LARGEST_HALF = 65504  # of fp16
 SCALES_SHOWN = 10  # the latest changes of the loss scale that an error names
 
 
+@dataclass
 class DivergenceCheck:
-    """Checks each step's report in order, and the end of the run."""
+    """Checks each step's report in order, and the end of the run. `counters` are those of the loss scale."""
 
-    def __init__(
-        self, limits: ScaleConfig, inspector: DivergenceInspector, counters: Callable[[], Mapping[str, int]]
-    ) -> None:
-        """`counters` are those of the loss scale."""
-        self._limits = limits
-        self._counters = counters
-        self._inspector = inspector
-        self._scales: deque[tuple[int, float]] = deque(maxlen=SCALES_SHOWN)  # (first step, scale)
-        self._last: tuple[Position, StepReport] | None = None
+    limits: ScaleConfig
+    inspector: DivergenceInspector
+    counters: Callable[[], Mapping[str, int]]
+    _scales: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SCALES_SHOWN))
+    _last: tuple[Position, StepReport] | None = None
 
     def after_step(self, position: Position, report: StepReport) -> None:
         """Raise DivergedError or DataError if no later step can recover.
@@ -40,11 +38,21 @@ class DivergenceCheck:
         """
         self._last = (position, report)
         if not self._scales or self._scales[-1][1] != report.scale:
-            self._scales.append((position.step, report.scale))
-        if report.skipped:
-            self._refuse_empty_step(position, report)
-            self._refuse_bad_losses(position, report)
-            self._refuse_overflows(position, report)
+            self._scales.append((position.step, report.scale))  # (first step, scale)
+        if not report.skipped:
+            return
+        if report.count == 0:
+            raise DataError(
+                f"step {position.step} had no sample that carries loss on any rank. Each step needs at least "
+                "one: check the data and its labels."
+            )
+        self._refuse_bad_losses(position, report)
+        if report.floor_skips >= self.limits.max_floor_skips:
+            at, advice = self._floor(report)
+            raise DivergedError(
+                f"the gradient overflowed in {report.floor_skips} steps in a row{at}, the last being step "
+                f"{position.step}. {advice}\n{self._evidence(position, report)}"
+            )
 
     def at_end(self, position: Position, measured: Measured) -> None:
         """Raise DivergedError if a run that has reached its last step has no usable result.
@@ -52,7 +60,7 @@ class DivergenceCheck:
         That is: no step was applied, the last one's loss was not finite, or that on the held-out set is not.
         The same on all ranks, which may communicate.
         """
-        counters, held_out_loss = self._counters(), measured.loss
+        counters, held_out_loss = self.counters(), measured.loss
         bad, outcome = counters["bad_losses"], "so the run is not done"
         if bad:
             raise DivergedError(
@@ -71,82 +79,51 @@ class DivergenceCheck:
                 f"{outcome}. Check that set for NaN, lower optim.lr, or set optim.clip_norm."
             )
 
-    def _refuse_empty_step(self, position: Position, report: StepReport) -> None:
-        if report.count == 0:
-            raise DataError(
-                f"step {position.step} had no sample that carries loss on any rank. Each step needs at least "
-                "one: check the data and its labels."
-            )
-
     def _refuse_bad_losses(self, position: Position, report: StepReport) -> None:
-        broken = self._inspector.broken_weights() if report.bad_losses else ""
-        if broken:
+        if report.bad_losses and (broken := self.inspector.broken_weights()):
             raise DivergedError(
                 f"the loss was not finite in step {position.step}, because weights are not: {broken}. No "
                 "later step can recover. Lower optim.lr, lengthen schedule.warmup_fraction, or set "
                 f"optim.clip_norm.\n{self._evidence(position, report)}"
             )
-        if report.bad_loss_steps >= self._limits.max_bad_losses:
+        if report.bad_loss_steps >= self.limits.max_bad_losses:
+            rescue = " If a module below made it, precision.rescue=true lets such modules compute in fp32."
             raise DivergedError(
                 f"the loss was not finite in {report.bad_loss_steps} steps in a row, the last being step "
                 f"{position.step}. That is not the loss scale's fault: check the input for NaN, lower "
-                f"optim.lr, or set optim.clip_norm.{self._of_modules()}\n{self._evidence(position, report)}"
+                f"optim.lr, or set optim.clip_norm.{'' if self.limits.mode == 'none' else rescue}\n"
+                f"{self._evidence(position, report)}"
             )
 
-    def _of_modules(self) -> str:
-        if self._limits.mode == "none":  # no fp16
-            return ""
-        return " If a module below made it, precision.rescue=true lets such modules compute in fp32."
-
-    def _refuse_overflows(self, position: Position, report: StepReport) -> None:
-        if report.floor_skips >= self._limits.max_floor_skips:
-            at, advice = self._floor(report.scale)
-            advice += self._of_fp32_modules(report)
-            raise DivergedError(
-                f"the gradient overflowed in {report.floor_skips} steps in a row{at}, the last being step "
-                f"{position.step}. {advice}\n{self._evidence(position, report)}"
-            )
-
-    def _of_fp32_modules(self, report: StepReport) -> str:
-        """A text that gradients of fp32 modules are half all the same, where these have overflowed."""
-        names = self._inspector.narrowed(report.culprit_parameters)
-        if not names:
-            return ""
-        return (
-            f" {listed(names, MAX_NAMES)}: the module computes in fp32 (precision.fp32_modules), but its "
-            f"gradient becomes half, of at most {LARGEST_HALF}, before the ranks sum it. "
-            "precision=amp_fp16 with wire.dtype=fp32 keeps it in fp32."
-        )
-
-    def _floor(self, scale: float) -> tuple[str, str]:
+    def _floor(self, report: StepReport) -> tuple[str, str]:
         """The scale at which the gradient overflows although it cannot fall, and what to do, as texts."""
-        mode, least = self._limits.mode, self._limits.min
-        if mode == "none":
-            return (
-                " without a loss scale",
-                "Lower optim.lr, or make the loss smaller. wire.dtype=fp32 has more room.",
+        at = f" at loss scale {report.scale:g}, the smallest allowed"
+        advice = "Lower optim.lr or the loss, or give it more room with precision=bf16 or fp32."
+        if self.limits.mode == "none":
+            at = " without a loss scale"
+            advice = "Lower optim.lr, or make the loss smaller. wire.dtype=fp32 has more room."
+        elif self.limits.mode == "static":
+            at = f" at the constant loss scale {report.scale:g}"
+            advice = "Lower precision.scale.init, or let it move with precision.scale.mode=dynamic."
+        elif self.limits.min != 1:
+            advice += " Lower precision.scale.min, too."
+        if names := self.inspector.narrowed(report.culprit_parameters):
+            advice += (
+                f" {listed(names, MAX_NAMES)}: the module computes in fp32 (precision.fp32_modules), but its "
+                f"gradient becomes half, of at most {LARGEST_HALF}, before the ranks sum it. "
+                "precision=amp_fp16 with wire.dtype=fp32 keeps it in fp32."
             )
-        if mode == "static":
-            return (
-                f" at the constant loss scale {scale:g}",
-                "Lower precision.scale.init, or let it move with precision.scale.mode=dynamic.",
-            )
-        lower = "" if least == 1 else " Lower precision.scale.min, too."
-        return (
-            f" at loss scale {scale:g}, the smallest allowed",
-            f"Lower optim.lr or the loss, or give it more room with precision=bf16 or fp32.{lower}",
-        )
+        return at, advice
 
     def _evidence(self, position: Position, report: StepReport) -> str:
         """The evidence of a step that ends the run: ranks, parameters, loss scale, and the inspection."""
         scales = ", ".join(f"{scale:g} from step {step}" for step, scale in self._scales)
-        lines = [
-            f"Gradient not finite on ranks {list(report.culprit_ranks)}, in parameters: "
-            + listed(report.culprit_parameters, MAX_NAMES),
-            f"Loss scale: {scales}",
-            self._inspector.explain(position, report.culprit_ranks, backward=not report.bad_losses),
-        ]
-        return "\n".join(lines)
+        names = listed(report.culprit_parameters, MAX_NAMES)
+        seen = self.inspector.explain(position, report.culprit_ranks, backward=not report.bad_losses)
+        return (
+            f"Gradient not finite on ranks {list(report.culprit_ranks)}, in parameters: {names}\n"
+            f"Loss scale: {scales}\n{seen}"
+        )
 
     def _evidence_of_last(self) -> str:
         """The evidence of the last step; empty if an earlier process of the run took that step."""

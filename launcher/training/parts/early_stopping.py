@@ -61,9 +61,10 @@ class EarlyStopping:
             self._watched = watched = self._counted(watched, found, step)
         self.ends = ""
         if watched.waited >= self._patience and not self._course.ends_with(step):
-            best = watched.best
+            best, delta = watched.best, self._config.min_delta
+            by = f"by more than {delta:g} " if delta else ""
             self.ends = (
-                f"{best.name} has not improved {self._by()}in {counted(watched.waited, 'evaluation')}: "
+                f"{best.name} has not improved {by}in {counted(watched.waited, 'evaluation')}: "
                 f"{best.value:g} after step {watched.best_step} is the best, {found.value:g} the latest"
             )
             self._telemetry.decision("early stopping", f"after step {step}: {self.ends}")
@@ -75,9 +76,6 @@ class EarlyStopping:
         if found.cost < watched.best.cost - self._config.min_delta:
             return Watched(found, step, 0, step)
         return Watched(watched.best, watched.best_step, watched.waited + 1, step)
-
-    def _by(self) -> str:
-        return f"by more than {self._config.min_delta:g} " if self._config.min_delta else ""
 
     def state(self) -> dict[str, Any]:
         return {"watched": None if self._watched is None else asdict(self._watched)}

@@ -27,8 +27,7 @@ from launcher.process import frames
 from launcher.process.shortage import ran_out
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import EvalEvent
-from launcher.training import after_evaluation
-from launcher.training.device import free_memory
+from launcher.training import after_evaluation, device
 from launcher.training.failures.recipe_errors import guarding
 from launcher.training.job import Job
 from launcher.training.parts.bad_samples import report_unreadable
@@ -55,10 +54,7 @@ class Evaluator:
 
     def after(self, position: Position) -> Measured | None:
         """`evaluate` if an evaluation is due; None, on all ranks, if not or before a stop."""
-        course = self.job.course
-        due = course.evaluates_after(position.step) and Question.STOP not in self.run.votes
-        if not self.data:
-            due = due and course.ends_with(position.step)
+        due = self.job.course.evaluates_after(position.step) and Question.STOP not in self.run.votes
         return self.evaluate(position) if due else None
 
     def evaluate(self, position: Position) -> Measured | None:
@@ -74,8 +70,10 @@ class Evaluator:
         trained = self.training.metrics()
         if (average := self.run.average) is not None:
             average.settle()
+        # Uncompiled: graphs of their own would take time, and depend on the batches of an evaluation.
+        plain = uncompiled() if self.run.config.train.compile == BLOCKS else nullcontext()
         try:
-            with self._plain(), nullcontext() if average is None else average.in_model():
+            with plain, nullcontext() if average is None else average.in_model():
                 self.latest = {name: self._evaluate(name, position, trained) for name in self.data}
                 after_evaluation.show(self.job, position)
         except EvaluationStopped:
@@ -89,23 +87,16 @@ class Evaluator:
                 f"{compared.name}, by which runs are compared, is NaN at step {position.step}, so this "
                 "evaluation cannot be the best. Correct the metric, or name another with compare_by."
             )
-        if (best := self.best) is not None and not best.is_like(compared):
-            way = "lower" if compared.lower_is_better else "higher"
-            self.run.telemetry.decision(
-                "comparison",
-                f"by {compared.name} ({way} is better) from here on. The best checkpoint so far is that by "
-                f"{best.name}, whose values cannot be compared with these: the best is found anew",
-            )
         loss = next(iter(self.latest.values())).loss
         return Measured(compared, self.is_best(compared), loss, self.latest)
 
     def is_best(self, metric: Compared) -> bool:
         """Record an evaluation's metric. A value that is not a number is never the best."""
         best = self.best
-        before = best.cost if best is not None and best.is_like(metric) else math.inf
-        if metric.cost < before:
+        is_best = metric.cost < (best.cost if best is not None and best.is_like(metric) else math.inf)
+        if is_best:
             self.best = metric
-        return metric.cost < before
+        return is_best
 
     def state(self) -> dict[str, Any]:
         return {"best": None if self.best is None else asdict(self.best)}
@@ -120,7 +111,9 @@ class Evaluator:
             return replace(result, metric_name=compare_by or "loss")
         compared = comparison(compare_by, found)
         sets = {name: {"loss": each.loss, **each.metrics} for name, each in found.items()}
-        confusion = self.confusion
+        if (confusion := self.confusion) is not None:
+            classes = result.classes or list(confusion.classes)
+            result = replace(result, confusion_matrix=confusion.counts.tolist(), classes=classes)
         return replace(
             result,
             metric_name=compared.name,
@@ -128,18 +121,12 @@ class Evaluator:
             metrics=next(iter(sets.values())),
             higher_is_better=not compared.lower_is_better,
             sets=None if ONLY_SET in sets else sets,
-            confusion_matrix=None if confusion is None else confusion.counts.tolist(),
-            classes=result.classes or (None if confusion is None else list(confusion.classes)),
         )
 
     @property
     def confusion(self) -> Confusion | None:
         """The confusion matrix of the first set; None without classes, and on all ranks but 0."""
         return next((found.confusion for found in self.latest.values()), None)
-
-    def _plain(self) -> AbstractContextManager[object]:
-        """Evaluations run uncompiled: graphs of their own would take time, and depend on their batches."""
-        return uncompiled() if self.run.config.train.compile == BLOCKS else nullcontext()
 
     def rehearse(self) -> Mapping[str, Evaluation] | None:
         """Try loss and metrics on the first samples of each set, before the first step. Changes nothing.
@@ -176,34 +163,29 @@ class Evaluator:
         self._fitting = -(-size // 2)
         log.warning("evaluation: this rank ran out of %s; batches of %d from now on", shortage, self._fitting)
         frames.release(error)
-        free_memory(self.run.env.device)
+        device.free_memory(self.run.env.device)
         return self._fitting
 
     def _evaluate(self, name: str, position: Position, trained: dict[str, float]) -> Evaluation:
         """Evaluate on one of the sets, and report. Raises EvaluationStopped on all ranks alike."""
         began = time.perf_counter()
-        telemetry = self.run.telemetry
-        found = evaluate(
-            self._pass(name, "evaluation"),
-            self.data[name],
-            self._batch_size,
-            interrupted=self.run.is_asked_to_end,
-        )
+        telemetry, of_set = self.run.telemetry, self._pass(name, "evaluation")
+        found = evaluate(of_set, self.data[name], self._batch_size, interrupted=self.run.is_asked_to_end)
+        title = f"the {set_title(name)} set"
         if found.halvings:
             telemetry.warn(
-                f"ranks ran out of memory in the evaluation on the {set_title(name)} set and halved their "
-                f"batches, {counted(found.halvings, 'time')} over all ranks; logs/rank*.log has each. The "
-                "numbers are those of all samples."
+                f"ranks ran out of memory in the evaluation on {title} and halved their batches, "
+                f"{counted(found.halvings, 'time')} over all ranks; logs/rank*.log has each. The numbers are "
+                "those of all samples."
             )
         if found.nan_outputs:
             telemetry.warn(
-                f"{found.nan_outputs} of the outputs for the {found.samples} samples of the "
-                f"{set_title(name)} set are NaN, so metrics computed from them are meaningless. Check "
-                "the input for NaN, or lower optim.lr."
+                f"{found.nan_outputs} of the outputs for the {found.samples} samples of {title} are NaN, so "
+                "metrics computed from them are meaningless. Check the input for NaN, or lower optim.lr."
             )
         if bad := found.unreadable:
-            text = f"{counted(bad, 'sample')} of the {set_title(name)} set could not be read"
-            report_unreadable(self.run, text, bad)
+            report_unreadable(self.run, f"{counted(bad, 'sample')} of {title} could not be read", bad)
+        higher_is_better = found.higher_is_better | HIGHER_IS_BETTER
         telemetry.emit(
             EvalEvent(
                 position.step,
@@ -213,11 +195,7 @@ class Evaluator:
                 metrics=found.metrics | trained,
                 samples=found.samples,
                 seconds=time.perf_counter() - began,
-                higher_is_better={
-                    metric: higher
-                    for metric, higher in (found.higher_is_better | HIGHER_IS_BETTER).items()
-                    if higher is not None
-                },
+                higher_is_better={each: up for each, up in higher_is_better.items() if up is not None},
             )
         )
         return found
@@ -228,9 +206,10 @@ class Evaluator:
         A trial is a phase of its own: after an evaluation the limits are those of a run that has made a step.
         """
         run = self.run
-        beat, guard = partial(run.heartbeat.beat, phase), partial(self._guard, name)
-        return Pass(self.recipe, self.model, run.stepper.forward, run.env, guard, beat, self._smaller)
 
-    def _guard(self, name: str, what: str, batch: Batch | None) -> AbstractContextManager[None]:
-        logs = self.run.logs_of_failure
-        return guarding(f"{what} on the {set_title(name)} set", logs, batch, of_metric=True)
+        def guard(what: str, batch: Batch | None) -> AbstractContextManager[None]:
+            what = f"{what} on the {set_title(name)} set"
+            return guarding(what, run.logs_of_failure, batch, of_metric=True)
+
+        beat = partial(run.heartbeat.beat, phase)
+        return Pass(self.recipe, self.model, run.stepper.forward, run.env, guard, beat, self._smaller)

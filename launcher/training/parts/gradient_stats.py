@@ -39,14 +39,13 @@ class GradientStats:
         """Emit the statistics of a step that was not skipped."""
         if self._counts is None or report.skipped:
             return
-        step, epoch, scale = position.step, position.epoch, report.scale
-        self._next = step - step % self._every + self._every
-        found = self._counts.read(scale)
+        self._next = position.step - position.step % self._every + self._every
+        found = self._counts.read(report.scale)
         self._telemetry.emit(
             GradientsEvent(
-                step,
-                epoch=epoch,
-                scale=scale,
+                position.step,
+                epoch=position.epoch,
+                scale=report.scale,
                 **asdict(found.total),
                 zeros=found.zeros,
                 first_exponent=FIRST_EXPONENT,

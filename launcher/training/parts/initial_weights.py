@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from launcher.checkpoint.weights_file import FLOATS, read, sha256_of
-from launcher.config.schema import Config, ModelConfig
+from launcher.config.schema import Config
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine.flat.names import named_parameters, plain_name
@@ -65,13 +65,11 @@ class InitialWeights:
         return replace(result, started_from={"file": file, "sha256": digest})
 
     def _report(self, loaded: Loaded) -> None:
-        telemetry, model = self._run.telemetry, self._run.stepper.model
-        fields = asdict(loaded)
-        del fields["error"]
+        telemetry, parameters = self._run.telemetry, named_parameters(self._run.stepper.model)
+        fields = {name: value for name, value in asdict(loaded).items() if name != "error"}
         telemetry.decision("weights", loaded.sentence, **fields | {"loaded": len(loaded.loaded)})
-        frozen = [name for name, p in named_parameters(model).items() if not p.requires_grad]
         random = {*loaded.missing, *(text.partition(" ")[0] for text in loaded.misfits)}
-        if idle := [name for name in frozen if name in random]:
+        if idle := [name for name, p in parameters.items() if name in random and not p.requires_grad]:
             telemetry.warn(
                 f"{listed(idle, SHOWN)} {'is' if len(idle) == 1 else 'are'} frozen and not in "
                 f"model.weights={loaded.file}: they keep the random values that the recipe built. Do not "
@@ -79,8 +77,7 @@ class InitialWeights:
             )
 
 
-SHOWN = 3  # names in an error
-SHOWN_IN_DECISION = 6
+SHOWN = 6  # names in a text
 COUNTER = "num_batches_tracked"  # of a BatchNorm; files older than it lack it, as torch accepts
 
 
@@ -101,31 +98,14 @@ class Loaded:
 
     @property
     def sentence(self) -> str:
-        """The decision, for people."""
+        """What of the file fits, for people."""
         total = len(self.loaded) + len(self.missing) + len(self.misfits)
         text = f"{len(self.loaded)} of {total} tensors from {self.file} (sha256 {self.sha256[:12]})"
         if kept := (*self.misfits, *self.missing):
-            text += f"; as the recipe built them: {listed(kept, SHOWN_IN_DECISION)}"
+            text += f"; not in it or of another shape: {listed(kept, SHOWN)}"
         if self.unexpected:
-            text += f"; not in this model: {listed(self.unexpected, SHOWN_IN_DECISION)}"
+            text += f"; not in this model: {listed(self.unexpected, SHOWN)}"
         return text
-
-    @property
-    def misfit(self) -> str:
-        """The error where the file must not be used."""
-        parts = [
-            f"{len(names)} {what}: {listed(names, SHOWN)}"
-            for names, what in (
-                (self.missing, "of the model's tensors are not in the file"),
-                (self.unexpected, "in the file are not in the model"),
-                (self.misfits, "have another shape"),
-            )
-            if names
-        ]
-        advice = "No tensor fits by name and shape: it is of another model."
-        if self.loaded:
-            advice = "model.weights_strict=false loads those that fit and keeps the others as they are built."
-        return f"it does not fit the model. {'; '.join(parts)}. {advice}"
 
 
 def load_weights(config: Config, model: nn.Module, env: WorkerEnv) -> Loaded | None:
@@ -136,74 +116,30 @@ def load_weights(config: Config, model: nn.Module, env: WorkerEnv) -> Loaded | N
     wish = config.model
     if wish.weights is None:
         return None
-    own = asdict(_load(wish, model)) if env.is_leader else {}
-    return Loaded(**json.loads(exchange_texts(env, json.dumps(own))[LEADER]))
-
-
-def _load(wish: ModelConfig, model: nn.Module) -> Loaded:
-    assert wish.weights is not None
-    file = Path(wish.weights)
-    try:
-        digest = sha256_of(file, wish.weights_sha256)
-        return _assign(model, read(file), file, digest, wish.weights_strict)
-    except ConfigError as error:
-        return Loaded(wish.weights, error=f"model.weights={wish.weights}: {error}")
+    loaded, file = Loaded(wish.weights), Path(wish.weights)
+    if env.is_leader:
+        try:
+            digest = sha256_of(file, wish.weights_sha256)
+            loaded = _assign(model, read(file), file, digest, wish.weights_strict)
+        except ConfigError as error:
+            loaded = Loaded(wish.weights, error=f"model.weights={wish.weights}: {error}")
+    return Loaded(**json.loads(exchange_texts(env, json.dumps(asdict(loaded)))[LEADER]))
 
 
 def _assign(model: nn.Module, tensors: Mapping[str, Tensor], file: Path, digest: str, strict: bool) -> Loaded:
     """Copy what fits. Raises ConfigError, before anything is copied, where the file must not be used."""
-    own = _named(model)
+    # Parameters and persistent buffers; a tied one under each of its keys. Lazy ones are left out: building
+    # the Stepper refuses them.
+    state = model.state_dict(keep_vars=True).items()
+    own = {plain_name(key): x for key, x in state if isinstance(x, Tensor) and not is_lazy(x)}
     shared = [name for name in own if name in tensors]
     for name in shared:
-        _refuse_kind(name, own[name], tensors[name])
+        kinds = FLOATS if own[name].dtype in FLOATS else (own[name].dtype,)
+        if tensors[name].dtype not in kinds:
+            given, *needed = (str(dtype).removeprefix("torch.") for dtype in (tensors[name].dtype, *kinds))
+            raise ConfigError(f"{name} is {given} in the file; the model needs {' or '.join(needed)}.")
     fitting = [name for name in shared if tensors[name].shape == own[name].shape]
-    _refuse_untied(own, tensors, fitting)
-    given = {id(own[name]) for name in fitting}  # a tied tensor is given under one of its names
-    mismatched = {id(own[name]) for name in shared} - given
-    missing = [
-        name
-        for name, tensor in own.items()
-        if id(tensor) not in given | mismatched and name.rpartition(".")[2] != COUNTER
-    ]
-    misfits = [
-        f"{name} ({list(tensors[name].shape)} in the file, {list(own[name].shape)} in the model)"
-        for name in shared
-        if id(own[name]) in mismatched
-    ]
-    unexpected = [name for name in tensors if name not in own]
-    found = Loaded(str(file), digest, fitting, missing, unexpected, misfits)
-    if not fitting or (strict and (missing or misfits or unexpected)):
-        raise ConfigError(found.misfit)
-    with torch.no_grad():
-        for name in fitting:
-            own[name].copy_(tensors[name])
-    return found
-
-
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their keys in the state_dict; a tied one under each.
-
-    Lazy ones are left out: building the Stepper refuses them.
-    """
-    state = model.state_dict(keep_vars=True)
-    return {
-        plain_name(key): value
-        for key, value in state.items()
-        if isinstance(value, Tensor) and not is_lazy(value)
-    }
-
-
-def _refuse_kind(name: str, own: Tensor, given: Tensor) -> None:
-    """Floating-point values for floating-point tensors, whole numbers for the others."""
-    kinds = FLOATS if own.dtype in FLOATS else (own.dtype,)
-    if given.dtype not in kinds:
-        words = [str(dtype).removeprefix("torch.") for dtype in (given.dtype, *kinds)]
-        raise ConfigError(f"{name} is {words[0]} in the file; the model needs {' or '.join(words[1:])}.")
-
-
-def _refuse_untied(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], fitting: list[str]) -> None:
-    """Raise for a tensor that is tied in the model and has several values in the file."""
-    first: dict[int, str] = {}
+    first: dict[int, str] = {}  # a tied tensor may be given under one of its names, or alike under several
     for name in fitting:
         other = first.setdefault(id(own[name]), name)
         if not torch.equal(tensors[other], tensors[name]):
@@ -211,3 +147,21 @@ def _refuse_untied(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], fit
                 f"{other} and {name} are one tensor in the model, and differ in the file. It is of a model "
                 "that does not tie them."
             )
+    there = {id(own[name]) for name in shared}
+    missing = [name for name in own if id(own[name]) not in there and not name.endswith(COUNTER)]
+    misfits = [
+        f"{name} ({list(tensors[name].shape)} in the file, {list(own[name].shape)} in the model)"
+        for name in shared
+        if id(own[name]) not in first
+    ]
+    unexpected = [name for name in tensors if name not in own]
+    found = Loaded(str(file), digest, fitting, missing, unexpected, misfits)
+    if not fitting or (strict and (missing or misfits or unexpected)):
+        advice = "No tensor fits by name and shape: it is of another model."
+        if fitting:
+            advice = "model.weights_strict=false loads those that fit and keeps the others as they are built."
+        raise ConfigError(f"it does not fit the model: {found.sentence}. {advice}")
+    with torch.no_grad():
+        for name in fitting:
+            own[name].copy_(tensors[name])
+    return found

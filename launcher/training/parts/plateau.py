@@ -7,6 +7,7 @@ the decision from the same evaluation, and the check of the replicas compares th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from launcher.checkpoint import Compared
@@ -52,10 +53,8 @@ class Plateau:
         if self._bad > self._config.patience:
             assert self._config.factor is not None
             self._share, self._bad = self._share * self._config.factor, 0
-            self._set_rate()
-            text = (
-                f"{self._rate * self._share:g} from step {position.step + 1} on: {found.name} is at a plateau"
-            )
+            rate = self._run.stepper.lr = self._rate * self._share
+            text = f"{rate:g} from step {position.step + 1} on: {found.name} is at a plateau"
             self._run.telemetry.decision("learning rate", text)
 
     def _improves(self, found: Compared) -> bool:
@@ -64,19 +63,14 @@ class Plateau:
         if best is None or not best.is_like(found):
             # False for nan.
             return found.value == found.value
-        limit = best.value * (1 + self._config.threshold * (-1 if best.lower_is_better else 1))
-        return found.value < limit if best.lower_is_better else found.value > limit
-
-    def _set_rate(self) -> None:
-        self._run.stepper.lr = self._rate * self._share
+        return found.cost < best.cost * (1 + self._config.threshold * (-1 if best.lower_is_better else 1))
 
     def state(self) -> dict[str, Any]:
-        best = self._best
-        values = None if best is None else [best.name, best.value, best.lower_is_better]
-        return {"share": self._share, "best": values, "bad": self._bad, "step": self._step}
+        best = None if self._best is None else asdict(self._best)
+        return {"share": self._share, "best": best, "bad": self._bad, "step": self._step}
 
     def load_state(self, values: dict[str, Any]) -> None:
         self._share, self._bad, self._step = values["share"], values["bad"], values["step"]
-        self._best = None if values["best"] is None else Compared(*values["best"])
+        self._best = None if values["best"] is None else Compared(**values["best"])
         if self._share != 1.0:  # the rate is not part of the Stepper's state
-            self._set_rate()
+            self._run.stepper.lr = self._rate * self._share

@@ -8,8 +8,8 @@ that one step late, so the rank abandons the next step as well: all ranks then r
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,22 +30,6 @@ from launcher.training.setup.trials import half_of, search
 log = logging.getLogger("launcher")
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """The micro-batch per rank that a run uses in place of `wish`, the value of data.micro_batch."""
-
-    wish: str | int | None
-    size: int
-
-
-class _Before(NamedTuple):
-    """What the passes of a step change besides the state of the Stepper."""
-
-    generators: States
-    of_gpu: Tensor | None
-    answers: Kept
-
-
 class Relief:
     """Halves the micro-batch once, on all ranks, where one of them has run out of memory.
 
@@ -54,23 +38,24 @@ class Relief:
 
     def __init__(self, job: Job) -> None:
         run = job.run
-        self.micro_batch: MicroBatch | None = None  # None: that of the config
-        self._job = job
-        self._run = run
-        self._answers = job.answers
+        self._job, self._run = job, run
+        # The value of data.micro_batch, and the size per rank that the run uses in its place, if it does.
+        self._chosen: tuple[str | int | None, int] | None = None
         self._waits_for_others = run.config.model.sync_bn and run.env.group is not None
         self._active = run.config.train.on_oom == "halve"
         self._gpu = run.env.device if run.env.device.type == "cuda" else None
-        self._before: dict[int, _Before] = {}  # by step, of the latest two
+        # What the passes of a step change besides the state of the Stepper: the generators of the host and of
+        # the GPU, and the right answers. By step, of the latest two.
+        self._before: dict[int, tuple[States, Tensor | None, Kept]] = {}
         self._halved = ""  # how, once it has been
         self._shortage = ""  # of this rank, until the micro-batch is halved
 
     def state(self) -> dict[str, Any]:
-        return {"micro_batch": None if self.micro_batch is None else asdict(self.micro_batch)}
+        return {"micro_batch": self._chosen}
 
     def load_state(self, values: dict[str, Any]) -> None:
-        saved = values["micro_batch"]
-        self.micro_batch = None if saved is None else MicroBatch(**saved)
+        if (saved := values["micro_batch"]) is not None:
+            self._chosen = tuple(saved)
 
     def add_to(self, result: Result) -> Result:
         return replace(result, micro_batch=self._job.batches.plan.largest_micro_batch)
@@ -80,24 +65,24 @@ class Relief:
 
         A collective. Raises OutOfMemoryError, on all ranks, where not even one sample fits.
         """
-        job, run, before = self._job, self._run, self.micro_batch
-        wish = run.config.data.micro_batch
-        if before is not None and before.wish == wish:
-            run.telemetry.decision("micro-batch", f"{before.size} per rank, as in the run so far")
-            size = before.size
+        job, run, wish = self._job, self._run, self._run.config.data.micro_batch
+        if self._chosen is not None and self._chosen[0] == wish:
+            size = self._chosen[1]
+            run.telemetry.decision("micro-batch", f"{size} per rank, as in the run so far")
         elif wish == "auto" and steps_left:
             size = search(job)
         else:
-            self.micro_batch = None
+            self._chosen = None
             return
         job.plan = replace(job.plan, micro_batch=size)
         run.stepper.set_micro_batches(job.plan.micro_batches)
-        self._use(MicroBatch(wish, size))
+        self._use(size)
 
-    def _use(self, micro_batch: MicroBatch) -> None:
+    def _use(self, size: int) -> None:
         """Record another micro-batch than that of the config, in config.yaml too."""
-        self.micro_batch = micro_batch
-        self._run.record(data=replace(self._run.config.data, micro_batch=micro_batch.size))
+        data = self._run.config.data
+        self._chosen = (data.micro_batch, size)
+        self._run.record(data=replace(data, micro_batch=size))
 
     @property
     def dropping(self) -> bool:
@@ -114,7 +99,7 @@ class Relief:
         """Keep what the passes of a step change besides the state of the Stepper."""
         if self._active and not (self._waits_for_others or self._halved):
             of_gpu = None if self._gpu is None else torch.cuda.get_rng_state(self._gpu)
-            self._before[position.step] = _Before(states(), of_gpu, self._answers.kept)
+            self._before[position.step] = states(), of_gpu, self._job.answers.kept
             self._before.pop(position.step - 2, None)
 
     def accepts(self, error: Exception, position: Position) -> bool:
@@ -126,13 +111,10 @@ class Relief:
         shortage = ran_out(error)
         if not (shortage and self._active):
             return False
-        if self._waits_for_others or self._half is None:
-            raise self._not_halved(shortage, position) from error
-        if self._halved:
+        if obstacle := self._obstacle():
             raise OutOfMemoryError(
-                f"rank {self._run.env.rank} ran out of {shortage} in step {position.step}, after "
-                f"{self._halved}. That is done once per start. Set data.micro_batch=auto, which finds the "
-                "largest that fits; if the memory in use grows from step to step, correct that first."
+                f"rank {self._run.env.rank} ran out of {shortage} in the forward or backward pass of step "
+                f"{position.step}. {obstacle}"
             ) from error
         log.warning("step %d: this rank ran out of %s", position.step, shortage, exc_info=error)
         self._shortage = shortage
@@ -140,21 +122,24 @@ class Relief:
         free_memory(self._run.env.device)
         return True
 
-    def _not_halved(self, shortage: str, position: Position) -> OutOfMemoryError:
-        size = self._job.batches.plan.largest_micro_batch
-        changes = "a smaller model or smaller samples"
-        reason = f"The micro-batch is {size} already, which cannot be halved."
+    def _obstacle(self) -> str:
+        """Why no step is taken again in smaller pieces, and what helps; empty where one is."""
+        size, helps = self._job.batches.plan.largest_micro_batch, "a smaller model or smaller samples"
         if self._waits_for_others:
             below = f"data.micro_batch below {size}; " if size > 1 else ""
-            changes = f"{below}model.sync_bn=false; {changes}"
-            reason = (
+            return (
                 "With model.sync_bn=true on several ranks a step is not repeated in smaller pieces "
-                "(train.on_oom), because their passes wait for each other."
+                "(train.on_oom), because their passes wait for each other. What helps: "
+                f"{below}model.sync_bn=false; {helps}."
             )
-        return OutOfMemoryError(
-            f"rank {self._run.env.rank} ran out of {shortage} in the forward or backward pass of step "
-            f"{position.step}. {reason} What helps: {changes}."
-        )
+        if self._half is None:
+            return f"The micro-batch is {size} already, which cannot be halved. What helps: {helps}."
+        if self._halved:
+            return (
+                f"{self._halved}, and that is done once per start. Set data.micro_batch=auto, which finds "
+                "the largest that fits; if the memory in use grows from step to step, correct that first."
+            )
+        return ""
 
     def retake(self, position: Position) -> None:
         """Divide the batches from `position` on into smaller pieces, and return there. A collective."""
@@ -164,19 +149,18 @@ class Relief:
         free_memory(self._run.env.device)
         self._job.batches.divide(smaller, position.epoch, position.step_of_epoch)
         self._run.stepper.set_micro_batches(smaller.micro_batches)
-        before = self._before[position.step]
-        restore(before.generators)
-        if before.of_gpu is not None:
-            torch.cuda.set_rng_state(before.of_gpu, self._run.env.device)
-        self._answers.kept = before.answers
+        generators, of_gpu, self._job.answers.kept = self._before[position.step]
+        restore(generators)
+        if of_gpu is not None:
+            torch.cuda.set_rng_state(of_gpu, self._run.env.device)
         self._before.clear()
         self._shortage = ""
-        self._report(position, plan.largest_micro_batch, smaller.largest_micro_batch, texts)
+        self._report(position.step, plan.largest_micro_batch, smaller.largest_micro_batch, texts)
 
-    def _report(self, position: Position, before: int, size: int, texts: list[str]) -> None:
-        run, step = self._run, position.step
-        self._halved = f"the micro-batch was halved from {before} to {size} in step {step}"
-        self._use(MicroBatch(run.config.data.micro_batch, size))
+    def _report(self, step: int, before: int, size: int, texts: list[str]) -> None:
+        run = self._run
+        self._halved = f"The micro-batch was halved from {before} to {size} in step {step}"
+        self._use(size)
         short = {rank: text for rank, text in enumerate(texts) if text}
         run.telemetry.emit(OutOfMemoryEvent(step - 1, ranks=list(short), micro_batch=size, dropped=step))
         said = "; ".join(f"rank {rank} ran out of {text}" for rank, text in short.items())

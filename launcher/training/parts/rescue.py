@@ -7,14 +7,13 @@ before the next step; the skipped step has changed no weight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from launcher.engine import StepReport, StepResult
 from launcher.engine.fp32_modules import kind_of
 from launcher.training.progress import Position
-from launcher.training.rerun import DivergenceInspector, Evidence
+from launcher.training.rerun import DivergenceInspector
 from launcher.training.run import Run
 
 
@@ -47,43 +46,33 @@ class Rescue:
         self._run.reports.flush()
 
     def after_step(self, position: Position, report: StepReport) -> None:
-        """A collective where the losses were not finite."""
-        if report.bad_losses and self._rescues(position):
-            self.latest = position.step
-
-    def _rescues(self, position: Position) -> bool:
-        """Whether further modules compute in fp32 from the next step on."""
-        found = None if self._searcher.broken_weights() else self._searcher.overflow(position)
-        stepper = self._run.stepper
+        """Have further modules compute in fp32. A collective where the losses were not finite."""
+        if not report.bad_losses or self._searcher.broken_weights():
+            return
+        found, stepper = self._searcher.overflow(position), self._run.stepper
         if found is None or found.module in stepper.fp32_modules:
-            return False
+            return
+        why = f"{found.text} in step {position.step}"
         if len(self._rescued) >= self._limit:
-            self._run.telemetry.warn(
-                f"{found.text} in step {position.step}: it is not rescued, after "
-                f"precision.max_rescues={self._limit} rescues."
-            )
-            return False
+            text = f"{why}: it is not rescued, after precision.max_rescues={self._limit} rescues."
+            self._run.telemetry.warn(text)
+            return
         patterns = kind_of(stepper.model, found.module)
         stepper.compute_in_fp32(patterns)
         self._rescued.append(patterns)
-        self._report(position, found, patterns)
-        self._record()
-        return True
-
-    @property
-    def _modules(self) -> tuple[str, ...]:
-        """precision.fp32_modules of a run that starts as this one continues."""
-        rescued = [pattern for patterns in self._rescued for pattern in patterns]
-        return tuple(dict.fromkeys((*self._run.config.precision.fp32_modules, *rescued)))
-
-    def _record(self) -> None:
-        self._run.record(precision=replace(self._run.config.precision, fp32_modules=self._modules))
-
-    def _report(self, position: Position, found: Evidence, patterns: Sequence[str]) -> None:
+        self.latest = position.step
         self._run.telemetry.decision(
             "rescue",
-            f"fp32 arithmetic in {', '.join(patterns)} from step {position.step + 1} on; {found.text} in "
-            f"step {position.step}. To start with it: precision.fp32_modules={list(self._modules)}",
+            f"fp32 arithmetic in {', '.join(patterns)} from step {self.latest + 1} on; {why}. To start with "
+            f"it: precision.fp32_modules={self._record()}",
             module=found.module,
             patterns=list(patterns),
         )
+
+    def _record(self) -> list[str]:
+        """Record precision.fp32_modules of a run that starts as this one continues."""
+        precision = self._run.config.precision
+        rescued = [pattern for patterns in self._rescued for pattern in patterns]
+        modules = tuple(dict.fromkeys((*precision.fp32_modules, *rescued)))
+        self._run.record(precision=replace(precision, fp32_modules=modules))
+        return list(modules)

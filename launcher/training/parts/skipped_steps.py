@@ -32,19 +32,13 @@ class SkippedSteps:
                 bad_losses=report.bad_losses,
             )
         )
-        if report.bad_losses and self._rescue.latest != position.step:
-            self._warn(position.step, report.bad_losses)
-
-    def _warn(self, step: int, micro_batches: int) -> None:
-        times = self._bad_loss_steps.add()
-        if times == 1:
+        if not report.bad_losses or self._rescue.latest == position.step:
+            return
+        if times := self._bad_loss_steps.add():
+            often = "" if times == 1 else f", as in {times} steps since this run started"
+            passes = counted(report.bad_losses, "micro-batch", "es")
             self._telemetry.warn(
-                f"the loss of step {step} was not finite in {counted(micro_batches, 'micro-batch', 'es')}, "
-                "so the step was skipped. That is no overflow of the loss scale: check the samples for NaN "
-                "and infinity, or lower optim.lr. Further steps are counted."
-            )
-        elif times:
-            self._telemetry.warn(
-                f"the loss was not finite in {times} steps since this run started, the last "
-                f"being step {step}: these were skipped. Check the samples for NaN and infinity."
+                f"the loss of step {position.step} was not finite in {passes}{often}, so the step was "
+                "skipped. That is no overflow of the loss scale: check the samples for NaN and infinity, or "
+                "lower optim.lr. Further steps are counted."
             )

@@ -46,7 +46,12 @@ class Stragglers:
             self._run.stepper.vote(DATA_SLOT, time_as_votes(self._done.mean_ms(DATA)))
 
     def after_step(self, position: Position, report: StepReport) -> None:
-        self._receive(position.step, report.votes)
+        turn, votes = self._turn(position.step), report.votes
+        if 0 <= turn < self._ranks and votes[WAIT_SLOT]:
+            self._received[turn] = milliseconds_of(votes[WAIT_SLOT]), milliseconds_of(votes[DATA_SLOT])
+        if turn == self._ranks - 1 and len(self._received) == self._ranks and self._done is not None:
+            first_step = position.step - position.step % self._length - self._length
+            self._conclude(position.step, first_step, self._done)
         self._window.add(self._run.reports.seconds, report.spans_ms)
         if position.step % self._length == self._length - 1:
             is_whole = self._window.steps == self._length
@@ -57,50 +62,32 @@ class Stragglers:
         """The rank whose turn it is; others than those that exist in the rest of a window."""
         return step % self._length - LAG
 
-    def _receive(self, step: int, votes: Sequence[int]) -> None:
-        turn = self._turn(step)
-        if 0 <= turn < self._ranks and votes[WAIT_SLOT]:
-            self._received[turn] = (
-                milliseconds_of(votes[WAIT_SLOT]),
-                milliseconds_of(votes[DATA_SLOT]),
-            )
-        if turn == self._ranks - 1 and len(self._received) == self._ranks and self._done is not None:
-            self._conclude(step, step - step % self._length - self._length, self._done)
-
     def _conclude(self, step: int, first_step: int, own: StepTimes) -> None:
         """All ranks have sent their times of the window before, of which `own` are those of this rank."""
-        waits = [self._received[rank][0] for rank in range(self._ranks)]
-        latest = min(range(self._ranks), key=waits.__getitem__)
-        late_ms = statistics.median(waits[:latest] + waits[latest + 1 :]) - waits[latest]
-        step_ms = sum(own.spans_ms.values()) / own.steps
+        latest = min(range(self._ranks), key=lambda rank: self._received[rank][0])
+        own_wait_ms, own_data_ms = self._received.pop(latest)
+        wait_ms, data_ms = map(statistics.median, zip(*self._received.values(), strict=True))
+        late_ms, step_ms = wait_ms - own_wait_ms, sum(own.spans_ms.values()) / own.steps
         if late_ms < max(LATE_MS, LATE_SHARE * step_ms):
             return
-        data_ms = [self._received[rank][1] for rank in range(self._ranks)]
-        others_ms = statistics.median(data_ms[:latest] + data_ms[latest + 1 :])
-        by_data = data_ms[latest] - others_ms > late_ms / 2
-        self._run.telemetry.emit(
-            StragglerEvent(
-                step,
-                rank=latest,
-                host=self._hosts[latest],
-                late_ms=late_ms,
-                step_ms=step_ms,
-                first_step=first_step,
-                last_step=first_step + self._length - 1,
-                cause="data" if by_data else "compute",
-            )
+        cause = "compute"
+        advice = "Its forward and backward take longer: look for other processes on it, or a low clock."
+        if own_data_ms - data_ms > late_ms / 2:
+            cause, advice = "data", "It waits for its data: look at its disk, or raise data.workers."
+        event = StragglerEvent(
+            step,
+            rank=latest,
+            host=self._hosts[latest],
+            late_ms=late_ms,
+            step_ms=step_ms,
+            first_step=first_step,
+            last_step=first_step + self._length - 1,
+            cause=cause,
         )
+        self._run.telemetry.emit(event)
         if times := self._late.add(latest):
-            self._warn(latest, times, late_ms, step_ms, by_data)
-
-    def _warn(self, rank: int, times: int, late_ms: float, step_ms: float, by_data: bool) -> None:
-        advice = (
-            "It waits for its data: look at its disk, or raise data.workers."
-            if by_data
-            else "Its forward and backward take longer: look for other processes on it, or a low clock."
-        )
-        often = "" if times == 1 else f", {times} times so far"
-        self._run.telemetry.warn(
-            f"rank {rank} on {self._hosts[rank]} arrives last{often}: the other ranks waited {late_ms:.1f} "
-            f"of the {step_ms:.1f} ms of a step for it, over {self._length} steps. {advice}"
-        )
+            often = "" if times == 1 else f", {times} times so far"
+            self._run.telemetry.warn(
+                f"rank {latest} on {event.host} arrives last{often}: the other ranks waited {late_ms:.1f} of "
+                f"the {step_ms:.1f} ms of a step for it, over {self._length} steps. {advice}"
+            )

@@ -44,9 +44,9 @@ class Totals:
             training_seconds=self._seconds,  # `seconds` are those of the last process
             wire_bytes_per_step=self._wire_bytes_per_step,
         )
-        job, stepper = self._job, self._job.run.stepper
+        job = self._job
         if (times := of_the_slowest(job.run.env, self._times)) is not None:
-            passes = job.batches.plan.micro_batches
-            added = overhead_ms(times, job.host_ms, num_layers(job.model), passes, stepper.num_trainable)
+            passes, numel = job.batches.plan.micro_batches, job.run.stepper.num_trainable
+            added = overhead_ms(times, job.host_ms, num_layers(job.model), passes, numel)
             result = replace(result, step_time=StepTime(**times, overhead_ms=added))
         return result

@@ -6,11 +6,12 @@ Owns every translation from config words to engine values. What is printed of th
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.util
 import os
+import pkgutil
 import shutil
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,26 +21,14 @@ from launcher.config.rules import BLOCKS, SCHEDULES
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import (
-    SGD,
-    AdamW,
-    EngineWarning,
-    Policy,
-    Scaling,
-    Stepper,
-    TorchOptimizer,
-    UnusableError,
-    WeightAverage,
-    Wire,
-)
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, WeightAverage, Wire
+from launcher.engine.errors import EngineWarning, UnusableError
 from launcher.engine.recorder import recorder_of
 from launcher.engine.sync_batchnorm import synchronised
 from launcher.errors import ConfigError
 from launcher.recipe.contract import Recipe
 from launcher.recipe.registry import look_up, registry_of
-from launcher.training.setup.compilation import repeated_blocks
-from launcher.training.setup.lr_schedule import learning_rates, own_rates
-from launcher.training.setup.parameter_groups import parameter_groups
+from launcher.training.setup import compilation, lr_schedule, parameter_groups
 
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # One thread, 12.3 M parameters: the plain AdamW pass takes 1.3 ns per parameter, the compiled one 0.8.
@@ -52,11 +41,6 @@ SECONDS_SAVED_PER_PARAMETER_OF_GPU = 8e-12
 SECONDS_SAVED_PER_STEP_OF_GPU = 1e-4
 
 
-def uses_channels_last(config: Config, device: torch.device) -> bool:
-    wish = config.train.channels_last
-    return device.type == "cuda" if wish == "auto" else bool(wish)
-
-
 def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan) -> nn.Module:
     """The recipe's model on the device, its batch norms synchronised if asked for. A collective then."""
     built: object = recipe.build_model()
@@ -67,9 +51,10 @@ def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan)
             "model, and build what is a class."
         )
     if config.train.compile == BLOCKS:
-        repeated_blocks(built)  # raises before training if there are none
+        compilation.repeated_blocks(built)  # raises before training if there are none
     model = built.to(env.device)
-    if uses_channels_last(config, env.device):
+    last = config.train.channels_last
+    if last is True or (last == "auto" and env.device.type == "cuda"):
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if not config.model.sync_bn or env.group is None:
         return model
@@ -100,20 +85,19 @@ def build_optimizer(optim: OptimConfig, recipes: str | None) -> SGD | AdamW | To
         # TorchOptimizer refuses what is no such class.
         return TorchOptimizer(look_up("optim.name", optim.name, names), optim.lr, optim.options)
     known = OPTIMIZERS[optim.name]
-    module, _, name = known.place.partition(":")
-    kind = getattr(importlib.import_module(module), name)
+    kind: Any = pkgutil.resolve_name(known.place)
     options = dataclasses.asdict(optim)
     for each in dataclasses.fields(CommonConfig):  # about the run, and no arguments of the class
         del options[each.name]
-    built = kind(optim.lr, **options) if known.is_fused else TorchOptimizer(kind, optim.lr, options)
-    assert isinstance(built, SGD | AdamW | TorchOptimizer)
+    if not known.is_fused:
+        return TorchOptimizer(kind, optim.lr, options)
+    built: SGD | AdamW = kind(optim.lr, **options)
     return built
 
 
 def build_scaling(config: Config) -> Scaling:
     scale = config.precision.scale
-    policy = Policy.named(config.precision.name)
-    if policy.arithmetic != torch.float16:
+    if Policy.named(config.precision.name).arithmetic != torch.float16:
         return Scaling(mode="none")  # only fp16 needs one for its range
     values = {field.name: getattr(scale, field.name) for field in dataclasses.fields(Scaling)}
     return Scaling(**values | {"mode": "dynamic" if scale.mode == "auto" else scale.mode})
@@ -149,8 +133,8 @@ def rates_of(config: Config, recipe: Recipe, total_steps: int) -> list[float]:
     """One learning rate per applied step, of the recipe's own schedule where it has one."""
     peak, schedule = peak_rate(config), config.schedule
     if recipe.schedule is not None:
-        return own_rates(recipe.schedule, named_schedule(config), peak, total_steps)
-    return learning_rates(schedule.name, peak, total_steps, schedule.warmup_fraction)
+        return lr_schedule.own_rates(recipe.schedule, named_schedule(config), peak, total_steps)
+    return lr_schedule.learning_rates(schedule.name, peak, total_steps, schedule.warmup_fraction)
 
 
 def peak_rate(config: Config) -> float:
@@ -175,7 +159,7 @@ def build_stepper(
     optim = config.optim
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
     emulate = config.precision.emulate
-    grouped = parameter_groups(optim, recipe.groups, model)
+    grouped = parameter_groups.parameter_groups(optim, recipe.groups, model)
     for text in grouped.idle:
         warnings.warn(text, EngineWarning, stacklevel=2)
     stepper = Stepper(
@@ -220,9 +204,7 @@ def compiles_update(device: torch.device, numel: int, steps: int) -> tuple[bool,
     if on_gpu:
         saved = steps * (numel * SECONDS_SAVED_PER_PARAMETER_OF_GPU + SECONDS_SAVED_PER_STEP_OF_GPU)
     if saved < SECONDS_TO_COMPILE:
-        return (
-            False,
-            f"plain: compiling takes up to {SECONDS_TO_COMPILE:.0f} s and saves {saved:.0f} s of this run",
-        )
+        least = f"{SECONDS_TO_COMPILE:.0f} s"
+        return False, f"plain: compiling takes up to {least} and saves {saved:.0f} s of this run"
     compiler = "Triton" if on_gpu else "C++"
     return True, f"compiled with {compiler}: saves about {saved:.0f} s of this run"

@@ -6,7 +6,7 @@ Owns the search for blocks. Evaluations and the search for a failure's cause alw
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -26,9 +26,7 @@ def compiled(how: str | bool, model: nn.Module, stepper: Stepper) -> nn.Module:
     """
     if how is False:
         return model
-    options: dict[str, str | int | bool | Callable[..., Any]] = {
-        "emulate_precision_casts": stepper.emulation.used
-    }
+    options: dict[str, Any] = {"emulate_precision_casts": stepper.emulation.used}
     if how is True:
         return cast(nn.Module, torch.compile(model, options=options))
     blocks = repeated_blocks(model)
@@ -52,9 +50,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     They are entries of an nn.ModuleList or nn.Sequential, have children, and share their class with another
     one. A plain nn.Sequential is one only if its children have none. Raises ConfigError if there are none.
     """
-    entries = {id(entry): entry for entry in _entries(model)}
-    counts = Counter(map(type, entries.values()))
-    repeated = {key for key, entry in entries.items() if counts[type(entry)] > 1}
+    entries = set(_entries(model))
+    counts = Counter(map(type, entries))
+    repeated = {entry for entry in entries if counts[type(entry)] > 1}
     blocks = list(dict.fromkeys(_outermost(model, repeated)))
     if not blocks:
         raise ConfigError(
@@ -70,20 +68,17 @@ def _entries(model: nn.Module) -> Iterator[nn.Module]:
     for parent in model.modules():
         if isinstance(parent, nn.ModuleList | nn.Sequential):
             for entry in parent.children():
-                if list(entry.children()) and not _only_holds(entry):
+                inner = list(entry.children())
+                # A list of blocks rather than one.
+                holds_blocks = type(entry) is nn.Sequential and any(list(each.children()) for each in inner)
+                is_list = isinstance(entry, nn.ModuleList | nn.ModuleDict)
+                if inner and not (holds_blocks or is_list):
                     yield entry
 
 
-def _only_holds(module: nn.Module) -> bool:
-    """Whether it is a list of blocks rather than one."""
-    if type(module) is nn.Sequential:
-        return any(list(child.children()) for child in module.children())
-    return isinstance(module, nn.ModuleList | nn.ModuleDict)
-
-
-def _outermost(module: nn.Module, repeated: set[int]) -> Iterator[nn.Module]:
+def _outermost(module: nn.Module, repeated: set[nn.Module]) -> Iterator[nn.Module]:
     for child in module.children():
-        if id(child) in repeated:
+        if child in repeated:
             yield child
         else:
             yield from _outermost(child, repeated)

@@ -6,7 +6,7 @@ Owns the sentences; the modules that build the job make the decisions.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 
 import torch
 
@@ -20,31 +20,18 @@ from launcher.distributed.process_group import own_thread_count
 from launcher.engine import Stepper
 from launcher.errors import counted, listed
 from launcher.recipe.contract import Recipe
-from launcher.training.setup.build import (
-    compiles_update,
-    named_schedule,
-    peak_rate,
-    rates_of,
-    shares_communicator,
-)
-from launcher.training.setup.compilation import kinds_of_blocks
-from launcher.training.setup.parameter_groups import parameter_groups
+from launcher.training.setup import build, compilation, parameter_groups
 
 SHOWN = 8  # classes
 
 
 def decisions(
-    config: Config,
-    env: WorkerEnv,
-    devices: Sequence[str],
-    recipe: Recipe,
-    stepper: Stepper,
-    plan: BatchPlan,
+    config: Config, env: WorkerEnv, devices: Sequence[str], recipe: Recipe, stepper: Stepper, plan: BatchPlan
 ) -> Iterator[tuple[str, str]]:
     """The decisions made for the user, as (topic, sentence with the reason)."""
     kinds = ", ".join(f"{devices.count(kind)} x {kind}" for kind in dict.fromkeys(devices))
     backend = "alone" if env.group is None else "over NCCL" if env.device.type == "cuda" else "over Gloo"
-    yield "workers", f"{env.world_size} ({kinds}), {backend}{_idle_gpus(env)}{_crowding(env)}"
+    yield "workers", f"{env.world_size} ({kinds}), {backend}{_of_machine(env)}"
     yield "data", _data(recipe)
     if about := getattr(recipe.train, "about", ""):
         yield "columns", about
@@ -56,7 +43,7 @@ def decisions(
         text = f"{config.optim.name}, a torch.optim.Optimizer on fp32 masters: correct, but not one pass"
         yield "optimizer", text
     else:
-        reason = compiles_update(env.device, stepper.num_trainable, steps)[1]
+        reason = build.compiles_update(env.device, stepper.num_trainable, steps)[1]
         failure = stepper.compilation.reason
         yield "update", f"plain: {failure}" if failure else reason
     if (decay := config.ema.decay) is not None:
@@ -65,10 +52,11 @@ def decisions(
         yield "ema", text
     if (base := config.schedule.base_batch) is not None:
         factors = f"optim.lr={config.optim.lr:g} x data.batch_size={config.data.batch_size}"
-        yield "learning rate", f"{peak_rate(config):g}: {factors} / schedule.base_batch={base}"
-    yield from parameter_groups(config.optim, recipe.groups, stepper.model).sentences
-    yield "schedule", _schedule(config, recipe, rates_of(config, recipe, steps))
-    if config.wire.overlap and shares_communicator(config, env):
+        yield "learning rate", f"{build.peak_rate(config):g}: {factors} / schedule.base_batch={base}"
+    groups = parameter_groups.parameter_groups(config.optim, recipe.groups, stepper.model)
+    yield from groups.sentences
+    yield "schedule", _schedule(config, recipe, build.rates_of(config, recipe, steps))
+    if config.wire.overlap and build.shares_communicator(config, env):
         text = "gradients are reduced after the backward pass: model.sync_bn=true uses the same communicator"
         yield "wire", text
     if env.device.type == "cpu" and (threads := own_thread_count()):
@@ -76,14 +64,13 @@ def decisions(
     if config.train.compile == BLOCKS:
         shared = "blocks of one class and shape share a graph"
         rest = "The rest of the model and all evaluations run uncompiled"
-        yield "compile", f"by block: {kinds_of_blocks(stepper.model)}; {shared}. {rest}"
+        yield "compile", f"by block: {compilation.kinds_of_blocks(stepper.model)}; {shared}. {rest}"
     if config.train.compile is True and config.wire.overlap and env.world_size > 1:
-        yield (
-            "compile",
+        text = (
             "gradients are reduced after the backward pass, and are all in memory by then: a graph of the "
-            "whole model returns them at its end (train.compile=false or blocks reduces them during the "
-            "pass)",
+            "whole model returns them at its end (train.compile=false or blocks reduces them during the pass)"
         )
+        yield "compile", text
     if config.train.channels_last == "auto" and env.device.type == "cpu":
         yield "memory format", "contiguous: channels_last is slower on a CPU"
 
@@ -100,24 +87,18 @@ def _data(recipe: Recipe) -> str:
 
 def _size(data: object) -> str:
     """The number of samples of a data set; a stream does not know it."""
-    try:
-        return f"{len(data):,} samples"  # type: ignore[arg-type]
-    except TypeError:
-        return "a stream"
+    return f"{len(data):,} samples" if isinstance(data, Sized) else "a stream"
 
 
 def _schedule(config: Config, recipe: Recipe, rates: Sequence[float]) -> str:
-    name, peak = config.schedule.name, rates.index(max(rates))
-    if recipe.schedule is not None:
-        return (
-            f"{named_schedule(config)}: lr {rates[0]:.3g} at first, {rates[peak]:.3g} at most (step {peak}), "
-            f"{rates[-1]:.3g} at the end; schedule.warmup_fraction is not applied to it"
-        )
-    rise = f"lr rises from {rates[0]:.3g} to {rates[peak]:.3g} in {peak + 1} steps, then " if peak else "lr "
-    if rates[-1] == rates[peak]:
-        return f"{name}: {rise}stays {'there' if peak else f'at {rates[0]:.3g}'}"
-    start = "" if peak else f" from {rates[0]:.3g}"
-    return f"{name}: {rise}falls{start} to {rates[-1]:.3g} in the last step, {len(rates)}"
+    name = config.schedule.name if recipe.schedule is None else build.named_schedule(config)
+    first, last, peak = rates[0], rates[-1], max(rates)
+    if first == last == peak:
+        text = f"{name}: lr {first:.3g} in all steps"
+    else:
+        most = f"{peak:.3g} at most (in step {rates.index(peak) + 1})"
+        text = f"{name}: lr {first:.3g} at first, {most}, {last:.3g} in the last step, {len(rates)}"
+    return text if recipe.schedule is None else f"{text}; schedule.warmup_fraction is not applied to it"
 
 
 def _division(plan: BatchPlan) -> str:
@@ -132,17 +113,12 @@ def _division(plan: BatchPlan) -> str:
     return parts
 
 
-def _idle_gpus(env: WorkerEnv) -> str:
-    if env.device.type != "cuda" or torch.cuda.device_count() <= env.local_world_size:
-        return ""
-    idle = torch.cuda.device_count() - env.local_world_size
-    return f"; {counted(idle, 'GPU')} of this machine idle: start with torchrun --nproc-per-node=gpu"
-
-
-def _crowding(env: WorkerEnv) -> str:
+def _of_machine(env: WorkerEnv) -> str:
+    """What the number of ranks leaves idle on this machine, or has them share."""
+    if env.device.type == "cuda":
+        idle = torch.cuda.device_count() - env.local_world_size
+        text = f"; {counted(idle, 'GPU')} of this machine idle: start with torchrun --nproc-per-node=gpu"
+        return text if idle > 0 else ""
     cores = len(os.sched_getaffinity(0))
-    if env.device.type == "cuda" or env.local_world_size <= cores:
-        return ""
-    return (
-        f"; they share {counted(cores, 'core')} and wait for each other: launch.nproc={cores} would be faster"
-    )
+    text = f"; they share {counted(cores, 'core')} and wait for each other"
+    return f"{text}: launch.nproc={cores} would be faster" if env.local_world_size > cores else ""

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import glob
 import itertools
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,9 +30,11 @@ from launcher.config.optimizers import OptimConfig
 from launcher.engine import ParameterGroup, UnusableError
 from launcher.engine.flat.groups import Rates, idle_groups, owners_of
 from launcher.engine.flat.names import all_names, named_parameters
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, listed
 
+SHOWN = 3  # modules of the lowest and of the highest layer
 BOTTOM, TOP = "", "."  # layers before the first and behind the last number; no name of a parameter
+UP_TO_NUMBER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")  # `encoder.layer.0` of `encoder.layer.0.norm.bias`
 
 
 @dataclass(frozen=True)
@@ -56,45 +60,40 @@ def parameter_groups(optim: OptimConfig, own: Sequence[ParameterGroup], model: n
     configured = [
         ParameterGroup(each.match, each.lr_scale, each.weight_decay, each.frozen) for each in optim.groups
     ]
-    group_of = {**_owners("Recipe", model, own), **_owners("optim", model, configured)}
+    group_of: dict[str, ParameterGroup] = {}
+    idle: list[str] = []
+    for said, groups in (("optim", configured), ("Recipe", own)):
+        try:  # the engine's errors begin with `groups[0]`
+            owners = owners_of(all_names(model), groups)
+        except UnusableError as error:
+            raise ConfigError(f"{said}.{error}") from error
+        group_of = {name: groups[number] for name, number in owners.items()} | group_of
+        idle += [f"{said}.{text}" for text in idle_groups(model, groups)]
     layers = layers_of(model, optim.layer_decay)
     scales = {name: layer.scale for layer in layers for name in layer.parameters}
-    found: dict[str, ParameterGroup] = {}
+    found: dict[str, tuple[Rates, bool]] = {}  # with whether it is frozen
     for name, p in named_parameters(model).items():
         group = group_of.get(name, ParameterGroup(name))
         if group.frozen:
-            found[name] = ParameterGroup(name, frozen=True)
+            found[name] = Rates(), True
         elif p.requires_grad:
             decay = group.weight_decay
             if decay is None and p.ndim <= 1 and not optim.decay_vectors:
                 decay = 0.0
             decay = None if decay == optim.weight_decay else decay
-            found[name] = ParameterGroup(name, group.lr_scale * scales.get(name, 1.0), decay)
-    idle = [
-        f"{said}.{text}"
-        for said, groups in (("optim", configured), ("Recipe", own))
-        for text in idle_groups(model, groups)
-    ]
-    return ParameterGroups(_merged(found), tuple(_sentences(optim, model, found, layers)), idle)
+            found[name] = Rates(group.lr_scale * scales.get(name, 1.0), decay), False
+    return ParameterGroups(_merged(found), tuple(_sentences(optim, found, layers)), idle)
 
 
-def _owners(said: str, model: nn.Module, groups: Sequence[ParameterGroup]) -> Mapping[str, ParameterGroup]:
-    """The group of each parameter that has one. The engine's errors begin with `groups[0]`."""
-    try:
-        return {name: groups[number] for name, number in owners_of(all_names(model), groups).items()}
-    except UnusableError as error:
-        raise ConfigError(f"{said}.{error}") from error
-
-
-def _merged(found: Mapping[str, ParameterGroup]) -> list[ParameterGroup]:
+def _merged(found: Mapping[str, tuple[Rates, bool]]) -> list[ParameterGroup]:
     """One group for each set of rates, by exact names; none for what the optimizer does by itself."""
     members: dict[tuple[Rates, bool], list[str]] = {}
-    for name, group in found.items():
-        members.setdefault((Rates(group.lr_scale, group.weight_decay), group.frozen), []).append(name)
+    for name, key in found.items():
+        members.setdefault(key, []).append(glob.escape(name))
+    members.pop((Rates(), False), None)
     return [
-        ParameterGroup([glob.escape(name) for name in names], rates.lr_scale, rates.weight_decay, frozen)
+        ParameterGroup(names, rates.lr_scale, rates.weight_decay, frozen)
         for (rates, frozen), names in members.items()
-        if rates != Rates() or frozen
     ]
 
 
@@ -112,59 +111,36 @@ def layers_of(model: nn.Module, decay: float | None) -> list[Layer]:
             f"{len(members)} layer by their names ({', '.join(names[:3])}, ...), and it needs two or more. "
             "Set optim.layer_decay=null, and optim.groups with lr_scale for the parts of the model."
         )
-    stack = next((key for key in members if key not in (BOTTOM, TOP)), "")
-    return [
-        Layer(_title(key, parameters, stack), tuple(parameters), decay**depth)
-        for depth, (key, parameters) in zip(reversed(range(len(members))), members.items(), strict=True)
-    ]
+    layers = []
+    for depth, (key, parameters) in zip(reversed(range(len(members))), members.items(), strict=True):
+        modules = dict.fromkeys(name.rpartition(".")[0] or name for name in parameters)
+        title = key if key not in (BOTTOM, TOP) else listed(list(modules), SHOWN)
+        layers.append(Layer(title, tuple(parameters), decay**depth))
+    return layers
 
 
-def _layer_keys(names: Sequence[str]) -> Iterator[str]:
+def _layer_keys(names: Sequence[str]) -> list[str]:
     """Which layer each name belongs to, in the order of the names."""
-    numbered = [position for position, name in enumerate(names) if _up_to_number(name)]
-    key = BOTTOM
-    for position, name in enumerate(names):
-        if not numbered:
-            key = name.partition(".")[0]
-        elif position > numbered[-1]:
-            key = TOP
-        else:
-            key = _up_to_number(name) or key
-        yield key
-
-
-def _up_to_number(name: str) -> str:
-    """`encoder.layer.0` of `encoder.layer.0.norm.bias`; empty where there is no number."""
-    parts = name.split(".")
-    number = next((position for position, part in enumerate(parts) if part.isdigit()), None)
-    return "" if number is None else ".".join(parts[: number + 1])
-
-
-def _title(key: str, names: Sequence[str], stack: str) -> str:
-    """A numbered layer's own name; of the lowest and highest the modules, as far as they leave the stack."""
-    if key not in (BOTTOM, TOP):
-        return key
-    modules = []
-    for parts in (name.split(".") for name in names):
-        pairs = zip(parts, stack.split("."), strict=False)
-        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        modules.append(".".join(parts[: shared + 1]))
-    return ", ".join(dict.fromkeys(modules))
+    numbers = [found[0] if (found := UP_TO_NUMBER.match(name)) else "" for name in names]
+    if not any(numbers):
+        return [name.partition(".")[0] for name in names]
+    num_above = next(above for above, number in enumerate(reversed(numbers)) if number)
+    numbered = numbers[: len(names) - num_above]
+    up_to_last: Iterator[str] = itertools.accumulate(numbered, lambda below, number: number or below)
+    return [*up_to_last, *[TOP] * num_above]
 
 
 def _sentences(
-    optim: OptimConfig, model: nn.Module, found: Mapping[str, ParameterGroup], layers: Sequence[Layer]
+    optim: OptimConfig, found: Mapping[str, tuple[Rates, bool]], layers: Sequence[Layer]
 ) -> Iterator[tuple[str, str]]:
-    trained = [group for group in found.values() if not group.frozen]
-    decays = [optim.weight_decay if each.weight_decay is None else each.weight_decay for each in trained]
-    scales = [group.lr_scale for group in trained]
-    parts = []
-    for decay in sorted(set(decays) - {optim.weight_decay}):
-        with_decay = "without weight decay" if decay == 0 else f"with weight decay {decay:g}"
-        parts.append(f"{decays.count(decay)} of {len(trained)} parameters {with_decay}")
+    trained = [rates for rates, is_frozen in found.values() if not is_frozen]
+    decays = Counter(optim.weight_decay if x.weight_decay is None else x.weight_decay for x in trained)
+    scales = Counter(rates.lr_scale for rates in trained)
+    of_all = f"of {len(trained)} parameters with weight decay"
+    parts = [f"{n} {of_all} {decay:g}" for decay, n in sorted(decays.items()) if decay != optim.weight_decay]
     if not layers:
-        parts += [f"{scales.count(scale)} at {scale:g} x lr" for scale in sorted(set(scales) - {1.0})]
-    if frozen := sum(group.frozen for group in found.values()):
+        parts += [f"{n} at {scale:g} x lr" for scale, n in sorted(scales.items()) if scale != 1.0]
+    if frozen := len(found) - len(trained):
         parts.append(f"{frozen} frozen")
     if parts:
         yield "parameter groups", "; ".join(parts)

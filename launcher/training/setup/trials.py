@@ -16,7 +16,9 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,8 +29,7 @@ from launcher.data.sources import trial_batches
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import ConfigError, OutOfMemoryError, counted, in_words
-from launcher.process import frames
-from launcher.process.shortage import ran_out
+from launcher.process import frames, shortage
 from launcher.recipe.contract import loss_of
 from launcher.recipe.training_aids import refuse_split_pairs
 from launcher.training.device import free_memory
@@ -41,9 +42,12 @@ def sizes_to_try(plan: BatchPlan, mixup: float = 0.0, total_steps: int = sys.max
     They are about twice the square root of a rank's share, so that few trials by halves decide. The last is
     1, or larger where `mixup`, the alpha of the config, is not 0. `total_steps` are those of the run.
     """
-    share = plan.largest_share
-    sizes = sorted({-(-share // number) for number in range(1, share + 1)}, reverse=True)
-    return [size for size in sizes if _keeps_pairs(replace(plan, micro_batch=size), mixup, total_steps)]
+    share, found = plan.largest_share, list[int]()
+    for size in sorted({-(-share // number) for number in range(1, share + 1)}, reverse=True):
+        with suppress(ConfigError):
+            refuse_split_pairs(replace(plan, micro_batch=size), mixup, total_steps)
+            found.append(size)
+    return found
 
 
 def half_of(plan: BatchPlan, mixup: float = 0.0, total_steps: int = sys.maxsize) -> int | None:
@@ -51,14 +55,6 @@ def half_of(plan: BatchPlan, mixup: float = 0.0, total_steps: int = sys.maxsize)
     present = plan.largest_micro_batch
     sizes = sizes_to_try(plan, mixup, total_steps)
     return next((size for size in sizes if size <= -(-present // 2) and size < present), None)
-
-
-def _keeps_pairs(plan: BatchPlan, mixup: float, total_steps: int) -> bool:
-    try:
-        refuse_split_pairs(plan, mixup, total_steps)
-    except ConfigError:
-        return False
-    return True
 
 
 MOST_TRIALS = 8
@@ -99,17 +95,16 @@ def search(job: Job) -> int:
             "states among the ranks with wire.shard=true, or use devices with more memory."
         )
     too_large = min((each for each, failure in tried.items() if failure), default=None)
-    parts = replace(plan, micro_batch=size).micro_batches
+    rest = f"; {too_large} do not fit" if too_large else ", the whole share of a rank"
+    parts = counted(replace(plan, micro_batch=size).micro_batches, "micro-batch", "es")
     way = " of the model without train.compile" if config.train.compile else ""
-    job.run.telemetry.decision(
-        "micro-batch",
-        f"data.micro_batch=auto: {size} per rank and forward pass"
-        + (f"; {too_large} do not fit" if too_large else ", the whole share of a rank")
-        + f" ({counted(len(tried), 'trial')}{way}). The update stays that of {plan.batch_size} samples, "
-        f"in up to {counted(parts, 'micro-batch', 'es')} per rank",
-        micro_batch=size,
-        tried=[[each, not failure] for each, failure in tried.items()],
+    trials = f"{counted(len(tried), 'trial')}{way}"
+    text = (
+        f"data.micro_batch=auto: {size} per rank and forward pass{rest} ({trials}). "
+        f"The update stays that of {plan.batch_size} samples, in up to {parts} per rank"
     )
+    fitted = [[each, not failure] for each, failure in tried.items()]
+    job.run.telemetry.decision("micro-batch", text, micro_batch=size, tried=fitted)
     return size
 
 
@@ -123,11 +118,7 @@ def _fits(job: Job, size: int, tried: dict[int, str]) -> bool:
 
 
 def _failure(job: Job, plan: BatchPlan, smaller: bool) -> str:
-    """What this rank ran out of in a step of `plan`; empty if nothing.
-
-    Raises other errors, unless it is a `smaller` one than has run out: it may be too small for a batch
-    norm, which needs two samples.
-    """
+    """What this rank ran out of in a step of `plan`; empty if nothing. Raises as `_shortage`."""
     run, failure = job.run, ""
     generators = states(run.env.device)
     try:
@@ -146,8 +137,7 @@ def _pass(job: Job, plan: BatchPlan) -> None:
     stepper = job.run.stepper
     stepper.set_micro_batches(plan.micro_batches)
     job.model.train()
-    batches = trial_batches(job.data.train, plan, job.recipe.train_transform, PASSES)
-    for batch in batches[:PASSES]:
+    for batch in trial_batches(job.data.train, plan, job.recipe.train_transform, PASSES)[:PASSES]:
         with stepper.forward():
             of_batch = loss_of(job.recipe.loss, job.model, batch)
         stepper.backward(of_batch.sum, of_batch.count)
@@ -158,7 +148,7 @@ def _shortage(error: Exception, smaller: bool) -> str:
 
     That may be too small for a batch norm, which needs two samples.
     """
-    failure = ran_out(error) or (in_words(error) if smaller else "")
+    failure = shortage.ran_out(error) or (in_words(error) if smaller else "")
     if not failure:
         raise error
     frames.release(error)
@@ -172,10 +162,19 @@ def calibrate(job: Job, first: Sequence[Batch]) -> None:
     model.sync_bn on several ranks the run ends there, because their passes wait for each other. A collective.
     """
     run, plan, generators = job.run, job.plan, states(job.run.env.device)
-    whole = plan.largest_micro_batch
+    alone = run.env.group is None or not run.config.model.sync_bn
+    whole, failure, found = plan.largest_micro_batch, "", None
     while True:
         pieces = -(-whole // plan.largest_micro_batch)
-        found, failure = _attempt(job, first, pieces)
+        try:
+            dry = partial(_dry_loss, job, first[0], pieces) if first else None
+            found, failure = run.stepper.calibrate(dry, agree_on_failure=alone), ""
+        except Exception as error:
+            if not alone:
+                raise
+            failure = _shortage(error, smaller=pieces > 1)
+        if failure:
+            free_memory(run.env.device)
         if not any(exchange_texts(run.env, failure)):
             return run.telemetry.decision("loss scale", _described(found, pieces))
         half = half_of(plan, run.config.data.augment.mixup, job.course.total_steps)
@@ -187,23 +186,10 @@ def calibrate(job: Job, first: Sequence[Batch]) -> None:
         restore_states(generators, run.env.device)
 
 
-def _attempt(job: Job, first: Sequence[Batch], pieces: int) -> tuple[int | None, str]:
-    """The exponent, and what this rank ran out of. `first` is one of so many pieces of a micro-batch."""
-    run = job.run
-
-    def dry() -> tuple[Tensor, float | Tensor]:
-        of_batch = loss_of(job.recipe.loss, job.model, first[0])
-        return of_batch.sum * pieces, of_batch.count * pieces
-
-    alone = run.env.group is None or not run.config.model.sync_bn
-    try:
-        return run.stepper.calibrate(dry if first else None, agree_on_failure=alone), ""
-    except Exception as error:
-        if not alone:
-            raise
-        failure = _shortage(error, smaller=pieces > 1)
-    free_memory(run.env.device)
-    return None, failure
+def _dry_loss(job: Job, batch: Batch, pieces: int) -> tuple[Tensor, float | Tensor]:
+    """The loss of a micro-batch of which `batch` is one of so many pieces."""
+    of_batch = loss_of(job.recipe.loss, job.model, batch)
+    return of_batch.sum * pieces, of_batch.count * pieces
 
 
 def _described(found: int | None, pieces: int) -> str:

@@ -70,7 +70,7 @@ def test_vectors_without_decay_are_norms_and_biases() -> None:
     found = rates(optim(decay_vectors=False), model)
     assert found == {n: (1.0, 0.0 if p.ndim <= 1 else None) for n, p in model.named_parameters()}
     sentences = dict(parameter_groups(optim(decay_vectors=False), (), conv_net()).sentences)
-    assert sentences == {"parameter groups": "5 of 8 parameters without weight decay"}
+    assert sentences == {"parameter groups": "5 of 8 parameters with weight decay 0"}
 
 
 def test_the_first_group_has_a_parameter_and_the_configs_come_before_the_recipes() -> None:
@@ -87,7 +87,7 @@ def test_the_first_group_has_a_parameter_and_the_configs_come_before_the_recipes
     (sentence,) = parameter_groups(settings, own, Encoder(2)).sentences
     assert sentence == (
         "parameter groups",
-        "7 of 14 parameters without weight decay; 4 of 14 parameters with weight decay 0.2; 1 at 5 x lr; "
+        "7 of 14 parameters with weight decay 0; 4 of 14 parameters with weight decay 0.2; 1 at 5 x lr; "
         "1 at 10 x lr; 1 frozen",
     )
 
@@ -164,7 +164,7 @@ def test_groups_of_untrained_parameters_are_named_and_those_of_the_settings_are_
     assert second.startswith(
         "Recipe.groups[0] (model.norm.*) matches only parameters with requires_grad=False"
     )
-    assert dict(found.sentences)["parameter groups"].startswith("1 of 2 parameters without weight decay")
+    assert dict(found.sentences)["parameter groups"].startswith("1 of 2 parameters with weight decay 0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Stepper(model, SGD(0.1), groups=found.groups)
