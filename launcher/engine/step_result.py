@@ -88,7 +88,9 @@ class StepResult:
         loss, grad_norm, scale, lr, skipped, count, _, bad_losses, *more = head
         votes = tuple(map(int, more[:VOTES]))
         _, _, _, applied, skips, floor_skips, bad_loss_steps = map(int, more[VOTES:])
-        culprits, abandoned, parameters = [], [], []
+        culprits: list[int] = []
+        abandoned: list[int] = []
+        parameters: list[str] = []
         if skipped:  # else there are none
             for rank in marks.nonzero().flatten().tolist():
                 (abandoned if marks[rank] == ABANDONED else culprits).append(rank)

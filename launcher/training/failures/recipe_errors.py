@@ -197,9 +197,10 @@ def _rule(error: Exception, batch: Mapping[str, object]) -> str:
         )
     if isinstance(error, IndexError) and (found := TARGET.search(whole_text(error))):
         rule = "A label must be at least 0 and less than the number of the model's outputs."
-        is_unlabelled = int(found[1]) == labels.UNLABELLED
-        more = labels.OF_UNLABELLED if is_unlabelled else "Correct the labels, or give it more outputs."
-        return f"{rule} {more}"
+        if (label := int(found[1])) == labels.UNLABELLED:
+            return f"{rule} {labels.OF_UNLABELLED}"
+        more = f"at least {label + 1} outputs" if label >= 0 else "no negative label"
+        return f"{rule} Give it {more}, or correct the labels."
     if isinstance(error, ModuleNotFoundError) and error.name:
         return (
             f"The package that has {error.name} must be installed in the environment of {sys.executable}: "
