@@ -8,18 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher import checkpoint
-from launcher.checkpoint import (
-    Compared,
-    HostMemory,
-    Identity,
-    Origin,
-    Progress,
-    Snapshot,
-    Staged,
-    Surroundings,
-)
+from launcher.checkpoint import catalog, snapshot
 from launcher.checkpoint.catalog import AUTO, FOLDER, NEVER
+from launcher.checkpoint.host_memory import HostMemory
+from launcher.checkpoint.snapshot import Compared, Identity, Origin, Progress, Snapshot, Staged, Surroundings
 from launcher.data.streamed import StreamData
 from launcher.distributed.collectives import exchange_texts
 from launcher.engine.precision.loss_scale import ScaleStart
@@ -62,7 +54,7 @@ class SavedRun:
         if restart_count and (wish == NEVER or Path(wish).is_relative_to(self.run.config.run.dir)):
             wish = AUTO  # its first start has already set the others aside
         own_disks = self.run.config.launch.hosts == "mixed"
-        found = checkpoint.resume(self.run.env, self.directory, wish, self._identity, own_disks)
+        found = catalog.resume(self.run.env, self.directory, wish, self._identity, own_disks)
         for damage in found.damaged:
             self.run.telemetry.warn(f"a damaged checkpoint is skipped and set aside: {damage}")
         if found.snapshot is None:
@@ -75,7 +67,7 @@ class SavedRun:
                 f"{found.path} is after step {step}, but the run ends after {course.total_steps}. "
                 "Raise train.epochs or train.max_steps, or resume an earlier one with checkpoint.resume=PATH."
             )
-        self.scale = checkpoint.restore(self.run.stepper, found.snapshot, self.run.env, self.run.average)
+        self.scale = snapshot.restore(self.run.stepper, found.snapshot, self.run.env, self.run.average)
         extra = found.snapshot.extra
         self.job.parts.load_state(extra.parts)
         self.stream = extra.stream or ()
@@ -131,7 +123,7 @@ class SavedRun:
             settings=settings_of(self.run.config),
             stream=exchange_texts(self.run.env, place) if place else None,
         )
-        return checkpoint.stage(
+        return snapshot.stage(
             self.run.stepper,
             self.run.env,
             self._identity,

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.checkpoint import load, publish, resume, sending
-from launcher.checkpoint.catalog import agree, newest_intact, retain
+from launcher.checkpoint import sending
+from launcher.checkpoint.catalog import agree, newest_intact, resume, retain
+from launcher.checkpoint.format import load, publish
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, verify
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, StorageError

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from launcher.checkpoint import Compared
+from launcher.checkpoint.snapshot import Compared
 from launcher.config.schema import PlateauConfig
 from launcher.errors import ConfigError
 from launcher.evaluation.comparison import comparison, refuse_none, refuse_unknown
