@@ -13,7 +13,7 @@ from launcher.errors import counted, listed
 from launcher.report.html import paragraph, table
 from launcher.report.run_record import RunRecord
 from launcher.report.side_by_side import size
-from launcher.run_dir.forecast import Forecast
+from launcher.run_dir.result import Forecast
 from launcher.telemetry.events import CheckpointEvent
 from launcher.telemetry.formatting import number
 
