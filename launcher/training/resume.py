@@ -55,8 +55,8 @@ class SavedRun:
             wish = AUTO  # its first start has already set the others aside
         own_disks = self.run.config.launch.hosts == "mixed"
         found = catalog.resume(self.run.env, self.directory, wish, self._identity, own_disks)
-        for damage in found.damaged:
-            self.run.telemetry.warn(f"a damaged checkpoint is skipped and set aside: {damage}")
+        for name, problems in found.damaged.items():
+            self.run.telemetry.warn(f"a damaged checkpoint is skipped and set aside: {name} ({problems})")
         if found.snapshot is None:
             self.run.telemetry.rewind(0, evaluates_again=False)
             return Start()

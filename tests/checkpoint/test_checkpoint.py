@@ -629,7 +629,7 @@ def test_a_pickle_in_place_of_a_file_is_refused_and_not_executed(tmp_path: Path,
     else:
         forge(path, name, pickled)
     if name == MANIFEST and not demanded:
-        assert "manifest.json" in str(resume(ALONE, tmp_path / "checkpoints", "auto", IDENTITY).damaged[0])
+        assert "manifest.json" in str(resume(ALONE, tmp_path / "checkpoints", "auto", IDENTITY).damaged)
     else:
         wish = str(path) if demanded else "auto"
         with pytest.raises(StorageError, match=name.replace(".", r"\.") if demanded else str(path)):
