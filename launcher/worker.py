@@ -23,9 +23,8 @@ from launcher.data.labels import Labels
 from launcher.data.loader import loader_processes
 from launcher.data.sources import DataSets, batch_plan, training_batches
 from launcher.distributed.env import LaunchEnv, WorkerEnv
-from launcher.distributed.failures import give_reason
+from launcher.distributed.failures import give_reason, words_of
 from launcher.distributed.heartbeat import Heartbeat
-from launcher.distributed.last_words import words_of
 from launcher.distributed.preflight import meet, prepare_directory
 from launcher.distributed.process_group import join, tighten
 from launcher.distributed.watchdog import Watchdog

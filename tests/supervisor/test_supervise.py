@@ -9,7 +9,7 @@ import pytest
 
 from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.last_words import Departure
+from launcher.distributed.failures import Departure
 from launcher.distributed.heartbeat import PHASES, Beat, where
 from launcher.errors import ConfigError, LauncherError, NoProgressError, PreflightError
 from launcher.process.signals import HEEDED, Signals, heeded, held_back

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 from launcher.config.schema import Config
 from launcher.config.user_code import innermost, place_of, short_traceback
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.failures import failure_of_another, is_loss, is_of_another, stall_of
+from launcher.distributed.failures import Words, failure_of_another, is_loss, is_of_another, stall_of
 from launcher.distributed.flight_recorder import disagreement, exchange_calls, loss
 from launcher.distributed.heartbeat import Beat, where
-from launcher.distributed.last_words import Words
 from launcher.distributed.nccl import failure_of_nccl
 from launcher.engine import UnusableError, works
 from launcher.errors import (
