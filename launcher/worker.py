@@ -22,7 +22,7 @@ from launcher.config.schema import Config
 from launcher.data.labels import Labels
 from launcher.data.loader import loader_processes
 from launcher.data.sources import DataSets, batch_plan, training_batches
-from launcher.distributed import failures, last_words, preflight, process_group
+from launcher.distributed import failures, preflight, process_group
 from launcher.distributed.env import LaunchEnv, WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.distributed.watchdog import Watchdog
@@ -80,7 +80,7 @@ def run(
     """
     alone = launch.world_size == 1
     heartbeat = heartbeat or Heartbeat()
-    words = heartbeat.words or last_words.words_of(store, job)
+    words = heartbeat.words or failures.words_of(store, job)
     try:
         run_dir = preflight.prepare_directory(config, launch)
     except LauncherError:

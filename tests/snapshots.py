@@ -11,18 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.checkpoint import (
-    Compared,
-    HostMemory,
-    Identity,
-    Origin,
-    Progress,
-    Snapshot,
-    Surroundings,
-    publish,
-    stage,
-)
+from launcher.checkpoint.format import publish
+from launcher.checkpoint.host_memory import HostMemory
 from launcher.checkpoint.manifest import MANIFEST, manifest_text
+from launcher.checkpoint.snapshot import Compared, Identity, Origin, Progress, Snapshot, Surroundings, stage
 from launcher.checkpoint.tensors import write_bytes
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AverageState, Stepper

@@ -87,7 +87,6 @@ WITHOUT_AGENT = (
     "__init__",
     "supervise",
     "worker_count",
-    "parent_signals",
     "root_cause",
     "restart_policy",
 )

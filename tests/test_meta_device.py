@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from launcher import worker
-from launcher.checkpoint import Identity, Origin, Progress, Snapshot, load
+from launcher.checkpoint.format import load
+from launcher.checkpoint.snapshot import Identity, Origin, Progress, Snapshot
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed import process_group

@@ -12,8 +12,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,11 +21,10 @@ from launcher.checkpoint.format import DAMAGED, UNFINISHED, load, read, read_sta
 from launcher.checkpoint.manifest import MANIFEST, looks_whole, manifest_digest, verify
 from launcher.checkpoint.sending import at_hand
 from launcher.checkpoint.snapshot import Compared, Identity, Snapshot
-from launcher.distributed.collectives import send_to_all
-from launcher.distributed.env import LEADER, WorkerEnv
-from launcher.distributed.messages import content_of, message_of, raised_on_all
+from launcher.distributed.collectives import of_leader, raised_on_all
+from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, StorageError
-from launcher.run_dir.atomic import restored
+from launcher.run_dir.atomic import failing_as_storage_error, restored
 from launcher.run_dir.records import CHECKPOINTS
 
 FOLDER = CHECKPOINTS
@@ -35,31 +34,21 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
-class Damage:
-    """A damaged checkpoint that was skipped, and why."""
-
-    name: str
-    problems: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.name} ({'; '.join(self.problems)})"
-
-
-@dataclass(frozen=True)
 class Found:
-    """The chosen checkpoint, None for a fresh start, and the damaged ones that were skipped.
+    """The chosen checkpoint, None for a fresh start, and why others were skipped, by name: damaged ones.
 
     `snapshot` is its content, once it has been read to resume from.
     """
 
     path: Path | None
-    damaged: tuple[Damage, ...] = ()
+    damaged: Mapping[str, str] = field(default_factory=dict)
     snapshot: Snapshot | None = None
 
     @property
     def seen(self) -> str:
         """What was skipped, as the end of an error."""
-        return f" Damaged: {', '.join(map(str, self.damaged))}." if self.damaged else ""
+        names = ", ".join(f"{name} ({problems})" for name, problems in self.damaged.items())
+        return f" Damaged: {names}." if names else ""
 
 
 def step_of(path: Path) -> int:
@@ -75,15 +64,10 @@ def candidates(directory: Path) -> list[Path]:
     Raises ConfigError for symbolic links, StorageError where the directory cannot be read.
     """
     _refuse_link(directory)
-    try:
+    found: list[Path] = []
+    what, rule = f"the checkpoints in {directory} cannot be listed", "All ranks must be able to read them."
+    with failing_as_storage_error(what, rule), contextlib.suppress(FileNotFoundError):
         found = [path for path in directory.iterdir() if _STEP.fullmatch(path.name)]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StorageError(
-            f"the checkpoints in {directory} cannot be listed: {error.strerror or error}. It must be a "
-            "directory that all ranks can read."
-        ) from error
     for path in found:
         _refuse_link(path)
     return sorted(found, key=step_of, reverse=True)
@@ -132,31 +116,26 @@ def retain(
         if len(good) >= keep or (looks_whole(path) if path in own else not verify(path)):
             good.append(path)
     deleted = [path for path in good[keep:] if path != best]
-    try:
+    what = f"old checkpoints in {directory} cannot be deleted"
+    with failing_as_storage_error(what, "Delete them by hand if they take too much space."):
         for path in deleted:
             # Renamed first: a kill within rmtree would leave half a checkpoint under the name of a whole one.
             shutil.rmtree(path.rename(path.with_name(DELETED + path.name)))
         for rest in (*directory.glob(f"{UNFINISHED}*"), *directory.glob(f"{DELETED}*")):
             shutil.rmtree(rest)
-    except OSError as error:
-        raise StorageError(
-            f"old checkpoints in {directory} cannot be deleted: {error.strerror or error} "
-            f"({error.filename}). Delete them by hand if they take too much space."
-        ) from error
     return deleted
 
 
 def _first_intact(paths: Sequence[Path], rename_damaged: bool) -> Found:
-    damaged: list[Damage] = []
+    damaged: dict[str, str] = {}
     for path in paths:
-        problems = verify(path)
-        if not problems:
-            return Found(path, tuple(damaged))
-        damaged.append(Damage(path.name, tuple(problems)))
+        if not (problems := verify(path)):
+            return Found(path, damaged)
+        damaged[path.name] = "; ".join(problems)
         if rename_damaged:
             with contextlib.suppress(OSError):  # reported in any case, and never loaded
                 set_aside(path, DAMAGED)
-    return Found(None, tuple(damaged))
+    return Found(None, damaged)
 
 
 def _metric_of(path: Path) -> Compared | None:
@@ -188,10 +167,8 @@ def resume(env: WorkerEnv, directory: Path, wish: str, identity: Identity, own_d
     """
     found = agree(env, directory, wish, own_disks)
     path, snapshot = found.path, None
-    with (
-        at_hand(env, path, directory) if own_disks and path else contextlib.nullcontext(path) as own,
-        raised_on_all(env),
-    ):
+    copy = at_hand(env, path, directory) if own_disks and path else contextlib.nullcontext(path)
+    with copy as own, raised_on_all(env):
         if path is not None and own is not None:
             snapshot = read(own) if own == path else load(own)
             elsewhere = path.parent.resolve() != directory.resolve()
@@ -210,36 +187,24 @@ def agree(env: WorkerEnv, directory: Path, wish: str = AUTO, own_disks: bool = F
     an intact one. `directory` is this rank's view of it; with `own_disks` the choice may be missing there,
     but nothing later may be there. Raises on all ranks.
     """
-    own = message_of(partial(_choice, directory, wish)) if env.is_leader else b""
-    values = json.loads(content_of(send_to_all(env, own, LEADER)))
-    damaged = tuple(Damage(name, tuple(problems)) for name, problems in values["damaged"])
-    path = None if values["path"] is None else Path(values["path"])
+    place, digest, damaged = json.loads(of_leader(env, partial(_choice, directory, wish)))
     # By this rank's own view of the directory, which may be mounted elsewhere than on rank 0.
-    if path is not None and values["inside"]:
-        path = directory / path.name
-    found = Found(path, damaged)
+    found = Found(None if place is None else directory / place, damaged)
     with raised_on_all(env):
         if not env.is_leader:
-            _refuse_other_view(directory, found, values["digest"], wish, own_disks)
+            _refuse_other_view(directory, found, digest, wish, own_disks)
     return found
 
 
 def _choice(directory: Path, wish: str) -> bytes:
-    """What rank 0 sends of its choice, as JSON."""
-    try:
+    """What rank 0 sends of its choice, as JSON: its name in the directory or its path, its digest, damage."""
+    # They may be deleted in the meantime.
+    with failing_as_storage_error(f"the checkpoints in {directory} cannot be read", "Start the run again."):
         found = _choose(directory, wish)
-        digest = None if found.path is None else manifest_digest(found.path)
-    except (OSError, ValueError) as error:  # for instance, deleted in the meantime
-        raise StorageError(
-            f"the checkpoints in {directory} cannot be read: {error}. Start the run again."
-        ) from error
-    values = {
-        "path": None if found.path is None else str(found.path.absolute()),
-        "inside": found.path is not None and found.path.parent == directory,
-        "digest": digest,
-        "damaged": [(damage.name, damage.problems) for damage in found.damaged],
-    }
-    return json.dumps(values).encode()
+        path = found.path
+        digest = path and manifest_digest(path)
+    place = path and (path.name if path.parent == directory else str(path.absolute()))
+    return json.dumps([place, digest, found.damaged]).encode()
 
 
 def _choose(directory: Path, wish: str) -> Found:
@@ -271,20 +236,16 @@ def _demanded(path: Path) -> Found:
         if candidates(directory):
             return newest_intact(directory, rename_damaged=False)
     if (path / MANIFEST).exists() or path.is_symlink():
-        problems = verify(path)
-        return Found(None, (Damage(path.name, tuple(problems)),)) if problems else Found(path)
+        return _first_intact([path], rename_damaged=False)
     return Found(None)
 
 
-def _refuse_other_view(
-    directory: Path, chosen: Found, digest: str | None, wish: str, own_disks: bool
-) -> None:
+def _refuse_other_view(directory: Path, found: Found, digest: str | None, wish: str, own_disks: bool) -> None:
     """Raise StorageError where this rank does not see what rank 0 has chosen."""
-    path, problems = chosen.path, []
+    path, problems = found.path, []
     try:
         if path is None or own_disks:
-            passed_over = {damage.name for damage in chosen.damaged}
-            others = [other for other in candidates(directory) if other.name not in passed_over]
+            others = [other for other in candidates(directory) if other.name not in found.damaged]
             last = step_of(path) if path is not None and path.parent == directory else -1
             if others and step_of(others[0]) > last and wish != NEVER:
                 problems = [f"{directory} holds {others[0].name}"]
@@ -295,11 +256,9 @@ def _refuse_other_view(
     except (LauncherError, OSError, ValueError) as error:
         problems = [str(error)]
     if problems:
-        rule = (
-            "With launch.hosts=mixed, rank 0 must be on the machine that has the newest one"
-            if own_disks
-            else "run.dir must be a directory that all machines share"
-        )
+        rule = "run.dir must be a directory that all machines share"
+        if own_disks:
+            rule = "With launch.hosts=mixed, rank 0 must be on the machine that has the newest one"
         raise StorageError(
             f"the ranks do not see the same checkpoints: rank 0 resumes from {path or 'no checkpoint'}, but "
             f"on this rank {'; '.join(problems)}. {rule}."
@@ -317,11 +276,7 @@ def _set_aside_replaced(directory: Path, resumed: Path | None) -> None:
             return  # chosen only where this directory has no intact checkpoint
         step = step_of(resumed)
         present = [path for path in present if step_of(path) >= step and path.name != resumed.name]
-    try:
+    what = f"replaced checkpoints cannot be renamed in {directory}"
+    with failing_as_storage_error(what, "The run must be able to write there."):
         for path in present:
             set_aside(path, REPLACED)
-    except OSError as error:
-        raise StorageError(
-            f"replaced checkpoints cannot be renamed in {directory}: {error}. "
-            "The run must be able to write there: make the directory writable."
-        ) from error

@@ -7,9 +7,9 @@ which may still be training.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from launcher.checkpoint.catalog import FOLDER, best_intact, newest_intact
 from launcher.checkpoint.format import load
-from launcher.checkpoint.snapshot import Snapshot
 from launcher.checkpoint.tensors import write_tensors
 from launcher.errors import ConfigError, StorageError
-from launcher.run_dir.atomic import require_plain
+from launcher.run_dir.atomic import failing_as_storage_error, replacing, require_plain
 from launcher.run_dir.records import FILES, MODEL
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+_writing = partial(failing_as_storage_error, advice="Choose another place.")
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,15 @@ def export(
     _refuse_paths(run_dir, file)
     checkpoint = _choose(run_dir / FOLDER, best)
     snapshot = load(checkpoint)
-    averaged = averaged and snapshot.average is not None
-    tensors = _converted(snapshot, DTYPES[dtype], averaged)
-    kind = {"weights": "ema"} if averaged else {}
-    _write(file, tensors, {"format": "pt", "checkpoint": checkpoint.name, "dtype": dtype} | kind)
-    return Exported(file, checkpoint, len(tensors), averaged)
+    tensors = snapshot.engine.weights | snapshot.engine.buffers
+    metadata = {"format": "pt", "checkpoint": checkpoint.name, "dtype": dtype}
+    if average := snapshot.average if averaged else None:
+        tensors |= average.weights | average.buffers
+        metadata["weights"] = "ema"
+    exported = {key: _narrowed(key, tensors[name], DTYPES[dtype]) for key, name in snapshot.names.items()}
+    with _writing(f"the weights cannot be written to {file}"), replacing(file) as temporary:
+        write_tensors(temporary, exported, metadata)
+    return Exported(file, checkpoint, len(exported), averaged=average is not None)
 
 
 def with_model_folder(run_dir: Path, folder: Path) -> None:
@@ -63,13 +68,11 @@ def with_model_folder(run_dir: Path, folder: Path) -> None:
     Raises as `export`.
     """
     _refuse_paths(run_dir, folder / "model.safetensors")
-    try:
+    with _writing(f"{folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         for file in (run_dir / MODEL).glob("*.*"):
             if file.is_file() and not file.is_symlink():
                 shutil.copyfile(file, folder / file.name)
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
 def _refuse_paths(run_dir: Path, file: Path) -> None:
@@ -80,9 +83,8 @@ def _refuse_paths(run_dir: Path, file: Path) -> None:
         require_plain(file)
     except OSError as error:
         raise ConfigError(f"export {file}: {error.strerror}. {rule}") from None
-    if file.resolve().is_relative_to(run_dir.resolve() / FOLDER) or file.absolute() in (
-        run_dir.absolute() / name for name in FILES
-    ):
+    own_files = [run_dir.absolute() / name for name in FILES]
+    if file.resolve().is_relative_to(run_dir.resolve() / FOLDER) or file.absolute() in own_files:
         raise ConfigError(f"export {file}: this is a file of the run itself. {rule}")
 
 
@@ -98,13 +100,6 @@ def _choose(directory: Path, best: bool) -> Path:
     return path
 
 
-def _converted(snapshot: Snapshot, dtype: torch.dtype, averaged: bool) -> dict[str, Tensor]:
-    tensors = snapshot.engine.weights | snapshot.engine.buffers
-    if averaged and snapshot.average is not None:
-        tensors |= snapshot.average.weights | snapshot.average.buffers
-    return {key: _narrowed(key, tensors[name], dtype) for key, name in snapshot.names.items()}
-
-
 def _narrowed(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
@@ -115,17 +110,3 @@ def _narrowed(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
             f"{dtype} has ({torch.finfo(dtype).max:g}). Export it as fp32."
         )
     return narrow
-
-
-def _write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write in one rename: readers of an existing file see the old content or the new one."""
-    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        write_tensors(temporary, tensors, metadata)
-        os.replace(temporary, file)
-    except OSError as error:
-        raise StorageError(
-            f"the weights cannot be written to {file}: {error.strerror or error}. Choose another place."
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import itertools
 import json
 import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,9 +44,13 @@ from launcher.checkpoint.tensors import Pace, described, directly, read_tensors,
 from launcher.engine import AverageState
 from launcher.engine.state import EngineState
 from launcher.errors import StorageError
-from launcher.run_dir.atomic import read_regular, restored, strict
+from launcher.run_dir.atomic import failing_as_storage_error, read_regular, restored, strict
 from launcher.run_dir.codec import encoded, exactly
 
+NOT_WRITTEN = (
+    "Earlier ones are intact. Free disk space; the directory must be writable and hold no checkpoint of that "
+    "step from another run."
+)
 UNFINISHED = ".unfinished-"
 DAMAGED = "damaged-"
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # from linux/fcntl.h and linux/fs.h
@@ -67,7 +69,10 @@ def publish(directory: Path, snapshot: Snapshot, run: Pace = directly) -> Path:
     step = snapshot.progress.step
     final = directory / step_name(step)
     temporary = directory / f"{UNFINISHED}{final.name}-{secrets.token_hex(4)}"
-    with _failing_as_storage_error(step, directory, temporary):
+    what = f"the checkpoint of step {step} cannot be written to {directory}"
+    with failing_as_storage_error(what, NOT_WRITTEN), ExitStack() as ending:
+        # What is left of it: all if this fails, nothing once it has its final name.
+        ending.callback(shutil.rmtree, temporary, ignore_errors=True)
         _make_directory(directory)
         temporary.mkdir()
         _write_files(temporary, snapshot, run)
@@ -78,7 +83,6 @@ def publish(directory: Path, snapshot: Snapshot, run: Pace = directly) -> Path:
         if os.path.lexists(final) and _same_state(there := read(final), snapshot):
             if snapshot.metric is not None and there.metric is None:
                 _exchange(temporary, final)
-            shutil.rmtree(temporary)
         else:
             os.rename(temporary, final)  # raises where a different state of that step exists
         # Then the new name itself: after a power failure either it is there, complete, or not at all.
@@ -88,8 +92,7 @@ def publish(directory: Path, snapshot: Snapshot, run: Pace = directly) -> Path:
 
 def load(path: Path) -> Snapshot:
     """Verify a checkpoint and read it. Raises StorageError, with the damage, for a damaged one."""
-    problems = verify(path)
-    if problems:
+    if problems := verify(path):
         raise StorageError(
             f"{path} is damaged: {'; '.join(problems)}. Take another checkpoint with checkpoint.resume=PATH."
         )
@@ -148,21 +151,6 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def _failing_as_storage_error(step: int, directory: Path, temporary: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
-        raise StorageError(
-            f"the checkpoint of step {step} cannot be written to {directory}: {error.strerror or error}. "
-            "Earlier ones are intact. Free disk space; the directory must be writable and hold no "
-            "checkpoint of that step from another run."
-        ) from error
-
-
 def _write_files(directory: Path, snapshot: Snapshot, run: Pace) -> None:
     engine = snapshot.engine
     metadata = {"format": "pt", "step": str(snapshot.progress.step)}
@@ -178,9 +166,8 @@ def _write_files(directory: Path, snapshot: Snapshot, run: Pace) -> None:
 
 def size_of_tensors(snapshot: Snapshot) -> int:
     """Bytes of all that the two safetensors files hold."""
-    engine = snapshot.engine
-    tensors = (engine.weights | engine.buffers).values(), _rest(snapshot).values()
-    return sum(tensor.nbytes for tensor in itertools.chain(*tensors))
+    parts = snapshot.engine.weights, snapshot.engine.buffers, _rest(snapshot)
+    return sum(tensor.nbytes for part in parts for tensor in part.values())
 
 
 def _rest(snapshot: Snapshot) -> dict[str, Tensor]:

@@ -75,9 +75,8 @@ class HostMemory:
             for stretch, home in zip(stretches, homes, strict=True)
             for name, view, offset in stretch.members()
         }
-        return Copies(
-            {name: copied[name] for name in tensors}, ready, tuple(stretch.flat for stretch in stretches)
-        )
+        sources = tuple(stretch.flat for stretch in stretches)
+        return Copies({name: copied[name] for name in tensors}, ready, sources)
 
     def _reserve(self, size_bytes: int, pinned: bool) -> None:
         if len(self._bytes) < size_bytes:

@@ -60,7 +60,10 @@ def looks_whole(path: Path) -> bool:
 def read_manifest(path: Path) -> dict[str, Written]:
     """Expected size and digest of each file. Raises OSError, ValueError, ConfigError for a newer format."""
     try:
-        content = _content_of(read_regular(path / MANIFEST))
+        raw = read_regular(path / MANIFEST)
+        content = json.loads(raw).get("content") if raw else None
+        if not isinstance(content, dict) or raw != manifest_text(content):
+            raise ValueError("it is incomplete or has been changed")
         if content["format"] != FORMAT:
             raise ConfigError(
                 f"{path} has format {content['format']}; this version reads format {FORMAT}. "
@@ -76,14 +79,6 @@ def read_manifest(path: Path) -> dict[str, Written]:
     return files
 
 
-def _content_of(raw: bytes) -> dict[str, Any]:
-    """The content of a manifest. Raises ValueError for any text that `manifest_text` did not write."""
-    content = json.loads(raw).get("content") if raw else None
-    if not isinstance(content, dict) or raw != manifest_text(content):
-        raise ValueError("it is incomplete or has been changed")
-    return content
-
-
 def manifest_text(content: Mapping[str, Any]) -> bytes:
     """The file's bytes. Later formats must keep this frame, or older versions report them as damaged."""
     text = json.dumps(content, sort_keys=True)
@@ -92,12 +87,8 @@ def manifest_text(content: Mapping[str, Any]) -> bytes:
 
 
 def manifest_of(step: int, files: Mapping[str, Written]) -> bytes:
-    content = {
-        "format": FORMAT,
-        "step": step,
-        "files": {name: asdict(written) for name, written in files.items()},
-    }
-    return manifest_text(content)
+    entries = {name: asdict(written) for name, written in files.items()}
+    return manifest_text({"format": FORMAT, "step": step, "files": entries})
 
 
 def manifest_digest(path: Path) -> str:

@@ -8,16 +8,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS
-from launcher.distributed.collectives import exchange_texts, send_to_all
-from launcher.distributed.env import LEADER, WorkerEnv
-from launcher.distributed.messages import content_of, message_of, raised_on_all
-from launcher.errors import StorageError
-from launcher.run_dir.atomic import open_plain
+from launcher.distributed.collectives import exchange_texts, of_leader, raised_on_all
+from launcher.distributed.env import WorkerEnv
+from launcher.run_dir.atomic import failing_as_storage_error, open_plain
 
 RECEIVED = ".received-"
 PIECE_BYTES = 16 << 20  # in memory several times on each rank, on a GPU's too
@@ -37,7 +35,7 @@ def at_hand(env: WorkerEnv, path: Path, directory: Path) -> Iterator[Path]:
     copy = directory / f"{RECEIVED}{path.name}"
     writes = lacks and env.local_rank == 0
     try:
-        with raised_on_all(env), _failing_as_storage_error(copy):
+        with raised_on_all(env), _sending(copy):
             if writes:
                 shutil.rmtree(copy, ignore_errors=True)  # of a process that was killed
                 copy.mkdir(parents=True)
@@ -53,9 +51,8 @@ def _send(env: WorkerEnv, source: Path, target: Path | None) -> None:
     """Send a file of rank 0 to all, piece by piece; this rank writes it to `target`. A collective."""
     start, piece = 0, b""
     while start == 0 or len(piece) == PIECE_BYTES:
-        own = message_of(partial(_piece, source, start)) if env.is_leader else b""
-        piece = content_of(send_to_all(env, own, LEADER))
-        with raised_on_all(env), _failing_as_storage_error(target):
+        piece = of_leader(env, partial(_piece, source, start))
+        with raised_on_all(env), _sending(target):
             if target is not None:
                 with open(target, "ab") as file:
                     file.write(piece)
@@ -63,17 +60,11 @@ def _send(env: WorkerEnv, source: Path, target: Path | None) -> None:
 
 
 def _piece(file: Path, start: int) -> bytes:
-    with _failing_as_storage_error(file), open(open_plain(file, os.O_RDONLY), "rb") as opened:
+    with _sending(file), open(open_plain(file, os.O_RDONLY), "rb") as opened:
         opened.seek(start)
         return opened.read(PIECE_BYTES)
 
 
-@contextmanager
-def _failing_as_storage_error(path: Path | None) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"the checkpoint of rank 0 cannot be sent to machines that do not see it: {path}: "
-            f"{error.strerror}. Make room there, or give a run.dir that all machines share."
-        ) from error
+def _sending(path: Path | None) -> AbstractContextManager[None]:
+    what = f"the checkpoint of rank 0 cannot be sent to machines that do not see it: {path}"
+    return failing_as_storage_error(what, "Make room there, or give a run.dir that all machines share.")

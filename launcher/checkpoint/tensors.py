@@ -75,19 +75,14 @@ def write_tensors(
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for name in names:
-        tensor = tensors[name]
-        size_bytes = tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _word(name, tensor.dtype),
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + size_bytes],
-        }
-        offset += size_bytes
+        tensor, start = tensors[name], offset
+        offset += tensor.nbytes
+        dtype, shape = _word(name, tensor.dtype), list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, offset]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
-    parts = (
-        _bytes_of(tensors[name]) for name in names
-    )  # a generator, because non-contiguous tensors are copied
+    # A generator, because non-contiguous tensors are copied.
+    parts = (_bytes_of(tensors[name]) for name in names)
     with open(path, "xb") as file:
         return _write_through(file, itertools.chain((len(text).to_bytes(8, "little"), text), parts), run)
 

@@ -92,25 +92,19 @@ def _of_directory(directory: Path) -> str:
     inside = sorted(path.name for path in directory.glob("*.safetensors"))
     if len(inside) == 1:
         return f"it is a directory. Give its file: model.weights={directory / inside[0]}"
-    if inside:
-        return f"it is a directory with {len(inside)} safetensors files and no *{INDEX}. Merge them into one."
     if (directory / "checkpoints").is_dir():
         return f"it is a run. Export its weights: {program()} export {directory} weights.safetensors"
     return "it is a directory. Give a safetensors file."
 
 
 def _of_pickle(file: Path) -> str:
-    line = CONVERSION.format(old=str(file), new=str(_converted(file)))
+    # It never writes over the original.
+    ending = ".converted.safetensors" if file.suffix == ".safetensors" else ".safetensors"
+    line = CONVERSION.format(old=str(file), new=str(file.with_suffix(ending)))
     return (
         "it is a pickle, which may run code when it is read. Only safetensors are read. To convert a "
         f'state_dict: python -c "{line}"'
     )
-
-
-def _converted(file: Path) -> Path:
-    """Where the conversion writes: never over the original."""
-    new = file.with_suffix(".safetensors")
-    return file.with_suffix(".converted.safetensors") if new == file else new
 
 
 def read(file: Path) -> dict[str, Tensor]:

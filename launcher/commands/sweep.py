@@ -29,8 +29,7 @@ from launcher.errors import (
     StalledError,
     counted,
 )
-from launcher.process.signals import saving_stops
-from launcher.supervisor.parent_signals import heeded, held_back
+from launcher.process.signals import heeded, held_back, saving_stops
 from launcher.supervisor.supervise import warm_up
 from launcher.supervisor.worker_count import num_workers, refuse_small_batch, visible_gpus
 

@@ -2,16 +2,27 @@
 
 All ranks call each function at the same point; `group` None is one process. Nothing is unpickled here.
 Works are kept as in the engine: dropping one can abort the process at shutdown.
+
+A rank that raised before a collective would leave the others waiting in it: a message is the content that
+they wait for, or the error that the rank had instead.
 """
 
 from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import launcher.engine.works as works
-from launcher.distributed.env import WorkerEnv
+import launcher.errors
+from launcher.distributed.env import LEADER, WorkerEnv, numbered
+from launcher.errors import LauncherError
+
+CONTENT, ERROR = b"+", b"-"
 
 
 def exchange_texts(env: WorkerEnv, text: str) -> list[str]:
@@ -24,10 +35,8 @@ def exchange_texts(env: WorkerEnv, text: str) -> list[str]:
     longest = max(int(length) for length in lengths)
     padded = bytearray(data.ljust(longest + 1))  # at least one byte: an empty buffer is refused
     rows = gather(torch.frombuffer(padded, dtype=torch.uint8).to(env.device), env.group)
-    pairs = zip(rows, lengths, strict=True)
-    return [
-        row.cpu().numpy().tobytes()[: int(length)].decode(errors="surrogatepass") for row, length in pairs
-    ]
+    texts = (row.cpu().numpy().tobytes()[: int(length)] for row, length in zip(rows, lengths, strict=True))
+    return [each.decode(errors="surrogatepass") for each in texts]
 
 
 def send_to_all(env: WorkerEnv, data: bytes, sender: int) -> bytes:
@@ -51,3 +60,53 @@ def gather(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     works.run(dist.all_gather(rows, own, group=group, async_op=True), own)
     return rows
+
+
+def message_of(make: Callable[[], bytes]) -> bytes:
+    """What `make` returns, or the LauncherError that it raises, as a message."""
+    try:
+        return CONTENT + make()
+    except LauncherError as error:
+        return error_message(error)
+
+
+def error_message(error: LauncherError) -> bytes:
+    """The class, the text and the traceback of an error as a message."""
+    return ERROR + json.dumps([type(error).__name__, str(error), error.traceback]).encode()
+
+
+def content_of(message: bytes) -> bytes:
+    """The content of a message. Raises the sender's LauncherError."""
+    if message[:1] == ERROR:
+        raise _error_of(message)
+    return message[1:]
+
+
+def of_leader(env: WorkerEnv, make: Callable[[], bytes]) -> bytes:
+    """What `make` returns on rank 0. Raises its LauncherError on all ranks. A collective."""
+    return content_of(send_to_all(env, message_of(make) if env.is_leader else b"", LEADER))
+
+
+def _error_of(message: bytes) -> LauncherError:
+    kind, text, traceback = json.loads(message[1:])
+    error: LauncherError = getattr(launcher.errors, kind, LauncherError)(text)
+    error.traceback = traceback
+    return error
+
+
+@contextmanager
+def raised_on_all(env: WorkerEnv) -> Iterator[None]:
+    """Raise a LauncherError of the code within on all ranks. A collective at the end of the context.
+
+    Of several errors all ranks raise that of the lowest rank, with the ranks in front where some had none.
+    """
+    own = ""
+    try:
+        yield
+    except LauncherError as error:
+        own = error_message(error).decode()
+    messages = exchange_texts(env, own)
+    failed = [rank for rank, message in enumerate(messages) if message]
+    if failed:
+        first = _error_of(messages[failed[0]].encode())
+        raise first if len(failed) == env.world_size else type(first)(f"on {numbered(failed)}: {first}")

@@ -1,23 +1,28 @@
-"""How the ranks of a job fail: which failed first, and why.
+"""How the ranks of a job fail: which failed first, how each left, and why.
 
-Owns the patterns that tell the error of a rank which has lost another one from a rank's own, and the
-sentences that name a rank. Imports no torch.
+Owns where they record it: memory shared with their parent, or the store of the ranks; the patterns that tell
+the error of a rank which has lost another one from a rank's own; and the sentences that name a rank. In
+memory a rank writes its own row, without a lock, a file or a wait, so that it can be read whatever killed the
+rank: a text counts only once its length is written, which comes last. A FileStore would not do: it reads a
+record that was cut short by a kill or a full disk for ever, in C++. Imports no torch.
 """
 
 from __future__ import annotations
 
+import json
+import mmap
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from launcher.config.user_code import short_traceback
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv, numbered
 from launcher.distributed.flight_recorder import last_call, latest_calls
-from launcher.distributed.last_words import Departure, Words
-from launcher.distributed.store import awaited_in_vain, no_store, unless_lost
+from launcher.distributed.store import LEAVE_S, awaited_in_vain, limit_silence, no_store, unless_lost
 from launcher.errors import ON_REQUEST, CollectiveError, LauncherError, StalledError, described, whole_text
 from launcher.process.shortage import shortage_of
 
@@ -27,13 +32,115 @@ if TYPE_CHECKING:
 ASSEMBLE_S = 2.0  # between the first and the last rank that give up on a collective
 OWN_RANK = re.compile(r"\brank ?\d+")
 TIMED_OUT = re.compile(r"timed out|(wait|application) timeout", re.IGNORECASE)  # in Gloo's words
-# Errors of a rank that failed because another one did: of Gloo, NCCL or the store. Matched against the
-# error's message only.
+# Errors of a rank that failed because another one did: of Gloo, NCCL or the store.
 OF_ANOTHER = re.compile(
-    r"gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|Wait timeout|Broken pipe|"
-    r"Application timeout|Connection (closed|reset)",
-    re.IGNORECASE,
+    r"(?i)gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|Wait timeout|Broken pipe|"
+    r"Application timeout|Connection (closed|reset)"
 )
+ROW_BYTES, _TEXT_AT = 1 << 20, 16  # memory is used only where it is written to
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How one rank left a job; `error` is empty if it ended well."""
+
+    rank: int
+    time_s: float
+    error: str = ""
+    exit_code: int = 0
+    shared: bool = False  # the error is about other ranks, which its text names
+    last_call: str = ""  # the collective in which it lost another rank
+    lost: bool = False  # the error is that of a rank which lost another one: not the origin
+    traceback: str = ""  # of an exception, to be printed before the error
+    restart_helps: bool = False  # whatever the exit code
+
+
+class LastWords:
+    """The rows of all ranks of a machine. Created before the ranks are forked, which inherit its memory."""
+
+    def __init__(self, num_ranks: int) -> None:
+        # Anonymous and shared.
+        self._rows = {rank: memoryview(mmap.mmap(-1, ROW_BYTES)) for rank in range(num_ranks)}
+        self.restart()
+
+    def restart(self, first_rank: int = 0) -> None:
+        """Forget all ranks, before they are started again; `first_rank` is the lowest of this machine."""
+        self._rows = dict(enumerate(self._rows.values(), first_rank))
+        for row in self._rows.values():
+            row[:_TEXT_AT] = bytes(_TEXT_AT)
+
+    def fail(self, rank: int) -> None:
+        """Record that a rank fails now, unless it has done so before."""
+        head = self._head(rank)
+        head[0] = head[0] or time.monotonic()
+
+    def first_failure(self) -> int | None:
+        """The rank that failed first, if any has failed."""
+        failed_s = {rank: self._head(rank)[0] for rank in self._rows}
+        return min(filter(failed_s.get, failed_s), key=failed_s.__getitem__, default=None)
+
+    def leave(self, departure: Departure) -> None:
+        """Record how a rank leaves. Without room: no traceback, and the beginning of the error."""
+        row, said = self._rows[departure.rank], json.dumps(asdict(departure)).encode()
+        if len(said) > len(row) - _TEXT_AT:
+            short = departure.error[: ROW_BYTES // 16]  # a character of JSON takes up to 12 bytes
+            said = json.dumps(asdict(replace(departure, error=short, traceback=""))).encode()
+        # The text first: a reader takes it for complete once there is a length.
+        row[_TEXT_AT : _TEXT_AT + len(said)] = said
+        self._head(departure.rank)[1] = len(said)
+
+    def of(self, rank: int) -> Departure | None:
+        """What a rank recorded as it left; None if it has not, or was killed before it was done."""
+        text = self._rows[rank][_TEXT_AT : _TEXT_AT + int(self._head(rank)[1])]
+        return Departure(**json.loads(bytes(text))) if text else None
+
+    def _head(self, rank: int) -> memoryview[float]:
+        """When the rank failed, by the machine's monotonic clock, and the bytes of its text; 0: not yet."""
+        return self._rows[rank][:_TEXT_AT].cast("d")
+
+
+class StoredWords:
+    """The same in the store of a job: of ranks without a parent that could read their memory.
+
+    Every method but `fail` raises DistError if the store is gone.
+    """
+
+    def __init__(self, store: dist.Store, job: str) -> None:
+        self._store, self._left = store, f"job/{job}/left/{{}}"
+        self._first = f"job/{job}/first_failure"
+
+    def fail(self, rank: int) -> None:
+        """Record that a rank fails now. The first claim counts, because the clocks of machines differ."""
+        limit_silence(LEAVE_S)
+        with unless_lost():  # the other ranks notice by themselves
+            self._store.compare_set(self._first, "", str(rank))
+
+    def first_failure(self) -> int | None:
+        """The rank that failed first, if any has failed."""
+        return int(self._store.get(self._first)) if self._store.check([self._first]) else None
+
+    def leave(self, departure: Departure) -> None:
+        """Record how a rank leaves, or what it fails of and will leave with."""
+        self._store.set(self._left.format(departure.rank), json.dumps(asdict(departure)))
+
+    def of(self, rank: int) -> Departure | None:
+        """What a rank has recorded, if it has."""
+        key = self._left.format(rank)
+        return Departure(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def absent(self, ranks: Iterable[int], wait_s: float) -> list[int]:
+        """Those of the ranks that have recorded nothing within the time."""
+        return awaited_in_vain(self._store, self._left, ranks, wait_s)
+
+
+Words = LastWords | StoredWords
+
+
+def words_of(store: dist.Store | None, job: str) -> StoredWords:
+    """The last words of a job without a parent."""
+    from torch.distributed import HashStore
+
+    return StoredWords(HashStore() if store is None else store, job)
 
 
 def is_of_another(error: BaseException) -> bool:
@@ -45,39 +152,29 @@ def is_of_another(error: BaseException) -> bool:
 def is_loss(error: BaseException) -> bool:
     """Whether an error of Gloo or NCCL says that another rank has closed its connection."""
     text = whole_text(error)
-    lost = OF_ANOTHER.search(text) and not nccl.is_own(text)
-    return isinstance(error, RuntimeError) and bool(lost) and not TIMED_OUT.search(text)
+    return isinstance(error, RuntimeError) and is_of_another(error) and not TIMED_OUT.search(text)
 
 
 def departure_of(rank: int, error: BaseException | None = None) -> Departure:
     """How this rank left: the error as a sentence, and the traceback of one that needs it."""
+    left = Departure(rank, time.time())
     if error is None:
-        return Departure(rank, time.time())
+        return left
     error = shortage_of(error, f"rank {rank}") or error
     if isinstance(error, LauncherError):
-        shared = isinstance(error, CollectiveError)
-        return Departure(
-            rank,
-            time.time(),
-            str(error),
-            error.exit_code,
-            shared,
-            traceback=error.traceback,
-            restart_helps=error.restart_helps,
-        )
-    text, lost = described(error, with_notes=True), is_of_another(error)
+        left = replace(left, error=str(error), exit_code=error.exit_code, traceback=error.traceback)
+        return replace(left, shared=isinstance(error, CollectiveError), restart_helps=error.restart_helps)
+    left = replace(left, error=described(error, with_notes=True), exit_code=1, lost=is_of_another(error))
     called = last_call(latest_calls()) if is_loss(error) else ""
-    trace = "" if lost else short_traceback(error)
-    return Departure(rank, time.time(), text, 1, last_call=called, lost=lost, traceback=trace)
+    return replace(left, last_call=called, traceback="" if left.lost else short_traceback(error))
 
 
 class JobFailed(LauncherError):
-    """The job failed on some rank, whose departure gives the reason."""
+    """The job failed on some rank, which has recorded the reason."""
 
-    def __init__(self, text: str, departure: Departure) -> None:
+    def __init__(self, text: str, exit_code: int, traceback: str = "") -> None:
         super().__init__(text)
-        self.exit_code = departure.exit_code
-        self.traceback = departure.traceback
+        self.exit_code, self.traceback = exit_code, traceback
 
 
 def attributed(blamed: Departure, departures: Sequence[Departure]) -> str:
@@ -115,7 +212,7 @@ def failure_of_another(words: Words, rank: int) -> LauncherError | None:
             time.sleep(0.02)  # rank 0 alone asks
             left = words.of(first)
         if left and left.error and not left.lost and left.exit_code not in ON_REQUEST:
-            return JobFailed(attributed(left, [left]), left)
+            return JobFailed(attributed(left, [left]), left.exit_code, left.traceback)
     return None
 
 

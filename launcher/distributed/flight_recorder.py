@@ -12,8 +12,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.store import unless_lost
@@ -33,8 +32,7 @@ RULE = (
 )
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One collective as a rank called it."""
 
     text: str
@@ -57,20 +55,16 @@ def latest_calls() -> dict[str, Call]:
 
 
 def _call(entry: Mapping[str, Any]) -> tuple[str, Call]:
+    import torch
+
     name = str(entry["profiling_name"]).rpartition(":")[2]
     sizes, dtypes, group = entry["input_sizes"], entry["input_dtypes"], entry["process_group"]
     key = f"{group[0]}/{entry['collective_seq_id']}"
     if name not in ALIKE:
         return key, Call(name)
-    inputs = ", ".join(f"{dtype.lower()} {size}" for dtype, size in zip(dtypes, sizes, strict=True))
-    lengths = (_item_bytes(dtype) * math.prod(size) for dtype, size in zip(dtypes, sizes, strict=True))
-    return key, Call(f"{name} of {inputs}", sum(lengths))
-
-
-def _item_bytes(dtype: str) -> int:
-    import torch
-
-    return int(getattr(getattr(torch, dtype.lower(), None), "itemsize", 1))
+    inputs = [(dtype.lower(), size) for dtype, size in zip(dtypes, sizes, strict=True)]
+    lengths = (getattr(torch, dtype, torch.uint8).itemsize * math.prod(size) for dtype, size in inputs)
+    return key, Call(f"{name} of {', '.join(f'{dtype} {size}' for dtype, size in inputs)}", sum(lengths))
 
 
 def last_call(calls: Calls) -> str:
@@ -86,15 +80,14 @@ def exchange_calls(store: dist.Store, job: str, launch: LaunchEnv) -> dict[int, 
     found: dict[int, Calls] = {}
     unknown = deque(range(launch.world_size))
     with unless_lost():
-        own = {key: asdict(call) for key, call in latest_calls().items()}
         place = f"job/{job}/calls/{{}}"
-        store.set(place.format(launch.rank), json.dumps(own))
+        store.set(place.format(launch.rank), json.dumps(latest_calls()))
         deadline = time.monotonic() + ANSWER_S
         while len(unknown) > 1 and time.monotonic() < deadline:
             rank = unknown.popleft()
             if store.check([place.format(rank)]):
                 calls = json.loads(store.get(place.format(rank)))
-                found[rank] = {key: Call(**call) for key, call in calls.items()}
+                found[rank] = {key: Call(*call) for key, call in calls.items()}
             else:
                 unknown.append(rank)
                 time.sleep(0.005)

@@ -3,6 +3,9 @@
 Owns the hand-over of each job from rank 0, which alone reads argv and runs Hydra, to the other ranks; the
 confirmation that all have left a job before the next begins; and how the other ranks learn that rank 0 has
 ended. Never composes a config, and imports torch only when it opens the store.
+
+Two launches that share an address and a port would train with each other's ranks. So each rank compares its
+arguments and its job's id with those of rank 0, and claims its number.
 """
 
 from __future__ import annotations
@@ -10,16 +13,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import time
-from collections.abc import Callable, Sequence
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import Config, from_dict, to_dict
 from launcher.distributed.env import LaunchEnv, numbered
-from launcher.distributed.failures import ASSEMBLE_S, JobFailed, attributed, departure_of
-from launcher.distributed.last_words import Departure, StoredWords, Words, words_of
-from launcher.distributed.launches import claim, join_launch, origin
+from launcher.distributed.failures import ASSEMBLE_S, Departure, JobFailed, attributed, departure_of, words_of
 from launcher.distributed.store import (
     awaited,
     awaited_in_vain,
@@ -28,10 +31,13 @@ from launcher.distributed.store import (
     open_store,
     unless_lost,
 )
-from launcher.errors import ON_REQUEST, CollectiveError, LauncherError, StalledError
+from launcher.errors import ON_REQUEST, CollectiveError, LauncherError, PreflightError, StalledError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+# Set by schedulers, the same for all ranks of a job.
+JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 RunJob = Callable[[Config, LaunchEnv, "dist.Store | None", str], None]
 
@@ -65,25 +71,22 @@ class Leader:
         patience: HandoffTimeouts = PATIENCE,
         arguments: Sequence[str] = (),
     ) -> None:
-        self.launch = launch
-        self._run_job = run_job
-        self._arguments = arguments
-        self._patience = patience
-        self._goodbye_s = self._patience.unmet_s
+        self.launch, self._run_job, self._arguments = launch, run_job, arguments
+        self._patience, self._goodbye_s = patience, patience.unmet_s
         self._others = range(1, launch.world_size)
         self._gone: list[int] = []  # ranks that were awaited in vain: they will not confirm the end either
         self.parted = False  # the latest job failed on some ranks alone, and the others have lost them
         self._store: dist.Store | None = None
-        self._messages = itertools.count()
-        self._jobs = 0
+        self._jobs = 0  # that have been handed out, each by a message
 
     def run(self, config: Config) -> None:
         """Run one job on all ranks; raises what failed first, on whichever rank.
 
         Raises StalledError if a rank is still in the job long after another left it: no job can follow.
         """
-        job, self._jobs = str(self._jobs), self._jobs + 1
+        job = str(self._jobs)
         store = self._send({"job": job, "config": to_dict(config)})
+        self._jobs += 1
         self._gather(store, config.launch.init_timeout_s)
         limit_silence(config.launch.stall_s)
         failure: Exception | None = None
@@ -97,19 +100,18 @@ class Leader:
             failure = error
         own = departure_of(self.launch.rank, failure)
         self.parted = True  # unless all ranks say how they have left
-        words = words_of(store, job)
-        departures = self._departures(words, job, own, config.launch.stall_s)
+        departures = self._departures(job, own, config.launch.stall_s)
         left_with_errors = {bool(each.error) for each in departures}
         self.parted = len(left_with_errors) > 1 or any(each.lost for each in departures)
-        first = _first_failure(words, departures)
+        # A rank that fails because of another may leave before it: the claim decides, then the time.
+        claimed, failed = words_of(store, job).first_failure(), [each for each in departures if each.error]
+        first = min(failed, key=lambda each: (each.rank != claimed, each.time_s), default=own)
         text = attributed(first, departures)
-        stopped = first.exit_code in ON_REQUEST
-        if failure is not None and (
-            text == own.error or (first is own and (stopped or len(departures) == 1))
-        ):
+        needs_no_rank = len(departures) == 1 or first.exit_code in ON_REQUEST
+        if failure is not None and (text == own.error or (first is own and needs_no_rank)):
             raise failure
         if first.error:
-            raise JobFailed(text, first) from failure
+            raise JobFailed(text, first.exit_code, first.traceback) from failure
 
     def recalled(self, config: Config) -> Config:
         """The config with the directory that an earlier attempt of this launch gave to the job.
@@ -141,7 +143,7 @@ class Leader:
     def _send(self, message: dict[str, Any]) -> dist.Store | None:
         store = self._opened()
         if store is not None:
-            store.set(f"message/{next(self._messages)}", json.dumps(message))
+            store.set(f"message/{self._jobs}", json.dumps(message))
         return store
 
     def _opened(self) -> dist.Store | None:
@@ -164,15 +166,14 @@ class Leader:
                 "was not started, has died, or was started with other values of these. "
                 f"launch.init_timeout_s says how long {self.launch.noun} 0 waits."
             )
-            raise JobFailed(text, Departure(0, time.time(), text, StalledError.exit_code))
+            raise JobFailed(text, StalledError.exit_code)
 
-    def _departures(self, words: Words, job: str, own: Departure, stall_s: float) -> list[Departure]:
+    def _departures(self, job: str, own: Departure, stall_s: float) -> list[Departure]:
         """How each rank left the job, in rank order.
 
         Raises StalledError if one does not leave, JobFailed if it is the one that this rank has lost.
         """
-        if not isinstance(words, StoredWords):
-            return [own]
+        words = words_of(self._store, job)
         # In training the collectives of the others time out after stall_s; 5 s more for them to leave.
         wait_s = min(self._patience.leave_s, stall_s + 5 if own.error else self._patience.leave_s)
         soon_s = min(wait_s, self._patience.lost_s) if own.lost else wait_s
@@ -193,19 +194,11 @@ class Leader:
                 f"{silent} was lost, and has not said why within {wait_s:g} s: it was killed, hangs, or its "
                 f"machine or the link to it is gone. The connection: {own.error}"
             )
-            raise JobFailed(text, own)
+            raise JobFailed(text, own.exit_code, own.traceback)
         after = f"failed: {own.error}" if own.error else "did"
         raise StalledError(
             f"{silent} did not leave job {job} within {wait_s:g} s after {self.launch.noun} 0 {after}."
         )
-
-
-def _first_failure(words: Words, departures: Sequence[Departure]) -> Departure:
-    """The earliest failed departure of all ranks, rank 0's own departure if none failed."""
-    failed = [departure for departure in departures if departure.error]
-    first = words.first_failure()
-    # A rank that fails because of another may leave before it: the claim decides, then the time.
-    return min(failed, key=lambda each: (each.rank != first, each.time_s), default=departures[0])
 
 
 def follow(
@@ -233,23 +226,48 @@ def follow(
             on_end()
             store.set(f"heard/{launch.rank}", "")
             break
-        failure = _run_as_follower(store, message, launch, run_job)
+        job, config, failure = message["job"], from_dict(message["config"]), None
+        limit_silence(config.launch.stall_s)
+        try:
+            run_job(config, launch, store, job)
+        except Exception as error:
+            failure = error
+        with unless_lost():  # waiting for the next job raises then
+            words_of(store, job).leave(departure_of(launch.rank, failure))
         wait_s = patience.leave_s if failure else patience.next_job_s
         if isinstance(failure, CollectiveError):
             wait_s = min(wait_s, patience.abandoned_s)  # rank 0 has the same error, or was aborted
     return message["exit_code"], message["reason"]
 
 
-def _run_as_follower(
-    store: dist.Store, message: dict[str, Any], launch: LaunchEnv, run_job: RunJob
-) -> Exception | None:
-    """Run this rank's part of the job, report to rank 0 how it ended, and return the failure, if any."""
-    job, config, failure = message["job"], from_dict(message["config"]), None
-    limit_silence(config.launch.stall_s)
-    try:
-        run_job(config, launch, store, job)
-    except Exception as error:
-        failure = error
-    with unless_lost():  # waiting for the next job raises then
-        StoredWords(store, job).leave(departure_of(launch.rank, failure))
-    return failure
+def origin(arguments: Sequence[str]) -> dict[str, Any]:
+    """What tells the ranks of one launch from those of another, and this process from others."""
+    ids = [f"{key}={os.environ[key]}" for key in JOB_IDS if key in os.environ]
+    return {"given": [*arguments, *ids], "host": socket.gethostname(), "process": os.getpid()}
+
+
+def join_launch(store: dist.Store, launch: LaunchEnv, arguments: Sequence[str], wait_s: float) -> None:
+    """Tell rank 0 that this rank is here; raises PreflightError if one of the two is of another launch."""
+    own, noun = origin(arguments), launch.noun
+    leader = json.loads(awaited(store, "leader", wait_s, launch, "the job", None))
+    given, theirs = Counter(own["given"]), Counter(leader["given"])
+    only = (given - theirs, f"this {noun}"), (theirs - given, f"{noun} 0")
+    if differences := [f"only {who} was given {' '.join(words)}" for words, who in only if words]:
+        raise PreflightError(
+            f"{launch.name} and the {noun} 0 that it found at {launch.meeting_place} (process "
+            f"{leader['process']} on {leader['host']}) are not of one launch: {'; '.join(differences)}. Give "
+            f"all {noun}s of a launch the same arguments, and each launch a port of its own."
+        )
+    claim(store, launch, f"here/{launch.rank}", own)
+
+
+def claim(store: dist.Store, launch: LaunchEnv, key: str, own: Mapping[str, Any]) -> None:
+    """Record this process under a key; raises PreflightError if another process has."""
+    first = json.loads(store.compare_set(key, "", json.dumps(own)))
+    if first != own:
+        number = "launch.node_rank" if launch.is_node else "RANK"
+        raise PreflightError(
+            f"another process is {launch.name} already at {launch.meeting_place}: {first['process']} on "
+            f"{first['host']}. Give each process of a launch a {number} of its own, and each launch a port "
+            "of its own."
+        )

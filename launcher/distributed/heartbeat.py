@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from launcher.distributed.last_words import LastWords
+from launcher.distributed.failures import LastWords
 
 STEP_PARTS = ("data", "compute", "wire", "update")  # step_timer.PARTS, whose module imports torch
 PHASES = (

@@ -6,6 +6,7 @@ torch.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 import socket
@@ -23,8 +24,7 @@ FIXED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING":
 FORK_SAFE = {"RDMAV_FORK_SAFE": "1", "FI_EFA_FORK_SAFE": "1"}
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # otherwise both listen on the LAN's address
 REMOTE = re.compile(
-    r"remote|Connection (closed|reset|refused)|Broken pipe|time(d )?out|abort|Proxy Call to rank",
-    re.IGNORECASE,
+    r"(?i)remote|Connection (closed|reset|refused)|Broken pipe|time(d )?out|abort|Proxy Call to rank"
 )
 MORE = "NCCL_DEBUG=WARN in the environment makes NCCL print what it met, NCCL_DEBUG=INFO all that it does."
 SMALL_SHM = 256 * 2**20  # bytes; NCCL takes some 10 MB for each pair of GPUs without direct access
@@ -46,13 +46,9 @@ def refuse_missing_interface(environ: Mapping[str, str]) -> None:
     names = [name for _, name in socket.if_nameindex()]
     for key in INTERFACES:
         given = environ.get(key, "")
-        may_begin = key.startswith("NCCL") and not given.startswith("=")
-        known = given.startswith("^") or any(
-            name.startswith(each) if may_begin else name == each
-            for each in given.lstrip("=").split(",")
-            for name in names
-        )
-        if given and not known:
+        rest = "*" if key.startswith("NCCL") and not given.startswith("=") else ""
+        patterns = [f"{each}{rest}" for each in given.lstrip("=").split(",")]
+        if given and not (given.startswith("^") or any(fnmatch.filter(names, each) for each in patterns)):
             raise PreflightError(
                 f"{key}={given} in the environment names no network interface of this machine. It has "
                 f"{', '.join(names)}."

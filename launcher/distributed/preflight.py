@@ -22,7 +22,8 @@ import torch
 
 from launcher.config.schema import Config, to_dict
 from launcher.distributed.env import LaunchEnv, WorkerEnv, numbered
-from launcher.errors import PreflightError, StorageError, counted
+from launcher.errors import PreflightError, counted
+from launcher.run_dir.atomic import failing_as_storage_error
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -80,13 +81,9 @@ def prepare_directory(config: Config, launch: LaunchEnv) -> Path:
     directory = Path(config.run.dir)
     if config.launch.hosts == "alike" and not sees(config.run.dir):
         raise _own_disk(config, [launch.rank], gethostname())
-    try:
+    what = f"rank {launch.rank}: run.dir={directory} cannot be made on {gethostname()}"
+    with failing_as_storage_error(what, "Choose one that all machines can write."):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"rank {launch.rank}: run.dir={directory} cannot be made on {gethostname()}: "
-            f"{error.strerror}. Choose one that all machines can write."
-        ) from error
     return directory
 
 

@@ -29,21 +29,22 @@ class RollCall:
     """One rank's part in the roll calls of a job. Every method raises DistError if the store is gone."""
 
     def __init__(self, store: dist.Store, job: str, rank: int, world_size: int) -> None:
-        self._store = store
-        self._prefix = f"job/{job}/roll_call"
+        from torch.distributed import PrefixStore
+
+        self._store = PrefixStore(f"job/{job}/roll_call", store)
         self._rank, self._world_size = rank, world_size
         self._answered = 0
 
     def answer(self, beat: Beat) -> None:
         """Record where this rank is, if another has asked since the last call."""
-        number = self._latest()
+        number = int(self._store.get("number")) if self._store.check(["number"]) else 0
         if number > self._answered:
             self._answered = number
-            self._store.set(self._key(number, self._rank), json.dumps(asdict(beat)))
+            self._store.set(f"{number}/{self._rank}", json.dumps(asdict(beat)))
 
     def ask(self, beat: Beat) -> dict[int, Beat | None]:
         """Where each rank is, by rank: None if it has left the job. Ranks that do not answer are missing."""
-        self._store.add(f"{self._prefix}/number", 1)
+        self._store.add("number", 1)
         self.answer(beat)
         deadline, found = time.monotonic() + ANSWER_S, self._found()
         while len(found) < self._world_size and time.monotonic() < deadline:
@@ -54,24 +55,17 @@ class RollCall:
 
     def leave(self) -> None:
         """Record that this rank has left the job and will not answer."""
-        self._store.set(f"{self._prefix}/left/{self._rank}", "")
-
-    def _latest(self) -> int:
-        key = f"{self._prefix}/number"
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+        self._store.set(f"left/{self._rank}", "")
 
     def _found(self) -> dict[int, Beat | None]:
         found: dict[int, Beat | None] = {}
         for rank in range(self._world_size):
-            key = self._key(self._answered, rank)
+            key = f"{self._answered}/{rank}"
             if self._store.check([key]):
                 found[rank] = Beat(**json.loads(self._store.get(key)))
-            elif self._store.check([f"{self._prefix}/left/{rank}"]):
+            elif self._store.check([f"left/{rank}"]):
                 found[rank] = None
         return found
-
-    def _key(self, number: int, rank: int) -> str:
-        return f"{self._prefix}/{number}/{rank}"
 
 
 def missing(places: Mapping[int, Beat | None], world_size: int) -> list[int]:
@@ -86,9 +80,7 @@ def who_stalls(places: Mapping[int, Beat | None], world_size: int, under_way: bo
     """
     if silent := missing(places, world_size):
         others = "; ".join(f"rank {rank} is {where(beat)}" for rank, beat in places.items() if beat)
-        return (
-            f"{numbered(silent)} does not answer: it hangs, has been stopped, or is gone ({others}). {LIMITS}"
-        )
+        return f"{numbered(silent)} does not answer: it hangs, was stopped, or is gone ({others}). {LIMITS}"
     behind = last_ranks(places)
     beat = next(iter(behind.values()))
     place = f"{where(beat)} for {max(each.age_s for each in behind.values()):.0f} s"

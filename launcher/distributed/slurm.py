@@ -11,10 +11,6 @@ from collections.abc import Mapping
 
 from launcher.errors import PreflightError
 
-OF_A_TASK = (
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_GTIDS"),
-    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST"),
-)
 # Below the ports that Linux gives to outgoing connections, which begin at 32768.
 FIRST_PORT, NUM_PORTS = 15000, 15000
 
@@ -28,21 +24,22 @@ def variables_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
     others = {"RANK", "OMPI_COMM_WORLD_SIZE", "WANDB_SWEEP_PARAM_PATH"}
     if int(environ.get("SLURM_STEP_NUM_TASKS") or 1) < 2 or others & environ.keys():
         return {}
-    if missing := [key for key in OF_A_TASK if key not in environ]:
+    try:
+        address, port = endpoint(environ)
+        return {
+            "RANK": environ["SLURM_PROCID"],
+            "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+            "LOCAL_RANK": environ["SLURM_LOCALID"],
+            "LOCAL_WORLD_SIZE": str(len(environ["SLURM_GTIDS"].split(","))),  # the tasks on this node
+            "MASTER_ADDR": address,
+            "MASTER_PORT": port,
+        }
+    except KeyError as missing:
         raise PreflightError(
             f"SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']} in the environment, but not "
-            f"{', '.join(missing)}: this task cannot tell its rank. Start it with srun and keep its "
-            "variables, or give launch.nnodes=1 for a run of its own."
-        )
-    address, port = endpoint(environ)
-    return {
-        "RANK": environ["SLURM_PROCID"],
-        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(len(environ["SLURM_GTIDS"].split(","))),  # the tasks on this node
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
-    }
+            f"{missing.args[0]}: this task cannot tell its rank. Start it with srun and keep its variables, "
+            "or give launch.nnodes=1 for a run of its own."
+        ) from None
 
 
 def endpoint(environ: Mapping[str, str]) -> tuple[str, str]:

@@ -174,9 +174,7 @@ def awaited(
             return store.get(key)
         text = f"{first.capitalize()} is still starting, hangs, or has died: its output says which."
     except DistError:
-        text = (
-            f"Then the store was gone: {first} or its torchrun has ended or died, or the link to it is down."
-        )
+        text = f"Then the store was gone: {first} or its torchrun has ended, or the link to it is down."
     waited_s = time.monotonic() - began
     raise failure or StalledError(
         f"{launch.name} waited {waited_s:.0f} s for {first} to hand over {what}. {text}"

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING
 from launcher.config.schema import Config
 from launcher.distributed import stranded
 from launcher.distributed.env import LaunchEnv, numbered
-from launcher.distributed.failures import ASSEMBLE_S, reason_of
+from launcher.distributed.failures import ASSEMBLE_S, Departure, StoredWords, reason_of, words_of
 from launcher.distributed.heartbeat import IN_A_STEP, Beat, Heartbeat, limit_s
-from launcher.distributed.last_words import Departure, StoredWords, words_of
 from launcher.distributed.roll_call import ANSWER_S, RollCall, last_ranks, missing, who_stalls
 from launcher.distributed.store import LEAVE_S, limit_silence, no_store, unless_lost
 from launcher.errors import ON_REQUEST, LauncherError, StalledError
@@ -242,10 +241,8 @@ class Watchdog:
         return None
 
     def _lost_store(self, beat: Beat) -> Ending:
-        rank = self._launch.rank
-        return Ending(
-            f"rank {rank} waited for {beat.age_s:.0f} s, and {no_store()}", StalledError.exit_code, rank
-        )
+        text = f"rank {self._launch.rank} waited for {beat.age_s:.0f} s, and {no_store()}"
+        return Ending(text, StalledError.exit_code, self._launch.rank)
 
     def _leave(self, verdict: Ending, store: dist.Store | None) -> None:
         """Record why, and end this process. All is bounded in time: the main thread may hold any lock."""

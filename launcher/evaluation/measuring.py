@@ -23,9 +23,8 @@ from torch import Tensor
 
 from launcher.data.tensors import Batch
 from launcher.distributed.alone import Alone
-from launcher.distributed.collectives import send_to_all
+from launcher.distributed.collectives import content_of, error_message, message_of, send_to_all
 from launcher.distributed.env import WorkerEnv
-from launcher.distributed.messages import content_of, error_message, message_of
 from launcher.errors import ConfigError, LauncherError, escaped
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.torchmetrics_objects import adapted, is_torchmetrics

@@ -33,8 +33,8 @@ from launcher.plan.memory import PASSES, Rank, StepMemory, rank_on
 from launcher.plan.meta import META
 from launcher.recipe.contract import Recipe
 from launcher.recipe.registry import load_recipe
-from launcher.run_dir.forecast import Forecast
 from launcher.run_dir.records import user_shape
+from launcher.run_dir.result import Forecast
 from launcher.training.device import seed_generators
 from launcher.training.failures.recipe_errors import guarding
 from launcher.training.progress import Course

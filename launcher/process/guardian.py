@@ -15,7 +15,6 @@ import mmap
 import os
 import select
 import signal
-import struct
 import time
 from pathlib import Path
 
@@ -62,13 +61,13 @@ def end_if_stopped(seconds: float) -> None:
 
     For a rank whose parent, torchrun, would wait for it for ever. Ctrl-Z stops both.
     """
-    _limit()[:] = struct.pack("d", seconds)
+    _limit()[0] = seconds
 
 
 @functools.cache
-def _limit() -> mmap.mmap:
+def _limit() -> memoryview[float]:
     """The seconds of `end_if_stopped`, 0 if not asked for, in memory that is shared with the guardian."""
-    return mmap.mmap(-1, 8)
+    return memoryview(mmap.mmap(-1, 8)).cast("d")
 
 
 def _guard(process: int, hangup: int, ready: int, value: bytes) -> None:
@@ -83,7 +82,7 @@ def _guard(process: int, hangup: int, ready: int, value: bytes) -> None:
     end_of_process.register(hangup, 0)
     stopped_s = 0.0  # counted in polls: the guardian may have been stopped too
     while not end_of_process.poll(1000 * LOOK_EVERY_S):
-        (limit_s,) = struct.unpack("d", _limit()[:])
+        limit_s = _limit()[0]
         stopped_s = stopped_s + LOOK_EVERY_S if limit_s and _is_alone_stopped(process) else 0.0
         if stopped_s > limit_s:
             os.kill(process, signal.SIGKILL)  # it lives: it holds the other end of the pipe

@@ -17,9 +17,7 @@ OF_HOST = re.compile(r"DefaultCPUAllocator: |std::bad_alloc|Cannot allocate memo
 # Of what allocates beside torch's allocator for GPUs, whose error is a class: handles and plans of cuBLAS,
 # cuDNN, cuFFT, pinned memory and graphs of CUDA, Triton's modules.
 OF_GPU = re.compile(r"ALLOC(ATION)?_FAILED|(CUDA|HIP) error: out of memory|\[CUDA\]: out of memory")
-OF_NCCL = re.compile(
-    r"NCCL error.*(Cuda failure.*out of memory|Failed to CUDA (host )?[cm]?alloc)", re.DOTALL
-)
+OF_NCCL = re.compile(r"(?s)NCCL error.*(Cuda failure.*out of memory|Failed to CUDA (host )?[cm]?alloc)")
 LAST_OF_NCCL = "Last error:\n"  # stands before what NCCL says itself
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 TO_LOWER = "Lower data.micro_batch (the update stays that of data.batch_size), or choose a smaller model."
@@ -35,8 +33,7 @@ def shortage_of(
     if isinstance(error, LauncherError):
         return None
     if kind := _memory(error):
-        said = _said(error)
-        return OutOfMemoryError(f"{who} ran out of {kind}{place}{f': {said}' if said else ''}. {advice}")
+        return OutOfMemoryError(f"{who} ran out of {kind}{place}{_said(error)}. {advice}")
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         place = f" {error.filename}" if error.filename else " a file"
         return StorageError(
@@ -55,13 +52,13 @@ def ran_out(error: BaseException) -> str:
     if OF_NCCL.search(whole_text(origin)):
         return ""
     kind = "memory" if isinstance(origin, OutOfMemoryError) else _memory(origin)
-    said = _said(origin)
-    return f"{kind}{f': {said}' if said else ''}".rstrip(".") if kind else ""
+    return f"{kind}{_said(origin)}".rstrip(".") if kind else ""
 
 
 def _said(error: BaseException) -> str:
-    text = whole_text(error).rpartition(LAST_OF_NCCL)[2]
-    return " ".join(text.split("\n", 1)[0].split()[:40])
+    """What the allocator said, as the end of a sentence: the first words of it."""
+    words = whole_text(error).rpartition(LAST_OF_NCCL)[2].split("\n", 1)[0].split()[:40]
+    return f": {' '.join(words)}" if words else ""
 
 
 def _memory(error: BaseException) -> str:

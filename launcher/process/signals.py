@@ -1,6 +1,7 @@
 """Which signals request what of a run: to stop, or to save and continue. Each process has its own handlers.
 
-Imports no torch: parent and workers take the same signals.
+Owns those of a parent, which only record the signal; the loop that monitors the workers acts on it. Imports
+no torch: parent and workers take the same signals.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
+from collections.abc import Iterator
 from types import FrameType
 
 # SIGXCPU is sent by schedulers before a time limit ends a job.
@@ -18,9 +21,7 @@ STACKS = signal.SIGRTMIN  # to a worker of parent mode: write the stacks of all 
 # Others that would end a process: the one that a run is started from takes them for a request to stop. Left
 # out are those of a crash, which no handler in Python can survive.
 FATAL = tuple(
-    number
-    for name in ("ALRM", "VTALRM", "PROF", "IO", "PWR", "TRAP", "STKFLT")
-    if (number := getattr(signal, f"SIG{name}", None)) is not None
+    signal.Signals[f"SIG{name}"] for name in ("ALRM", "VTALRM", "PROF", "IO", "PWR", "TRAP", "STKFLT")
 )
 ONE_REQUEST_S = 1.0  # a terminal and torchrun both pass the same Ctrl-C on
 
@@ -90,3 +91,59 @@ def unhandled() -> tuple[signal.Signals, ...]:
 def saving_stops(preempt_signals: str) -> bool:
     """Whether SAVING ask to stop, as launch.preempt_signals says: schedulers send them before the end."""
     return preempt_signals == "stop" or (preempt_signals == "auto" and "SLURM_JOB_ID" in os.environ)
+
+
+class Signals:
+    """The signals that have arrived, and the first of them that asked to stop."""
+
+    def __init__(self, saving_stops: bool = False) -> None:
+        self.stop: signal.Signals | None = None
+        self._saving_stops = saving_stops
+        self._arrived: list[signal.Signals] = []
+        self.obeyed = obeyed()
+        self._asked_s = 0.0
+        self.impatient = False  # Ctrl-C was pressed again: do not wait for the workers
+
+    def receive(self, number: int, frame: FrameType | None = None) -> None:
+        """The handler."""
+        arrived = signal.Signals(number)
+        now = time.monotonic()
+        if self.stop is None and (self._saving_stops or arrived not in SAVING):
+            self.stop, self._asked_s = arrived, now
+        elif arrived == signal.SIGINT and now - self._asked_s > ONE_REQUEST_S:
+            self.impatient = True
+        self._arrived.append(arrived if arrived in HEEDED else signal.SIGTERM)
+
+    def take(self) -> list[signal.Signals]:
+        """What the workers are to be sent for the signals that have arrived since the last call."""
+        taken, self._arrived = self._arrived, []
+        return taken
+
+
+@contextlib.contextmanager
+def heeded(saving_stops: bool = False) -> Iterator[Signals]:
+    """Record signals within the context; those not taken by its end are dropped.
+
+    After a request to stop they stay ignored: the run's end is being written, and another Ctrl-C would
+    replace its exit code.
+    """
+    signals = Signals(saving_stops)
+    before = {number: signal.signal(number, signals.receive) for number in (*signals.obeyed, *unhandled())}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if signals.stop is None else signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Block the heeded signals, in this process and in those that it forks, within the context.
+
+    A forked worker keeps them blocked until it can take them as requests.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

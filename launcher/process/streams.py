@@ -53,14 +53,8 @@ def _unfailing(descriptor: int, before: TextIO | None) -> TextIO:
     A character that its encoding lacks, such as a byte of a file name that is not UTF-8, is escaped.
     """
     raw = Unfailing(descriptor, "w", closefd=False)
-    buffered = io.BufferedWriter(raw)
-    if not isinstance(before, io.TextIOWrapper):
-        return io.TextIOWrapper(buffered, encoding="utf-8", errors="backslashreplace")
-    raw.name = before.name
-    return io.TextIOWrapper(
-        buffered,
-        encoding=before.encoding,
-        errors="backslashreplace",
-        line_buffering=before.line_buffering,
-        write_through=before.write_through,
-    )
+    kept: dict[str, Any] = {"encoding": "utf-8"}
+    if isinstance(before, io.TextIOWrapper):
+        raw.name = before.name
+        kept = {key: getattr(before, key) for key in ("encoding", "line_buffering", "write_through")}
+    return io.TextIOWrapper(io.BufferedWriter(raw), errors="backslashreplace", **kept)

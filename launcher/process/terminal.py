@@ -32,13 +32,13 @@ def wrapped(text: str, columns: int | None) -> str:
     text = escaped(text)
     if columns is None:
         return text
-    return "\n".join(line for whole in text.split("\n") for line in _lines(whole, columns))
+    return "\n".join(_filled(line, columns) for line in text.split("\n"))
 
 
-def _lines(line: str, columns: int) -> list[str]:
+def _filled(line: str, columns: int) -> str:
     indent = line[: len(line) - len(line.lstrip())]
     continued = f"{indent}  " if len(indent) * 3 < columns else ""
-    found = textwrap.wrap(
+    return textwrap.fill(
         line.strip(),
         columns,
         initial_indent=indent,
@@ -46,4 +46,3 @@ def _lines(line: str, columns: int) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return found or [""]

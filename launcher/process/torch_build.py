@@ -153,10 +153,14 @@ def refuse_missing_kernels(rank: int, device: torch.device) -> None:
         return
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     name = torch.cuda.get_device_name(device)
+    choice = choose(None, [torch.cuda.get_device_capability(gpu) for gpu in gpus])
+    advice = f"{choice.reason}. Train on GPUs of one generation: CUDA_VISIBLE_DEVICES selects them."
+    if choice.fits:
+        command = install_command(sys.executable, torch.__version__, choice.build.backend)
+        advice = f"Install a build that has them (it needs driver {choice.build.driver} or newer): {command}"
     raise PreflightError(
         f"rank {rank}: torch {torch.__version__} has no kernels for its GPU, {name} (compute capability "
-        f"{dotted(own)}), only for {', '.join(architectures)}. "
-        + _advice(choose(None, [torch.cuda.get_device_capability(gpu) for gpu in gpus]), torch.__version__)
+        f"{dotted(own)}), only for {', '.join(architectures)}. {advice}"
     )
 
 
@@ -219,15 +223,6 @@ def refuse_failed_driver(found: Driver, who: str = "") -> None:
     raise PreflightError(
         f"{who}CUDA's driver is installed here but does not start: error {found.error}, {meaning}. The run "
         f"would train on the CPU. {HIDE}"
-    )
-
-
-def _advice(choice: Choice, torch_version: str) -> str:
-    if not choice.fits:
-        return f"{choice.reason}. Train on GPUs of one generation: CUDA_VISIBLE_DEVICES selects them."
-    return (
-        f"Install a build that has them (it needs driver {choice.build.driver} or newer): "
-        f"{install_command(sys.executable, torch_version, choice.build.backend)}"
     )
 
 

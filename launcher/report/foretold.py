@@ -12,7 +12,7 @@ from typing import TypeGuard
 from launcher.errors import counted, listed
 from launcher.report.html import paragraph, table
 from launcher.report.run_record import RunRecord
-from launcher.run_dir.forecast import Forecast
+from launcher.run_dir.result import Forecast
 from launcher.telemetry.events import CheckpointEvent
 from launcher.telemetry.formatting import number, size
 

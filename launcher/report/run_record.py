@@ -18,10 +18,9 @@ from launcher.report.reading import Warn, json_of, result_of, silent, status_of,
 from launcher.report.recording import Recording, read_recording
 from launcher.report.run_state import ENDED, KILLED, NO_RESULT, RunState
 from launcher.run_dir.codec import decoded
-from launcher.run_dir.forecast import PLAN, Forecast
 from launcher.run_dir.lock import Holder, holder_of
 from launcher.run_dir.records import CONFIG, ENVIRONMENT, OVERRIDES, RESULT
-from launcher.run_dir.result import Result
+from launcher.run_dir.result import PLAN, Forecast, Result
 from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.run_dir.status import Status
 from launcher.telemetry.event_log import FILE_NAME

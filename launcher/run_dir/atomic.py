@@ -14,13 +14,15 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher.errors import StorageError
+
 TEMPORARY = ".tmp"
 _STRICT = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
-NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # by what `strict` makes of them
 
 
 class NotPlainError(OSError):
@@ -35,28 +37,22 @@ def encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def all_encodable(value: Any) -> Any:
-    """The value with all texts in it `encodable`."""
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, Mapping):
-        return {all_encodable(key): all_encodable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [all_encodable(item) for item in value]
-    return value
-
-
-def strict(value: object) -> object:
-    """The value with non-finite floats as strings and texts `encodable`: strict JSON represents neither."""
+def all_encodable(value: Any, number: Callable[[float], Any] = float) -> Any:
+    """The value with all texts in it `encodable`, and `number` of each float that is not a key."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else str(float(value))  # a key of NON_FINITE
+        return number(value)
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, Mapping):
-        return {all_encodable(key): strict(item) for key, item in value.items()}
+        return {all_encodable(key): all_encodable(item, number) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [strict(item) for item in value]
+        return [all_encodable(item, number) for item in value]
     return value
+
+
+def strict(value: object) -> Any:
+    """The value with non-finite floats as strings and texts `encodable`: strict JSON represents neither."""
+    return all_encodable(value, lambda each: each if math.isfinite(each) else str(float(each)))
 
 
 def restored(value: Any) -> Any:
@@ -133,24 +129,39 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
     write_content(path, encodable(text).encode(), durable)
 
 
-def write_content(path: Path, content: bytes, durable: bool = False) -> None:
-    """Replace `path` in one rename: readers see the old content or the new one. Raises OSError.
-
-    `durable` also waits until the content is on disk, for files that must survive a power failure.
-    """
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """The path of a new file, which replaces `path` in one rename at the end. Raises OSError."""
     require_plain(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
-        with open(temporary, "xb") as file:
-            file.write(content)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+        yield temporary
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def write_content(path: Path, content: bytes, durable: bool = False) -> None:
+    """Replace `path` in one rename: readers see the old content or the new one. Raises OSError.
+
+    `durable` also waits until the content is on disk, for files that must survive a power failure.
+    """
+    with replacing(path) as temporary, open(temporary, "xb") as file:
+        file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def failing_as_storage_error(what: str, advice: str) -> Iterator[None]:
+    """Raise a StorageError in place of an OSError: `what` has failed, why, and `advice`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{what}: {error.strerror or error}. {advice}") from error
 
 
 def clear_away(directory: Path) -> None:

@@ -11,15 +11,14 @@ import dataclasses
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, DataError, LauncherError, StorageError, listed
 from launcher.run_dir.atomic import NotPlainError, read_json, write_json
-from launcher.run_dir.codec import encoded
+from launcher.run_dir.codec import decoded, encoded
 from launcher.run_dir.differences import another_run, other_training
-from launcher.run_dir.forecast import PLAN, Forecast
 from launcher.run_dir.lock import locked
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import (
@@ -31,7 +30,8 @@ from launcher.run_dir.records import (
     foreign_to_a_run,
     refuse_links,
 )
-from launcher.run_dir.status import FILE_NAME, give_up_reserve, keep_reserve
+from launcher.run_dir.result import PLAN, Forecast, Result
+from launcher.run_dir.status import FILE_NAME, give_up_reserve, keep_reserve, state_since
 
 DEFAULT_ROOT = Path("outputs")
 NAME_ATTEMPTS = 20  # 4 hex digits collide only where hundreds of runs start within one second
@@ -55,27 +55,22 @@ def claimed(config: Config, overrides: Sequence[str]) -> Iterator[Claim]:
     another run, for one in use, and for one that holds a run under `checkpoint.resume=never`; StorageError
     for one that cannot be written.
     """
-    try:
+    with _writing(config):
         directory = _made(Path(config.run.dir)) if config.run.dir else _new_default(config.recipe.name)
         resolved = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(directory)))
         refuse_foreign(directory)
         lock = locked(directory)
-    except OSError as error:
-        raise _unwritable(config, error) from error
     with lock:
-        try:
+        with _writing(config):
             refuse_links(directory)
             finished = _finished(resolved, directory) if _holds_run(directory) else ""
             if not finished:
                 (directory / PRUNE).unlink(missing_ok=True)  # of an earlier command, which ended there
                 describe(resolved, overrides)
                 keep_reserve(directory)
-        except OSError as error:
-            raise _unwritable(config, error) from error
         try:
             yield Claim(resolved, finished)
         except LauncherError as error:
-            give_up_reserve(directory)
             if not config.run.dir and _says_all(error, directory):
                 _remove(directory)
             raise
@@ -88,12 +83,10 @@ def keep_forecast(config: Config, forecast: Forecast) -> Path:
 
     Raises ConfigError for a directory with other files; StorageError for one that cannot be written.
     """
-    try:
+    with _writing(config):
         directory = _made(Path(config.run.dir or ""))
         refuse_foreign(directory)
         write_json(directory / PLAN, encoded(forecast))
-    except OSError as error:
-        raise _unwritable(config, error) from error
     return directory / PLAN
 
 
@@ -118,15 +111,20 @@ def _remove(directory: Path) -> None:
         directory.parent.parent.rmdir()
 
 
-def _unwritable(config: Config, error: OSError) -> StorageError:
-    place = config.run.dir or DEFAULT_ROOT / config.recipe.name
-    advice = "Choose a writable place with run.dir=DIR, or make room there."
-    if isinstance(error, NotPlainError):
-        advice = "Remove it, or choose another directory with run.dir=DIR."
-    return StorageError(
-        f"The run's files cannot be written to {Path(place).absolute()}: {error.strerror or error}"
-        f"{f' ({error.filename})' if error.filename else ''}. {advice}"
-    )
+@contextlib.contextmanager
+def _writing(config: Config) -> Iterator[None]:
+    """Raise a StorageError in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        place = config.run.dir or DEFAULT_ROOT / config.recipe.name
+        advice = "Choose a writable place with run.dir=DIR, or make room there."
+        if isinstance(error, NotPlainError):
+            advice = "Remove it, or choose another directory with run.dir=DIR."
+        raise StorageError(
+            f"The run's files cannot be written to {Path(place).absolute()}: {error.strerror or error}"
+            f"{f' ({error.filename})' if error.filename else ''}. {advice}"
+        ) from error
 
 
 def _made(directory: Path) -> Path:
@@ -179,17 +177,19 @@ def _finished(config: Config, directory: Path) -> str:
     if Path(config.checkpoint.resume).is_relative_to(directory):
         return ""  # resumes from an earlier checkpoint of the same run
     try:
-        result = read_json(directory / RESULT)
+        result = decoded(Result, read_json(directory / RESULT))
     except (OSError, ValueError):
         return ""
-    steps, steps_per_epoch = result.get("steps"), result.get("steps_per_epoch")
-    if result.get("state") != "done" or not isinstance(steps, int) or not isinstance(steps_per_epoch, int):
+    steps = result.steps
+    if result.state != "done" or steps is None or result.steps_per_epoch is None:
         return ""  # not done, or damaged: the run resumes from its last checkpoint and writes it again
-    early = _stopped_early(config, result)
-    left = steps < config.train.total_steps(steps_per_epoch) and not early
+    rule, stopped_early = dataclasses.asdict(config.early_stopping), result.stopped_early
+    # Whether it has ended before its last step under the rule that this command gives.
+    early = stopped_early is not None and all(stopped_early.get(key) == value for key, value in rule.items())
+    left = steps < config.train.total_steps(result.steps_per_epoch) and not early
     if left or _was_cut_short(directory, steps):
         return ""
-    metric = "" if result.get("metric") is None else f": {result.get('metric_name')} {result['metric']}"
+    metric = "" if result.metric is None else f": {result.metric_name} {result.metric}"
     limits = config.train.max_steps is not None and config.train.max_steps <= steps
     key = "early_stopping.patience" if early else "train.max_steps" if limits else "train.epochs"
     if others := other_training(config, directory):
@@ -202,23 +202,13 @@ def _finished(config: Config, directory: Path) -> str:
     return f"{directory}: the run is done, after {steps} steps{metric}. To train longer, raise {key}."
 
 
-def _stopped_early(config: Config, result: Mapping[str, object]) -> bool:
-    """Whether the run has ended before its last step, under the rule that this command gives."""
-    early = result.get("stopped_early")
-    wish = dataclasses.asdict(config.early_stopping)
-    return isinstance(early, dict) and all(early.get(key) == value for key, value in wish.items())
-
-
 def _was_cut_short(directory: Path, steps: int) -> bool:
     """Whether a run was killed between writing its result and reporting its end.
 
     Such a run is resumed if it has a checkpoint of its last step, and left unchanged if not.
     """
-    try:
-        state = read_json(directory / FILE_NAME).get("state")
-    except (OSError, ValueError):
-        return False
-    return state == "running" and (directory / CHECKPOINTS / f"step-{steps:08d}").is_dir()
+    last = directory / CHECKPOINTS / f"step-{steps:08d}"
+    return state_since(directory / FILE_NAME, 0) == "running" and last.is_dir()
 
 
 def _new_default(recipe: str) -> Path:

@@ -12,20 +12,17 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, TypeVar
 
 Kind = TypeVar("Kind")
-Reader = Callable[[object], Any]  # raises MisfitError for a value of another type
+Reader = Callable[[object], Any]  # returns MISFIT for a value of another type
 
 FLAT = {"flat": True}  # metadata of a field: its items stand beside the other keys
 NO_INTEGER = 1 << 63  # larger ones are no counts, and many are beyond what a float holds
 UNIONS = (types.UnionType, typing.Union)
-
-
-class MisfitError(Exception):
-    """A value is not of the type that a field has."""
+MISFIT = object()  # in place of a value that is not of the type that a field has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,18 +36,9 @@ class _Key:
     read: Reader
     blank: Callable[[], Any]
 
-    def fits(self, value: object) -> bool:
-        try:
-            self.read(value)
-        except MisfitError:
-            return False
-        return True
-
     def read_or_blank(self, value: object) -> Any:
-        try:
-            return self.read(value)
-        except MisfitError:
-            return self.blank()
+        found = self.read(value)
+        return self.blank() if found is MISFIT else found
 
 
 def encoded(value: Any) -> dict[str, Any]:
@@ -69,9 +57,8 @@ def decoded(kind: type[Kind], record: Mapping[str, object]) -> Kind:
     """The dataclass whose fields a file holds by name."""
     keys = _keys(kind)
     rest = {name: item for name, item in record.items() if name not in {key.name for key in keys}}
-    return kind(
-        **{key.name: key.read_or_blank(rest if key.is_flat else record.get(key.name)) for key in keys}
-    )
+    found = {key.name: key.read_or_blank(rest if key.is_flat else record.get(key.name)) for key in keys}
+    return kind(**found)
 
 
 def exactly(kind: type[Kind], record: Mapping[str, object]) -> Kind:
@@ -86,7 +73,8 @@ def exactly(kind: type[Kind], record: Mapping[str, object]) -> Kind:
 
 def misfits(kind: type, record: Mapping[str, object]) -> list[str]:
     """The keys of a file whose values are of another type than the fields of these names."""
-    return [key.name for key in _keys(kind) if key.name in record and not key.fits(record[key.name])]
+    keys = [key for key in _keys(kind) if key.name in record]
+    return [key.name for key in keys if key.read(record[key.name]) is MISFIT]
 
 
 def _keys_of(kind: Any) -> tuple[_Key, ...]:
@@ -99,14 +87,8 @@ _keys: Callable[[Any], tuple[_Key, ...]] = cache(_keys_of)
 
 def _key(field: dataclasses.Field[Any], hint: Any) -> _Key:
     blank = _blank(hint) if field.default is dataclasses.MISSING else lambda: field.default
-    return _Key(
-        field.name,
-        is_flat=bool(field.metadata.get("flat")),
-        may_be_absent=field.default is None,
-        is_plain=not _holds_a_dataclass(hint),
-        read=_reader(hint),
-        blank=blank,
-    )
+    is_flat, is_plain = bool(field.metadata.get("flat")), not _holds_a_dataclass(hint)
+    return _Key(field.name, is_flat, field.default is None, is_plain, _reader(hint), blank)
 
 
 def _plain(value: Any) -> Any:
@@ -130,62 +112,42 @@ def _reader(hint: Any) -> Reader:
         return partial(_mapping, _reader(parts[1]))
     if origin is Sequence:
         return partial(_sequence, _reader(parts[0]))
-    if dataclasses.is_dataclass(hint):
-        return partial(_record, hint)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return lambda value: decoded(hint, value) if isinstance(value, dict) else MISFIT
     if hint in (object, Any):
         return lambda value: value
-    return {float: _float, int: _integer}.get(hint, partial(_of_type, hint))
+    return {float: _float, int: _integer}.get(hint, lambda value: value if type(value) is hint else MISFIT)
 
 
 def _first_fit(readers: Sequence[Reader], value: object) -> Any:
-    for reader in readers:
-        try:
-            return reader(value)
-        except MisfitError:
-            continue
-    raise MisfitError
+    return next((found for reader in readers if (found := reader(value)) is not MISFIT), MISFIT)
 
 
-def _record(kind: Any, value: object) -> Any:
-    return decoded(kind, _of_type(dict, value))
-
-
-def _mapping(reader: Reader, value: object) -> dict[str, Any]:
-    return dict(_fitting(reader, _of_type(dict, value).items()))
-
-
-def _sequence(reader: Reader, value: object) -> list[Any]:
-    return [item for _, item in _fitting(reader, enumerate(_of_type(list, value)))]
-
-
-def _fitting(reader: Reader, items: Iterable[tuple[Any, object]]) -> Iterator[tuple[Any, Any]]:
+def _mapping(reader: Reader, value: object) -> Any:
     """The items that fit; a damaged one does not cost the others."""
-    for name, item in items:
-        try:
-            yield name, reader(item)
-        except MisfitError:
-            continue
+    if not isinstance(value, dict):
+        return MISFIT
+    return {name: found for name, item in value.items() if (found := reader(item)) is not MISFIT}
 
 
-def _of_type(kind: Any, value: object) -> Any:
-    if type(value) is not kind:
-        raise MisfitError
-    return value
+def _sequence(reader: Reader, value: object) -> Any:
+    """As `_mapping`."""
+    if not isinstance(value, list):
+        return MISFIT
+    return [found for item in value if (found := reader(item)) is not MISFIT]
 
 
-def _float(value: object) -> float:
+def _float(value: object) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise MisfitError
+        return MISFIT
     try:
         return float(value)
     except OverflowError:
         return math.inf
 
 
-def _integer(value: object) -> int:
-    if type(value) is not int or abs(value) >= NO_INTEGER:
-        raise MisfitError
-    return value
+def _integer(value: object) -> Any:
+    return value if type(value) is int and abs(value) < NO_INTEGER else MISFIT
 
 
 def _blank(hint: Any) -> Callable[[], Any]:
@@ -195,7 +157,7 @@ def _blank(hint: Any) -> Callable[[], Any]:
         return lambda: None
     if hint is float:
         return lambda: math.nan
-    if dataclasses.is_dataclass(hint):
-        return partial(_record, hint, {})
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return partial(decoded, hint, {})
     blank: Callable[[], Any] = {Mapping: dict, Sequence: list}.get(origin, hint)
     return blank

@@ -75,13 +75,8 @@ def another_run(config: Config, directory: Path) -> list[str]:
     content.
     """
     there, here = _settings(config, directory)
-    try:
-        found = [_shown(key, there[key], here[key]) for key in IDENTITY if there[key] != here[key]]
-    except KeyError:
-        raise _foreign(directory) from None
-    return (
-        [*found, *(text for text in other_training(config, directory) if text not in found)] if found else []
-    )
+    found = [_shown(key, there[key], here[key]) for key in IDENTITY if there[key] != here[key]]
+    return list(dict.fromkeys([*found, *other_training(config, directory)])) if found else []
 
 
 def other_training(config: Config, directory: Path) -> list[str]:
@@ -129,14 +124,12 @@ def _settings(config: Config, directory: Path) -> tuple[dict[str, object], dict[
         here = dict(leaves(yaml.safe_load(config_yaml(config))))
         if not (directory / CONFIG).exists() and any((directory / CHECKPOINTS).glob("step-*")):
             return here, here
-        there = yaml.safe_load((directory / CONFIG).read_text(encoding="utf-8"))
-        return dict(leaves(there)), here
+        there = dict(leaves(yaml.safe_load((directory / CONFIG).read_text(encoding="utf-8"))))
+        if there.keys() >= set(IDENTITY):
+            return there, here
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
-        raise _foreign(directory) from None
-
-
-def _foreign(directory: Path) -> ConfigError:
-    return ConfigError(
+        pass
+    raise ConfigError(
         f"run.dir={directory} holds a {CONFIG} or {FILE_NAME} that no run has written. "
         "Choose another directory: a run never overwrites the files of others."
     )

@@ -29,7 +29,7 @@ def locked(directory: Path, key: str = "run.dir") -> io.FileIO:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         with lock:
-            holder = Holder.of(lock.read().decode(errors="replace"))
+            holder = Holder.of(lock.read().decode(errors="replace"), os.fstat(descriptor).st_ino)
         raise ConfigError(
             f"{key}={directory} is in use by {holder.named(directory / LOCK)}, or choose another directory."
         ) from None
@@ -44,9 +44,7 @@ def holder_of(directory: Path) -> Holder | None:
     path = directory / LOCK
     if not path.exists():
         return None
-    text = read_regular(path).decode(errors="replace")
-    inode = (*text.split(), "", "", "", "")[3]
-    return dataclasses.replace(Holder.of(text), is_copy=inode not in ("", str(path.stat().st_ino)))
+    return Holder.of(read_regular(path).decode(errors="replace"), path.stat().st_ino)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +61,11 @@ class Holder:
         return cls(os.getpid(), _start_of(os.getpid()), _machine())
 
     @classmethod
-    def of(cls, text: str) -> Holder:
-        """Parse the content of a lock file, which may be empty or torn."""
-        pid, started, machine = (*text.split(), "", "", "")[:3]
-        return cls(int(pid) if pid.isdecimal() else 0, started, machine)
+    def of(cls, text: str, inode: int = 0) -> Holder:
+        """Parse the content of the lock file with this inode; it may be empty or torn."""
+        pid, started, machine, written_to = (*text.split(), "", "", "", "")[:4]
+        is_copy = written_to not in ("", str(inode))
+        return cls(int(pid) if pid.isdecimal() else 0, started, machine, is_copy)
 
     def __str__(self) -> str:
         return f"{self.pid} {self.started} {self.machine}"

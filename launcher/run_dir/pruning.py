@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher.run_dir.atomic import read_json, write_json
+from launcher.run_dir.codec import exactly
 
 PRUNE = "prune.json"
 
@@ -30,7 +31,6 @@ def ask_to_prune(run_dir: Path, request: PruneRequest) -> None:
 def prune_request(run_dir: Path) -> PruneRequest | None:
     """The request in this directory; None if there is none, or none that can be read."""
     try:
-        found = read_json(run_dir / PRUNE)
-        return PruneRequest(str(found["reason"]), bool(found["keep_checkpoint"]))
-    except (OSError, ValueError, KeyError):
+        return exactly(PruneRequest, read_json(run_dir / PRUNE))
+    except (OSError, ValueError):
         return None

@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,9 +30,8 @@ from launcher.run_dir.atomic import (
     write_text,
 )
 from launcher.run_dir.codec import encoded
-from launcher.run_dir.forecast import PLAN
 from launcher.run_dir.pruning import PRUNE
-from launcher.run_dir.result import Failure, Result
+from launcher.run_dir.result import PLAN, Failure, Result
 from launcher.run_dir.status import FILE_NAME, RESERVE, Status, mark_ended, write_with_reserve
 
 CONFIG, OVERRIDES, ENVIRONMENT = "config.yaml", "overrides.txt", "env.json"
@@ -63,9 +61,7 @@ TRACKERS = "trackers"  # files of the other trackers, in a folder each
 PICTURES = "pictures"  # of a recipe's own
 MODEL = "model"  # what predicting needs besides the weights
 FOLDERS = (LOGS, "wandb", TRACKERS, PICTURES, MODEL)
-LOG_NAME = re.compile(
-    r"\.(log|out|err)$|^slurm-|(^|[-_.])(log|(std)?out|(std)?err|output|errors)\.txt$", re.I
-)
+LOG_NAME = re.compile(r"(?i)\.(log|out|err)$|^slurm-|(^|[-_.])(log|(std)?(out|err)|output|errors)\.txt$")
 OF_A_HOME = (".bashrc", ".bash_profile", ".profile", ".zshrc")  # a home directory may contain only these
 PACKAGES = (
     "torch",
@@ -111,20 +107,16 @@ def foreign_to_a_run(directory: Path) -> list[str]:
     Output files made by a shell or a scheduler are accepted.
     """
     own = {*FILES, *FOLDERS, CHECKPOINTS, "lost+found"}  # the last of a new file system
-    return sorted(
-        entry.name for entry in os.scandir(directory) if not (entry.name in own or _is_output(entry))
-    )
+    others = [entry for entry in os.scandir(directory) if entry.name not in own]
+    return sorted(entry.name for entry in others if not _is_output(entry))
 
 
 def _is_output(entry: os.DirEntry[str]) -> bool:
     """Whether the entry may be an output file: a plain file that is hidden, a log, or an empty .txt."""
-    if not entry.is_file(follow_symlinks=False):
+    if not entry.is_file(follow_symlinks=False) or entry.name in OF_A_HOME:
         return False
-    if entry.name.startswith("."):
-        return entry.name not in OF_A_HOME
-    return LOG_NAME.search(entry.name) is not None or (
-        entry.name.endswith(".txt") and entry.stat(follow_symlinks=False).st_size == 0
-    )
+    is_empty_text = entry.name.endswith(".txt") and entry.stat(follow_symlinks=False).st_size == 0
+    return entry.name.startswith(".") or is_empty_text or LOG_NAME.search(entry.name) is not None
 
 
 def user_shape(config: Config) -> dict[str, Any]:
@@ -148,17 +140,15 @@ def config_yaml(config: Config) -> str:
 
 def write_environment(run_dir: Path, devices: Sequence[str]) -> None:
     """Write env.json: versions, platform, commit, and the ranks' devices in rank order. Raises OSError."""
-    write_json(
-        run_dir / ENVIRONMENT,
-        {
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "processors": os.cpu_count(),
-            "packages": {package: _version(package) for package in PACKAGES},
-            "git": _git_state(Path.cwd()),
-            "devices": list(devices),
-        },
-    )
+    environment = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processors": os.cpu_count(),
+        "packages": {package: _version(package) for package in PACKAGES},
+        "git": _git_state(Path.cwd()),
+        "devices": list(devices),
+    }
+    write_json(run_dir / ENVIRONMENT, environment)
 
 
 def write_result(run_dir: Path, result: Result | Failure) -> None:
@@ -201,8 +191,7 @@ def rank_log(run_dir: Path, rank: int, level: str = "info") -> Iterator[None]:
     `level` is the least severe that is written: debug, info, warning or error.
     """
     make_folder(run_dir / LOGS)
-    descriptor = open_plain(log_path(run_dir, rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    handler = _LogFile(descriptor, rank)
+    handler = _LogFile(log_path(run_dir, rank))
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logger = logging.getLogger("launcher")
     before = logger.level
@@ -222,11 +211,10 @@ class _LogFile(logging.Handler):
     An exception here, or in the flush of a buffer, would hide the error being logged.
     """
 
-    def __init__(self, descriptor: int, rank: int) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
-        self._descriptor = descriptor
-        self._rank = rank
-        self._complete = True
+        self._path, self._complete = path, True
+        self._descriptor = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def emit(self, record: logging.LogRecord) -> None:
         rest = f"{escaped(self.format(record))}\n".encode(errors="backslashreplace")
@@ -234,19 +222,16 @@ class _LogFile(logging.Handler):
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
         except OSError as error:
-            self._warn_once(error)
+            if self._complete:
+                with contextlib.suppress(OSError):
+                    text = f"warning: {LOGS}/{self._path.name} is incomplete: {error.strerror}\n"
+                    os.write(2, text.encode())
+            self._complete = False
 
     def close(self) -> None:
         super().close()
         with contextlib.suppress(OSError):  # NFS reports failed writes here
             os.close(self._descriptor)
-
-    def _warn_once(self, error: OSError) -> None:
-        if self._complete and sys.stderr is not None:
-            with contextlib.suppress(OSError, ValueError):
-                text = f"warning: logs/rank{self._rank}.log is incomplete: {error.strerror}"
-                print(text, file=sys.stderr, flush=True)
-        self._complete = False
 
 
 def _version(package: str) -> str | None:
@@ -260,18 +245,16 @@ def _version(package: str) -> str | None:
 
 def _git_state(directory: Path) -> dict[str, object] | None:
     """The commit of the clone at `directory`, and whether files differ from it; None outside a clone."""
-    commit = _git(directory, "rev-parse", "HEAD")
-    if commit is None:
+    if (commit := _git(directory, "rev-parse", "HEAD")) is None:
         return None
     changes = _git(directory, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "changed": None if changes is None else bool(changes)}
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(directory), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(directory), *arguments], capture_output=True, text=True, timeout=GIT_TIMEOUT_S
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

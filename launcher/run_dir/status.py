@@ -25,14 +25,11 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 def keep_reserve(directory: Path) -> None:
     """Allocate the reserve if there is room. A run without it continues."""
-    with contextlib.suppress(OSError):
-        descriptor = open_plain(directory / RESERVE, os.O_RDWR | os.O_CREAT)
-        try:
-            os.posix_fallocate(descriptor, 0, SIZE_BYTES)
-        except OSError:
-            give_up_reserve(directory)
-        finally:
-            os.close(descriptor)
+    try:
+        with open(open_plain(directory / RESERVE, os.O_RDWR | os.O_CREAT), "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, SIZE_BYTES)
+    except OSError:
+        give_up_reserve(directory)
 
 
 def give_up_reserve(directory: Path) -> None:

@@ -19,11 +19,11 @@ from launcher.checkpoint.catalog import FOLDER, candidates, step_of
 from launcher.config.messages import directory_override
 from launcher.errors import ON_REQUEST, TO_RESUME, LauncherError, PreemptedError, PrunedError
 from launcher.process.lifetime import Orphans
+from launcher.process.signals import Signals, held_back
 from launcher.run_dir.status import FILE_NAME, state_since
 from launcher.supervisor.attempt import Generation
 from launcher.supervisor.child import Work, be_a_rank
 from launcher.supervisor.nodes import RESTART, OneMachine
-from launcher.supervisor.parent_signals import Signals, held_back
 from launcher.supervisor.restart_policy import Restarts
 from launcher.supervisor.root_cause import PREEMPTED, AttemptVerdict, RunFailed
 
@@ -38,29 +38,24 @@ class Agent:
         self._signals, self._nodes = signals, nodes
         self._run_dir, self._began = Path(work.config.run.dir), time.time()
         self._restarts = Restarts(work.config.launch.max_restarts, self._newest_step())
-        self._stopping = False
 
     def run(self) -> None:
+        """Start all workers and wait until their end has been decided on, again for each restart."""
         for number in itertools.count():
-            if self._run_generation(number).exit_code != RESTART:
+            first_rank, world_size = self._nodes.begin(self._num_workers)
+            self._work.restart(first_rank)
+            processes = self._workers(number, first_rank, world_size)
+            generation = Generation(processes, self._work, Orphans(), self._nodes.host)
+            try:
+                with held_back():
+                    for process in processes:
+                        process.start()
+                while (verdict := self._polled(generation)) is None:
+                    time.sleep(POLL_EVERY_S)
+            finally:
+                generation.kill()
+            if verdict.exit_code != RESTART:
                 return
-
-    def _run_generation(self, number: int) -> AttemptVerdict:
-        """Start all workers, and wait until their end has been decided on."""
-        first_rank, world_size = self._nodes.begin(self._num_workers)
-        self._work.restart(first_rank)
-        processes = self._workers(number, first_rank, world_size)
-        generation = Generation(processes, self._work, Orphans(), self._nodes.host)
-        try:
-            with held_back():
-                for process in processes:
-                    process.start()
-            while (verdict := self._polled(generation)) is None:
-                time.sleep(POLL_EVERY_S)
-            return verdict
-        finally:
-            generation.kill()
-            generation.tidy()
 
     def _workers(self, number: int, first_rank: int, world_size: int) -> list[ForkProcess]:
         """The processes of a generation, each with the variables by which torchrun tells a rank its place."""
@@ -77,11 +72,8 @@ class Agent:
             "TORCHELASTIC_RUN_ID": "run",
             "TORCHELASTIC_USE_AGENT_STORE": str(several),
         }
-        environs = (
-            {**shared, "RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
-            for local_rank in range(self._num_workers)
-        )
-        return [ForkProcess(target=be_a_rank, args=(self._work, environ)) for environ in environs]
+        own = ({"RANK": str(first_rank + each), "LOCAL_RANK": str(each)} for each in range(self._num_workers))
+        return [ForkProcess(target=be_a_rank, args=(self._work, shared | places)) for places in own]
 
     def _polled(self, generation: Generation) -> AttemptVerdict | None:
         """How the run ends, or RESTART, once all workers have ended."""
@@ -101,8 +93,7 @@ class Agent:
     def _obey_signals(self, generation: Generation) -> None:
         for arrived in self._signals.take():
             generation.send(arrived)
-        if self._signals.stop is not None and not self._stopping:
-            self._stopping = True
+        if self._signals.stop is not None:
             generation.end_within(self._work.config.launch.grace_s)
         if self._signals.impatient:
             generation.end_within(0)
@@ -134,10 +125,8 @@ class Agent:
 
 def stopped(verdict: AttemptVerdict, asked: signal.Signals | None, newest_step: int) -> LauncherError:
     """The error for a run that was asked to end. `newest_step` is that of its checkpoints."""
-    if verdict.exit_code == PREEMPTED:
-        return PreemptedError(verdict.text)
-    if verdict.exit_code == PrunedError.exit_code:
-        return PrunedError(verdict.text)
+    if verdict.exit_code in ON_REQUEST:
+        return (PreemptedError if verdict.exit_code == PREEMPTED else PrunedError)(verdict.text)
     assert asked is not None
     if verdict.last_step is not None and newest_step >= verdict.last_step:
         text = (

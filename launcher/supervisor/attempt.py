@@ -39,15 +39,11 @@ class Generation:
     def __init__(
         self, processes: Sequence[BaseProcess], work: Work, orphans: Orphans, host: str = ""
     ) -> None:
-        self._processes = processes
-        self._host = host
-        self._first_rank = work.heartbeats.first_rank
+        self._processes, self._work, self._orphans, self._host = processes, work, orphans, host
+        self._first_rank, self._limits = work.heartbeats.first_rank, work.config.launch
         self._report: Report | None = None
         self._is_hanging = False
-        self._work = work
-        self._orphans = orphans
-        self._limits = work.config.launch
-        self._began_s = self._polled_s = self._watched_since_s = time.monotonic()
+        self._polled_s = self._watched_since_s = time.monotonic()
         self._deadline_s = float("inf")
         self._exited: set[int] = set()  # ranks whose exit has been seen
         self._under_way = False
@@ -56,7 +52,9 @@ class Generation:
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all workers that are left."""
         for process in self._processes:
-            _send(process, number)
+            if process.exitcode is None and process.pid is not None:  # not reaped: the pid is not reused
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
     def end_within(self, seconds: float) -> None:
         """Set the workers' deadline, unless an earlier one is set."""
@@ -90,17 +88,14 @@ class Generation:
         return None
 
     def kill(self) -> None:
-        """Kill the workers that are left, and the processes that they have started."""
+        """Kill the workers that are left and what they have started; remove stack files never written to."""
         self.send(signal.SIGKILL)
         for process in self._processes:
             if process.pid is not None:  # it could be started
                 process.join(5)  # seconds: one in uninterruptible sleep cannot be killed
         self._orphans.end(self._pids())
-
-    def tidy(self) -> None:
-        """Remove stack files that were never written to."""
-        for number in range(len(self._processes)):
-            path = self._work.stacks_of(self._first_rank + number)
+        for rank, _ in enumerate(self._processes, self._first_rank):
+            path = self._work.stacks_of(rank)
             with contextlib.suppress(OSError):
                 if path.stat().st_size == 0:
                     path.unlink()
@@ -134,8 +129,14 @@ class Generation:
         return Report(fates, words.first_failure())
 
     def _hanging(self) -> Report:
+        """Make live workers write their stacks, and kill them."""
         fates = self._fates()
-        self._dump_stacks([fate for fate in fates if fate.exit_code is None])
+        for fate in fates:
+            if fate.exit_code is None:
+                # To the main thread itself: another one would dump after the main thread has moved on.
+                ctypes.CDLL(None).tgkill(fate.pid, fate.pid, STACKS)
+        self.send(signal.SIGCONT)  # a stopped process handles no signal
+        time.sleep(STACKS_S)
         self.kill()
         return Report(fates, hanging=True)
 
@@ -150,38 +151,17 @@ class Generation:
         # A rank that evaluates before its first step beats with each batch.
         done = any(beat.under_way or beat.phase in AFTER_A_STEP for beat in beats)
         self._under_way |= done or bool(self._exited)
-        if not self._under_way:
-            return now - max(self._began_s, self._watched_since_s) >= self._limits.init_timeout_s
         longest = now - self._watched_since_s
+        if not self._under_way:
+            return longest >= self._limits.init_timeout_s
         return any(min(beat.age_s, longest) >= limit_s(beat.phase, self._limits.stall_s) for beat in beats)
 
     def _fates(self) -> list[Fate]:
         beats = self._work.heartbeats.read()
         return [
-            Fate(
-                self._first_rank + number,
-                process.pid or 0,
-                beats[number],
-                process.exitcode,
-                stopped=_is_stopped(process),
-                host=self._host,
-            )
-            for number, process in enumerate(self._processes)
+            Fate(rank, each.pid or 0, beat, each.exitcode, stopped=_is_stopped(each), host=self._host)
+            for rank, (each, beat) in enumerate(zip(self._processes, beats, strict=True), self._first_rank)
         ]
-
-    def _dump_stacks(self, alive: Sequence[Fate]) -> None:
-        """Make live workers write their stacks."""
-        for fate in alive:
-            # To the main thread itself: another one would dump after the main thread has moved on.
-            ctypes.CDLL(None).tgkill(fate.pid, fate.pid, STACKS)
-        self.send(signal.SIGCONT)  # a stopped process handles no signal
-        time.sleep(STACKS_S)
-
-
-def _send(process: BaseProcess, number: signal.Signals) -> None:
-    if process.exitcode is None and process.pid is not None:  # not yet reaped, so the pid is not reused
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, number)
 
 
 def _is_stopped(process: BaseProcess) -> bool:

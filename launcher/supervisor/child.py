@@ -26,7 +26,6 @@ from launcher.config.schema import Config
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.failures import departure_of
 from launcher.distributed.heartbeat import Heartbeats
-from launcher.distributed.last_words import Departure
 from launcher.distributed.store import limit_silence, open_store
 from launcher.process.lifetime import ParentDeathSignal, end_with
 from launcher.process.signals import FATAL, HEEDED, STACKS
@@ -71,7 +70,18 @@ def be_a_rank(work: Work, environ: Mapping[str, str]) -> NoReturn:
     # Held here until os._exit: its destructor would read the file, whose last record may be torn, for ever.
     file = dist.FileStore(f"/proc/self/fd/{work.store}")
     file.set_timeout(timedelta(seconds=work.config.launch.init_timeout_s))
-    departure = _run(work, launch, file)
+    store: dist.Store | None = file if launch.world_size > 1 else None
+    try:
+        if launch.local_world_size < launch.world_size:  # several machines, whose parents share a store
+            store = open_store(launch, work.config.launch.init_timeout_s)
+            limit_silence(work.config.launch.stall_s)
+        heartbeat = work.heartbeats.of(launch.rank)
+        worker.run(work.config, launch, store, str(launch.restart_count), heartbeat)
+    except BaseException as error:
+        departure = departure_of(launch.rank, error)
+    else:
+        departure = departure_of(launch.rank)
+    work.heartbeats.words.leave(departure)
     for loader in multiprocessing.active_children():
         # os._exit runs no exit handlers, which would end the loader processes.
         loader.terminate()
@@ -79,29 +89,6 @@ def be_a_rank(work: Work, environ: Mapping[str, str]) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(departure.exit_code)
-
-
-def _run(work: Work, launch: LaunchEnv, file: dist.FileStore) -> Departure:
-    limits = work.config.launch
-    heartbeat = work.heartbeats.of(launch.rank)
-    try:
-        several = launch.local_world_size < launch.world_size  # machines, whose parents share a store
-        shared = open_store(launch, limits.init_timeout_s) if several else file
-        if several:
-            limit_silence(limits.stall_s)
-        worker.run(
-            work.config,
-            launch,
-            shared if launch.world_size > 1 else None,
-            str(launch.restart_count),
-            heartbeat,
-        )
-    except BaseException as error:
-        departure = departure_of(launch.rank, error)
-    else:
-        departure = departure_of(launch.rank)
-    work.heartbeats.words.leave(departure)
-    return departure
 
 
 def _take_signals_back(obeyed: Sequence[signal.Signals]) -> None:

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.distributed.failures import attributed
+from launcher.distributed.failures import Departure, attributed
 from launcher.distributed.flight_recorder import called, of_sizes
 from launcher.distributed.heartbeat import FINISHING, Beat, where
-from launcher.distributed.last_words import Departure
 from launcher.errors import ON_REQUEST, LauncherError, PreemptedError, StalledError
 
 DONE, ASKED, FAILED, HANGING = "done", "asked", "failed", "hanging"  # how the ranks of a machine have ended
@@ -42,9 +41,10 @@ class Fate:
         return self.exit_code is not None and self.departure is None
 
     @property
-    def failed(self) -> bool:
-        """Whether it left with an error. A run that ended as asked has not failed."""
-        return self.departure is not None and self.departure.exit_code not in (0, *ON_REQUEST)
+    def failure(self) -> Departure | None:
+        """How it left, if with an error. A run that ended as asked has not failed."""
+        left = self.departure
+        return left if left is not None and left.exit_code not in (0, *ON_REQUEST) else None
 
     @property
     def blames_another(self) -> bool:
@@ -90,12 +90,8 @@ def verdict_of(reports: Sequence[Report], stall_s: float, stacks: Path) -> Attem
         return replace(verdict, text=f"{verdict.text}; stacks of all ranks: {stacks}")
     # Each machine knows which of its ranks failed first; between machines their clocks have to decide.
     claims = {report.first_failure for report in reports}
-    first = min(
-        (fate.departure for fate in fates if fate.rank in claims and fate.departure is not None),
-        key=lambda departure: departure.time_s,
-        default=None,
-    )
-    return judge(fates, None if first is None else first.rank, stall_s)
+    left_s = {fate.rank: fate.departure.time_s for fate in fates if fate.departure and fate.rank in claims}
+    return judge(fates, min(left_s, key=left_s.__getitem__, default=None), stall_s)
 
 
 class RunFailed(LauncherError):
@@ -116,27 +112,19 @@ def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> A
     blamed = min(fates, key=lambda fate: _innocence(fate, fates, first_failure, stall_s))
     if blamed.silent:
         return _of_silent(blamed, fates)
-    if blamed.failed:
-        assert blamed.departure is not None
-        departure = blamed.departure
-        said = _said_by(blamed, fates)
-        is_its_own = blamed.host and said.startswith(f"rank {blamed.rank} ")
-        return AttemptVerdict(
-            departure.exit_code,
-            f"{said} (on {blamed.host})" if is_its_own else said,
-            traceback=departure.traceback,
-            restart_helps=departure.restart_helps,
-        )
+    if left := blamed.failure:
+        text = _said_by(left, fates)
+        if blamed.host and text.startswith(f"rank {blamed.rank} "):
+            text = f"{text} (on {blamed.host})"
+        verdict = AttemptVerdict(left.exit_code, text, traceback=left.traceback)
+        return replace(verdict, restart_helps=left.restart_helps)
     alive = [fate for fate in fates if fate.exit_code is None]
-    if any(fate.failed for fate in fates):
+    if any(fate.failure for fate in fates):
         return hang([blamed])
     if alive:
         finishing = all(fate.beat.phase in FINISHING for fate in fates)
-        return AttemptVerdict(
-            UNEXPECTED,
-            "; ".join(f"{_name(fate)} did not stop, {where(fate.beat)}" for fate in alive),
-            last_step=alive[0].beat.step if finishing else None,
-        )
+        text = "; ".join(f"{_name(fate)} did not stop, {where(fate.beat)}" for fate in alive)
+        return AttemptVerdict(UNEXPECTED, text, last_step=alive[0].beat.step if finishing else None)
     asked = [fate.departure for fate in fates if fate.departure and fate.departure.exit_code in ON_REQUEST]
     return AttemptVerdict(asked[0].exit_code, asked[0].error) if asked else AttemptVerdict(0)
 
@@ -145,9 +133,8 @@ def hang(fates: Sequence[Fate]) -> AttemptVerdict:
     """The verdict on a generation in which some ranks, or all, have shown no sign of life for too long."""
     alive = [fate for fate in fates if fate.exit_code is None]
     behind = min(fate.beat.order for fate in alive)
-    waited_for = [fate for fate in alive if fate.stopped] or [
-        fate for fate in alive if fate.beat.order == behind
-    ]
+    last = [fate for fate in alive if fate.beat.order == behind]
+    waited_for = [fate for fate in alive if fate.stopped] or last
     hanging = (
         f"{_name(fate)} hangs: {where(fate.beat)} for {fate.beat.age_s:.0f} s"
         f"{' (stopped by SIGSTOP)' if fate.stopped else ''}"
@@ -169,15 +156,14 @@ def _innocence(
         mismatch = any(other.departure is not None and other.departure.shared for other in fates)
         excused = fate.exit_code == -signal.SIGABRT or (mismatch and fate.exit_code in OVERRUN)
         return (4 if excused else 0), 0.0, fate.rank
-    if fate.failed and not fate.blames_another:
-        assert fate.departure is not None
+    failure = fate.failure
+    if failure is not None and not fate.blames_another:
         own = 1 if fate.rank == first_failure else 2
-        return (3 if fate.departure.shared else own), fate.departure.time_s, fate.rank
+        return (3 if failure.shared else own), failure.time_s, fate.rank
     if fate.exit_code is None and _is_waited_for(fate, fates, stall_s):
         return 5, -fate.beat.age_s, fate.rank
-    if fate.failed:
-        assert fate.departure is not None
-        return (6 if fate.rank == first_failure else 7), fate.departure.time_s, fate.rank
+    if failure is not None:
+        return (6 if fate.rank == first_failure else 7), failure.time_s, fate.rank
     return 8, 0.0, fate.rank
 
 
@@ -189,24 +175,20 @@ def _is_waited_for(fate: Fate, fates: Sequence[Fate], stall_s: float) -> bool:
     return long and bool(gave_up) and all(fate.beat.order < other.beat.order for other in gave_up)
 
 
-def _said_by(blamed: Fate, fates: Sequence[Fate]) -> str:
+def _said_by(blamed: Departure, fates: Sequence[Fate]) -> str:
     """The error of a rank, without its number if other ranks have raised the same one."""
-    assert blamed.departure is not None
-    if len(fates) == 1 and not blamed.departure.lost:
-        of_rank = f"rank {blamed.rank} "
-        error = blamed.departure.error
+    if len(fates) == 1 and not blamed.lost:
+        of_rank, error = f"rank {blamed.rank} ", blamed.error
         return f"this process {error.removeprefix(of_rank)}" if error.startswith(of_rank) else error
-    departures = [fate.departure for fate in fates if fate.departure is not None]
-    return attributed(blamed.departure, departures)
+    return attributed(blamed, [fate.departure for fate in fates if fate.departure is not None])
 
 
 def _of_silent(fate: Fate, fates: Sequence[Fate]) -> AttemptVerdict:
     assert fate.exit_code is not None
     place = where(fate.beat)
     if fate.exit_code >= 0:
-        return AttemptVerdict(
-            UNEXPECTED, f"{_name(fate)} ended with exit code {fate.exit_code} and no error, {place}"
-        )
+        text = f"{_name(fate)} ended with exit code {fate.exit_code} and no error, {place}"
+        return AttemptVerdict(UNEXPECTED, text)
     number = -fate.exit_code
     departures = (each.departure for each in fates if each.departure is not None)
     last = {each.rank: each.last_call for each in departures if each.last_call}
@@ -217,11 +199,9 @@ def _of_silent(fate: Fate, fates: Sequence[Fate]) -> AttemptVerdict:
         signal.SIGABRT: f"Its message is on stderr above.{of_sizes(fate.rank, last, len(fates))}",
     }.get(number, "")  # type: ignore[call-overload]  # a Signals is an int
     meanwhile = f", while {called(last)}" if last and fate.exit_code in OVERRUN else ""
-    return AttemptVerdict(
-        UNEXPECTED,
-        f"rank {fate.rank} was killed by {_signal_name(number)} ({_process(fate)}) {place}{meanwhile}",
-        hint,
-    )
+    name = {each.value: each.name for each in signal.Signals}.get(number, f"signal {number}")
+    text = f"rank {fate.rank} was killed by {name} ({_process(fate)}) {place}{meanwhile}"
+    return AttemptVerdict(UNEXPECTED, text, hint)
 
 
 def _name(fate: Fate) -> str:
@@ -230,10 +210,3 @@ def _name(fate: Fate) -> str:
 
 def _process(fate: Fate) -> str:
     return f"pid {fate.pid}{f' on {fate.host}' if fate.host else ''}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -17,12 +17,11 @@ from launcher.config.schema import Config
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.errors import PreemptedError
 from launcher.process.lifetime import adopting
-from launcher.process.signals import saving_stops
+from launcher.process.signals import heeded, held_back, saving_stops
 from launcher.process.torch_build import warn_if_unchecked
 from launcher.run_dir.records import write_failure
 from launcher.run_dir.result import Failure
 from launcher.supervisor.nodes import OneMachine
-from launcher.supervisor.parent_signals import Signals, heeded, held_back
 from launcher.supervisor.root_cause import AttemptVerdict, RunFailed
 
 
@@ -37,33 +36,26 @@ def supervise(config: Config, num_workers: int, nodes: OneMachine | None = None)
     heartbeats, nodes = Heartbeats(num_workers), nodes or OneMachine(config.launch)
     try:
         with heeded(saving_stops(config.launch.preempt_signals)) as signals, adopting():
-            _supervise(config, num_workers, signals, heartbeats, nodes)
+            with held_back():  # threads of libraries keep them blocked: only this thread is interrupted
+                warm_up()
+            from launcher.supervisor.agent import Agent
+            from launcher.supervisor.child import Work
+
+            if (stop := signals.stop) is not None:
+                text = f"stopped by {stop.name} before the workers started"
+                raise RunFailed(AttemptVerdict(128 + stop, text))
+            nodes.stop_asked = lambda: signals.stop
+            # A file without a name, in memory: other users cannot open it, no full disk can cut its records
+            # short, and it is gone with the processes.
+            with open(os.memfd_create("launcher-store"), "rb") as store, nodes:
+                work = Work(config, heartbeats, os.getpid(), signals.obeyed, store.fileno())
+                Agent(work, num_workers, signals, nodes).run()
     except Exception as error:
         # The leader has written that it was preempted, with the checkpoint. Else it may have been killed, or
         # name the wrong cause.
         if nodes.leads and not isinstance(error, PreemptedError):
             write_failure(Path(config.run.dir), Failure.of(error), heartbeats.steps_done())
         raise
-
-
-def _supervise(
-    config: Config, num_workers: int, signals: Signals, heartbeats: Heartbeats, nodes: OneMachine
-) -> None:
-    with held_back():  # threads of libraries keep the signals blocked: only this thread is interrupted
-        warm_up()
-    from launcher.supervisor.agent import Agent
-    from launcher.supervisor.child import Work
-
-    if signals.stop is not None:
-        raise RunFailed(
-            AttemptVerdict(128 + signals.stop, f"stopped by {signals.stop.name} before the workers started")
-        )
-    nodes.stop_asked = lambda: signals.stop
-    # A file without a name, in memory: other users cannot open it, no full disk can cut its records short,
-    # and it is gone with the processes.
-    with open(os.memfd_create("launcher-store"), "rb") as store, nodes:
-        work = Work(config, heartbeats, os.getpid(), signals.obeyed, store.fileno())
-        Agent(work, num_workers, signals, nodes).run()
 
 
 def warm_up(more: Sequence[str] = ()) -> None:

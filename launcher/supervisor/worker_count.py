@@ -27,26 +27,27 @@ def num_workers(wish: LaunchConfig, launch: LaunchEnv) -> int | None:
     PreflightError for more workers than GPUs.
     """
     if launch.launched:
-        _check_launched(wish, launch)
+        if wish.nproc not in ("auto", launch.local_world_size, launch.world_size):
+            raise ConfigError(
+                f"launch.nproc={wish.nproc}, but {counted(launch.world_size, 'process', 'es')} came from "
+                f"torchrun or a scheduler, which decides. Leave launch.nproc out, or start with {program()}."
+            )
         return None
     num_gpus = count_gpus()
-    if wish.nproc == "auto":
-        if (of_scheduler := os.environ.get(PET_WORKERS, "")).isdecimal():  # it may also be "gpu" or "auto"
-            return _refuse_too_many(int(of_scheduler), num_gpus, PET_WORKERS)
-        if not num_gpus and (workers_of_script := os.environ.get(CPU_WORKERS)):
-            return int(workers_of_script)
-        return max(1, num_gpus) if num_gpus >= 2 or wish.max_restarts > 0 else None
-    return _refuse_too_many(int(wish.nproc), num_gpus, "launch.nproc")
-
-
-def _refuse_too_many(workers: int, num_gpus: int, key: str) -> int:
-    if num_gpus and workers > num_gpus:
-        raise PreflightError(
-            f"{key}={workers} asks for more workers than the {counted(num_gpus, 'GPU')} that this "
-            f"process may use. Ask for at most {num_gpus}, or hide them with "
-            "CUDA_VISIBLE_DEVICES= to train on the CPU."
-        )
-    return workers
+    key, asked = "launch.nproc", str(wish.nproc)
+    if asked == "auto":
+        key, asked = PET_WORKERS, os.environ.get(PET_WORKERS, "")
+    if asked.isdecimal():  # PET_WORKERS may also be "gpu" or "auto"
+        if num_gpus and int(asked) > num_gpus:
+            raise PreflightError(
+                f"{key}={asked} asks for more workers than the {counted(num_gpus, 'GPU')} that this "
+                f"process may use. Ask for at most {num_gpus}, or hide them with "
+                "CUDA_VISIBLE_DEVICES= to train on the CPU."
+            )
+        return int(asked)
+    if not num_gpus and (workers_of_script := os.environ.get(CPU_WORKERS)):
+        return int(workers_of_script)
+    return max(1, num_gpus) if num_gpus >= 2 or wish.max_restarts > 0 else None
 
 
 def refuse_small_batch(config: Config, launch: LaunchEnv, workers: int | None = None) -> None:
@@ -61,14 +62,6 @@ def refuse_small_batch(config: Config, launch: LaunchEnv, workers: int | None = 
             f"data.batch_size={config.data.batch_size} is less than the number of ranks, {ranks}: each rank "
             "needs a sample in every full update. Raise data.batch_size to at least that number, or start "
             "fewer ranks."
-        )
-
-
-def _check_launched(wish: LaunchConfig, launch: LaunchEnv) -> None:
-    if wish.nproc not in ("auto", launch.local_world_size, launch.world_size):
-        raise ConfigError(
-            f"launch.nproc={wish.nproc}, but {counted(launch.world_size, 'process', 'es')} came from "
-            f"torchrun or a scheduler, which decides. Leave launch.nproc out, or start with {program()}."
         )
 
 

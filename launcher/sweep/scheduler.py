@@ -15,9 +15,8 @@ from launcher.config.schema import SweepConfig
 from launcher.errors import DIVERGED, TO_RESUME, ConfigError, PreemptedError, PreflightError, counted
 from launcher.errors import PRUNED as PRUNED_CODE
 from launcher.errors import STOPPED as STOPPED_CODES
-from launcher.process.signals import SAVING
+from launcher.process.signals import SAVING, Signals
 from launcher.run_dir.pruning import PruneRequest, ask_to_prune
-from launcher.supervisor.parent_signals import Signals
 from launcher.sweep.asha import Pruner
 from launcher.sweep.carriers import Carrier, Change, NoAnswerError
 from launcher.sweep.job import DONE, FAILED, OVER, PRUNED, RUNNING, STOPPED, WAITING, Job

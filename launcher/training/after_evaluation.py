@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from launcher.checkpoint.generators import restore_states, states
-from launcher.distributed.collectives import send_to_all
+from launcher.distributed.collectives import content_of, message_of, send_to_all
 from launcher.distributed.env import LEADER
-from launcher.distributed.messages import content_of, message_of
 from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.errors import RecipeError
 from launcher.evaluation.evaluate import evaluating

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher import checkpoint
-from launcher.checkpoint import Compared, Progress, Snapshot, Staged, Surroundings
+from launcher.checkpoint import catalog, snapshot
 from launcher.checkpoint.catalog import AUTO, FOLDER, NEVER
+from launcher.checkpoint.host_memory import HostMemory
+from launcher.checkpoint.snapshot import Compared, Identity, Origin, Progress, Snapshot, Staged, Surroundings
 from launcher.data.streamed import StreamData
 from launcher.distributed.collectives import exchange_texts
 from launcher.engine.precision.loss_scale import ScaleStart
@@ -31,12 +32,12 @@ class SavedRun:
         self.job, self.run = job, job.run
         self.scale: ScaleStart | None = None  # None if the run did not resume
         self.stream: Sequence[str] = ()  # by rank: where it stood in a stream when the checkpoint was taken
-        self._memory = checkpoint.HostMemory()
+        self._memory = HostMemory()
         num_samples = 0 if isinstance(job.data.train, StreamData) else job.plan.num_samples
-        self._identity = checkpoint.Identity.of(self.run.config, self.run.stepper.model, num_samples)
+        self._identity = Identity.of(self.run.config, self.run.stepper.model, num_samples)
         wire = self.run.config.wire
         form = f"{wire.dtype}, summed in {wire.sum}{', sharded' if wire.shard else ''}"
-        self._origin = checkpoint.Origin(self.run.env.world_size, form)
+        self._origin = Origin(self.run.env.world_size, form)
 
     @property
     def directory(self) -> Path:
@@ -53,9 +54,9 @@ class SavedRun:
         if restart_count and (wish == NEVER or Path(wish).is_relative_to(self.run.config.run.dir)):
             wish = AUTO  # its first start has already set the others aside
         own_disks = self.run.config.launch.hosts == "mixed"
-        found = checkpoint.resume(self.run.env, self.directory, wish, self._identity, own_disks)
-        for damage in found.damaged:
-            self.run.telemetry.warn(f"a damaged checkpoint is skipped and set aside: {damage}")
+        found = catalog.resume(self.run.env, self.directory, wish, self._identity, own_disks)
+        for name, problems in found.damaged.items():
+            self.run.telemetry.warn(f"a damaged checkpoint is skipped and set aside: {name} ({problems})")
         if found.snapshot is None:
             self.run.telemetry.rewind(0, evaluates_again=False)
             return Start()
@@ -66,7 +67,7 @@ class SavedRun:
                 f"{found.path} is after step {step}, but the run ends after {course.total_steps}. "
                 "Raise train.epochs or train.max_steps, or resume an earlier one with checkpoint.resume=PATH."
             )
-        self.scale = checkpoint.restore(self.run.stepper, found.snapshot, self.run.env, self.run.average)
+        self.scale = snapshot.restore(self.run.stepper, found.snapshot, self.run.env, self.run.average)
         extra = found.snapshot.extra
         self.job.parts.load_state(extra.parts)
         self.stream = extra.stream or ()
@@ -112,4 +113,4 @@ class SavedRun:
             stream=exchange_texts(self.run.env, place) if place else None,
         )
         about = self._identity, self._origin, progress, metric, extra
-        return checkpoint.stage(self.run.stepper, self.run.env, *about, self._memory, self.run.average)
+        return snapshot.stage(self.run.stepper, self.run.env, *about, self._memory, self.run.average)

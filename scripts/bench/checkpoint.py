@@ -34,10 +34,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from launcher import checkpoint
-from launcher.checkpoint import HostMemory, Identity, Origin, Progress, Staged, Surroundings, Writer
 from launcher.checkpoint import format as checkpoint_format
+from launcher.checkpoint import snapshot
+from launcher.checkpoint.async_writer import Writer
 from launcher.checkpoint.catalog import newest_intact
+from launcher.checkpoint.host_memory import HostMemory
+from launcher.checkpoint.snapshot import Identity, Origin, Progress, Staged, Surroundings
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper
 from launcher.process.allocator import keep_freed_memory
@@ -92,7 +94,7 @@ class Job:
 
     def stage(self) -> Staged | None:
         origin, progress = Origin(1, "fp16"), Progress(0, self.steps, self.steps)
-        return checkpoint.stage(
+        return snapshot.stage(
             self.stepper, self.env, self.identity, origin, progress, None, Surroundings(), self.memory
         )
 
@@ -229,7 +231,7 @@ class Files:
     def write(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir()
-        checkpoint.publish(self.directory, self.snapshot)
+        checkpoint_format.publish(self.directory, self.snapshot)
 
     def copy_and_hash(self) -> None:
         self.target.unlink(missing_ok=True)
@@ -245,7 +247,7 @@ class Files:
     def resume(self) -> None:
         path = newest_intact(self.directory).path
         assert path is not None
-        checkpoint.restore(self.job.stepper, checkpoint_format.read(path), self.job.env)
+        snapshot.restore(self.job.stepper, checkpoint_format.read(path), self.job.env)
 
     def read_and_hash(self) -> None:
         """In one pass over the file, in memory that is touched."""

@@ -61,8 +61,8 @@ def simulate(directory: Path, jobs: int, kind: str, shortest_s: float) -> dict[s
     """How busy eight devices are with jobs of one to four times this length, and the parent's memory."""
     from launcher.config.composition import Request
     from launcher.config.resolve import compose_jobs
+    from launcher.process.signals import Signals
     from launcher.run_dir.atomic import write_json
-    from launcher.supervisor.parent_signals import Signals
     from launcher.supervisor.supervise import warm_up
     from launcher.sweep.carriers.devices import Devices, Pool
     from launcher.sweep.prepare import prepared

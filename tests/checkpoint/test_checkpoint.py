@@ -23,22 +23,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 from torch import nn
 
-from launcher.checkpoint import (
-    Compared,
-    Due,
-    Identity,
-    Origin,
-    Progress,
-    Snapshot,
-    Staged,
-    Writer,
-    load,
-    publish,
-    restore,
-    resume,
-)
-from launcher.checkpoint.catalog import best_intact, newest_intact, retain
+from launcher.checkpoint.async_writer import Due, Writer
+from launcher.checkpoint.catalog import best_intact, newest_intact, resume, retain
+from launcher.checkpoint.format import load, publish
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text, verify
+from launcher.checkpoint.snapshot import Compared, Identity, Origin, Progress, Snapshot, Staged, restore
 from launcher.checkpoint.tensors import Pace, write_tensors
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
@@ -640,7 +629,7 @@ def test_a_pickle_in_place_of_a_file_is_refused_and_not_executed(tmp_path: Path,
     else:
         forge(path, name, pickled)
     if name == MANIFEST and not demanded:
-        assert "manifest.json" in str(resume(ALONE, tmp_path / "checkpoints", "auto", IDENTITY).damaged[0])
+        assert "manifest.json" in str(resume(ALONE, tmp_path / "checkpoints", "auto", IDENTITY).damaged)
     else:
         wish = str(path) if demanded else "auto"
         with pytest.raises(StorageError, match=name.replace(".", r"\.") if demanded else str(path)):

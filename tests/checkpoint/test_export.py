@@ -13,8 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from launcher.checkpoint import Identity, Origin, Progress, Snapshot, publish
 from launcher.checkpoint.export import export
+from launcher.checkpoint.format import publish
+from launcher.checkpoint.snapshot import Identity, Origin, Progress, Snapshot
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Stepper
 from launcher.errors import ConfigError, StorageError

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launcher.checkpoint import HostMemory, Identity, Origin, Progress, Surroundings, load, publish, stage
+from launcher.checkpoint.format import load, publish
+from launcher.checkpoint.host_memory import HostMemory
+from launcher.checkpoint.snapshot import Identity, Origin, Progress, Surroundings, stage
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
 from tests.configs import composed

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from launcher.distributed.failures import give_reason, reason_of
-from launcher.distributed.last_words import ROW_BYTES, Departure, LastWords, StoredWords
+from launcher.distributed.failures import ROW_BYTES, Departure, LastWords, StoredWords, give_reason, reason_of
 from launcher.errors import CollectiveError, DataError, LauncherError, StalledError
 
 

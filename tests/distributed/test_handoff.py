@@ -53,7 +53,6 @@ ENDS = """
 import os, signal, sys, time
 from launcher.cli import report_failure
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.last_words import StoredWords
 from launcher.distributed.store import open_store
 from launcher.config.resolve import compose_jobs
 from launcher.config.composition import Request

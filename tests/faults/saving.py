@@ -106,8 +106,8 @@ def die_at_every_call(pipe: Connection, folder: Path, old: Path, torn: bool) -> 
     The grandchildren are forked, so that each costs milliseconds. Sends, by n, the signal that each died of;
     the last one lives, because its save has fewer calls.
     """
-    from launcher.checkpoint import publish
     from launcher.checkpoint.catalog import retain
+    from launcher.checkpoint.format import publish
     from tests.snapshots import snapshot
 
     made, signals = snapshot(2), []
@@ -128,7 +128,7 @@ def die_at_every_call(pipe: Connection, folder: Path, old: Path, torn: bool) -> 
 
 def save_for_ever(pipe: Connection, directory: Path) -> None:
     """Write one checkpoint after the other behind the training; sends each step that is safely there."""
-    from launcher.checkpoint import Writer
+    from launcher.checkpoint.async_writer import Writer
     from tests.snapshots import snapshot
 
     with Writer(directory, keep=2) as writer:
@@ -140,7 +140,7 @@ def save_for_ever(pipe: Connection, directory: Path) -> None:
 
 def save_with_a_limit(pipe: Connection, directory: Path, limit_bytes: int) -> None:
     """Write three, the second of them while no file may be longer than `limit_bytes`."""
-    from launcher.checkpoint import Writer
+    from launcher.checkpoint.async_writer import Writer
     from tests.snapshots import snapshot
 
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -155,7 +155,7 @@ def save_with_a_limit(pipe: Connection, directory: Path, limit_bytes: int) -> No
 
 def save_on_a_full_disk(pipe: Connection, directory: Path) -> None:
     """The same on a file system of 128 KiB of which the second checkpoint would take more than is left."""
-    from launcher.checkpoint import Writer
+    from launcher.checkpoint.async_writer import Writer
     from launcher.checkpoint.catalog import newest_intact
     from tests.snapshots import snapshot
 
@@ -174,7 +174,7 @@ def save_on_a_full_disk(pipe: Connection, directory: Path) -> None:
 
 def save_in_a_read_only_place(pipe: Connection, directory: Path) -> None:
     """One that fits, then one into the same place after it has become read-only."""
-    from launcher.checkpoint import Writer
+    from launcher.checkpoint.async_writer import Writer
     from tests.snapshots import snapshot
 
     with Writer(directory, keep=2) as writer:

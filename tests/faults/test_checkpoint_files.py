@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.checkpoint import load, publish, resume, sending
-from launcher.checkpoint.catalog import agree, newest_intact, retain
+from launcher.checkpoint import sending
+from launcher.checkpoint.catalog import agree, newest_intact, resume, retain
+from launcher.checkpoint.format import load, publish
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, verify
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, StorageError
@@ -55,7 +56,7 @@ def what_is_left(directory: Path) -> int:
     assert_all_intact(directory)
     found = newest_intact(directory)
     assert found.path is not None
-    assert found.damaged == ()
+    assert found.damaged == {}
     step = int(found.path.name[-1])
     assert same(load(found.path), snapshot(step))
     publish(directory, snapshot(3))
@@ -153,11 +154,10 @@ def test_damage_is_named_and_set_aside_and_the_older_one_taken(tmp_path: Path, n
     found = newest_intact(tmp_path)
     assert found.path == old
     assert same(load(old), snapshot(1))
-    (damaged,) = found.damaged
-    assert damaged.name == "step-00000002"
-    assert all(problem.startswith(name) for problem in damaged.problems)
+    assert list(found.damaged) == ["step-00000002"]
+    assert all(problem.startswith(name) for problem in found.damaged["step-00000002"].split("; "))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged-step-00000002", "step-00000001"]
-    assert newest_intact(tmp_path).damaged == ()
+    assert newest_intact(tmp_path).damaged == {}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -188,7 +188,7 @@ def test_a_newer_unfinished_directory_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / ".unfinished-step-00000011-0a1b2c3d").mkdir()
     found = newest_intact(tmp_path)
     assert found.path == tmp_path / "step-00000002"
-    assert [damage.name for damage in found.damaged] == ["step-00000010", "step-00000009"]
+    assert list(found.damaged) == ["step-00000010", "step-00000009"]
 
 
 @pytest.mark.parametrize("claimed", [3, 7])
@@ -197,7 +197,7 @@ def test_a_checkpoint_under_another_steps_name_is_damage(tmp_path: Path, claimed
     new.rename(tmp_path / f"step-0000000{claimed}")
     found = newest_intact(tmp_path)
     assert found.path == old
-    assert "it belongs to step 5" in found.damaged[0].problems[0]
+    assert "it belongs to step 5" in found.damaged[f"step-0000000{claimed}"]
 
 
 @pytest.mark.parametrize("second", ["", "again"])
@@ -214,7 +214,7 @@ def test_nothing_intact_is_a_fresh_start_unless_resume_was_demanded(tmp_path: Pa
     assert refusal.value.exit_code == 8
     start = resume(env, tmp_path, "auto", IDENTITY)
     assert start.snapshot is None
-    assert [damage.name for damage in start.damaged] == ["step-00000002", "step-00000001"]
+    assert list(start.damaged) == ["step-00000002", "step-00000001"]
     assert (tmp_path / "damaged-step-00000002-2").exists() == bool(second)
 
 

@@ -22,9 +22,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from launcher.checkpoint import load, publish
 from launcher.checkpoint.async_writer import Writer
 from launcher.checkpoint.export import export
+from launcher.checkpoint.format import load, publish
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text, verify
 from launcher.engine import Stepper
 from tests.checkpoint.test_checkpoint import Canary

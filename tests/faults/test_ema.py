@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launcher.checkpoint import load
 from launcher.checkpoint.export import export
+from launcher.checkpoint.format import load
 from tests.faults.launching import Ended, run
 from tests.snapshots import comparable
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.checkpoint import Snapshot, Surroundings, load, publish
+from launcher.checkpoint.format import load, publish
+from launcher.checkpoint.snapshot import Snapshot, Surroundings
 from tests.faults.launching import EPOCH, Ended, nothing, run
 from tests.faults.noisy import SAMPLES
 from tests.faults.usercode import kill, record, stop_after

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from launcher.checkpoint import HostMemory, Identity, Origin, Progress, Surroundings, stage
+from launcher.checkpoint.host_memory import HostMemory
+from launcher.checkpoint.snapshot import Identity, Origin, Progress, Surroundings, stage
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
 from launcher.engine.diagnostics.exponents import ExponentCounter

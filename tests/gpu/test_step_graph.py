@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from launcher.checkpoint import HostMemory, Identity, Origin, Progress, Surroundings, stage
+from launcher.checkpoint.host_memory import HostMemory
+from launcher.checkpoint.snapshot import Identity, Origin, Progress, Surroundings, stage
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import HostRead, NoMemory, Policy, StepGraph, Stepper
 from launcher.engine.recorder import Recorder

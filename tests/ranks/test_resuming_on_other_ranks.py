@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.checkpoint import Identity, Origin, Progress, publish, restore, resume
+from launcher.checkpoint.catalog import resume
+from launcher.checkpoint.format import publish
+from launcher.checkpoint.snapshot import Identity, Origin, Progress, restore
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Stepper, Wire
 from tests.configs import composed

@@ -9,11 +9,11 @@ import pytest
 
 from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import LaunchEnv
+from launcher.distributed.failures import Departure
 from launcher.distributed.heartbeat import PHASES, Beat, where
-from launcher.distributed.last_words import Departure
 from launcher.errors import ConfigError, LauncherError, NoProgressError, PreflightError
+from launcher.process.signals import HEEDED, Signals, heeded, held_back
 from launcher.supervisor import worker_count
-from launcher.supervisor.parent_signals import HEEDED, Signals, heeded, held_back
 from launcher.supervisor.restart_policy import Restarts
 from launcher.supervisor.root_cause import AttemptVerdict, Fate, RunFailed, hang, judge
 
@@ -247,7 +247,7 @@ def test_a_second_interrupt_is_impatience(monkeypatch, numbers, pause_s, impatie
     signals, now_s = Signals(), 100.0
     for number in numbers:
         now_s += pause_s
-        monkeypatch.setattr("launcher.supervisor.parent_signals.time.monotonic", lambda at=now_s: at)
+        monkeypatch.setattr("launcher.process.signals.time.monotonic", lambda at=now_s: at)
         signals.receive(number)
     monkeypatch.undo()
     assert signals.impatient == impatient

@@ -17,8 +17,8 @@ from launcher.commands import sweep
 from launcher.config.resolve import Request, compose_jobs
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import ConfigError, PreflightError
+from launcher.process.signals import Signals
 from launcher.supervisor import worker_count
-from launcher.supervisor.parent_signals import Signals
 from launcher.sweep.carriers.devices import Devices, Pool
 from launcher.sweep.job import Job
 from launcher.sweep.progress import Progress

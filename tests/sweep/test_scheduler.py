@@ -13,10 +13,10 @@ import pytest
 from launcher.commands.sweep import exit_code_of
 from launcher.config.schema import SweepConfig
 from launcher.errors import PreflightError
+from launcher.process.signals import Signals
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import write_result
 from launcher.run_dir.result import Failure
-from launcher.supervisor.parent_signals import Signals
 from launcher.sweep import scheduler
 from launcher.sweep.asha import Pruner
 from launcher.sweep.carriers import Change, NoAnswerError

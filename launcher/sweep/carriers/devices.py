@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from launcher.process.lifetime import ParentDeathSignal, end_with
-from launcher.process.signals import start_over
+from launcher.process.signals import held_back, start_over
 from launcher.run_dir.atomic import open_plain
-from launcher.supervisor.parent_signals import held_back
 from launcher.supervisor.worker_count import visible_gpus
 from launcher.sweep.carriers import Change
 from launcher.sweep.job import Job

@@ -16,9 +16,8 @@ from launcher.config.schema import Config
 from launcher.config.user_code import innermost, place_of, short_traceback
 from launcher.distributed import flight_recorder, nccl
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.failures import failure_of_another, is_loss, is_of_another, stall_of
+from launcher.distributed.failures import Words, failure_of_another, is_loss, is_of_another, stall_of
 from launcher.distributed.heartbeat import Beat, where
-from launcher.distributed.last_words import Words
 from launcher.engine import UnusableError, works
 from launcher.errors import CollectiveError, ConfigError, LauncherError, UnexpectedError, described
 from launcher.process import frames

@@ -14,7 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from launcher.checkpoint import Compared, Due, Report, Staged, Writer
+from launcher.checkpoint.async_writer import Due, Report, Writer
+from launcher.checkpoint.snapshot import Compared, Staged
 from launcher.config.messages import directory_override
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import TO_RESUME, PreemptedError, PrunedError, StorageError

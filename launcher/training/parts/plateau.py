@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from launcher.checkpoint import Compared
+from launcher.checkpoint.snapshot import Compared
 from launcher.config.schema import PlateauConfig
 from launcher.errors import ConfigError
 from launcher.evaluation.comparison import comparison, refuse_none, refuse_unknown

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import launcher.engine.wire.shards as shards
-from launcher.checkpoint import HostMemory, Identity, Origin, Progress, Surroundings, stage
+from launcher.checkpoint.host_memory import HostMemory
+from launcher.checkpoint.snapshot import Identity, Origin, Progress, Surroundings, stage
 from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine import AdamW, Policy, Scaling, Stepper, WeightAverage, Wire
 from launcher.training.replicas import ema_sha256, weights_sha256

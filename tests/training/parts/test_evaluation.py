@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from launcher.checkpoint import Compared
+from launcher.checkpoint.snapshot import Compared
 from launcher.training.parts.evaluation import Evaluator
 
 
