@@ -192,8 +192,7 @@ def list_csv(
     if missing:
         raise DataError(
             f"data.csv={file} names {len(missing)} file(s) that cannot be found in {root}: "
-            f"{listed(missing, SHOWN)}. Paths are relative to data.path, or else to the CSV's folder; one "
-            "without a suffix is tried with those of images."
+            f"{listed(missing, SHOWN)}. Paths are relative to data.path, or else to the CSV's folder."
         )
     return listing_of(root, files, val_fraction, f"data.csv={file}")
 
@@ -236,8 +235,7 @@ def _split(files: Sequence[File], val_fraction: float) -> list[File]:
     bare = [name for number, name in enumerate(names) if not held_out[labels == number].any()]
     if bare and held_out.any():
         warnings.warn(
-            f"no image is held out of {len(bare)} class(es), which have too few: {listed(bare, SHOWN)}. The "
-            "evaluation says nothing about them.",
+            f"no image is held out of {len(bare)} class(es), which have too few: {listed(bare, SHOWN)}",
             DataWarning,
             stacklevel=2,
         )
@@ -257,8 +255,7 @@ def _labelled(root: Path, parent: Path, held_out: bool | None, ignored: Counter[
         files = list(_images(root, folder, held_out, ignored))
         if not files:
             raise DataError(
-                f"the class folder {folder} has no images. Remove it, or put some in. Known kinds: "
-                f"{', '.join(sorted(SUFFIXES))}."
+                f"the class folder {folder} has no images. Remove it. Kinds: {', '.join(sorted(SUFFIXES))}."
             )
         yield from files
 
@@ -311,8 +308,7 @@ def _report_ignored(root: Path, ignored: Counter[str]) -> None:
     if ignored:
         kinds = [f"{count} {suffix or 'without a suffix'}" for suffix, count in ignored.most_common()]
         warnings.warn(
-            f"{ignored.total()} file(s) below {root} are not used: {listed(kinds, SHOWN)}. Only images in "
-            "class folders are.",
+            f"{ignored.total()} file(s) below {root} are no images of a class folder: {listed(kinds, SHOWN)}",
             DataWarning,
             stacklevel=3,
         )
