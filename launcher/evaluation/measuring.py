@@ -181,8 +181,7 @@ class Measuring:
             names = ", ".join(name_of(metric) for metric in self._fed)
             raise ConfigError(
                 f"the metrics without merge ({names}) are updated on rank 0, but a batch cannot be sent "
-                f"there: {error}. Return only tensors from eval_transform, or name the columns that each "
-                "metric reads in its attribute columns."
+                f"there: {error}. Return only tensors from eval_transform, or set columns of each metric."
             ) from error
 
     def _merge(self, metric: Any, known: Known, sent: bytes) -> None:
