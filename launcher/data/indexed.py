@@ -111,9 +111,9 @@ class LoadedBatches(Batches):
         self._next = max(self._next, number + 1)
         return found
 
-    def read_here(self, number: int, most: int) -> list[Batch]:
-        """At most `most` micro-batches of step `number`, read in this process. Nothing is read ahead."""
-        asked = self._requests(number)[:most]
+    def trial(self, step: int, most: int) -> list[Batch]:
+        """At most `most` micro-batches of a step of the first epoch. Nothing is read ahead."""
+        asked = self._requests(step)[:most]
         return self._made_of(asked, map(self.data.fetch, asked))
 
     def _requests_of(self, number: int) -> list[Request]:

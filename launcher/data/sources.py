@@ -22,7 +22,7 @@ from launcher.data.labels import Labels
 from launcher.data.loader import Loading
 from launcher.data.reader import Collate
 from launcher.data.streamed import StreamBatches, StreamData
-from launcher.data.tensors import Batch, Batches, DeviceBatches, TensorData, Transform, tensor_batches
+from launcher.data.tensors import Batch, Batches, DeviceBatches, TensorData, Transform
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError
 
@@ -100,38 +100,7 @@ def trial_batches(data: Readable, plan: BatchPlan, transform: Transform | None, 
     All of them for a set on the device, otherwise the first `most`, read in this process; of a stream only
     the first. The order of the run is not touched.
     """
-    step = plan.longest_step(0)
-    if isinstance(data, TensorData):
-        return DeviceBatches(data, plan, transform).step(0, step)
-    if isinstance(data, IndexedData):
-        return LoadedBatches(data, plan, transform, total_steps=0).read_here(step, most)
-    return StreamBatches(data, plan, transform).first()
-
-
-def evaluation_batches(
-    data: Readable, rank: int, world_size: int, batch_size: int
-) -> Iterator[tuple[int, Batch | None]]:
-    """This rank's samples in order, as (how many, batch). Over all ranks, every sample occurs once.
-
-    The batch is None for samples that could not be read and may be left out.
-    """
-    if isinstance(data, TensorData):
-        return tensor_batches(data, rank, world_size, batch_size)
-    return data.evaluation_batches(rank, world_size, batch_size)
-
-
-def first_batch(data: Readable, rank: int, world_size: int, batch_size: int) -> Batch | None:
-    """At most FIRST samples of the first of `evaluation_batches`, read in this process.
-
-    None where this rank has no sample, or none that can be read. Of a stream it is the same on all ranks.
-    """
-    if isinstance(data, TensorData):
-        batches = tensor_batches(data, rank, world_size, batch_size)
-        return next(({name: column[:FIRST] for name, column in batch.items()} for _, batch in batches), None)
-    if isinstance(data, IndexedData):
-        return data.first_batch(rank, world_size, batch_size, FIRST)
-    fetched = data.first(min(batch_size, FIRST))
-    return None if fetched is None else data.usable(fetched)
+    return training_batches(data, plan, transform, total_steps=0).trial(plan.longest_step(0), most)
 
 
 @dataclass(frozen=True)

@@ -181,6 +181,11 @@ class StreamData(LoadedSet):
         assert batch is not None, "without a failure there is one"
         return batch
 
+    def first_batch(self, rank: int, world_size: int, batch_size: int, most: int) -> Batch | None:
+        """At most `most` samples, the first of the whole stream, the same on all ranks; None without any."""
+        fetched = self.first(min(batch_size, most))
+        return None if fetched is None else self.usable(fetched)
+
     def evaluation_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[int, Batch]]:
         """This rank's samples, as (how many, batch). Over all ranks, every sample occurs once."""
 
@@ -220,7 +225,7 @@ class StreamBatches(Batches):
             self._latest = step, self._take()
         return [self._finished(self.data.usable(fetched), noise) for fetched, noise in self._latest[1]]
 
-    def first(self) -> list[Batch]:
+    def trial(self, step: int, most: int) -> list[Batch]:
         """A micro-batch of the first samples of the whole stream, if there are any. Reads nothing ahead."""
         fetched = self.data.first(self.plan.largest_micro_batch)
         if fetched is None:

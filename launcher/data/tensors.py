@@ -49,6 +49,21 @@ class TensorData:
         """The rows at `indices` (int64, on the columns' device), as new tensors."""
         return {name: column.index_select(0, indices) for name, column in self.columns.items()}
 
+    def evaluation_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[int, Batch]]:
+        """This rank's samples in order, as (how many, batch). Over all ranks, every sample occurs once.
+
+        The columns are views of the data, not copies.
+        """
+        for piece in cut(share_of(range(len(self)), rank, world_size), batch_size):
+            part = slice(piece.start, piece.stop)
+            yield len(piece), {name: column[part] for name, column in self.columns.items()}
+
+    def first_batch(self, rank: int, world_size: int, batch_size: int, most: int) -> Batch | None:
+        """At most `most` samples of the first of `evaluation_batches`; None where this rank has no sample."""
+        for _, batch in self.evaluation_batches(rank, world_size, batch_size):
+            return {name: column[:most] for name, column in batch.items()}
+        return None
+
 
 class Batches(Protocol):
     """The training batches of a rank. What not all kinds of data have is absent unless a class defines it."""
@@ -57,6 +72,13 @@ class Batches(Protocol):
 
     def step(self, epoch: int, step: int) -> list[Batch]:
         """This rank's micro-batches of a step, on the device. The same whenever it is asked for."""
+
+    def trial(self, step: int, most: int) -> list[Batch]:
+        """Micro-batches of a step of the first epoch, read in this process; beyond `most` they need not be.
+
+        The order of the run is not touched.
+        """
+        return self.step(0, step)
 
     def latest_indices(self) -> list[list[int]]:
         """The indices in the set of the samples that the latest `step` returned, one list per micro-batch."""
@@ -140,17 +162,6 @@ def transformed(name: str, transform: Callable[..., Batch] | None, batch: Batch,
                 f"in the shape {shape}. It must return as many: leave some out in the recipe's TensorData."
             )
     return made
-
-
-def tensor_batches(
-    data: TensorData, rank: int, world_size: int, batch_size: int
-) -> Iterator[tuple[int, Batch]]:
-    """This rank's samples in order, as (how many, batch). Over all ranks, every sample occurs once.
-
-    The columns are views of the data, not copies.
-    """
-    for piece in cut(share_of(range(len(data)), rank, world_size), batch_size):
-        yield len(piece), {name: column[piece.start : piece.stop] for name, column in data.columns.items()}
 
 
 def batch_to_device(batch: Batch, device: torch.device) -> Batch:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from launcher.config.user_code import defined_at
 from launcher.data.random_state import GeneratorsKept
-from launcher.data.sources import Readable, evaluation_batches, first_batch
+from launcher.data.sources import FIRST, Readable
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch, transformed
 from launcher.distributed.env import WorkerEnv
@@ -147,7 +147,7 @@ def evaluate(
     def measure(size: int) -> tuple[_Totals, Measuring]:
         """This rank's share, up to a batch before which it is interrupted."""
         totals, measuring = _Totals(), Measuring(over.recipe, env, over.guard, over.beat)
-        for num_samples, batch in evaluation_batches(data, env.rank, env.world_size, size):
+        for num_samples, batch in data.evaluation_batches(env.rank, env.world_size, size):
             if interrupted():
                 totals.stopped = 1
                 break
@@ -219,7 +219,7 @@ def rehearse(over: Pass, data: Readable, batch_size: int) -> MetricValues:
 
     def measure(size: int) -> tuple[_Totals, Measuring]:
         totals, measuring = _Totals(), Measuring(over.recipe, env, over.guard, over.beat, rehearsal=True)
-        batch = first_batch(data, env.rank, env.world_size, size)
+        batch = data.first_batch(env.rank, env.world_size, size, FIRST)
         if batch is not None:
             totals.add(over.measure_batch(batch, measuring))
         return totals, measuring
