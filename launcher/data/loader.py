@@ -94,20 +94,16 @@ class Pool:
         )
 
     def __iter__(self) -> Iterator[Fetched]:
-        self._reader.begin()
-        if not self._how.workers:
-            yield from self._read_here()
+        reader, requests = self._reader, self._requests
+        reader.begin()
+        if not self._how.workers:  # without torch's loader, which would only add its own time
+            answers = _each_kept(iter(reader)) if requests is None else map(reader.read_here, requests)
+            yield from map(Fetched.pin_memory, answers) if self._how.device.type == "cuda" else answers
             return
         with _starting():
             self._iterator = iter(self._loader)
         with self._failures_explained():
             yield from self._iterator
-
-    def _read_here(self) -> Iterator[Fetched]:
-        """Read in this process, and without torch's loader, which would only add its own time."""
-        reader, requests = self._reader, self._requests
-        answers = _each_kept(iter(reader)) if requests is None else map(reader.read_here, requests)
-        return map(Fetched.pin_memory, answers) if self._how.device.type == "cuda" else answers
 
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:

@@ -156,8 +156,10 @@ class Reader:
         self.reading(-1)
         if not samples:
             return Fetched(None, (), tuple(bad))
+        if self._collate is not None:  # it may draw: numbers of (seed, epoch, position of the request)
+            seed_all(spread_seed("collate", self._seed, request.epoch, request.position))
         try:
-            batch = self._collated(request, [*samples.values()])
+            batch = collated([*samples.values()], self._collate)
         except RAISED as error:
             indices = [request.indices[offset] for offset in samples]
             where = " in the recipe's collate" if self._collate and not isinstance(error, DataError) else ""
@@ -200,12 +202,6 @@ class Reader:
             else:
                 samples[offset] = sample
         return samples, bad
-
-    def _collated(self, request: Request, samples: Sequence[Any]) -> Batch:
-        """The recipe's collate may draw: its numbers depend on (seed, epoch, position of the request)."""
-        if self._collate is not None:
-            seed_all(spread_seed("collate", self._seed, request.epoch, request.position))
-        return collated(samples, self._collate)
 
 
 def drawing(dataset: Indexed) -> Drawing | None:

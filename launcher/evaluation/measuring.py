@@ -201,7 +201,8 @@ class Measuring:
             try:
                 found = self._computed(metric, loss_sum, count)
             except LauncherError as error:
-                if not (self._rehearsal and _may_depend_on_samples(error)):
+                # More samples may help, such as those of a class that is not among the first ones.
+                if not self._rehearsal or not error.__cause__ or isinstance(error.__cause__, MISTAKES):
                     raise
                 total.failed.append(str(error))
                 continue
@@ -227,12 +228,6 @@ class Measuring:
         if self._failure is not None:
             return error_message(self._failure)
         return message_of(lambda: json.dumps([found.values, found.higher_is_better, found.failed]).encode())
-
-
-def _may_depend_on_samples(error: LauncherError) -> bool:
-    """Whether more samples may help, such as those of a class that is not among the first ones."""
-    cause = error.__cause__
-    return cause is not None and not isinstance(cause, MISTAKES)
 
 
 def fresh(metric: Any) -> Any:

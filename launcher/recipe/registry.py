@@ -178,7 +178,8 @@ def load_recipe(config: Config) -> Recipe:
     uses = config.recipe.uses
     build = look_up("recipe.uses", uses, registry.recipes)
     refuse_other_arguments(f'the function under @recipe("{uses}")', build, "(config)")
-    named = schedule_named(config.schedule.name, registry)
+    schedules = {**dict.fromkeys(SCHEDULES), **registry.schedules}  # None of those of the launcher
+    named = look_up("schedule.name", config.schedule.name, schedules)
     built = build(config)
     if not isinstance(built, Recipe):
         raise ConfigError(
@@ -199,13 +200,6 @@ def load_recipe(config: Config) -> Recipe:
         )
     built = with_training_aids(built, config)
     return built if named is None else replace(built, schedule=named)
-
-
-def schedule_named(name: str, registry: Registry) -> Schedule | None:
-    """The registered schedule; None for those of the launcher. ConfigError for an unknown name."""
-    if name in SCHEDULES:
-        return None
-    return look_up("schedule.name", name, {**dict.fromkeys(SCHEDULES), **registry.schedules})
 
 
 def model_builder(config: Config, **facts: Any) -> ModelBuilder:

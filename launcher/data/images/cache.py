@@ -76,11 +76,6 @@ class ImageCache:
         self._pixels = content[self._first_pixel :].reshape(count, *shape)
         self._publish()  # the run that stored the last image may have been killed before it did
 
-    @property
-    def num_stored(self) -> int:
-        """The images that need not be decoded."""
-        return int(np.count_nonzero(self._states == STORED))
-
     def get(self, index: int) -> UInt8Array | None:
         """The image, in memory that is shared until it is written to; None where it has to be decoded."""
         return self._pixels[index] if self._states[index] == STORED else None

@@ -94,7 +94,9 @@ def load_table(config: DataConfig) -> TabularSet:
     kinds = {name: kind for name in read if (kind := understood(tables, name, options.decimal))}
     classifies = is_classification(train, target, options)
     if validation is None:
-        train, validation = split_rows(train, target if classifies else None, config.val_fraction)
+        labels = numbered(train.column(target).categories) if classifies else torch.zeros(len(train))
+        split = parts(labels, config.val_fraction, f"rows of {train.file}", DataError)
+        train, validation = (train.select(rows) for rows in split)
     _handle_absent((train, validation), names, options.missing)
     features = Features.fit(train, names, options.categorical)
     classes = _classes(train, target) if classifies else None
@@ -211,13 +213,6 @@ def is_classification(table: Table, target: str, options: TableOptions) -> bool:
         return True
     values = numbers(table, target)
     return len(set(values.tolist())) <= MOST_CLASSES and torch.equal(values, values.round())
-
-
-def split_rows(table: Table, stratified_by: str | None, val_fraction: float) -> tuple[Table, Table]:
-    """Hold out `val_fraction` of the rows, of each class where there are classes."""
-    labels = numbered(table.column(stratified_by).categories) if stratified_by else torch.zeros(len(table))
-    train, validation = parts(labels, val_fraction, f"rows of {table.file}", DataError)
-    return table.select(train), table.select(validation)
 
 
 def _moments(train: Table, target: str) -> tuple[float, float]:
