@@ -81,7 +81,6 @@ class Pool:
             self._reader,
             batch_size=None,
             sampler=self._requests,
-            collate_fn=_as_it_is,  # of one item
             num_workers=how.workers,
             prefetch_factor=PREFETCHED,
             persistent_workers=True,
@@ -268,7 +267,3 @@ def _each_kept(answers: Iterator[Fetched]) -> Iterator[Fetched]:
         if fetched is None:
             return
         yield fetched
-
-
-def _as_it_is(fetched: Any) -> Any:
-    return fetched

@@ -231,11 +231,7 @@ def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
             f"the recipe's collate returned {type(batch).__name__}. It must return a mapping of column names "
             "to tensors, each with a row per sample."
         )
-    odd = [
-        f"{name} ({type(column).__name__})"
-        for name, column in batch.items()
-        if not isinstance(column, Tensor)
-    ]
+    odd = [f"{name} ({type(each).__name__})" for name, each in batch.items() if not isinstance(each, Tensor)]
     if odd:
         raise DataError(
             f"a batch has columns that are not tensors: {', '.join(odd)}. Each column of a batch must be a "

@@ -12,7 +12,7 @@ evaluation: what depends on these is reported and not raised.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from launcher.distributed.env import WorkerEnv
 from launcher.engine.works import all_reduce
 from launcher.errors import ConfigError, DataError
 from launcher.evaluation.confusion import Confusion
-from launcher.evaluation.measuring import Guard, Measuring, MetricValues, rows_with_nan, unguarded
+from launcher.evaluation.measuring import Beat, Guard, Measuring, MetricValues, rows_with_nan
 from launcher.metrics.metric import declared_names, direction_of
 from launcher.recipe.contract import Loss, Recipe, loss_of
 
@@ -101,8 +101,8 @@ class Pass:
     model: nn.Module
     forward_context: Callable[[], AbstractContextManager[object]]
     env: WorkerEnv
-    guard: Guard = unguarded
-    beat: Callable[[], object] = lambda: None
+    guard: Guard = lambda what, batch: nullcontext()
+    beat: Beat = lambda: None
     smaller: Smaller = never_smaller
 
     def measure_batch(self, batch: Batch, measuring: Measuring) -> Loss:

@@ -12,7 +12,7 @@ import json
 import numbers
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
@@ -36,6 +36,7 @@ from launcher.recipe.checks import refuse_taken_name
 from launcher.recipe.contract import Loss, Recipe
 
 Guard = Callable[[str, Batch | None], AbstractContextManager[None]]
+Beat = Callable[[], object]
 Sent = TypeVar("Sent")
 HOST = torch.device("cpu")
 MISTAKES = (NameError, AttributeError, TypeError, ImportError, NotImplementedError)  # on any samples
@@ -44,11 +45,6 @@ SENDABLE = (
     "can copy only if the metric had one of the same class before the first batch. Keep no others in it, "
     "define __getstate__ and __setstate__, or remove merge: then only rank 0 updates the metric."
 )
-
-
-def unguarded(what: str, batch: Batch | None) -> AbstractContextManager[None]:
-    """Leaves the exceptions of metrics unchanged."""
-    return nullcontext()
 
 
 @dataclass
@@ -68,12 +64,7 @@ class Measuring:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        env: WorkerEnv,
-        guard: Guard = unguarded,
-        beat: Callable[[], object] = lambda: None,
-        rehearsal: bool = False,
+        self, recipe: Recipe, env: WorkerEnv, guard: Guard, beat: Beat, rehearsal: bool = False
     ) -> None:
         self._env, self._guard, self._beat, self._rehearsal = env, guard, beat, rehearsal
         self._metrics = [self._started(metric, recipe.label) for metric in recipe.measures]

@@ -152,11 +152,9 @@ class PhotographSet:
         """The region from the photograph itself: uint8 [3, image_size, image_size]."""
         source, name = self.listing.source(number)
         size = self.options.image_size
-        if not self.training:
-            return read_photograph(source, name, centre(1 / BASE_OVER_CROP), size)
         region = partial(random_region, draws=draws, smallest=self.options.crop_scale)
-        image = read_photograph(source, name, region, size)
-        mirrored = self.flip and draws[DRAWS] < 0.5
+        image = read_photograph(source, name, region if self.training else centre(1 / BASE_OVER_CROP), size)
+        mirrored = self.training and self.flip and draws[DRAWS] < 0.5
         return np.ascontiguousarray(image[:, :, ::-1]) if mirrored else image
 
     def _stored_or_decoded(self, number: int) -> Sample:

@@ -47,9 +47,7 @@ SAME_LABELS = Rule(
 )
 FILES = Rule(
     "null, the name of a file below data.path, or a list of such names",
-    lambda value: (
-        value is None or filled.holds(value) or (list_of(filled, "").holds(value) and len(value) > 0)
-    ),
+    lambda value: value is None or filled.holds(value) or bool(value and list_of(filled, "").holds(value)),
 )
 
 
