@@ -39,7 +39,10 @@ class Labels:
             )
         if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
             return
-        for offset, label in zip(fetched.kept, labels.tolist(), strict=True):
+        values = labels.tolist()  # of some hundred labels in half the time of torch's aminmax
+        if min(values) >= 0 and max(values) < self.num_classes:
+            return
+        for offset, label in zip(fetched.kept, values, strict=True):
             if not (0 <= label < self.num_classes or label == IGNORED):
                 sample = f" of sample {indices[offset]}" if indices else ""
                 raise no_class(f"the {name}: the {self.column}{sample} is {label}", label, self.num_classes)

@@ -31,7 +31,6 @@ TOGETHER = -2  # in place of an index: several samples are read at once
 
 Collate = Callable[[Sequence[Any]], Mapping[str, Tensor]]
 Drawing = Callable[[int, torch.Generator], Any]  # the sample of an index, its random numbers of the generator
-Samples = dict[int, Any]  # of a request, by their offsets in it
 
 
 class Indexed(Protocol):
@@ -151,23 +150,24 @@ class Reader:
         except RAISED as error:  # a user's data set may fail in any way
             return Fetched.failed(f"set_epoch failed{_at(error)}", error)
         bad: list[BadSample] = []
-        if (samples := self._read_together(request)) is None:
-            samples, bad = self._read_each(request)
+        samples, kept = self._read_together(request), tuple(range(len(request.indices)))
+        if samples is None:
+            samples, kept, bad = self._read_each(request)
         self.reading(-1)
         if not samples:
             return Fetched(None, (), tuple(bad))
         if self._collate is not None:  # it may draw: numbers of (seed, epoch, position of the request)
             seed_all(spread_seed("collate", self._seed, request.epoch, request.position))
         try:
-            batch = collated([*samples.values()], self._collate)
+            batch = collated(samples, self._collate)
         except RAISED as error:
-            indices = [request.indices[offset] for offset in samples]
+            indices = [request.indices[offset] for offset in kept]
             where = " in the recipe's collate" if self._collate and not isinstance(error, DataError) else ""
             what = f"samples {listed(indices, SHOWN_SAMPLES)}{where}{_at(error)}"
             return Fetched.failed(what, error, tuple(bad))
-        return Fetched(batch, tuple(samples), tuple(bad))
+        return Fetched(batch, kept, tuple(bad))
 
-    def _read_together(self, request: Request) -> Samples | None:
+    def _read_together(self, request: Request) -> Sequence[Any] | None:
         """Read all samples by one call; None where the data set has none for it, or it fails or draws."""
         if not self._together:
             return None
@@ -179,12 +179,11 @@ class Reader:
             return None
         self._together = before.undrawn()
         whole = isinstance(samples, list | tuple) and len(samples) == len(request.indices)
-        if not self._together or not whole or any(sample is None for sample in samples):
-            return None
-        return dict(enumerate(samples))
+        return samples if self._together and whole and not [1 for each in samples if each is None] else None
 
-    def _read_each(self, request: Request) -> tuple[Samples, list[BadSample]]:
-        samples: Samples = {}
+    def _read_each(self, request: Request) -> tuple[Sequence[Any], tuple[int, ...], list[BadSample]]:
+        """The samples, their offsets in the request, and those that cannot be read."""
+        samples, kept = [], []
         bad: list[BadSample] = []
         seeds = sample_seeds(self._seed, request.epoch, request.position, len(request.indices))
         for offset, (index, seed) in enumerate(zip(request.indices, seeds, strict=True)):
@@ -200,8 +199,9 @@ class Reader:
             except RAISED as error:  # a user's data set may fail in any way
                 bad.append(BadSample.of(index, error))
             else:
-                samples[offset] = sample
-        return samples, bad
+                samples.append(sample)
+                kept.append(offset)
+        return samples, tuple(kept), bad
 
 
 def drawing(dataset: Indexed) -> Drawing | None:
