@@ -5,7 +5,6 @@ Each takes a batch and the random numbers of its samples, so that the result dep
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -82,30 +81,26 @@ class Normalise:
 
 
 @dataclass(frozen=True)
-class NormaliseBatch:
-    """batch -> the same with normalised fp32 images."""
+class ImageTransform:
+    """batch -> the same with normalised fp32 images, of an evaluation where no noise fp32 [n, >= 3] is given.
+
+    Of a batch with `region` that part is cut from each image, at this `size`; else noise crops and mirrors.
+    """
 
     normalise: Normalise
+    size: int = 0
+    padding: int = 0
+    flip: bool = False
 
-    def __call__(self, batch: Batch) -> Batch:
-        return {**batch, "image": self.normalise(batch["image"])}
+    def __call__(self, batch: Batch, noise: Tensor | None = None) -> Batch:
+        made = {name: column for name, column in batch.items() if name != "region"}
+        if "region" in batch:
+            made["image"] = cut_regions(batch["image"], batch["region"], self.size)
+        elif noise is not None:
+            made["image"] = crop_and_flip(batch["image"], noise, self.padding, self.flip)
+        return {**made, "image": self.normalise(made["image"])}
 
     @property
     def normalisation(self) -> dict[str, Constants]:
         """What is done to pixels in 0..1, for who predicts with the weights."""
         return {"mean": self.normalise.mean, "std": self.normalise.std}
-
-
-def photograph_transform(
-    normalise: Callable[[Tensor], Tensor], size: int
-) -> Callable[[Batch, Tensor], Batch]:
-    """(batch, noise) -> batch with the regions cut and normalised fp32 images. The noise is not used."""
-
-    def transform(batch: Batch, noise: Tensor) -> Batch:
-        rest = {name: column for name, column in batch.items() if name != "region"}
-        image = batch["image"]
-        if "region" in batch:
-            image = cut_regions(image, batch["region"], size)
-        return {**rest, "image": normalise(image)}
-
-    return transform

@@ -6,13 +6,13 @@ of a sample. Never reads a sample, never communicates: every rank computes the s
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from launcher.data.random_state import spread_seed
 from launcher.errors import DataError
 
 NOISE_COLUMNS = 4  # random numbers per sample and epoch; a transform takes as many as it needs
@@ -24,8 +24,7 @@ def generator_for(*key: int | str) -> torch.Generator:
 
     The key is hashed, because torch keeps 32 bits of a CPU generator's seed.
     """
-    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
+    return torch.Generator().manual_seed(spread_seed(*key) % 2**32)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
@@ -66,8 +65,6 @@ def cut(positions: range, size: int) -> list[range]:
 
     Lengths differ by at most one: BatchNorm has no variance on a remainder of a single sample.
     """
-    if 0 < len(positions) <= size:  # nearly every step
-        return [positions]
     pieces = -(-len(positions) // size)
     return [share_of(positions, piece, pieces) for piece in range(pieces)]
 

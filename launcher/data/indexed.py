@@ -5,22 +5,16 @@ Owns what those processes are asked for, and what becomes of samples that cannot
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import numpy
-from numpy.typing import NDArray
-from torch import Tensor
-
 from launcher.data.batch_plan import BatchPlan, cut, share_of
 from launcher.data.epochs import EVALUATION
+from launcher.data.images.photograph_set import PhotographSet
 from launcher.data.loader import LoadedSet, Loading, Pool
-from launcher.data.reader import ByReference, Collate, Fetched, Indexed, Reader, Request
-from launcher.data.tensors import Batch, Batches, Transform, batch_to_device, to_device, transformed
-
-log = logging.getLogger("launcher")
+from launcher.data.reader import Collate, Fetched, Indexed, Reader, Request
+from launcher.data.tensors import Batch, Batches, Transform, to_device, transformed
 
 CORRECT = "Correct or remove it, or set data.max_bad=N to leave out up to N of them."
 LATEST = 16  # steps whose requests are kept: at least those that few loader processes read ahead
@@ -30,42 +24,32 @@ class IndexedData(LoadedSet):
     """A map-style data set, how its samples are collated and how they are read."""
 
     def __init__(self, dataset: Indexed, collate: Collate | None, how: Loading, kind: str) -> None:
-        super().__init__(how, kind, f"{kind} set")
+        super().__init__(how, kind, f"{kind} set", CORRECT)
         self.dataset = dataset
-        self._by_reference = dataset if collate is None and isinstance(dataset, ByReference) else None
-        self._collate = collate if self._by_reference is None else self._by_reference.collate
+        self._photographs = dataset if collate is None and isinstance(dataset, PhotographSet) else None
+        if self._photographs is not None:
+            self._reader = Reader(dataset, self._photographs.collate, how.seed, self._photographs.reference)
+        else:
+            self._reader = Reader(dataset, collate, how.seed)
+        self._reader.reading = how.reading
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    @property
-    def name(self) -> str | None:
-        """The name of a data set of the project; None of any other."""
-        return getattr(self.dataset, "name", None)
-
-    def pool(self, requests: Sequence[Request] | _Requests) -> Pool:
+    def pool(self, requests: Iterable[Request]) -> Pool:
         """Processes that answer these requests in order."""
-        return Pool(self._reader(), requests, self.how, self.kind)
+        return Pool(self._reader, requests, self.how, self.kind)
 
     def fetch(self, request: Request) -> Fetched:
         """The answer to one request, read in this process."""
-        reader = self._reader()
-        reader.reading = self.how.reading
-        return reader.read_here(request)
-
-    def _reader(self) -> Reader:
-        return Reader(self.dataset, self._collate, self.how.seed, self._by_reference)
+        return self._reader.read_here(request)
 
     def usable(self, fetched: Fetched, request: Request) -> Batch | None:
         """The answer to the request, on the device. Raises DataError for what may not be left out."""
-        batch = self.checked(fetched, request.indices)
-        for bad in fetched.bad:
-            if self.how.max_bad == 0:
-                raise bad.refusal(self.name_in_errors, CORRECT)
-            log.warning("the %s: left out %s\n%s", self.name_in_errors, bad, bad.details)
-        if batch is not None and self._by_reference is not None:
-            batch = self._by_reference.complete(batch, pinned=self.how.device.type == "cuda")
-        return None if batch is None else batch_to_device(batch, self.how.device)
+        if self._photographs is not None and fetched.batch is not None:
+            batch = self._photographs.complete(fetched.batch, pinned=self.how.device.type == "cuda")
+            fetched = replace(fetched, batch=batch)
+        return self.on_device(fetched, request.indices)
 
     def first_batch(self, rank: int, world_size: int, batch_size: int, most: int) -> Batch | None:
         """At most `most` samples of the first of `evaluation_batches`, read in this process."""
@@ -103,41 +87,53 @@ class LoadedBatches(Batches):
 
     def __post_init__(self) -> None:
         self._pool: Pool | None = None
-        self._ahead: tuple[_Requests, Iterator[Fetched]] | None = None
-        self._next = 0  # the step, of all epochs, that is read ahead next
+        self._ahead: Iterator[Fetched] = iter(())
+        self._next = -1  # the step, of all epochs, that is read ahead next; -1 before the first
         self._bad = 0
         self._latest: list[tuple[Request, Sequence[int]]] = []  # with the offsets of what was kept
-        self._noise: tuple[int, Tensor] | None = None
+        self._divide_by(self.plan)
+
+    def _divide_by(self, plan: BatchPlan) -> None:
+        self.plan = plan
+        self._noise = lru_cache(1)(plan.noise)  # of an epoch
+        self._order = lru_cache(1)(lambda epoch: plan.order(epoch).numpy())  # NumPy's: sliced in less time
+        self._requests = lru_cache(LATEST)(self._requests_of)  # asked for twice: to be read, and when it was
 
     def step(self, epoch: int, step: int) -> list[Batch]:
         """This rank's micro-batches, the same in whatever order they are asked for."""
         number = epoch * self.plan.steps_per_epoch + step
-        if self._ahead is None or number > self._next:
-            requests = _Requests(self.plan, number, self.total_steps)
-            self._pool = self.data.pool(requests)
-            self._ahead, self._next = (requests, iter(self._pool)), number
-        requests, fetched = self._ahead
+        if self._pool is None or number > self._next:
+            steps = range(number, max(self.total_steps, number + 1))
+            self._pool = self.data.pool(request for each in steps for request in self._requests(each))
+            self._ahead, self._next = iter(self._pool), number
+        asked = self._requests(number)
+        found = self._made_of(asked, self._ahead if number == self._next else map(self.data.fetch, asked))
+        self._next = max(self._next, number + 1)
+        return found
+
+    def trial(self, step: int, most: int) -> list[Batch]:
+        """At most `most` micro-batches of a step of the first epoch. Nothing is read ahead."""
+        asked = self._requests(step)[:most]
+        return self._made_of(asked, map(self.data.fetch, asked))
+
+    def _requests_of(self, number: int) -> list[Request]:
+        """The micro-batches of this rank in one step, counted from 0 over all epochs."""
+        epoch, step = divmod(number, self.plan.steps_per_epoch)
+        parts = [slice(each.start, each.stop) for each in self.plan.micro_positions(step)]
+        return [Request(epoch, part.start, tuple(self._order(epoch)[part].tolist())) for part in parts]
+
+    def _made_of(self, requests: Sequence[Request], answers: Iterator[Fetched]) -> list[Batch]:
+        """The micro-batches of these requests, whose answers come next."""
         found: list[Batch] = []
         self._latest = []
-        for request in requests.of(number):
-            answer = next(fetched) if number == self._next else self.data.fetch(request)
+        for request in requests:
+            answer = next(answers)
             batch = self.data.usable(answer, request)
             self._bad += len(answer.bad)
             if batch is not None:
                 self._latest.append((request, answer.kept))
                 found.append(self._finished(batch, request, answer.kept))
-        self._next = max(self._next, number + 1)
         return found
-
-    def read_here(self, number: int, most: int) -> list[Batch]:
-        """At most `most` micro-batches of step `number`, read in this process. Nothing is read ahead."""
-        requests = _Requests(self.plan, number, number + 1).of(number)[:most]
-        answers = [(request, self.data.fetch(request)) for request in requests]
-        return [
-            self._finished(batch, request, answer.kept)
-            for request, answer in answers
-            if (batch := self.data.usable(answer, request)) is not None
-        ]
 
     def latest_indices(self) -> list[list[int]]:
         """The indices of the samples that the latest `step` returned, one list per micro-batch."""
@@ -150,44 +146,16 @@ class LoadedBatches(Batches):
 
     def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
         """Divide by another plan: what was read ahead is dropped, and other loader processes begin here."""
-        self.plan = plan
+        self._divide_by(plan)
         if self._pool is not None:
             self._pool.end()
-        self._ahead = self._pool = None
+        self._pool = None
         self._bad = 0
 
     def _finished(self, batch: Batch, request: Request, kept: Sequence[int]) -> Batch:
         if self.transform is None:
             return batch
-        if self._noise is None or self._noise[0] != request.epoch:
-            self._noise = request.epoch, self.plan.noise(request.epoch)
-        noise = self._noise[1][request.position : request.position + len(request.indices)]
+        noise = self._noise(request.epoch)[request.position : request.position + len(request.indices)]
         if len(kept) < len(request.indices):
             noise = noise[list(kept)]
         return transformed("train_transform", self.transform, batch, to_device(noise, self.data.how.device))
-
-
-class _Requests:
-    """The micro-batches of this rank, from one step to the end of the run."""
-
-    def __init__(self, plan: BatchPlan, start: int, total_steps: int) -> None:
-        self._plan = plan
-        self._start = start
-        self._stop = max(total_steps, start + 1)
-        self._order: tuple[int, NDArray[numpy.int64]] | None = None  # NumPy's: sliced in less time
-        self.of = lru_cache(LATEST)(self._of)  # asked for twice: to be read, and when it was
-
-    def __iter__(self) -> Iterator[Request]:
-        for number in range(self._start, self._stop):
-            yield from self.of(number)
-
-    def _of(self, number: int) -> list[Request]:
-        """The requests of one step, counted from 0 over all epochs."""
-        epoch, step = divmod(number, self._plan.steps_per_epoch)
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, self._plan.order(epoch).numpy()
-        order = self._order[1]
-        return [
-            Request(epoch, part.start, tuple(order[part.start : part.stop].tolist()))
-            for part in self._plan.micro_positions(step)
-        ]

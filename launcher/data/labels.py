@@ -12,8 +12,7 @@ IGNORED = -100  # the label that torch's cross-entropy leaves out
 UNLABELLED = -1
 OF_UNLABELLED = (
     "-1 marks samples without a label, as in the test splits of many sets of the Hugging Face hub. Leave "
-    'them out, as with data.filter(lambda row: row["label"] != -1), or choose a split that has labels, such '
-    "as validation."
+    'them out, as with data.filter(lambda row: row["label"] != -1), or choose a split that has labels.'
 )
 
 
@@ -35,21 +34,18 @@ class Labels:
             return
         if labels.shape[:1] != (len(fetched.kept),):
             raise DataError(
-                f"the {name}: the recipe names classes, and a batch of {len(fetched.kept)} samples has the "
-                f"column {self.column} of shape {list(labels.shape)}. It must have one row per sample: "
-                "correct the recipe's collate, or set Recipe.label to the right column."
+                f"the {name}: a batch of {len(fetched.kept)} samples has the column {self.column} of shape "
+                f"{list(labels.shape)}, not one class per sample: correct the collate, or set Recipe.label."
             )
         if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
             return
         values = labels.tolist()  # of some hundred labels in half the time of torch's aminmax
         if min(values) >= 0 and max(values) < self.num_classes:
             return
-        odd = (labels >= self.num_classes) | ((labels < 0) & (labels != IGNORED))
-        if odd.any():
-            where = int(odd.int().argmax())
-            sample = f" of sample {indices[fetched.kept[where]]}" if indices else ""
-            found = f"the {name}: the {self.column}{sample} is {labels[where]}"
-            raise no_class(found, int(labels[where]), self.num_classes)
+        for offset, label in zip(fetched.kept, values, strict=True):
+            if not (0 <= label < self.num_classes or label == IGNORED):
+                sample = f" of sample {indices[offset]}" if indices else ""
+                raise no_class(f"the {name}: the {self.column}{sample} is {label}", label, self.num_classes)
 
 
 def no_class(found: str, label: int, num_classes: int) -> DataError:

@@ -7,8 +7,8 @@ and `streamed`.
 from __future__ import annotations
 
 import functools
+import logging
 import mmap
-import multiprocessing
 import operator
 import os
 import signal
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
@@ -26,14 +26,16 @@ from torch.utils.data import DataLoader
 from launcher.data.labels import Labels
 from launcher.data.random_state import GeneratorsKept
 from launcher.data.reader import TOGETHER, Fetched
-from launcher.data.tensors import Batch
+from launcher.data.tensors import Batch, batch_to_device
 from launcher.errors import DataError, LauncherError, LoaderKilledError, StalledError, first_sentence
 from launcher.process.signals import HEEDED
+
+log = logging.getLogger("launcher")
 
 PREFETCHED = 2  # micro-batches per loader process
 END_S = 1.0  # for a loader process to end by itself
 LOST = "DataLoader worker (pid"  # in torch's errors for a process that ended
-PID, READING, ENDS = 0, 1, 2  # columns of what a pool shares with its processes
+READING, ENDS = 0, 1  # columns of what a pool shares with its processes
 
 _pools: list[Pool] = []  # of this process, for their failures to be named
 
@@ -51,32 +53,22 @@ class Loading:
     reading: Callable[[int], None] = lambda index: None  # before each sample that is read in this process
 
 
-class Noting(Protocol):
-    """What makes `Fetched`, and calls `reading` before each sample, with -1 after the last of a batch.
-
-    With TOGETHER before several samples at once.
-    """
-
-    reading: Callable[[int], None]
-
-    def begin(self) -> None:
-        """Called before each iteration, in the process that starts the loader processes."""
-
-
 class Pool:
     """The processes that read a data set; may be iterated again. None for 0 workers.
 
-    `reader` is a data set of torch's DataLoader; a map-style one is given `requests`, in this order.
+    `reader` is a data set of torch's DataLoader; a map-style one is given `requests`, in this order. It makes
+    `Fetched`, and calls its `reading` before each sample, with -1 after the last of a batch, with TOGETHER
+    before several samples at once. Its `begin` is called before each iteration, in this process.
     """
 
-    def __init__(self, reader: Noting, requests: Iterable[Any] | None, how: Loading, kind: str) -> None:
+    def __init__(self, reader: Any, requests: Iterable[Any] | None, how: Loading, kind: str) -> None:
         self.kind = kind
         self._reader = reader
         reader.reading = how.reading
         self._requests = requests
         self._how = how
-        # 24 bytes: three int64 per process, in memory that a forked process shares.
-        self._shared = numpy.frombuffer(mmap.mmap(-1, 24 * max(how.workers, 1)), numpy.int64).reshape(-1, 3)
+        # 16 bytes: two int64 per process, in memory that a forked process shares.
+        self._shared = numpy.frombuffer(mmap.mmap(-1, 16 * max(how.workers, 1)), numpy.int64).reshape(-1, 2)
         self._shared[:, READING] = -1
         self._number = -1  # of this loader process; -1 in any other
         self._iterator: Any = None  # torch's; None without processes
@@ -86,10 +78,9 @@ class Pool:
     def _loader(self) -> DataLoader[Any]:
         how = self._how
         return DataLoader(
-            self._reader,  # type: ignore[arg-type]  # whose keys, if any, are requests
+            self._reader,
             batch_size=None,
             sampler=self._requests,
-            collate_fn=_as_it_is,  # type: ignore[arg-type]  # of one item
             num_workers=how.workers,
             prefetch_factor=PREFETCHED,
             persistent_workers=True,
@@ -102,24 +93,16 @@ class Pool:
         )
 
     def __iter__(self) -> Iterator[Fetched]:
-        self._reader.begin()
-        if not self._how.workers:
-            yield from self._read_here()
+        reader, requests = self._reader, self._requests
+        reader.begin()
+        if not self._how.workers:  # without torch's loader, which would only add its own time
+            answers = _each_kept(iter(reader)) if requests is None else map(reader.read_here, requests)
+            yield from map(Fetched.pin_memory, answers) if self._how.device.type == "cuda" else answers
             return
         with _starting():
             self._iterator = iter(self._loader)
         with self._failures_explained():
             yield from self._iterator
-
-    def _read_here(self) -> Iterator[Fetched]:
-        """Read in this process, and without torch's loader, which would only add its own time."""
-        reader: Any = self._reader  # a stream's, or one that is given requests
-        answers = (
-            _each_kept(iter(reader)) if self._requests is None else map(reader.read_here, self._requests)
-        )
-        if self._how.device.type == "cuda":
-            answers = (fetched.pin_memory() for fetched in answers)
-        return answers
 
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:
@@ -153,15 +136,15 @@ class Pool:
         workers = self._iterator._workers
         for sentinel in wait([worker.sentinel for worker in workers], END_S):
             next(worker for worker in workers if worker.sentinel == sentinel).join(END_S)
-        codes = {worker.pid: worker.exitcode for worker in workers if worker.exitcode is not None}
-        rows = [row for row in self._shared if int(row[PID]) in codes]
-        if not rows:
+        codes = {number: each.exitcode for number, each in enumerate(workers) if each.exitcode is not None}
+        if not codes:
             return None
         # Torch names the signal only where its handler of SIGCHLD saw the end before its wait did.
         killed = "killed by signal" in str(error) or any(code < 0 for code in codes.values())
         code = ", ".join(map(str, codes.values()))
+        where = self._at(self._shared[[*codes]], "while it read")
         return (LoaderKilledError if killed else DataError)(
-            f"a loader process ended {self._at(rows, 'while it read')}: exit code {code}, seen as "
+            f"a loader process ended {where}: exit code {code}, seen as "
             f"{first_sentence(error)} If it was killed for memory, lower data.workers or data.micro_batch. "
             "If the sample crashes a library, data.workers=0 shows where."
         )
@@ -172,8 +155,7 @@ class Pool:
             return
         # First: a loader process ignores SIGTERM unless its pool ends.
         self._shared[:, ENDS] = 1
-        pids = set(self._shared[:, PID].tolist()) - {0}
-        children = [child for child in multiprocessing.active_children() if child.pid in pids]
+        children = self._iterator._workers
         for child in children:
             child.terminate()
         with suppress(RuntimeError):  # of one that has failed meanwhile
@@ -190,7 +172,7 @@ class Pool:
         self._iterator = None
         _pools.remove(self)
 
-    def _at(self, rows: Sequence[Any], reading: str) -> str:
+    def _at(self, rows: Any, reading: str) -> str:
         """Which samples processes were `reading`; if none, that they were collating or sending a batch."""
         indices = [int(row[READING]) for row in rows if row[READING] >= 0]
         if indices:
@@ -206,7 +188,6 @@ class Pool:
             signal.signal(each, self._end if each == signal.SIGTERM else signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
         self._number = number
-        self._shared[number, PID] = os.getpid()
         # Called for each sample: without a function in Python it takes a third of the time.
         self._reader.reading = functools.partial(operator.setitem, memoryview(self._shared[number]), READING)
 
@@ -216,18 +197,25 @@ class Pool:
 
 
 class LoadedSet:
-    """A set that loader processes read. `kind` and `name` ("training set", say) are for messages."""
+    """A set that loader processes read. `kind` and `name` ("training set", say) are for messages.
 
-    def __init__(self, how: Loading, kind: str, name: str) -> None:
-        self.how, self.kind, self.name_in_errors = how, kind, name
+    `advice` ends the error for a sample that cannot be read and may not be left out.
+    """
+
+    def __init__(self, how: Loading, kind: str, name: str, advice: str) -> None:
+        self.how, self.kind, self._name, self._advice = how, kind, name, advice
         self._evaluation: tuple[object, Pool] | None = None
 
-    def checked(self, fetched: Fetched, indices: Sequence[int] = ()) -> Batch | None:
-        """The batch, on the CPU. Raises DataError for what could not be collated, and for unknown labels."""
-        fetched.refuse_failure(self.name_in_errors)
+    def on_device(self, fetched: Fetched, indices: Sequence[int] = ()) -> Batch | None:
+        """The batch, on the device. Raises DataError for what may not be left out, and for unknown labels."""
+        fetched.refuse_failure(self._name)
         if self.how.labels is not None:
-            self.how.labels.refuse_others(fetched, self.name_in_errors, indices)
-        return fetched.batch
+            self.how.labels.refuse_others(fetched, self._name, indices)
+        for bad in fetched.bad:
+            if self.how.max_bad == 0:
+                raise bad.refusal(self._name, self._advice)
+            log.warning("the %s: left out %s\n%s", self._name, bad, bad.details)
+        return None if fetched.batch is None else batch_to_device(fetched.batch, self.how.device)
 
     def evaluation_pool(self, key: object, make: Callable[[], Pool]) -> Pool:
         """The pool of this key, kept from one evaluation to the next; the one of another key is ended."""
@@ -279,7 +267,3 @@ def _each_kept(answers: Iterator[Fetched]) -> Iterator[Fetched]:
         if fetched is None:
             return
         yield fetched
-
-
-def _as_it_is(fetched: Fetched) -> Fetched:
-    return fetched

@@ -70,16 +70,15 @@ class States(NamedTuple):
     numpy: Any
     torch: Tensor
 
+    def undrawn(self) -> bool:
+        """Whether nothing has drawn since `states` returned these."""
+        now = states()
+        return now.python is self.python and now.numpy is self.numpy and torch.equal(now.torch, self.torch)
+
 
 def states() -> States:
     """The present ones. Takes 3 us where nothing has drawn from Python's and NumPy's since the last call."""
     return States(_python().state(), _numpy().state(), _state_of_torch())
-
-
-def undrawn_since(before: States) -> bool:
-    """Whether nothing has drawn since `states` returned `before`."""
-    now = states()
-    return now.python is before.python and now.numpy is before.numpy and torch.equal(now.torch, before.torch)
 
 
 def restore(wanted: States) -> None:

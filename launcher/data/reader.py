@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,14 +19,7 @@ from torch.utils.data import default_collate
 
 from launcher.config.user_code import place_of, short_traceback
 from launcher.data.epochs import enter_epoch, reads_together, with_epochs
-from launcher.data.random_state import (
-    GeneratorsKept,
-    sample_seeds,
-    seed_all,
-    spread_seed,
-    states,
-    undrawn_since,
-)
+from launcher.data.random_state import GeneratorsKept, sample_seeds, seed_all, spread_seed, states
 from launcher.data.tensors import Batch
 from launcher.errors import DataError, LauncherError, counted, described, listed
 
@@ -38,10 +30,7 @@ SHOWN_SHAPES = 4
 TOGETHER = -2  # in place of an index: several samples are read at once
 
 Collate = Callable[[Sequence[Any]], Mapping[str, Tensor]]
-
-
-class MissingError(DataError):
-    """A sample, or a part of it, is None."""
+Drawing = Callable[[int, torch.Generator], Any]  # the sample of an index, its random numbers of the generator
 
 
 class Indexed(Protocol):
@@ -50,33 +39,6 @@ class Indexed(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> object: ...
-
-
-class ByReference(ABC):
-    """A map-style data set whose large columns the training process reads from a file that all map.
-
-    A loader process hands over a number in place of the column: to send it through shared memory takes longer
-    than to read it, new memory for each batch, zeroed and mapped page by page in both processes. Used where
-    the recipe has no collate.
-    """
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def reference(self, index: int, generator: torch.Generator) -> object:
-        """The sample without what `complete` adds, its random numbers drawn from `generator`."""
-
-    @abstractmethod
-    def collate(self, samples: Sequence[Any]) -> Batch:
-        """The batch of such samples, which may be complete already."""
-
-    @abstractmethod
-    def complete(self, batch: Batch, pinned: bool) -> Batch:
-        """The whole batch, on the CPU; of one that is complete, itself. In the process that trains.
-
-        `pinned`: what is added is in memory that a GPU copies from by itself.
-        """
 
 
 @dataclass(frozen=True)
@@ -153,34 +115,25 @@ class Fetched:
         return replace(self, batch={name: column.pin_memory() for name, column in self.batch.items()})
 
 
-class _Read(NamedTuple):
-    """Samples, their offsets in the request, and those that cannot be read."""
-
-    samples: Sequence[object]
-    kept: Sequence[int]
-    bad: Sequence[BadSample]
-
-
 class Reader:
     """Answers requests from a data set. What torch's DataLoader holds as its data set.
 
     `reading(index)` is called before each sample, with TOGETHER before several at once, and with -1 after the
     last of a request. All generators are seeded before each sample. A data set with `__getitems__(indices)`
     is asked for all samples of a request at once, as torch's DataLoader does, unless they draw random
-    numbers: these depend on the sample. Of a set that is given as `by_reference` too the samples are its
-    references.
+    numbers: these depend on the sample. `sample` is called in place of the set's own `sample`. A sample that
+    is None counts as one that cannot be read.
     """
 
     def __init__(
-        self, dataset: Indexed, collate: Collate | None, seed: int, by_reference: ByReference | None = None
+        self, dataset: Indexed, collate: Collate | None, seed: int, sample: Drawing | None = None
     ) -> None:
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
         self.reading: Callable[[int], None] = lambda index: None
-        self._drawing = by_reference.reference if by_reference else drawing(dataset)
-        self._sample = self._seeded if self._drawing is None else self._from_generator
-        self._together = reads_together(dataset) and self._sample == self._seeded
+        self._drawing = sample or drawing(dataset)
+        self._together = self._drawing is None and reads_together(dataset)
         self._with_epochs = with_epochs(dataset)
 
     def begin(self) -> None:
@@ -196,16 +149,25 @@ class Reader:
             enter_epoch(self._with_epochs, request.epoch, self._seed)
         except RAISED as error:  # a user's data set may fail in any way
             return Fetched.failed(f"set_epoch failed{_at(error)}", error)
-        found = self._read_together(request) or self._read_each(request)
+        bad: list[BadSample] = []
+        samples, kept = self._read_together(request), tuple(range(len(request.indices)))
+        if samples is None:
+            samples, kept, bad = self._read_each(request)
         self.reading(-1)
-        if not found.samples:
-            return Fetched(None, (), tuple(found.bad))
+        if not samples:
+            return Fetched(None, (), tuple(bad))
+        if self._collate is not None:  # it may draw: numbers of (seed, epoch, position of the request)
+            seed_all(spread_seed("collate", self._seed, request.epoch, request.position))
         try:
-            return Fetched(self._collated(request, found.samples), found.kept, tuple(found.bad))
+            batch = collated(samples, self._collate)
         except RAISED as error:
-            return self._without_odd(request, found, error)
+            indices = [request.indices[offset] for offset in kept]
+            where = " in the recipe's collate" if self._collate and not isinstance(error, DataError) else ""
+            what = f"samples {listed(indices, SHOWN_SAMPLES)}{where}{_at(error)}"
+            return Fetched.failed(what, error, tuple(bad))
+        return Fetched(batch, kept, tuple(bad))
 
-    def _read_together(self, request: Request) -> _Read | None:
+    def _read_together(self, request: Request) -> Sequence[Any] | None:
         """Read all samples by one call; None where the data set has none for it, or it fails or draws."""
         if not self._together:
             return None
@@ -215,106 +177,75 @@ class Reader:
             samples = self._dataset.__getitems__(list(request.indices))  # type: ignore[attr-defined]
         except RAISED:  # a user's data set may fail in any way; read one by one, the sample is named
             return None
-        self._together = undrawn_since(before)
-        if (
-            not self._together
-            or not isinstance(samples, list | tuple)
-            or len(samples) != len(request.indices)
-        ):
-            return None
-        return _Read(samples, range(len(samples)), ())
+        self._together = before.undrawn()
+        whole = isinstance(samples, list | tuple) and len(samples) == len(request.indices)
+        return samples if self._together and whole and not [1 for each in samples if each is None] else None
 
-    def _read_each(self, request: Request) -> _Read:
-        samples: list[object] = []
-        bad: dict[int, BadSample] = {}  # by offset
+    def _read_each(self, request: Request) -> tuple[Sequence[Any], tuple[int, ...], list[BadSample]]:
+        """The samples, their offsets in the request, and those that cannot be read."""
+        samples, kept = [], []
+        bad: list[BadSample] = []
         seeds = sample_seeds(self._seed, request.epoch, request.position, len(request.indices))
-        for offset, index in enumerate(request.indices):
+        for offset, (index, seed) in enumerate(zip(request.indices, seeds, strict=True)):
             self.reading(index)
             try:
-                samples.append(self._sample(index, seeds[offset]))
+                if self._drawing is not None:
+                    sample = self._drawing(index, torch.Generator().manual_seed(seed % 2**32))
+                else:
+                    seed_all(seed)
+                    sample = self._dataset[index]
+                if sample is None:
+                    raise DataError("it is None")
             except RAISED as error:  # a user's data set may fail in any way
-                bad[offset] = BadSample.of(index, error)
-        kept = [offset for offset in range(len(request.indices)) if offset not in bad]
-        return _Read(samples, tuple(kept), [*bad.values()])
-
-    def _from_generator(self, index: int, seed: int) -> Any:
-        assert self._drawing is not None
-        return self._drawing(index, torch.Generator().manual_seed(seed % 2**32))
-
-    def _seeded(self, index: int, seed: int) -> Any:
-        seed_all(seed)
-        return self._dataset[index]
-
-    def _collated(self, request: Request, samples: Sequence[Any]) -> Batch:
-        """The recipe's collate may draw: its numbers depend on (seed, epoch, position of the request)."""
-        if self._collate is not None:
-            seed_all(spread_seed("collate", self._seed, request.epoch, request.position))
-        return collated(samples, self._collate)
-
-    def _without_odd(self, request: Request, found: _Read, error: BaseException) -> Fetched:
-        """The batch without the samples that cannot be collated even alone; else the failure."""
-        samples, bad = dict(zip(found.kept, found.samples, strict=True)), found.bad
-        errors = {offset: why for offset, each in samples.items() if (why := self._alone(each))}
-        good = [offset for offset in samples if offset not in errors]
-        missing = all(isinstance(why, MissingError) for why in errors.values())
-        if errors and (good or missing):  # otherwise the collate itself may be wrong
-            odd = [BadSample.of(request.indices[offset], why) for offset, why in errors.items()]
-            if not good:
-                return Fetched(None, (), (*bad, *odd))
-            try:
-                batch = self._collated(request, [samples[offset] for offset in good])
-                return Fetched(batch, tuple(good), (*bad, *odd))
-            except RAISED as again:
-                error = again
-        indices = [request.indices[offset] for offset in samples]
-        where = " in the recipe's collate" if self._collate and not isinstance(error, DataError) else ""
-        what = f"samples {listed(indices, SHOWN_SAMPLES)}{where}{_at(error)}"
-        return Fetched.failed(what, error, tuple(bad))
-
-    def _alone(self, sample: object) -> BaseException | None:
-        """Why this sample cannot be collated by itself; None if it can."""
-        try:
-            collated([sample], self._collate)
-        except RAISED as error:
-            missing = _none_in(sample)
-            return MissingError(f"{missing} is None") if missing else error
-        return None
+                bad.append(BadSample.of(index, error))
+            else:
+                samples.append(sample)
+                kept.append(offset)
+        return samples, tuple(kept), bad
 
 
-def drawing(dataset: Indexed) -> Callable[[int, torch.Generator], Any] | None:
+def drawing(dataset: Indexed) -> Drawing | None:
     """Its method `sample(index, generator)`, if it has one: then nothing is seeded, which is faster."""
-    method = getattr(dataset, "sample", None)
+    method: Any = getattr(dataset, "sample", None)
     with suppress(TypeError, ValueError):  # of C, without a signature
         if inspect.isroutine(method) and list(inspect.signature(method).parameters) == ["index", "generator"]:
             return method
     return None
 
 
-def collated(samples: Sequence[object], collate: Collate | None) -> Batch:
+def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
     """A batch of samples, by the recipe's collate or torch's own.
 
     DataError unless it holds tensors only, and at least one of them has a row per sample.
     """
-    if collate is None:
-        refuse_nameless(samples[0])
+    if collate is None and not isinstance(samples[0], Mapping):
+        parts = len(samples[0]) if isinstance(samples[0], tuple | list) else 1
+        names = ", ".join(f'"{name}"' for name in ("image", "label", "third")[:parts])
+        raise DataError(
+            f"a sample is a {type(samples[0]).__name__}{f' of {parts}' if parts > 1 else ''}, whose columns "
+            f"have no names. Return a dictionary, or set Recipe.collate to launcher.recipe.columns({names})."
+        )
     batch = stacked(samples) if collate is None else collate(samples)
     if not isinstance(batch, Mapping):
         raise DataError(
             f"the recipe's collate returned {type(batch).__name__}. It must return a mapping of column names "
             "to tensors, each with a row per sample."
         )
-    odd = [
-        f"{name} ({type(column).__name__})"
-        for name, column in batch.items()
-        if not isinstance(column, Tensor)
-    ]
+    odd = [f"{name} ({type(each).__name__})" for name, each in batch.items() if not isinstance(each, Tensor)]
     if odd:
         raise DataError(
             f"a batch has columns that are not tensors: {', '.join(odd)}. Each column of a batch must be a "
             "tensor with a row per sample. Leave these out, or turn them into tensors, in the data set or in "
             "Recipe.collate. Hugging Face's data sets give tensors after .with_format('torch')."
         )
-    _refuse_other_rows(batch, len(samples))
+    # Other columns may be packed: their tokens one after another, say.
+    if not any(column.shape[:1] == (len(samples),) for column in batch.values()):
+        found = ", ".join(f"{name} {list(column.shape)}" for name, column in batch.items()) or "no column"
+        raise DataError(
+            f"the recipe's collate was given {len(samples)} samples and returned {found}: no column has a "
+            "row per sample. It must return each once, a packed batch with their lengths. To leave samples "
+            "out, raise an error in the data set and set data.max_bad."
+        )
     return dict(batch)
 
 
@@ -325,19 +256,6 @@ def stacked(samples: Sequence[Any], names: Sequence[str] = ()) -> Any:
     except (RuntimeError, KeyError, TypeError, ValueError):
         refuse_unlike(samples, names)
         raise
-
-
-def _refuse_other_rows(batch: Mapping[str, Tensor], num_samples: int) -> None:
-    """Raise DataError where no column has a row per sample: some samples are left out, or there twice."""
-    if any(column.shape[:1] == (num_samples,) for column in batch.values()):
-        return  # others may be packed: their tokens one after another, say
-    found = ", ".join(f"{name} {list(column.shape)}" for name, column in batch.items()) or "no column"
-    raise DataError(
-        f"the recipe's collate was given {num_samples} samples and returned {found}: no column has a row per "
-        f"sample. It must return every sample once. To leave samples out, "
-        "raise an error in the data set and set data.max_bad. A packed batch needs one column with a row per "
-        "sample, such as their lengths."
-    )
 
 
 def refuse_unlike(samples: Sequence[object], names: Sequence[str] = ()) -> None:
@@ -351,8 +269,7 @@ def refuse_unlike(samples: Sequence[object], names: Sequence[str] = ()) -> None:
         if odd := sorted(first.keys() ^ row.keys()):
             raise DataError(
                 f"the samples have different columns: {', '.join(odd)} is not in all of them; the first has "
-                f"{', '.join(first)}, the one at {offset} of the batch has {', '.join(row)}. Every sample "
-                "of a data set must have the same columns."
+                f"{', '.join(first)}, the one at {offset} of the batch has {', '.join(row)}."
             )
     for name in first:
         shapes = list(dict.fromkeys(_shape(row[name]) for row in rows))
@@ -361,9 +278,8 @@ def refuse_unlike(samples: Sequence[object], names: Sequence[str] = ()) -> None:
             raise DataError(
                 f"the column {name} has samples of different shapes in one batch: "
                 f"{', '.join(str(list(shape)) for shape in shapes[:SHOWN_SHAPES])}{more}. A batch stacks its "
-                "samples, so all must have one shape. Pad them in Recipe.collate, for instance with "
-                "torch.nn.utils.rnn.pad_sequence(values, batch_first=True), and give Recipe.lengths, so that "
-                "samples of similar length share a batch; or cut or resize them in the data set."
+                "samples, so all must have one shape. Cut or resize them in the data set, or pad them in "
+                "Recipe.collate, as with torch.nn.utils.rnn.pad_sequence, and give Recipe.lengths."
             )
 
 
@@ -381,27 +297,6 @@ def _shape(value: Any) -> tuple[int, ...]:
     if isinstance(value, list | tuple):
         return (len(value), *(_shape(value[0]) if value else ()))
     return ()
-
-
-def _none_in(sample: object) -> str:
-    """Which part of a sample is None; empty if none is."""
-    if sample is None:
-        return "it"
-    what = "column " if isinstance(sample, Mapping) else ""
-    return next((f"its {what}{name}" for name, value in _columns_of(sample, ()).items() if value is None), "")
-
-
-def refuse_nameless(sample: object) -> None:
-    """Raise DataError for a sample without names of columns, where the recipe has no collate."""
-    if isinstance(sample, Mapping):
-        return
-    parts = len(sample) if isinstance(sample, tuple | list) else 1
-    names = ", ".join(f'"{name}"' for name in ("image", "label", "third")[:parts])
-    of = f" of {parts}" if parts > 1 else ""
-    raise DataError(
-        f"a sample is a {type(sample).__name__}{of}, whose columns have no names. Return a dictionary, or "
-        f"name them: Recipe(collate=columns({names})), with columns of launcher.recipe."
-    )
 
 
 def columns(*names: str) -> Collate:

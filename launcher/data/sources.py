@@ -22,7 +22,7 @@ from launcher.data.labels import Labels
 from launcher.data.loader import Loading
 from launcher.data.reader import Collate
 from launcher.data.streamed import StreamBatches, StreamData
-from launcher.data.tensors import Batch, Batches, DeviceBatches, TensorData, Transform, tensor_batches
+from launcher.data.tensors import Batch, Batches, DeviceBatches, TensorData, Transform
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError
 
@@ -48,8 +48,7 @@ def readable(data: Any, collate: Collate | None, how: Loading, kind: str) -> Rea
     if isinstance(data, DataLoader):
         raise DataError(
             f"the recipe's {kind} set is a DataLoader. Give the data set itself (loader.dataset), and its "
-            "collate_fn as Recipe.collate: the launcher makes the loader, with data.workers processes, so "
-            "that all ranks and every resume see the same order."
+            "collate_fn as Recipe.collate: the launcher makes a loader, whose order is the same on all ranks."
         )
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
         return _stream(data, collate, how, kind)
@@ -101,38 +100,7 @@ def trial_batches(data: Readable, plan: BatchPlan, transform: Transform | None, 
     All of them for a set on the device, otherwise the first `most`, read in this process; of a stream only
     the first. The order of the run is not touched.
     """
-    step = plan.longest_step(0)
-    if isinstance(data, TensorData):
-        return DeviceBatches(data, plan, transform).step(0, step)
-    if isinstance(data, IndexedData):
-        return LoadedBatches(data, plan, transform, total_steps=0).read_here(step, most)
-    return StreamBatches(data, plan, transform).first()
-
-
-def evaluation_batches(
-    data: Readable, rank: int, world_size: int, batch_size: int
-) -> Iterator[tuple[int, Batch | None]]:
-    """This rank's samples in order, as (how many, batch). Over all ranks, every sample occurs once.
-
-    The batch is None for samples that could not be read and may be left out.
-    """
-    if isinstance(data, TensorData):
-        return tensor_batches(data, rank, world_size, batch_size)
-    return data.evaluation_batches(rank, world_size, batch_size)
-
-
-def first_batch(data: Readable, rank: int, world_size: int, batch_size: int) -> Batch | None:
-    """At most FIRST samples of the first of `evaluation_batches`, read in this process.
-
-    None where this rank has no sample, or none that can be read. Of a stream it is the same on all ranks.
-    """
-    if isinstance(data, TensorData):
-        batches = tensor_batches(data, rank, world_size, batch_size)
-        return next(({name: column[:FIRST] for name, column in batch.items()} for _, batch in batches), None)
-    if isinstance(data, IndexedData):
-        return data.first_batch(rank, world_size, batch_size, FIRST)
-    fetched = data.first(min(batch_size, FIRST))
-    return None if fetched is None else data.usable(fetched)
+    return training_batches(data, plan, transform, total_steps=0).trial(plan.longest_step(0), most)
 
 
 @dataclass(frozen=True)
@@ -215,7 +183,7 @@ def batch_plan(
 
 def sample_lengths(lengths: Sequence[int] | Tensor, num_samples: int) -> Tensor:
     """Recipe.lengths as a tensor [num_samples]. DataError unless it has a length for each sample."""
-    rule = f"one entry for each of the {num_samples} training samples"
+    rule = f"one finite number of at least 0 for each of the {num_samples} training samples"
     try:
         found = torch.as_tensor(lengths).cpu()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -223,12 +191,10 @@ def sample_lengths(lengths: Sequence[int] | Tensor, num_samples: int) -> Tensor:
             f"Recipe.lengths is a {type(lengths).__name__} that no tensor can be made of: {error}. It must "
             f"have {rule}."
         ) from error
-    if found.shape != (num_samples,):
-        raise DataError(f"Recipe.lengths has shape {list(found.shape)}: it must have {rule}.")
-    if len(odd := (~(found.isfinite() & (found >= 0))).nonzero()):
-        number = int(odd[0])
+    odd = int((~(found.isfinite() & (found >= 0))).sum())
+    if found.shape != (num_samples,) or odd:
         raise DataError(
-            f"Recipe.lengths: entry {number} is {found[number].item()}: a length must be a finite number of "
-            "at least 0. Correct what the lengths are computed from."
+            f"Recipe.lengths has shape {list(found.shape)} and {odd} entries that are no length: it must "
+            f"have {rule}."
         )
     return found

@@ -46,17 +46,13 @@ def parts(
 
 
 def class_numbers(
-    labels: Sequence[Any],
-    classes: Sequence[Any],
-    place: Callable[[int], str],
-    advice: str = "",
-    by_number: bool = False,
+    labels: Sequence[Any], classes: Sequence[Any], place: Callable[[int], str], advice: str = ""
 ) -> list[int]:
-    """The index of each label's class; labels `by_number` are these already.
+    """The index of each label's class.
 
     Raises DataError, which begins with the `place` of the first such row, for labels of no class.
     """
-    numbers = {label: number for number, label in enumerate(range(len(classes)) if by_number else classes)}
+    numbers = {label: number for number, label in enumerate(classes)}
     if unknown := list(dict.fromkeys(label for label in labels if label not in numbers)):
         raise DataError(
             f"{place(labels.index(unknown[0]))}: {len(unknown)} label(s) are not in the training set: "
@@ -68,9 +64,7 @@ def class_numbers(
 def refuse_one_class(classes: Sequence[object], where: str) -> None:
     """Raise DataError for fewer than two classes."""
     if len(classes) < 2:
-        raise DataError(
-            f"{where} has one class, {listed(classes, 1)}. At least two are needed to tell apart."
-        )
+        raise DataError(f"{where} has one class, {listed(classes, 1)}. At least two are needed.")
 
 
 def numbered(values: Sequence[str]) -> Tensor:

@@ -28,20 +28,11 @@ from launcher.data.epochs import EVALUATION
 from launcher.data.loader import LoadedSet, Loading, Pool
 from launcher.data.random_state import GeneratorsKept, seed_all, spread_seed
 from launcher.data.reader import RAISED, BadSample, Collate, Fetched, InStream, collated
-from launcher.data.tensors import Batch, Batches, Transform, batch_to_device, to_device, transformed
+from launcher.data.tensors import Batch, Batches, Transform, to_device, transformed
 from launcher.errors import ConfigError, counted
 
 CATCH = "A stream ends with an error: catch it in the stream, and leave the sample out there."
 REPORTED_S = 1.0  # a resume that skips for longer says so
-
-
-@dataclass(frozen=True)
-class Share:
-    """One rank's share of a stream. `divided`: the stream divides itself among ranks and processes."""
-
-    rank: int
-    world_size: int
-    divided: bool
 
 
 @dataclass(frozen=True)
@@ -55,31 +46,29 @@ class Standpoint:
     next_process: int = 0  # that makes the next micro-batch
     states: dict[str, Any] = field(default_factory=dict)  # of the processes, where the stream has such
 
-    def as_text(self) -> str:
-        """The position as JSON; without the states where these are no values of JSON."""
-        try:
-            return json.dumps(vars(self))
-        except TypeError:
-            return json.dumps(vars(replace(self, states={})))
-
 
 @dataclass(eq=False)
 class StreamReader(IterableDataset[Fetched]):
     """Makes micro-batches of a stream in whatever process this is. A data set of torch's DataLoader.
 
     `parts(step)` are the positions of this rank's micro-batches in the stream, from that step of a pass on.
-    `reading(position)` is called before each sample, and with -1 after the last of a micro-batch.
+    `reading(position)` is called before each sample, and with -1 after the last of a micro-batch. `divided`:
+    the stream divides itself among ranks and processes.
     """
 
-    stream: Iterable[Any]
+    stream: Any  # an iterable, which may have set_epoch(), state_dict() and load_state_dict()
     collate: Collate | None
     seed: int
-    share: Share
+    rank: int
+    divided: bool
     parts: Callable[[int], Iterator[range]]
     start: Standpoint  # of the first pass
 
     def __post_init__(self) -> None:
-        self.stream = divided(self.stream, self.share)
+        if self.divided and self.start.ranks > 1:
+            from datasets.distributed import split_dataset_by_node
+
+            self.stream = split_dataset_by_node(self.stream, self.rank, self.start.ranks)
         self.reading: Callable[[int], None] = lambda position: None
         self._pass = self._begun = self.start.passes
         self._process: tuple[int, int] | None = None  # number and how many, in a loader process
@@ -91,7 +80,7 @@ class StreamReader(IterableDataset[Fetched]):
         Its set_epoch() adds the difference to a number in shared memory: of two processes that call it at
         once, both add.
         """
-        if self.share.divided:
+        if self.divided:
             self._set_epoch(self._begun)
         self._begun += 1
 
@@ -106,77 +95,64 @@ class StreamReader(IterableDataset[Fetched]):
         own, processes = self._process or (0, 1)
         number = (own + start.next_process) % processes  # the first process makes what was to come next
         current, self._pass = self._pass, self._pass if self._pass == EVALUATION else self._pass + 1
-        self._reader = f"{self.share.rank}/{number}" if self.share.divided else "all"  # alike read alike
+        self._reader = f"{self.rank}/{number}" if self.divided else "all"  # alike read alike
         if self._process is not None:
-            present(number, processes, self.share.divided)
-        yield from self._micro_batches(start, own, processes, number, current)
+            present(number, processes, self.divided)
+        parts = self.parts(start.step)
+        if not self.divided:
+            parts = islice(parts, own, None, processes)
+        yield from self._micro_batches(parts, start.states.get(str(number)), number, current)
 
     def _micro_batches(
-        self, start: Standpoint, own: int, processes: int, number: int, current_pass: int
+        self, parts: Iterator[range], state: dict[str, Any] | None, number: int, current_pass: int
     ) -> Iterator[Fetched]:
-        began, state = time.monotonic(), start.states.get(str(number))
+        began = time.monotonic()
         # What set_epoch() draws: the same on all ranks, whose own generators stand elsewhere.
         seed_all(spread_seed("stream begins", self.seed, current_pass, self._reader))
-        if not self.share.divided:
+        if not self.divided:
             self._set_epoch(current_pass)
+        at = skipped = 0
         if state is not None:
-            self.stream.load_state_dict(state["stream"])  # type: ignore[attr-defined]
-        at = 0 if state is None else int(state["at"])
-        skipped = 0
+            self.stream.load_state_dict(state["stream"])
+            at = int(state["at"])
         # What it draws before its first sample: the same in every process that reads it whole.
         seed_all(spread_seed("stream begins", self.seed, current_pass, self._reader))
         source = iter(self.stream)
-        parts = self.parts(start.step)
-        if not self.share.divided:
-            parts = islice(parts, own, None, processes)
         for part in parts:
-            goal = at if self.share.divided else part.start
-            skipped += max(goal - at, 0) if not skipped else 0
-            at, samples, bad = self._read(source, current_pass, at, goal, len(part))
-            if bad is not None:
-                yield Fetched(None, (), (bad,))
-                return
+            goal = at if self.divided else part.start
+            skipped = skipped or max(goal - at, 0)
+            samples: list[Any] = []
+            while len(samples) < len(part):
+                self.reading(at)
+                seed_all(spread_seed("stream", self.seed, current_pass, self._reader, at))
+                try:
+                    sample = next(source)
+                except StopIteration:
+                    break
+                except RAISED as error:  # a generator is over then
+                    yield Fetched(None, (), (BadSample.of(at, error),))
+                    return
+                if at >= goal:
+                    samples.append(sample)
+                at += 1
+            self.reading(-1)
             if not samples:
                 return
-            yield self._made(samples, part, at, number, skipped, time.monotonic() - began)
-
-    def _read(
-        self, source: Iterator[Any], current_pass: int, at: int, goal: int, size: int
-    ) -> tuple[int, list[Any], BadSample | None]:
-        """Skip to `goal` and read `size` samples, or those that are left."""
-        samples: list[Any] = []
-        while len(samples) < size:
-            self.reading(at)
-            seed_all(spread_seed("stream", self.seed, current_pass, self._reader, at))
             try:
-                sample = next(source)
-            except StopIteration:
-                break
-            except RAISED as error:  # a generator is over then
-                return at, [], BadSample.of(at, error)
-            if at >= goal:
-                samples.append(sample)
-            at += 1
-        self.reading(-1)
-        return at, samples, None
-
-    def _made(
-        self, samples: list[Any], part: range, at: int, number: int, skipped: int, seconds: float
-    ) -> Fetched:
-        state_dict = getattr(self.stream, "state_dict", None)
-        state = {"at": at, "stream": state_dict()} if callable(state_dict) else None
-        stands = InStream(number, skipped, seconds, state)
-        try:
-            return Fetched(collated(samples, self.collate), range(len(samples)), stands=stands)
-        except RAISED as error:
-            return Fetched.failed(f"samples {part.start} to {at - 1}", error)
+                made = Fetched(collated(samples, self.collate), range(len(samples)))
+            except RAISED as error:
+                made = Fetched.failed(f"samples {part.start} to {at - 1}", error)
+            state_dict = getattr(self.stream, "state_dict", None)
+            state = {"at": at, "stream": state_dict()} if callable(state_dict) else None
+            yield replace(made, stands=InStream(number, skipped, time.monotonic() - began, state))
 
 
 class StreamData(LoadedSet):
     """A stream, how its samples are collated and how they are read."""
 
     def __init__(self, stream: Iterable[Any], collate: Collate | None, how: Loading, kind: str) -> None:
-        super().__init__(how, kind, f"{kind} stream")
+        # None of its samples may be left out: an iteration that raised is over.
+        super().__init__(replace(how, max_bad=0), kind, f"{kind} stream", CATCH)
         self.stream = stream
         self._collate = collate
 
@@ -185,31 +161,30 @@ class StreamData(LoadedSet):
         """Whether it is Hugging Face's, which divides itself among ranks and processes."""
         return type(self.stream).__module__.partition(".")[0] == "datasets"
 
-    def pool(self, share: Share, parts: Callable[[int], Iterator[range]], start: Standpoint) -> Pool:
+    def pool(self, rank: int, parts: Callable[[int], Iterator[range]], start: Standpoint) -> Pool:
         """Processes that make the micro-batches of one rank, from `start` on."""
-        reader = StreamReader(self.stream, self._collate, self.how.seed, share, parts, start)
-        return Pool(reader, None, self.how, self.kind)
+        how, divided = self.how, self.divides_itself
+        reader = StreamReader(self.stream, self._collate, how.seed, rank, divided, parts, start)
+        return Pool(reader, None, how, self.kind)
 
     def first(self, samples: int) -> Fetched | None:
         """The first samples of the whole stream, read in this process; None of an empty one."""
-        reader = StreamReader(
-            copy.copy(self.stream),  # it may remember where it stands
-            self._collate,
-            self.how.seed,
-            Share(0, 1, divided=False),
-            lambda step: iter([range(samples)]),
-            Standpoint(1, 0),
-        )
+        stream = copy.copy(self.stream)  # it may remember where it stands
+        whole, start = [range(samples)], Standpoint(1, 0)
+        reader = StreamReader(stream, self._collate, self.how.seed, 0, False, lambda step: iter(whole), start)
         with GeneratorsKept():
             return next(iter(reader), None)
 
     def usable(self, fetched: Fetched) -> Batch:
         """The batch, on the device. Raises DataError where there is none."""
-        for bad in fetched.bad:
-            raise bad.refusal(self.name_in_errors, CATCH)
-        batch = self.checked(fetched)
+        batch = self.on_device(fetched)
         assert batch is not None, "without a failure there is one"
-        return batch_to_device(batch, self.how.device)
+        return batch
+
+    def first_batch(self, rank: int, world_size: int, batch_size: int, most: int) -> Batch | None:
+        """At most `most` samples, the first of the whole stream, the same on all ranks; None without any."""
+        fetched = self.first(min(batch_size, most))
+        return None if fetched is None else self.usable(fetched)
 
     def evaluation_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[int, Batch]]:
         """This rank's samples, as (how many, batch). Over all ranks, every sample occurs once."""
@@ -218,10 +193,9 @@ class StreamData(LoadedSet):
             for number in count(rank, world_size):
                 yield range(number * batch_size, (number + 1) * batch_size)
 
-        share = Share(rank, world_size, self.divides_itself)
         start = Standpoint(world_size, self.how.workers, passes=EVALUATION)
         key = (rank, world_size, batch_size)
-        for fetched in self.evaluation_pool(key, lambda: self.pool(share, parts, start)):
+        for fetched in self.evaluation_pool(key, lambda: self.pool(rank, parts, start)):
             yield len(fetched.kept), self.usable(fetched)
 
 
@@ -236,7 +210,6 @@ class StreamBatches(Batches):
     report: Callable[[str], object] = lambda text: None
 
     def __post_init__(self) -> None:
-        self._share = Share(self.plan.rank, self.plan.world_size, self.data.divides_itself)
         self._stands = self._resumed()
         self._before: dict[int, Standpoint] = {}  # the latest two steps
         self._pool: Pool | None = None
@@ -252,7 +225,7 @@ class StreamBatches(Batches):
             self._latest = step, self._take()
         return [self._finished(self.data.usable(fetched), noise) for fetched, noise in self._latest[1]]
 
-    def first(self) -> list[Batch]:
+    def trial(self, step: int, most: int) -> list[Batch]:
         """A micro-batch of the first samples of the whole stream, if there are any. Reads nothing ahead."""
         fetched = self.data.first(self.plan.largest_micro_batch)
         if fetched is None:
@@ -273,9 +246,7 @@ class StreamBatches(Batches):
         """Start the next pass. To be called on all ranks after the same step."""
         stands = self._stands
         self._stands = Standpoint(stands.ranks, stands.processes, stands.passes + 1)
-        assert self._pool is not None
-        self._fetched = iter(self._pool)
-        self._ahead = next(self._fetched, None)
+        self._read_ahead()
 
     def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
         """Divide by another plan: the stream is read again from this step on, as by a resume before it.
@@ -292,21 +263,23 @@ class StreamBatches(Batches):
 
     def position(self) -> str:
         """Where this rank stands after the latest step, for `saved`."""
-        return self._stands.as_text()
+        try:
+            return json.dumps(vars(self._stands))
+        except TypeError:  # the states of the stream are no values of JSON
+            return json.dumps(vars(replace(self._stands, states={})))
 
     def _resumed(self) -> Standpoint:
-        ranks, processes = self._share.world_size, self.data.how.workers
+        ranks, processes = self.plan.world_size, self.data.how.workers
         if not self.saved:
             return Standpoint(ranks, processes)
         found = [Standpoint(**json.loads(text)) for text in self.saved]
         if (found[0].ranks, found[0].processes) == (ranks, processes):
-            return found[self._share.rank]
-        if self._share.divided:
+            return found[self.plan.rank]
+        if self.data.divides_itself:
             before = f"{counted(found[0].ranks, 'rank')} with data.workers={found[0].processes}"
             raise ConfigError(
                 f"the checkpoint is of {before}, among which the stream was divided. It cannot be resumed on "
-                f"{ranks} with data.workers={processes}: start with as many, or afresh with "
-                "checkpoint.resume=never."
+                f"{ranks} with data.workers={processes}: start with as many, or checkpoint.resume=never."
             )
         return Standpoint(ranks, processes, found[0].passes, found[0].step)
 
@@ -315,14 +288,19 @@ class StreamBatches(Batches):
             for number in range(step, self.plan.steps_per_epoch):
                 yield from self.plan.micro_positions(number)
 
-        self._pool = self.data.pool(self._share, parts, self._stands)
-        self._fetched = iter(self._pool)
-        self._ahead = next(self._fetched, None)
+        self._pool = self.data.pool(self.plan.rank, parts, self._stands)
+        self._read_ahead()
         stands = None if self._ahead is None else self._ahead.stands
         if stands is not None and stands.seconds > REPORTED_S and stands.skipped and self._stands.step:
             self.report(
                 f"the stream was skipped forward over {stands.skipped} samples in {stands.seconds:.0f} s"
             )
+
+    def _read_ahead(self) -> None:
+        """Begin a pass of the pool."""
+        assert self._pool is not None
+        self._fetched = iter(self._pool)
+        self._ahead = next(self._fetched, None)
 
     def _take(self) -> list[tuple[Fetched, Tensor]]:
         if self._pool is None:
@@ -351,16 +329,6 @@ class StreamBatches(Batches):
 
     def _finished(self, batch: Batch, noise: Tensor) -> Batch:
         return transformed("train_transform", self.transform, batch, to_device(noise, self.data.how.device))
-
-
-def divided(stream: Iterable[Any], share: Share) -> Iterable[Any]:
-    """This rank's part of a stream that divides itself, else the stream."""
-    if not share.divided or share.world_size == 1:
-        return stream
-    from datasets.distributed import split_dataset_by_node
-
-    part: Iterable[Any] = split_dataset_by_node(stream, share.rank, share.world_size)
-    return part
 
 
 def present(number: int, processes: int, divides_itself: bool) -> None:

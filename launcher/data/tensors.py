@@ -6,7 +6,7 @@ Never reads files, moves nothing between host and device within an epoch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -36,10 +36,7 @@ class TensorData:
     def __post_init__(self) -> None:
         lengths = {name: len(column) for name, column in self.columns.items()}
         if len(set(lengths.values())) != 1:
-            raise DataError(
-                f"all columns of a data set must have the same number of samples, got {lengths}. Samples are "
-                "counted by the first dimension."
-            )
+            raise DataError(f"all columns of a data set must have the same number of rows, got {lengths}.")
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -52,6 +49,21 @@ class TensorData:
         """The rows at `indices` (int64, on the columns' device), as new tensors."""
         return {name: column.index_select(0, indices) for name, column in self.columns.items()}
 
+    def evaluation_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[int, Batch]]:
+        """This rank's samples in order, as (how many, batch). Over all ranks, every sample occurs once.
+
+        The columns are views of the data, not copies.
+        """
+        for piece in cut(share_of(range(len(self)), rank, world_size), batch_size):
+            part = slice(piece.start, piece.stop)
+            yield len(piece), {name: column[part] for name, column in self.columns.items()}
+
+    def first_batch(self, rank: int, world_size: int, batch_size: int, most: int) -> Batch | None:
+        """At most `most` samples of the first of `evaluation_batches`; None where this rank has no sample."""
+        for _, batch in self.evaluation_batches(rank, world_size, batch_size):
+            return {name: column[:most] for name, column in batch.items()}
+        return None
+
 
 class Batches(Protocol):
     """The training batches of a rank. What not all kinds of data have is absent unless a class defines it."""
@@ -60,6 +72,13 @@ class Batches(Protocol):
 
     def step(self, epoch: int, step: int) -> list[Batch]:
         """This rank's micro-batches of a step, on the device. The same whenever it is asked for."""
+
+    def trial(self, step: int, most: int) -> list[Batch]:
+        """Micro-batches of a step of the first epoch, read in this process; beyond `most` they need not be.
+
+        The order of the run is not touched.
+        """
+        return self.step(0, step)
 
     def latest_indices(self) -> list[list[int]]:
         """The indices in the set of the samples that the latest `step` returned, one list per micro-batch."""
@@ -84,13 +103,6 @@ class Batches(Protocol):
         return ""
 
 
-@dataclass(frozen=True)
-class _Epoch:
-    number: int
-    order: Tensor  # int64 [num_samples], on the device
-    noise: Tensor  # fp32 [num_samples, 4], on the device
-
-
 @dataclass(eq=False)
 class DeviceBatches(Batches):
     """Batches of a data set on the device, gathered and transformed there.
@@ -101,8 +113,9 @@ class DeviceBatches(Batches):
     data: TensorData
     plan: BatchPlan
     transform: Transform | None
-    _epoch: _Epoch | None = field(default=None, init=False)
-    _latest: tuple[int, int] = field(default=(0, 0), init=False)
+
+    def __post_init__(self) -> None:
+        self._latest = -1, 0  # epoch and step
 
     def step(self, epoch: int, step: int) -> list[Batch]:
         """This rank's micro-batches. A sample's noise depends only on its position in the epoch."""
@@ -110,10 +123,13 @@ class DeviceBatches(Batches):
 
     def inputs(self, epoch: int, step: int) -> list[tuple[Tensor, Tensor]]:
         """What `batch` makes the micro-batches of: indices int64 [n] and noise fp32 [n, 4], views."""
-        current = self._enter(epoch)
+        if epoch != self._latest[0]:
+            device = next(iter(self.data.columns.values())).device
+            self._order = to_device(self.plan.order(epoch), device)  # int64 [num_samples]
+            self._noise = to_device(self.plan.noise(epoch), device)  # fp32 [num_samples, 4]
         self._latest = epoch, step
         parts = [slice(each.start, each.stop) for each in self.plan.micro_positions(step)]
-        return [(current.order[part], current.noise[part]) for part in parts]
+        return [(self._order[part], self._noise[part]) for part in parts]
 
     def latest_indices(self) -> list[list[int]]:
         """The indices of the samples that the latest `step` returned, one list per micro-batch."""
@@ -126,13 +142,6 @@ class DeviceBatches(Batches):
     def batch(self, indices: Tensor, noise: Tensor) -> Batch:
         """The samples at `indices`, gathered on the device and transformed by their `noise`."""
         return transformed("train_transform", self.transform, self.data.select(indices), noise)
-
-    def _enter(self, epoch: int) -> _Epoch:
-        if self._epoch is None or self._epoch.number != epoch:
-            device = next(iter(self.data.columns.values())).device
-            order, noise = self.plan.order(epoch), self.plan.noise(epoch)
-            self._epoch = _Epoch(epoch, to_device(order, device), to_device(noise, device))
-        return self._epoch
 
 
 def transformed(name: str, transform: Callable[..., Batch] | None, batch: Batch, *more: Tensor) -> Batch:
@@ -150,21 +159,9 @@ def transformed(name: str, transform: Callable[..., Batch] | None, batch: Batch,
         if shape[:1] != [given[column]]:
             raise DataError(
                 f"the recipe's {name} was given {given[column]} samples and returned the column {column} "
-                f"in the shape {shape}. It must return as many samples: leave some out in the recipe's "
-                "TensorData."
+                f"in the shape {shape}. It must return as many: leave some out in the recipe's TensorData."
             )
     return made
-
-
-def tensor_batches(
-    data: TensorData, rank: int, world_size: int, batch_size: int
-) -> Iterator[tuple[int, Batch]]:
-    """This rank's samples in order, as (how many, batch). Over all ranks, every sample occurs once.
-
-    The columns are views of the data, not copies.
-    """
-    for piece in cut(share_of(range(len(data)), rank, world_size), batch_size):
-        yield len(piece), {name: column[piece.start : piece.stop] for name, column in data.columns.items()}
 
 
 def batch_to_device(batch: Batch, device: torch.device) -> Batch:

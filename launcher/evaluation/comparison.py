@@ -52,6 +52,5 @@ def refuse_none(key: str, value: object, evaluations: Mapping[str, Evaluation]) 
     """Raise ConfigError for a key that needs evaluations in a run without any."""
     if not evaluations:
         raise ConfigError(
-            f"{key}={value} needs evaluations, and data.val_fraction=0 holds nothing out to evaluate on. Set "
-            "one of them to another value."
+            f"{key}={value} needs evaluations, and data.val_fraction=0 holds nothing out: change one of them."
         )

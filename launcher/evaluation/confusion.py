@@ -16,9 +16,7 @@ class Confusion:
     """The number of samples by true and predicted class."""
 
     classes: tuple[str, ...]  # as they are shown, without control characters
-    counts: np.ndarray[
-        Any, np.dtype[np.int64]
-    ]  # [classes, classes]: row the true class, column the predicted
+    counts: np.ndarray[Any, np.dtype[np.int64]]  # [true class, predicted class]
 
     def table(self) -> list[dict[str, Any]]:
         """Precision, recall, F1 and support of each class that occurs, as numbers."""

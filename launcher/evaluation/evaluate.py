@@ -12,27 +12,25 @@ evaluation: what depends on these is reported and not raised.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from launcher.config.user_code import defined_at
 from launcher.data.random_state import GeneratorsKept
-from launcher.data.sources import Readable, evaluation_batches, first_batch
+from launcher.data.sources import FIRST, Readable
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch, transformed
 from launcher.distributed.env import WorkerEnv
 from launcher.engine.works import all_reduce
 from launcher.errors import ConfigError, DataError
 from launcher.evaluation.confusion import Confusion
-from launcher.evaluation.measuring import Guard, Measuring, MetricValues, rows_with_nan, unguarded
+from launcher.evaluation.measuring import Beat, Guard, Measuring, MetricValues, rows_with_nan
 from launcher.metrics.metric import declared_names, direction_of
 from launcher.recipe.contract import Loss, Recipe, loss_of
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,8 @@ class Pass:
     model: nn.Module
     forward_context: Callable[[], AbstractContextManager[object]]
     env: WorkerEnv
-    guard: Guard = unguarded
-    beat: Callable[[], object] = lambda: None
+    guard: Guard = lambda what, batch: nullcontext()
+    beat: Beat = lambda: None
     smaller: Smaller = never_smaller
 
     def measure_batch(self, batch: Batch, measuring: Measuring) -> Loss:
@@ -118,18 +116,23 @@ class Pass:
         measuring.update(loss, batch | made)
         return loss
 
-    def in_smaller_batches(self, measure: Callable[[int], Result], size: int) -> tuple[Result, int]:
-        """What `measure` returns for batches of `size`, or from the start for smaller ones; how often halved.
+    def in_smaller_batches(
+        self, measure: Callable[[int], tuple[_Totals, Measuring]], size: int
+    ) -> tuple[_Totals, Measuring]:
+        """The sums of all ranks, each of which may begin again in smaller batches, and this rank's metrics.
 
-        For a part that does not communicate: each rank may need another size.
+        A collective; `measure` does not communicate.
         """
         halvings = 0
         while True:
             try:
-                return measure(size), halvings
+                own, measuring = measure(size)
+                break
             except Exception as error:
                 size = self.smaller(error, size)
                 halvings += 1
+        own.halvings = halvings
+        return own.over_ranks(self.env), measuring
 
 
 def evaluate(
@@ -144,7 +147,7 @@ def evaluate(
     def measure(size: int) -> tuple[_Totals, Measuring]:
         """This rank's share, up to a batch before which it is interrupted."""
         totals, measuring = _Totals(), Measuring(over.recipe, env, over.guard, over.beat)
-        for num_samples, batch in evaluation_batches(data, env.rank, env.world_size, size):
+        for num_samples, batch in data.evaluation_batches(env.rank, env.world_size, size):
             if interrupted():
                 totals.stopped = 1
                 break
@@ -156,9 +159,7 @@ def evaluate(
         return totals, measuring
 
     with evaluating(over.model), torch.no_grad():
-        (own, measuring), halvings = over.in_smaller_batches(measure, batch_size)
-        own.halvings = halvings
-        total = own.over_ranks(env)
+        total, measuring = over.in_smaller_batches(measure, batch_size)
         # After the collective, on all ranks alike: they hold the same sums.
         if total.stopped:
             raise EvaluationStopped
@@ -166,7 +167,11 @@ def evaluate(
             counted = f"{total.samples:g} of {len(data)} samples were evaluated on {env.world_size} ranks"
             assert total.samples == len(data), counted
         measured = int(total.samples - total.unreadable)
-        refuse_no_loss(total.counted, measured)
+        if not total.counted > 0:
+            raise DataError(
+                f"none of the {measured} samples to evaluate on carries loss: the counts of Loss(sum, count) "
+                f"add up to {total.counted:g}. Check what the loss counts, and that the samples can be read."
+            )
         found = measuring.conclude(total.loss_sum, total.counted)
     return Evaluation(
         total.loss_sum / total.counted,
@@ -192,15 +197,6 @@ def refuse_unusable_loss(recipe: Recipe, loss: Loss) -> None:
     )
 
 
-def refuse_no_loss(count: float, num_samples: int) -> None:
-    """Raise DataError if the counts of the losses of a whole set add up to nothing: there is no mean."""
-    if not count > 0:
-        raise DataError(
-            f"none of the {num_samples} samples to evaluate on carries loss: the counts of Loss(sum, count) "
-            f"add up to {count:g}. Check what the loss counts, and that the samples can be read."
-        )
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode in the context. Restores the mode of each module, also after an error."""
@@ -221,21 +217,16 @@ def rehearse(over: Pass, data: Readable, batch_size: int) -> MetricValues:
     """
     env = over.env
 
-    def measure(size: int) -> tuple[Tensor, Measuring]:
-        sums = torch.zeros(2, dtype=torch.float64, device=env.device)  # of the losses, and their count
-        measuring = Measuring(over.recipe, env, over.guard, over.beat, rehearsal=True)
-        batch = first_batch(data, env.rank, env.world_size, size)
+    def measure(size: int) -> tuple[_Totals, Measuring]:
+        totals, measuring = _Totals(), Measuring(over.recipe, env, over.guard, over.beat, rehearsal=True)
+        batch = data.first_batch(env.rank, env.world_size, size, FIRST)
         if batch is not None:
-            loss = over.measure_batch(batch, measuring)
-            sums[0] += loss.sum
-            sums[1] += loss.count
-        return sums, measuring
+            totals.add(over.measure_batch(batch, measuring))
+        return totals, measuring
 
     with evaluating(over.model), torch.no_grad(), _unchanged(over.model, env.device):
-        (sums, measuring), _ = over.in_smaller_batches(measure, batch_size)
-        all_reduce(sums, env.group)
-        loss_sum, count = sums.tolist()
-        found = measuring.conclude(loss_sum, count or 1)
+        total, measuring = over.in_smaller_batches(measure, batch_size)
+        found = measuring.conclude(total.loss_sum, total.counted or 1)
     for metric in over.recipe.measures:
         for name in declared_names(metric) or ():
             found.values.setdefault(name, float("nan"))

@@ -12,7 +12,7 @@ import json
 import numbers
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
@@ -35,6 +35,7 @@ from launcher.recipe.checks import refuse_taken_name
 from launcher.recipe.contract import Loss, Recipe
 
 Guard = Callable[[str, Batch | None], AbstractContextManager[None]]
+Beat = Callable[[], object]
 Sent = TypeVar("Sent")
 HOST = torch.device("cpu")
 MISTAKES = (NameError, AttributeError, TypeError, ImportError, NotImplementedError)  # on any samples
@@ -43,11 +44,6 @@ SENDABLE = (
     "can copy only if the metric had one of the same class before the first batch. Keep no others in it, "
     "define __getstate__ and __setstate__, or remove merge: then only rank 0 updates the metric."
 )
-
-
-def unguarded(what: str, batch: Batch | None) -> AbstractContextManager[None]:
-    """Leaves the exceptions of metrics unchanged."""
-    return nullcontext()
 
 
 @dataclass
@@ -67,12 +63,7 @@ class Measuring:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        env: WorkerEnv,
-        guard: Guard = unguarded,
-        beat: Callable[[], object] = lambda: None,
-        rehearsal: bool = False,
+        self, recipe: Recipe, env: WorkerEnv, guard: Guard, beat: Beat, rehearsal: bool = False
     ) -> None:
         self._env, self._guard, self._beat, self._rehearsal = env, guard, beat, rehearsal
         self._metrics = [self._started(metric, recipe.label) for metric in recipe.measures]
@@ -180,8 +171,7 @@ class Measuring:
             names = ", ".join(name_of(metric) for metric in self._fed)
             raise ConfigError(
                 f"the metrics without merge ({names}) are updated on rank 0, but a batch cannot be sent "
-                f"there: {error}. Return only tensors from eval_transform, or name the columns that each "
-                "metric reads in its attribute columns."
+                f"there: {error}. Return only tensors from eval_transform, or set columns of each metric."
             ) from error
 
     def _merge(self, metric: Any, known: Known, sent: bytes) -> None:
@@ -201,7 +191,8 @@ class Measuring:
             try:
                 found = self._computed(metric, loss_sum, count)
             except LauncherError as error:
-                if not (self._rehearsal and _may_depend_on_samples(error)):
+                # More samples may help, such as those of a class that is not among the first ones.
+                if not self._rehearsal or not error.__cause__ or isinstance(error.__cause__, MISTAKES):
                     raise
                 total.failed.append(str(error))
                 continue
@@ -227,12 +218,6 @@ class Measuring:
         if self._failure is not None:
             return error_message(self._failure)
         return message_of(lambda: json.dumps([found.values, found.higher_is_better, found.failed]).encode())
-
-
-def _may_depend_on_samples(error: LauncherError) -> bool:
-    """Whether more samples may help, such as those of a class that is not among the first ones."""
-    cause = error.__cause__
-    return cause is not None and not isinstance(cause, MISTAKES)
 
 
 def fresh(metric: Any) -> Any:

@@ -6,15 +6,13 @@ Owns which of them can be merged. Never imports torchmetrics: a recipe that uses
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from launcher.data.tensors import Batch
-from launcher.errors import ConfigError
-from launcher.metrics.metric import column_of, name_of
+from launcher.metrics.metric import chosen, column_of, name_of
 
 EXACT = ("dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min")  # reductions that lose nothing
 
@@ -48,14 +46,9 @@ class Fed:
         return self.adapts.higher_is_better
 
     def update(self, outputs: Any, batch: Batch) -> None:
-        if isinstance(outputs, Mapping):
-            if len(outputs) != 1:
-                raise ConfigError(
-                    f"{name_of(self)} of torchmetrics reads one tensor, but the recipe's loss gives "
-                    f"the outputs {', '.join(outputs)}. Return a single one, or write a metric around it."
-                )
-            (outputs,) = outputs.values()
-        self.adapts.update(outputs, column_of(batch, self.label, name_of(self), "Recipe.label=..."))
+        name = name_of(self)
+        labels = column_of(batch, self.label, name, "Recipe.label=...")
+        self.adapts.update(chosen(outputs, None, f"{name} of torchmetrics"), labels)
 
     def compute(self) -> Any:
         return self.adapts.compute()

@@ -73,7 +73,12 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, torch.device):
             return "device", value.type == "cpu"
         if isinstance(value, Tensor):
-            return "tensor", value.device, value.dtype, tuple(value.shape), _content_of(value)
+            if value.layout is not torch.strided or value.is_quantized:
+                raise pickle.PicklingError(f"a tensor is {value.layout}, {value.dtype}, which is not dense")
+            # A view may have any stride.
+            host = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+            content = host.view(-1).view(torch.uint8).numpy().tobytes()
+            return "tensor", value.device, value.dtype, tuple(value.shape), content
         return None
 
 
@@ -102,13 +107,6 @@ class _Unpickler(pickle.Unpickler):
         device, dtype, shape, content = parts
         plain = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
         return plain.view(shape).to(device)
-
-
-def _content_of(value: Tensor) -> bytes:
-    if value.layout is not torch.strided or value.is_quantized:
-        raise pickle.PicklingError(f"a tensor is {value.layout}, {value.dtype}, which is not dense")
-    host = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())  # a view may have any stride
-    return host.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 # Taken from values, because numpy names its functions differently in each release.

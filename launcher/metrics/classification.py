@@ -81,14 +81,10 @@ class Classification:
         predicted = (given.reshape(-1) if logits is None else logits.argmax(dim=1)).to(torch.int64)
         counted = torch.ones_like(labels) if self.ignored is None else (labels != self.ignored).long()
         self._count(labels, predicted, counted)
-        self._add(
-            {
-                "lowest": _extreme("amin", counted, labels, predicted),
-                "highest": _extreme("amax", counted, labels, predicted),
-                "counted": counted.sum(),
-                **({} if logits is None else _of_logits(logits, labels, predicted, counted)),
-            }
-        )
+        kept = torch.stack([labels, predicted]) * counted  # 0, which is always a class, of what is left out
+        lowest, highest = kept.aminmax(dim=1) if len(labels) else (kept.sum(dim=1), kept.sum(dim=1))
+        of_logits = {} if logits is None else _of_logits(logits, labels, predicted, counted)
+        self._add({"lowest": lowest, "highest": highest, "counted": counted.sum(), **of_logits})
 
     def merge(self, other: Classification) -> None:
         """Add the samples that `other` has seen."""
@@ -100,10 +96,12 @@ class Classification:
             return {self.prefix + name: float("nan") for name in OF_COUNTS}
         found = metrics_of_counts(self.confusion_matrix())
         state = {name: value.cpu().numpy() for name, value in self._state.items()}
-        if "bins" in state and int(state["scored"]) == int(state["counted"]):
+        if "bins" in state and int(state["scored"]) == (counted := int(state["counted"])):
             if len(self.classes) > TOP:
-                found["top5_accuracy"] = float(_share(state["top"], state["counted"]))
-            found["calibration_error"] = _calibration_error(state["bins"])
+                found["top5_accuracy"] = float(state["top"] / counted) if counted else float("nan")
+            samples, right, confidence = state["bins"]
+            error = np.abs(right - confidence).sum()
+            found["calibration_error"] = float(error / samples.sum()) if counted else float("nan")
             if state["nans"]:
                 found = dict.fromkeys(found, float("nan"))
         return {self.prefix + name: value for name, value in found.items()}
@@ -116,13 +114,12 @@ class Classification:
         num_classes = len(self.classes)
         if not self._state:
             return np.zeros((num_classes, num_classes), dtype=np.int64)
-        for index, name in enumerate(("labels", "predictions")):
-            lowest, highest = int(self._state["lowest"][index]), int(self._state["highest"][index])
+        lowests, highests = self._state["lowest"].tolist(), self._state["highest"].tolist()
+        for name, lowest, highest in zip(("labels", "predictions"), lowests, highests, strict=True):
             if lowest < 0 or highest >= num_classes:
                 kind = DataError if name == "labels" else ConfigError
                 raise kind(
-                    f"there are {num_classes} classes, but the {name} go from {lowest} to {highest}. They "
-                    f"have to lie in 0..{num_classes - 1}."
+                    f"the {name} go from {lowest} to {highest}. They have to lie in 0..{num_classes - 1}."
                 )
         cells: Int64Array = self._state["cells"][:-1].cpu().numpy()
         return cells.reshape(num_classes, num_classes)
@@ -137,9 +134,8 @@ class Classification:
             return given.movedim(1, -1).reshape(-1, len(self.classes))
         raise ConfigError(
             f"the outputs are {shape_text(given)}, the labels {shape_text(labels)}. Classification needs "
-            f"logits [{', '.join(map(str, (n, len(self.classes), *rest)))}], one value per sample and class, "
-            f"or predicted classes int64 {list(labels.shape)}, and whole numbers as labels: return them as "
-            "Loss(sum, count, outputs)."
+            f"logits {[n, len(self.classes), *rest]}, one value per sample and class, or predicted classes "
+            f"int64 {list(labels.shape)}, and whole numbers as labels: return Loss(sum, count, outputs)."
         )
 
     def _count(self, labels: Tensor, predicted: Tensor, counted: Tensor) -> None:
@@ -153,13 +149,8 @@ class Classification:
 
     def _add(self, more: Mapping[str, Tensor]) -> None:
         for name, value in more.items():
-            before = self._state.get(name)
-            if before is None:
-                self._state[name] = value.clone()
-            elif name in ("lowest", "highest"):
-                self._state[name] = (torch.minimum if name == "lowest" else torch.maximum)(before, value)
-            else:
-                self._state[name] = before + value
+            together = {"lowest": torch.minimum, "highest": torch.maximum}.get(name, torch.add)
+            self._state[name] = together(self._state[name], value) if name in self._state else value.clone()
 
 
 def metrics_of_counts(confusion: Int64Array) -> dict[str, float]:
@@ -200,21 +191,6 @@ def _of_logits(logits: Tensor, labels: Tensor, predicted: Tensor, counted: Tenso
         "scored": counted.sum(),
         "nans": broken.sum(),
     }
-
-
-def _extreme(which: str, counted: Tensor, *values: Tensor) -> Tensor:
-    """int64 [2]: of the counted labels and predictions; 0, which is always a class, where there are none."""
-    kept = [torch.where(counted > 0, each, 0) for each in values]
-    return torch.stack([getattr(each, which)() if len(each) else each.sum() for each in kept])
-
-
-def _calibration_error(bins: Float64Array) -> float:
-    samples, right, confidence = bins
-    return float(np.abs(right - confidence).sum() / samples.sum()) if samples.sum() else float("nan")
-
-
-def _share(part: Int64Array, whole: Int64Array) -> float:
-    return float(part / whole) if whole else float("nan")
 
 
 def _quotients(numerators: Int64Array, denominators: Int64Array) -> Float64Array:

@@ -94,20 +94,18 @@ def direction_of(metric: object, name: str) -> bool | None:
 
 def chosen(outputs: Outputs, output: str | None, metric: str) -> Tensor:
     """The tensor that a built-in metric reads: `outputs`, or its entry `output`. Raises ConfigError."""
-    if output is None and isinstance(outputs, Mapping) and len(outputs) == 1:
-        (outputs,) = outputs.values()
-    elif isinstance(outputs, Mapping):
+    if isinstance(outputs, Mapping):
+        output = next(iter(outputs)) if output is None and len(outputs) == 1 else output
         if output not in outputs:
+            what = "one tensor" if output is None else f"the output {output}"
             raise ConfigError(
-                f"{metric} reads the output {output}, but the recipe's loss gives {', '.join(outputs)}. "
-                f"Name one of them: {metric}(..., output=...)."
+                f"{metric} reads {what}, but the recipe's loss gives {', '.join(outputs)}. Return a single "
+                f"one, or name one of them, {metric}(..., output=...), if the metric is of launcher.recipe."
             )
         outputs = outputs[output]
     if isinstance(outputs, Tensor):
         return outputs
-    raise ConfigError(
-        f"{metric} reads Loss.outputs as a tensor; the recipe's loss gave {type(outputs).__name__}."
-    )
+    raise ConfigError(f"{metric} reads Loss.outputs as a tensor; the loss gave {type(outputs).__name__}.")
 
 
 def column_of(batch: Batch, name: str, metric: str, advice: str) -> Tensor:

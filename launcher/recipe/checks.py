@@ -63,8 +63,7 @@ def refuse_taken_name(name: str, metric: str, taken: Mapping[str, str]) -> None:
     """Raise ConfigError for a metric's name that is `taken` (metric by name) or reserved."""
     if name in RESERVED:
         raise ConfigError(
-            f"the metric {metric} gives the name {name!r}, which every evaluation has already. Give it "
-            "another name."
+            f"the metric {metric} gives the name {name!r}, which every evaluation has already. Rename it."
         )
     if name in taken:
         raise ConfigError(
@@ -91,14 +90,21 @@ def refuse_unknown_comparison(compare_by: str | None, names: Iterable[str], sets
     )
 
 
-def without_empty_sets(recipe: Recipe) -> Recipe:
-    """The recipe without its empty validation sets, of which nothing was held out on purpose."""
-    sets = {
-        name: data
-        for name, data in recipe.validation_sets.items()
-        if not (isinstance(data, Sized) and len(data) == 0)
-    }
-    return recipe if ONLY_SET in sets else replace(recipe, validation=sets)
+def checked(recipe: Recipe, may_lack: bool) -> Recipe:
+    """The recipe. Raises ConfigError or DataError for one that cannot be trained.
+
+    One that `may_lack` validation loses its empty sets, of which nothing was held out on purpose.
+    """
+    if may_lack:
+        sets = {name: each for name, each in recipe.validation_sets.items() if not _is_empty(each)}
+        recipe = recipe if ONLY_SET in sets else replace(recipe, validation=sets)
+    refuse_unusable_metrics(recipe)
+    refuse_unusable_data(recipe, may_lack)
+    return recipe
+
+
+def _is_empty(data: object) -> bool:
+    return isinstance(data, Sized) and len(data) == 0
 
 
 def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
@@ -111,11 +117,8 @@ def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
         raise DataError("Recipe.validation has no set: give it at least one, by name, or a single one alone.")
     for name, data in sets.items():
         if not isinstance(name, str) or "/" in name or (name == ONLY_SET and data is not recipe.validation):
-            raise DataError(
-                f"{name!r} in Recipe.validation is not a valid name: it must be a non-empty string "
-                "without '/'."
-            )
-        if isinstance(data, Sized) and len(data) == 0:
+            raise DataError(f"{name!r} in Recipe.validation is not a valid name: give a text without '/'.")
+        if _is_empty(data):
             raise DataError(
                 f"the {set_title(name)} set of the recipe is empty: an evaluation needs at least one sample. "
                 "Give it some, for instance a part of the training set."

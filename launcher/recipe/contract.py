@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy
@@ -26,9 +27,8 @@ from launcher.errors import ConfigError
 from launcher.metrics import Classification, LossMetric, Metric
 
 Schedule = Callable[[int, int], float]  # (applied step from 0, their total) -> factor on optim.lr
-Source = (
-    TensorData | Indexed | Iterable[Any]
-)  # columns in memory, or a map-style data set of torch or Hugging Face
+# Columns in memory, a map-style data set of torch or Hugging Face, or a stream.
+Source = TensorData | Indexed | Iterable[Any]
 # (model, position) -> texts, numbers and pictures by name, for the console, metrics.jsonl and the tracker.
 # Called on rank 0 alone: it must not communicate, and only read the model, which is in evaluation mode.
 # `position.epoch` counts from 0, `position.step` from 1.
@@ -140,14 +140,10 @@ def class_loss(
 
     `label_smoothing` is the probability that is spread over all classes. `mixed` needs labels [n].
     """
+    measured = partial(F.cross_entropy, logits, ignore_index=IGNORED, label_smoothing=label_smoothing)
     if mixed is None:
-        return F.cross_entropy(
-            logits, labels, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing
-        )
-    own, other = (
-        F.cross_entropy(logits, each, reduction="none", ignore_index=IGNORED, label_smoothing=label_smoothing)
-        for each in (labels, mixed.labels)
-    )
+        return measured(labels, reduction="sum")
+    own, other = (measured(each, reduction="none") for each in (labels, mixed.labels))
     return torch.lerp(other, own, mixed.share).sum()
 
 

@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import extract_tb
@@ -27,12 +27,7 @@ from launcher.config.schema import Config
 from launcher.config.user_code import defined_at, short_traceback
 from launcher.engine import ParameterGroup
 from launcher.errors import ConfigError, LauncherError, described
-from launcher.recipe.checks import (
-    refuse_other_arguments,
-    refuse_unusable_data,
-    refuse_unusable_metrics,
-    without_empty_sets,
-)
+from launcher.recipe.checks import checked, refuse_other_arguments
 from launcher.recipe.contract import ModelBuilder, Recipe, Schedule
 from launcher.recipe.training_aids import with_training_aids
 
@@ -41,8 +36,7 @@ Found = TypeVar("Found")
 REGISTERED = "launcher_registered"  # the attribute that a decorator sets on a function
 TOP_LEVEL = (
     'A function of your own is found if it is marked, as with @recipe("name") in the line above, and a name '
-    "at the top level of its file refers to it: assign one that is made in a loop or a function to such a "
-    "name."
+    "at the top level of its file refers to it: give such a name to one that is made in a function."
 )
 
 
@@ -93,14 +87,16 @@ def registry_of(user_path: str | None) -> Registry:
     files = sorted(path for path in recipes_dir().glob("*.py") if not path.name.startswith("_"))
     if user_path is not None:
         files.append(_user_file(user_path))
-    entries = [(file, *entry) for file in files for entry in _registered_in(_load(file))]
-    schedules, optimizers = _by_name("schedule", entries), _by_name("optimizer", entries)
-    for kind, own, known in (("schedule", schedules, SCHEDULES), ("optimizer", optimizers, OPTIMIZERS)):
-        if taken := sorted(own.keys() & set(known)):
-            raise ConfigError(
-                f'@{kind}("{taken[0]}"): that {kind} is one of the launcher. Choose another name.'
-            )
-    return Registry(_by_name("recipe", entries), _by_name("model", entries), schedules, optimizers)
+    found: dict[str, dict[str, Any]] = {"recipe": {}, "model": {}, "schedule": {}, "optimizer": {}}
+    for file in files:
+        for kind, name, function in _registered_in(_load(file)):
+            if name in found[kind]:
+                first = sys.modules[found[kind][name].__module__].__file__
+                raise ConfigError(f'@{kind}("{name}") is given twice: in {first} and in {file}. Rename one.')
+            if name in {"schedule": SCHEDULES, "optimizer": OPTIMIZERS}.get(kind, ()):
+                raise ConfigError(f'@{kind}("{name}"): that {kind} is one of the launcher. Rename it.')
+            found[kind][name] = function
+    return Registry(found["recipe"], found["model"], found["schedule"], found["optimizer"])
 
 
 def _mark(kind: str, name: str) -> Callable[[Function], Function]:
@@ -125,22 +121,6 @@ def _registered_in(module: ModuleType) -> list[tuple[str, str, Callable[..., Any
         if getattr(function, "__module__", None) == module.__name__
         for kind, name in getattr(function, "__dict__", {}).get(REGISTERED, ())  # not that of a base class
     ]
-
-
-def _by_name(
-    wanted: str, entries: Iterable[tuple[Path, str, str, Callable[..., Any]]]
-) -> dict[str, Callable[..., Any]]:
-    found: dict[str, tuple[Path, Callable[..., Any]]] = {}
-    for file, kind, name, function in entries:
-        if kind != wanted:
-            continue
-        if name in found:
-            first = found[name][0]
-            raise ConfigError(
-                f'@{kind}("{name}") is given twice: in {first} and in {file}. Rename one of them.'
-            )
-        found[name] = (file, function)
-    return {name: function for name, (_, function) in found.items()}
 
 
 def _user_file(user_path: str) -> Path:
@@ -198,17 +178,14 @@ def load_recipe(config: Config) -> Recipe:
     uses = config.recipe.uses
     build = look_up("recipe.uses", uses, registry.recipes)
     refuse_other_arguments(f'the function under @recipe("{uses}")', build, "(config)")
-    named = schedule_named(config.schedule.name, registry)
+    schedules = {**dict.fromkeys(SCHEDULES), **registry.schedules}  # None of those of the launcher
+    named = look_up("schedule.name", config.schedule.name, schedules)
     built = build(config)
     if not isinstance(built, Recipe):
         raise ConfigError(
-            f'the function under @recipe("{uses}") returned {type(built).__name__}. '
-            f"It has to return a launcher.recipe.Recipe."
+            f'the function under @recipe("{uses}") returned {type(built).__name__}: it must return a Recipe.'
         )
-    if config.data.val_fraction == 0:
-        built = without_empty_sets(built)
-    refuse_unusable_metrics(built)
-    refuse_unusable_data(built, may_lack=config.data.val_fraction == 0)
+    built = checked(built, may_lack=config.data.val_fraction == 0)
     if built.schedule is not None and not callable(built.schedule):
         raise ConfigError(
             f"the recipe's schedule={built.schedule!r}: it must be a function of (step, total), or None. "
@@ -223,13 +200,6 @@ def load_recipe(config: Config) -> Recipe:
         )
     built = with_training_aids(built, config)
     return built if named is None else replace(built, schedule=named)
-
-
-def schedule_named(name: str, registry: Registry) -> Schedule | None:
-    """The registered schedule; None for those of the launcher. ConfigError for an unknown name."""
-    if name in SCHEDULES:
-        return None
-    return look_up("schedule.name", name, {**dict.fromkeys(SCHEDULES), **registry.schedules})
 
 
 def model_builder(config: Config, **facts: Any) -> ModelBuilder:

@@ -11,7 +11,6 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -60,16 +59,11 @@ def _aided(loss: Callable[..., Loss], arguments: dict[str, Any]) -> Callable[[nn
 
 
 def _require_argument(recipe: Recipe, name: str, wish: str) -> None:
-    try:
-        parameters = inspect.signature(recipe.loss).parameters
-    except (TypeError, ValueError):
-        parameters = MappingProxyType({})
-    if name not in parameters:
+    if name not in inspect.signature(recipe.loss).parameters:
         title = getattr(recipe.loss, "__qualname__", type(recipe.loss).__name__)
         raise ConfigError(
-            f"{wish}: the recipe's loss, {title}, has no argument {name}, so this would change nothing. Use "
-            f"launcher.recipe.cross_entropy, or give the loss an argument {name} and hand it on to "
-            "launcher.recipe.class_loss."
+            f"{wish}: the recipe's loss, {title}, has no argument {name}, so this would change nothing. Give "
+            "it one, handed on to launcher.recipe.class_loss, or use launcher.recipe.cross_entropy."
         )
 
 
@@ -78,10 +72,7 @@ def _require_images(recipe: Recipe, alpha: float) -> None:
     lacking = [name for name in (IMAGE, recipe.label) if name not in columns]
     if recipe.classes is None or lacking:
         reason = f"its training set has no column {lacking[0]}" if lacking else "it has no classes"
-        raise ConfigError(
-            f"data.augment.mixup={alpha:g}: mixes images and their classes, and the recipe has none: "
-            f"{reason}. Set data.augment.mixup=0."
-        )
+        raise ConfigError(f"data.augment.mixup={alpha:g} mixes images of classes: {reason}. Set it to 0.")
 
 
 def refuse_split_pairs(plan: BatchPlan, alpha: float, total_steps: int) -> None:
@@ -93,17 +84,15 @@ def refuse_split_pairs(plan: BatchPlan, alpha: float, total_steps: int) -> None:
         return
     last = min(plan.steps_per_epoch, total_steps) - 1
     for step in {0, last}:  # all but the last of an epoch are as large as the first
-        size = len(plan.global_batch(step))
-        for rank in range(plan.world_size):
-            for part in replace(plan, rank=rank).micro_positions(step):
-                start, stop = (edge - step * plan.batch_size for edge in (part.start, part.stop))
-                if start % 2 or (stop % 2 and stop != size):
-                    raise ConfigError(
-                        f"data.augment.mixup={alpha:g} mixes samples in pairs, but a micro-batch of the "
-                        f"{size} samples of step {step + 1} of an epoch has an odd number of samples on rank "
-                        f"{rank}. Choose a data.batch_size and data.micro_batch that leave an even number to "
-                        "each rank, or set data.drop_last=true if it is the rest of an epoch."
-                    )
+        batch = plan.global_batch(step)
+        ranks = (replace(plan, rank=rank) for rank in range(plan.world_size))
+        parts = [part for rank in ranks for part in rank.micro_positions(step)]  # one after another
+        if any((part.stop - batch.start) % 2 for part in parts[:-1]):
+            raise ConfigError(
+                f"data.augment.mixup={alpha:g} mixes samples in pairs, but a micro-batch of the {len(batch)} "
+                f"samples of step {step + 1} of an epoch has an odd number. Choose data.batch_size and "
+                "data.micro_batch for an even one on each rank, or drop a rest by data.drop_last=true."
+            )
 
 
 @dataclass(frozen=True)
@@ -128,9 +117,8 @@ class Mixup:
         images, labels = batch.get(IMAGE), batch.get(self.label)
         if images is None or labels is None or not images.is_floating_point() or labels.ndim != 1:
             raise ConfigError(
-                f"data.augment.mixup={self.alpha:g}: needs a column {IMAGE} of floating-point numbers and a "
-                f"column {self.label} with a class for each sample, after the recipe's train_transform. The "
-                f"batch has {', '.join(batch)}. Set data.augment.mixup=0."
+                f"data.augment.mixup={self.alpha:g} needs a floating-point column {IMAGE} and a column "
+                f"{self.label} of classes after train_transform, not {', '.join(batch)}. Set it to 0."
             )
         positions = torch.arange(len(labels), device=labels.device)
         partner = (positions ^ 1).clamp(max=len(labels) - 1)  # the last of an odd number is its own

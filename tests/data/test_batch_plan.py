@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.data.batch_plan import BatchPlan, cut, epoch_noise, epoch_order, share_of
-from launcher.data.tensors import DeviceBatches, TensorData, tensor_batches
+from launcher.data.tensors import DeviceBatches, TensorData
 from launcher.errors import DataError
 from tests.ranks.harness import run_ranks
 
@@ -185,7 +185,7 @@ def test_evaluation_batches_cover_every_sample_once(num_samples, world_size, bat
     data = numbered(num_samples)
     seen = []
     for rank in range(world_size):
-        for count, batch in tensor_batches(data, rank, world_size, batch_size):
+        for count, batch in data.evaluation_batches(rank, world_size, batch_size):
             assert 0 < count == len(batch["number"]) <= batch_size
             seen += batch["number"].tolist()
     assert seen == list(range(num_samples))

@@ -19,7 +19,7 @@ from launcher.data.indexed import IndexedData, LoadedBatches
 from launcher.data.labels import Labels
 from launcher.data.loader import Loading, loader_processes
 from launcher.data.reader import Request
-from launcher.data.sources import evaluation_batches, readable, training_batches
+from launcher.data.sources import readable, training_batches
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData
 from launcher.errors import DataError, Interrupted, LauncherError, LoaderKilledError, StalledError
@@ -143,7 +143,7 @@ def test_an_evaluation_visits_every_sample_once_in_order(workers):
             found = []
             for rank in range(3):
                 data = IndexedData(Noisy(11), None, loading(workers), "validation")
-                for count, batch in evaluation_batches(data, rank, 3, 2):
+                for count, batch in data.evaluation_batches(rank, 3, 2):
                     assert count == len(batch["index"])
                     found += batch["index"].tolist()
             assert found == list(range(11))
@@ -152,8 +152,8 @@ def test_an_evaluation_visits_every_sample_once_in_order(workers):
 def test_an_evaluation_that_was_broken_off_can_be_repeated():
     with loader_processes():
         data = IndexedData(Noisy(11), None, loading(2), "validation")
-        next(iter(evaluation_batches(data, 0, 1, 2)))
-        again = [i for _, batch in evaluation_batches(data, 0, 1, 2) for i in batch["index"].tolist()]
+        next(iter(data.evaluation_batches(0, 1, 2)))
+        again = [i for _, batch in data.evaluation_batches(0, 1, 2) for i in batch["index"].tolist()]
         assert again == list(range(11))
 
 
@@ -187,7 +187,7 @@ def test_an_evaluation_accounts_for_bad_samples():
     data = IndexedData(Noisy(6, {1: torn, 4: torn, 5: torn}), None, loading(max_bad=3), "validation")
     found = [
         (count, None if batch is None else batch["index"].tolist())
-        for count, batch in evaluation_batches(data, 0, 1, 2)
+        for count, batch in data.evaluation_batches(0, 1, 2)
     ]
     assert found == [(1, [0]), (1, None), (2, [2, 3]), (2, None)]
 
@@ -197,7 +197,7 @@ def test_an_evaluation_never_waits_for_the_device():
     how = Loading(0, META, seed=5, max_bad=1)
     data = IndexedData(Noisy(6, {1: torn}), None, how, "validation")
     with MetaDevice() as device:
-        found = list(evaluation_batches(data, 0, 1, 2))
+        found = list(data.evaluation_batches(0, 1, 2))
     assert [count for count, _ in found] == [1, 1, 2, 2]
     assert device.reads == []
     assert {upload.partition(":")[0] for upload in device.uploads} == {"data/tensors.py to_device"}
@@ -272,7 +272,7 @@ def test_a_held_out_sample_that_hangs_is_named_beside_the_idle_pool_of_the_train
         hangs = Noisy(11, {7: lambda: time.sleep(600)})
         held_out = IndexedData(hangs, None, loading(workers=1, timeout_s=1.0), "validation")
         with pytest.raises(StalledError, match="they were reading sample 7 of the validation set"):
-            list(evaluation_batches(held_out, 0, 1, 2))
+            list(held_out.evaluation_batches(0, 1, 2))
 
 
 @pytest.mark.parametrize("end", ["killed", "hangs"])

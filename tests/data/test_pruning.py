@@ -10,6 +10,7 @@ import torch
 
 from launcher.data.images.cache import open_cache
 from launcher.data.tensor_cache import KEPT_DAYS, Stored, cached, prune
+from tests.data.images.photographs import num_stored
 
 SHAPE = (3, 2, 2)
 OLD_S = (KEPT_DAYS + 1) * 86400
@@ -45,7 +46,7 @@ def test_a_new_cache_removes_one_that_nobody_has_used_for_long(tmp_path, make):
 def test_use_makes_it_young(tmp_path, make):
     path = age(make(tmp_path))
     if make is images:
-        assert open_cache(tmp_path, "k", 1, SHAPE).num_stored == 1
+        assert num_stored(open_cache(tmp_path, "k", 1, SHAPE)) == 1
     else:
         cached(tmp_path, {"key": "k"}, lambda: pytest.fail("it is there"))
     prune(tmp_path)

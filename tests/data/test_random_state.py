@@ -5,15 +5,7 @@ import pytest
 import torch
 from numpy.random import PCG64, mtrand
 
-from launcher.data.random_state import (
-    GeneratorsKept,
-    _numpy,
-    _python,
-    restore,
-    seed_all,
-    states,
-    undrawn_since,
-)
+from launcher.data.random_state import GeneratorsKept, _numpy, _python, restore, seed_all, states
 
 DRAWS = {
     "Python": random.random,
@@ -33,10 +25,10 @@ def test_what_has_drawn_is_found_and_undone(draw, before):
     for _ in range(before):
         draw()
     at_start = states()
-    assert undrawn_since(at_start)
+    assert at_start.undrawn()
     with GeneratorsKept():
         first = draw()
-        assert not undrawn_since(at_start)
+        assert not at_start.undrawn()
         seed_all(2)
     assert draw() == first
     restore(at_start)
@@ -53,7 +45,7 @@ def test_any_number_of_draws_is_found(draw, draws):
         at_start = states()
         for _ in range(draws):
             draw()
-        assert not undrawn_since(at_start)
+        assert not at_start.undrawn()
 
 
 @pytest.mark.parametrize(
@@ -75,10 +67,10 @@ def test_a_spare_number_is_found_where_the_words_are_the_same(seed, draw, normal
     without = states()
     seed(3)
     normal()
-    assert not undrawn_since(without)
+    assert not without.undrawn()
     with_spare = states()
     drawn()
-    assert not undrawn_since(with_spare)
+    assert not with_spare.undrawn()
     following = draw()
     restore(with_spare)
     spare = normal()
@@ -92,7 +84,7 @@ def test_another_seed_is_found_also_at_the_same_position(draw):
     seed_all(1)
     at_start = states()
     random.seed(2) if draw is random.random else numpy.random.seed(2)
-    assert not undrawn_since(at_start)
+    assert not at_start.undrawn()
 
 
 def test_the_generators_of_this_version_are_watched_rather_than_copied():

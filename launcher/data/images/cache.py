@@ -59,7 +59,8 @@ class ImageCache:
 
     def __init__(self, folder: Path, digest: str, count: int, shape: tuple[int, int, int]) -> None:
         self.path = folder / f"{digest[:32]}.images"
-        self._partial = folder / f"{digest[:32]}.{_boot()}.partial"
+        # Of this boot: what had not reached the disk when a machine crashed is lost, but its byte may not be.
+        self._partial = folder / f"{digest[:32]}.{BOOT_ID.read_text()[:8].strip()}.partial"
         self._header = (MAGIC + digest.encode()).ljust(PAGE, b"\0")
         self._image_bytes = int(np.prod(shape))
         self._first_pixel = PAGE + -(-count // PAGE) * PAGE
@@ -74,11 +75,6 @@ class ImageCache:
         self._states = content[PAGE : PAGE + count]
         self._pixels = content[self._first_pixel :].reshape(count, *shape)
         self._publish()  # the run that stored the last image may have been killed before it did
-
-    @property
-    def num_stored(self) -> int:
-        """The images that need not be decoded."""
-        return int(np.count_nonzero(self._states == STORED))
 
     def get(self, index: int) -> UInt8Array | None:
         """The image, in memory that is shared until it is written to; None where it has to be decoded."""
@@ -182,12 +178,3 @@ class ImageCache:
                 os.replace(self._partial, self.path)
         for rest in self.path.parent.glob(f"{self.path.stem}.*.partial"):  # of boots before this one
             rest.unlink(missing_ok=True)
-
-
-def _boot() -> str:
-    """What a crash of the machine changes: pixels that had not reached the disk are lost, their byte may not
-    be, so what an earlier boot left unfinished is not used."""
-    try:
-        return BOOT_ID.read_text().strip()[:8]
-    except OSError:
-        return f"pid{os.getppid()}"

@@ -18,28 +18,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from launcher.config.messages import install_line, unknown_name
+from launcher.config.messages import unknown_name
 from launcher.config.schema import AugmentConfig, DataConfig
-from launcher.data.augment import Constants, Normalise, NormaliseBatch, crop_and_flip, photograph_transform
+from launcher.data.augment import Constants, ImageTransform, Normalise
 from launcher.data.batch_plan import generator_for
 from launcher.data.images.cache import open_cache
 from launcher.data.images.folder import COLUMNS, list_csv, list_folder
 from launcher.data.images.hugging_face import list_rows, load_parquet_splits
-from launcher.data.images.photograph_set import (
-    MEAN,
-    STD,
-    Listing,
-    PhotographOptions,
-    PhotographSet,
-    refuse_padding,
-)
+from launcher.data.images.photograph_set import Listing, PhotographOptions, PhotographSet, refuse_padding
 from launcher.data.options import Cache, Count, NoOptions, Text, options_of, refuse_path
 from launcher.data.split import parts
 from launcher.data.tensor_cache import cache_folder
 from launcher.data.tensors import Batch, TensorData
-from launcher.errors import ConfigError, PreflightError
+from launcher.errors import ConfigError
 
 DIGITS_MAXIMUM = 16  # the set counts dark pixels of 4 x 4 blocks
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's photographs, as torchvision has them
 
 
 @dataclass(frozen=True)
@@ -114,19 +108,13 @@ class ImageSet:
 
     def train_transform(self, augment: AugmentConfig) -> Callable[[Batch, Tensor], Batch]:
         """(batch, noise fp32 [n, >= 3]) -> batch with randomly cropped, mirrored, normalised fp32 images."""
-        if isinstance(self.train, PhotographSet):
-            return photograph_transform(Normalise(self.mean, self.std), self.height)
-        normalise = self.eval_transform()
-
-        def transform(batch: Batch, noise: Tensor) -> Batch:
-            image = crop_and_flip(batch["image"], noise, augment.crop_padding, augment.flip)
-            return normalise({**batch, "image": image})
-
-        return transform
+        # A photograph without a cache is cut and mirrored where it is decoded.
+        flip = augment.flip and isinstance(self.train, TensorData)
+        return ImageTransform(Normalise(self.mean, self.std), self.height, augment.crop_padding, flip)
 
     def eval_transform(self) -> Callable[[Batch], Batch]:
         """batch -> the same with normalised fp32 images."""
-        return NormaliseBatch(Normalise(self.mean, self.std))
+        return ImageTransform(Normalise(self.mean, self.std))
 
 
 def load_images(config: DataConfig) -> ImageSet:
@@ -232,10 +220,8 @@ def split(data: TensorData, val_fraction: float) -> tuple[TensorData, TensorData
 def _digits_table() -> np.ndarray[Any, np.dtype[np.float64]]:
     """[1797, 65]: 64 pixels and the digit. Read without importing scikit-learn, which takes a second."""
     package = importlib.util.find_spec("sklearn")
-    if package is None or package.origin is None:
-        raise PreflightError(
-            f"data=digits needs scikit-learn, which is not installed: {install_line('scikit-learn')}"
-        )
+    assert package is not None
+    assert package.origin is not None
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     return np.loadtxt(io.BytesIO(gzip.decompress(file.read_bytes())), delimiter=",")
 

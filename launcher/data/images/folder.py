@@ -119,16 +119,12 @@ def _named_parts(root: Path, train: str | None, validation: str | None) -> dict[
 def _parts(root: Path) -> dict[Path, bool | None]:
     """The folders of class folders, and whether they are held out; None: to be split."""
     folders = _folders(root)
-    by_role = {role: folder for folder in folders if (role := _role(folder.name))}
-    trained = sorted(
-        (rest, name) for name, rest in by_role if name in TRAIN and _folders(by_role[name, rest])
-    )
+    roles = {role: folder for folder in folders if (role := _role(folder.name))}
+    trained = sorted((rest, name) for name, rest in roles if name in TRAIN and _folders(roles[name, rest]))
     for rest, name in trained:
-        if held_out := next((by_role[each, rest] for each in VALIDATION if (each, rest) in by_role), None):
-            return {_unwrapped(by_role[name, rest]): False, _unwrapped(held_out): True}
-    if trained and not trained[0][0]:
-        _refuse_lone_train(root, by_role[trained[0][1], ""], folders)
-    _refuse_same_folders(root, folders)
+        if held_out := next((roles[each, rest] for each in VALIDATION if (each, rest) in roles), None):
+            return {_unwrapped(roles[name, rest]): False, _unwrapped(held_out): True}
+    _refuse_parts(root, folders, roles[trained[0][1], ""] if trained and not trained[0][0] else None)
     return {root: None}
 
 
@@ -144,29 +140,26 @@ def _unwrapped(folder: Path) -> Path:
     return inner if [entry.name for entry in _entries(folder)] == [folder.name] and inner.is_dir() else folder
 
 
-def _refuse_same_folders(root: Path, folders: Sequence[Path]) -> None:
-    """Raise DataError for folders that are more likely the parts of a set than its classes."""
-    within = [tuple(each.name for each in _folders(folder)) for folder in folders]
-    if len(folders) > 1 and len(within[0]) > 1 and len(set(within)) == 1:
-        first, second, *_ = (folder.name for folder in folders)
-        raise DataError(
-            f"data.path={root}: {listed([f'{folder.name}/' for folder in folders], SHOWN)} all hold the same "
-            f"folders: {listed(within[0], SHOWN)}. If these are the classes, name the parts: "
-            f"data.train={first} data.validation={second}; if the folders of data.path are, give data.train=."
-        )
+def _refuse_parts(root: Path, folders: Sequence[Path], train: Path | None) -> None:
+    """Raise DataError for folders that are more likely the parts of a set than its classes.
 
-
-def _refuse_lone_train(root: Path, train: Path, folders: Sequence[Path]) -> None:
-    """Raise DataError for class folders in train/ that would be read as the one class "train"."""
-    classes = {folder.name for folder in _folders(train)}
-    others = [folder for folder in folders if folder != train]
-    alike = [folder.name for folder in others if classes & {each.name for each in _folders(folder)}]
-    if classes and (alike or not others):
-        held_out = "/, ".join(VALIDATION)
+    Such as class folders in `train`, the one of this name, which would be read as one class.
+    """
+    names = [folder.name for folder in folders]
+    within = {folder: tuple(each.name for each in _folders(folder)) for folder in folders}
+    if train is not None:
+        others = [within[folder] for folder in folders if folder != train]
+        if not others or set(within[train]) & {name for each in others for name in each}:
+            raise DataError(
+                f"data.path={root} has class folders in {train.name}/, but no {'/, '.join(VALIDATION)}/ "
+                f"beside it. It has: {listed(names, SHOWN)}. Give the held-out images one of these names, or "
+                f"hold out a part of the others: data.path={train}."
+            )
+    if len(folders) > 1 and len(within[folders[0]]) > 1 and len(set(within.values())) == 1:
         raise DataError(
-            f"data.path={root} has class folders in {train.name}/, but no {held_out}/ beside it. It has: "
-            f"{listed([folder.name for folder in folders], SHOWN)}. Give the held-out images one of these "
-            f"names, or hold out a part of the others: data.path={train}."
+            f"data.path={root}: {'/, '.join(names[:SHOWN])}/ all hold the same folders: "
+            f"{listed(within[folders[0]], SHOWN)}. If these are the classes, name the parts: "
+            f"data.train={names[0]} data.validation={names[1]}; if the folders of data.path are, data.train=."
         )
 
 
@@ -192,8 +185,7 @@ def list_csv(
     if missing:
         raise DataError(
             f"data.csv={file} names {len(missing)} file(s) that cannot be found in {root}: "
-            f"{listed(missing, SHOWN)}. Paths are relative to data.path, or else to the CSV's folder; one "
-            "without a suffix is tried with those of images."
+            f"{listed(missing, SHOWN)}. Paths are relative to data.path, or else to the CSV's folder."
         )
     return listing_of(root, files, val_fraction, f"data.csv={file}")
 
@@ -236,8 +228,7 @@ def _split(files: Sequence[File], val_fraction: float) -> list[File]:
     bare = [name for number, name in enumerate(names) if not held_out[labels == number].any()]
     if bare and held_out.any():
         warnings.warn(
-            f"no image is held out of {len(bare)} class(es), which have too few: {listed(bare, SHOWN)}. The "
-            "evaluation says nothing about them.",
+            f"no image is held out of {len(bare)} class(es), which have too few: {listed(bare, SHOWN)}",
             DataWarning,
             stacklevel=2,
         )
@@ -257,8 +248,7 @@ def _labelled(root: Path, parent: Path, held_out: bool | None, ignored: Counter[
         files = list(_images(root, folder, held_out, ignored))
         if not files:
             raise DataError(
-                f"the class folder {folder} has no images. Remove it, or put some in. Known kinds: "
-                f"{', '.join(sorted(SUFFIXES))}."
+                f"the class folder {folder} has no images. Remove it. Kinds: {', '.join(sorted(SUFFIXES))}."
             )
         yield from files
 
@@ -311,8 +301,7 @@ def _report_ignored(root: Path, ignored: Counter[str]) -> None:
     if ignored:
         kinds = [f"{count} {suffix or 'without a suffix'}" for suffix, count in ignored.most_common()]
         warnings.warn(
-            f"{ignored.total()} file(s) below {root} are not used: {listed(kinds, SHOWN)}. Only images in "
-            "class folders are.",
+            f"{ignored.total()} file(s) below {root} are no images of a class folder: {listed(kinds, SHOWN)}",
             DataWarning,
             stacklevel=3,
         )

@@ -9,7 +9,6 @@ written, so that it may be read-only and several ranks may read it at once.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,15 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from launcher.config.messages import nearest, suggestion
 from launcher.config.schema import DataConfig
 from launcher.data.images.folder import TRAIN, VALIDATION
-from launcher.data.images.photograph import DAMAGED, Source
+from launcher.data.images.photograph import Source, as_rgb, read_image
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.libraries import datasets_library, offline_if_unreachable
 from launcher.data.split import class_numbers, parts, refuse_one_class
@@ -69,8 +66,7 @@ class HubListing:
         for index in range(len(self.places)) if names_files else ():
             source, _ = self.source(index)
             if isinstance(source, Path) and source.exists():
-                about = source.stat()
-                digest.update(f"{source}\0{about.st_size}\0{about.st_mtime_ns}\n".encode())
+                digest.update(f"{source}\0{size_and_time(source)}\n".encode())
         return digest.hexdigest()
 
     def identity(self, index: int) -> str:
@@ -80,18 +76,18 @@ class HubListing:
     def source(self, index: int) -> tuple[Source, str]:
         """The image, or the file that holds it. Raises DataError where the cell is empty."""
         which, row = self.places[index]
-        name = f"{self.where}, row {row}" + (
-            f" of the {('training', 'validation')[which]} split" if which else ""
-        )
-        cell = self.rows[which][row][self.image_column]
-        content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
-        if isinstance(content, bytes):
-            return content, name
-        named = path or content
-        if isinstance(named, str):
-            file = self.base / named
-            return file, f"{name} ({file})"
-        raise DataError(f"{name} has no image in column {self.image_column}: {type(content).__name__}.")
+        name = f"{self.where}, row {row}{' of the validation split' if which else ''}"
+        return _source(self.rows[which][row][self.image_column], self.base, name)
+
+
+def _source(cell: Any, base: Path, name: str) -> tuple[Source, str]:
+    content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
+    if isinstance(content, bytes):
+        return content, name
+    named = path or content
+    if isinstance(named, str):
+        return base / named, f"{name} ({base / named})"
+    raise DataError(f"{name} has no image: its cell holds {type(content).__name__}.")
 
 
 def list_rows(
@@ -103,16 +99,15 @@ def list_rows(
     """
     library = datasets_library("data=hf")
     where = f"data.path={path}"
-    train, held_out = _splits(_loaded(library, path, where, named=image_column is not None), where)
+    splits = _splits(_loaded(library, path, where, named=image_column is not None), where)
     file = Path(path)
     base = file if file.is_dir() else file.parent
-    return _listing(library, train, held_out, (image_column, label_column), where, base, val_fraction)
+    return _listing(library, splits, (image_column, label_column), where, base, val_fraction)
 
 
 def _listing(
     library: ModuleType,
-    train: Any,
-    held_out: Any | None,
+    splits: Sequence[Any],
     columns: tuple[str | None, str | None],
     where: str,
     base: Path,
@@ -123,29 +118,23 @@ def _listing(
 
     `numbered`: whole numbers without names are those of classes, counted from 0 in both splits.
     """
-    image = _column(train, "image", columns[0], library.Image, IMAGE_COLUMNS, where)
-    label = _column(train, "label", columns[1], library.ClassLabel, LABEL_COLUMNS, where)
-    rows = tuple(_undecoded(library, each, image) for each in (train, held_out) if each is not None)
-    values = [_values(each, label, where) for each in rows]
-    classes = _classes(train.features[label], values, numbered)
-    labels = [_numbers(each, classes, train.features[label], where) for each in values]
-    if held_out is None:
-        split = parts(torch.tensor(labels[0]), val_fraction, f"rows of {where}", DataError)
-        train_places, held_out_places = ([(0, row) for row in part] for part in split)
-    else:
-        train_places, held_out_places = ([(n, row) for row in range(len(labels[n]))] for n in (0, 1))
-    places = (*train_places, *held_out_places)
+    features = splits[0].features
+    image = _column(features, "image", columns[0], library.Image, IMAGE_COLUMNS, where)
+    label = _column(features, "label", columns[1], library.ClassLabel, LABEL_COLUMNS, where)
+    if isinstance(features[image], library.Image):
+        splits = [each.cast_column(image, library.Image(decode=False)) for each in splits]
+    values = [_values(each, label, where) for each in splits]
+    classes = _classes(features[label], values, numbered)
+    labels = [_numbers(each, classes, features[label], where) for each in values]
+    places = [(which, row) for which, each in enumerate(labels) for row in range(len(each))]
+    num_train = len(labels[0])
+    if len(splits) == 1:
+        train, held_out = parts(torch.tensor(labels[0]), val_fraction, f"rows of {where}", DataError)
+        num_train, places = len(train), [(0, row) for row in (*train, *held_out)]
     refuse_one_class(classes, where)
-    return HubListing(
-        base=base,
-        rows=rows,
-        places=places,
-        labels=tuple(labels[which][row] for which, row in places),
-        classes=tuple(map(str, classes)),
-        num_train=len(train_places),
-        image_column=image,
-        where=where,
-    )
+    of_places = tuple(labels[which][row] for which, row in places)
+    names = tuple(map(str, classes))
+    return HubListing(base, tuple(splits), tuple(places), of_places, names, num_train, image, where)
 
 
 def load_parquet_splits(
@@ -176,11 +165,11 @@ def _decoded(
     """The images and labels of both splits, and the names of the classes."""
     library = datasets_library("data=cifar10")
     loaded = _in_memory(library, files) if files else _loaded(library, where, where, OF_ONE_SIZE)
-    train, test = (loaded[name] for name in SPLITS)
+    splits = [loaded[name] for name in SPLITS]
     image, label = columns
-    if label is None and LABEL_COLUMNS[0] in train.features:
+    if label is None and LABEL_COLUMNS[0] in splits[0].features:
         label = LABEL_COLUMNS[0]
-    listing = _listing(library, train, test, (image, label), where, Path(), numbered=True)
+    listing = _listing(library, splits, (image, label), where, Path(), numbered=True)
     labels = torch.tensor(listing.labels)
     tensors = {"train/label": labels[: listing.num_train], "test/label": labels[listing.num_train :]}
     for name, rows in zip(SPLITS, listing.rows, strict=True):
@@ -251,32 +240,34 @@ def _read(library: ModuleType, files: Sequence[Path], path: str) -> Any:
     return library.load_dataset(kinds.pop(), data_files=named, **separator)
 
 
-def _splits(loaded: Any, where: str) -> tuple[Any, Any | None]:
+def _splits(loaded: Any, where: str) -> list[Any]:
+    """The split to train on and the one that is held out, or a single one to be split."""
     if not isinstance(loaded, Mapping):
-        return loaded, None
+        return [loaded]
     if len(loaded) == 1:
-        return next(iter(loaded.values())), None
-    train, held_out = (next((n for n in names if n in loaded), None) for names in (TRAIN, VALIDATION))
-    if train is None or held_out is None:
+        return [*loaded.values()]
+    found = [next((n for n in names if n in loaded), None) for names in (TRAIN, VALIDATION)]
+    if None in found:
         raise DataError(
-            f"{where} has the splits {listed(list(loaded), SHOWN)}. It needs train and one of "
-            f"{', '.join(VALIDATION)}, or a single one."
+            f"{where} has the splits {listed(list(loaded), SHOWN)}, not train and {' or '.join(VALIDATION)}."
         )
-    return loaded[train], loaded[held_out]
+    return [loaded[name] for name in found]
 
 
-def _column(rows: Any, what: str, wish: str | None, kind: type, usual: Sequence[str], where: str) -> str:
+def _column(
+    features: Mapping[str, Any], what: str, wish: str | None, kind: type, usual: Sequence[str], where: str
+) -> str:
     """The column that the config names, or the only one of this type; of labels also the first usual name.
 
     An image is never chosen of several: the other may be its mask.
     """
-    if wish is not None and wish not in rows.features:
-        close = suggestion(nearest(wish, rows.features))
-        raise ConfigError(
-            f"data.{what}_column={wish}: {where} has no such column.{close} It has {_described(rows)}."
-        )
-    typed = [name for name, each in rows.features.items() if isinstance(each, kind)]
-    named = [name for name in usual if name in rows.features]
+    kinds = [f"{name} ({getattr(each, 'dtype', type(each).__name__)})" for name, each in features.items()]
+    there = listed(kinds, 2 * SHOWN)
+    if wish is not None and wish not in features:
+        close = suggestion(nearest(wish, features))
+        raise ConfigError(f"data.{what}_column={wish}: {where} has no such column.{close} It has {there}.")
+    typed = [name for name, each in features.items() if isinstance(each, kind)]
+    named = [name for name in usual if name in features]
     if wish is not None:
         found = [wish]
     elif what == "image":
@@ -285,39 +276,24 @@ def _column(rows: Any, what: str, wish: str | None, kind: type, usual: Sequence[
         found = typed if len(typed) == 1 else named[:1] or typed
     if len(found) != 1:
         raise DataError(
-            f"{where} has {len(found) or 'no'} columns of {what}s. Its columns: {_described(rows)}. Choose "
-            f"one with data.{what}_column."
+            f"{where} has {len(found) or 'no'} columns of {what}s. Its columns: {there}. Choose one with "
+            f"data.{what}_column."
         )
-    return str(found[0])
-
-
-def _described(rows: Any) -> str:
-    kinds = [
-        f"{name} ({getattr(kind, 'dtype', type(kind).__name__)})" for name, kind in rows.features.items()
-    ]
-    return listed(kinds, 2 * SHOWN)
-
-
-def _undecoded(library: ModuleType, rows: Any, column: str) -> Any:
-    if isinstance(rows.features[column], library.Image):
-        return rows.cast_column(column, library.Image(decode=False))
-    return rows
+    return found[0]
 
 
 def _values(rows: Any, column: str, where: str) -> list[Any]:
     values: list[Any] = rows.select_columns([column]).with_format("arrow")[:][column].to_pylist()
     if not values:
         raise DataError(f"{where} has a split without rows.")
-    if wrong := [row for row, value in enumerate(values) if not _is_label(value)]:
+    if wrong := [
+        row for row, value in enumerate(values) if not isinstance(value, int | str) or not str(value).strip()
+    ]:
         raise DataError(
             f"{where}: row {wrong[0]} has {values[wrong[0]]!r} in the label column {column} ({len(wrong)} "
             "such rows). Labels must be whole numbers or strings that are not empty."
         )
     return values
-
-
-def _is_label(value: Any) -> bool:
-    return isinstance(value, int) or (isinstance(value, str) and value.strip() != "")
 
 
 def _classes(kind: Any, values: Sequence[Sequence[Any]], numbered: bool) -> list[Any]:
@@ -330,12 +306,12 @@ def _classes(kind: Any, values: Sequence[Sequence[Any]], numbered: bool) -> list
 
 def _numbers(values: Sequence[Any], classes: Sequence[Any], kind: Any, where: str) -> list[int]:
     """The index of each row's class."""
-    by_number = bool(getattr(kind, "names", None))
-    if UNLABELLED in values and (by_number or UNLABELLED not in classes):
+    names = dict(enumerate(getattr(kind, "names", None) or ()))
+    if UNLABELLED in values and (names or UNLABELLED not in classes):
         raise DataError(
             f"{where}: {values.count(UNLABELLED):,} of {len(values):,} labels are -1. {OF_UNLABELLED}"
         )
-    return class_numbers(values, classes, lambda row: where, by_number=by_number)
+    return class_numbers([names.get(value, value) for value in values], classes, lambda row: where)
 
 
 def _split_files(folder: Path, name: str) -> list[Path]:
@@ -352,28 +328,16 @@ def _split_files(folder: Path, name: str) -> list[Path]:
 def _one_size(cells: Collection[Any], where: str) -> Tensor:
     """Images, of which there is at least one, as one tensor: uint8 [n, 3, h, w]."""
     for row, cell in enumerate(cells):
-        pixels = _decode(cell.as_py(), f"{where}, row {row}")
+        source, name = _source(cell.as_py(), Path(), f"{where}, row {row}")
+        pixels = torch.from_numpy(read_image(source, name, as_rgb))
         if row == 0:
             images = torch.empty(len(cells), *pixels.shape, dtype=torch.uint8)
         if pixels.shape != images.shape[1:]:
             raise DataError(
-                f"{where}: row {row} is {_size(pixels)} pixels, row 0 {_size(images)}. All images must have "
-                "the same size: resize them first."
+                f"{where}: row {row} is {_size(pixels)} pixels, row 0 {_size(images)}: resize them first."
             )
         images[row] = pixels
     return images
-
-
-def _decode(cell: Any, where: str) -> Tensor:
-    """The pixels of a cell of {bytes, path} or bytes: uint8 [3, h, w]."""
-    encoded = cell.get("bytes") if isinstance(cell, dict) else cell
-    if not isinstance(encoded, bytes):
-        raise DataError(f"{where} is not an image: its bytes are {type(encoded).__name__}.")
-    try:
-        with Image.open(io.BytesIO(encoded)) as image:
-            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-    except DAMAGED as error:
-        raise DataError(f"{where} is an image that cannot be decoded: {first_line(error)}") from error
 
 
 def _size(images: Tensor) -> str:

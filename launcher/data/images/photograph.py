@@ -26,7 +26,6 @@ Source = Path | bytes  # a file, or its content
 ATTEMPTS = 10  # at a random region, as in torchvision
 DRAWS = 4 * ATTEMPTS  # uniform numbers that `random_region` may use
 RATIO = (3 / 4, 4 / 3)  # of width to height
-BASE_OVER_CROP = 256 / 224  # the usual resize before a centre crop
 ORIENTATION = 0x0112  # the EXIF tag
 UPRIGHT = {  # by EXIF orientation
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -70,16 +69,19 @@ def read_photograph(source: Source, name: str, choose: Choice, side: int) -> UIn
 
     Raises DataError, naming the image, where it cannot be read.
     """
+    return read_image(source, name, lambda image: _square(image, choose, side))
+
+
+def read_image(source: Source, name: str, decode: Callable[[Image.Image], Image.Image]) -> UInt8Array:
+    """What `decode` makes of the opened image, in RGB: uint8 [3, h, w]. Raises DataError, naming it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # of odd metadata; beyond twice Pillow's limit of pixels it raises
+            # Of odd metadata; beyond twice Pillow's limit of pixels it raises.
+            warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-                square = _square(image, choose, side)
+                return np.asarray(decode(image)).transpose(2, 0, 1).copy()
     except DAMAGED as error:
         raise DataError(f"{name} cannot be read as an image: {first_line(error)}") from error
-    return np.ascontiguousarray(np.asarray(square).transpose(2, 0, 1))
 
 
 def _square(image: Image.Image, choose: Choice, side: int) -> Image.Image:
@@ -90,7 +92,7 @@ def _square(image: Image.Image, choose: Choice, side: int) -> Image.Image:
     needed = math.ceil(width * side / region.width), math.ceil(height * side / region.height)
     # A JPEG is decoded at a half, a quarter or an eighth, if that is still no smaller than what is needed.
     image.draft(None, needed[::-1] if lies_down else needed)
-    upright = _as_rgb(image)
+    upright = as_rgb(image)
     if orientation in UPRIGHT:
         upright = upright.transpose(UPRIGHT[orientation])
     across, down = upright.width / width, upright.height / height
@@ -100,7 +102,7 @@ def _square(image: Image.Image, choose: Choice, side: int) -> Image.Image:
     return upright.resize((side, side), Image.Resampling.BILINEAR, box=box)
 
 
-def _as_rgb(image: Image.Image) -> Image.Image:
+def as_rgb(image: Image.Image) -> Image.Image:
     """Eight bits per channel. What is transparent gets the colour that lies below it, as in torchvision."""
     if image.mode == "RGB":
         return image
@@ -108,9 +110,7 @@ def _as_rgb(image: Image.Image) -> Image.Image:
         eight_bits = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255).astype(np.uint8)
         return Image.fromarray(eight_bits).convert("RGB")
     if image.mode == "F":
-        raise ValueError(
-            "its pixels are floating-point numbers of unknown range. Convert it to 8 or 16 bits."
-        )
+        raise ValueError("its pixels are floating-point numbers of unknown range: convert to 8 or 16 bits")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image.convert("RGB")

@@ -22,20 +22,13 @@ from launcher.config.schema import DataConfig
 from launcher.data.images.cache import ImageCache
 from launcher.data.images.folder import FolderListing
 from launcher.data.images.hugging_face import HubListing
-from launcher.data.images.photograph import (
-    BASE_OVER_CROP,
-    DRAWS,
-    UInt8Array,
-    centre,
-    random_region,
-    read_photograph,
-)
+from launcher.data.images.photograph import DRAWS, UInt8Array, centre, random_region, read_photograph
 from launcher.data.options import Cache
-from launcher.data.reader import ByReference, stacked
+from launcher.data.reader import stacked
 from launcher.data.tensors import Batch
 from launcher.errors import ConfigError, DataError
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's photographs, as torchvision has them
+BASE_OVER_CROP = 256 / 224  # the usual resize before a centre crop
 
 Pixels = Annotated[
     int, Rule("a whole number of 1 to 4096 pixels", lambda value: is_whole(value) and 1 <= value <= 4096)
@@ -69,11 +62,15 @@ def refuse_padding(config: DataConfig) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class PhotographSet(ByReference):
+class PhotographSet:
     """The photographs at `indices`, as the samples of a training or of an evaluation.
 
     A sample is {"image": uint8 [3, h, w], "label": int}; one for training that comes from the cache has
     "region" too: fp32 [5], left, top, width and height in pixels of the image, and 1 where it is mirrored.
+
+    Where the recipe has no collate a loader process hands over `reference`, a number in place of an image
+    that is in the cache, and the process that trains calls `complete`. To send the image through shared
+    memory takes longer than to read it: new memory for each batch, zeroed and mapped page by page in both.
     """
 
     name: str
@@ -121,19 +118,19 @@ class PhotographSet(ByReference):
         return batch
 
     def complete(self, batch: Batch, pinned: bool) -> Batch:
-        """The batch with "image", uint8 [n, 3, h, w], in place of "stored"."""
+        """The batch with "image", uint8 [n, 3, h, w], in place of "stored"; pinned for a GPU to copy from."""
         if "stored" not in batch:
             return batch
         assert self.cache is not None
-        rest = {name: column for name, column in batch.items() if name != "stored"}
-        return {"image": self._seen(self.cache.gather(batch["stored"], pinned)).contiguous(), **rest}
+        rest = dict(batch)
+        return {"image": self._seen(self.cache.gather(rest.pop("stored"), pinned)).contiguous(), **rest}
 
     def _with_pixels(self, sample: Sample) -> Sample:
         if "stored" not in sample:
             return sample
         assert self.cache is not None
-        rest = {name: value for name, value in sample.items() if name != "stored"}
-        return {"image": self._seen(torch.from_numpy(self.cache.get(sample["stored"]))), **rest}
+        rest = dict(sample)
+        return {"image": self._seen(torch.from_numpy(self.cache.get(rest.pop("stored")))), **rest}
 
     def _seen(self, images: Tensor) -> Tensor:
         """What a sample has of cached images [..., 3, base_size, base_size]: the middle in an evaluation."""
@@ -155,11 +152,9 @@ class PhotographSet(ByReference):
         """The region from the photograph itself: uint8 [3, image_size, image_size]."""
         source, name = self.listing.source(number)
         size = self.options.image_size
-        if not self.training:
-            return read_photograph(source, name, centre(1 / BASE_OVER_CROP), size)
         region = partial(random_region, draws=draws, smallest=self.options.crop_scale)
-        image = read_photograph(source, name, region, size)
-        mirrored = self.flip and draws[DRAWS] < 0.5
+        image = read_photograph(source, name, region if self.training else centre(1 / BASE_OVER_CROP), size)
+        mirrored = self.training and self.flip and draws[DRAWS] < 0.5
         return np.ascontiguousarray(image[:, :, ::-1]) if mirrored else image
 
     def _stored_or_decoded(self, number: int) -> Sample:

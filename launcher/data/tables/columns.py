@@ -156,10 +156,9 @@ def kind_of(cells: Column, decimal: str) -> tuple[str, Read] | None:
 def _days(cell: Cell, text: str | None) -> float | None:
     """Days since 1970 of a date in this format, ISO's where it is None."""
     try:
-        if isinstance(cell, str) and text is not None:
-            found = datetime.strptime(cell.strip(), text)
-        elif isinstance(cell, str):
-            found = datetime.fromisoformat(cell.strip())
+        if isinstance(cell, str):
+            word = cell.strip()
+            found = datetime.fromisoformat(word) if text is None else datetime.strptime(word, text)
         elif isinstance(cell, date):
             found = cell if isinstance(cell, datetime) else datetime(cell.year, cell.month, cell.day)
         else:

@@ -10,12 +10,11 @@ import csv
 import gzip
 import io
 import json
-import math
 import re
 import sys
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
@@ -23,17 +22,17 @@ from pathlib import Path
 
 from launcher.config.messages import nearest, suggestion
 from launcher.data.libraries import optional
-from launcher.data.tables.columns import Cell, Column
+from launcher.data.tables.columns import Cell, Column, is_absent
 from launcher.errors import ConfigError, DataError, LauncherError, first_line, listed
 
 TRAINING_NAMES = ("train",)
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")  # the first of these that a folder has
 NAMES_SHOWN = 20
+SUFFIXES = (".tsv", ".txt", ".csv", ".jsonl", ".ndjson", ".parquet")
 BOM = "\N{ZERO WIDTH NO-BREAK SPACE}"
 
-SHARD = re.compile(
-    r"-00000-of-(\d{5})$"
-)  # the first of the files of a table, as the Hugging Face hub names them
+# The first of the files of a table, as the Hugging Face hub names them.
+SHARD = re.compile(r"-00000-of-(\d{5})$")
 
 # Names of columns; a tuple: the first of these that the file has, or none of them where "" is among them.
 Wanted = Sequence[str | tuple[str, ...]] | None
@@ -63,21 +62,17 @@ class Table:
 
     def texts(self, name: str) -> list[str]:
         """The values of a column as text, whole numbers written out. Raises DataError for all others."""
-        return [self._text(name, row, cell) for row, cell in enumerate(self.column(name))]
+        cells = self.column(name)
+        for row, cell in enumerate(cells):
+            if not isinstance(cell, str | int):
+                found = "has no value" if is_absent(cell) else f"is a {type(cell).__name__}: {cell!r:.60}"
+                raise DataError(f"{self.place(row)}: {name} {found}. It must be text or a whole number.")
+        return [str(cell) for cell in cells]
 
     def select(self, rows: Sequence[int]) -> Table:
         """The rows at these indices."""
         columns = {name: Column([cells[row] for row in rows]) for name, cells in self.columns.items()}
         return Table(self.file, columns, array("q", (self.places[row] for row in rows)), self.counted)
-
-    def _text(self, name: str, row: int, cell: Cell) -> str:
-        if isinstance(cell, str):
-            return cell
-        if isinstance(cell, int):
-            return str(cell)
-        absent = cell is None or (isinstance(cell, float) and math.isnan(cell))
-        found = "has no value" if absent else f"is a {type(cell).__name__}: {cell!r:.60}"
-        raise DataError(f"{self.place(row)}: {name} {found}. It must be text or a whole number.")
 
 
 def read_table(file: Path, wanted: Wanted = None, separator: str | None = None) -> Table:
@@ -92,12 +87,16 @@ def read_table(file: Path, wanted: Wanted = None, separator: str | None = None) 
     Raises DataError for a file that cannot be read, has no rows, or lacks a column that is wanted.
     """
     if not is_table(file):
-        raise DataError(f"{file} cannot be read as a table: its name must end in {', '.join(READERS)}.")
-    reader = READERS[_suffix(file)]
-    if separator is not None and reader in (read_csv, _read_tsv):
-        table = _from_rows(file, _csv_rows(file, separator), wanted, repr(separator))
+        raise DataError(f"{file} cannot be read as a table: its name must end in {', '.join(SUFFIXES)}.")
+    suffix = _suffix(file)
+    if suffix == ".parquet":
+        table = _read_parquet(file, wanted)
+    elif suffix in (".jsonl", ".ndjson"):
+        table = _read_json_lines(file, wanted)
+    elif suffix == ".csv" or separator is not None:
+        table = read_csv(file, wanted, separator or ",")
     else:
-        table = reader(file, wanted)
+        table = _read_tsv(file, wanted)
     if not len(table):
         raise DataError(f"{file} has no rows below the names of its columns: {shown(list(table.columns))}.")
     return table
@@ -105,7 +104,7 @@ def read_table(file: Path, wanted: Wanted = None, separator: str | None = None) 
 
 def is_table(file: Path) -> bool:
     """Whether the file is one that `read_table` reads, by its name."""
-    return _suffix(file) in READERS and not (_suffix(file) == ".parquet" != file.suffix.lower())
+    return _suffix(file) in SUFFIXES and not (_suffix(file) == ".parquet" != file.suffix.lower())
 
 
 def _suffix(file: Path) -> str:
@@ -130,7 +129,7 @@ def split_files(path: Path, of: str = "") -> tuple[Path, Path | None]:
     if train is None:
         found = listed(sorted(entry.name for entry in path.iterdir()), NAMES_SHOWN) or "nothing"
         raise DataError(
-            f"data.path={path} has no table with train in its name ({', '.join(READERS)}). It has: {found}."
+            f"data.path={path} has no table with train in its name ({', '.join(SUFFIXES)}). It has: {found}."
         )
     return train, part_named(tables, VALIDATION_NAMES, of)
 
@@ -193,9 +192,10 @@ def read_text(file: Path) -> str:
         return data.decode("utf-8").removeprefix(BOM)
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
+        likely = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
         raise DataError(
             f"{file}, line {line}: byte {data[error.start]:#04x} is no UTF-8. Convert the file, for instance "
-            f"with iconv -f {_likely(data)} -t UTF-8."
+            f"with iconv -f {likely} -t UTF-8."
         ) from None
 
 
@@ -206,12 +206,13 @@ def _read_tsv(file: Path, wanted: Wanted) -> Table:
     return _from_rows(file, rows, wanted, "tabs")
 
 
-def read_csv(file: Path, wanted: Wanted = None) -> Table:
+def read_csv(file: Path, wanted: Wanted = None, separator: str = ",") -> Table:
     """Read a file of any name as CSV. Raises DataError."""
-    return _from_rows(file, _csv_rows(file), wanted, "commas")
+    name = "commas" if separator == "," else repr(separator)
+    return _from_rows(file, _csv_rows(file, separator), wanted, name)
 
 
-def _csv_rows(file: Path, separator: str = ",") -> Iterator[tuple[int, list[str]]]:
+def _csv_rows(file: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(sys.maxsize)  # of the whole process: a cell may be of any length
     reader = csv.reader(io.StringIO(read_text(file), newline=""), strict=True, delimiter=separator)
     line = 1
@@ -264,10 +265,8 @@ def _read_json_lines(file: Path, wanted: Wanted) -> Table:
 def _json_object(file: Path, number: int, line: str) -> dict[str, Cell]:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file}, line {number}: it is no JSON: {error}.") from error
-    except RecursionError:
-        raise DataError(f"{file}, line {number}: its JSON is nested too deeply.") from None
     if not isinstance(found, dict):
         raise DataError(f"{file}, line {number}: it is a JSON {type(found).__name__}, not an object.")
     return found
@@ -301,9 +300,8 @@ def _shards(file: Path) -> list[Path]:
     if found is None:
         return [file]
     beginning = file.stem[: found.start()]
-    parts = [
-        file.with_name(f"{beginning}-{part:05}-of-{found[1]}{file.suffix}") for part in range(int(found[1]))
-    ]
+    names = (f"{beginning}-{part:05}-of-{found[1]}{file.suffix}" for part in range(int(found[1])))
+    parts = [file.with_name(name) for name in names]
     if absent := [part.name for part in parts if not part.is_file()]:
         raise DataError(
             f"{file} is the first of {len(parts)} files, of which these are missing: {listed(absent, 5)}."
@@ -318,6 +316,15 @@ def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
         return {name: each["names"] for name, each in features.items() if each.get("_type") == "ClassLabel"}
     except (KeyError, ValueError, TypeError, AttributeError):
         return {}
+
+
+def validation_file(folder: Path, name: str) -> Path:
+    """The file of this name, or that of the folder whose name has the words of it: validation for dev too."""
+    if (folder / name).is_file() or Path(name).suffix:
+        return folder / name
+    tables = sorted(file for file in folder.iterdir() if is_table(file))
+    rest = " ".join(word for word in _words(name) if word not in VALIDATION_NAMES)
+    return part_named(tables, VALIDATION_NAMES, rest) or folder / name
 
 
 def part_named(files: Sequence[Path], words: Sequence[str], of: str = "") -> Path | None:
@@ -337,17 +344,3 @@ def part_named(files: Sequence[Path], words: Sequence[str], of: str = "") -> Pat
 
 def _words(name: str) -> list[str]:
     return re.findall(r"[a-z]+", name.lower())
-
-
-def _likely(data: bytes) -> str:
-    return "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
-
-
-READERS: Mapping[str, Callable[[Path, Wanted], Table]] = {
-    ".tsv": _read_tsv,
-    ".txt": _read_tsv,
-    ".csv": read_csv,
-    ".jsonl": _read_json_lines,
-    ".ndjson": _read_json_lines,
-    ".parquet": _read_parquet,
-}

@@ -21,13 +21,7 @@ from launcher.config.schema import DataConfig
 from launcher.data.options import options_of, refuse_path
 from launcher.data.split import class_numbers, numbered, parts, refuse_one_class
 from launcher.data.tables.columns import Column, are_amounts, is_absent, kind_of
-from launcher.data.tables.features import (
-    Features,
-    absent_in,
-    is_numeric,
-    numbers,
-    refuse_absent,
-)
+from launcher.data.tables.features import Features, absent_in, is_numeric, numbers, refuse_absent
 from launcher.data.tables.files import Table, missing_columns, no_such_column, read_table, shown, split_files
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, listed
@@ -100,17 +94,24 @@ def load_table(config: DataConfig) -> TabularSet:
     kinds = {name: kind for name in read if (kind := understood(tables, name, options.decimal))}
     classifies = is_classification(train, target, options)
     if validation is None:
-        train, validation = split_rows(train, target if classifies else None, config.val_fraction)
+        labels = numbered(train.column(target).categories) if classifies else torch.zeros(len(train))
+        split = parts(labels, config.val_fraction, f"rows of {train.file}", DataError)
+        train, validation = (train.select(rows) for rows in split)
     _handle_absent((train, validation), names, options.missing)
     features = Features.fit(train, names, options.categorical)
-    build = classification if classifies else regression
-    found = build(train, validation, features, target, config.name)
+    classes = _classes(train, target) if classifies else None
     kind = "a class" if classifies else kinds.get(target) or "a number"
     left_out = [name for name in train.columns if name not in (*names, target)]
     about = "; ".join(
         [*_about(features, kinds, left_out), f"target: {target}, {kind}", *_unseen(features, validation)]
     )
-    return replace(found, train=replace(found.train, about=about))
+    targets = [_targets(table, target, classes) for table in (train, validation)]
+    train_set, validation_set = (
+        TensorData(features.columns(table) | {"target" if classes is None else "label": values}, config.name)
+        for table, values in zip((train, validation), targets, strict=True)
+    )
+    mean, std = (0.0, 1.0) if classes is not None else _moments(train, target)
+    return TabularSet(replace(train_set, about=about), validation_set, features, classes, mean, std)
 
 
 def _about(features: Features, kinds: Mapping[str, str], left_out: Sequence[str]) -> list[str]:
@@ -181,9 +182,7 @@ def _handle_absent(tables: Sequence[Table], names: Sequence[str], missing: str) 
                 "category of their own for the others.",
             )
         listing = ", ".join(f"{name} ({count})" for name, count in counts.items())
-        log.warning(
-            "%s: absent values are replaced as data.missing=%s says: %s", table.file, missing, listing
-        )
+        log.warning("%s: absent values are replaced, data.missing=%s: %s", table.file, missing, listing)
 
 
 def target_and_features(table: Table, options: TableOptions) -> tuple[str, list[str]]:
@@ -192,10 +191,7 @@ def target_and_features(table: Table, options: TableOptions) -> tuple[str, list[
     if not target:
         raise ConfigError(f"data.target names the column to predict. {table.file} has: {there}.")
     if target in options.leave_out:
-        raise ConfigError(
-            f"data.leave_out has {target}, which is data.target. Leave other columns out, or predict another "
-            "one."
-        )
+        raise ConfigError(f"data.leave_out has {target}, which is data.target. Leave out another column.")
     named = {"target": [target], "categorical": options.categorical, "leave_out": options.leave_out}
     for key, name in ((key, name) for key, columns in named.items() for name in columns):
         if name not in table.columns:
@@ -204,8 +200,7 @@ def target_and_features(table: Table, options: TableOptions) -> tuple[str, list[
     names = [name for name in table.columns if name not in out]
     if not names:
         raise ConfigError(
-            f"no column is left to learn from: {table.file} has {there}, of which data.target={target} and "
-            "data.leave_out take all."
+            f"no column is left to learn from: {table.file} has {there} with data.target and data.leave_out."
         )
     return target, names
 
@@ -220,51 +215,31 @@ def is_classification(table: Table, target: str, options: TableOptions) -> bool:
     return len(set(values.tolist())) <= MOST_CLASSES and torch.equal(values, values.round())
 
 
-def split_rows(table: Table, stratified_by: str | None, val_fraction: float) -> tuple[Table, Table]:
-    """Hold out `val_fraction` of the rows, of each class where there are classes."""
-    labels = numbered(table.column(stratified_by).categories) if stratified_by else torch.zeros(len(table))
-    train, validation = parts(labels, val_fraction, f"rows of {table.file}", DataError)
-    return table.select(train), table.select(validation)
+def _moments(train: Table, target: str) -> tuple[float, float]:
+    """Mean and standard deviation of the target. Raises DataError where all training rows have the same."""
+    values = numbers(train, target)
+    if (values == values[0]).all():
+        raise DataError(f"{target} is {values[0]:g} in all {len(train)} training rows: nothing to learn.")
+    return float(values.mean()), float(values.std(correction=0))
 
 
-def regression(train: Table, validation: Table, features: Features, target: str, name: str) -> TabularSet:
-    """The target as it is, and its mean and standard deviation over the training rows."""
-    targets = [numbers(table, target) for table in (train, validation)]
-    if (targets[0] == targets[0][0]).all():
-        raise DataError(
-            f"the target {target} is {targets[0][0]:g} in all {len(train)} training rows: there is nothing "
-            "to learn."
-        )
-    train_set, validation_set = (
-        TensorData(features.columns(table) | {"target": values.float()}, name)
-        for table, values in zip((train, validation), targets, strict=True)
-    )
-    mean, std = float(targets[0].mean()), float(targets[0].std(correction=0))
-    return TabularSet(train_set, validation_set, features, None, mean, std)
-
-
-def classification(train: Table, validation: Table, features: Features, target: str, name: str) -> TabularSet:
-    """The classes are those of the training rows; other labels are refused."""
-    classes = _sorted_classes(set(train.column(target).categories))
+def _classes(train: Table, target: str) -> tuple[str, ...]:
+    """The labels of the training rows, as numbers if all are such. Raises DataError for a single one."""
+    found = set(train.column(target).categories)
+    try:
+        classes = sorted(found, key=float)
+    except ValueError:
+        classes = sorted(found)
     refuse_one_class(classes, f"the target {target} of {train.file}")
-    train_set, validation_set = (
-        TensorData(features.columns(table) | {"label": _labels(table, target, classes)}, name)
-        for table in (train, validation)
-    )
-    return TabularSet(train_set, validation_set, features, classes)
+    return tuple(classes)
 
 
-def _labels(table: Table, target: str, classes: Sequence[str]) -> Tensor:
-    """int64 [rows]. Raises DataError for a label that is none of the classes."""
+def _targets(table: Table, target: str, classes: Sequence[str] | None) -> Tensor:
+    """fp32 [rows], or int64 of the classes. Raises DataError for a label that is none of them."""
+    if classes is None:
+        return numbers(table, target).float()
     texts = table.column(target).categories
     return torch.tensor(class_numbers(texts, classes, lambda row: f"{table.place(row)}, {target}"))
-
-
-def _sorted_classes(classes: set[str]) -> tuple[str, ...]:
-    try:
-        return tuple(sorted(classes, key=float))
-    except ValueError:
-        return tuple(sorted(classes))
 
 
 def of_file(config: DataConfig, options: TableOptions) -> tuple[Table, Table | None]:

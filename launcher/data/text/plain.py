@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
@@ -31,52 +30,16 @@ from launcher.errors import ConfigError, DataError
 
 Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 PIECE = 1 << 16  # characters that are encoded at a time
-NOT_LIBRARY = {  # folders beside the sources of the standard library
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "__pycache__",
-}
+# Folders beside the sources of the standard library.
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 TEXTS = (".txt", ".md", ".rst", ".text", ".py")  # read from a folder
 
 
 @dataclass(frozen=True)
-class Vocabulary(ABC):
-    """Tokens of a text, numbered from 0. Equal definitions make equal vocabularies."""
-
-    name: ClassVar[str]
-    definition: str
-
-    @classmethod
-    @abstractmethod
-    def fitted(cls, text: str, train: str, size: int) -> Self:
-        """The vocabulary of a text, of which `train` is the part that may be learned from."""
-
-    @classmethod
-    def version(cls) -> str:
-        """A text that changes with whatever may change the tokens of a text."""
-        return cls.name
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """The number of tokens."""
-
-    @abstractmethod
-    def encode(self, text: str) -> Int32Array:
-        """The tokens of a text, all of which the vocabulary has."""
-
-    @abstractmethod
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these tokens; bytes that are not UTF-8 become replacement characters."""
-
-
-class Characters(Vocabulary):
+class Characters:
     """Each character of the text is a token, in the order of their code points. They are the definition."""
 
-    name = "characters"
+    definition: str
 
     @classmethod
     def fitted(cls, text: str, train: str, size: int) -> Self:
@@ -94,10 +57,12 @@ class Characters(Vocabulary):
         return "".join(self.definition[token] for token in tokens)
 
 
-class Bytes(Vocabulary):
+@dataclass(frozen=True)
+class Bytes:
     """Each byte of the text in UTF-8 is a token. The definition is empty."""
 
-    name = "bytes"
+    definition: str
+
     size = 256
 
     @classmethod
@@ -108,16 +73,18 @@ class Bytes(Vocabulary):
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """The text of these tokens; bytes that are not UTF-8 become replacement characters."""
         return bytes(tokens).decode(errors="replace")
 
 
-class BytePairs(Vocabulary):
+@dataclass(frozen=True)
+class BytePairs:
     """Byte-pair encoding (Sennrich et al., 2016, arXiv:1508.07909) over bytes, as in GPT-2.
 
     The definition is the JSON of the `tokenizers` package.
     """
 
-    name = "bpe"
+    definition: str
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -127,9 +94,7 @@ class BytePairs(Vocabulary):
     def fitted(cls, text: str, train: str, size: int) -> Self:
         """At most `size` tokens, fitted to the training part. Raises ConfigError for fewer than 256."""
         if size < 256:
-            raise ConfigError(
-                f"data.vocab_size={size}: byte-pair encoding needs at least 256, one for each byte."
-            )
+            raise ConfigError(f"data.vocab_size={size}: byte-pair encoding needs at least 256, one per byte.")
         library = optional("tokenizers")
         tokenizer = library.Tokenizer(library.models.BPE())
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -142,10 +107,6 @@ class BytePairs(Vocabulary):
         with without_threads():
             tokenizer.train_from_iterator(_pieces(train), trainer)
         return cls(tokenizer.to_str())
-
-    @classmethod
-    def version(cls) -> str:
-        return f"{cls.name} of tokenizers {optional('tokenizers').__version__}"
 
     @property
     def size(self) -> int:
@@ -173,7 +134,10 @@ def _pieces(text: str) -> Iterator[str]:
         start = end
 
 
-TOKENIZERS: Mapping[str, type[Vocabulary]] = {each.name: each for each in (Characters, Bytes, BytePairs)}
+# Of a text, of which a part may be learned from, `fitted` makes a vocabulary: tokens, numbered from 0. Equal
+# definitions make equal ones, which have all tokens of that text.
+Vocabulary = Characters | Bytes | BytePairs
+TOKENIZERS: Mapping[str, type[Vocabulary]] = {"characters": Characters, "bytes": Bytes, "bpe": BytePairs}
 
 
 @dataclass(frozen=True)
@@ -207,11 +171,12 @@ def load_text(config: DataConfig) -> TextSet:
     options = options_of(config, TextOptions)
     kind = TOKENIZERS[options.tokenizer]
     files, root = text_files(config.path)
+    fitted = (options.vocab_size, optional("tokenizers").__version__) if kind is BytePairs else None
     key = {
         "kind": "text",
         "files": [(file.relative_to(root).as_posix(), *size_and_time(file)) for file in files],
-        "tokenizer": kind.version(),
-        "vocab_size": options.vocab_size if kind is BytePairs else None,
+        "tokenizer": options.tokenizer,
+        "fitted": fitted,
         "val_fraction": config.val_fraction,
     }
     stored = cached(cache_folder(options.cache), key, lambda: tokenised(files, config.val_fraction, options))
@@ -235,24 +200,19 @@ def text_files(path: str | None) -> tuple[list[Path], Path]:
         return [given], given.parent
     if not given.is_dir():
         raise ConfigError(f"data.path={path} is neither a file nor a folder.")
-    files = _below(given, TEXTS)
-    if not files:
-        raise DataError(
-            f"data.path={path} contains no texts, that is no file that ends in {', '.join(TEXTS)}."
-        )
-    return files, given
+    if files := _below(given, TEXTS):
+        return files, given
+    raise DataError(f"data.path={path} contains no texts, that is no file that ends in {', '.join(TEXTS)}.")
 
 
 def tokenised(files: Sequence[Path], val_fraction: float, options: TextOptions) -> Stored:
     """The tokens of both parts, int32, and what the vocabulary is made from again."""
-    text = "".join(_ended(read_text(file)) for file in files)
+    texts = map(read_text, files)
+    text = "".join(text if text.endswith("\n") or not text else f"{text}\n" for text in texts)
     parts = held_out(text, val_fraction)
     vocabulary = TOKENIZERS[options.tokenizer].fitted(text, parts[0], options.vocab_size)
-    tensors = {
-        name: torch.from_numpy(vocabulary.encode(part))
-        for name, part in zip(("train", "validation"), parts, strict=True)
-    }
-    return Stored(tensors, {"vocabulary": vocabulary.definition})
+    train, validation = (torch.from_numpy(vocabulary.encode(part)) for part in parts)
+    return Stored({"train": train, "validation": validation}, {"vocabulary": vocabulary.definition})
 
 
 def held_out(text: str, val_fraction: float) -> tuple[str, str]:
@@ -286,7 +246,3 @@ def _below(root: Path, suffixes: Collection[str], without: Collection[str] = ())
         files = (Path(folder, name) for name in names)
         found += [file for file in files if file.suffix.lower() in suffixes and file.is_file()]
     return sorted(found, key=lambda file: file.parts)
-
-
-def _ended(text: str) -> str:
-    return text if text.endswith("\n") or not text else text + "\n"

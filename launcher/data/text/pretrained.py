@@ -38,9 +38,7 @@ def pretrained_encoder(path: str) -> PretrainedEncoder:
         _refuse_unusable(folder)
         return PretrainedEncoder(str(folder), from_hub=False)
     if path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists():
-        raise ConfigError(
-            f"model.path={path} is not a folder. It needs config.json, *.safetensors and a tokenizer."
-        )
+        raise ConfigError(f"model.path={path} is no folder with config.json, *.safetensors and a tokenizer.")
     return PretrainedEncoder(path, from_hub=True)
 
 
@@ -56,23 +54,18 @@ class PretrainedEncoder:
         with self._loading("tokenizer") as how:
             found = optional("transformers").AutoTokenizer.from_pretrained(self.path, **how)
         if not getattr(found, "is_fast", False):
-            raise ConfigError(
-                f"model.path={self.path}: its tokenizer has no tokenizer.json. Convert it first."
-            )
+            raise ConfigError(f"model.path={self.path}: its tokenizer has no tokenizer.json: convert it.")
         positions = getattr(self._config, "max_position_embeddings", None) or UNLIMITED
         longest = min(positions, found.model_max_length)  # RoBERTa's has 2 fewer than its model has positions
         asked = options_of(config, SentenceOptions).max_seq_len
         if asked > longest:
             raise ConfigError(
-                f"data.max_seq_len={asked} is more than the {longest} tokens that model.path={self.path} can "
-                f"read. Set data.max_seq_len to at most {longest}."
+                f"data.max_seq_len={asked} is more than the {longest} tokens that model.path={self.path} "
+                "can read."
             )
         tokens, known = len(found), getattr(self._config, "vocab_size", UNLIMITED)
         if tokens > known:
-            raise ConfigError(
-                f"model.path={self.path}: its tokenizer has {tokens} tokens, its model {known}. They are not "
-                "of one another."
-            )
+            raise ConfigError(f"model.path={self.path}: the tokenizer has {tokens} tokens, the model {known}")
         pad = found.pad_token_id
         if pad is None:
             raise ConfigError(f"model.path={self.path}: its tokenizer has no token to fill up with.")

@@ -24,15 +24,7 @@ from launcher.config.schema import DataConfig
 from launcher.data.libraries import optional
 from launcher.data.options import Cache, filled, options_of
 from launcher.data.split import class_numbers, numbered, parts, refuse_one_class
-from launcher.data.tables.files import (
-    VALIDATION_NAMES,
-    MissingColumnsError,
-    Table,
-    is_table,
-    part_named,
-    read_table,
-    split_files,
-)
+from launcher.data.tables.files import MissingColumnsError, Table, read_table, split_files, validation_file
 from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import Batch
 from launcher.data.text.tokenizer import SentenceTokenizer, fitted
@@ -55,9 +47,7 @@ SAME_LABELS = Rule(
 )
 FILES = Rule(
     "null, the name of a file below data.path, or a list of such names",
-    lambda value: (
-        value is None or filled.holds(value) or (list_of(filled, "").holds(value) and len(value) > 0)
-    ),
+    lambda value: value is None or filled.holds(value) or bool(value and list_of(filled, "").holds(value)),
 )
 
 
@@ -160,9 +150,7 @@ def load_sentences(config: DataConfig, pretrained: SentenceTokenizer | None = No
     key = {
         "kind": "sentences",
         "files": {name: [str(file), *size_and_time(file)] for name, file in files.items()},
-        "options": {
-            name: value for name, value in vars(options).items() if name not in ("cache", "validation")
-        },
+        "options": vars(options) | {"cache": None, "validation": None},  # the latter are in `files`
         "val_fraction": config.val_fraction,
         "tokenizer": pretrained.definition if pretrained else None,
         "tokenizers": optional("tokenizers").__version__,
@@ -173,9 +161,8 @@ def load_sentences(config: DataConfig, pretrained: SentenceTokenizer | None = No
         warnings.warn(facts["notice"], DataWarning, stacklevel=2)
     tokenizer = pretrained or SentenceTokenizer(stored.texts["tokenizer"], facts["pad"])
     rows = {name: TokenRows(stored.part(name), tokenizer, config.name) for name in facts["parts"]}
-    train = rows.pop("train")
-    size = facts["vocab_size"]
-    return SentenceSet(train, rows, tuple(facts["classes"]), size, tokenizer.pad, options.max_seq_len)
+    train, classes = rows.pop("train"), tuple(facts["classes"])
+    return SentenceSet(train, rows, classes, facts["vocab_size"], tokenizer.pad, options.max_seq_len)
 
 
 def sentence_files(
@@ -191,26 +178,15 @@ def sentence_files(
     if validation is None:
         return {"train": train} | ({"validation": found} if found else {})
     names = [validation] if isinstance(validation, str) else list(validation)
-    files = {Path(name).stem: _validation_file(train.parent, name) for name in names}
+    files = {Path(name).stem: validation_file(train.parent, name) for name in names}
     if "train" in files or len(files) < len(names):
-        raise ConfigError(
-            f"data.validation={validation}: the names without suffix must differ, also from train."
-        )
+        raise ConfigError(f"data.validation={validation}: names without suffix must differ, also from train.")
     for name, file in files.items():
         if not file.is_file():
             raise ConfigError(f"data.validation={validation}: there is no file {file}.")
         if file == train or list(files.values()).count(file) > 1:
             raise ConfigError(f"data.validation={validation}: {name} is {file}, which is used already.")
     return {"train": train, **files}
-
-
-def _validation_file(folder: Path, name: str) -> Path:
-    """The file of this name, or that of the folder whose name has the words of it: validation for dev too."""
-    if (folder / name).is_file() or Path(name).suffix:
-        return folder / name
-    tables = sorted(file for file in folder.iterdir() if is_table(file))
-    rest = " ".join(word for word in re.findall(r"[a-z]+", name.lower()) if word not in VALIDATION_NAMES)
-    return part_named(tables, VALIDATION_NAMES, rest) or folder / name
 
 
 def _tokenised(
@@ -222,7 +198,7 @@ def _tokenised(
     """The rows of all parts as tensors, and what was learned of them as texts."""
     tables = {"train": _training_table(files["train"], options)}
     tables |= {name: read_table(file, options.columns) for name, file in files.items() if name != "train"}
-    left_out = Counter[str | None]()  # rows by label; those of another language by None
+    left_out = Counter[str]()  # rows, by the reason
     kept = {name: _labelled(table, options, left_out) for name, table in tables.items()}
     labels = _labels(kept["train"], options)
     classes = sorted(set(labels), key=_natural)
@@ -232,7 +208,8 @@ def _tokenised(
         rows = parts(numbered(labels), config.val_fraction, f"rows of {whole.file}")
         kept = {name: whole.select(part) for name, part in zip(("train", "validation"), rows, strict=True)}
     sentences = {name: _sentences(table, options) for name, table in kept.items()}
-    tokenizer = pretrained or fitted(_each(sentences["train"]), options.vocab_size, options.lower_case)
+    texts = [text for each in sentences["train"] for text in ([each] if isinstance(each, str) else each)]
+    tokenizer = pretrained or fitted(texts, options.vocab_size, options.lower_case)
     tensors: dict[str, Tensor] = {}
     cut = 0
     for name, table in kept.items():
@@ -240,12 +217,18 @@ def _tokenised(
         cut += shortened
         part["labels"] = _numbers(table, options, classes)
         tensors |= {f"{name}/{column}": tensor for column, tensor in part.items()}
+    notices = [f"{count:,} rows {why} and are left out" for why, count in left_out.items() if count]
+    if cut:
+        notices.append(
+            f"{cut:,} of {sum(map(len, kept.values())):,} rows are longer than data.max_seq_len="
+            f"{options.max_seq_len} tokens and were cut"
+        )
     facts = {
         "parts": list(kept),
         "classes": classes,
         "pad": tokenizer.pad,
         "vocab_size": tokenizer.vocab_size,
-        "notice": _notice(left_out, cut, sum(map(len, kept.values())), options),
+        "notice": "; ".join(notices),
     }
     return Stored(tensors, {"facts": json.dumps(facts), "tokenizer": tokenizer.definition})
 
@@ -274,13 +257,13 @@ def _training_table(file: Path, options: SentenceOptions) -> Table:
         raise ConfigError(f"{error} {keys} name the columns that are read.") from error
 
 
-def _labelled(table: Table, options: SentenceOptions, left_out: Counter[str | None]) -> Table:
+def _labelled(table: Table, options: SentenceOptions, left_out: Counter[str]) -> Table:
     """The rows of the language with a label; those that are `left_out` are counted.
 
     Raises DataError where none is left, and for an empty cell: it is no class.
     """
     everything, table = table, _of_language(table, options.language)
-    left_out[None] += len(everything) - len(table)
+    left_out[f"are not of data.language={options.language}"] += len(everything) - len(table)
     column = _column(table, options.label)
     labels, none = table.column(column), _names(options.unlabelled)
     kept = [row for row, label in enumerate(labels) if label is None or str(label) not in none]
@@ -294,7 +277,8 @@ def _labelled(table: Table, options: SentenceOptions, left_out: Counter[str | No
         )
     if len(kept) == len(table):
         return table
-    left_out.update(str(label) for label in labels if label is not None and str(label) in none)
+    others = (str(label) for label in labels if label is not None and str(label) in none)
+    left_out.update(f"have the label {label!r}" for label in others)
     return table.select(kept)
 
 
@@ -319,53 +303,26 @@ def _sentences(table: Table, options: SentenceOptions) -> list[Any]:
     return list(zip(first, table.texts(_column(table, options.sentence2)), strict=True))
 
 
-def _each(sentences: Sequence[Any]) -> list[str]:
-    """The texts, in order; each pair as two."""
-    return [text for each in sentences for text in ([each] if isinstance(each, str) else each)]
-
-
 def _rows(
     tokenizer: SentenceTokenizer, sentences: Sequence[Any], max_seq_len: int
 ) -> tuple[dict[str, Tensor], int]:
     """Tokens and types end to end, where each row starts, and how many rows were cut."""
-    tokens: list[np.ndarray[Any, Any]] = []
-    types: list[np.ndarray[Any, Any]] = []
-    cut = 0
-    for ids, kinds, shortened in tokenizer.encode(sentences, max_seq_len):
-        tokens.append(np.array(ids, np.int32))
-        types.append(np.array(kinds, np.uint8))
-        cut += shortened
-    starts = np.zeros(len(tokens) + 1, np.int64)
-    starts[1:] = np.cumsum([len(each) for each in tokens])
+    rows = [
+        (np.array(ids, np.int32), np.array(kinds, np.uint8), shortened)
+        for ids, kinds, shortened in tokenizer.encode(sentences, max_seq_len)
+    ]
+    tokens, types, cut = zip(*rows, strict=True)
+    starts = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
     found = {"tokens": np.concatenate(tokens), "types": np.concatenate(types), "starts": starts}
-    return {name: torch.from_numpy(values) for name, values in found.items()}, cut
+    return {name: torch.from_numpy(values) for name, values in found.items()}, sum(cut)
 
 
 def _numbers(table: Table, options: SentenceOptions, classes: Sequence[str]) -> Tensor:
     """The labels as int64 [n]. Raises DataError for one that the training part does not have."""
     column = _column(table, options.label)
-    advice = (
-        " A label that stands for none is named by data.unlabelled, one that means the same as another by "
-        "data.same_labels."
-    )
+    advice = " data.unlabelled names those that stand for none, data.same_labels those that mean the same."
     labels = _labels(table, options)
     return torch.tensor(class_numbers(labels, classes, lambda row: f"{table.place(row)}, {column}", advice))
-
-
-def _notice(left_out: Counter[str | None], cut: int, total: int, options: SentenceOptions) -> str:
-    """What became of the rows that are not used as they are; empty where all are."""
-    parts = []
-    if others := left_out.pop(None):
-        parts.append(f"{others:,} rows are not of data.language={options.language} and are left out")
-    if left_out:
-        labels = " or ".join(repr(label) for label in _names(options.unlabelled) if label in left_out)
-        parts.append(f"{left_out.total():,} rows have the label {labels} and are left out")
-    if cut:
-        parts.append(
-            f"{cut:,} of {total:,} rows are longer than data.max_seq_len={options.max_seq_len} tokens and "
-            "were cut"
-        )
-    return "; ".join(parts)
 
 
 def _natural(label: str) -> list[tuple[int, str]]:

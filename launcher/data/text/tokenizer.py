@@ -94,12 +94,8 @@ def fitted(sentences: Sequence[str], vocab_size: int, lower_case: bool) -> Sente
     )
     with without_threads():
         trained.train_from_iterator(sentences, trainer)
-    return _of_vocabulary(trained.get_vocab(with_added_tokens=True), normalizer, splitter)
-
-
-def _of_vocabulary(vocabulary: dict[str, int], normalizer: Any, splitter: Any) -> SentenceTokenizer:
-    """A tokenizer of this vocabulary, in which those of SPECIAL alone are special tokens."""
-    library = optional("tokenizers")
+    # Another tokenizer of this vocabulary, in which those of SPECIAL alone are special tokens.
+    vocabulary = trained.get_vocab(with_added_tokens=True)
     tokenizer = library.Tokenizer(library.models.WordPiece(vocabulary, unk_token=UNKNOWN))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
     tokenizer.decoder = library.decoders.WordPiece(prefix=WITHIN)

@@ -62,3 +62,8 @@ def write_classes(folder: Path, classes=("cat", "dog"), count=4, kind="PNG"):
             grey = 20 + 20 * index + 100 * number
             Image.new("RGB", (20 + index, 30), (grey,) * 3).save(folder / name / f"{index}.{kind.lower()}")
     return folder
+
+
+def num_stored(cache):
+    """The images of a cache that need not be decoded."""
+    return sum(cache.get(index) is not None for index in range(len(cache._states)))

@@ -363,10 +363,10 @@ def damaged(file):
         ),
         (
             lambda d: write_pair(d, [png(), b"\xff\xd8\xff\xe0 no"], [0, 1]),
-            r"row 1 is an image that cannot",
+            r"row 1 cannot be read as an image",
         ),
-        (lambda d: write_pair(d, [png()[:40]], [0]), r"row 0 is an image that cannot"),
-        (lambda d: write_pair(d, [png(), None], [0, 1]), r"row 1 is not an image"),
+        (lambda d: write_pair(d, [png()[:40]], [0]), r"row 0 cannot be read as an image"),
+        (lambda d: write_pair(d, [png(), None], [0, 1]), r"row 1 has no image: its cell holds NoneType"),
         (lambda d: write_pair(d, [], []), r"has a split without rows"),
     ],
 )

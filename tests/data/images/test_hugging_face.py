@@ -13,7 +13,7 @@ from launcher.config.resolve import Request, compose_jobs
 from launcher.data.images.catalog import load_images
 from launcher.data.images.hugging_face import list_rows
 from launcher.errors import ConfigError, DataError
-from tests.data.images.photographs import data_config
+from tests.data.images.photographs import data_config, num_stored
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 datasets = None  # imported by the first test: while tests are collected, each test process would take seconds
@@ -126,10 +126,10 @@ def test_decoded_images_are_kept_and_a_changed_file_is_decoded_again(tmp_path):
     for part in (images.train, images.validation):
         assert [part[index]["image"].shape for index in range(len(part))]
     again = load_images(config)
-    assert again.train.cache.num_stored == 8
+    assert num_stored(again.train.cache) == 8
     assert torch.equal(again.validation[0]["image"], images.validation[0]["image"])
     (tmp_path / "set" / "3.png").write_bytes(png(200) + b"more")
-    assert load_images(config).train.cache.num_stored == 0
+    assert num_stored(load_images(config).train.cache) == 0
 
 
 def test_texts_are_classes_in_alphabetical_order(tmp_path):
@@ -221,7 +221,7 @@ def test_an_empty_cell_is_named_when_it_is_read(tmp_path):
     }
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "set")
     images = load_images(data_config("hf", tmp_path / "set"))
-    with pytest.raises(DataError, match=r"set, row 1 has no image in column image"):
+    with pytest.raises(DataError, match=r"set, row 1 has no image"):
         images.train[1]
     with pytest.raises(DataError, match=r"set, row 2 of the validation split cannot be read as an image"):
         images.validation[2]
@@ -273,7 +273,7 @@ def test_what_has_to_exist_is_looked_for_before_a_run(words, refused):
 FROM_HUB = """
 from launcher.data.images.catalog import load_images
 from launcher.errors import DataError
-from tests.data.images.photographs import data_config
+from tests.data.images.photographs import data_config, num_stored
 try:
     load_images(data_config("hf", "user/photographs"))
 except DataError as error:
