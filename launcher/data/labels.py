@@ -12,7 +12,8 @@ IGNORED = -100  # the label that torch's cross-entropy leaves out
 UNLABELLED = -1
 OF_UNLABELLED = (
     "-1 marks samples without a label, as in the test splits of many sets of the Hugging Face hub. Leave "
-    'them out, as with data.filter(lambda row: row["label"] != -1), or choose a split that has labels.'
+    'them out, as with data.filter(lambda row: row["label"] != -1), or choose a split that has labels, such '
+    "as validation."
 )
 
 
@@ -34,8 +35,9 @@ class Labels:
             return
         if labels.shape[:1] != (len(fetched.kept),):
             raise DataError(
-                f"the {name}: a batch of {len(fetched.kept)} samples has the column {self.column} of shape "
-                f"{list(labels.shape)}, not one class per sample: correct the collate, or set Recipe.label."
+                f"the {name}: the recipe names classes, and a batch of {len(fetched.kept)} samples has the "
+                f"column {self.column} of shape {list(labels.shape)}. It must have one row per sample: "
+                "correct the recipe's collate, or set Recipe.label to the right column."
             )
         if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
             return

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -53,15 +53,25 @@ class Loading:
     reading: Callable[[int], None] = lambda index: None  # before each sample that is read in this process
 
 
+class Noting(Protocol):
+    """What makes `Fetched`, and calls `reading` before each sample, with -1 after the last of a batch.
+
+    With TOGETHER before several samples at once.
+    """
+
+    reading: Callable[[int], None]
+
+    def begin(self) -> None:
+        """Called before each iteration, in the process that starts the loader processes."""
+
+
 class Pool:
     """The processes that read a data set; may be iterated again. None for 0 workers.
 
-    `reader` is a data set of torch's DataLoader; a map-style one is given `requests`, in this order. It makes
-    `Fetched`, and calls its `reading` before each sample, with -1 after the last of a batch, with TOGETHER
-    before several samples at once. Its `begin` is called before each iteration, in this process.
+    `reader` is a data set of torch's DataLoader; a map-style one is given `requests`, in this order.
     """
 
-    def __init__(self, reader: Any, requests: Iterable[Any] | None, how: Loading, kind: str) -> None:
+    def __init__(self, reader: Noting, requests: Iterable[Any] | None, how: Loading, kind: str) -> None:
         self.kind = kind
         self._reader = reader
         reader.reading = how.reading
@@ -78,7 +88,7 @@ class Pool:
     def _loader(self) -> DataLoader[Any]:
         how = self._how
         return DataLoader(
-            self._reader,
+            self._reader,  # type: ignore[arg-type]  # whose keys, if any, are requests
             batch_size=None,
             sampler=self._requests,
             num_workers=how.workers,
@@ -93,7 +103,8 @@ class Pool:
         )
 
     def __iter__(self) -> Iterator[Fetched]:
-        reader, requests = self._reader, self._requests
+        reader: Any = self._reader  # a stream's, or one that is given requests
+        requests = self._requests
         reader.begin()
         if not self._how.workers:  # without torch's loader, which would only add its own time
             answers = _each_kept(iter(reader)) if requests is None else map(reader.read_here, requests)
@@ -142,7 +153,7 @@ class Pool:
         # Torch names the signal only where its handler of SIGCHLD saw the end before its wait did.
         killed = "killed by signal" in str(error) or any(code < 0 for code in codes.values())
         code = ", ".join(map(str, codes.values()))
-        where = self._at(self._shared[[*codes]], "while it read")
+        where = self._at([self._shared[number] for number in codes], "while it read")
         return (LoaderKilledError if killed else DataError)(
             f"a loader process ended {where}: exit code {code}, seen as "
             f"{first_sentence(error)} If it was killed for memory, lower data.workers or data.micro_batch. "
@@ -172,7 +183,7 @@ class Pool:
         self._iterator = None
         _pools.remove(self)
 
-    def _at(self, rows: Any, reading: str) -> str:
+    def _at(self, rows: Sequence[Any], reading: str) -> str:
         """Which samples processes were `reading`; if none, that they were collating or sending a batch."""
         indices = [int(row[READING]) for row in rows if row[READING] >= 0]
         if indices:

@@ -45,4 +45,7 @@ def options_of(config: DataConfig, kind: type[Options]) -> Options:
 def refuse_path(config: DataConfig, reason: str) -> None:
     """Raise ConfigError where data.path is set for a set that has no files."""
     if config.path is not None:
-        raise ConfigError(f"data.path={config.path} is set, but data={config.name} {reason}. Remove it.")
+        raise ConfigError(
+            f"data.path={config.path} is set, but data={config.name} {reason} and reads no files. "
+            "Remove data.path."
+        )

@@ -33,6 +33,10 @@ Collate = Callable[[Sequence[Any]], Mapping[str, Tensor]]
 Drawing = Callable[[int, torch.Generator], Any]  # the sample of an index, its random numbers of the generator
 
 
+class MissingError(DataError):
+    """A sample, or a part of it, is None."""
+
+
 class Indexed(Protocol):
     """A map-style data set, as torch's and Hugging Face's are."""
 
@@ -96,7 +100,7 @@ class Fetched:
     bad: tuple[BadSample, ...] = ()
     failure: str = ""  # of the collation; empty if there was none
     traceback: str = ""  # of the failure, short, where nobody has foreseen it
-    stands: InStream | None = None  # of a stream whose samples could be collated
+    stands: InStream | None = None  # of a stream whose samples could be read
 
     @classmethod
     def failed(cls, what: str, error: BaseException, bad: tuple[BadSample, ...] = ()) -> Fetched:
@@ -121,8 +125,7 @@ class Reader:
     `reading(index)` is called before each sample, with TOGETHER before several at once, and with -1 after the
     last of a request. All generators are seeded before each sample. A data set with `__getitems__(indices)`
     is asked for all samples of a request at once, as torch's DataLoader does, unless they draw random
-    numbers: these depend on the sample. `sample` is called in place of the set's own `sample`. A sample that
-    is None counts as one that cannot be read.
+    numbers: these depend on the sample. `sample` is called in place of the set's own `sample`.
     """
 
     def __init__(
@@ -150,22 +153,17 @@ class Reader:
         except RAISED as error:  # a user's data set may fail in any way
             return Fetched.failed(f"set_epoch failed{_at(error)}", error)
         bad: list[BadSample] = []
-        samples, kept = self._read_together(request), tuple(range(len(request.indices)))
+        kept: Sequence[int] = range(len(request.indices))
+        samples = self._read_together(request)
         if samples is None:
             samples, kept, bad = self._read_each(request)
         self.reading(-1)
         if not samples:
             return Fetched(None, (), tuple(bad))
-        if self._collate is not None:  # it may draw: numbers of (seed, epoch, position of the request)
-            seed_all(spread_seed("collate", self._seed, request.epoch, request.position))
         try:
-            batch = collated(samples, self._collate)
+            return Fetched(self._collated(request, samples), kept, tuple(bad))
         except RAISED as error:
-            indices = [request.indices[offset] for offset in kept]
-            where = " in the recipe's collate" if self._collate and not isinstance(error, DataError) else ""
-            what = f"samples {listed(indices, SHOWN_SAMPLES)}{where}{_at(error)}"
-            return Fetched.failed(what, error, tuple(bad))
-        return Fetched(batch, kept, tuple(bad))
+            return self._without_odd(request, dict(zip(kept, samples, strict=True)), bad, error)
 
     def _read_together(self, request: Request) -> Sequence[Any] | None:
         """Read all samples by one call; None where the data set has none for it, or it fails or draws."""
@@ -179,7 +177,7 @@ class Reader:
             return None
         self._together = before.undrawn()
         whole = isinstance(samples, list | tuple) and len(samples) == len(request.indices)
-        return samples if self._together and whole and not [1 for each in samples if each is None] else None
+        return samples if self._together and whole else None
 
     def _read_each(self, request: Request) -> tuple[Sequence[Any], tuple[int, ...], list[BadSample]]:
         """The samples, their offsets in the request, and those that cannot be read."""
@@ -194,14 +192,46 @@ class Reader:
                 else:
                     seed_all(seed)
                     sample = self._dataset[index]
-                if sample is None:
-                    raise DataError("it is None")
             except RAISED as error:  # a user's data set may fail in any way
                 bad.append(BadSample.of(index, error))
             else:
                 samples.append(sample)
                 kept.append(offset)
         return samples, tuple(kept), bad
+
+    def _collated(self, request: Request, samples: Sequence[Any]) -> Batch:
+        """The recipe's collate may draw: its numbers depend on (seed, epoch, position of the request)."""
+        if self._collate is not None:
+            seed_all(spread_seed("collate", self._seed, request.epoch, request.position))
+        return collated(samples, self._collate)
+
+    def _without_odd(
+        self, request: Request, samples: Mapping[int, Any], bad: list[BadSample], error: BaseException
+    ) -> Fetched:
+        """The batch without those of the samples, by offset, that fail even alone; else the failure."""
+        errors = {offset: why for offset, each in samples.items() if (why := self._alone(each))}
+        good = {offset: each for offset, each in samples.items() if offset not in errors}
+        missing = all(isinstance(why, MissingError) for why in errors.values())
+        if errors and (good or missing):  # otherwise the collate itself may be wrong
+            odd = [BadSample.of(request.indices[offset], why) for offset, why in errors.items()]
+            try:
+                batch = self._collated(request, [*good.values()]) if good else None
+                return Fetched(batch, tuple(good), (*bad, *odd))
+            except RAISED as again:
+                error = again
+        indices = [request.indices[offset] for offset in samples]
+        where = " in the recipe's collate" if self._collate and not isinstance(error, DataError) else ""
+        what = f"samples {listed(indices, SHOWN_SAMPLES)}{where}{_at(error)}"
+        return Fetched.failed(what, error, tuple(bad))
+
+    def _alone(self, sample: object) -> BaseException | None:
+        """Why this sample cannot be collated by itself; None if it can."""
+        try:
+            collated([sample], self._collate)
+        except RAISED as error:
+            missing = _none_in(sample)
+            return MissingError(f"{missing} is None") if missing else error
+        return None
 
 
 def drawing(dataset: Indexed) -> Drawing | None:
@@ -243,8 +273,9 @@ def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
         found = ", ".join(f"{name} {list(column.shape)}" for name, column in batch.items()) or "no column"
         raise DataError(
             f"the recipe's collate was given {len(samples)} samples and returned {found}: no column has a "
-            "row per sample. It must return each once, a packed batch with their lengths. To leave samples "
-            "out, raise an error in the data set and set data.max_bad."
+            "row per sample. It must return every sample once. To leave samples out, raise an error in the "
+            "data set and set data.max_bad. A packed batch needs one column with a row per sample, such as "
+            "their lengths."
         )
     return dict(batch)
 
@@ -269,7 +300,8 @@ def refuse_unlike(samples: Sequence[object], names: Sequence[str] = ()) -> None:
         if odd := sorted(first.keys() ^ row.keys()):
             raise DataError(
                 f"the samples have different columns: {', '.join(odd)} is not in all of them; the first has "
-                f"{', '.join(first)}, the one at {offset} of the batch has {', '.join(row)}."
+                f"{', '.join(first)}, the one at {offset} of the batch has {', '.join(row)}. Every sample "
+                "of a data set must have the same columns."
             )
     for name in first:
         shapes = list(dict.fromkeys(_shape(row[name]) for row in rows))
@@ -278,8 +310,9 @@ def refuse_unlike(samples: Sequence[object], names: Sequence[str] = ()) -> None:
             raise DataError(
                 f"the column {name} has samples of different shapes in one batch: "
                 f"{', '.join(str(list(shape)) for shape in shapes[:SHOWN_SHAPES])}{more}. A batch stacks its "
-                "samples, so all must have one shape. Cut or resize them in the data set, or pad them in "
-                "Recipe.collate, as with torch.nn.utils.rnn.pad_sequence, and give Recipe.lengths."
+                "samples, so all must have one shape. Pad them in Recipe.collate, for instance with "
+                "torch.nn.utils.rnn.pad_sequence(values, batch_first=True), and give Recipe.lengths, so that "
+                "samples of similar length share a batch; or cut or resize them in the data set."
             )
 
 
@@ -297,6 +330,14 @@ def _shape(value: Any) -> tuple[int, ...]:
     if isinstance(value, list | tuple):
         return (len(value), *(_shape(value[0]) if value else ()))
     return ()
+
+
+def _none_in(sample: object) -> str:
+    """Which part of a sample is None; empty if none is."""
+    if sample is None:
+        return "it"
+    what = "column " if isinstance(sample, Mapping) else ""
+    return next((f"its {what}{name}" for name, value in _columns_of(sample, ()).items() if value is None), "")
 
 
 def columns(*names: str) -> Collate:

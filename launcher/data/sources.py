@@ -48,7 +48,8 @@ def readable(data: Any, collate: Collate | None, how: Loading, kind: str) -> Rea
     if isinstance(data, DataLoader):
         raise DataError(
             f"the recipe's {kind} set is a DataLoader. Give the data set itself (loader.dataset), and its "
-            "collate_fn as Recipe.collate: the launcher makes a loader, whose order is the same on all ranks."
+            "collate_fn as Recipe.collate: the launcher makes the loader, with data.workers processes, so "
+            "that all ranks and every resume see the same order."
         )
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
         return _stream(data, collate, how, kind)
@@ -183,7 +184,7 @@ def batch_plan(
 
 def sample_lengths(lengths: Sequence[int] | Tensor, num_samples: int) -> Tensor:
     """Recipe.lengths as a tensor [num_samples]. DataError unless it has a length for each sample."""
-    rule = f"one finite number of at least 0 for each of the {num_samples} training samples"
+    rule = f"one entry for each of the {num_samples} training samples"
     try:
         found = torch.as_tensor(lengths).cpu()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -191,10 +192,12 @@ def sample_lengths(lengths: Sequence[int] | Tensor, num_samples: int) -> Tensor:
             f"Recipe.lengths is a {type(lengths).__name__} that no tensor can be made of: {error}. It must "
             f"have {rule}."
         ) from error
-    odd = int((~(found.isfinite() & (found >= 0))).sum())
-    if found.shape != (num_samples,) or odd:
+    if found.shape != (num_samples,):
+        raise DataError(f"Recipe.lengths has shape {list(found.shape)}: it must have {rule}.")
+    if len(odd := (~(found.isfinite() & (found >= 0))).nonzero()):
+        number = int(odd[0])
         raise DataError(
-            f"Recipe.lengths has shape {list(found.shape)} and {odd} entries that are no length: it must "
-            f"have {rule}."
+            f"Recipe.lengths: entry {number} is {found[number].item()}: a length must be a finite number of "
+            "at least 0. Correct what the lengths are computed from."
         )
     return found

@@ -56,7 +56,7 @@ class StreamReader(IterableDataset[Fetched]):
     the stream divides itself among ranks and processes.
     """
 
-    stream: Any  # an iterable, which may have set_epoch(), state_dict() and load_state_dict()
+    stream: Iterable[Any]  # which may have set_epoch(), state_dict() and load_state_dict()
     collate: Collate | None
     seed: int
     rank: int
@@ -113,7 +113,7 @@ class StreamReader(IterableDataset[Fetched]):
             self._set_epoch(current_pass)
         at = skipped = 0
         if state is not None:
-            self.stream.load_state_dict(state["stream"])
+            self.stream.load_state_dict(state["stream"])  # type: ignore[attr-defined]
             at = int(state["at"])
         # What it draws before its first sample: the same in every process that reads it whole.
         seed_all(spread_seed("stream begins", self.seed, current_pass, self._reader))
@@ -279,7 +279,8 @@ class StreamBatches(Batches):
             before = f"{counted(found[0].ranks, 'rank')} with data.workers={found[0].processes}"
             raise ConfigError(
                 f"the checkpoint is of {before}, among which the stream was divided. It cannot be resumed on "
-                f"{ranks} with data.workers={processes}: start with as many, or checkpoint.resume=never."
+                f"{ranks} with data.workers={processes}: start with as many, or afresh with "
+                "checkpoint.resume=never."
             )
         return Standpoint(ranks, processes, found[0].passes, found[0].step)
 

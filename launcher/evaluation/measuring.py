@@ -171,7 +171,8 @@ class Measuring:
             names = ", ".join(name_of(metric) for metric in self._fed)
             raise ConfigError(
                 f"the metrics without merge ({names}) are updated on rank 0, but a batch cannot be sent "
-                f"there: {error}. Return only tensors from eval_transform, or set columns of each metric."
+                f"there: {error}. Return only tensors from eval_transform, or name the columns that each "
+                "metric reads in its attribute columns."
             ) from error
 
     def _merge(self, metric: Any, known: Known, sent: bytes) -> None:
@@ -191,8 +192,7 @@ class Measuring:
             try:
                 found = self._computed(metric, loss_sum, count)
             except LauncherError as error:
-                # More samples may help, such as those of a class that is not among the first ones.
-                if not self._rehearsal or not error.__cause__ or isinstance(error.__cause__, MISTAKES):
+                if not (self._rehearsal and _may_depend_on_samples(error)):
                     raise
                 total.failed.append(str(error))
                 continue
@@ -218,6 +218,12 @@ class Measuring:
         if self._failure is not None:
             return error_message(self._failure)
         return message_of(lambda: json.dumps([found.values, found.higher_is_better, found.failed]).encode())
+
+
+def _may_depend_on_samples(error: LauncherError) -> bool:
+    """Whether more samples may help, such as those of a class that is not among the first ones."""
+    cause = error.__cause__
+    return cause is not None and not isinstance(cause, MISTAKES)
 
 
 def fresh(metric: Any) -> Any:

@@ -48,7 +48,8 @@ class Fed:
     def update(self, outputs: Any, batch: Batch) -> None:
         name = name_of(self)
         labels = column_of(batch, self.label, name, "Recipe.label=...")
-        self.adapts.update(chosen(outputs, None, f"{name} of torchmetrics"), labels)
+        advice = "Return a single one, or write a metric around it."
+        self.adapts.update(chosen(outputs, None, f"{name} of torchmetrics", advice), labels)
 
     def compute(self) -> Any:
         return self.adapts.compute()

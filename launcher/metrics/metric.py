@@ -92,15 +92,18 @@ def direction_of(metric: object, name: str) -> bool | None:
     return found if isinstance(found, bool) else None
 
 
-def chosen(outputs: Outputs, output: str | None, metric: str) -> Tensor:
-    """The tensor that a built-in metric reads: `outputs`, or its entry `output`. Raises ConfigError."""
+def chosen(outputs: Outputs, output: str | None, metric: str, advice: str = "") -> Tensor:
+    """The tensor that a metric reads: `outputs`, or its entry `output`. Raises ConfigError.
+
+    `advice` ends the error where there are others; without, it is that for metrics of the project.
+    """
     if isinstance(outputs, Mapping):
         output = next(iter(outputs)) if output is None and len(outputs) == 1 else output
         if output not in outputs:
             what = "one tensor" if output is None else f"the output {output}"
             raise ConfigError(
-                f"{metric} reads {what}, but the recipe's loss gives {', '.join(outputs)}. Return a single "
-                f"one, or name one of them, {metric}(..., output=...), if the metric is of launcher.recipe."
+                f"{metric} reads {what}, but the recipe's loss gives {', '.join(outputs)}. "
+                f"{advice or f'Name one of them: {metric}(..., output=...).'}"
             )
         outputs = outputs[output]
     if isinstance(outputs, Tensor):

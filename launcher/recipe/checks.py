@@ -117,7 +117,10 @@ def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
         raise DataError("Recipe.validation has no set: give it at least one, by name, or a single one alone.")
     for name, data in sets.items():
         if not isinstance(name, str) or "/" in name or (name == ONLY_SET and data is not recipe.validation):
-            raise DataError(f"{name!r} in Recipe.validation is not a valid name: give a text without '/'.")
+            raise DataError(
+                f"{name!r} in Recipe.validation is not a valid name: it must be a non-empty string "
+                "without '/'."
+            )
         if _is_empty(data):
             raise DataError(
                 f"the {set_title(name)} set of the recipe is empty: an evaluation needs at least one sample. "

@@ -87,14 +87,17 @@ def registry_of(user_path: str | None) -> Registry:
     files = sorted(path for path in recipes_dir().glob("*.py") if not path.name.startswith("_"))
     if user_path is not None:
         files.append(_user_file(user_path))
+    known = {"schedule": SCHEDULES, "optimizer": OPTIMIZERS}
     found: dict[str, dict[str, Any]] = {"recipe": {}, "model": {}, "schedule": {}, "optimizer": {}}
     for file in files:
         for kind, name, function in _registered_in(_load(file)):
             if name in found[kind]:
                 first = sys.modules[found[kind][name].__module__].__file__
                 raise ConfigError(f'@{kind}("{name}") is given twice: in {first} and in {file}. Rename one.')
-            if name in {"schedule": SCHEDULES, "optimizer": OPTIMIZERS}.get(kind, ()):
-                raise ConfigError(f'@{kind}("{name}"): that {kind} is one of the launcher. Rename it.')
+            if kind in known and name in known[kind]:
+                raise ConfigError(
+                    f'@{kind}("{name}"): that {kind} is one of the launcher. Choose another name.'
+                )
             found[kind][name] = function
     return Registry(found["recipe"], found["model"], found["schedule"], found["optimizer"])
 
@@ -183,7 +186,8 @@ def load_recipe(config: Config) -> Recipe:
     built = build(config)
     if not isinstance(built, Recipe):
         raise ConfigError(
-            f'the function under @recipe("{uses}") returned {type(built).__name__}: it must return a Recipe.'
+            f'the function under @recipe("{uses}") returned {type(built).__name__}. '
+            "It has to return a launcher.recipe.Recipe."
         )
     built = checked(built, may_lack=config.data.val_fraction == 0)
     if built.schedule is not None and not callable(built.schedule):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,7 +60,10 @@ def _aided(loss: Callable[..., Loss], arguments: dict[str, Any]) -> Callable[[nn
 
 
 def _require_argument(recipe: Recipe, name: str, wish: str) -> None:
-    if name not in inspect.signature(recipe.loss).parameters:
+    named = False
+    with suppress(TypeError, ValueError):  # of C, without a signature
+        named = name in inspect.signature(recipe.loss).parameters
+    if not named:
         title = getattr(recipe.loss, "__qualname__", type(recipe.loss).__name__)
         raise ConfigError(
             f"{wish}: the recipe's loss, {title}, has no argument {name}, so this would change nothing. Give "
@@ -90,8 +94,9 @@ def refuse_split_pairs(plan: BatchPlan, alpha: float, total_steps: int) -> None:
         if any((part.stop - batch.start) % 2 for part in parts[:-1]):
             raise ConfigError(
                 f"data.augment.mixup={alpha:g} mixes samples in pairs, but a micro-batch of the {len(batch)} "
-                f"samples of step {step + 1} of an epoch has an odd number. Choose data.batch_size and "
-                "data.micro_batch for an even one on each rank, or drop a rest by data.drop_last=true."
+                f"samples of step {step + 1} of an epoch has an odd number of samples. Choose a "
+                "data.batch_size and data.micro_batch that leave an even number to each rank, or set "
+                "data.drop_last=true if it is the rest of an epoch."
             )
 
 
@@ -117,8 +122,9 @@ class Mixup:
         images, labels = batch.get(IMAGE), batch.get(self.label)
         if images is None or labels is None or not images.is_floating_point() or labels.ndim != 1:
             raise ConfigError(
-                f"data.augment.mixup={self.alpha:g} needs a floating-point column {IMAGE} and a column "
-                f"{self.label} of classes after train_transform, not {', '.join(batch)}. Set it to 0."
+                f"data.augment.mixup={self.alpha:g} needs a column {IMAGE} of floating-point numbers and a "
+                f"column {self.label} with a class for each sample, after the recipe's train_transform. The "
+                f"batch has {', '.join(batch)}. Set data.augment.mixup=0."
             )
         positions = torch.arange(len(labels), device=labels.device)
         partner = (positions ^ 1).clamp(max=len(labels) - 1)  # the last of an odd number is its own

@@ -256,18 +256,29 @@ def test_samples_that_cannot_be_read_are_named_and_left_out():
 
 
 @pytest.mark.parametrize("others", [2, 0])
-@pytest.mark.parametrize("collate", [None, columns("x")])
-def test_a_sample_that_is_none_is_named_and_left_out(collate, others):
+@pytest.mark.parametrize(
+    ("sample", "collate", "text"),
+    [
+        (None, None, "sample 0: it is None"),
+        ({"x": None}, None, "sample 0: its column x is None"),
+        ((None,), columns("x"), "sample 0: its part 0 is None"),
+    ],
+)
+def test_a_sample_that_is_none_is_named_and_left_out(sample, collate, text, others):
     good = {"x": torch.ones(2)} if collate is None else (torch.ones(2),)
-    fetched = read(Listed(None, *[good] * others), *range(1 + others), collate=collate)
-    assert [str(bad) for bad in fetched.bad] == ["sample 0: it is None"]
+    fetched = read(Listed(sample, *[good] * others), *range(1 + others), collate=collate)
+    assert [str(bad) for bad in fetched.bad] == [text]
     assert fetched.failure == ""
     assert fetched.kept == tuple(range(1, 1 + others))
     assert (fetched.batch is None) == (others == 0)
 
 
-def test_samples_that_cannot_be_collated_are_named():
-    assert read(Listed({"x": object()}, {"x": 1}), 0, 1).failure.startswith("samples 0, 1: TypeError")
+def test_a_sample_that_cannot_be_collated_alone_is_left_out_unless_none_can():
+    good, odd = {"x": torch.ones(2)}, {"x": object()}
+    fetched = read(Listed(good, odd, good), 0, 1, 2)
+    assert (fetched.kept, [bad.index for bad in fetched.bad]) == ((0, 2), [1])
+    assert "TypeError" in fetched.bad[0].error
+    assert read(Listed(odd, odd), 0, 1).failure.startswith("samples 0, 1: TypeError")
 
 
 def test_a_failure_of_the_collate_names_it():

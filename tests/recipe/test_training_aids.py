@@ -91,6 +91,7 @@ def with_smoothing(network: nn.Module, batch: Batch, label_smoothing: float = 0.
             "train.label_smoothing=0.1: the rec",
         ),
         (recipe_of(without_arguments), {"mixup": 0.2}, "without_arguments, has no argument mixed"),
+        (recipe_of(max), {"mixup": 0.2}, "max, has no argument mixed"),  # of C, without a signature
         (recipe_of(with_smoothing), {"mixup": 0.2}, "data.augment.mixup=0.2: the recipe's loss"),
         (recipe_of(column="x"), {"mixup": 0.2}, "its training set has no column image"),
         (dataclasses.replace(recipe_of(), classes=None), {"mixup": 0.2}, "it has no classes"),

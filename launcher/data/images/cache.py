@@ -59,8 +59,7 @@ class ImageCache:
 
     def __init__(self, folder: Path, digest: str, count: int, shape: tuple[int, int, int]) -> None:
         self.path = folder / f"{digest[:32]}.images"
-        # Of this boot: what had not reached the disk when a machine crashed is lost, but its byte may not be.
-        self._partial = folder / f"{digest[:32]}.{BOOT_ID.read_text()[:8].strip()}.partial"
+        self._partial = folder / f"{digest[:32]}.{_boot()}.partial"
         self._header = (MAGIC + digest.encode()).ljust(PAGE, b"\0")
         self._image_bytes = int(np.prod(shape))
         self._first_pixel = PAGE + -(-count // PAGE) * PAGE
@@ -178,3 +177,12 @@ class ImageCache:
                 os.replace(self._partial, self.path)
         for rest in self.path.parent.glob(f"{self.path.stem}.*.partial"):  # of boots before this one
             rest.unlink(missing_ok=True)
+
+
+def _boot() -> str:
+    """What a crash of the machine changes: pixels that had not reached the disk are lost, their byte may not
+    be, so what an earlier boot left unfinished is not used."""
+    try:
+        return BOOT_ID.read_text().strip()[:8]
+    except OSError:
+        return f"pid{os.getppid()}"

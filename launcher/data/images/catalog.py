@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from launcher.config.messages import unknown_name
+from launcher.config.messages import install_line, unknown_name
 from launcher.config.schema import AugmentConfig, DataConfig
 from launcher.data.augment import Constants, ImageTransform, Normalise
 from launcher.data.batch_plan import generator_for
@@ -30,7 +30,7 @@ from launcher.data.options import Cache, Count, NoOptions, Text, options_of, ref
 from launcher.data.split import parts
 from launcher.data.tensor_cache import cache_folder
 from launcher.data.tensors import Batch, TensorData
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, PreflightError
 
 DIGITS_MAXIMUM = 16  # the set counts dark pixels of 4 x 4 blocks
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's photographs, as torchvision has them
@@ -220,8 +220,10 @@ def split(data: TensorData, val_fraction: float) -> tuple[TensorData, TensorData
 def _digits_table() -> np.ndarray[Any, np.dtype[np.float64]]:
     """[1797, 65]: 64 pixels and the digit. Read without importing scikit-learn, which takes a second."""
     package = importlib.util.find_spec("sklearn")
-    assert package is not None
-    assert package.origin is not None
+    if package is None or package.origin is None:
+        raise PreflightError(
+            f"data=digits needs scikit-learn, which is not installed: {install_line('scikit-learn')}"
+        )
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     return np.loadtxt(io.BytesIO(gzip.decompress(file.read_bytes())), delimiter=",")
 

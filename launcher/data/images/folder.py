@@ -124,7 +124,8 @@ def _parts(root: Path) -> dict[Path, bool | None]:
     for rest, name in trained:
         if held_out := next((roles[each, rest] for each in VALIDATION if (each, rest) in roles), None):
             return {_unwrapped(roles[name, rest]): False, _unwrapped(held_out): True}
-    _refuse_parts(root, folders, roles[trained[0][1], ""] if trained and not trained[0][0] else None)
+    lone = roles[trained[0][1], ""] if trained and not trained[0][0] else None
+    _refuse_parts(root, folders, lone)
     return {root: None}
 
 
@@ -157,9 +158,10 @@ def _refuse_parts(root: Path, folders: Sequence[Path], train: Path | None) -> No
             )
     if len(folders) > 1 and len(within[folders[0]]) > 1 and len(set(within.values())) == 1:
         raise DataError(
-            f"data.path={root}: {'/, '.join(names[:SHOWN])}/ all hold the same folders: "
+            f"data.path={root}: {listed([f'{name}/' for name in names], SHOWN)} all hold the same folders: "
             f"{listed(within[folders[0]], SHOWN)}. If these are the classes, name the parts: "
-            f"data.train={names[0]} data.validation={names[1]}; if the folders of data.path are, data.train=."
+            f"data.train={names[0]} data.validation={names[1]}; if the folders of data.path are, give "
+            "data.train=."
         )
 
 
@@ -185,7 +187,8 @@ def list_csv(
     if missing:
         raise DataError(
             f"data.csv={file} names {len(missing)} file(s) that cannot be found in {root}: "
-            f"{listed(missing, SHOWN)}. Paths are relative to data.path, or else to the CSV's folder."
+            f"{listed(missing, SHOWN)}. Paths are relative to data.path, or else to the CSV's folder; one "
+            "without a suffix is tried with those of images."
         )
     return listing_of(root, files, val_fraction, f"data.csv={file}")
 
@@ -228,7 +231,8 @@ def _split(files: Sequence[File], val_fraction: float) -> list[File]:
     bare = [name for number, name in enumerate(names) if not held_out[labels == number].any()]
     if bare and held_out.any():
         warnings.warn(
-            f"no image is held out of {len(bare)} class(es), which have too few: {listed(bare, SHOWN)}",
+            f"no image is held out of {len(bare)} class(es), which have too few: {listed(bare, SHOWN)}. The "
+            "evaluation says nothing about them.",
             DataWarning,
             stacklevel=2,
         )
@@ -248,7 +252,8 @@ def _labelled(root: Path, parent: Path, held_out: bool | None, ignored: Counter[
         files = list(_images(root, folder, held_out, ignored))
         if not files:
             raise DataError(
-                f"the class folder {folder} has no images. Remove it. Kinds: {', '.join(sorted(SUFFIXES))}."
+                f"the class folder {folder} has no images. Remove it, or put some in. Known kinds: "
+                f"{', '.join(sorted(SUFFIXES))}."
             )
         yield from files
 
@@ -301,7 +306,8 @@ def _report_ignored(root: Path, ignored: Counter[str]) -> None:
     if ignored:
         kinds = [f"{count} {suffix or 'without a suffix'}" for suffix, count in ignored.most_common()]
         warnings.warn(
-            f"{ignored.total()} file(s) below {root} are no images of a class folder: {listed(kinds, SHOWN)}",
+            f"{ignored.total()} file(s) below {root} are not used: {listed(kinds, SHOWN)}. Only images in "
+            "class folders are.",
             DataWarning,
             stacklevel=3,
         )

@@ -77,17 +77,18 @@ class HubListing:
         """The image, or the file that holds it. Raises DataError where the cell is empty."""
         which, row = self.places[index]
         name = f"{self.where}, row {row}{' of the validation split' if which else ''}"
-        return _source(self.rows[which][row][self.image_column], self.base, name)
+        return _source(self.rows[which][row][self.image_column], name, self.image_column, self.base)
 
 
-def _source(cell: Any, base: Path, name: str) -> tuple[Source, str]:
+def _source(cell: Any, name: str, column: str, base: Path | None) -> tuple[Source, str]:
+    """The image of a cell, or the file below `base` that it names; None: it may not name one."""
     content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
     if isinstance(content, bytes):
         return content, name
     named = path or content
-    if isinstance(named, str):
+    if isinstance(named, str) and base is not None:
         return base / named, f"{name} ({base / named})"
-    raise DataError(f"{name} has no image: its cell holds {type(content).__name__}.")
+    raise DataError(f"{name} has no image in column {column}: {type(content).__name__}.")
 
 
 def list_rows(
@@ -121,8 +122,7 @@ def _listing(
     features = splits[0].features
     image = _column(features, "image", columns[0], library.Image, IMAGE_COLUMNS, where)
     label = _column(features, "label", columns[1], library.ClassLabel, LABEL_COLUMNS, where)
-    if isinstance(features[image], library.Image):
-        splits = [each.cast_column(image, library.Image(decode=False)) for each in splits]
+    splits = [_undecoded(library, each, image) for each in splits]
     values = [_values(each, label, where) for each in splits]
     classes = _classes(features[label], values, numbered)
     labels = [_numbers(each, classes, features[label], where) for each in values]
@@ -132,9 +132,16 @@ def _listing(
         train, held_out = parts(torch.tensor(labels[0]), val_fraction, f"rows of {where}", DataError)
         num_train, places = len(train), [(0, row) for row in (*train, *held_out)]
     refuse_one_class(classes, where)
-    of_places = tuple(labels[which][row] for which, row in places)
-    names = tuple(map(str, classes))
-    return HubListing(base, tuple(splits), tuple(places), of_places, names, num_train, image, where)
+    return HubListing(
+        base=base,
+        rows=tuple(splits),
+        places=tuple(places),
+        labels=tuple(labels[which][row] for which, row in places),
+        classes=tuple(map(str, classes)),
+        num_train=num_train,
+        image_column=image,
+        where=where,
+    )
 
 
 def load_parquet_splits(
@@ -174,7 +181,7 @@ def _decoded(
     tensors = {"train/label": labels[: listing.num_train], "test/label": labels[listing.num_train :]}
     for name, rows in zip(SPLITS, listing.rows, strict=True):
         cells = rows.with_format("arrow")[:][listing.image_column]
-        tensors[f"{name}/image"] = _one_size(cells, f"{where} ({name})")
+        tensors[f"{name}/image"] = _one_size(cells, f"{where} ({name})", listing.image_column)
     in_train, in_test = (_size(tensors[f"{name}/image"]) for name in SPLITS)
     if in_train != in_test:
         raise DataError(f"{where}: images are {in_train} in train, {in_test} in test.")
@@ -249,7 +256,8 @@ def _splits(loaded: Any, where: str) -> list[Any]:
     found = [next((n for n in names if n in loaded), None) for names in (TRAIN, VALIDATION)]
     if None in found:
         raise DataError(
-            f"{where} has the splits {listed(list(loaded), SHOWN)}, not train and {' or '.join(VALIDATION)}."
+            f"{where} has the splits {listed(list(loaded), SHOWN)}. It needs train and one of "
+            f"{', '.join(VALIDATION)}, or a single one."
         )
     return [loaded[name] for name in found]
 
@@ -282,18 +290,27 @@ def _column(
     return found[0]
 
 
+def _undecoded(library: ModuleType, rows: Any, column: str) -> Any:
+    """The rows with the encoded images of this column, where its type decodes them."""
+    if isinstance(rows.features[column], library.Image):
+        return rows.cast_column(column, library.Image(decode=False))
+    return rows
+
+
 def _values(rows: Any, column: str, where: str) -> list[Any]:
     values: list[Any] = rows.select_columns([column]).with_format("arrow")[:][column].to_pylist()
     if not values:
         raise DataError(f"{where} has a split without rows.")
-    if wrong := [
-        row for row, value in enumerate(values) if not isinstance(value, int | str) or not str(value).strip()
-    ]:
+    if wrong := [row for row, value in enumerate(values) if not _is_label(value)]:
         raise DataError(
             f"{where}: row {wrong[0]} has {values[wrong[0]]!r} in the label column {column} ({len(wrong)} "
             "such rows). Labels must be whole numbers or strings that are not empty."
         )
     return values
+
+
+def _is_label(value: Any) -> bool:
+    return isinstance(value, int) or (isinstance(value, str) and value.strip() != "")
 
 
 def _classes(kind: Any, values: Sequence[Sequence[Any]], numbered: bool) -> list[Any]:
@@ -325,16 +342,18 @@ def _split_files(folder: Path, name: str) -> list[Path]:
     return files
 
 
-def _one_size(cells: Collection[Any], where: str) -> Tensor:
+def _one_size(cells: Collection[Any], where: str, column: str) -> Tensor:
     """Images, of which there is at least one, as one tensor: uint8 [n, 3, h, w]."""
     for row, cell in enumerate(cells):
-        source, name = _source(cell.as_py(), Path(), f"{where}, row {row}")
+        # No other file is read: what is decoded is kept by the size and time of the parquet files alone.
+        source, name = _source(cell.as_py(), f"{where}, row {row}", column, base=None)
         pixels = torch.from_numpy(read_image(source, name, as_rgb))
         if row == 0:
             images = torch.empty(len(cells), *pixels.shape, dtype=torch.uint8)
         if pixels.shape != images.shape[1:]:
             raise DataError(
-                f"{where}: row {row} is {_size(pixels)} pixels, row 0 {_size(images)}: resize them first."
+                f"{where}: row {row} is {_size(pixels)} pixels, row 0 {_size(images)}. All images must have "
+                "the same size: resize them first."
             )
         images[row] = pixels
     return images

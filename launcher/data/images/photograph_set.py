@@ -122,15 +122,15 @@ class PhotographSet:
         if "stored" not in batch:
             return batch
         assert self.cache is not None
-        rest = dict(batch)
-        return {"image": self._seen(self.cache.gather(rest.pop("stored"), pinned)).contiguous(), **rest}
+        rest = {name: column for name, column in batch.items() if name != "stored"}
+        return {"image": self._seen(self.cache.gather(batch["stored"], pinned)).contiguous(), **rest}
 
     def _with_pixels(self, sample: Sample) -> Sample:
         if "stored" not in sample:
             return sample
         assert self.cache is not None
-        rest = dict(sample)
-        return {"image": self._seen(torch.from_numpy(self.cache.get(rest.pop("stored")))), **rest}
+        rest = {name: value for name, value in sample.items() if name != "stored"}
+        return {"image": self._seen(torch.from_numpy(self.cache.get(sample["stored"]))), **rest}
 
     def _seen(self, images: Tensor) -> Tensor:
         """What a sample has of cached images [..., 3, base_size, base_size]: the middle in an evaluation."""

@@ -265,8 +265,10 @@ def _read_json_lines(file: Path, wanted: Wanted) -> Table:
 def _json_object(file: Path, number: int, line: str) -> dict[str, Cell]:
     try:
         found = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{file}, line {number}: it is no JSON: {error}.") from error
+    except RecursionError:
+        raise DataError(f"{file}, line {number}: its JSON is nested too deeply.") from None
     if not isinstance(found, dict):
         raise DataError(f"{file}, line {number}: it is a JSON {type(found).__name__}, not an object.")
     return found

@@ -105,12 +105,12 @@ def load_table(config: DataConfig) -> TabularSet:
     about = "; ".join(
         [*_about(features, kinds, left_out), f"target: {target}, {kind}", *_unseen(features, validation)]
     )
-    targets = [_targets(table, target, classes) for table in (train, validation)]
+    column = "target" if classes is None else "label"
     train_set, validation_set = (
-        TensorData(features.columns(table) | {"target" if classes is None else "label": values}, config.name)
-        for table, values in zip((train, validation), targets, strict=True)
+        TensorData(features.columns(table) | {column: _targets(table, target, classes)}, config.name)
+        for table in (train, validation)
     )
-    mean, std = (0.0, 1.0) if classes is not None else _moments(train, target)
+    mean, std = _moments(train, target) if classes is None else (0.0, 1.0)
     return TabularSet(replace(train_set, about=about), validation_set, features, classes, mean, std)
 
 
@@ -191,7 +191,10 @@ def target_and_features(table: Table, options: TableOptions) -> tuple[str, list[
     if not target:
         raise ConfigError(f"data.target names the column to predict. {table.file} has: {there}.")
     if target in options.leave_out:
-        raise ConfigError(f"data.leave_out has {target}, which is data.target. Leave out another column.")
+        raise ConfigError(
+            f"data.leave_out has {target}, which is data.target. Leave other columns out, or predict another "
+            "one."
+        )
     named = {"target": [target], "categorical": options.categorical, "leave_out": options.leave_out}
     for key, name in ((key, name) for key, columns in named.items() for name in columns):
         if name not in table.columns:
@@ -200,7 +203,8 @@ def target_and_features(table: Table, options: TableOptions) -> tuple[str, list[
     names = [name for name in table.columns if name not in out]
     if not names:
         raise ConfigError(
-            f"no column is left to learn from: {table.file} has {there} with data.target and data.leave_out."
+            f"no column is left to learn from: {table.file} has {there}, of which data.target={target} and "
+            "data.leave_out take all."
         )
     return target, names
 
@@ -219,7 +223,10 @@ def _moments(train: Table, target: str) -> tuple[float, float]:
     """Mean and standard deviation of the target. Raises DataError where all training rows have the same."""
     values = numbers(train, target)
     if (values == values[0]).all():
-        raise DataError(f"{target} is {values[0]:g} in all {len(train)} training rows: nothing to learn.")
+        raise DataError(
+            f"the target {target} is {values[0]:g} in all {len(train)} training rows: there is nothing to "
+            "learn."
+        )
     return float(values.mean()), float(values.std(correction=0))
 
 

@@ -171,6 +171,7 @@ def load_text(config: DataConfig) -> TextSet:
     options = options_of(config, TextOptions)
     kind = TOKENIZERS[options.tokenizer]
     files, root = text_files(config.path)
+    # What may change the tokens of a text beside its kind.
     fitted = (options.vocab_size, optional("tokenizers").__version__) if kind is BytePairs else None
     key = {
         "kind": "text",
@@ -207,8 +208,8 @@ def text_files(path: str | None) -> tuple[list[Path], Path]:
 
 def tokenised(files: Sequence[Path], val_fraction: float, options: TextOptions) -> Stored:
     """The tokens of both parts, int32, and what the vocabulary is made from again."""
-    texts = map(read_text, files)
-    text = "".join(text if text.endswith("\n") or not text else f"{text}\n" for text in texts)
+    contents = map(read_text, files)
+    text = "".join(each if each.endswith("\n") or not each else f"{each}\n" for each in contents)
     parts = held_out(text, val_fraction)
     vocabulary = TOKENIZERS[options.tokenizer].fitted(text, parts[0], options.vocab_size)
     train, validation = (torch.from_numpy(vocabulary.encode(part)) for part in parts)

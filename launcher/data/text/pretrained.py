@@ -38,7 +38,9 @@ def pretrained_encoder(path: str) -> PretrainedEncoder:
         _refuse_unusable(folder)
         return PretrainedEncoder(str(folder), from_hub=False)
     if path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists():
-        raise ConfigError(f"model.path={path} is no folder with config.json, *.safetensors and a tokenizer.")
+        raise ConfigError(
+            f"model.path={path} is not a folder. It needs config.json, *.safetensors and a tokenizer."
+        )
     return PretrainedEncoder(path, from_hub=True)
 
 
@@ -60,12 +62,15 @@ class PretrainedEncoder:
         asked = options_of(config, SentenceOptions).max_seq_len
         if asked > longest:
             raise ConfigError(
-                f"data.max_seq_len={asked} is more than the {longest} tokens that model.path={self.path} "
-                "can read."
+                f"data.max_seq_len={asked} is more than the {longest} tokens that model.path={self.path} can "
+                f"read. Set data.max_seq_len to at most {longest}."
             )
         tokens, known = len(found), getattr(self._config, "vocab_size", UNLIMITED)
         if tokens > known:
-            raise ConfigError(f"model.path={self.path}: the tokenizer has {tokens} tokens, the model {known}")
+            raise ConfigError(
+                f"model.path={self.path}: its tokenizer has {tokens} tokens, its model {known}. They are not "
+                "of one another."
+            )
         pad = found.pad_token_id
         if pad is None:
             raise ConfigError(f"model.path={self.path}: its tokenizer has no token to fill up with.")

@@ -121,6 +121,12 @@ def test_processes_fill_it_together_and_another_run_goes_on_where_one_was_killed
     assert (again.get(3) == 3).all()
 
 
+def test_where_no_file_names_the_boot_images_are_kept_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr("launcher.data.images.cache.BOOT_ID", tmp_path / "none")
+    filled(tmp_path)
+    assert num_stored(open_cache(tmp_path, "k", 3, SHAPE)) == 3
+
+
 def test_what_an_earlier_boot_left_unfinished_is_not_used(tmp_path, monkeypatch):
     open_cache(tmp_path, "k", 2, SHAPE).put(0, image(0))
     (tmp_path / "boot").write_text("another-boot")

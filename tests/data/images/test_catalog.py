@@ -51,7 +51,7 @@ def write_parquet(
     file, images, labels, *, columns=("img", "label"), class_names=CLASS_NAMES, label_type=None
 ):
     cells = pa.array(
-        [{"bytes": image, "path": None} for image in images],
+        [image if isinstance(image, dict) else {"bytes": image, "path": None} for image in images],
         type=pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
     )
     table = pa.table([cells, pa.array(labels, type=label_type or pa.int64())], names=list(columns))
@@ -366,7 +366,11 @@ def damaged(file):
             r"row 1 cannot be read as an image",
         ),
         (lambda d: write_pair(d, [png()[:40]], [0]), r"row 0 cannot be read as an image"),
-        (lambda d: write_pair(d, [png(), None], [0, 1]), r"row 1 has no image: its cell holds NoneType"),
+        (lambda d: write_pair(d, [png(), None], [0, 1]), r"row 1 has no image in column img: NoneType"),
+        (
+            lambda d: write_pair(d, [{"bytes": None, "path": __file__}], [0]),
+            r"row 0 has no image in column img: NoneType",
+        ),
         (lambda d: write_pair(d, [], []), r"has a split without rows"),
     ],
 )

@@ -221,7 +221,7 @@ def test_an_empty_cell_is_named_when_it_is_read(tmp_path):
     }
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "set")
     images = load_images(data_config("hf", tmp_path / "set"))
-    with pytest.raises(DataError, match=r"set, row 1 has no image"):
+    with pytest.raises(DataError, match=r"set, row 1 has no image in column image"):
         images.train[1]
     with pytest.raises(DataError, match=r"set, row 2 of the validation split cannot be read as an image"):
         images.validation[2]

@@ -112,7 +112,7 @@ def test_a_long_cell_is_read(tmp_path):
         ("x.tsv", "a\ta\n1\t2\n", r"more than one column named 'a'"),
         ("x.jsonl", '{"a": 1}\n{"a": 1\n', r"x\.jsonl, line 2: it is no JSON"),
         ("x.jsonl", "[1]\n", r"x\.jsonl, line 1: it is a JSON list, not an object"),
-        ("x.jsonl", "[" * 100_000, r"x\.jsonl, line 1: it is no JSON: maximum recursion"),
+        ("x.jsonl", "[" * 100_000, r"x\.jsonl, line 1: its JSON is nested too deeply"),
         ("x.xls", "a", r"must end in \.tsv, \.txt, \.csv, \.jsonl, \.ndjson, \.parquet"),
     ],
 )
