@@ -119,7 +119,7 @@ def recipe_text(directories: Sequence[Path], name: str, config_dir: Path | None)
     from launcher.config.trees import leaves
 
     composer = Composer(Request((), config_dir))
-    default, own = (dict(leaves(composer.tree(words))) for words in ((), (f"recipe={name}",)))
+    default, own = (dict(leaves(composer.resolved(words).tree)) for words in ((), (f"recipe={name}",)))
     shown = {
         key: value
         for key, value in own.items()

@@ -46,8 +46,7 @@ def plan(arguments: Arguments, launch: LaunchEnv) -> None:
     Example: {program} plan recipe=resnet50 data.path=photos --link 25000 --samples-per-s 800
     """
     from launcher.commands.train import HYDRA_ANSWERS, request_of
-    from launcher.config.experiments import with_experiment
-    from launcher.config.resolve import compose_jobs
+    from launcher.config.resolve import compose_jobs, with_experiment
 
     if asked_hydra := [flag for flag in HYDRA_ANSWERS if flag in arguments.flags]:
         raise ConfigError(

@@ -30,9 +30,8 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
 
     Jobs of a sweep that end with one of the exit codes `findings` have not failed.
     """
-    from launcher.config.experiments import with_experiment
     from launcher.config.overrides import with_plain_constant
-    from launcher.config.resolve import compose_jobs
+    from launcher.config.resolve import compose_jobs, with_experiment
     from launcher.config.wandb_sweep import refuse_sweep, sweep_of_agent
     from launcher.telemetry.tracker.registry import refuse_missing
     from launcher.telemetry.tracker.wandb_environment import of_agent, with_environment

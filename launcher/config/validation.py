@@ -10,21 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.config import parameter_groups
 from launcher.config.messages import show, summary, unknown_key
-from launcher.config.optimizers import OPTIMIZERS, is_fused
+from launcher.config.optimizers import GROUPS, OPTIMIZERS, completed_groups, group_problems, is_fused
 from launcher.config.rules import name, value_problem
 from launcher.config.schema import Config, from_dict, is_section, rules, section_types, types_of
 from launcher.config.trees import leaves
 from launcher.errors import ConfigError
 
-BASES = {
-    "precision": "fp16",
-    "tracker": "wandb",
-}  # groups besides optim with keys that conf/config.yaml lacks
-NOT_GLOBAL = (
-    " A file of recipe/ or experiment/ sets keys of all sections: its first line is `# @package _global_`."
-)
+# Groups besides optim with keys that conf/config.yaml lacks, and the file that has them.
+BASES = {"precision": "fp16", "tracker": "wandb"}
+NOT_GLOBAL = " A file of recipe/ or experiment/ sets all sections: its first line is `# @package _global_`."
 OPTIONS = "options"  # the dataclass field for keys of one model or data set only
 
 
@@ -37,15 +32,9 @@ def parse(tree: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -> Config: 
     problems = find_problems(gathered, recorded)
     if problems:
         raise ConfigError(summary(problems))
-    groups = parameter_groups.completed(gathered["optim"]["groups"])
-    optim = {**gathered["optim"], "groups": groups}
-    values = {
-        **gathered,
-        "optim": optim,
-        "run": {"dir": gathered["run"]["dir"] or ""},
-        "from_environment": dict(recorded),
-    }
-    return from_dict(values)
+    groups = completed_groups(gathered["optim"]["groups"])
+    optim, run = {**gathered["optim"], "groups": groups}, {"dir": gathered["run"]["dir"] or ""}
+    return from_dict({**gathered, "optim": optim, "run": run, "from_environment": dict(recorded)})
 
 
 def find_problems(values: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -> list[str]:
@@ -57,8 +46,8 @@ def find_problems(values: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -
     wrong_keys = list(key_problems(values, section_types(str(optimizer)), ""))
     if wrong_keys:
         return wrong_keys
-    found = dict(leaves(values, whole=(OPTIONS,)))
-    in_groups = list(parameter_groups.problems(found.pop(parameter_groups.KEY)))
+    found = dict(leaves(values, whole=OPTIONS))
+    in_groups = list(group_problems(found.pop(GROUPS)))
     wrong = {path: value for path, value in found.items() if not rules()[path].holds(value)}
     lines = [value_problem(path, recorded.get(path, value), rules()[path]) for path, value in wrong.items()]
     broken = (relation.problem(found, wrong.keys()) for relation in RELATIONS)

@@ -24,8 +24,7 @@ from launcher.config.composition import (
     resolved,
 )
 from launcher.config.groups import conf_dir, group_choices
-from launcher.config.optimizers import AdamConfig
-from launcher.config.parameter_groups import GroupConfig
+from launcher.config.optimizers import AdamConfig, GroupConfig
 from launcher.config.resolve import compose_jobs, space_of
 from launcher.config.schema import Config
 from launcher.config.search_space import Choices, Space
