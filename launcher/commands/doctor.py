@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
@@ -38,7 +39,7 @@ def doctor(arguments: Arguments, launch: LaunchEnv) -> int:
     from launcher.config.composition import Request
     from launcher.config.resolve import compose_jobs
     from launcher.doctor import gpus, links, machine
-    from launcher.doctor.findings import FAILURE, Finding, as_json, found_by
+    from launcher.doctor.findings import FAILURE, Finding, found_by
     from launcher.doctor.hosts import consult
     from launcher.supervisor.worker_count import count_gpus, num_workers
 
@@ -70,7 +71,8 @@ def doctor(arguments: Arguments, launch: LaunchEnv) -> int:
         return 0
     found = [finding for host in hosts for finding in host.found]
     if says_json:
-        print(json.dumps({"hosts": [{"host": each.name, "findings": as_json(each.found)} for each in hosts]}))
+        said = [{"host": host.name, "findings": [*map(asdict, host.found)]} for host in hosts]
+        print(json.dumps({"hosts": said}))
     elif launch.launched:
         for host in hosts:
             print(f"{host.name}:")

@@ -105,10 +105,9 @@ def cores(subject: Subject) -> Iterator[Finding]:
     value = f"{counted(count, 'core')} for {counted(subject.ranks, 'rank')}"
     if allowed is not None and allowed < count - 0.5:
         value += f", of which the container may use {allowed:.1f}"
-        advice = (
-            f"Threads beyond that are stopped in turn: set OMP_NUM_THREADS="
-            f"{max(1, int(allowed / subject.ranks))}, or raise the container's CPU limit."
-        )
+        threads = max(1, int(allowed / subject.ranks))
+        advice = f"Threads beyond that are stopped in turn: set OMP_NUM_THREADS={threads}"
+        advice += ", or raise the container's CPU limit."
     elif count < subject.ranks:
         advice = "Ranks wait for each other's core: start fewer, or bind them to more cores."
     yield judged("CPU", value, advice)
