@@ -64,15 +64,16 @@ def plan(arguments: Arguments, launch: LaunchEnv) -> None:
         refuse_small_batch(config, launch)
     config, multirun = configs[0], request.multirun
     world_size = devices_of_a_job(config) if multirun else world_of(config, launch)
-    from launcher.plan.forecast import Asked, forecast, kept
+    from launcher.plan.forecast import forecast, kept
     from launcher.plan.page import lines_of, lines_of_sweep
 
     if config.run.dir and (place := Path(config.run.dir).expanduser()).is_dir():
         refuse_foreign(place)  # before steps are measured
-    asked = Asked(mbits, ranks, rates[0] if rates else None, "--measure" in arguments.flags)
+    rate, measures = rates[0] if rates else None, "--measure" in arguments.flags
+    links = [(mbit, each) for mbit in mbits for each in ranks]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run gives them, once it is one
-        found = forecast(config, world_size, count_gpus() > 0, asked)
+        found = forecast(config, world_size, count_gpus() > 0, links, rate, measures)
         if multirun:
             found["sweep"] = sweep_of(request, configs, found)
             found["files"][0] = f"{root_of(request, configs)}/<job>"
@@ -104,14 +105,15 @@ def sweep_of(request: Request, configs: list[Config], found: Mapping[str, Any]) 
     """The jobs of the sweep, as fast per device as the first."""
     from launcher.commands.sweep import pool_of
     from launcher.config.resolve import space_of
-    from launcher.plan.jobs import jobs_of_sweep
+    from launcher.plan.forecast import jobs_of_sweep
 
     settings, step = configs[0].sweep, found["step_s"]
     is_grid = settings.name == "grid"
     overrides = [*space_of(request.overrides).grid()] if is_grid else [()]
     devices = [devices_of_a_job(config) for config in (configs if is_grid else configs[:1])]
     rate = None if step is None else -(-found["batch_size"] // found["world_size"]) / step["total"]
-    return jobs_of_sweep(configs, overrides, devices, pool_of(settings).at_a_time(min(devices)), rate)
+    planned = [*zip(configs, overrides, devices, strict=False)]
+    return jobs_of_sweep(planned, pool_of(settings).at_a_time(min(devices)), rate)
 
 
 def numbers_of(arguments: Arguments, flag: str, default: str, whole: bool = False) -> list[float]:

@@ -1,23 +1,27 @@
 """What one job would be: its steps, memory, wire, times, checkpoint and files, as plain values for JSON.
 
+Of a sweep also the order, steps and device hours of its jobs.
+
 Owns what is computed from what, and the facts about GPUs. It reads the data as a run does, and starts
 nothing.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from launcher.config.resolve import GRID
 from launcher.config.schema import Config, to_dict
 from launcher.config.trees import typed_leaves
 from launcher.data.batch_plan import BatchPlan
@@ -54,34 +58,16 @@ GPUS = {
 # Not measured here, but usual: a CUDA context with its kernels, cuBLAS, cuDNN and NCCL, and what the caching
 # allocator cannot use of the rest.
 CONTEXT_GIB, USABLE = 1.0, 0.95
+ROOM = {name: USABLE * (gib - CONTEXT_GIB) * GIB for name, gib in GPUS.items()}  # bytes for tensors
 BACKWARD_SHARE = 2 / 3  # of a pass: each product has two in the backward pass
 FILES = (  # of a run, in its directory
     *("config.yaml", "overrides.txt", "env.json", "status.json", "metrics.jsonl", "result.json"),
     *("report.html", "curves.png", "logs/rank<k>.log", "checkpoints/step-<n>/"),
 )
+Links = Iterable[tuple[float, int]]  # rates in Mbit/s, with numbers of ranks
 TIMED = 3  # steps, after one that is not
 PAIR_S = 1.0  # of steps of two ranks, each without and with sending
 RATES_KEPT = 60  # points of the schedule
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the command line says beside the config."""
-
-    mbits: Sequence[float]
-    ranks: Sequence[int]
-    samples_per_s: float | None  # of one rank
-    measures: bool
-
-
-@dataclass(frozen=True)
-class Sending:
-    """How a rank sends the gradients of a step."""
-
-    bytes: int  # of all gradients
-    buckets: int | None  # of several ranks; None for one whose step time is not asked for
-    overlaps: bool  # the backward pass
-    cpu_s_per_byte: float  # of all its cores; 0 where a GPU computes, and where it was not measured
 
 
 @dataclass(frozen=True)
@@ -105,13 +91,22 @@ class Task:
         return cls(recipe, plan, course)
 
 
-def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dict[str, Any]:
-    """All that is known of a job before it starts; a None where it is not."""
+def forecast(
+    config: Config, world_size: int, on_gpu: bool, links: Links, samples_per_s: float | None, measures: bool
+) -> dict[str, Any]:
+    """All that is known of a job before it starts; a None where it is not.
+
+    `samples_per_s` is the rate of one rank.
+    """
     task = Task.of(config, world_size)
-    seconds, cpu_s_per_byte = _given(task.plan, asked.samples_per_s), 0.0
-    if asked.measures and on_gpu:
+    seconds, cpu_s_per_byte = None, 0.0  # of all cores of a rank; 0 on a GPU, and where it was not measured
+    if samples_per_s is not None:
+        step_s = task.plan.largest_share / samples_per_s
+        parts = StepSeconds(step_s * (1 - BACKWARD_SHARE), step_s * BACKWARD_SHARE, 0.0)
+        seconds = _last_backward(parts, task.plan.micro_batches)
+    elif measures and on_gpu:
         seconds = _alone(config, task, torch.device("cuda"))
-    elif asked.measures:
+    elif measures:
         seconds, cpu_s_per_byte = _on_this_cpu(config, task)
     found, reason = None, ""
     try:
@@ -130,28 +125,32 @@ def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dic
             rank_on(torch.device("cpu"), config, task.recipe, task.plan) as rank,
         ):
             found = _counted(config, task, rank, on_gpu=False)
-    message = found["memory"]["bytes"]["gradients"]
-    buckets = found.pop("buckets")
+    message, place = found["memory"]["bytes"]["gradients"], place_of(config)
+    buckets, saved = found.pop("buckets"), found.pop("checkpoint_bytes")
     if world_size == 1:
         buckets = None if seconds is None else _buckets_of_a_pair(config, task)
-    sending = Sending(message, buckets, config.wire.overlap, cpu_s_per_byte)
     sent = ring_bytes(message, world_size)
+    knows_link = world_size == 1 or not on_gpu  # that of all ranks on this machine
+    wire = {"bytes": message, "buckets": buckets, "overlaps": config.wire.overlap}
+    wire |= {"cpu_s_per_byte": cpu_s_per_byte, "sent_by_each_rank": round(sent)}
     return {
         "recipe": config.recipe.name,
         "world_size": world_size,
         "device": "GPU" if on_gpu else "CPU",
         "measured_because": reason,
         **_course(config, task),
-        "checkpoint": _checkpoint(config, found.pop("checkpoint_bytes")),
+        "checkpoint": {
+            "bytes": saved,
+            "at_most": saved * (config.checkpoint.keep + 2),  # one is written beside those kept and the best
+            "free_bytes": shutil.disk_usage(place).free,
+            "place": str(place),
+        },
         **found,
-        "wire": vars(sending) | {"sent_by_each_rank": round(sent)},
+        "wire": wire,
         "step_s": None if seconds is None else vars(seconds) | {"total": seconds.total},
-        # Of all ranks on this machine; of several GPUs the link is not known.
-        "here_s": None
-        if seconds is None or (world_size > 1 and on_gpu)
-        else seconds.total + sent * cpu_s_per_byte,
+        "here_s": seconds.total + sent * cpu_s_per_byte if seconds and knows_link else None,
         "files": [config.run.dir or f"outputs/{config.recipe.name}/<time>-<4 hex>", *FILES],
-        "links": [_link(sending, mbit, ranks, seconds) for mbit in asked.mbits for ranks in asked.ranks],
+        "links": [_link(wire, mbit, ranks, seconds) for mbit, ranks in links],
     }
 
 
@@ -182,9 +181,8 @@ def _counted(config: Config, task: Task, rank: Rank, on_gpu: bool) -> dict[str, 
     share, size = task.plan.largest_share, task.plan.largest_micro_batch
     here, _, _ = rank.step(size, on_gpu)
     # A CPU updates in pieces of its cache, which take nothing.
-    beside = here if on_gpu else replace(here, update=0)
-    temporary = beside.most - beside.activations
-    kinds = rank.held | {"activations": beside.activations, "temporary": max(0, temporary)}
+    peak = max(here.passes, here.update if on_gpu else 0)
+    kinds = rank.held | {"activations": here.activations, "temporary": max(0, peak - here.activations)}
     sizes = sorted({size, max(1, -(-size // 2))})
     by_size = [here if on_gpu and each == size else rank.step(each, True)[0] for each in sizes]
     held, sums = sum(rank.held.values()), 4 * rank.stepper.num_trainable
@@ -194,7 +192,7 @@ def _counted(config: Config, task: Task, rank: Rank, on_gpu: bool) -> dict[str, 
         "parameters": rank.num_parameters,
         "buckets": rank.stepper.num_buckets,
         "state_bytes": rank.stepper.state_bytes(),
-        "conditions": rank.conditions,
+        "conditions": rank.tracker.conditions,
         "checkpoint_bytes": rank.checkpoint_bytes(task.plan.world_size if config.wire.shard else 1),
         "memory": {"bytes": kinds, "total": sum(kinds.values())},
         "gpus": [
@@ -202,9 +200,6 @@ def _counted(config: Config, task: Task, rank: Rank, on_gpu: bool) -> dict[str, 
             for name, room in ROOM.items()
         ],
     }
-
-
-ROOM = {name: USABLE * (gib - CONTEXT_GIB) * GIB for name, gib in GPUS.items()}  # bytes for tensors
 
 
 def fitting(room: float, held: int, sums: int, counted: Sequence[StepMemory], share: int) -> int:
@@ -224,17 +219,10 @@ def fitting(room: float, held: int, sums: int, counted: Sequence[StepMemory], sh
     return whole if whole >= share else max(0, min(share - 1, int((room - base - sums) / per_sample)))
 
 
-def _given(plan: BatchPlan, samples_per_s: float | None) -> StepSeconds | None:
-    """The parts of a step at a rate of one rank: a third of it forward, two thirds backward."""
-    if samples_per_s is None:
-        return None
-    step_s = plan.largest_share / samples_per_s
-    return _last_backward(step_s * (1 - BACKWARD_SHARE), step_s * BACKWARD_SHARE, 0.0, plan.micro_batches)
-
-
-def _last_backward(forward: float, backward: float, update: float, passes: int) -> StepSeconds:
+def _last_backward(step: StepSeconds, passes: int) -> StepSeconds:
     """The wire is busy beside the last backward pass only, so the others count with the forward passes."""
-    return StepSeconds(forward + backward * (passes - 1) / passes, backward / passes, update)
+    last = step.backward / passes
+    return StepSeconds(step.forward + (passes - 1) * last, last, step.update)
 
 
 def _alone(config: Config, task: Task, device: torch.device) -> StepSeconds:
@@ -249,7 +237,7 @@ def _alone(config: Config, task: Task, device: torch.device) -> StepSeconds:
 def _of_all_passes(step: StepSeconds, micro_batches: int) -> StepSeconds:
     """A step of `micro_batches` from one in which at most PASSES of them were computed."""
     each = micro_batches / min(PASSES, micro_batches)
-    return _last_backward(step.forward * each, step.backward * each, step.update, micro_batches)
+    return _last_backward(StepSeconds(step.forward * each, step.backward * each, step.update), micro_batches)
 
 
 def _on_this_cpu(config: Config, task: Task) -> tuple[StepSeconds, float]:
@@ -265,10 +253,9 @@ def _on_this_cpu(config: Config, task: Task) -> tuple[StepSeconds, float]:
         program = (sys.executable, "-m", "launcher.plan.pair", str(file), str(world_size))
         said = exchanged(["cpu", "cpu"], PAIR_S, {"OMP_NUM_THREADS": str(threads)}, program)
     if isinstance(said, str):
-        raise PreflightError(
-            f"--measure: two ranks of this machine could not exchange gradients: {said}. python -m launcher "
-            "doctor looks for the cause; --samples-per-s N plans without measuring."
-        )
+        advice = "python -m launcher doctor looks for the cause; --samples-per-s N plans without measuring."
+        problem = "two ranks of this machine could not exchange gradients"
+        raise PreflightError(f"--measure: {problem}: {said}. {advice}")
     cost = said.pop("cpu_s_per_byte")
     if world_size == 1:  # with all cores, where each of the two had half
         parts = _alone(config, task, torch.device("cpu"))
@@ -304,11 +291,11 @@ def kept(config: Config, found: Mapping[str, Any]) -> Forecast:
     )
 
 
-def _link(sending: Sending, mbit: float, ranks: int, seconds: StepSeconds | None) -> dict[str, Any]:
-    sent = ring_bytes(sending.bytes, ranks)
+def _link(wire: Mapping[str, Any], mbit: float, ranks: int, seconds: StepSeconds | None) -> dict[str, Any]:
+    sent = ring_bytes(wire["bytes"], ranks)
     wire_s = wire_seconds(sent, mbit)
     # Without overlap all of it is sent after the backward pass, as one bucket would be.
-    sending_s = wire_s, sending.buckets if sending.overlaps else 1, sent * sending.cpu_s_per_byte
+    sending_s = wire_s, wire["buckets"] if wire["overlaps"] else 1, sent * wire["cpu_s_per_byte"]
     return {
         "mbit": mbit,
         "ranks": ranks,
@@ -318,12 +305,43 @@ def _link(sending: Sending, mbit: float, ranks: int, seconds: StepSeconds | None
     }
 
 
-def _checkpoint(config: Config, one: int) -> dict[str, Any]:
-    """A checkpoint of `one` bytes is written while `keep` others exist, and the best may be one more."""
-    place = place_of(config)
+def jobs_of_sweep(
+    planned: Sequence[tuple[Config, Sequence[str], int]], at_a_time: int, samples_per_s: float | None
+) -> dict[str, Any]:
+    """All jobs of a grid, or the first of a search as an example of its trials.
+
+    `planned`: the config, overrides and number of devices of each. `samples_per_s` is the rate of one device;
+    None: hours are not known. Hours are those of the grid's own order: the next job starts as soon as one of
+    `at_a_time` places is free.
+    """
+    settings = planned[0][0].sweep
+    searches, trials = settings.name != GRID, settings.stop.trials
+    steps: dict[str, tuple[int, int]] = {}  # data are read once for the jobs that share them
+    jobs: list[dict[str, Any]] = []
+    for number, (config, lines, num) in enumerate(planned):
+        key = repr((config.recipe, config.recipes, config.data, config.train, config.model, num))
+        if key not in steps:
+            task = Task.of(config, num)
+            steps[key] = task.course.total_steps, task.course.total_steps * task.plan.batch_size
+        total, samples = steps[key]
+        hours = None if samples_per_s is None else samples / samples_per_s / 3600
+        job = {"number": number, "devices": num, "steps": total, "device_hours": hours, "overrides": [*lines]}
+        jobs.append(job)
+    times = (trials or 0) if searches else 1  # 0: a search has no end
+    run = [] if samples_per_s is None else jobs * times
     return {
-        "bytes": one,
-        "at_most": one * (config.checkpoint.keep + 2),
-        "free_bytes": shutil.disk_usage(place).free,
-        "place": str(place),
+        "search": settings.name if searches else None,
+        "trials": trials if searches else None,
+        "at_a_time": at_a_time,
+        "jobs": jobs,
+        "device_hours": sum(job["device_hours"] for job in run) if run else None,
+        "hours": makespan([job["device_hours"] / job["devices"] for job in run], at_a_time) if run else None,
     }
+
+
+def makespan(hours: Sequence[float], places: int) -> float:
+    """Until the last job has ended, where each starts in order as soon as one of the places is free."""
+    ends = [0.0] * places
+    for each in hours:
+        heapq.heapreplace(ends, ends[0] + each)
+    return max(ends)
