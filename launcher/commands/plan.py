@@ -53,12 +53,9 @@ def plan(arguments: Arguments, leader: Leader) -> None:
     measures = "--measure" in arguments.flags
     mbits = arguments.numbers("--link", "100,1000,10000", are_positive, "numbers above 0 with commas between")
     ranks = arguments.numbers("--ranks", "2,8,64", are_whole, "whole numbers above 0 with commas between")
-    rates = arguments.numbers(
-        "--samples-per-s",
-        "",
-        lambda found: not found or (are_positive(found) and len(found) == 1 and not measures),
-        "one number above 0, the rate of a rank, or be left out to --measure it here",
-    )
+    rates = arguments.numbers("--samples-per-s", "", are_positive, "a number above 0")
+    if len(rates) + measures > 1:
+        raise ConfigError("--samples-per-s: give one rate, or --measure it here.")
     request = with_experiment(request_of(arguments))
     configs = compose_jobs(request)
     for config in configs:

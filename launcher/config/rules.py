@@ -58,11 +58,8 @@ def either(*rules: Rule) -> Rule:
 
 
 def one_of(*choices: str) -> Rule:
-    return Rule(
-        f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0],
-        lambda value: isinstance(value, str) and value in choices,
-        lambda value: nearest(show(value), choices),
-    )
+    text = f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
+    return Rule(text, lambda value: value in choices, lambda value: nearest(show(value), choices))
 
 
 def is_number(value: Any) -> bool:
