@@ -71,7 +71,7 @@ def run_sweep(request: Request, configs: Sequence[Config], leader: Leader, findi
         scheduler = Scheduler(directory, record, carrier, settings, progress, signals, pruner, search)
         with carrier:
             scheduler.run()
-        progress.close()
+        progress.erase()
         done = sum(job.state == State.DONE for job in record.jobs)
         took = f"in {duration(record.seconds)}, {record.device_seconds / 3600:.3g} device hours"
         print(f"sweep: {done} of {counted(len(record.jobs), 'job')} done {took}", flush=True)

@@ -137,11 +137,8 @@ def available_bytes() -> int:
 
 def shared_memory(subject: Subject) -> Iterator[Finding]:
     little = of_shared_memory()
-    value = (
-        "/dev/shm is missing or small"
-        if little
-        else f"{shutil.disk_usage('/dev/shm').free / GB:.1f} GB in /dev/shm"
-    )
+    free = "" if little else f"{shutil.disk_usage('/dev/shm').free / GB:.1f} GB in /dev/shm"
+    value = free or "/dev/shm is missing or small"
     yield judged("shared memory", value, little, FAILURE if min(subject.gpus, subject.ranks) > 1 else NOTE)
 
 

@@ -49,7 +49,7 @@ class Progress:
         self.say(f"sweep: job {self._of(job)} {how}", error=True)
 
     def say(self, text: str, error: bool = False) -> None:
-        self._erase()
+        self.erase()
         terminal.say(text, sys.stderr if error else sys.stdout)
 
     def refresh(self) -> None:
@@ -57,14 +57,12 @@ class Progress:
         if self._live and time.monotonic() - self._drawn_s >= EVERY_S:
             size = shutil.get_terminal_size()
             lines = table(self._directory, self._jobs, size.columns, max(4, size.lines // 2))
-            self._erase()
+            self.erase()
             print("\n".join(lines), flush=True)
             self._drawn, self._drawn_s = len(lines), time.monotonic()
 
-    def close(self) -> None:
-        self._erase()
-
-    def _erase(self) -> None:
+    def erase(self) -> None:
+        """Remove the table, where one is drawn."""
         if self._drawn:
             print(f"\x1b[{self._drawn}A\x1b[J", end="", flush=True)  # up so many lines, clear to the end
             self._drawn = 0
