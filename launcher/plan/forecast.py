@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +24,20 @@ import torch
 from launcher.config.resolve import GRID
 from launcher.config.schema import Config, to_dict
 from launcher.config.trees import typed_leaves
-from launcher.data.batch_plan import BatchPlan
-from launcher.data.sources import DataSets, batch_plan
-from launcher.distributed.env import WorkerEnv
 from launcher.distributed.links import StepSeconds, ring_bytes, wire_seconds
 from launcher.distributed.process_group import divide_threads, own_thread_count
 from launcher.doctor.links import exchanged
 from launcher.doctor.machine import place_of
 from launcher.engine import UnusableError
 from launcher.errors import ConfigError, LauncherError, PreflightError, first_line
-from launcher.plan.memory import PASSES, Rank, StepMemory, rank_on
+from launcher.plan.memory import LOG, PASSES, Rank, StepMemory, Task, rank_on
 from launcher.plan.meta import META
-from launcher.recipe.contract import Recipe
-from launcher.recipe.registry import load_recipe
 from launcher.run_dir.forecast import Forecast
 from launcher.run_dir.records import user_shape
-from launcher.training.device import seed_generators
 from launcher.training.failures.recipe_errors import guarding
-from launcher.training.progress import Course
 from launcher.training.setup import build
 
 GIB = 2**30
-LOG = "the log of a run"  # where a traceback is that is not shown here
 # GiB that torch reports as a device's total, which is less than on the label.
 GPUS = {
     "T4 16 GB": 14.6,
@@ -70,27 +62,6 @@ PAIR_S = 1.0  # of steps of two ranks, each without and with sending
 RATES_KEPT = 60  # points of the schedule
 
 
-@dataclass(frozen=True)
-class Task:
-    """A recipe with its data, and how the samples of one rank are divided."""
-
-    recipe: Recipe
-    plan: BatchPlan
-    course: Course
-
-    @classmethod
-    def of(cls, config: Config, world_size: int) -> Task:
-        """Loads the recipe and its data, as a run does. Raises what a run raises."""
-        seed_generators(config.seed)
-        with guarding(f'the function under @recipe("{config.recipe.uses}")', LOG):
-            recipe = load_recipe(config)
-        env = WorkerEnv(0, world_size, 0, world_size, torch.device("cpu"), None)
-        data = DataSets.of(config, env, recipe.train, {}, recipe.collate)
-        plan = batch_plan(config, env, data.train, recipe.lengths)
-        course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
-        return cls(recipe, plan, course)
-
-
 def forecast(
     config: Config, world_size: int, on_gpu: bool, links: Links, samples_per_s: float | None, measures: bool
 ) -> dict[str, Any]:
@@ -105,13 +76,13 @@ def forecast(
         parts = StepSeconds(step_s * (1 - BACKWARD_SHARE), step_s * BACKWARD_SHARE, 0.0)
         seconds = _last_backward(parts, task.plan.micro_batches)
     elif measures and on_gpu:
-        seconds = _alone(config, task, torch.device("cuda"))
+        seconds = _alone(task, torch.device("cuda"))
     elif measures:
-        seconds, cpu_s_per_byte = _on_this_cpu(config, task)
+        seconds, cpu_s_per_byte = _on_this_cpu(task)
     found, reason = None, ""
     try:
-        with rank_on(META, config, task.recipe, task.plan) as rank:
-            found = _counted(config, task, rank, on_gpu)
+        with rank_on(META, task) as rank:
+            found = _counted(task, rank, on_gpu)
     except LauncherError:
         raise
     except UnusableError as error:  # a run would say the same
@@ -120,15 +91,12 @@ def forecast(
         name, line = type(error).__name__, first_line(error)
         reason = name if line == name else f"{name}: {line}"
     if found is None:
-        with (
-            guarding("the recipe's model or loss", LOG),
-            rank_on(torch.device("cpu"), config, task.recipe, task.plan) as rank,
-        ):
-            found = _counted(config, task, rank, on_gpu=False)
+        with guarding("the recipe's model or loss", LOG), rank_on(torch.device("cpu"), task) as rank:
+            found = _counted(task, rank, on_gpu=False)
     message, place = found["memory"]["bytes"]["gradients"], place_of(config)
     buckets, saved = found.pop("buckets"), found.pop("checkpoint_bytes")
     if world_size == 1:
-        buckets = None if seconds is None else _buckets_of_a_pair(config, task)
+        buckets = None if seconds is None else _buckets_of_a_pair(task)
     sent = ring_bytes(message, world_size)
     knows_link = world_size == 1 or not on_gpu  # that of all ranks on this machine
     wire = {"bytes": message, "buckets": buckets, "overlaps": config.wire.overlap}
@@ -138,7 +106,7 @@ def forecast(
         "world_size": world_size,
         "device": "GPU" if on_gpu else "CPU",
         "measured_because": reason,
-        **_course(config, task),
+        **_course(task),
         "checkpoint": {
             "bytes": saved,
             "at_most": saved * (config.checkpoint.keep + 2),  # one is written beside those kept and the best
@@ -154,8 +122,8 @@ def forecast(
     }
 
 
-def _course(config: Config, task: Task) -> dict[str, Any]:
-    plan, course = task.plan, task.course
+def _course(task: Task) -> dict[str, Any]:
+    config, plan, course = task.config, task.plan, task.course
     rates = build.rates_of(config, task.recipe, course.total_steps)
     last = course.total_steps - 1
     evenly = {round(each * last / (RATES_KEPT - 1)) for each in range(RATES_KEPT)}
@@ -176,7 +144,7 @@ def _course(config: Config, task: Task) -> dict[str, Any]:
     }
 
 
-def _counted(config: Config, task: Task, rank: Rank, on_gpu: bool) -> dict[str, Any]:
+def _counted(task: Task, rank: Rank, on_gpu: bool) -> dict[str, Any]:
     """Parameters, memory by kind, and the micro-batch that fits each GPU."""
     share, size = task.plan.largest_share, task.plan.largest_micro_batch
     here, _, _ = rank.step(size, on_gpu)
@@ -193,7 +161,7 @@ def _counted(config: Config, task: Task, rank: Rank, on_gpu: bool) -> dict[str, 
         "buckets": rank.stepper.num_buckets,
         "state_bytes": rank.stepper.state_bytes(),
         "conditions": rank.tracker.conditions,
-        "checkpoint_bytes": rank.checkpoint_bytes(task.plan.world_size if config.wire.shard else 1),
+        "checkpoint_bytes": rank.checkpoint_bytes(task.plan.world_size if task.config.wire.shard else 1),
         "memory": {"bytes": kinds, "total": sum(kinds.values())},
         "gpus": [
             {"name": name, "micro_batch": fitting(room, held, sums, by_size, share)}
@@ -225,11 +193,11 @@ def _last_backward(step: StepSeconds, passes: int) -> StepSeconds:
     return StepSeconds(step.forward + (passes - 1) * last, last, step.update)
 
 
-def _alone(config: Config, task: Task, device: torch.device) -> StepSeconds:
+def _alone(task: Task, device: torch.device) -> StepSeconds:
     """The fastest of a few steps of one rank on this machine, without any other rank."""
     divide_threads(task.plan.world_size)  # as each rank has them in a run
     alone = replace(task.plan, micro_batch=task.plan.largest_micro_batch)
-    with rank_on(device, config, task.recipe, alone, counting=False) as rank:
+    with rank_on(device, replace(task, plan=alone), counting=False) as rank:
         steps = [rank.step(alone.largest_micro_batch, device.type == "cuda")[1] for _ in range(1 + TIMED)][1:]
     return _of_all_passes(min(steps, key=lambda step: step.total), alone.micro_batches)
 
@@ -240,7 +208,7 @@ def _of_all_passes(step: StepSeconds, micro_batches: int) -> StepSeconds:
     return _last_backward(StepSeconds(step.forward * each, step.backward * each, step.update), micro_batches)
 
 
-def _on_this_cpu(config: Config, task: Task) -> tuple[StepSeconds, float]:
+def _on_this_cpu(task: Task) -> tuple[StepSeconds, float]:
     """The parts of a step, and the seconds of all cores of a rank per byte that it sends.
 
     Of several ranks the parts are those of two that compute at the same time, as in a run.
@@ -249,7 +217,7 @@ def _on_this_cpu(config: Config, task: Task) -> tuple[StepSeconds, float]:
     threads = int(own_thread_count() or max(1, cores // max(2, world_size)))
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         file = Path(folder, "config.json")
-        file.write_text(json.dumps(to_dict(config)))
+        file.write_text(json.dumps(to_dict(task.config)))
         program = (sys.executable, "-m", "launcher.plan.pair", str(file), str(world_size))
         said = exchanged(["cpu", "cpu"], PAIR_S, {"OMP_NUM_THREADS": str(threads)}, program)
     if isinstance(said, str):
@@ -258,19 +226,19 @@ def _on_this_cpu(config: Config, task: Task) -> tuple[StepSeconds, float]:
         raise PreflightError(f"--measure: {problem}: {said}. {advice}")
     cost = said.pop("cpu_s_per_byte")
     if world_size == 1:  # with all cores, where each of the two had half
-        parts = _alone(config, task, torch.device("cpu"))
+        parts = _alone(task, torch.device("cpu"))
         return parts, cost * threads / torch.get_num_threads()
     return _of_all_passes(StepSeconds(**said), task.plan.micro_batches), cost
 
 
-def _buckets_of_a_pair(config: Config, task: Task) -> int:
+def _buckets_of_a_pair(task: Task) -> int:
     """One rank sends nothing, so that its own buckets say nothing of the links between several.
 
     1 where the model cannot be built on `meta`: then nothing is foretold to be hidden.
     """
     plan = replace(task.plan, world_size=2, batch_size=max(2, task.plan.batch_size))
     try:
-        with rank_on(META, config, task.recipe, plan) as rank:
+        with rank_on(META, replace(task, plan=plan)) as rank:
             return rank.stepper.num_buckets
     except Exception:  # of any kind: it is the model's, which `measured_because` names
         return 1

@@ -20,15 +20,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
-from launcher.data.sources import DataSets, Readable, trial_batches
+from launcher.data.sources import DataSets, Readable, batch_plan, trial_batches
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.links import StepSeconds
 from launcher.engine import Stepper
 from launcher.engine.optim.updater import CHUNK as UPDATED_AT_ONCE
 from launcher.plan.meta import META, Arithmetic, OnMeta, Tracker
 from launcher.recipe.contract import Recipe, loss_of
+from launcher.recipe.registry import load_recipe
+from launcher.training.device import seed_generators
+from launcher.training.failures.recipe_errors import guarding
+from launcher.training.progress import Course
 from launcher.training.setup import build
 
+LOG = "the log of a run"  # where a traceback is that is not shown here
 PASSES = 2  # of a step at most: the second adds to the sums of the first
 
 
@@ -42,13 +47,34 @@ class StepMemory:
     update: int  # the most from then to the end of the step
 
 
+@dataclass(frozen=True)
+class Task:
+    """A recipe with its data, and how the samples of one rank are divided."""
+
+    config: Config
+    recipe: Recipe
+    plan: BatchPlan
+    course: Course
+
+    @classmethod
+    def of(cls, config: Config, world_size: int) -> Task:
+        """Loads the recipe and its data, as a run does. Raises what a run raises."""
+        seed_generators(config.seed)
+        with guarding(f'the function under @recipe("{config.recipe.uses}")', LOG):
+            recipe = load_recipe(config)
+        env = WorkerEnv(0, world_size, 0, world_size, torch.device("cpu"), None)
+        data = DataSets.of(config, env, recipe.train, {}, recipe.collate)
+        plan = batch_plan(config, env, data.train, recipe.lengths)
+        course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
+        return cls(config, recipe, plan, course)
+
+
 class Rank:
     """Rank 0 of a job: its model, data and Stepper on `meta`, or on a device for real."""
 
-    def __init__(
-        self, config: Config, recipe: Recipe, plan: BatchPlan, env: WorkerEnv, tracker: Tracker
-    ) -> None:
-        self.recipe, self.plan, self.device, self.tracker = recipe, plan, env.device, tracker
+    def __init__(self, task: Task, env: WorkerEnv, tracker: Tracker) -> None:
+        config, self.recipe, self.plan = task.config, task.recipe, task.plan
+        recipe, plan, self.device, self.tracker = task.recipe, task.plan, env.device, tracker
         sets = DataSets.of(config, env, recipe.train, recipe.validation_sets, recipe.collate)
         self.data: Readable = sets.train
         of_data = self._now()
@@ -128,18 +154,13 @@ class Rank:
 
 @contextmanager
 def rank_on(
-    device: torch.device,
-    config: Config,
-    recipe: Recipe,
-    plan: BatchPlan,
-    counting: bool = True,
-    group: dist.ProcessGroup | None = None,
+    device: torch.device, task: Task, counting: bool = True, group: dist.ProcessGroup | None = None
 ) -> Iterator[Rank]:
-    """Rank `plan.rank` of `plan.world_size`. Without a `group` the others do not exist, and nothing is sent.
+    """The rank of the task's plan. Without a `group` the others do not exist, and nothing is sent.
 
     Without `counting` of bytes its steps take as long as those of a run.
     """
-    tracker = Tracker()
+    plan, tracker = task.plan, Tracker()
     with ExitStack() as contexts:
         if group is None and plan.world_size > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
@@ -149,7 +170,8 @@ def rank_on(
             contexts.enter_context(tracker)
         if device == META:
             # It has no autocast: Rank._forward replaces the emulation where it stands for a GPU.
-            config = replace(config, precision=replace(config.precision, emulate=True))
+            precision = replace(task.config.precision, emulate=True)
+            task = replace(task, config=replace(task.config, precision=precision))
             contexts.enter_context(OnMeta())
         env = WorkerEnv(plan.rank, plan.world_size, 0, plan.world_size, device, group)
-        yield Rank(config, recipe, plan, env, tracker)
+        yield Rank(task, env, tracker)

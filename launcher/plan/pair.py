@@ -26,8 +26,7 @@ import torch.distributed as dist
 from launcher.config.schema import from_dict
 from launcher.distributed.links import StepSeconds
 from launcher.doctor.exchange import meet
-from launcher.plan.forecast import Task
-from launcher.plan.memory import PASSES, rank_on
+from launcher.plan.memory import PASSES, Task, rank_on
 from launcher.process.allocator import keep_freed_memory
 from launcher.process.lifetime import end_with_starter
 
@@ -44,7 +43,7 @@ def main(config_file: str, world_size: int, rank: int, store: str, seconds: floa
     meet("gloo", store, rank, 2)
     found = []
     for group in (dist.new_group([0, 1], backend="fake"), dist.group.WORLD):
-        with rank_on(CPU, config, task.recipe, plan, counting=False, group=group) as one:
+        with rank_on(CPU, replace(task, plan=plan), counting=False, group=group) as one:
             steps: list[StepSeconds] = []
             count = torch.tensor(LEAST)
             dist.barrier()
