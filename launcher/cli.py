@@ -9,28 +9,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from launcher.commands.arguments import Arguments, parse
-from launcher.commands.compare import as_sweep
 from launcher.commands.doctor import doctor
-from launcher.commands.export import export_weights
-from launcher.commands.help import config_directories, described_recipes, help_text, version_text
-from launcher.commands.job import run_job
-from launcher.commands.new import write_recipe
-from launcher.commands.plan import plan
-from launcher.commands.report import write_reports
+from launcher.commands.help import COMMANDS, config_directories, help_text, version_text
 from launcher.commands.run import report_failure, run_node, run_worker
-from launcher.commands.train import train
-from launcher.commands.watch import watch
 from launcher.config.wandb_sweep import with_typed_values
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.handoff import HandoffTimeouts, Leader, follow
 from launcher.distributed.machines import given, node_of
 from launcher.distributed.slurm import variables_of_rank
-from launcher.errors import DIVERGED, INTERRUPTED, Interrupted, LauncherError, escaped, in_words
-from launcher.process.terminal import columns_of, wrapped
+from launcher.errors import INTERRUPTED, Interrupted, LauncherError, escaped, in_words
+from launcher.process.terminal import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 os.environ.update(variables_of_rank(os.environ))
             launch = LaunchEnv.from_environ(os.environ)
         if launch.launched and "doctor" in argv and (arguments := parse(argv)).command == "doctor":
-            return doctor(arguments, launch)  # every rank looks, with its own words
+            return doctor(arguments, Leader(launch, run_worker))  # every rank looks, with its own words
         return follow_leader(launch, argv) if launch.rank > 0 else lead(launch, argv)
     except (KeyboardInterrupt, Interrupted):
         return INTERRUPTED
@@ -77,11 +69,7 @@ def follow_leader(launch: LaunchEnv, argv: Sequence[str]) -> int:
     run_job = run_node if launch.is_node else run_worker
     exit_code, reason = follow(launch, run_job, patience, on_end=ignore_sigterm, arguments=without_rank(argv))
     if reason and launch.local_rank == 0:  # on other machines than rank 0's nothing has been printed yet
-        print(
-            wrapped(f"error on {launch.noun} 0: {reason}", columns_of(sys.stderr)),
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"error on {launch.noun} 0: {reason}", sys.stderr)
     return exit_code
 
 
@@ -118,20 +106,10 @@ def run_command(arguments: Arguments, leader: Leader) -> int:
         print(escaped(help_text(config_directories(arguments), arguments.command)), end="")
     elif "--version" in arguments.flags:
         print(version_text())
-    else:
+    elif arguments.command in COMMANDS:
         return COMMANDS[arguments.command](arguments, leader) or 0
+    else:
+        from launcher.commands.train import train  # loads Hydra
+
+        return train(arguments, leader)
     return 0
-
-
-COMMANDS: Mapping[str, Callable[[Arguments, Leader], int | None]] = {
-    "train": train,
-    "compare": lambda arguments, leader: train(as_sweep(arguments), leader, findings=(DIVERGED,)),
-    "recipes": lambda arguments, _: print(escaped(described_recipes(arguments)), end=""),
-    "plan": lambda arguments, leader: plan(arguments, leader.launch),
-    "report": lambda arguments, _: write_reports(arguments),
-    "watch": lambda arguments, _: watch(arguments),
-    "export": lambda arguments, _: export_weights(arguments),
-    "new": lambda arguments, _: write_recipe(arguments.words),
-    "doctor": lambda arguments, leader: doctor(arguments, leader.launch),
-    "job": run_job,
-}

@@ -6,7 +6,7 @@ any device is used. A bug of ours is an `assert` or a plain exception, never one
 
 from __future__ import annotations
 
-import unicodedata
+import re
 from collections.abc import Sequence
 
 LONGEST = 2_000  # characters of an exception's text; the rank's log has all of it
@@ -15,12 +15,10 @@ DIVERGED = 5
 PRUNED = 11
 INTERRUPTED = 130  # 128 + SIGINT, as of a program that the signal ends
 STOPPED = frozenset({75, *range(129, 193)})  # exit codes of a run that a signal ended, saved or not
-ON_REQUEST = frozenset(
-    {75, PRUNED}
-)  # of a run that ended as it was asked to, on all ranks after the same step
-
-
+# Of a run that ended as it was asked to, on all ranks after the same step.
+ON_REQUEST = frozenset({75, PRUNED})
 TO_RESUME = "To resume: the same command with"
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")  # characters of Unicode's category Cc
 
 
 class LauncherError(Exception):
@@ -166,12 +164,7 @@ def escaped(text: str, kept: str = "\n\t") -> str:
     For text of files, names and code of others that a terminal shows: an escape sequence in it could change
     what the terminal shows of other lines.
     """
-    if text.isprintable():
-        return text
-    return "".join(
-        f"\\x{ord(each):02x}" if unicodedata.category(each) == "Cc" and each not in kept else each
-        for each in text
-    )
+    return CONTROL.sub(lambda each: each[0] if each[0] in kept else f"\\x{ord(each[0]):02x}", text)
 
 
 def _notes(error: BaseException) -> list[str]:

@@ -6,7 +6,8 @@ does not allow that). Reads nothing but its arguments, and the names of recipes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,12 +73,19 @@ class Arguments:
 
     def hydra_flags(self) -> list[str]:
         """The flags to pass to Hydra, in its form."""
-        ours = {"--config-dir", "--config-name"}
-        return [
-            flag if value is None else f"{flag}={value}"
-            for flag, value in self.flags.items()
-            if flag not in ours
-        ]
+        theirs = [(flag, value) for flag, value in self.flags.items() if not flag.startswith("--config-")]
+        return [flag if value is None else f"{flag}={value}" for flag, value in theirs]
+
+    def numbers(self, flag: str, usual: str, holds: Callable[[list[float]], bool], rule: str) -> list[float]:
+        """The numbers of a flag, separated by commas. Raises ConfigError unless they follow the rule."""
+        text = self.flags.get(flag) or usual
+        try:
+            found = [float(each) for each in text.split(",")] if text else []
+        except ValueError:
+            found = [math.nan]
+        if not holds(found):
+            raise ConfigError(f"{flag} {text}: must be {rule}.")
+        return found
 
 
 def parse(argv: Sequence[str]) -> Arguments:
@@ -85,19 +93,17 @@ def parse(argv: Sequence[str]) -> Arguments:
     words: list[str] = []
     flags: dict[str, str | None] = {}
     rest = list(argv)
-    if broken := [word for word in rest if "\0" in word]:
-        raise ConfigError(
-            f"{shortened(broken[0])!r}: holds a NUL character, which no path or value may have."
-        )
+    for word in rest:
+        if "\0" in word:
+            raise ConfigError(f"{shortened(word)!r}: holds a NUL character, which no path or value may have.")
     while rest:
         word = rest.pop(0)
         if word.startswith("-") and word != "-":
             flag, value = read_flag(word, rest)
             flags[flag] = value
         else:
-            words.append(
-                word.removeprefix("++")
-            )  # of a key that exists it means the same; others are refused
+            # `++` means the same for a key that exists; others are refused.
+            words.append(word.removeprefix("++"))
     has_command = bool(words) and is_command(words[0])
     command = known_command(words[0]) if has_command else "train"
     for name in flags:
@@ -140,6 +146,5 @@ def known_command(word: str) -> str:
     is_recipe = word in group_choices(conf_dir()).get("recipe", ())
     train = f"recipe={word}." if is_recipe else "recipe=<name>; the command recipes lists them."
     near = "" if is_recipe else suggestion(nearest(word, COMMANDS))
-    raise ConfigError(
-        f"{word}: there is no such command.{near} Commands: {', '.join(COMMANDS)}. To train: {train}"
-    )
+    names = ", ".join(COMMANDS)
+    raise ConfigError(f"{word}: there is no such command.{near} Commands: {names}. To train: {train}")

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import suppress
 
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program
-from launcher.errors import ConfigError
+from launcher.distributed.handoff import Leader
+from launcher.errors import DIVERGED, ConfigError
 
 VARIED = ("seed", "precision")  # the last one changes from run to run
 ONE_AT_A_TIME = "sweep.parallel=1"  # their times are compared
 
 
-def as_sweep(arguments: Arguments) -> Arguments:
+def compare(arguments: Arguments, leader: Leader) -> int:
     """compare recipe=resnet18 precision=fp32,fp16: trains with each precision; compares time, memory and loss
 
     For each seed, trains one run per precision. Prints and writes side_by_side.md: time per step and its
@@ -30,21 +32,25 @@ def as_sweep(arguments: Arguments) -> Arguments:
 
     Example: {program} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2
     """
-    keys = [word.partition("=")[0] for word in arguments.words]
-    rest = [word for key, word in zip(keys, arguments.words, strict=True) if key not in VARIED]
-    given = dict(zip(keys, arguments.words, strict=True))  # of a key that is given twice the last word counts
+    from launcher.commands.train import train
+
+    return train(as_sweep(arguments), leader, findings=(DIVERGED,))
+
+
+def as_sweep(arguments: Arguments) -> Arguments:
+    """The arguments of `train` that stand for those of `compare`. Raises ConfigError."""
+    rest = [word for word in arguments.words if word.partition("=")[0] not in VARIED]
+    given = {word.partition("=")[0]: word for word in arguments.words}  # of a key given twice the last word
     precisions = given.get("precision", "=").partition("=")[2].split(",")
     if len(set(precisions)) < 2 or not all(precisions):
-        raise ConfigError(
-            f"compare {given.get('precision', '')}".rstrip()
-            + ": give two precisions or more. The others are compared with the first: "
-            f"{program()} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2"
-        )
+        typed = f"compare {given.get('precision', '')}".rstrip()
+        rule = "give two precisions or more. The others are compared with the first"
+        example = f"{program()} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2"
+        raise ConfigError(f"{typed}: {rule}: {example}")
     refuse_variations(rest)
     words = (*rest, *(given[key] for key in VARIED if key in given), ONE_AT_A_TIME)
-    return dataclasses.replace(
-        arguments, command="train", words=words, flags={**arguments.flags, "--multirun": None}
-    )
+    flags = {**arguments.flags, "--multirun": None}
+    return dataclasses.replace(arguments, command="train", words=words, flags=flags)
 
 
 def refuse_variations(words: Sequence[str]) -> None:
@@ -55,12 +61,8 @@ def refuse_variations(words: Sequence[str]) -> None:
     for word in words:
         if word.startswith("sweep.parallel=") and word != ONE_AT_A_TIME:
             raise ConfigError(f"compare {word}: its runs train one at a time, because times are compared.")
-        try:
-            varies = OverridesParser.create().parse_override(word).is_sweep_override()
-        except OverrideParseException:
-            continue  # the composition refuses it with the reason
-        if varies:
-            raise ConfigError(
-                f"compare {word}: only precision and seed may have several values, so that nothing else can "
-                "be the cause of a difference. Compare other settings with a sweep: -m."
-            )
+        with suppress(OverrideParseException):  # the composition refuses it with the reason
+            if OverridesParser.create().parse_override(word).is_sweep_override():
+                rule = "only precision and seed may have several values"
+                why = "so that nothing else can be the cause of a difference"
+                raise ConfigError(f"compare {word}: {rule}, {why}. Compare other settings with a sweep: -m.")

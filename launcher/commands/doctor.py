@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
-from launcher.distributed.env import LaunchEnv
+from launcher.distributed.handoff import Leader
 from launcher.errors import PreflightError
-from launcher.process.terminal import columns_of, wrapped
+from launcher.process.terminal import say
 
 if TYPE_CHECKING:
     from launcher.doctor.findings import Finding
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 ANY_RECIPE = "recipe=resnet18"  # what is looked at hardly depends on it
 
 
-def doctor(arguments: Arguments, launch: LaunchEnv) -> int:
+def doctor(arguments: Arguments, leader: Leader) -> int:
     """doctor [key=value ...] [--json]: looks at GPUs, links, disk, network and tracker
 
     Looks at this machine: GPUs and the links between them, disk, memory, limits, network and tracker. It
@@ -38,13 +39,13 @@ def doctor(arguments: Arguments, launch: LaunchEnv) -> int:
     from launcher.config.composition import Request
     from launcher.config.resolve import compose_jobs
     from launcher.doctor import gpus, links, machine
-    from launcher.doctor.findings import FAILURE, Finding, as_json, found_by
+    from launcher.doctor.findings import FAILURE, Finding, found_by
     from launcher.doctor.hosts import consult
     from launcher.supervisor.worker_count import count_gpus, num_workers
 
     chosen = () if any(word.startswith("recipe=") for word in arguments.words) else (ANY_RECIPE,)
     (config,) = compose_jobs(Request((*chosen, *arguments.words), arguments.config_dir))
-    says_json = "--json" in arguments.flags
+    launch, says_json = leader.launch, "--json" in arguments.flags
 
     def look() -> list[Finding]:
         try:
@@ -54,11 +55,8 @@ def doctor(arguments: Arguments, launch: LaunchEnv) -> int:
         found.append(Finding("GPUs", str(count)))
         ranks = launch.local_world_size if launch.launched else num_workers(config.launch, launch) or 1
         subject = machine.Subject(config, ranks, count)
-        for check in (
-            *machine.checks(subject),
-            *gpus.checks(count),
-            *links.checks(count, 1 if launch.launched else ranks),
-        ):
+        of_links = links.checks(count, 1 if launch.launched else ranks)
+        for check in (*machine.checks(subject), *gpus.checks(count), *of_links):
             now = found_by(check)
             found += now
             if not says_json and not launch.launched:
@@ -70,7 +68,8 @@ def doctor(arguments: Arguments, launch: LaunchEnv) -> int:
         return 0
     found = [finding for host in hosts for finding in host.found]
     if says_json:
-        print(json.dumps({"hosts": [{"host": each.name, "findings": as_json(each.found)} for each in hosts]}))
+        said = [{"host": host.name, "findings": [*map(asdict, host.found)]} for host in hosts]
+        print(json.dumps({"hosts": said}))
     elif launch.launched:
         for host in hosts:
             print(f"{host.name}:")
@@ -81,4 +80,4 @@ def doctor(arguments: Arguments, launch: LaunchEnv) -> int:
 def print_findings(found: Iterable[Finding]) -> None:
     for each in found:
         text = f"{each.verdict:<8}{each.name:<18}{each.value}" + (f". {each.advice}" if each.advice else "")
-        print(wrapped(text, columns_of(sys.stdout)), flush=True)
+        say(text, sys.stdout)

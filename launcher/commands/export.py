@@ -6,10 +6,11 @@ from pathlib import Path
 
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program
+from launcher.distributed.handoff import Leader
 from launcher.errors import ConfigError
 
 
-def export_weights(arguments: Arguments) -> None:
+def export_weights(arguments: Arguments, leader: Leader) -> None:
     """export RUN FILE [--dtype fp16] [--best]: writes the weights to a safetensors file
 
     Writes the weights of RUN's newest checkpoint to a safetensors file, with the names of the model's
@@ -28,18 +29,14 @@ def export_weights(arguments: Arguments) -> None:
     from launcher.checkpoint.export import export, with_model_folder
 
     if len(arguments.words) != 2:
-        raise ConfigError(
-            "export: give a run and a file: "
-            f"{program()} export outputs/<recipe>/<run> weights.safetensors [--dtype fp16] [--best] "
-            "[--no-ema]"
-        )
+        usage = f"{program()} export outputs/<recipe>/<run> weights.safetensors"
+        raise ConfigError(f"export: give a run and a file: {usage} [--dtype fp16] [--best] [--no-ema]")
     run_dir, file = map(Path, arguments.words)
     if file.is_dir() or arguments.words[1].endswith("/"):  # a folder that one can predict with
         with_model_folder(run_dir, file)
         file /= "model.safetensors"
     flags = arguments.flags
-    done = export(
-        run_dir, file, flags.get("--dtype") or "fp32", "--best" in flags, averaged="--no-ema" not in flags
-    )
+    dtype, averaged = flags.get("--dtype") or "fp32", "--no-ema" not in flags
+    done = export(run_dir, file, dtype, "--best" in flags, averaged)
     what = ", the average of the weights (--no-ema: the weights themselves)" if done.averaged else ""
     print(f"{done.file}: {done.num_tensors} tensors of {done.checkpoint}{what}")

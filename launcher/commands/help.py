@@ -13,17 +13,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from launcher.commands.arguments import Arguments
-from launcher.commands.compare import as_sweep
+from launcher.commands.compare import compare
 from launcher.commands.doctor import doctor
 from launcher.commands.export import export_weights
-from launcher.commands.job import run_job
 from launcher.commands.new import write_recipe
 from launcher.commands.plan import plan
 from launcher.commands.report import write_reports
+from launcher.commands.run import run_job
 from launcher.commands.watch import watch
 from launcher.config.groups import choice_file, choice_values, conf_dir, description, group_choices
 from launcher.config.messages import nearest, program, show, suggestion, tool
-from launcher.errors import ConfigError
+from launcher.distributed.handoff import Leader
+from launcher.errors import ConfigError, escaped
 
 TRAINING = ("recipe=resnet18 [key=value ...]", "trains on all GPUs, or on CPU workers")
 SECTIONS = ("model", "data", "optim", "schedule")  # of which the page of a recipe has all keys
@@ -71,7 +72,7 @@ def parts_of(function: Callable[..., object]) -> tuple[str, str, str]:
     return words, summary, page
 
 
-def described_recipes(arguments: Arguments) -> str:
+def print_recipes(arguments: Arguments, leader: Leader) -> None:
     """recipes [NAME]: lists recipes, models and data; NAME: its keys
 
     Without NAME: all recipes, and the keys of all models and data sets.
@@ -84,9 +85,9 @@ def described_recipes(arguments: Arguments) -> str:
     if len(arguments.words) > 1:
         raise ConfigError(f"recipes {' '.join(arguments.words)}: give one name, or none for all recipes.")
     directories = config_directories(arguments)
-    if not arguments.words:
-        return recipes_text(directories)
-    return recipe_text(directories, arguments.words[0], arguments.config_dir)
+    own = arguments.words
+    text = recipe_text(directories, own[0], arguments.config_dir) if own else recipes_text(directories)
+    print(escaped(text), end="")
 
 
 def config_directories(arguments: Arguments) -> list[Path]:
@@ -94,9 +95,10 @@ def config_directories(arguments: Arguments) -> list[Path]:
     return [conf_dir(), *([own] if own else [])]
 
 
-COMMANDS: Mapping[str, Callable[..., object]] = {  # besides training, in the order in which they are listed
-    "recipes": described_recipes,
-    "compare": as_sweep,
+# Besides training, in the order in which they are listed.
+COMMANDS: Mapping[str, Callable[[Arguments, Leader], int | None]] = {
+    "recipes": print_recipes,
+    "compare": compare,
     "plan": plan,
     "report": write_reports,
     "watch": watch,
@@ -111,21 +113,16 @@ def recipe_text(directories: Sequence[Path], name: str, config_dir: Path | None)
     """One recipe: what it is, its model, data and optimizer, and what else it sets. Raises ConfigError."""
     names = group_choices(*directories).get("recipe", [])
     if name not in names:
-        raise ConfigError(
-            f"recipes {name}: there is no such recipe.{suggestion(nearest(name, names))} "
-            f"All: {', '.join(names)}."
-        )
+        near = suggestion(nearest(name, names))
+        raise ConfigError(f"recipes {name}: there is no such recipe.{near} All: {', '.join(names)}.")
     from launcher.config.composition import Composer, Request
     from launcher.config.trees import leaves
 
     composer = Composer(Request((), config_dir))
-    default, own = (dict(leaves(composer.tree(words))) for words in ((), (f"recipe={name}",)))
-    shown = {
-        key: value
-        for key, value in own.items()
-        if key.partition(".")[0] in SECTIONS or key not in default or default[key] != value
-    }
-    sets = [f"  {key}={show(value)}" for key, value in shown.items() if not key.startswith("recipe.")]
+    default, own = (dict(leaves(composer.resolved(words).tree)) for words in ((), (f"recipe={name}",)))
+    changed = {key for key, value in own.items() if key not in default or default[key] != value}
+    shown = [key for key in own if key in changed or key.partition(".")[0] in SECTIONS]
+    sets = [f"  {key}={show(own[key])}" for key in shown if not key.startswith("recipe.")]
     head = f"recipe={name}: {description(choice_file(directories, 'recipe', name))}"
     after = f"Its settings; the command line overrides each. All keys: {program()} recipe={name} --cfg job"
     return "\n".join([head, "", f"  {program()} recipe={name}", "", after, "", *sets]) + "\n"

@@ -6,12 +6,13 @@ Owns the text of the skeleton, which runs as it is. Never overwrites a file. Imp
 from __future__ import annotations
 
 import keyword
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from launcher.commands.arguments import Arguments
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import program
+from launcher.distributed.handoff import Leader
 from launcher.errors import ConfigError, StorageError
 
 PYTHON = """\
@@ -60,7 +61,7 @@ train:
 """
 
 
-def write_recipe(words: Sequence[str]) -> None:
+def write_recipe(arguments: Arguments, leader: Leader) -> None:
     """new NAME: writes a recipe of your own that already trains
 
     Writes NAME.py, a recipe that trains without changes, and NAME/recipe/NAME.yaml, its settings, into
@@ -69,9 +70,9 @@ def write_recipe(words: Sequence[str]) -> None:
 
     Example: {program} new mine
     """
-    if len(words) != 1:
+    if len(arguments.words) != 1:
         raise ConfigError(f"new: give the name of your recipe: {program()} new mine")
-    (name,) = words
+    (name,) = arguments.words
     refuse_name(name)
     files = {Path(f"{name}.py"): PYTHON, Path(name, "recipe", f"{name}.yaml"): YAML}
     if there := [str(file) for file in files if file.exists() or file.is_symlink()]:
@@ -93,10 +94,9 @@ def write_recipe(words: Sequence[str]) -> None:
 def refuse_name(name: str) -> None:
     """Raise ConfigError for what cannot name a recipe, a function and a file."""
     if not (name.isascii() and name.isidentifier()) or name.startswith("_") or keyword.iskeyword(name):
-        raise ConfigError(
-            f"new {name}: give a name of letters, digits and '_' that begins with a letter and is not a "
-            "keyword of Python, because it becomes the name of a function and of a file."
-        )
+        rule = "letters, digits and '_' that begins with a letter and is not a keyword of Python"
+        why = "because it becomes the name of a function and of a file"
+        raise ConfigError(f"new {name}: give a name of {rule}, {why}.")
     if name in (taken := group_choices(conf_dir()).get("recipe", [])):
         raise ConfigError(f"new {name}: is a recipe of the program already: {', '.join(taken)}.")
 
@@ -105,7 +105,5 @@ def refuse_module(name: str) -> None:
     """Raise ConfigError for the name of a module that Python or a package has. Nothing is imported."""
     found = find_spec(name)
     if found is not None and found.origin is not None:  # a folder without files of Python has no origin
-        raise ConfigError(
-            f"new {name}: is the name of a module that Python or a package has. python -m would import "
-            f"{name}.py of this folder in its place. Choose another name."
-        )
+        why = f"python -m would import {name}.py of this folder in its place. Choose another name."
+        raise ConfigError(f"new {name}: is the name of a module that Python or a package has. {why}")

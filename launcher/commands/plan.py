@@ -10,13 +10,13 @@ import math
 import sys
 import warnings
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.commands.arguments import Arguments
-from launcher.commands.sweep import devices_of_a_job
 from launcher.commands.watch import has_unicode
-from launcher.distributed.env import LaunchEnv
+from launcher.distributed.handoff import Leader
 from launcher.errors import ConfigError, escaped
 from launcher.run_dir.claim import keep_forecast, refuse_foreign
 from launcher.supervisor.worker_count import count_gpus, num_workers, refuse_small_batch
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from launcher.config.composition import Request
     from launcher.config.schema import Config
 
-LINKS, RANKS = "100,1000,10000", "2,8,64"
 
-
-def plan(arguments: Arguments, launch: LaunchEnv) -> None:
+def plan(arguments: Arguments, leader: Leader) -> None:
     """plan recipe=resnet18 [--json]: says what would run, and what it would need
 
     Says what a command would run, and starts nothing: batches, steps and schedule; memory of a rank by
@@ -45,38 +43,40 @@ def plan(arguments: Arguments, launch: LaunchEnv) -> None:
 
     Example: {program} plan recipe=resnet50 data.path=photos --link 25000 --samples-per-s 800
     """
+    from launcher.commands.sweep import devices_of_a_job
     from launcher.commands.train import HYDRA_ANSWERS, request_of
-    from launcher.config.experiments import with_experiment
-    from launcher.config.resolve import compose_jobs
+    from launcher.config.overrides import SWEEP_DIRECTORY
+    from launcher.config.resolve import compose_jobs, with_experiment
 
-    if asked_hydra := [flag for flag in HYDRA_ANSWERS if flag in arguments.flags]:
-        raise ConfigError(
-            f"plan {asked_hydra[0]}: is asked about a config, and plan about a run: leave plan out."
-        )
-    mbits = numbers_of(arguments, "--link", LINKS)
-    ranks = [int(each) for each in numbers_of(arguments, "--ranks", RANKS, whole=True)]
-    rates = numbers_of(arguments, "--samples-per-s", "")
-    if len(rates) > 1 or (rates and "--measure" in arguments.flags):
-        given = arguments.flags["--samples-per-s"]
-        raise ConfigError(f"--samples-per-s {given}: give one rate, or --measure it here.")
+    if flags := [flag for flag in HYDRA_ANSWERS if flag in arguments.flags]:
+        raise ConfigError(f"plan {flags[0]}: is asked about a config, and plan about a run: leave plan out.")
+    measures = "--measure" in arguments.flags
+    mbits = arguments.numbers("--link", "100,1000,10000", are_positive, "numbers above 0 with commas between")
+    ranks = arguments.numbers("--ranks", "2,8,64", are_whole, "whole numbers above 0 with commas between")
+    rates = arguments.numbers("--samples-per-s", "", are_positive, "a number above 0")
+    if len(rates) + measures > 1:
+        raise ConfigError("--samples-per-s: give one rate, or --measure it here.")
     request = with_experiment(request_of(arguments))
     configs = compose_jobs(request)
     for config in configs:
-        refuse_small_batch(config, launch)
+        refuse_small_batch(config, leader.launch)
     config, multirun = configs[0], request.multirun
-    world_size = devices_of_a_job(config) if multirun else world_of(config, launch)
-    from launcher.plan.forecast import Asked, forecast, kept
+    workers = devices_of_a_job(config) if multirun else num_workers(config.launch, leader.launch)
+    world_size = workers or leader.launch.world_size
+    from launcher.plan.forecast import forecast, kept
     from launcher.plan.page import lines_of, lines_of_sweep
+    from launcher.sweep.prepare import root_of
 
     if config.run.dir and (place := Path(config.run.dir).expanduser()).is_dir():
         refuse_foreign(place)  # before steps are measured
-    asked = Asked(mbits, ranks, rates[0] if rates else None, "--measure" in arguments.flags)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run gives them, once it is one
-        found = forecast(config, world_size, count_gpus() > 0, asked)
+        links = product(mbits, map(int, ranks))
+        found = forecast(config, world_size, count_gpus() > 0, links, next(iter(rates), None), measures)
         if multirun:
             found["sweep"] = sweep_of(request, configs, found)
-            found["files"][0] = f"{root_of(request, configs)}/<job>"
+            root = request.value_of(SWEEP_DIRECTORY) or f"{root_of(configs)}/<time>-<4 hex>"
+            found["files"][0] = f"{root}/<job>"
     if config.run.dir and not multirun:
         keep_forecast(config, kept(config, found))
     if "--json" in arguments.flags:
@@ -87,42 +87,24 @@ def plan(arguments: Arguments, launch: LaunchEnv) -> None:
     print("\n".join(map(escaped, lines) if sys.stdout.isatty() else lines))
 
 
-def world_of(config: Config, launch: LaunchEnv) -> int:
-    """The ranks of a single run."""
-    workers = num_workers(config.launch, launch)
-    return launch.world_size if workers is None else workers
-
-
-def root_of(request: Request, configs: list[Config]) -> str:
-    """The directory of a sweep, of which the default is named when it starts."""
-    given = [line for line in request.overrides if line.startswith("hydra.sweep.dir=")]
-    recipes = {config.recipe.name for config in configs}
-    default = f"multirun/{recipes.pop() if len(recipes) == 1 else 'several'}/<time>-<4 hex>"
-    return given[-1].partition("=")[2] if given else default
-
-
 def sweep_of(request: Request, configs: list[Config], found: Mapping[str, Any]) -> dict[str, Any]:
     """The jobs of the sweep, as fast per device as the first."""
-    from launcher.commands.sweep import pool_of
+    from launcher.commands.sweep import devices_of_a_job, pool_of
     from launcher.config.resolve import space_of
-    from launcher.plan.jobs import jobs_of_sweep
+    from launcher.plan.forecast import jobs_of_sweep
 
     settings, step = configs[0].sweep, found["step_s"]
     is_grid = settings.name == "grid"
     overrides = [*space_of(request.overrides).grid()] if is_grid else [()]
-    devices = [devices_of_a_job(config) for config in (configs if is_grid else configs[:1])]
+    devices = [devices_of_a_job(config) for config in configs]
     rate = None if step is None else -(-found["batch_size"] // found["world_size"]) / step["total"]
-    return jobs_of_sweep(configs, overrides, devices, pool_of(settings).at_a_time(min(devices)), rate)
+    planned = [*zip(configs, overrides, devices, strict=False)]  # of a search one, as an example
+    return jobs_of_sweep(planned, pool_of(settings).at_a_time(min(devices)), rate)
 
 
-def numbers_of(arguments: Arguments, flag: str, default: str, whole: bool = False) -> list[float]:
-    """The positive numbers of a flag, separated by commas. Raises ConfigError."""
-    text = arguments.flags.get(flag) or default
-    try:
-        found = [float(each) for each in text.split(",")] if text else []
-    except ValueError:
-        found = [math.nan]
-    if not all(each > 0 and math.isfinite(each) and (not whole or each % 1 == 0) for each in found):
-        kind = "whole numbers above 0" if whole else "numbers above 0"
-        raise ConfigError(f"{flag} {text}: must be {kind}, separated by commas: {flag} {default or '800'}")
-    return found
+def are_positive(numbers: list[float]) -> bool:
+    return all(0 < each < math.inf for each in numbers)
+
+
+def are_whole(numbers: list[float]) -> bool:
+    return are_positive(numbers) and all(map(float.is_integer, numbers))

@@ -6,6 +6,7 @@ sweep is in the sweep's directory; that of several runs is in the working direct
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program, shortened
+from launcher.distributed.handoff import Leader
 from launcher.errors import ConfigError, StorageError, escaped
-from launcher.process.terminal import columns_of, wrapped
+from launcher.process.terminal import columns_of, say
 
 if TYPE_CHECKING:
     from launcher.report.run_record import RunRecord
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 PARALLEL_FROM_BYTES = 16_000_000  # of all runs together; below that a second process costs more than it saves
 
 
-def write_reports(arguments: Arguments) -> None:
+def write_reports(arguments: Arguments, leader: Leader) -> None:
     """report RUN ... [--out FILE]: writes report.html of a run, a sweep, or several runs
 
     Writes report.html: for one run or sweep into its directory, for several into the working directory.
@@ -51,9 +53,9 @@ def write_reports(arguments: Arguments) -> None:
         for sweep in sweeps:
             jobs = [by_directory[job.resolve()] for job in job_directories(sweep)]
             written += write_comparison(sweep, jobs)
-        title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
         alone = directories[0] if len(directories) == 1 and sweeps else None
-        title = alone.absolute().name if alone else title
+        of_runs = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+        title = alone.absolute().name if alone else of_runs
         write_text(place, render(runs, title, alone))
     except OSError as error:
         name = "" if error.filename is None else f"{error.filename}: "
@@ -72,10 +74,9 @@ def checked(command: str, word: str) -> Path:
         raise ConfigError(f"{command} {shortened(word)}: there is no such directory.")
     directory = Path(word)
     if not is_run(directory) and not job_directories(directory):
-        raise ConfigError(
-            f"{command} {shortened(word)}: this is no run and no sweep: it holds neither metrics.jsonl nor "
-            f"status.json, nor folders with them. Give the directory of a run: outputs/<recipe>/<run>"
-        )
+        why = "it holds neither metrics.jsonl nor status.json, nor folders with them"
+        advice = "Give the directory of a run: outputs/<recipe>/<run>"
+        raise ConfigError(f"{command} {shortened(word)}: this is no run and no sweep: {why}. {advice}")
     return directory
 
 
@@ -83,12 +84,8 @@ def run_directories(directories: Sequence[Path]) -> list[Path]:
     """The runs, and those of the sweeps, each once."""
     from launcher.report.comparison import is_sweep, job_directories
 
-    found = [
-        run
-        for directory in directories
-        for run in (job_directories(directory) if is_sweep(directory) else [directory])
-    ]
-    return list({run.resolve(): run for run in found}.values())
+    found = (job_directories(each) if is_sweep(each) else [each] for each in directories)
+    return list({run.resolve(): run for run in itertools.chain.from_iterable(found)}.values())
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
@@ -118,9 +115,7 @@ def output_file(arguments: Arguments, directories: Sequence[Path]) -> Path:
         return directories[0] / REPORT if len(directories) == 1 else not_foreign(Path(REPORT))
     place = Path(out)
     if place.is_dir() or not place.parent.is_dir():
-        raise ConfigError(
-            f"--out {shortened(out)}: must be a file in a directory that exists: --out runs.html"
-        )
+        raise ConfigError(f"--out {shortened(out)}: must be a file in a directory that exists: runs.html")
     return not_foreign(place)
 
 
@@ -132,11 +127,9 @@ def not_foreign(place: Path) -> Path:
         with place.open("rb") as file:
             head = file.read(1000)
         if GENERATOR.encode() not in head:
-            raise ConfigError(
-                f"report: {place} exists and is no report. Choose another place: --out runs.html"
-            )
+            raise ConfigError(f"report: {place} exists and is no report. Choose another place: --out FILE")
     return place
 
 
 def warn(text: str) -> None:
-    print(wrapped(f"warning: {text}", columns_of(sys.stderr)), file=sys.stderr, flush=True)
+    say(f"warning: {text}", sys.stderr)

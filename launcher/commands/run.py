@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.commands.arguments import Arguments
+from launcher.config.messages import program
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.failures import JobFailed
 from launcher.distributed.handoff import Leader
-from launcher.errors import ON_REQUEST, PRUNED, STOPPED, LauncherError, PreemptedError, escaped
+from launcher.errors import ON_REQUEST, PRUNED, STOPPED, ConfigError, LauncherError, PreemptedError, escaped
 from launcher.process.shortage import shortage_of
-from launcher.process.terminal import columns_of, wrapped
+from launcher.process.terminal import columns_of, say, wrapped
 from launcher.run_dir.records import write_failure
 from launcher.run_dir.result import Failure
 from launcher.supervisor.worker_count import num_workers
@@ -36,7 +38,7 @@ def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
     workers = num_workers(config.launch, leader.launch)
     with claimed(leader.recalled(config), overrides) as claim:
         if claim.finished:
-            print(wrapped(claim.finished, columns_of(sys.stdout)), flush=True)
+            say(claim.finished, sys.stdout)
         elif workers is None or leader.launch.is_node:
             leader.remember(claim.config)
             try:
@@ -48,6 +50,22 @@ def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
                 raise
         else:
             supervise(claim.config, workers)
+
+
+def run_job(arguments: Arguments, leader: Leader) -> None:
+    """job DIR: runs or resumes one job of a sweep, from its folder
+
+    Runs or resumes one job of a sweep. The config is that in DIR/job.json, which the sweep wrote; later
+    changes of the files in conf/ have no effect. The exit code is that of the run.
+
+    Example: {program} job multirun/resnet18/20260101-120000-ab12/3_optim.lr=0.1
+    """
+    from launcher.sweep.record import read_job
+
+    if len(arguments.words) != 1:
+        raise ConfigError(f"job: give the folder of one job: {program()} job multirun/<recipe>/<sweep>/<job>")
+    config, overrides = read_job(Path(arguments.words[0]))
+    run_one(config, overrides, leader)
 
 
 def run_worker(config: Config, launch: LaunchEnv, store: dist.Store | None, job: str) -> None:

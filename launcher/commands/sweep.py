@@ -11,77 +11,53 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from launcher import errors
 from launcher.commands.run import report_failure, run_one, run_worker
+from launcher.config.composition import Request
 from launcher.config.messages import directory_override, program, tree_flags
+from launcher.config.schema import Config, SweepConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.handoff import Leader
-from launcher.errors import (
-    INTERRUPTED,
-    STOPPED,
-    TO_RESUME,
-    CollectiveError,
-    ConfigError,
-    Interrupted,
-    LauncherError,
-    PreemptedError,
-    StalledError,
-    counted,
-)
+from launcher.errors import TO_RESUME, LauncherError, counted
 from launcher.process.signals import heeded, held_back, saving_stops
 from launcher.supervisor.supervise import warm_up
 from launcher.supervisor.worker_count import num_workers, refuse_small_batch, visible_gpus
-
-if TYPE_CHECKING:
-    from launcher.config.composition import Request
-    from launcher.config.schema import Config, SweepConfig
-    from launcher.sweep.carriers import Carrier
-    from launcher.sweep.carriers.devices import Pool
-    from launcher.sweep.record import Record
-    from launcher.sweep.scheduler import Scheduler
+from launcher.sweep.asha import Pruner
+from launcher.sweep.carriers import Carrier
+from launcher.sweep.carriers.devices import Devices, Pool
+from launcher.sweep.prepare import prepared
+from launcher.sweep.progress import Progress
+from launcher.sweep.record import Record, State, read_job
+from launcher.sweep.scheduler import Scheduler
+from launcher.sweep.search import Searching, imported_optuna
+from launcher.telemetry.formatting import duration
 
 # Almost every job imports them until its end, for a second or two: they are imported once, before the forks.
 FOR_JOBS = ("sklearn.metrics", "matplotlib.figure", "torch.fx.experimental.symbolic_shapes")
 
 
-def run_sweep(
-    request: Request, configs: Sequence[Config], leader: Leader, findings: Sequence[int] = ()
-) -> int:
+def run_sweep(request: Request, configs: Sequence[Config], leader: Leader, findings: Sequence[int]) -> int:
     """Run all jobs and compare them; the first exit code of those that failed, `findings` excepted."""
     settings = configs[0].sweep
     if leader.launch.launched:
         if settings.name != "grid" or settings.prune != "none":
-            raise ConfigError(
-                "a search, and sweep.prune, need jobs in processes of their own. Start it without torchrun: "
-                f"{program()} -m ... launch.nproc=N."
-            )
+            how = f"Start it without torchrun: {program()} -m ... launch.nproc=N."
+            raise errors.ConfigError(f"a search, and sweep.prune, need jobs in processes of their own. {how}")
         return run_in_place(request, configs, leader, findings)
     if settings.name == "tpe":
-        from launcher.sweep.search import imported_optuna
-
         imported_optuna()  # refused before the sweep's directory is made
-    from launcher.sweep.asha import Pruner
-    from launcher.sweep.job import DONE
-    from launcher.sweep.prepare import prepared
-    from launcher.sweep.progress import Progress
-    from launcher.sweep.scheduler import Scheduler
-    from launcher.sweep.searching import Searching
-    from launcher.telemetry.formatting import duration
 
     def devices_of(config: Config) -> int:
         nproc = devices_of_a_job(config)
         refuse_small_batch(config, leader.launch, nproc)
         return nproc
 
-    carrier, alone = carrier_of(settings, min(map(devices_of_a_job, configs)))  # also refused before that
-    searches = settings.name != "grid"
-    with (
-        prepared(request, configs) as (directory, record, placed),
-        heeded(saving_stops(configs[0].launch.preempt_signals)) as signals,
-    ):
+    carrier, alone = carrier_of(settings, min(map(devices_of, configs)))  # also refused before that
+    searches, saving = settings.name != "grid", saving_stops(configs[0].launch.preempt_signals)
+    with prepared(request, configs) as (directory, record, placed), heeded(saving) as signals:
         for job, config in zip(record.jobs, placed, strict=False):  # of a search each has its own already
-            job.nproc = devices_of_a_job(config)
+            job.nproc = devices_of(config)
         pruner = None if settings.prune == "none" else Pruner(directory, settings.patience, record.jobs)
         search = None
         if searches:
@@ -94,8 +70,8 @@ def run_sweep(
         scheduler = Scheduler(directory, record, carrier, settings, progress, signals, pruner, search)
         with carrier:
             scheduler.run()
-        progress.close()
-        done = sum(job.state == DONE for job in record.jobs)
+        progress.erase()
+        done = sum(job.state == State.DONE for job in record.jobs)
         took = f"in {duration(record.seconds)}, {record.device_seconds / 3600:.3g} device hours"
         print(f"sweep: {done} of {counted(len(record.jobs), 'job')} done {took}", flush=True)
         if record.left and scheduler.reason:
@@ -123,8 +99,6 @@ def carrier_of(settings: SweepConfig, nproc: int) -> tuple[Carrier, bool]:
 
     `nproc` is of the smallest job.
     """
-    from launcher.sweep.carriers.devices import Devices
-
     if settings.on == "slurm":
         from launcher.sweep.carriers.slurm import SlurmCarrier
 
@@ -140,8 +114,6 @@ def carrier_of(settings: SweepConfig, nproc: int) -> tuple[Carrier, bool]:
 
 def pool_of(settings: SweepConfig) -> Pool:
     """The devices of this machine, as a sweep shares them out."""
-    from launcher.sweep.carriers.devices import Pool
-
     gpus, cores = visible_gpus(), sorted(os.sched_getaffinity(0))
     parallel = None if settings.parallel == "auto" else int(settings.parallel)
     if not gpus:
@@ -153,13 +125,11 @@ def pool_of(settings: SweepConfig) -> Pool:
 
 def run_in_child(directory: Path) -> int:
     """Run the job of a folder in this process, forked from the sweep's; returns its exit code."""
-    from launcher.sweep.job import read_job
-
     try:
         config, overrides = read_job(directory)
         run_one(config, overrides, Leader(LaunchEnv(), run_worker))
-    except (KeyboardInterrupt, Interrupted):
-        return INTERRUPTED
+    except (KeyboardInterrupt, errors.Interrupted):
+        return errors.INTERRUPTED
     except Exception as error:
         return report_failure_of_job(error)
     return 0
@@ -167,7 +137,7 @@ def run_in_child(directory: Path) -> int:
 
 def is_stop(error: Exception) -> bool:
     """Whether a signal has ended the job."""
-    return isinstance(error, LauncherError) and error.exit_code in STOPPED
+    return isinstance(error, LauncherError) and error.exit_code in errors.STOPPED
 
 
 def report_failure_of_job(error: Exception) -> int:
@@ -179,15 +149,13 @@ def report_failure_of_job(error: Exception) -> int:
 
 def say_how_to_continue(scheduler: Scheduler, record: Record, directory: Path) -> None:
     again = directory_override("sweep.resume", directory)
-    if not scheduler.asked:  # a limit: it would stop the sweep again
-        limit = scheduler.reason.partition("=")[0]
-        again = f"{limit}=null {again}"
-        multirun, *words = record.words
-        record.words = (multirun, f"{limit}=null", *(word for word in words if not word.startswith(limit)))
-        record.write(directory)  # for `watch`
-        print(f"sweep: {scheduler.reason}. {TO_RESUME} {again}", file=sys.stderr, flush=True)
-    else:
-        say_stopped(again)
+    if scheduler.asked:
+        return say_stopped(again)
+    limit = scheduler.reason.partition("=")[0]  # would stop the sweep again
+    multirun, *words = record.words
+    record.words = (multirun, f"{limit}=null", *(word for word in words if not word.startswith(limit)))
+    record.write(directory)  # for `watch`
+    print(f"sweep: {scheduler.reason}. {TO_RESUME} {limit}=null {again}", file=sys.stderr, flush=True)
 
 
 def say_stopped(again: str) -> None:
@@ -197,13 +165,13 @@ def say_stopped(again: str) -> None:
 
 def exit_code_of(record: Record, scheduler: Scheduler, findings: Sequence[int]) -> int:
     """The first code of a job that failed; of a sweep that was stopped, that of its jobs, else 75."""
+    saved = errors.PreemptedError.exit_code
     codes = [job.exit for job in record.jobs if job.state == "failed" and job.exit not in findings]
     stopped = [job.exit for job in record.jobs if job.state == "stopped"]
-    unsaved = [code for code in stopped if code != PreemptedError.exit_code]
-    if scheduler.asked_at_once and unsaved and not codes:  # killed by a second Ctrl-C, not by themselves
-        return INTERRUPTED
-    if scheduler.asked and record.left and not codes and not stopped:
-        return PreemptedError.exit_code
+    if not codes and scheduler.asked_at_once and any(code != saved for code in stopped):
+        return errors.INTERRUPTED  # killed by a second Ctrl-C, not by themselves
+    if not codes and scheduler.asked and record.left:
+        stopped.append(saved)
     return next((code for code in (*codes, *stopped) if code), 0)
 
 
@@ -213,39 +181,34 @@ def run_in_place(request: Request, configs: Sequence[Config], leader: Leader, fi
     A job that fails is reported at once. It ends the sweep only where a signal has stopped it, or where a
     rank has failed alone and the others have lost it.
     """
-    from launcher.sweep.prepare import prepared_in_place
-
-    directory, jobs, placed = prepared_in_place(request, configs)
     exit_codes: list[int] = []  # of the jobs that failed, in order
     started, stopped, parted = 0, False, False
-    for job, config in zip(jobs, placed, strict=True):
-        started += 1
-        print(f"sweep: job {started} of {len(jobs)}: {config.run.dir}", flush=True)
-        try:
-            run_one(config, job.overrides, leader)
-        except Exception as error:
-            stopped = is_stop(error)
-            how = "stopped" if stopped else "failed"
-            print(f"sweep: job {started} of {len(jobs)} {how}", file=sys.stderr, flush=True)
-            exit_codes.append(report_failure_of_job(error))
-            # In parent mode a rank that is lost is a RunFailed.
-            parted = leader.parted or isinstance(error, StalledError | CollectiveError)
-            if stopped or parted:
-                break
-    print(f"sweep: {started - len(exit_codes)} of {counted(len(jobs), 'job')} done", flush=True)
+    with prepared(request, configs, in_place=True) as (directory, record, placed):
+        for job, config in zip(record.jobs, placed, strict=True):
+            started += 1
+            print(f"sweep: job {started} of {len(placed)}: {config.run.dir}", flush=True)
+            try:
+                run_one(config, job.overrides, leader)
+            except Exception as error:
+                stopped = is_stop(error)
+                how = "stopped" if stopped else "failed"
+                print(f"sweep: job {started} of {len(placed)} {how}", file=sys.stderr, flush=True)
+                exit_codes.append(report_failure_of_job(error))
+                # In parent mode a rank that is lost is a RunFailed.
+                parted = leader.parted or isinstance(error, errors.StalledError | errors.CollectiveError)
+                if stopped or parted:
+                    break
+    print(f"sweep: {started - len(exit_codes)} of {counted(len(placed), 'job')} done", flush=True)
     if stopped:
         say_stopped(directory_override("hydra.sweep.dir", directory))
-    elif parted and started < len(jobs):
+    elif parted and started < len(placed):
         own = [line for line in request.overrides if not line.startswith("hydra.sweep.dir=")]
         flags = tree_flags(request.config_dir, request.config_name)
         words = shlex.join([*flags, *own, f"launch.nproc={leader.launch.world_size}"])
         again = f"{program()} -m {words} {directory_override('sweep.resume', directory)}"
-        print(
-            "sweep: a rank failed alone, and the others have lost it: these processes run no further job. To "
-            f"run the rest, each job on processes of its own: {again}",
-            file=sys.stderr,
-            flush=True,
-        )
+        lost = "a rank failed alone, and the others have lost it: these processes run no further job"
+        rest = f"To run the rest, each job on processes of its own: {again}"
+        print(f"sweep: {lost}. {rest}", file=sys.stderr, flush=True)
     compare_jobs(directory)
     return next((code for code in exit_codes if code not in findings), 0)
 

@@ -8,19 +8,25 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import hydra
 
 from launcher.commands.arguments import Arguments
 from launcher.commands.run import report_failure, run_one
-from launcher.commands.sweep import devices_of_a_job, run_sweep
+from launcher.config.composition import HYDRA_VERSION, Request, check_files
+from launcher.config.messages import nearest, suggestion
+from launcher.config.overrides import with_plain_constant
+from launcher.config.resolve import compose_jobs, with_experiment
+from launcher.config.schema import Config
+from launcher.config.trees import paths_of
+from launcher.config.wandb_sweep import refuse_sweep, sweep_of_agent
 from launcher.distributed.handoff import Leader
 from launcher.distributed.machines import refuse_alone
 from launcher.errors import PRUNED, ConfigError, LauncherError
+from launcher.run_dir.records import user_shape
 from launcher.supervisor.worker_count import refuse_small_batch
-
-if TYPE_CHECKING:
-    from launcher.config.composition import Request
-    from launcher.config.schema import Config
+from launcher.telemetry.tracker.registry import refuse_missing
+from launcher.telemetry.tracker.wandb_environment import of_agent, with_environment
 
 HYDRA_ANSWERS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
 
@@ -30,13 +36,6 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
 
     Jobs of a sweep that end with one of the exit codes `findings` have not failed.
     """
-    from launcher.config.experiments import with_experiment
-    from launcher.config.overrides import with_plain_constant
-    from launcher.config.resolve import compose_jobs
-    from launcher.config.wandb_sweep import refuse_sweep, sweep_of_agent
-    from launcher.telemetry.tracker.registry import refuse_missing
-    from launcher.telemetry.tracker.wandb_environment import of_agent, with_environment
-
     request = request_of(arguments)
     if "--hydra-help" in arguments.flags:
         return ask_hydra(request, ["--hydra-help"])
@@ -53,15 +52,15 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
         refuse_unknown_part(arguments, configs[0])
         overrides = with_plain_constant(request.overrides)
         return ask_hydra(request, [*arguments.hydra_flags(), request.search_path, *overrides])
-    side_by_side = expanded.multirun and not leader.launch.launched
     for config in configs:  # all jobs are checked before the first starts
-        refuse_small_batch(config, leader.launch, devices_of_a_job(config) if side_by_side else None)
         refuse_missing(config.tracker)
+        if leader.launch.launched or not expanded.multirun:
+            refuse_small_batch(config, leader.launch)
     if expanded.multirun:
+        from launcher.commands.sweep import run_sweep
+
         if any(config.launch.nnodes not in ("auto", 1) for config in configs):
-            raise ConfigError(
-                "launch.nnodes with -m: a sweep runs its jobs on one machine. Leave it out, or start one job."
-            )
+            raise ConfigError("launch.nnodes with -m: a sweep runs on one machine. Leave one of them out.")
         refuse_sweep(os.environ)
         return run_sweep(expanded, configs, leader, findings)
     (config,) = configs
@@ -78,34 +77,22 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
 
 def refuse_unknown_part(arguments: Arguments, config: Config) -> None:
     """Raise ConfigError for `--package` of a part that the config has not: Hydra would exit with 0."""
-    from launcher.config.messages import nearest, suggestion
-    from launcher.config.trees import paths_of
-    from launcher.run_dir.records import user_shape
-
     part, known = arguments.flags.get("--package"), {*paths_of(user_shape(config))}
     if part is not None and arguments.flags.get("--cfg") == "job" and part not in known:
         raise ConfigError(f"--package {part}: the config has no such part.{suggestion(nearest(part, known))}")
 
 
 def request_of(arguments: Arguments) -> Request:
-    from launcher.config.composition import Request
-
     multirun = "--multirun" in arguments.flags
     if multirun and (clashing := [flag for flag in (*HYDRA_ANSWERS, "--run") if flag in arguments.flags]):
-        raise ConfigError(
-            f"--multirun and {clashing[0]} exclude each other: {clashing[0]} is for one config, and a sweep "
-            "or a comparison has several. Leave one of them out."
-        )
+        why = f"{clashing[0]} is for one config, and a sweep or a comparison has several"
+        raise ConfigError(f"--multirun and {clashing[0]} exclude each other: {why}. Leave one of them out.")
     name = arguments.flags.get("--config-name") or "config"
     return Request(arguments.words, arguments.config_dir, name, multirun)
 
 
 def ask_hydra(request: Request, argv: Sequence[str]) -> int:
     """Let `hydra.main` answer these arguments. It may raise SystemExit."""
-    import hydra
-
-    from launcher.config.composition import HYDRA_VERSION, check_files
-
     check_files()
     main = hydra.main(str(request.directories[0]), request.config_name, HYDRA_VERSION)
     answer = main(lambda composed: None)

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -45,9 +46,8 @@ UNCHECKED_PATH_KEYS = ("data.cache", "model.weights")
 NOT_PATHS = ("auto", "never", "none")  # accepted in place of a path
 MISSING_KEY = re.compile(r"Interpolation key '([^']+)'")  # of OmegaConf's error
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-ROOT = re.compile(
-    r"\$\{\s*([A-Za-z_]\w*)?"
-)  # the section that an interpolation names; "" if none can be read
+# The section that an interpolation names; "" if none can be read.
+ROOT = re.compile(r"\$\{\s*([A-Za-z_]\w*)?")
 SWEEP = "sweep"  # in an experiment's file also the swept values, already expanded when a job is composed
 HYDRA_FILLS_IN = ("overrides", "runtime", "searchpath", "mode", "job")
 
@@ -82,18 +82,18 @@ class Request:
     @cached_property
     def searched(self) -> tuple[Path, ...]:
         """The directories of hydra.searchpath: of the command line, else of the user's primary config."""
-        lines = [line for line in self.overrides if line.startswith(f"{search_path.KEY}=")]
-        if lines:
-            parsed = OverridesParser.create().parse_overrides(lines[-1:])
-            return tuple(search_path.directories_of(parsed[0].value()))
-        if self.config_dir is None:
-            return ()
-        own = self.config_dir / f"{self.config_name}.yaml"
-        try:
-            asked = yaml.safe_load(checked_text(own))["hydra"]["searchpath"] if own.is_file() else []
-        except (KeyError, TypeError, YAMLError, ValueError):
-            asked = []  # invalid YAML is reported when the file is composed
-        return tuple(search_path.directories_of(asked))
+        asked = self.value_of(search_path.KEY)
+        own = self.config_dir and self.config_dir / f"{self.config_name}.yaml"
+        if asked is None and own and own.is_file():
+            # Invalid YAML is reported when the file is composed.
+            with suppress(KeyError, TypeError, YAMLError, ValueError):
+                asked = yaml.safe_load(checked_text(own))["hydra"]["searchpath"]
+        return tuple(search_path.directories_of(asked or []))
+
+    def value_of(self, key: str) -> object:
+        """The value that the overrides give to a key, the last one; None without one."""
+        lines = [line for line in self.overrides if line.startswith(f"{key}=")]
+        return OverridesParser.create().parse_override(lines[-1]).value() if lines else None
 
     @property
     def search_path(self) -> str:
@@ -155,9 +155,6 @@ class Composer:
             self.lines.update(zip(new, OverridesParser.create().parse_overrides(new), strict=True))
         return [self.lines[line] for line in lines]
 
-    def tree(self, overrides: tuple[str, ...]) -> dict[str, object]:
-        return self.resolved(overrides).tree
-
     def resolved(self, overrides: tuple[str, ...]) -> Resolved:
         """The tree with these overrides, whose keys exist. Raises ConfigError for what YAML must not have."""
         parsed = self.parsed(overrides)
@@ -180,11 +177,9 @@ class Composer:
             composed = compose(self.request, choices)
             settings = composed.pop("hydra")
             if self.request.config_dir is not None and fixed(settings) != fixed_hydra_settings():
-                raise ConfigError(
-                    f"{self.request.config_dir}: a config file changes Hydra's own settings (`hydra:`). They "
-                    "are fixed, because they can name code to execute. Remove them; the defaults of a "
-                    "primary config begin with `- config`."
-                )
+                where = f"{self.request.config_dir}: a config file changes Hydra's own settings (`hydra:`)"
+                advice = "Remove them; the defaults of a primary config begin with `- config`."
+                raise ConfigError(f"{where}. They are fixed, because they can name code to execute. {advice}")
             keep_sweep_settings(composed)
             self.bases[choices] = composed
         return self.bases[choices]
@@ -230,18 +225,14 @@ def absolute(path: str) -> str:
 def compose(request: Request, overrides: Sequence[str]) -> dict[str, Any]:
     """Compose with Hydra, including the `hydra` section. Raises ConfigError for its failures."""
     check_files()
+    first, lines = str(request.directories[0]), [request.search_path, *overrides]
     try:
-        with hydra.initialize_config_dir(
-            str(request.directories[0]), version_base=HYDRA_VERSION, job_name="launcher"
-        ):
-            composed = hydra.compose(
-                request.config_name, [request.search_path, *overrides], return_hydra_config=True
-            )
+        with hydra.initialize_config_dir(first, version_base=HYDRA_VERSION, job_name="launcher"):
+            composed = hydra.compose(request.config_name, lines, return_hydra_config=True)
     except RecursionError as error:
-        raise ConfigError(
-            "the config files cannot be composed: a `defaults:` list includes its own file, directly or "
-            "through another. Remove the entry that closes the cycle."
-        ) from error
+        cycle = "a `defaults:` list includes its own file, directly or through another"
+        problem = f"the config files cannot be composed: {cycle}"
+        raise ConfigError(f"{problem}. Remove the entry that closes the cycle.") from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
         cause = str(error.__cause__) if error.__cause__ else ""
         reasons = [line.strip() for line in f"{error}\n{cause}".splitlines() if line.strip()]
@@ -262,14 +253,10 @@ class FileConfigSource(HydraFiles):
         try:
             return super().load_config(config_path)
         except ValueError as error:
-            raise ConfigError(f"{file}: {number_text(error)}") from error
-
-
-def number_text(error: ValueError) -> str:
-    """The problem of a file with a number that Python cannot parse."""
-    if "integer string conversion" not in str(error):
-        return first_line(error)
-    return f"has a whole number of more than {sys.get_int_max_str_digits():,} digits; no key takes one."
+            if "integer string conversion" not in str(error):
+                raise ConfigError(f"{file}: {first_line(error)}") from error
+            most = f"{sys.get_int_max_str_digits():,} digits"
+            raise ConfigError(f"{file}: has a whole number of more than {most}; no key takes one.") from error
 
 
 def check_files() -> None:

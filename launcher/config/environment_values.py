@@ -42,10 +42,8 @@ def refuse_missing(unresolved: Mapping[str, Any]) -> None:
         for text in texts(value):
             for name, default in CALL.findall(text):
                 if not default and name not in os.environ:
-                    raise ConfigError(
-                        f"{path}={text}: the environment variable {name} is not set. Set it, or give a "
-                        f"default: ${{oc.env:{name},default}}."
-                    )
+                    advice = f"Set it, or give a default: ${{oc.env:{name},default}}."
+                    raise ConfigError(f"{path}={text}: the environment variable {name} is not set. {advice}")
 
 
 def escaped(value: Any) -> Any:

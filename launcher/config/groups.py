@@ -25,9 +25,8 @@ def recipes_dir() -> Path:
 
 def resource_dir(name: str) -> Path:
     """The clone's folder if this is a clone, so that a wheel's copy never hides an edit."""
-    in_clone = PACKAGE.parent / name
     is_clone = (PACKAGE.parent / "pyproject.toml").is_file()
-    return in_clone if is_clone else PACKAGE / name
+    return (PACKAGE.parent if is_clone else PACKAGE) / name
 
 
 def group_choices(*directories: Path) -> dict[str, list[str]]:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 COMMAND = "LAUNCHER_COMMAND"  # scripts/run sets it: its path as it was typed
-PLAIN = re.compile(
-    r"(?!(null|true|false|nan|inf)$)[A-Za-z_][A-Za-z0-9_-]*", re.IGNORECASE
-)  # read as text unquoted
-# YAML reads 1e-3 as text, because YAML 1.1 wants a dot in it; whoever lists it among values means the number.
-EXPONENT = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?[eE][+-]?[0-9]+")
+# Text that Hydra reads as text unquoted. YAML also reads 1e-3 as text, because YAML 1.1 wants a dot in it;
+# whoever lists it among values means the number.
+UNQUOTED = re.compile(
+    r"(?!(null|true|false|nan|inf)$)[a-z_][a-z0-9_-]*|[+-]?[0-9]+(\.[0-9]*)?e[+-]?[0-9]+", re.IGNORECASE
+)
 
 
 def program() -> str:
@@ -107,11 +107,7 @@ def directory_override(key: str, directory: Path) -> str:
 
 def literal(value: object) -> str:
     """A value in the syntax of Hydra's overrides, which reads it back with its type."""
-    return as_typed(value, _unquoted_if_possible)
-
-
-def _unquoted_if_possible(text: str) -> str:
-    return text if PLAIN.fullmatch(text) or EXPONENT.fullmatch(text) else quoted(text)
+    return as_typed(value, lambda text: text if UNQUOTED.fullmatch(text) else quoted(text))
 
 
 def quoted(value: str) -> str:
@@ -124,4 +120,4 @@ def summary(problems: Sequence[str]) -> str:
     """The message of a ConfigError with these problems."""
     if len(problems) == 1:
         return problems[0]
-    return "\n".join((f"{len(problems)} problems:", *(f"  {line}" for line in problems)))
+    return "\n  ".join((f"{len(problems)} problems:", *problems))

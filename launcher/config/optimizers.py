@@ -1,36 +1,48 @@
 """The optimizers that `optim.name` chooses from: the keys of each, and its class.
 
 To add one: a line of OPTIMIZERS, a class of keys where none of these fits, and conf/optim/NAME.yaml. Never
-imports torch: classes are named here, and imported where a run is built.
+imports torch: classes are named here, and imported where a run is built. Also owns what optim.groups may
+hold, a list of mappings with patterns of parameter names; which match is known once there is a model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Annotated, Any, get_type_hints
 
-from launcher.config.parameter_groups import GroupConfig
-from launcher.config.rules import (
-    Name,
-    NotNegative,
-    Options,
-    Positive,
-    Rate,
-    Rule,
-    Share,
-    list_of,
-    number,
-    share,
+from launcher.config import rules as value_rules
+from launcher.config.messages import show, unknown_key
+from launcher.config.rules import Name, NotNegative, Options, Positive, Rate, Rule, Share
+
+GROUPS = "optim.groups"
+GROUPS_EXAMPLE = '[{match:"*.bias",weight_decay:0}]'
+_texts = value_rules.list_of(value_rules.text, "a list of strings")
+_text_or_texts = value_rules.either(value_rules.text, _texts)
+_patterns = Rule(
+    'a pattern of parameter names such as "*.bias", or a list of patterns',
+    lambda value: value != [] and _text_or_texts.holds(value),
 )
+Patterns = Annotated[tuple[str, ...], _patterns]
 
-_shares = list_of(share, "two numbers from 0 to below 1")
-Betas = Annotated[
-    tuple[float, float], Rule(_shares.text, lambda value: _shares.holds(value) and len(value) == 2)
-]
-Groups = Annotated[
-    tuple[GroupConfig, ...], Rule("a list of groups", lambda value: isinstance(value, list | tuple))
-]
-LayerDecay = Annotated[float, number("above 0 and at most 1", lambda value: 0 < value <= 1)]
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """Parameters with rates of their own; the first group that matches a parameter has it."""
+
+    match: Patterns
+    lr_scale: NotNegative = 1.0
+    weight_decay: NotNegative | None = None
+    frozen: bool = False
+
+
+_shares = value_rules.list_of(value_rules.share, "two numbers from 0 to below 1")
+_two_shares = Rule(_shares.text, lambda value: _shares.holds(value) and len(value) == 2)
+Betas = Annotated[tuple[float, float], _two_shares]
+_groups = Rule("a list of groups", lambda value: isinstance(value, list | tuple))
+Groups = Annotated[tuple[GroupConfig, ...], _groups]
+LayerDecay = Annotated[float, value_rules.number("above 0 and at most 1", lambda value: 0 < value <= 1)]
 
 
 @dataclass(frozen=True)
@@ -123,3 +135,37 @@ def keys_of(name: str) -> type[OptimConfig]:
 def is_fused(name: str) -> bool:
     """Whether the optimizer is one of the engine, which needs neither whole parameters nor masters."""
     return name in OPTIMIZERS and OPTIMIZERS[name].is_fused
+
+
+@cache
+def group_rules() -> Mapping[str, Rule]:
+    kinds = get_type_hints(GroupConfig, include_extras=True)
+    return {key: value_rules.rule_of(kind) for key, kind in kinds.items()}
+
+
+def group_problems(value: object) -> Iterator[str]:
+    """One line per mistake in the value of optim.groups; none for a valid one."""
+    if not isinstance(value, list | tuple):
+        yield f"{GROUPS}={show(value)}: must be a list of groups, for example {GROUPS_EXAMPLE}."
+        return
+    for number, group in enumerate(value):
+        path = f"{GROUPS}[{number}]"
+        if not isinstance(group, Mapping):
+            yield f"{path}={show(group)}: must be a mapping with the keys {', '.join(group_rules())}."
+            continue
+        for key, item in group.items():
+            if key not in group_rules():
+                unknown = unknown_key(f"{path}.{key}", str(key), group_rules())
+                yield f"{unknown} A group has {', '.join(group_rules())}."
+            elif not group_rules()[key].holds(item):
+                yield value_rules.value_problem(f"{path}.{key}", item, group_rules()[key])
+        if "match" not in group:
+            missing = "the key match is missing: patterns of parameter names"
+            yield f"{path}: {missing}, for example {GROUPS_EXAMPLE}."
+
+
+def completed_groups(value: Any) -> list[dict[str, Any]]:
+    """A valid value with all keys in each group, and patterns as lists."""
+    defaults = {each.name: each.default for each in fields(GroupConfig) if each.default is not MISSING}
+    lists = ([group["match"]] if isinstance(group["match"], str) else [*group["match"]] for group in value)
+    return [{**defaults, **group, "match": match} for group, match in zip(value, lists, strict=True)]

@@ -68,19 +68,13 @@ SWEEP_DIRECTORY = "hydra.sweep.dir"
 
 def size_problem(overrides: Sequence[str]) -> str | None:
     """The problem of overrides that are too long to be parsed quickly; None without one."""
-    longest = max(overrides, key=len, default="")
-    if len(longest) > MAX_LENGTH:
-        return (
-            f"{shortened(longest)}: an override has at most {MAX_LENGTH:,} characters. Put longer values "
-            "into a YAML of your own (--config-dir DIR)."
-        )
-    total = sum(map(len, overrides))
-    if total > MAX_TOTAL:
-        return (
-            f"{len(overrides):,} overrides of {total:,} characters: at most {MAX_TOTAL:,} are accepted. Put "
-            "them into a YAML of your own (--config-dir DIR)."
-        )
-    return None
+    longest, total = max(overrides, key=len, default=""), sum(map(len, overrides))
+    if len(longest) <= MAX_LENGTH and total <= MAX_TOTAL:
+        return None
+    all_of_them = f"{len(overrides):,} overrides of {total:,} characters"
+    what = shortened(longest) if len(longest) > MAX_LENGTH else all_of_them
+    rule = f"an override has at most {MAX_LENGTH:,} characters, and all together {MAX_TOTAL:,}"
+    return f"{what}: {rule}. Put more into a YAML of your own (--config-dir DIR)."
 
 
 def with_plain_constant(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -96,13 +90,10 @@ def with_plain_constant(overrides: Sequence[str]) -> tuple[str, ...]:
 
 def form_problem(override: Override, multirun: bool, known_keys: KnownKeys) -> str | None:
     """Problems independent of the tree: deletions, additions, code, Hydra's own settings."""
-    reasons = (
-        prefix_problem(override, known_keys),
-        code_problem(override.key_or_group, value_of(override)),
-        hydra_problem(override),
-        sweep_problem(override, multirun),
-    )
-    return next((f"{shortened(override.input_line or '')}: {each}" for each in reasons if each), None)
+    reason = prefix_problem(override, known_keys)
+    reason = reason or code_problem(override.key_or_group, value_of(override)) or hydra_problem(override)
+    reason = reason or sweep_problem(override, multirun)
+    return f"{shortened(override.input_line or '')}: {reason}" if reason else None
 
 
 def prefix_problem(override: Override, known_keys: KnownKeys) -> str | None:
@@ -131,10 +122,8 @@ def hydra_problem(override: Override) -> str | None:
         return "takes one list." if override.is_sweep_override() else None
     if instead := IN_PLACE_OF.get(key) or IN_PLACE_OF.get("/".join(key.split(".")[:2])):  # of its plugin
         return f"is not used here. {instead}"
-    return (
-        "Hydra's own settings are fixed, because they can name code to execute. "
-        f"Only these may be set: {SWEEP_DIRECTORY}, {SEARCH_PATH}."
-    )
+    others = f"Only these may be set: {SWEEP_DIRECTORY}, {SEARCH_PATH}."
+    return f"Hydra's own settings are fixed, because they can name code to execute. {others}"
 
 
 def sweep_problem(override: Override, multirun: bool) -> str | None:
@@ -160,18 +149,14 @@ def sweep_problem(override: Override, multirun: bool) -> str | None:
     if number > MOST_JOBS:
         return too_many_jobs(number)
     if override.is_discrete_sweep() and (twice := repeated(value_of(override))):
-        return (
-            f"{show(twice[0])} is given twice, and the second job would repeat the first. Give each value "
-            "once; seed=0,1 repeats all jobs with other random numbers."
-        )
+        advice = "Give each value once; seed=0,1 repeats all jobs with other random numbers."
+        return f"{show(twice[0])} is given twice, and the second job would repeat the first. {advice}"
     return interval_problem(override)
 
 
 def too_many_jobs(number: int) -> str:
-    return (
-        f"{number:,} jobs: a sweep has at most {MOST_JOBS:,}. Give fewer values, or search: "
-        "sweep=random or sweep=tpe with sweep.stop.trials=N."
-    )
+    advice = "Give fewer values, or search: sweep=random or sweep=tpe with sweep.stop.trials=N."
+    return f"{number:,} jobs: a sweep has at most {MOST_JOBS:,}. {advice}"
 
 
 def repeated(values: Sequence[Any]) -> list[Any]:

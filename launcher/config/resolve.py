@@ -1,53 +1,42 @@
 """From the command line to the checked config of each job.
 
 Owns the order of the checks: single overrides first, then unknown keys, then values. Reports all problems of
-all jobs before any job starts. Never imports torch and creates no file.
+all jobs before any job starts. Owns also what an experiment adds, a YAML file in conf/experiment: it may list
+the values of a sweep in its section `sweep`, which become the overrides that a user would have typed; what
+else it sets is ordinary config, composed last. Never imports torch and creates no file.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
+from launcher.config import composition, validation
 from launcher.config import messages as texts
-from launcher.config import parameter_groups, validation
-from launcher.config.composition import (
-    PATH_KEYS,
-    Composer,
-    Request,
-    Resolved,
-    absolute,
-    user_paths,
-    with_absolute_paths,
-)
-from launcher.config.groups import choice_values, recipes_dir
-from launcher.config.optimizers import OPTIMIZERS
-from launcher.config.overrides import (
-    KEYS_ELSEWHERE,
-    MOST_JOBS,
-    choice_problem,
-    form_problem,
-    size_problem,
-    too_many_jobs,
-    unknown_keys,
-    value_of,
-    with_plain_constant,
-)
+from launcher.config import overrides as checks
+from launcher.config.composition import Composer, Request, Resolved
+from launcher.config.groups import choice_file, choice_values, group_choices, recipes_dir
+from launcher.config.optimizers import GROUPS, GROUPS_EXAMPLE, OPTIMIZERS
+from launcher.config.overrides import MOST_JOBS, value_of
 from launcher.config.rules import SCHEDULES, TRACKERS, one_of, value_problem
-from launcher.config.schema import Config, rules
+from launcher.config.schema import Config, SweepConfig, rules, types_of
 from launcher.config.search_space import Dimension, Interval, Space
 from launcher.config.trees import paths_of, value_at
 from launcher.errors import ConfigError, first_line
 
+Composed = tuple[Resolved, list[str]]  # the tree of a job, and its problems
+EXPERIMENT = "experiment"
 GRID = "grid"
 REGISTERED: Mapping[str, tuple[str, Sequence[str]]] = {  # the decorator, and the names that are built in
     "schedule.name": ("schedule", SCHEDULES),
@@ -56,19 +45,59 @@ REGISTERED: Mapping[str, tuple[str, Sequence[str]]] = {  # the decorator, and th
 }
 
 
-@dataclass
-class Findings:
-    """Problems in the order of their discovery, each once, and the keys that were dropped for them."""
+def with_experiment(request: Request) -> Request:
+    """The request expanded to the sweep of its experiment, if that has one; globs become names.
 
-    lines: dict[str, None] = field(default_factory=dict)
-    refused: set[str] = field(default_factory=set)
+    A key given by the user keeps the user's values.
+    """
+    request = without_globs(request)
+    name = chosen(request.overrides)
+    if name is None or name not in group_choices(*request.directories).get(EXPERIMENT, ()):
+        return request  # an unknown name is reported together with all other problems
+    values = choice_values(request.directories, EXPERIMENT, name)
+    if "sweep" not in values:
+        return request
+    sweep = values["sweep"]
+    if isinstance(sweep, Mapping):  # the settings of the sweep are ordinary config
+        settings = types_of(SweepConfig)
+        if sweep and sweep.keys() <= settings.keys():
+            return request
+        sweep = {key: listed for key, listed in sweep.items() if key not in settings}
+    if not isinstance(sweep, Mapping) or not sweep:
+        file = choice_file(request.directories, EXPERIMENT, name)
+        raise ConfigError(f"{file}: has a `sweep:` section that is no list of values for each key.")
+    given = {line.partition("=")[0] for line in request.overrides}
+    added = [line for key, line in lines_of(name, sweep) if key not in given]
+    return replace(request, overrides=(*request.overrides, *added), multirun=True)
 
-    def add(self, *problems: str) -> None:
-        self.lines.update(dict.fromkeys(problems))
 
-    def raise_if_any(self) -> None:
-        if self.lines:
-            raise ConfigError(texts.summary(list(self.lines)))
+def without_globs(request: Request) -> Request:
+    """The request with the names that match in place of a glob; unchanged without one."""
+    if not any("glob(" in line for line in request.overrides):
+        return request
+    groups, lines = group_choices(*request.directories), list(request.overrides)
+    for number, line in enumerate(lines):
+        with suppress(HydraException, ValueError, RecursionError):  # reported with other problems
+            override = OverridesParser.create().parse_override(line)
+            value, group = override.value(), override.key_or_group
+            if isinstance(value, Glob) and (names := value.filter(groups.get(group, []))):
+                lines[number] = f"{group}={','.join(names)}"
+    return replace(request, overrides=tuple(lines))
+
+
+def chosen(overrides: Sequence[str]) -> str | None:
+    """The name in the last `experiment=<name>`, None without one or with null."""
+    names = [line.partition("=")[2] for line in overrides if line.startswith(f"{EXPERIMENT}=")]
+    return names[-1] if names and names[-1] != "null" else None
+
+
+def lines_of(name: str, sweep: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Key and override line of each swept key; a key with one value is swept as well."""
+    for key, values in sweep.items():
+        if not isinstance(values, list) or not values:
+            shown = texts.show(values)
+            raise ConfigError(f"{EXPERIMENT}={name}: `sweep.{key}` is {shown}; it must be a list of values.")
+        yield key, f"{key}={','.join(map(texts.literal, values))}"
 
 
 def compose_jobs(request: Request) -> list[Config]:
@@ -80,32 +109,34 @@ def compose_jobs(request: Request) -> list[Config]:
     """
     if request.config_dir is not None and not os.path.isdir(request.config_dir):
         raise ConfigError(f"--config-dir {request.config_dir}: there is no such directory.")
-    if problem := size_problem(request.overrides):
+    if problem := checks.size_problem(request.overrides):
         raise ConfigError(problem)
-    findings = Findings()
     composer = Composer(request)
-    space = Space.of(accepted_overrides(request, composer, findings))
+    accepted, refused = accepted_overrides(request, composer)
+    space = Space.of(accepted)
     first, *others = space.samples()
-    of_first = Findings(refused=findings.refused)
-    found = [compose_job(first, composer, of_first)]
-    name = value_at(found[0].tree, "sweep.name")
-    problems = [*sweep_problems(space, name)] if request.multirun and not findings.refused else []
-    findings.add(*(problems or of_first.lines))
-    if problems:
-        others = []  # there may be a million of them
-    elif name == GRID and space.size <= MOST_JOBS:
+    found = [compose_job(first, composer, "recipe" in refused)]
+    name = value_at(found[0][0].tree, "sweep.name")
+    if request.multirun and not refused and (problems := [*sweep_problems(space, name)]):
+        raise ConfigError(texts.summary(problems))  # there may be a million jobs
+    if name == GRID and space.size <= MOST_JOBS:
         others = list(space.grid())[1:]
-    found += [compose_job(job, composer, findings) for job in others]
-    findings.raise_if_any()
-    return [validation.parse(with_absolute_paths(each.tree), each.recorded) for each in found]
+    found += [compose_job(job, composer, "recipe" in refused) for job in others]
+    return parsed([*itertools.chain(*refused.values())], found)
 
 
 def compose_one(composer: Composer, overrides: tuple[str, ...]) -> Config:
     """The checked config of one job that a search has asked for. Raises ConfigError."""
-    findings = Findings()
-    found = compose_job(overrides, composer, findings)
-    findings.raise_if_any()
-    return validation.parse(with_absolute_paths(found.tree), found.recorded)
+    (config,) = parsed([], [compose_job(overrides, composer)])
+    return config
+
+
+def parsed(problems: Sequence[str], found: Sequence[Composed]) -> list[Config]:
+    """The configs of jobs. Raises one ConfigError with these problems and those of the jobs, each once."""
+    if distinct := dict.fromkeys([*problems, *itertools.chain(*(of_job for _, of_job in found))]):
+        raise ConfigError(texts.summary(list(distinct)))
+    absolute = composition.with_absolute_paths
+    return [validation.parse(absolute(each.tree), each.recorded) for each, _ in found]
 
 
 def space_of(overrides: Sequence[str]) -> Space:
@@ -119,21 +150,18 @@ def sweep_problems(space: Space, name: object) -> Iterator[str]:
     """What makes a sweep of this name impossible, whatever its jobs are."""
     if name != GRID:
         if not space.dimensions:
-            yield (
-                f"sweep={name}: nothing is searched. Give at least one key several values or an interval: "
-                "'optim.lr=tag(log, interval(1e-4, 1e-1))'."
-            )
+            advice = "Give at least one key several values or an interval"
+            example = "'optim.lr=tag(log, interval(1e-4, 1e-1))'"
+            yield f"sweep={name}: nothing is searched. {advice}: {example}."
         yield from filter(None, map(fraction_problem, space.dimensions))
         return
     for each in space.dimensions:
         if isinstance(each, Interval):
             ends = f"{each.low:g},{each.high:g}"
-            yield (
-                f"{each.key}=interval({ends}): a grid lists its values: {each.key}=a,b,c. To draw from an "
-                "interval: sweep=random or sweep=tpe."
-            )
+            advice = "To draw from an interval: sweep=random or sweep=tpe."
+            yield f"{each.key}=interval({ends}): a grid lists its values: {each.key}=a,b,c. {advice}"
     if MOST_JOBS < space.size < math.inf:
-        yield too_many_jobs(int(space.size))
+        yield checks.too_many_jobs(int(space.size))
 
 
 def fraction_problem(dimension: Dimension) -> str | None:
@@ -146,9 +174,7 @@ def fraction_problem(dimension: Dimension) -> str | None:
         return None
     drawn = f"interval({dimension.low:.0f},{dimension.high:.0f})"
     drawn = f"tag(log,{drawn})" if dimension.log else drawn
-    return (
-        f"{dimension.key}={drawn}: must be {rule.text}. To draw whole numbers: {dimension.key}=int({drawn})"
-    )
+    return f"{dimension.key}={drawn}: must be {rule.text}. For whole numbers: {dimension.key}=int({drawn})"
 
 
 def unreadable_problem(line: str, error: Exception, parser: OverridesParser) -> str:
@@ -167,16 +193,16 @@ def unreadable_problem(line: str, error: Exception, parser: OverridesParser) -> 
         parser.parse_override(quoted)
     except (HydraException, ValueError):
         return unreadable
-    return (
-        f"{line}: the value has a character that is part of the syntax of overrides, such as = or (. "
-        f"Put the value in double quotes, and the whole in single quotes for the shell: {shlex.quote(quoted)}"
-    )
+    advice = "Put the value in double quotes, and the whole in single quotes for the shell"
+    problem = "the value has a character that is part of the syntax of overrides, such as = or ("
+    return f"{line}: {problem}. {advice}: {shlex.quote(quoted)}"
 
 
-def accepted_overrides(request: Request, composer: Composer, findings: Findings) -> list[Override]:
-    """The well-formed overrides that name existing choices; the others become findings."""
+def accepted_overrides(request: Request, composer: Composer) -> tuple[list[Override], dict[str, list[str]]]:
+    """The well-formed overrides that name existing choices, and the problems of the others by key."""
     parser = OverridesParser.create()
-    accepted = []
+    accepted: list[Override] = []
+    refused: dict[str, list[str]] = {}
     for line in request.overrides:
         try:
             override = parser.parse_override(line)
@@ -185,58 +211,50 @@ def accepted_overrides(request: Request, composer: Composer, findings: Findings)
             problems = [f"{texts.shortened(line)}: is nested too deeply."]
         except (HydraException, ValueError) as error:
             problems = [unreadable_problem(line, error, parser)]
-        findings.add(*problems)
         if problems:
-            findings.refused.add(line.partition("=")[0])
+            refused.setdefault(line.partition("=")[0], []).extend(problems)
         else:
             accepted.append(override)
-    return accepted
+    return accepted, refused
 
 
 def override_problems(override: Override, composer: Composer, multirun: bool) -> list[str]:
-    problem = form_problem(override, multirun, lambda: composer.known(()))
-    if problem:
+    if problem := checks.form_problem(override, multirun, lambda: composer.known(())):
         return [problem]
-    group, groups = override.key_or_group, composer.groups
-    if group not in groups:
+    group, value = override.key_or_group, value_of(override)
+    if group not in composer.groups:
         return []
-    value = value_of(override)
     values = value if override.is_sweep_override() else [value]
-    found = (choice_problem(group, choice, groups[group]) for choice in values)
+    found = (checks.choice_problem(group, choice, composer.groups[group]) for choice in values)
     return [problem for problem in found if problem]
 
 
-def compose_job(overrides: tuple[str, ...], composer: Composer, findings: Findings) -> Resolved:
-    """The tree of one job without its invalid overrides, which become findings."""
+def compose_job(overrides: tuple[str, ...], composer: Composer, recipe_refused: bool = False) -> Composed:
+    """The tree of one job without its invalid overrides, and all problems."""
     choices = tuple(line for line in overrides if line.partition("=")[0] in composer.groups)
     known = composer.known(choices) | composer.groups.keys()  # not every group is also a key of the tree
-    kept = []
-    for override in composer.parsed(with_plain_constant(overrides)):
+    kept, problems = [], list[str]()
+    for override in composer.parsed(checks.with_plain_constant(overrides)):
         if override.is_hydra_override():
             continue
-        key, value = override.key_or_group, value_of(override)
-        unknown = list(unknown_keys(key, value, known))
-        findings.add(*(unknown_problem(key, value, choices, composer) for key, value in unknown))
+        unknown = list(checks.unknown_keys(override.key_or_group, value_of(override), known))
+        problems += [unknown_problem(key, value, choices, composer) for key, value in unknown]
         if not unknown:
             kept.append(override.input_line or "")
     found = composer.resolved(tuple(kept))
-    findings.add(*tree_problems(found, composer.groups, "recipe" in findings.refused))
-    return found
+    return found, [*problems, *tree_problems(found, composer.groups.get("recipe", ()), recipe_refused)]
 
 
 def unknown_problem(key: str, value: object, choices: tuple[str, ...], composer: Composer) -> str:
     """The message for a key that the tree lacks: the choices that have it, or the nearest keys."""
     written = f"{key}={texts.show(value)}"
-    if key.startswith(f"{parameter_groups.KEY}."):
-        return f"{written}: {parameter_groups.KEY} is one list, set as a whole: {parameter_groups.EXAMPLE}."
+    if key.startswith(f"{GROUPS}."):
+        return f"{written}: {GROUPS} is one list, set as a whole: {GROUPS_EXAMPLE}."
     group, _, inner = key.partition(".")
     directories = composer.request.directories
-    having = [
-        f"{group}={choice}"
-        for choice in composer.groups.get(group, ())
-        if inner in paths_of(choice_values(directories, group, choice))
-    ]
-    for own, elsewhere in KEYS_ELSEWHERE.items():
+    values = {each: choice_values(directories, group, each) for each in composer.groups.get(group, ())}
+    having = [f"{group}={choice}" for choice in values if inner in paths_of(values[choice])]
+    for own, elsewhere in checks.KEYS_ELSEWHERE.items():
         if key in elsewhere.split():
             here, _, other = own.partition("=")
             typed = f"{here}={other or texts.show(value)}"
@@ -246,23 +264,19 @@ def unknown_problem(key: str, value: object, choices: tuple[str, ...], composer:
     return texts.unknown_key(written, key, composer.known(choices))
 
 
-def tree_problems(
-    found: Resolved, groups: Mapping[str, Sequence[str]], recipe_refused: bool
-) -> Iterator[str]:
+def tree_problems(found: Resolved, recipes: Sequence[str], recipe_refused: bool) -> Iterator[str]:
     tree = found.tree
     if tree.get("recipe") == {"name": None, "uses": None}:
         tree = {**tree, "recipe": {"name": "unchosen", "uses": "unchosen"}}
         if not recipe_refused:
-            recipes = ", ".join(groups.get("recipe", ()))
-            yield f"recipe: none is chosen. Choose one with recipe=<name>: {recipes}."
+            yield f"recipe: none is chosen. Choose one with recipe=<name>: {', '.join(recipes)}."
     yield from validation.find_problems(validation.gather_options(tree), found.recorded)
     yield from unregistered_names(tree, found.recorded)
-    for key, path in user_paths(tree, PATH_KEYS):
+    for key, path in composition.user_paths(tree, composition.PATH_KEYS):
         # False also for a name that is too long; a NUL has been reported as a wrong value.
         if path and "\0" not in path and not os.path.exists(Path(path).expanduser()):
-            written = found.recorded.get(key)
-            where = f"{path}: there is no such file or directory ({absolute(path)})."
-            yield f"{key}={where if written is None else f'{written}: there is no such file.'}"
+            where = f" or directory ({composition.absolute(path)})" if key not in found.recorded else ""
+            yield f"{key}={found.recorded.get(key, path)}: there is no such file{where}."
 
 
 def unregistered_names(tree: Mapping[str, object], recorded: Mapping[str, object]) -> Iterator[str]:

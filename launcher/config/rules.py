@@ -1,4 +1,4 @@
-"""Kinds of rules for the values of keys, and the named types that schema.py gives to its fields.
+"""Kinds of rules for the values of keys, and the types with a rule that the fields of several modules have.
 
 A type and its rule are one thing: `Annotated[int, whole(1)]`. `rule_of` gives the rule of any field's type.
 Pure; which key has which type is in `schema` and `optimizers`, relations between keys are in `validation`.
@@ -58,11 +58,8 @@ def either(*rules: Rule) -> Rule:
 
 
 def one_of(*choices: str) -> Rule:
-    return Rule(
-        f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0],
-        lambda value: isinstance(value, str) and value in choices,
-        lambda value: nearest(show(value), choices),
-    )
+    text = f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
+    return Rule(text, lambda value: value in choices, lambda value: nearest(show(value), choices))
 
 
 def is_number(value: Any) -> bool:
@@ -108,71 +105,39 @@ def string(text: str, holds: Callable[[str], bool]) -> Rule:
     return Rule(text, lambda value: isinstance(value, str) and holds(value))
 
 
+def matching(text: str, pattern: str) -> Rule:
+    return string(text, lambda value: re.fullmatch(pattern, value) is not None)
+
+
 def list_of(rule: Rule, text: str) -> Rule:
     return Rule(text, lambda value: isinstance(value, list | tuple) and all(map(rule.holds, value)))
 
 
-def _has_giant(value: Any) -> bool:
-    """Whether the value holds, at any depth, a whole number beyond the range of a float."""
-    return any(is_whole(each) and not is_number(each) for each in nested(value))
+def _are_options(value: Any) -> bool:
+    """Whether it is a section, without whole numbers beyond the range of a float at any depth."""
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        return False
+    return all(is_number(each) for each in nested(value) if is_whole(each))
 
 
 null = Rule("null", lambda value: value is None)
 flag = Rule("true or false", lambda value: isinstance(value, bool))
-name = string(
+name = matching(
     "a name of letters, digits, '.', '_' and '-' that begins with a letter or digit",
-    lambda value: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is not None,
+    r"[A-Za-z0-9][A-Za-z0-9._-]*",
 )
 text = string("a string without NUL characters", lambda value: value.strip() != "" and "\0" not in value)
 share = number("from 0 to below 1", lambda value: 0 <= value < 1)
-trackers = Rule(
+names = list_of(name, "a list of names")
+trackers = Rule(  # other names than these are checked where recipe files are known
     f"one of {', '.join(TRACKERS)}, or a list of different ones without none",
-    lambda value: (
-        name.holds(value)  # other names than these are checked where recipe files are known
-        or (
-            isinstance(value, list | tuple)
-            and len(value) == len({*map(str, value)}) > 0
-            and "none" not in value
-            and all(map(name.holds, value))
-        )
-    ),
+    lambda value: name.holds(value) or (names.holds(value) and len(value) == len({*value} - {"none"}) > 0),
 )
 
-Auto = Literal["auto"]
 Name = Annotated[str, name]
-Text = Annotated[str, text]
-Texts = Annotated[tuple[str, ...], list_of(text, "a list of strings")]
-Sha256 = Annotated[
-    str,
-    string(
-        "a SHA-256 of 64 hexadecimal digits", lambda value: re.fullmatch(r"[0-9a-f]{64}", value) is not None
-    ),
-]
-WandbName = Annotated[
-    str,
-    string(
-        "a string of at most 128 characters without / \\ # ? % : and spaces around it",
-        lambda value: 0 < len(value) <= 128 and value == value.strip() and not set(value) & set("/\\#?%:\0"),
-    ),
-]
-Trackers = Annotated[str | list[str], trackers]
-Options = Annotated[
-    dict[str, Any],
-    Rule(
-        "a section with whole numbers below 2**1024",  # int to text is limited to 4,300 digits
-        lambda value: (
-            isinstance(value, dict) and all(isinstance(key, str) for key in value) and not _has_giant(value)
-        ),
-    ),
-]
-Count = Annotated[int, whole(1)]
-CountOrZero = Annotated[int, whole(0)]
-Endpoint = Annotated[str, string("HOST:PORT", lambda value: re.fullmatch(r"\S+:\d{1,5}", value) is not None)]
+# Python writes whole numbers of at most 4,300 digits.
+Options = Annotated[dict[str, Any], Rule("a section with whole numbers below 2**1024", _are_options)]
 Share = Annotated[float, share]
 Positive = Annotated[float, number("above 0", lambda value: value > 0)]
 NotNegative = Annotated[float, number("of at least 0", lambda value: value >= 0)]
 Rate = Annotated[float, number("above 0 and at most 1e30", lambda value: 0 < value <= 1e30)]  # fp32's range
-# Timers cannot wait longer than 1e9 s.
-Seconds = Annotated[float, number("above 0 and at most 1e9", lambda value: 0 < value <= 1e9)]
-LossScale = Annotated[int, power_of_two(2**127)]  # the largest in fp32
-Predivide = Annotated[int, power_of_two(2**16)]  # more would round even the largest fp16 gradients to zero

@@ -1,7 +1,7 @@
 """The typed config of a run: each key with the type that is also its rule.
 
-Owns the keys of a config and its JSON form. What a key means stands in conf/, where users read it. Types with
-their rules are in `rules`, relations between keys in `validation`. Never imports torch or Hydra.
+Owns the keys of a config and its JSON form. What a key means stands in conf/, where users read it. Kinds of
+rules are in `rules`, relations between keys in `validation`. Never imports torch or Hydra.
 """
 
 from __future__ import annotations
@@ -13,33 +13,28 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from launcher.config import rules as value_rules
 from launcher.config.optimizers import OPTIMIZERS, OptimConfig, keys_of
-from launcher.config.rules import (
-    Auto,
-    Count,
-    CountOrZero,
-    Endpoint,
-    LossScale,
-    Name,
-    NotNegative,
-    Options,
-    Positive,
-    Predivide,
-    Rule,
-    Seconds,
-    Sha256,
-    Share,
-    Text,
-    Texts,
-    Trackers,
-    WandbName,
-    either,
-    null,
-    number,
-    rule_of,
-    text,
-    whole,
+from launcher.config.rules import Name, NotNegative, Options, Positive, Rule, Share
+
+Auto = Literal["auto"]
+Text = Annotated[str, value_rules.text]
+Texts = Annotated[tuple[str, ...], value_rules.list_of(value_rules.text, "a list of strings")]
+Sha256 = Annotated[str, value_rules.matching("a SHA-256 of 64 hexadecimal digits", r"[0-9a-f]{64}")]
+_wandb_name = value_rules.string(
+    "a string of at most 128 characters without / \\ # ? % : and spaces around it",
+    lambda value: 0 < len(value) <= 128 and value == value.strip() and not set(value) & set("/\\#?%:\0"),
 )
+WandbName = Annotated[str, _wandb_name]
+Trackers = Annotated[str | list[str], value_rules.trackers]
+Count = Annotated[int, value_rules.whole(1)]
+CountOrZero = Annotated[int, value_rules.whole(0)]
+Endpoint = Annotated[str, value_rules.matching("HOST:PORT", r"\S+:\d{1,5}")]
+# Timers cannot wait longer than 1e9 s.
+Seconds = Annotated[float, value_rules.number("above 0 and at most 1e9", lambda value: 0 < value <= 1e9)]
+LossScale = Annotated[int, value_rules.power_of_two(2**127)]  # the largest in fp32
+# More would round even the largest fp16 gradients to zero.
+Predivide = Annotated[int, value_rules.power_of_two(2**16)]
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class RecipeConfig:
 class RunConfig:
     """`dir` is null in YAML, and an empty string here, until the leader has chosen a directory."""
 
-    dir: Annotated[str, either(null, text)]
+    dir: Annotated[str, value_rules.either(value_rules.null, value_rules.text)]
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ class ModelConfig:
 class AugmentConfig:
     crop_padding: CountOrZero
     flip: bool
-    mixup: Annotated[float, number("from 0 to 1000", lambda value: 0 <= value <= 1000)] = 0.0
+    mixup: Annotated[float, value_rules.number("from 0 to 1000", lambda value: 0 <= value <= 1000)] = 0.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class DataConfig:
     batch_size: Count
     micro_batch: Auto | Count | None
     val_fraction: Share
-    workers: Auto | Annotated[int, whole(0, 1024)]
+    workers: Auto | Annotated[int, value_rules.whole(0, 1024)]
     max_bad: CountOrZero
     drop_last: bool
     augment: AugmentConfig
@@ -135,7 +130,7 @@ class EarlyStoppingConfig:
 
 @dataclass(frozen=True)
 class PlateauConfig:
-    factor: Annotated[float, number("above 0 and below 1", lambda value: 0 < value < 1)] | None
+    factor: Annotated[float, value_rules.number("above 0 and below 1", lambda value: 0 < value < 1)] | None
     patience: CountOrZero
     threshold: Share
     metric: Text | None
@@ -253,7 +248,7 @@ class RecipesConfig:
 class Config:
     """The whole config of a run after all checks, one field per group of `conf/`."""
 
-    seed: Annotated[int, whole(0, 2**63 - 1)]
+    seed: Annotated[int, value_rules.whole(0, 2**63 - 1)]
     recipe: RecipeConfig
     run: RunConfig
     model: ModelConfig
@@ -314,11 +309,8 @@ def section_types(optimizer: str) -> dict[str, object]:
 @cache
 def rules() -> Mapping[str, Rule]:
     """The rule of each key, by its dotted path; those of all optimizers."""
-    return {
-        path: rule
-        for optimizer in (*OPTIMIZERS, "own")
-        for path, rule in _rules(section_types(optimizer), "")
-    }
+    kinds = [section_types(optimizer) for optimizer in (*OPTIMIZERS, "own")]
+    return {path: rule for each in kinds for path, rule in _rules(each, "")}
 
 
 def _rules(kinds: Mapping[str, object], prefix: str) -> Iterator[tuple[str, Rule]]:
@@ -326,7 +318,7 @@ def _rules(kinds: Mapping[str, object], prefix: str) -> Iterator[tuple[str, Rule
         if is_section(kind):
             yield from _rules(types_of(kind), f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", rule_of(kind)
+            yield f"{prefix}{key}", value_rules.rule_of(kind)
 
 
 def build(kind: Any, value: Any) -> Any:

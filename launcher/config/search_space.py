@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, QuotedString, RangeSweep
+from hydra.core.override_parser.types import Override, QuotedString, ValueType
 
 DIGITS = 6  # of a value that is drawn: the name of its job stays short, and no result depends on the seventh
 
@@ -36,6 +36,10 @@ class Choices:
     def ends(self) -> tuple[str, ...]:
         """The values that stand for all in a check."""
         return self.values
+
+    @property
+    def size(self) -> float:
+        return len(self.values)
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,10 @@ class Interval:
     @property
     def ends(self) -> tuple[str, ...]:
         return (self.written(self.low), self.written(self.high))
+
+    @property
+    def size(self) -> float:
+        return int(self.high - self.low) + 1 if self.whole else math.inf
 
 
 Dimension = Choices | Interval
@@ -115,15 +123,7 @@ class Space:
     @property
     def size(self) -> float:
         """How many points it has; infinite with an interval of floating-point numbers."""
-        sizes = (
-            len(each.values)
-            if isinstance(each, Choices)
-            else int(each.high - each.low) + 1
-            if each.whole
-            else math.inf
-            for each in self.dimensions
-        )
-        return math.prod(sizes)
+        return math.prod(each.size for each in self.dimensions)
 
     def at(self, values: Sequence[str]) -> tuple[str, ...]:
         """The overrides of the job with these values, one for each dimension."""
@@ -142,29 +142,24 @@ class Space:
 
 
 def _dimension(override: Override, key: str) -> Dimension:
-    swept = override.value()
-    if isinstance(swept, IntervalSweep):
-        assert swept.start is not None
-        assert swept.end is not None
-        whole = isinstance(swept.start, int)
-        return Interval(key, swept.start, swept.end, "log" in swept.tags, whole)
+    swept: Any = override.value()
+    if override.is_interval_sweep():
+        return Interval(key, swept.start, swept.end, "log" in swept.tags, isinstance(swept.start, int))
     values = tuple(override.sweep_string_iterator())
     return Choices(key, values, ordered=override.is_range_sweep() and len(values) > 1)
 
 
 def interval_problem(override: Override) -> str | None:
     """The problem of a swept interval or of its tags; None without one."""
-    swept = override.value()
+    swept: Any = override.value()
     tags: set[str] = getattr(swept, "tags", set())
     if unknown := sorted(tags - {"log"}):
         return f"the tag {unknown[0]} means nothing here. The only one is log: tag(log, interval(a,b))."
-    if isinstance(swept, ChoiceSweep) and not swept.simple_form and _has_quotes(swept.list):
+    if override.value_type is ValueType.CHOICE_SWEEP and _has_quotes(swept.list):
         return "Hydra's choice() loses quotes within a value. List the values without it: key=a,b"
-    if not isinstance(swept, IntervalSweep):
+    if not override.is_interval_sweep():
         return "only an interval can be tagged log: tag(log, interval(a,b))." if tags else None
     low, high = swept.start, swept.end
-    assert low is not None
-    assert high is not None
     if not (math.isfinite(low) and math.isfinite(high)):
         return "the ends of an interval are finite numbers."
     if low == high:
@@ -177,17 +172,14 @@ def interval_problem(override: Override) -> str | None:
 
 
 def _has_quotes(values: Sequence[object]) -> bool:
+    """Whether a value has quotes within: a `QuotedString` is a text and what it was quoted with."""
     texts = (value.text if isinstance(value, QuotedString) else value for value in values)
     return any(isinstance(text, str) and re.search("['\"]", text) for text in texts)
 
 
 def count_of(override: Override) -> int:
     """How many values a swept override has, without listing those of a range."""
-    swept = override.value()
-    if isinstance(swept, RangeSweep):
-        assert swept.start is not None
-        assert swept.stop is not None
+    swept: Any = override.value()
+    if override.is_range_sweep():
         return max(0, math.ceil((swept.stop - swept.start) / swept.step)) if swept.step else 0
-    if isinstance(swept, IntervalSweep):
-        return 1
     return len(getattr(swept, "list", ())) or 1

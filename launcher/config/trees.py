@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-def leaves(
-    values: Mapping[str, Any], prefix: str = "", whole: Collection[str] = ()
-) -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of each leaf; a section with a name in `whole` counts as one leaf."""
+def leaves(values: Mapping[str, Any], prefix: str = "", whole: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of each leaf; a section with the name `whole` counts as one leaf."""
     for key, value in values.items():
-        if isinstance(value, Mapping) and key not in whole:
+        if isinstance(value, Mapping) and key != whole:
             yield from leaves(value, f"{prefix}{key}.", whole)
         else:
             yield f"{prefix}{key}", value

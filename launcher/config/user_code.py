@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from traceback import FrameSummary, StackSummary, TracebackException, walk_tb
 from types import CodeType
@@ -45,14 +45,11 @@ def defined_at(function: object) -> str:
     """`file:line` where the user has defined a function or a class; empty where it is not the user's."""
     function = inspect.unwrap(function) if callable(function) else function
     function = getattr(function, "func", function)  # of functools.partial
-    code = getattr(
-        getattr(function, "__init__", None) if isinstance(function, type) else function, "__code__", None
-    )
-    return (
-        f"{code.co_filename}:{code.co_firstlineno}"
-        if isinstance(code, CodeType) and is_the_users(code)
-        else ""
-    )
+    function = getattr(function, "__init__", None) if isinstance(function, type) else function
+    code = getattr(function, "__code__", None)
+    if isinstance(code, CodeType) and is_the_users(code):
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    return ""
 
 
 def is_the_users(code: CodeType) -> bool:
@@ -94,18 +91,13 @@ def _shown(stack: Sequence[FrameSummary]) -> list[FrameSummary]:
     """The frames that help. The last one always does, unless it is the engine's below the user's."""
     own = [number for number, frame in enumerate(stack) if is_of_the_user(frame.filename)]
     if own:
-        inner = [frame for frame in stack[own[0] :] if not _is_ours(frame, ENGINE)]
-        frames = _without(inner, lambda frame: _is_ours(frame) or _is_machinery(frame))
+        frames = [frame for frame in stack[own[0] :] if not _is_ours(frame, ENGINE)]
+        outer = [frame for frame in frames[:-1] if not (_is_ours(frame) or _is_machinery(frame))]
     else:
-        frames = _without(stack, lambda frame: _is_ours(frame, *OUTER))
-    first, last = SHOWN
-    return frames if len(frames) <= first + last else [*frames[:first], *frames[-last:]]
-
-
-def _without(
-    stack: Sequence[FrameSummary], says_nothing: Callable[[FrameSummary], bool]
-) -> list[FrameSummary]:
-    return [frame for frame in stack[:-1] if not says_nothing(frame)] + list(stack[-1:])
+        frames = [*stack]
+        outer = [frame for frame in frames[:-1] if not _is_ours(frame, *OUTER)]
+    shown, (first, last) = [*outer, *frames[-1:]], SHOWN
+    return shown if len(shown) <= first + last else [*shown[:first], *shown[-last:]]
 
 
 def _is_ours(frame: FrameSummary, *folders: str) -> bool:

@@ -7,24 +7,18 @@ touches neither files nor environment, and never imports torch or Hydra.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
 from typing import Any
 
-from launcher.config import parameter_groups
 from launcher.config.messages import show, summary, unknown_key
-from launcher.config.optimizers import OPTIMIZERS, is_fused
+from launcher.config.optimizers import GROUPS, OPTIMIZERS, completed_groups, group_problems, is_fused
 from launcher.config.rules import name, value_problem
 from launcher.config.schema import Config, from_dict, is_section, rules, section_types, types_of
 from launcher.config.trees import leaves
 from launcher.errors import ConfigError
 
-BASES = {
-    "precision": "fp16",
-    "tracker": "wandb",
-}  # groups besides optim with keys that conf/config.yaml lacks
-NOT_GLOBAL = (
-    " A file of recipe/ or experiment/ sets keys of all sections: its first line is `# @package _global_`."
-)
+# Groups besides optim with keys that conf/config.yaml lacks, and the file that has them.
+BASES = {"precision": "fp16", "tracker": "wandb"}
+NOT_GLOBAL = " A file of recipe/ or experiment/ sets all sections: its first line is `# @package _global_`."
 OPTIONS = "options"  # the dataclass field for keys of one model or data set only
 
 
@@ -37,15 +31,9 @@ def parse(tree: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -> Config: 
     problems = find_problems(gathered, recorded)
     if problems:
         raise ConfigError(summary(problems))
-    groups = parameter_groups.completed(gathered["optim"]["groups"])
-    optim = {**gathered["optim"], "groups": groups}
-    values = {
-        **gathered,
-        "optim": optim,
-        "run": {"dir": gathered["run"]["dir"] or ""},
-        "from_environment": dict(recorded),
-    }
-    return from_dict(values)
+    groups = completed_groups(gathered["optim"]["groups"])
+    optim, run = {**gathered["optim"], "groups": groups}, {"dir": gathered["run"]["dir"] or ""}
+    return from_dict({**gathered, "optim": optim, "run": run, "from_environment": dict(recorded)})
 
 
 def find_problems(values: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -> list[str]:
@@ -57,11 +45,11 @@ def find_problems(values: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -
     wrong_keys = list(key_problems(values, section_types(str(optimizer)), ""))
     if wrong_keys:
         return wrong_keys
-    found = dict(leaves(values, whole=(OPTIONS,)))
-    in_groups = list(parameter_groups.problems(found.pop(parameter_groups.KEY)))
+    found = dict(leaves(values, whole=OPTIONS))
+    in_groups = list(group_problems(found.pop(GROUPS)))
     wrong = {path: value for path, value in found.items() if not rules()[path].holds(value)}
     lines = [value_problem(path, recorded.get(path, value), rules()[path]) for path, value in wrong.items()]
-    broken = (relation.problem(found, wrong.keys()) for relation in RELATIONS)
+    broken = (relation_problem(keys, found, wrong.keys()) for keys in RELATIONS)
     return [*lines, *in_groups, *filter(None, broken)]
 
 
@@ -92,92 +80,70 @@ def inheritance(prefix: str, values: Mapping[str, Any]) -> str:
     return f"a file of your own in {group}/ inherits it with `defaults: [{base}, _self_]` at its top."
 
 
-@dataclass(frozen=True)
-class Relation:
-    """A rule about several keys.
-
-    `broken` is called with their values; `line` is the message, formatted with them as they are typed.
-    """
-
-    keys: tuple[str, ...]
-    broken: Callable[..., bool]
-    line: str
-
-    def problem(self, found: Mapping[str, Any], wrong: Set[str]) -> str | None:
-        """The message where the rule is broken; None also where a key is absent or wrong by itself."""
-        if not found.keys() >= set(self.keys) or not wrong.isdisjoint(self.keys):
-            return None
-        values = [found[key] for key in self.keys]
-        return self.line.format(*map(show, values)) if self.broken(*values) else None
+def relation_problem(keys: tuple[str, ...], found: Mapping[str, Any], wrong: Set[str]) -> str | None:
+    """The message where the rule about these keys is broken; None also where one is absent or wrong."""
+    if not found.keys() >= set(keys) or not wrong.isdisjoint(keys):
+        return None
+    values, (broken, line) = [found[key] for key in keys], RELATIONS[keys]
+    return line.format(*map(show, values)) if broken(*values) else None
 
 
-RELATIONS = (
-    Relation(
-        ("precision.scale.init", "precision.scale.min", "precision.scale.max"),
+# Rules about several keys: when values break one, and the message, formatted with them as they are typed.
+RELATIONS: Mapping[tuple[str, ...], tuple[Callable[..., bool], str]] = {
+    ("precision.scale.init", "precision.scale.min", "precision.scale.max"): (
         lambda init, low, high: not low <= init <= high,
         "precision.scale.init={}: must lie between precision.scale.min={} and max={}.",
     ),
-    Relation(
-        ("precision.scale.mode", "precision.name"),
+    ("precision.scale.mode", "precision.name"): (
         lambda mode, precision: mode != "none" and "fp16" not in precision,
         "precision.scale.mode={}: must be none: {} has no loss scale.",
     ),
-    Relation(
-        ("data.micro_batch", "data.batch_size"),
+    ("data.micro_batch", "data.batch_size"): (
         lambda micro, batch: isinstance(micro, int) and micro > batch,
         "data.micro_batch={}: must be at most data.batch_size={}.",
     ),
-    Relation(
-        ("model.weights_sha256", "model.weights"),
+    ("model.weights_sha256", "model.weights"): (
         lambda digest, file: digest is not None and file is None,
         "model.weights_sha256: is that of a file, but model.weights={1} names none. Give it: "
         "model.weights=FILE.",
     ),
-    Relation(
-        ("wire.shard", "optim.name"),
+    ("wire.shard", "optim.name"): (
         lambda shard, optimizer: shard and not is_fused(optimizer),
         "wire.shard={}: excludes optim={}, which needs whole parameters. Use sgd or adamw.",
     ),
-    Relation(
-        ("precision.name", "optim.name"),
+    ("precision.name", "optim.name"): (
         lambda precision, optimizer: precision == "pure_fp16" and not is_fused(optimizer),
         "precision={}: excludes optim={}, which needs fp32 masters. Use sgd or adamw.",
     ),
-    Relation(
-        ("model.sync_bn", "train.compile"),
+    ("model.sync_bn", "train.compile"): (
         lambda sync_bn, compiles: sync_bn and compiles,
         "model.sync_bn={}: excludes train.compile={}, because its collectives cannot be compiled.",
     ),
-    Relation(
-        ("model.sync_bn", "data.micro_batch"),
+    ("model.sync_bn", "data.micro_batch"): (
         lambda sync_bn, micro: sync_bn and micro == "auto",
         "model.sync_bn={}: excludes data.micro_batch={}, because a rank that runs out of memory in a trial "
         "would leave the others waiting in the batch norms. Give data.micro_batch a number.",
     ),
-    *(
-        Relation(
-            (key, "train.compile"),
+    **{
+        (key, "train.compile"): (
             lambda modules, compiles: modules and compiles,
             key + "={}: excludes train.compile={}, because a compiled graph would not run the hooks that "
             "change the arithmetic.",
         )
         for key in ("precision.fp32_modules", "precision.rescue")
-    ),
-    Relation(
-        ("plateau.factor", "schedule.name", "schedule.warmup_fraction"),
+    },
+    ("plateau.factor", "schedule.name", "schedule.warmup_fraction"): (
         lambda factor, schedule, warmup: factor is not None and (schedule != "constant" or warmup > 0),
         "plateau.factor={}: excludes schedule={} with schedule.warmup_fraction={}, which sets the rate of "
         "each step. Use schedule=constant without warm-up.",
     ),
-    Relation(
-        ("tracker.artifacts", "tracker.name"),
+    ("tracker.artifacts", "tracker.name"): (
         lambda artifacts, trackers: artifacts != "none" and "wandb" not in (trackers, *trackers),
         "tracker.artifacts={}: needs tracker=wandb, which keeps them.",
     ),
     # Each of these decides by evaluations within a run. With that at its end alone nothing would ever happen.
-    *(
-        Relation(
-            (key, "train.eval_every_epochs", "train.epochs", "train.eval_every_steps"),
+    **{
+        (key, "train.eval_every_epochs", "train.epochs", "train.eval_every_steps"): (
             lambda value, every, epochs, steps: (
                 value not in (None, "none") and every >= epochs and steps is None
             ),
@@ -186,18 +152,16 @@ RELATIONS = (
             "only that at its end. Evaluate more often: train.eval_every_steps=N.",
         )
         for key in ("early_stopping.patience", "plateau.factor", "sweep.prune")
-    ),
-    Relation(
-        ("sweep.prune", "data.val_fraction"),
+    },
+    ("sweep.prune", "data.val_fraction"): (
         lambda prune, fraction: prune != "none" and fraction == 0,
         "sweep.prune={}: needs evaluations, and data.val_fraction={} holds nothing out to evaluate on.",
     ),
-    Relation(
-        ("optim.nesterov", "optim.momentum"),
+    ("optim.nesterov", "optim.momentum"): (
         lambda nesterov, momentum: nesterov and momentum == 0,
         "optim.nesterov={}: needs optim.momentum above 0. Set optim.nesterov=false or a momentum.",
     ),
-)
+}
 
 
 def gather_options(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,10 +25,8 @@ def with_typed_values(argv: Sequence[str], environ: Mapping[str, str]) -> list[s
     """
     if not sweep_of_agent(environ):
         return list(argv)
-    words = {
-        f"{key}={value}": list(overrides(key, value))
-        for key, value in _values(environ["WANDB_SWEEP_PARAM_PATH"]).items()
-    }
+    values = _values(environ["WANDB_SWEEP_PARAM_PATH"])
+    words = {f"{key}={value}": list(overrides(key, value)) for key, value in values.items()}
     # It writes key=value, --key=value, +key=value or ++key=value, as the sweep's `command` says.
     return [found for word in argv for found in words.get(word.lstrip("+-"), [word])]
 
@@ -42,10 +40,10 @@ def _values(path: str) -> dict[str, Any]:
         # Beside the parameters the file has the version of its format.
         return {key: item["value"] for key, item in found.items() if isinstance(item, dict)}
     except (OSError, ValueError, yaml.YAMLError, AttributeError, KeyError) as error:
-        raise ConfigError(
-            f"WANDB_SWEEP_PARAM_PATH={path}: the values that wandb's agent has chosen cannot be read from "
-            f"this file ({first_line(error)}). Start the run by wandb agent, or unset the variable."
-        ) from error
+        problem = "the values that wandb's agent has chosen cannot be read from this file"
+        advice = "Start the run by wandb agent, or unset the variable."
+        line = first_line(error)
+        raise ConfigError(f"WANDB_SWEEP_PARAM_PATH={path}: {problem} ({line}). {advice}") from error
 
 
 def refuse_sweep(environ: Mapping[str, str]) -> None:

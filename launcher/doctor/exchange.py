@@ -7,13 +7,11 @@ FILE is where the ranks meet; DEVICE, one for each rank, is `cpu` or `cuda:N`. R
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import os
 import sys
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -29,17 +27,11 @@ WARM_UP = 2  # exchanges; the first opens connections
 MOST = 2000  # exchanges
 
 
-@dataclass(frozen=True)
-class Exchanged:
-    copied: bool  # bytes arrived as they were sent, both ways
-    summed: bool  # on all ranks, every element
-    bytes_per_s: float  # over each link of a ring, as nccl-tests' bus bandwidth: 2 (n - 1) / n of a message
-
-
-def exchange(rank: int, world_size: int, device: torch.device, seconds: float) -> Exchanged:
+def exchange(rank: int, world_size: int, device: torch.device, seconds: float) -> dict[str, float]:
     """All-reduce known values, then messages of the largest size that a step sends, for some seconds.
 
-    All ranks of the default group call it.
+    `summed`: whether every element is right on all ranks. `bytes_per_s`: over each link of a ring, as the bus
+    bandwidth of nccl-tests, 2 (n - 1) / n of a message. All ranks of the default group call it.
     """
     numbers = torch.arange(KNOWN, dtype=torch.int32, device=device)
     found = numbers * (rank + 1)
@@ -53,7 +45,7 @@ def exchange(rank: int, world_size: int, device: torch.device, seconds: float) -
     count = torch.tensor([min(MOST, max(1, int(seconds / one_s)))], device=device)
     dist.broadcast(count, 0)  # all ranks exchange equally often
     volume = ring_bytes(message.nbytes, world_size) * int(count)
-    return Exchanged(True, not int(wrong), volume / _timed(message, int(count)))
+    return {"summed": not int(wrong), "bytes_per_s": volume / _timed(message, int(count))}
 
 
 def _timed(message: torch.Tensor, count: int) -> float:
@@ -79,18 +71,19 @@ def main(rank: int, world_size: int, file: str, seconds: float, devices: list[to
     is_gpu = own.type == "cuda"
     if is_gpu:
         torch.cuda.set_device(own)
-    dist.init_process_group(
-        "nccl" if is_gpu else "gloo",
-        store=dist.FileStore(file, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
-    )
+    meet("nccl" if is_gpu else "gloo", file, rank, world_size)
     copied = not is_gpu or rank > 0 or copies(devices)
-    found = exchange(rank, world_size, own, seconds)
+    found = exchange(rank, world_size, own, seconds) | {"copied": copied}
     dist.destroy_process_group()
     if rank == 0:
-        print(json.dumps(dataclasses.asdict(dataclasses.replace(found, copied=copied))), flush=True)
+        print(json.dumps(found), flush=True)
+
+
+def meet(backend: str, file: str, rank: int, world_size: int) -> None:
+    """Make the default group of ranks that share a file."""
+    store = dist.FileStore(file, world_size)
+    limit = timedelta(seconds=60)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Owns the way from a check that hangs, crashes or raises to a finding that says s
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import os
 import signal
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 from launcher.errors import LauncherError, described
 from launcher.process.lifetime import end_with
@@ -89,7 +87,3 @@ def _look(check: Check, writer: Connection, parent: int) -> None:
     except Exception as error:
         found.append(Finding(check.name, "could not be looked at", NOTE, described(error)))
     writer.send(found)
-
-
-def as_json(found: Iterable[Finding]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(finding) for finding in found]

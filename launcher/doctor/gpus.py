@@ -93,9 +93,7 @@ def state(nvml: ModuleType, gpu: Gpu) -> Iterator[Finding]:
     value = f"{ask('Name')}, {memory.free / GB:.1f} of {memory.total / GB:.1f} GB free" if memory else "deaf"
     in_use = memory is not None and memory.used > IN_USE * memory.total
     others = f"{counted(len(processes), 'other process', 'es')}" if processes else "Something"
-    advice = (
-        f"{others} of this GPU takes time and memory of a run: nvidia-smi." if processes or in_use else ""
-    )
+    advice = f"{others} of this GPU takes time and memory: nvidia-smi." if processes or in_use else ""
     yield judged(label, value, advice)
     errors = reader.counters().get("ecc_errors", 0.0)
     if errors:
@@ -104,9 +102,7 @@ def state(nvml: ModuleType, gpu: Gpu) -> Iterator[Finding]:
     _, uncorrectable, pending, failed = ask("RemappedRows") or (0, 0, 0, 0)
     if pending or failed:
         value = "a row remapping has failed" if failed else f"{counted(uncorrectable, 'row')} to be remapped"
-        advice = (
-            "Replace it." if failed else "Reset it (nvidia-smi --gpu-reset), so that the row is replaced."
-        )
+        advice = "Replace it." if failed else "Reset it (nvidia-smi --gpu-reset) to replace the row."
         yield judged(f"{label} memory", value, advice, FAILURE if failed else NOTE)
     if ask("PersistenceMode") == 0:
         advice = "The driver is loaded anew for each run, which takes seconds: sudo nvidia-smi -pm 1."
@@ -187,9 +183,8 @@ def loaded(nvml: ModuleType, gpu: Gpu) -> Iterator[Finding]:
     highest = _ask(nvml, gpu, "MaxClockInfo", nvml.NVML_CLOCK_SM) or 0
     reasons = [name for name, bit in REASONS.items() if int(now.get("reasons", 0)) & bit]
     faults = sorted({*reasons} & {*FAULTS})
-    value = f"{now.get('sm_clock_mhz', 0):.0f} of {highest} MHz" + (
-        f" ({', '.join(reasons)})" if reasons else ""
-    )
+    why = f" ({', '.join(reasons)})" if reasons else ""
+    value = f"{now.get('sm_clock_mhz', 0):.0f} of {highest} MHz{why}"
     low = highest and now.get("sm_clock_mhz", highest) < LOW_CLOCK * highest
     advice = "Check its cooling, its power supply and nvidia-smi -q -d PERFORMANCE." if faults or low else ""
     yield judged(f"{label} clock", value, advice)

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import gethostname
 
@@ -78,7 +78,7 @@ def _met(env: WorkerEnv, place: Path, found: list[Finding]) -> tuple[list[Host],
     own = Host(gethostname(), found, now, is_seen, rate)
     said = exchange_texts(env, json.dumps(encoded(own)) if env.local_rank == 0 else "")
     hosts = [decoded(Host, json.loads(text)) for text in said if text]
-    return hosts, judged_exchange(asdict(exchanged), env.world_size)
+    return hosts, judged_exchange(exchanged, env.world_size)
 
 
 def _received(env: WorkerEnv, leaders: Sequence[int]) -> float:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 from launcher.distributed import nccl
 from launcher.doctor.findings import FAILURE, Check, Finding, judged
@@ -42,9 +43,9 @@ def checks(gpus: int, ranks: int) -> list[Check]:
     return found
 
 
-def bandwidth(devices: Sequence[str], program: Sequence[str] = PROGRAM) -> Iterator[Finding]:
+def bandwidth(devices: Sequence[str]) -> Iterator[Finding]:
     """The rate of an all-reduce between all ranks of this machine, which also must be exact."""
-    said = exchanged(devices, MEASURED_S, program=program)
+    said = exchanged(devices, MEASURED_S, {})
     if isinstance(said, str):
         advice = "The ranks of a run would not get further. NCCL_DEBUG=INFO says more in a run."
         yield judged("all-reduce", said, advice, FAILURE)
@@ -109,35 +110,24 @@ def trouble(pair: tuple[int, int], program: Sequence[str]) -> str:
 def advice_on_peers() -> str:
     """What to do about direct copies between GPUs that hang or corrupt."""
     if any(Path("/sys/class/iommu").glob("*")):
-        return (
-            "The IOMMU is on, which redirects copies between GPUs: turn it off (BIOS, or iommu=pt for the "
-            "kernel), or ACS on the PCIe switches, or run with NCCL_P2P_DISABLE=1."
-        )
+        off = "turn it off (BIOS, or iommu=pt for the kernel), or ACS on the PCIe switches"
+        return f"The IOMMU is on, which redirects copies between GPUs: {off}, or run with NCCL_P2P_DISABLE=1."
     return "Run with NCCL_P2P_DISABLE=1; look at dmesg, the risers, and ACS on the PCIe switches."
 
 
 def exchanged(
-    devices: Sequence[str],
-    seconds: float,
-    environ: Mapping[str, str] | None = None,
-    program: Sequence[str] = PROGRAM,
+    devices: Sequence[str], seconds: float, environ: Mapping[str, str], program: Sequence[str] = PROGRAM
 ) -> dict[str, float] | str:
     """What rank 0 of the test program says; a text where the ranks hang or fail."""
     variables = dict(os.environ)
     nccl.prepare(variables, one_machine=True)
     variables.pop("NCCL_DEBUG", None)  # its lines go to stdout too
-    variables |= {"OMP_NUM_THREADS": "1", ENDS_WITH_STARTER: "1", **(environ or {})}
+    variables |= {"OMP_NUM_THREADS": "1", ENDS_WITH_STARTER: "1", **environ}
     num_ranks, limit_s = len(devices), PAIR_S + seconds
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ThreadPoolExecutor(num_ranks) as pool:
         words = [str(num_ranks), f"{folder}/store", str(seconds), *devices]
-        run = partial(
-            subprocess.run,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-        )
+        how: dict[str, Any] = {"env": variables, "stdin": subprocess.DEVNULL, "timeout": limit_s}
+        run = partial(subprocess.run, capture_output=True, text=True, **how)
         try:
             ended = list(pool.map(run, ([*program, str(rank), *words] for rank in range(num_ranks))))
         except subprocess.TimeoutExpired:

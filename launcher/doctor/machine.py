@@ -105,10 +105,9 @@ def cores(subject: Subject) -> Iterator[Finding]:
     value = f"{counted(count, 'core')} for {counted(subject.ranks, 'rank')}"
     if allowed is not None and allowed < count - 0.5:
         value += f", of which the container may use {allowed:.1f}"
-        advice = (
-            f"Threads beyond that are stopped in turn: set OMP_NUM_THREADS="
-            f"{max(1, int(allowed / subject.ranks))}, or raise the container's CPU limit."
-        )
+        threads = max(1, int(allowed / subject.ranks))
+        advice = f"Threads beyond that are stopped in turn: set OMP_NUM_THREADS={threads}"
+        advice += ", or raise the container's CPU limit."
     elif count < subject.ranks:
         advice = "Ranks wait for each other's core: start fewer, or bind them to more cores."
     yield judged("CPU", value, advice)
@@ -138,11 +137,8 @@ def available_bytes() -> int:
 
 def shared_memory(subject: Subject) -> Iterator[Finding]:
     little = of_shared_memory()
-    value = (
-        "/dev/shm is missing or small"
-        if little
-        else f"{shutil.disk_usage('/dev/shm').free / GB:.1f} GB in /dev/shm"
-    )
+    free = "" if little else f"{shutil.disk_usage('/dev/shm').free / GB:.1f} GB in /dev/shm"
+    value = free or "/dev/shm is missing or small"
     yield judged("shared memory", value, little, FAILURE if min(subject.gpus, subject.ranks) > 1 else NOTE)
 
 

@@ -1,47 +1,43 @@
 """What one job would be: its steps, memory, wire, times, checkpoint and files, as plain values for JSON.
 
+Of a sweep also the order, steps and device hours of its jobs.
+
 Owns what is computed from what, and the facts about GPUs. It reads the data as a run does, and starts
 nothing.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from launcher.config.resolve import GRID
 from launcher.config.schema import Config, to_dict
 from launcher.config.trees import typed_leaves
-from launcher.data.batch_plan import BatchPlan
-from launcher.data.sources import DataSets, batch_plan
-from launcher.distributed.env import WorkerEnv
 from launcher.distributed.links import StepSeconds, ring_bytes, wire_seconds
 from launcher.distributed.process_group import divide_threads, own_thread_count
 from launcher.doctor.links import exchanged
 from launcher.doctor.machine import place_of
 from launcher.engine import UnusableError
 from launcher.errors import ConfigError, LauncherError, PreflightError, first_line
-from launcher.plan.memory import PASSES, Rank, StepMemory, rank_on
+from launcher.plan.memory import LOG, PASSES, Rank, StepMemory, Task, rank_on
 from launcher.plan.meta import META
-from launcher.recipe.contract import Recipe
-from launcher.recipe.registry import load_recipe
 from launcher.run_dir.records import user_shape
 from launcher.run_dir.result import Forecast
-from launcher.training.device import seed_generators
 from launcher.training.failures.recipe_errors import guarding
-from launcher.training.progress import Course
 from launcher.training.setup import build
 
 GIB = 2**30
-LOG = "the log of a run"  # where a traceback is that is not shown here
 # GiB that torch reports as a device's total, which is less than on the label.
 GPUS = {
     "T4 16 GB": 14.6,
@@ -54,69 +50,39 @@ GPUS = {
 # Not measured here, but usual: a CUDA context with its kernels, cuBLAS, cuDNN and NCCL, and what the caching
 # allocator cannot use of the rest.
 CONTEXT_GIB, USABLE = 1.0, 0.95
+ROOM = {name: USABLE * (gib - CONTEXT_GIB) * GIB for name, gib in GPUS.items()}  # bytes for tensors
 BACKWARD_SHARE = 2 / 3  # of a pass: each product has two in the backward pass
 FILES = (  # of a run, in its directory
     *("config.yaml", "overrides.txt", "env.json", "status.json", "metrics.jsonl", "result.json"),
     *("report.html", "curves.png", "logs/rank<k>.log", "checkpoints/step-<n>/"),
 )
+Links = Iterable[tuple[float, int]]  # rates in Mbit/s, with numbers of ranks
 TIMED = 3  # steps, after one that is not
 PAIR_S = 1.0  # of steps of two ranks, each without and with sending
 RATES_KEPT = 60  # points of the schedule
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the command line says beside the config."""
+def forecast(
+    config: Config, world_size: int, on_gpu: bool, links: Links, samples_per_s: float | None, measures: bool
+) -> dict[str, Any]:
+    """All that is known of a job before it starts; a None where it is not.
 
-    mbits: Sequence[float]
-    ranks: Sequence[int]
-    samples_per_s: float | None  # of one rank
-    measures: bool
-
-
-@dataclass(frozen=True)
-class Sending:
-    """How a rank sends the gradients of a step."""
-
-    bytes: int  # of all gradients
-    buckets: int | None  # of several ranks; None for one whose step time is not asked for
-    overlaps: bool  # the backward pass
-    cpu_s_per_byte: float  # of all its cores; 0 where a GPU computes, and where it was not measured
-
-
-@dataclass(frozen=True)
-class Task:
-    """A recipe with its data, and how the samples of one rank are divided."""
-
-    recipe: Recipe
-    plan: BatchPlan
-    course: Course
-
-    @classmethod
-    def of(cls, config: Config, world_size: int) -> Task:
-        """Loads the recipe and its data, as a run does. Raises what a run raises."""
-        seed_generators(config.seed)
-        with guarding(f'the function under @recipe("{config.recipe.uses}")', LOG):
-            recipe = load_recipe(config)
-        env = WorkerEnv(0, world_size, 0, world_size, torch.device("cpu"), None)
-        data = DataSets.of(config, env, recipe.train, {}, recipe.collate)
-        plan = batch_plan(config, env, data.train, recipe.lengths)
-        course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
-        return cls(recipe, plan, course)
-
-
-def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dict[str, Any]:
-    """All that is known of a job before it starts; a None where it is not."""
+    `samples_per_s` is the rate of one rank.
+    """
     task = Task.of(config, world_size)
-    seconds, cpu_s_per_byte = _given(task.plan, asked.samples_per_s), 0.0
-    if asked.measures and on_gpu:
-        seconds = _alone(config, task, torch.device("cuda"))
-    elif asked.measures:
-        seconds, cpu_s_per_byte = _on_this_cpu(config, task)
+    seconds, cpu_s_per_byte = None, 0.0  # of all cores of a rank; 0 on a GPU, and where it was not measured
+    if samples_per_s is not None:
+        step_s = task.plan.largest_share / samples_per_s
+        parts = StepSeconds(step_s * (1 - BACKWARD_SHARE), step_s * BACKWARD_SHARE, 0.0)
+        seconds = _last_backward(parts, task.plan.micro_batches)
+    elif measures and on_gpu:
+        seconds = _alone(task, torch.device("cuda"))
+    elif measures:
+        seconds, cpu_s_per_byte = _on_this_cpu(task)
     found, reason = None, ""
     try:
-        with rank_on(META, config, task.recipe, task.plan) as rank:
-            found = _counted(config, task, rank, on_gpu)
+        with rank_on(META, task) as rank:
+            found = _counted(task, rank, on_gpu)
     except LauncherError:
         raise
     except UnusableError as error:  # a run would say the same
@@ -125,38 +91,39 @@ def forecast(config: Config, world_size: int, on_gpu: bool, asked: Asked) -> dic
         name, line = type(error).__name__, first_line(error)
         reason = name if line == name else f"{name}: {line}"
     if found is None:
-        with (
-            guarding("the recipe's model or loss", LOG),
-            rank_on(torch.device("cpu"), config, task.recipe, task.plan) as rank,
-        ):
-            found = _counted(config, task, rank, on_gpu=False)
-    message = found["memory"]["bytes"]["gradients"]
-    buckets = found.pop("buckets")
+        with guarding("the recipe's model or loss", LOG), rank_on(torch.device("cpu"), task) as rank:
+            found = _counted(task, rank, on_gpu=False)
+    message, place = found["memory"]["bytes"]["gradients"], place_of(config)
+    buckets, saved = found.pop("buckets"), found.pop("checkpoint_bytes")
     if world_size == 1:
-        buckets = None if seconds is None else _buckets_of_a_pair(config, task)
-    sending = Sending(message, buckets, config.wire.overlap, cpu_s_per_byte)
+        buckets = None if seconds is None else _buckets_of_a_pair(task)
     sent = ring_bytes(message, world_size)
+    knows_link = world_size == 1 or not on_gpu  # that of all ranks on this machine
+    wire = {"bytes": message, "buckets": buckets, "overlaps": config.wire.overlap}
+    wire |= {"cpu_s_per_byte": cpu_s_per_byte, "sent_by_each_rank": round(sent)}
     return {
         "recipe": config.recipe.name,
         "world_size": world_size,
         "device": "GPU" if on_gpu else "CPU",
         "measured_because": reason,
-        **_course(config, task),
-        "checkpoint": _checkpoint(config, found.pop("checkpoint_bytes")),
+        **_course(task),
+        "checkpoint": {
+            "bytes": saved,
+            "at_most": saved * (config.checkpoint.keep + 2),  # one is written beside those kept and the best
+            "free_bytes": shutil.disk_usage(place).free,
+            "place": str(place),
+        },
         **found,
-        "wire": vars(sending) | {"sent_by_each_rank": round(sent)},
+        "wire": wire,
         "step_s": None if seconds is None else vars(seconds) | {"total": seconds.total},
-        # Of all ranks on this machine; of several GPUs the link is not known.
-        "here_s": None
-        if seconds is None or (world_size > 1 and on_gpu)
-        else seconds.total + sent * cpu_s_per_byte,
+        "here_s": seconds.total + sent * cpu_s_per_byte if seconds and knows_link else None,
         "files": [config.run.dir or f"outputs/{config.recipe.name}/<time>-<4 hex>", *FILES],
-        "links": [_link(sending, mbit, ranks, seconds) for mbit in asked.mbits for ranks in asked.ranks],
+        "links": [_link(wire, mbit, ranks, seconds) for mbit, ranks in links],
     }
 
 
-def _course(config: Config, task: Task) -> dict[str, Any]:
-    plan, course = task.plan, task.course
+def _course(task: Task) -> dict[str, Any]:
+    config, plan, course = task.config, task.plan, task.course
     rates = build.rates_of(config, task.recipe, course.total_steps)
     last = course.total_steps - 1
     evenly = {round(each * last / (RATES_KEPT - 1)) for each in range(RATES_KEPT)}
@@ -177,14 +144,13 @@ def _course(config: Config, task: Task) -> dict[str, Any]:
     }
 
 
-def _counted(config: Config, task: Task, rank: Rank, on_gpu: bool) -> dict[str, Any]:
+def _counted(task: Task, rank: Rank, on_gpu: bool) -> dict[str, Any]:
     """Parameters, memory by kind, and the micro-batch that fits each GPU."""
     share, size = task.plan.largest_share, task.plan.largest_micro_batch
     here, _, _ = rank.step(size, on_gpu)
     # A CPU updates in pieces of its cache, which take nothing.
-    beside = here if on_gpu else replace(here, update=0)
-    temporary = beside.most - beside.activations
-    kinds = rank.held | {"activations": beside.activations, "temporary": max(0, temporary)}
+    peak = max(here.passes, here.update if on_gpu else 0)
+    kinds = rank.held | {"activations": here.activations, "temporary": max(0, peak - here.activations)}
     sizes = sorted({size, max(1, -(-size // 2))})
     by_size = [here if on_gpu and each == size else rank.step(each, True)[0] for each in sizes]
     held, sums = sum(rank.held.values()), 4 * rank.stepper.num_trainable
@@ -194,17 +160,14 @@ def _counted(config: Config, task: Task, rank: Rank, on_gpu: bool) -> dict[str, 
         "parameters": rank.num_parameters,
         "buckets": rank.stepper.num_buckets,
         "state_bytes": rank.stepper.state_bytes(),
-        "conditions": rank.conditions,
-        "checkpoint_bytes": rank.checkpoint_bytes(task.plan.world_size if config.wire.shard else 1),
+        "conditions": rank.tracker.conditions,
+        "checkpoint_bytes": rank.checkpoint_bytes(task.plan.world_size if task.config.wire.shard else 1),
         "memory": {"bytes": kinds, "total": sum(kinds.values())},
         "gpus": [
             {"name": name, "micro_batch": fitting(room, held, sums, by_size, share)}
             for name, room in ROOM.items()
         ],
     }
-
-
-ROOM = {name: USABLE * (gib - CONTEXT_GIB) * GIB for name, gib in GPUS.items()}  # bytes for tensors
 
 
 def fitting(room: float, held: int, sums: int, counted: Sequence[StepMemory], share: int) -> int:
@@ -224,24 +187,17 @@ def fitting(room: float, held: int, sums: int, counted: Sequence[StepMemory], sh
     return whole if whole >= share else max(0, min(share - 1, int((room - base - sums) / per_sample)))
 
 
-def _given(plan: BatchPlan, samples_per_s: float | None) -> StepSeconds | None:
-    """The parts of a step at a rate of one rank: a third of it forward, two thirds backward."""
-    if samples_per_s is None:
-        return None
-    step_s = plan.largest_share / samples_per_s
-    return _last_backward(step_s * (1 - BACKWARD_SHARE), step_s * BACKWARD_SHARE, 0.0, plan.micro_batches)
-
-
-def _last_backward(forward: float, backward: float, update: float, passes: int) -> StepSeconds:
+def _last_backward(step: StepSeconds, passes: int) -> StepSeconds:
     """The wire is busy beside the last backward pass only, so the others count with the forward passes."""
-    return StepSeconds(forward + backward * (passes - 1) / passes, backward / passes, update)
+    last = step.backward / passes
+    return StepSeconds(step.forward + (passes - 1) * last, last, step.update)
 
 
-def _alone(config: Config, task: Task, device: torch.device) -> StepSeconds:
+def _alone(task: Task, device: torch.device) -> StepSeconds:
     """The fastest of a few steps of one rank on this machine, without any other rank."""
     divide_threads(task.plan.world_size)  # as each rank has them in a run
     alone = replace(task.plan, micro_batch=task.plan.largest_micro_batch)
-    with rank_on(device, config, task.recipe, alone, counting=False) as rank:
+    with rank_on(device, replace(task, plan=alone), counting=False) as rank:
         steps = [rank.step(alone.largest_micro_batch, device.type == "cuda")[1] for _ in range(1 + TIMED)][1:]
     return _of_all_passes(min(steps, key=lambda step: step.total), alone.micro_batches)
 
@@ -249,10 +205,10 @@ def _alone(config: Config, task: Task, device: torch.device) -> StepSeconds:
 def _of_all_passes(step: StepSeconds, micro_batches: int) -> StepSeconds:
     """A step of `micro_batches` from one in which at most PASSES of them were computed."""
     each = micro_batches / min(PASSES, micro_batches)
-    return _last_backward(step.forward * each, step.backward * each, step.update, micro_batches)
+    return _last_backward(StepSeconds(step.forward * each, step.backward * each, step.update), micro_batches)
 
 
-def _on_this_cpu(config: Config, task: Task) -> tuple[StepSeconds, float]:
+def _on_this_cpu(task: Task) -> tuple[StepSeconds, float]:
     """The parts of a step, and the seconds of all cores of a rank per byte that it sends.
 
     Of several ranks the parts are those of two that compute at the same time, as in a run.
@@ -261,29 +217,28 @@ def _on_this_cpu(config: Config, task: Task) -> tuple[StepSeconds, float]:
     threads = int(own_thread_count() or max(1, cores // max(2, world_size)))
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         file = Path(folder, "config.json")
-        file.write_text(json.dumps(to_dict(config)))
+        file.write_text(json.dumps(to_dict(task.config)))
         program = (sys.executable, "-m", "launcher.plan.pair", str(file), str(world_size))
         said = exchanged(["cpu", "cpu"], PAIR_S, {"OMP_NUM_THREADS": str(threads)}, program)
     if isinstance(said, str):
-        raise PreflightError(
-            f"--measure: two ranks of this machine could not exchange gradients: {said}. python -m launcher "
-            "doctor looks for the cause; --samples-per-s N plans without measuring."
-        )
+        advice = "python -m launcher doctor looks for the cause; --samples-per-s N plans without measuring."
+        problem = "two ranks of this machine could not exchange gradients"
+        raise PreflightError(f"--measure: {problem}: {said}. {advice}")
     cost = said.pop("cpu_s_per_byte")
     if world_size == 1:  # with all cores, where each of the two had half
-        parts = _alone(config, task, torch.device("cpu"))
+        parts = _alone(task, torch.device("cpu"))
         return parts, cost * threads / torch.get_num_threads()
     return _of_all_passes(StepSeconds(**said), task.plan.micro_batches), cost
 
 
-def _buckets_of_a_pair(config: Config, task: Task) -> int:
+def _buckets_of_a_pair(task: Task) -> int:
     """One rank sends nothing, so that its own buckets say nothing of the links between several.
 
     1 where the model cannot be built on `meta`: then nothing is foretold to be hidden.
     """
     plan = replace(task.plan, world_size=2, batch_size=max(2, task.plan.batch_size))
     try:
-        with rank_on(META, config, task.recipe, plan) as rank:
+        with rank_on(META, replace(task, plan=plan)) as rank:
             return rank.stepper.num_buckets
     except Exception:  # of any kind: it is the model's, which `measured_because` names
         return 1
@@ -304,11 +259,11 @@ def kept(config: Config, found: Mapping[str, Any]) -> Forecast:
     )
 
 
-def _link(sending: Sending, mbit: float, ranks: int, seconds: StepSeconds | None) -> dict[str, Any]:
-    sent = ring_bytes(sending.bytes, ranks)
+def _link(wire: Mapping[str, Any], mbit: float, ranks: int, seconds: StepSeconds | None) -> dict[str, Any]:
+    sent = ring_bytes(wire["bytes"], ranks)
     wire_s = wire_seconds(sent, mbit)
     # Without overlap all of it is sent after the backward pass, as one bucket would be.
-    sending_s = wire_s, sending.buckets if sending.overlaps else 1, sent * sending.cpu_s_per_byte
+    sending_s = wire_s, wire["buckets"] if wire["overlaps"] else 1, sent * wire["cpu_s_per_byte"]
     return {
         "mbit": mbit,
         "ranks": ranks,
@@ -318,12 +273,43 @@ def _link(sending: Sending, mbit: float, ranks: int, seconds: StepSeconds | None
     }
 
 
-def _checkpoint(config: Config, one: int) -> dict[str, Any]:
-    """A checkpoint of `one` bytes is written while `keep` others exist, and the best may be one more."""
-    place = place_of(config)
+def jobs_of_sweep(
+    planned: Sequence[tuple[Config, Sequence[str], int]], at_a_time: int, samples_per_s: float | None
+) -> dict[str, Any]:
+    """All jobs of a grid, or the first of a search as an example of its trials.
+
+    `planned`: the config, overrides and number of devices of each. `samples_per_s` is the rate of one device;
+    None: hours are not known. Hours are those of the grid's own order: the next job starts as soon as one of
+    `at_a_time` places is free.
+    """
+    settings = planned[0][0].sweep
+    searches, trials = settings.name != GRID, settings.stop.trials
+    steps: dict[str, tuple[int, int]] = {}  # data are read once for the jobs that share them
+    jobs: list[dict[str, Any]] = []
+    for number, (config, lines, num) in enumerate(planned):
+        key = repr((config.recipe, config.recipes, config.data, config.train, config.model, num))
+        if key not in steps:
+            task = Task.of(config, num)
+            steps[key] = task.course.total_steps, task.course.total_steps * task.plan.batch_size
+        total, samples = steps[key]
+        hours = None if samples_per_s is None else samples / samples_per_s / 3600
+        job = {"number": number, "devices": num, "steps": total, "device_hours": hours, "overrides": [*lines]}
+        jobs.append(job)
+    times = (trials or 0) if searches else 1  # 0: a search has no end
+    run = [] if samples_per_s is None else jobs * times
     return {
-        "bytes": one,
-        "at_most": one * (config.checkpoint.keep + 2),
-        "free_bytes": shutil.disk_usage(place).free,
-        "place": str(place),
+        "search": settings.name if searches else None,
+        "trials": trials if searches else None,
+        "at_a_time": at_a_time,
+        "jobs": jobs,
+        "device_hours": sum(job["device_hours"] for job in run) if run else None,
+        "hours": makespan([job["device_hours"] / job["devices"] for job in run], at_a_time) if run else None,
     }
+
+
+def makespan(hours: Sequence[float], places: int) -> float:
+    """Until the last job has ended, where each starts in order as soon as one of the places is free."""
+    ends = [0.0] * places
+    for each in hours:
+        heapq.heapreplace(ends, ends[0] + each)
+    return max(ends)

@@ -16,20 +16,25 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
-from launcher.data.sources import DataSets, Readable, trial_batches
+from launcher.data.sources import DataSets, Readable, batch_plan, trial_batches
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.links import StepSeconds
 from launcher.engine import Stepper
 from launcher.engine.optim.updater import CHUNK as UPDATED_AT_ONCE
-from launcher.plan.meta import META, Arithmetic, OnMeta, Tracker, Uncounted, group_of
+from launcher.plan.meta import META, Arithmetic, OnMeta, Tracker
 from launcher.recipe.contract import Recipe, loss_of
+from launcher.recipe.registry import load_recipe
+from launcher.training.device import seed_generators
+from launcher.training.failures.recipe_errors import guarding
+from launcher.training.progress import Course
 from launcher.training.setup import build
 
+LOG = "the log of a run"  # where a traceback is that is not shown here
 PASSES = 2  # of a step at most: the second adds to the sums of the first
-Bytes = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -41,23 +46,41 @@ class StepMemory:
     passes: int  # the most during forward and backward pass
     update: int  # the most from then to the end of the step
 
-    @property
-    def most(self) -> int:
-        return max(self.passes, self.update)
+
+@dataclass(frozen=True)
+class Task:
+    """A recipe with its data, and how the samples of one rank are divided."""
+
+    config: Config
+    recipe: Recipe
+    plan: BatchPlan
+    course: Course
+
+    @classmethod
+    def of(cls, config: Config, world_size: int) -> Task:
+        """Loads the recipe and its data, as a run does. Raises what a run raises."""
+        seed_generators(config.seed)
+        with guarding(f'the function under @recipe("{config.recipe.uses}")', LOG):
+            recipe = load_recipe(config)
+        env = WorkerEnv(0, world_size, 0, world_size, torch.device("cpu"), None)
+        data = DataSets.of(config, env, recipe.train, {}, recipe.collate)
+        plan = batch_plan(config, env, data.train, recipe.lengths)
+        course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
+        return cls(config, recipe, plan, course)
 
 
 class Rank:
     """Rank 0 of a job: its model, data and Stepper on `meta`, or on a device for real."""
 
-    def __init__(
-        self, config: Config, recipe: Recipe, plan: BatchPlan, env: WorkerEnv, tracker: Tracker | Uncounted
-    ) -> None:
-        self.recipe, self.plan, self.device, self._tracker = recipe, plan, env.device, tracker
-        held_out = recipe.validation_sets
-        sets = DataSets.of(config, env, recipe.train, held_out, recipe.collate)
+    def __init__(self, task: Task, env: WorkerEnv, tracker: Tracker) -> None:
+        config, self.recipe, self.plan = task.config, task.recipe, task.plan
+        recipe, plan, self.device, self.tracker = task.recipe, task.plan, env.device, tracker
+        sets = DataSets.of(config, env, recipe.train, recipe.validation_sets, recipe.collate)
         self.data: Readable = sets.train
         of_data = self._now()
-        with _default(self.device):
+        # What a model makes without naming a device is made on `meta`; elsewhere the CPU is the default.
+        default: AbstractContextManager[object] = self.device if self.device == META else nullcontext()
+        with default:
             self.model: nn.Module = build.build_model(config, recipe, env, plan)
         # A short run: neither compiled, which takes long, nor with a rate for each step.
         self.stepper: Stepper = build.build_stepper(config, env, recipe, self.model, plan, total_steps=1)
@@ -68,7 +91,7 @@ class Rank:
         self._beside["wire"] = max(0, self._now() - known)  # what is of no other kind
 
     @property
-    def held(self) -> Bytes:
+    def held(self) -> dict[str, int]:
         """The bytes that are held all the time, by kind. Of an optimizer of torch complete after a step."""
         return self.stepper.bytes_by_kind() | self._beside
 
@@ -77,7 +100,7 @@ class Rank:
 
         `of_gpu`, on `meta`: half arithmetic as a GPU has it instead of the emulation of a CPU.
         """
-        plan, tracker, stepper = replace(self.plan, micro_batch=size), self._tracker, self.stepper
+        plan, tracker, stepper = replace(self.plan, micro_batch=size), self.tracker, self.stepper
         stepper.set_micro_batches(plan.micro_batches)
         self.model.train()
         tracker.of_cpu = not of_gpu
@@ -95,21 +118,16 @@ class Rank:
             seconds[1] += time.perf_counter() - between
             del found
         states = stepper.bytes_by_kind()["states"]
-        peak, began = tracker.bytes_on(self.device, "peak") - held, time.perf_counter()
+        peak, began = tracker.peak[self.device] - held, time.perf_counter()
         del batch
         tracker.restart()
         _, sent = stepper.step_on_device()
         seconds[2] = time.perf_counter() - began
         made = stepper.bytes_by_kind()["states"] - states
-        update = tracker.bytes_on(self.device, "peak") - held - made
+        update = tracker.peak[self.device] - held - made
         # A CPU keeps the widened gradients of one piece of the update, which `meta` does not.
         kept = 4 * min(UPDATED_AT_ONCE, stepper.num_trainable) if self.device == META and not of_gpu else 0
         return StepMemory(size, activations, peak + kept, update), StepSeconds(*seconds), sent
-
-    @property
-    def conditions(self) -> int:
-        """How many conditions on tensors the latest forward pass on `meta` has taken as false."""
-        return self._tracker.conditions
 
     @property
     def num_parameters(self) -> int:
@@ -131,35 +149,29 @@ class Rank:
         return nullcontext() if half == torch.float32 else Arithmetic(half, of_gpu)
 
     def _now(self) -> int:
-        return self._tracker.bytes_on(self.device)
-
-
-def _default(device: torch.device) -> AbstractContextManager[object]:
-    """What a model makes without naming a device is made on `meta`; elsewhere the CPU is the default."""
-    return device if device == META else nullcontext()
+        return self.tracker.bytes[self.device]
 
 
 @contextmanager
 def rank_on(
-    device: torch.device,
-    config: Config,
-    recipe: Recipe,
-    plan: BatchPlan,
-    counting: bool = True,
-    group: dist.ProcessGroup | None = None,
+    device: torch.device, task: Task, counting: bool = True, group: dist.ProcessGroup | None = None
 ) -> Iterator[Rank]:
-    """Rank `plan.rank` of `plan.world_size`. Without a `group` the others do not exist, and nothing is sent.
+    """The rank of the task's plan. Without a `group` the others do not exist, and nothing is sent.
 
     Without `counting` of bytes its steps take as long as those of a run.
     """
-    on_meta = device == META
-    if on_meta:  # it has no autocast: Rank._forward replaces the emulation where it stands for a GPU
-        config = replace(config, precision=replace(config.precision, emulate=True))
-    tracker = Tracker() if counting else Uncounted()
+    plan, tracker = task.plan, Tracker()
     with ExitStack() as contexts:
-        if group is None:
-            group = contexts.enter_context(group_of(plan.world_size))
-        contexts.enter_context(tracker)
-        contexts.enter_context(OnMeta() if on_meta else nullcontext())
+        if group is None and plan.world_size > 1:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
+            contexts.callback(dist.destroy_process_group)
+            group = dist.group.WORLD
+        if counting:
+            contexts.enter_context(tracker)
+        if device == META:
+            # It has no autocast: Rank._forward replaces the emulation where it stands for a GPU.
+            precision = replace(task.config.precision, emulate=True)
+            task = replace(task, config=replace(task.config, precision=precision))
+            contexts.enter_context(OnMeta())
         env = WorkerEnv(plan.rank, plan.world_size, 0, plan.world_size, device, group)
-        yield Rank(config, recipe, plan, env, tracker)
+        yield Rank(task, env, tracker)

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.engine.precision.classes import FLOATS, INNER, PRODUCTS, PROMOTING, map_tensors, round_to
@@ -45,6 +43,7 @@ class ValueNeeded(Exception):
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of the storages that were made while it is active and still live, and their peak since `restart`.
 
+    One that is not entered as a context counts nothing, and steps take as long as in a run.
     A value of a tensor on `meta` is read as 1, several as zeros, but for the context `without_values`. The
     engine reads counts of samples and what the ranks agree on. A model may only ask whether something is
     true: with another value it would run another way.
@@ -56,8 +55,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._answers = True
         self.conditions = 0  # that were answered since `without_values`
         self._counted: set[int] = set()  # storages, by address
-        self._bytes: Counter[torch.device] = Counter()
-        self._peak: Counter[torch.device] = Counter()
+        self.bytes: Counter[torch.device] = Counter()  # now
+        self.peak: Counter[torch.device] = Counter()
 
     @contextmanager
     def without_values(self) -> Iterator[None]:
@@ -70,15 +69,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def restart(self) -> None:
         """Forget the peak."""
-        self._peak = self._bytes.copy()
+        self.peak = self.bytes.copy()
 
-    def bytes_on(self, device: torch.device, moment: str = "current") -> int:
-        """Bytes on `device` now, or at the "peak"."""
-        return (self._peak if moment == "peak" else self._bytes)[device]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             return _communicate(func, args, kwargs or {})
         first = args[0][0] if args and func in FUSED else args[0] if args else None
@@ -88,15 +81,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func is READ:
                 return self._answer(first)
             if func is TO and (kwargs or {}).get("device", META) != META:
-                return self._several(first)
+                if self._answers:
+                    return torch.zeros(first.shape, dtype=first.dtype)
+                raise ValueNeeded(NEEDED)
         found = SHAPES.get(func, func)(*args, **kwargs or {})
         for tensor in found if isinstance(found, tuple | list) else (found,):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:  # a sparse one has no storage
                 self._count(tensor)
         if self.of_cpu and func in COPIES:
-            device = args[0].device
-            scratch = self._bytes[device] + COPIES[func](args, found)
-            self._peak[device] = max(self._peak[device], scratch)
+            self._note_peak(args[0].device, COPIES[func](args, found))
         return found
 
     def _count(self, tensor: Tensor) -> None:
@@ -104,14 +97,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage._cdata in self._counted:
             return
         self._counted.add(storage._cdata)
-        self._bytes[device] += storage.nbytes()
-        self._peak[device] = max(self._peak[device], self._bytes[device])
+        self.bytes[device] += storage.nbytes()
+        self._note_peak(device)
         # A storage keeps its Python object as long as it lives, whichever tensors share it.
         weakref.finalize(storage, self._release, storage._cdata, device, storage.nbytes())
 
     def _release(self, address: int, device: torch.device, size: int) -> None:
         self._counted.remove(address)
-        self._bytes[device] -= size
+        self.bytes[device] -= size
+
+    def _note_peak(self, device: torch.device, scratch: int = 0) -> None:
+        self.peak[device] = max(self.peak[device], self.bytes[device] + scratch)
 
     def _answer(self, tensor: Tensor) -> bool | float:
         if self._answers:
@@ -121,11 +117,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise ValueNeeded(NEEDED)
         # "Has the mask no padding?", "is any not finite?": no is the usual answer, and takes most memory.
         return False
-
-    def _several(self, tensor: Tensor) -> Tensor:
-        if not self._answers:
-            raise ValueNeeded(NEEDED)
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def _normed(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,52 +160,20 @@ COPIES = {
 }
 
 
-class Uncounted(nullcontext[None]):
-    """In place of a Tracker where nothing is counted, so that steps take as long as in a run."""
-
-    of_cpu, conditions = False, 0
-
-    def bytes_on(self, device: torch.device, moment: str = "current") -> int:
-        """Nothing."""
-        return 0
-
-    def without_values(self) -> AbstractContextManager[None]:
-        """Values may be read."""
-        return nullcontext()
-
-    def restart(self) -> None:
-        """There is no peak."""
-
-
 def _communicate(func: Any, args: Any, kwargs: Any) -> Any:
     """A collective on stand-ins that are never filled; its tensors are on `meta` again."""
-    args, kwargs = map_tensors(_stand_in, (args, kwargs))
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+
+    args, kwargs = map_tensors(stand_in, (args, kwargs))
     return map_tensors(lambda tensor: tensor.to(META), func(*args, **kwargs))
-
-
-def _stand_in(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
-
-
-@contextmanager
-def group_of(world_size: int) -> Iterator[dist.ProcessGroup | None]:
-    """Rank 0 of so many, whose other ranks do not exist; nothing is sent. None for one rank."""
-    if world_size == 1:
-        yield None
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
 
 
 class OnMeta(TorchFunctionMode):
     """Makes what asks for a GPU on `meta`, and attention as kernels have it that keep no matrix of pairs."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is attention and not _drops(*args, **kwargs):
             return _attention(*args, **kwargs)
@@ -266,9 +225,7 @@ class Arithmetic(RoundedArithmetic):
 
 
 class _Emulated(Rounding):
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is attention and not _drops(*args, **(kwargs or {})):  # with dropout a CPU keeps the matrix
             # As any product: inputs rounded and held in fp32.
             args, kwargs = map_tensors(partial(round_to, torch.float16), (args, kwargs or {}))
@@ -284,9 +241,7 @@ def _drops(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> bool:
 class _OfGpu(Rounding):
     """Products take and save half tensors; what autocast computes in fp32 saves widened copies."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not torch.is_autocast_enabled(self.device_type) or func not in PRODUCTS | INNER | PROMOTING:
             return super().__torch_function__(func, types, args, kwargs)

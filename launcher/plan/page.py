@@ -23,14 +23,9 @@ def lines_of(plan: Mapping[str, Any], braille: bool) -> Iterator[str]:
     yield ""
     parts = f" in {plan['micro_batches']} micro-batches" if plan["micro_batches"] > 1 else ""
     yield _row("parameters", f"{plan['parameters']:,} trainable")
-    yield _row(
-        "batch", f"{plan['batch_size']}, at most {plan['micro_batch']} per rank and forward pass{parts}"
-    )
-    yield _row(
-        "steps",
-        f"{plan['steps']:,} of {plan['steps_per_epoch']:,} per epoch over {plan['samples']:,} samples, "
-        f"{counted(plan['evaluations'], 'evaluation')}",
-    )
+    yield _row("batch", f"{plan['batch_size']}, at most {plan['micro_batch']} per rank and pass{parts}")
+    epochs = f"{plan['steps_per_epoch']:,} per epoch over {plan['samples']:,} samples"
+    yield _row("steps", f"{plan['steps']:,} of {epochs}, {counted(plan['evaluations'], 'evaluation')}")
     yield from _schedule(plan["schedule"], braille)
     yield from _memory(plan)
     yield from _wire(plan)
@@ -76,9 +71,7 @@ def _wire(plan: Mapping[str, Any]) -> Iterator[str]:
         if cost := wire["cpu_s_per_byte"]:
             added_ms = 1000 * cost * wire["bytes"]
             yield f"  sending adds {added_ms:.1f} ms of its cores to a step of two ranks, measured here"
-    yield f"  {'link':>10}{'ranks':>8}{'wire ms':>12}" + (
-        f"{'step ms':>12}{'efficiency':>12}" if step else ""
-    )
+    yield f"{'link':>12}{'ranks':>8}{'wire ms':>12}" + (f"{'step ms':>12}{'efficiency':>12}" if step else "")
     for link in plan["links"]:
         rate = f"{link['mbit'] / 1000:g} Gbit" if link["mbit"] >= 1000 else f"{link['mbit']:g} Mbit"
         row = f"  {rate:>10}{link['ranks']:>8}{1000 * link['wire_s']:>12.1f}"
@@ -91,9 +84,7 @@ def _files(plan: Mapping[str, Any]) -> Iterator[str]:
     saved = plan["checkpoint"]
     yield ""
     verdict = "" if saved["at_most"] < saved["free_bytes"] else ": TOO LITTLE for them"
-    yield _row(
-        "checkpoint", f"{_size(saved['bytes'])}, at most {_size(saved['at_most'])} on the disk at a time"
-    )
+    yield _row("checkpoint", f"{_size(saved['bytes'])}, at most {_size(saved['at_most'])} on disk at a time")
     yield f"  {_size(saved['free_bytes'])} are free at {saved['place']}{verdict}"
     yield _row("files", f"in {plan['files'][0]}: {', '.join(plan['files'][1:])}")
 
@@ -114,11 +105,8 @@ def lines_of_sweep(sweep: Mapping[str, Any]) -> Iterator[str]:
         words = " ".join(job["overrides"])
         yield f"  {job['number']:>5}{job['devices']:>9}{job['steps']:>10,}{hours:>10}  {words}"
     if sweep["device_hours"] is not None:
-        took = duration(3600 * sweep["hours"])
-        yield (
-            f"  {sweep['device_hours']:.3g} device hours, {took} from the first to the last, "
-            "all at the rate of job 0 on a device"
-        )
+        took, rate = duration(3600 * sweep["hours"]), "all at the rate of job 0 on a device"
+        yield f"  {sweep['device_hours']:.3g} device hours, {took} from the first to the last, {rate}"
 
 
 def _row(title: str, text: str) -> str:

@@ -18,7 +18,6 @@ import os
 import statistics
 import sys
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,8 +25,8 @@ import torch.distributed as dist
 
 from launcher.config.schema import from_dict
 from launcher.distributed.links import StepSeconds
-from launcher.plan.forecast import Task
-from launcher.plan.memory import PASSES, rank_on
+from launcher.doctor.exchange import meet
+from launcher.plan.memory import PASSES, Task, rank_on
 from launcher.process.allocator import keep_freed_memory
 from launcher.process.lifetime import end_with_starter
 
@@ -41,12 +40,10 @@ def main(config_file: str, world_size: int, rank: int, store: str, seconds: floa
     task = Task.of(config, world_size)
     size, passes = task.plan.largest_micro_batch, min(PASSES, task.plan.micro_batches)
     plan = replace(task.plan, rank=rank, world_size=2, batch_size=2 * passes * size, micro_batch=size)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
+    meet("gloo", store, rank, 2)
     found = []
     for group in (dist.new_group([0, 1], backend="fake"), dist.group.WORLD):
-        with rank_on(CPU, config, task.recipe, plan, counting=False, group=group) as one:
+        with rank_on(CPU, replace(task, plan=plan), counting=False, group=group) as one:
             steps: list[StepSeconds] = []
             count = torch.tensor(LEAST)
             dist.barrier()

@@ -24,6 +24,11 @@ def columns_of(stream: TextIO) -> int | None:
         return None
 
 
+def say(text: str, stream: TextIO) -> None:
+    """Print the text, `wrapped` where the stream is a terminal."""
+    print(wrapped(text, columns_of(stream)), file=stream, flush=True)
+
+
 def wrapped(text: str, columns: int | None) -> str:
     """The text `escaped`, with its lines broken at words; those continued are indented by two more.
 

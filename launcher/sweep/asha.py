@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import METRICS
-from launcher.sweep.job import OVER, RUNNING, Job
+from launcher.sweep.record import OVER, Job, State
 from launcher.telemetry.event_log import LAST_BYTES, parsed
 from launcher.telemetry.events import EvalEvent, StartEvent, event_of
 
@@ -39,10 +39,8 @@ class Evaluations:
 
     def poll(self) -> None:
         """Read whole new lines; all again where the job has resumed. Raises OSError, not without a file."""
-        with (
-            suppress(FileNotFoundError),
-            open(open_plain(self.directory / METRICS, os.O_RDONLY), "rb") as file,
-        ):
+        path = self.directory / METRICS
+        with suppress(FileNotFoundError), open(open_plain(path, os.O_RDONLY), "rb") as file:
             file.seek(self._offset - len(self._last))
             if file.read(len(self._last)) != self._last:
                 self._offset = file.seek(0)
@@ -111,16 +109,14 @@ class Pruner:
         self._evaluations: dict[int, Evaluations] = {}
         for job in jobs:
             if job.state in OVER:
-                found = self._read(job)
-                self._asha.reached(job.number, found.costs, found.name)
+                self._reached(job)
 
     def to_prune(self, running: Iterable[Job]) -> list[Job]:
         """The jobs that are to end, each once, with the metric of the evaluation that decided."""
-        return [job for job in running if job.state == RUNNING and self._is_out(job)]
+        return [job for job in running if job.state == State.RUNNING and self._is_out(job)]
 
     def _is_out(self, job: Job) -> bool:
-        found = self._read(job)
-        rung = self._asha.reached(job.number, found.costs, found.name)
+        found, rung = self._reached(job)
         if rung is None:
             return False
         job.metric = sorted(found.values.items())[rung - 1][1]
@@ -128,8 +124,9 @@ class Pruner:
         job.error = f"after evaluation {rung} it is not among the best third of the jobs that came as far"
         return True
 
-    def _read(self, job: Job) -> Evaluations:
+    def _reached(self, job: Job) -> tuple[Evaluations, int | None]:
+        """What the job has evaluated so far, and the rung that it has just reached and not passed."""
         found = self._evaluations.setdefault(job.number, Evaluations(self._directory / job.name))
         with suppress(OSError):  # a job is not pruned for a file that cannot be read
             found.poll()
-        return found
+        return found, self._asha.reached(job.number, found.costs, found.name)

@@ -10,16 +10,15 @@ import dataclasses
 import os
 import re
 import secrets
+import shlex
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from launcher.config.composition import Request
 from launcher.config.environment_values import interpolated
-from launcher.config.messages import quoted
+from launcher.config.messages import directory_override
 from launcher.config.overrides import SWEEP_DIRECTORY as DIRECTORY
 from launcher.config.resolve import GRID, space_of
 from launcher.config.schema import Config
@@ -28,8 +27,7 @@ from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import clear_away
 from launcher.run_dir.lock import locked
 from launcher.run_dir.records import SWEEP, user_shape
-from launcher.sweep.job import Job, write_job
-from launcher.sweep.record import Record, recover, refuse_changes, refuse_foreign
+from launcher.sweep.record import Job, Record, recover, refuse_changes, refuse_foreign, write_job
 from launcher.telemetry.tracker.wandb_environment import in_sweep, with_environment
 
 ROOT = Path("multirun")
@@ -42,7 +40,7 @@ def continued(request: Request) -> Request:
     """The recorded command of the sweep that `sweep.resume=DIR` names, where the request has no words but
     settings of the sweep; else the request, whose jobs are compared with those of the sweep later.
     """
-    directory = _to_resume(_value_of(request, RESUME))
+    directory = _to_resume(request.value_of(RESUME))
     if directory is None or any(not is_setting(line) for line in request.overrides):
         return request
     record = Record.read(directory)
@@ -52,24 +50,15 @@ def continued(request: Request) -> Request:
     return Request((*kept, *request.overrides), tree, record.config_name, multirun=True)
 
 
-def prepared_in_place(request: Request, configs: Sequence[Config]) -> tuple[Path, list[Job], list[Config]]:
-    """The directory of a sweep on ranks that have been started, its jobs, and the config of each.
-
-    `sweep.json` says how to continue on processes of our own; the states of the jobs are in their folders.
-    """
-    directory, jobs = directory_of(request, configs), jobs_of(request)
-    new_record(request, directory, jobs).write(directory)
-    of_jobs = [place(config, directory, job) for config, job in zip(configs, jobs, strict=True)]
-    for job in jobs:
-        made(directory / job.name)
-    return directory, jobs, of_jobs
-
-
 @contextmanager
-def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Path, Record, list[Config]]]:
+def prepared(
+    request: Request, configs: Sequence[Config], in_place: bool = False
+) -> Iterator[tuple[Path, Record, list[Config]]]:
     """A sweep whose directory exists, its record, and the config of each job; locked within the context.
 
-    Of a search there are no configs: `Search` adds its jobs to the record.
+    Of a search there are no configs: `Searching` adds its jobs to the record. `in_place`, on ranks that have
+    been started, there is no lock, and jobs have no job.json: a sweep that continues elsewhere may have other
+    numbers of ranks.
 
     Raises ConfigError for the directory of another sweep, program or process, StorageError for one that
     cannot be written.
@@ -79,35 +68,30 @@ def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Path
     if not (directory / SWEEP).exists():
         refuse_foreign(directory)  # before the lock, which is a file in it
     try:
-        with locked(directory, DIRECTORY):
+        with nullcontext() if in_place else locked(directory, DIRECTORY):
             clear_away(directory)
             of_jobs = [place(config, directory, job) for config, job in zip(configs, jobs, strict=is_grid)]
             record = _record(request, directory, jobs, of_jobs, configs[0].sweep.resume)
             for job, config in zip(record.jobs, of_jobs, strict=is_grid):
                 made(directory / job.name)
-                write_job(config, job.overrides)
+                if not in_place:
+                    write_job(config, job.overrides)
             yield directory, record, of_jobs
     except OSError as error:
-        raise StorageError(
-            f"the sweep's files cannot be written to {directory}: {error.strerror or error}. Choose a "
-            f"writable place with {DIRECTORY}=DIR, or make room there."
-        ) from error
-
-
-def jobs_of(request: Request, overrides: Iterable[tuple[str, ...]] | None = None) -> list[Job]:
-    """The jobs of a grid: those with these overrides, or all."""
-    space = space_of(request.overrides)
-    each = space.grid() if overrides is None else overrides
-    return [Job(number, job_name(space, number, lines), lines) for number, lines in enumerate(each)]
+        problem = f"the sweep's files cannot be written to {directory}: {error.strerror or error}"
+        advice = f"Choose a writable place with {DIRECTORY}=DIR, or make room there."
+        raise StorageError(f"{problem}. {advice}") from error
 
 
 def distinct_jobs_of(request: Request, configs: Sequence[Config]) -> tuple[list[Job], list[Config]]:
     """The jobs of a grid whose configs differ, with these."""
-    each = zip(configs, space_of(request.overrides).grid(), strict=True)
-    found = {repr(config): (config, lines) for config, lines in each}
+    space = space_of(request.overrides)
+    found = {repr(config): (config, lines) for config, lines in zip(configs, space.grid(), strict=True)}
     if len(found) < len(configs):
         print(f"sweep: {len(configs) - len(found)} of {len(configs)} jobs equal others and are left out")
-    return jobs_of(request, [lines for _, lines in found.values()]), [config for config, _ in found.values()]
+    overrides = enumerate(lines for _, lines in found.values())
+    jobs = [Job(number, job_name(space, number, lines), lines) for number, lines in overrides]
+    return jobs, [config for config, _ in found.values()]
 
 
 def job_name(space: Space, number: int, overrides: Sequence[str]) -> str:
@@ -120,11 +104,9 @@ def job_name(space: Space, number: int, overrides: Sequence[str]) -> str:
 
 def place(config: Config, directory: Path, job: Job) -> Config:
     """The config with what a job has of its sweep: directory, tracking group unless it has another, name."""
-    own = dataclasses.replace(
-        config,
-        run=dataclasses.replace(config.run, dir=str(directory / job.name)),
-        tracker=dataclasses.replace(config.tracker, group=config.tracker.group or directory.name),
-    )
+    run = dataclasses.replace(config.run, dir=str(directory / job.name))
+    tracker = dataclasses.replace(config.tracker, group=config.tracker.group or directory.name)
+    own = dataclasses.replace(config, run=run, tracker=tracker)
     return in_sweep(with_environment(own, job.overrides, os.environ), job.name, job.number)
 
 
@@ -134,10 +116,9 @@ def _record(
     """The record of a new sweep, or of the one in the directory, ready to continue."""
     if (directory / SWEEP).exists():
         if resume == NEVER:
-            raise ConfigError(
-                f"{directory} already holds a sweep, and {RESUME}={NEVER}. Choose another directory, leave "
-                f"{DIRECTORY} out for a new one, or continue it: {RESUME}={AUTO}."
-            )
+            problem = f"{directory} already holds a sweep, and {RESUME}={NEVER}"
+            others = f"leave {DIRECTORY} out for a new one, or continue it: {RESUME}={AUTO}"
+            raise ConfigError(f"{problem}. Choose another directory, {others}.")
         record = Record.read(directory)
         if configs:
             names = [job.name for job in jobs]
@@ -145,17 +126,12 @@ def _record(
         recover(record, directory)
         record.write(directory)
         return record
-    record = new_record(request, directory, jobs)
-    record.write(directory, durable=True)  # before any other file: without it the directory is foreign
-    return record
-
-
-def new_record(request: Request, directory: Path, jobs: Sequence[Job]) -> Record:
     tree = None if request.config_dir is None else str(request.config_dir.absolute())
     own = [line for line in request.overrides if not line.startswith((f"{DIRECTORY}=", f"{RESUME}="))]
-    plain = re.fullmatch(r"[\w./-]+", str(directory))
-    words = ("-m", f"{RESUME}={directory if plain else quoted(str(directory))}")
-    return Record(jobs, own, tree, request.config_name, words=words)
+    words = ("-m", *shlex.split(directory_override(RESUME, directory)))
+    record = Record(jobs, own, tree, request.config_name, words=words)
+    record.write(directory, durable=True)  # before any other file: without it the directory is foreign
+    return record
 
 
 def directory_of(request: Request, configs: Sequence[Config]) -> Path:
@@ -167,40 +143,33 @@ def directory_of(request: Request, configs: Sequence[Config]) -> Path:
         if not (directory / SWEEP).is_file():
             raise ConfigError(f"{RESUME}={directory}: holds no sweep. Give the directory of one.")
         return directory
-    given = _value_of(request, DIRECTORY)
+    given = request.value_of(DIRECTORY)
     if given is not None:
         return made(Path(str(interpolated(DIRECTORY, given, user_shape(configs[0])))).absolute())
+    root = made(root_of(configs).absolute())
+    directory = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return directory_of(request, configs) if directory.exists() else made(directory)
+
+
+def root_of(configs: Sequence[Config]) -> Path:
+    """Where a new sweep makes its directory, unless one is given."""
     recipes = {config.recipe.name for config in configs}
-    root = made((ROOT / (recipes.pop() if len(recipes) == 1 else "several")).absolute())
-    while True:
-        directory = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        with suppress(FileExistsError):
-            return made(directory, exist_ok=False)
+    return ROOT / (recipes.pop() if len(recipes) == 1 else "several")
 
 
-def made(directory: Path, exist_ok: bool = True) -> Path:
-    """Create the directory and return it. Raises StorageError, and FileExistsError if that is not ok."""
+def made(directory: Path) -> Path:
+    """Create the directory and return it. Raises StorageError."""
     try:
-        directory.mkdir(parents=True, exist_ok=exist_ok)
+        directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        if isinstance(error, FileExistsError) and not exist_ok:
-            raise
-        raise StorageError(
-            f"the sweep's directory {directory} cannot be made: {error.strerror}. "
-            f"Choose a writable place with {DIRECTORY}=DIR."
-        ) from error
+        problem = f"the sweep's directory {directory} cannot be made: {error.strerror}"
+        raise StorageError(f"{problem}. Choose a writable place with {DIRECTORY}=DIR.") from error
     return directory
 
 
 def is_setting(key: str) -> bool:
     """Whether a key, or a line that begins with it, is of the sweep and not of its jobs."""
     return re.match(r"sweep[.=]|sweep$", key) is not None
-
-
-def _value_of(request: Request, key: str) -> object:
-    """The value that the request has for a setting of the sweep, the last one; None without one."""
-    lines = [line for line in request.overrides if line.startswith(f"{key}=")]
-    return OverridesParser.create().parse_override(lines[-1]).value() if lines else None
 
 
 def _to_resume(value: object) -> Path | None:

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.process.terminal import columns_of, wrapped
-from launcher.sweep.job import DONE, FAILED, PRUNED, RUNNING, STOPPED, WAITING, Job
+from launcher.process import terminal
+from launcher.sweep.record import Job, State
 from launcher.telemetry.formatting import duration, metric
 
 EVERY_S = 1.0  # from one drawing of the table to the next
@@ -36,37 +36,33 @@ class Progress:
     def ended(self, job: Job) -> None:
         """A job that failed is reported at once, with its reason and where its output is."""
         after = "" if self._alone else f" after {duration(job.seconds)}"
-        if job.state == DONE:
-            if not self._alone:
-                self.say(f"sweep: job {self._of(job)} done{after}{_metric_of(job)}")
+        if job.state in (State.DONE, State.PRUNED):
+            if job.state == State.PRUNED or not self._alone:
+                self.say(f"sweep: job {self._of(job)} {job.state}{after}{_metric_of(job)}")
             return
-        if job.state == PRUNED:
-            return self.say(f"sweep: job {self._of(job)} pruned{after}{_metric_of(job)}")
-        how = ("stopped" if job.state == STOPPED else "failed") + after
-        how += " and runs again" * (job.state == WAITING)
-        told = self._alone and job.error  # on the terminal, by the job
-        reason = "" if told else f", exit {job.exit}: {(job.error or 'no reason is known').rstrip('.')}"
-        log = "" if self._alone else f"; output: {self._directory / job.name / LOG}"
-        self.say(f"sweep: job {self._of(job)} {how}" + (reason + log) * (job.state != STOPPED), error=True)
+        how = ("stopped" if job.state == State.STOPPED else "failed") + after
+        if job.state != State.STOPPED:
+            how += " and runs again" * (job.state == State.WAITING)
+            if not (self._alone and job.error):  # else on the terminal, by the job
+                how += f", exit {job.exit}: {(job.error or 'no reason is known').rstrip('.')}"
+            how += "" if self._alone else f"; output: {self._directory / job.name / LOG}"
+        self.say(f"sweep: job {self._of(job)} {how}", error=True)
 
     def say(self, text: str, error: bool = False) -> None:
-        self._erase()
-        stream = sys.stderr if error else sys.stdout
-        print(wrapped(text, columns_of(stream)), file=stream, flush=True)
+        self.erase()
+        terminal.say(text, sys.stderr if error else sys.stdout)
 
     def refresh(self) -> None:
         """Draw the table again, where there is one and its time has come."""
         if self._live and time.monotonic() - self._drawn_s >= EVERY_S:
             size = shutil.get_terminal_size()
             lines = table(self._directory, self._jobs, size.columns, max(4, size.lines // 2))
-            self._erase()
+            self.erase()
             print("\n".join(lines), flush=True)
             self._drawn, self._drawn_s = len(lines), time.monotonic()
 
-    def close(self) -> None:
-        self._erase()
-
-    def _erase(self) -> None:
+    def erase(self) -> None:
+        """Remove the table, where one is drawn."""
         if self._drawn:
             print(f"\x1b[{self._drawn}A\x1b[J", end="", flush=True)  # up so many lines, clear to the end
             self._drawn = 0
@@ -80,9 +76,8 @@ def table(directory: Path, jobs: Sequence[Job], columns: int, rows: int) -> list
     from launcher.report.watching import Watched, job_line
 
     counts = Counter(job.state for job in jobs)
-    states = (RUNNING, WAITING, DONE, FAILED, STOPPED, PRUNED)
-    head = f"{len(jobs)} jobs: " + ", ".join(f"{counts[each]} {each}" for each in states if counts[each])
-    running = [job for job in jobs if job.state == RUNNING][: max(1, rows - 1)]
+    head = f"{len(jobs)} jobs: " + ", ".join(f"{counts[each]} {each}" for each in State if counts[each])
+    running = [job for job in jobs if job.state == State.RUNNING][: max(1, rows - 1)]
     width = max((len(job.name) for job in running), default=0)
     lines = [job_line(Watched(directory / job.name).view(), columns, width) for job in running]
     return [line[: columns - 1] for line in (head, *lines)]

@@ -1,28 +1,72 @@
-"""`sweep.json`: what a sweep runs, and how far each job is. Rewritten atomically at each event.
+"""What a sweep runs, and how far each job is: `sweep.json`, and a `job.json` in the folder of each job.
 
-Owns the file, and what a process that continues the sweep makes of it: which jobs are left, and whether the
-command still asks for the same jobs. One process at a time writes it, with the lock of the sweep's directory.
+Owns both files, and what a process that continues the sweep makes of them: which jobs are left, and whether
+the command still asks for the same jobs. One process at a time writes sweep.json, with the lock of the
+sweep's directory, atomically at each event. A job.json has the resolved config, with the names of environment
+variables in place of their values, and the overrides: `python -m launcher job DIR` runs it on any machine.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum, auto
 from pathlib import Path
 
-from launcher.config.messages import directory_override, shortened
+from launcher.config.environment_values import interpolated, refuse_missing, typed
+from launcher.config.messages import as_typed, directory_override, shortened
 from launcher.config.schema import Config
+from launcher.config.trees import leaves, replaced
+from launcher.config.validation import parse
 from launcher.errors import DIVERGED, ConfigError, listed
-from launcher.run_dir.atomic import json_line, read_json, write_content
+from launcher.run_dir.atomic import json_line, read_json, write_content, write_json
 from launcher.run_dir.codec import decoded, encoded
-from launcher.run_dir.records import CONFIG, JOB, RESULT, SWEEP, foreign_to_a_run
+from launcher.run_dir.records import CONFIG, JOB, RESULT, SWEEP, foreign_to_a_run, user_shape
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME as STATUS
-from launcher.sweep.job import DONE, FAILED, OVER, PRUNED, RUNNING, WAITING, Job, differences
 
 VERSION = 1
 SHOWN, LONGEST = 5, 120  # differences in an error, and the characters of each
+NOT_LEARNED_FROM = ("run", "sweep", "tracker", "telemetry", "checkpoint", "consistency", "recipes", "launch")
+
+
+class State(StrEnum):
+    """What has become of a job."""
+
+    RUNNING = auto()
+    WAITING = auto()
+    DONE = auto()
+    FAILED = auto()
+    STOPPED = auto()  # on request, and saved
+    PRUNED = auto()
+
+
+OVER = (State.DONE, State.FAILED, State.PRUNED)  # which a sweep that continues does not run again
+
+
+@dataclass
+class Job:
+    """A job as `sweep.json` records it. A carrier may set `devices` and `handle`, and nothing else."""
+
+    number: int  # from 0; never changes
+    name: str  # of its folder in that of the sweep
+    overrides: Sequence[str]
+    nproc: int = 1  # workers, each with a GPU where there are any
+    state: str = State.WAITING
+    attempts: int = 0  # started so far
+    failures: int = 0  # of these; a sweep that continues counts again from 0
+    devices: Sequence[str] = ()  # of the latest attempt: UUIDs of GPUs, or cores; as the carrier names them
+    exit: int | None = None  # of the latest attempt
+    error: str | None = None  # its reason, in one line
+    metric_name: str | None = None
+    metric: float | None = None  # of the result, or of the evaluation by which it was pruned
+    higher_is_better: bool | None = None  # of that metric; None before there is one
+    started: float | None = None  # the latest attempt, in unix seconds
+    seconds: float = 0.0  # of all attempts that have ended
+    device_seconds: float = 0.0  # the same times nproc
+    handle: str | None = None  # by which a carrier finds a job that outlives the sweep's process
 
 
 @dataclass
@@ -45,10 +89,9 @@ class Record:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{directory}: holds no sweep: {SWEEP} cannot be read ({error}).") from error
         if content.get("version") != VERSION:
-            raise ConfigError(
-                f"{directory}: the {SWEEP} there is of another version of the launcher, and its sweep cannot "
-                "be continued by this one. Choose another directory with hydra.sweep.dir=DIR."
-            )
+            problem = f"{directory}: the {SWEEP} there is of another version of the launcher"
+            advice = "Choose another directory with hydra.sweep.dir=DIR."
+            raise ConfigError(f"{problem}, and its sweep cannot be continued by this one. {advice}")
         return decoded(cls, content)
 
     def write(self, directory: Path, durable: bool = False) -> None:
@@ -72,14 +115,14 @@ def take_result(job: Job, directory: Path) -> None:
         result = decoded(Result, read_json(directory / RESULT))
     except (OSError, ValueError):
         return
-    if result.state == PRUNED:  # its metric is that of the evaluation which decided
-        job.state, job.exit = PRUNED, result.exit
+    if result.state == State.PRUNED:  # its metric is that of the evaluation which decided
+        job.state, job.exit = State.PRUNED, result.exit
         return
     job.metric_name, job.metric = result.metric_name, result.metric
     job.higher_is_better = result.higher_is_better
     job.error = (result.error or "").partition("\n")[0] or None
-    if result.state == DONE:
-        job.state, job.exit = DONE, 0
+    if result.state == State.DONE:
+        job.state, job.exit = State.DONE, 0
 
 
 def count_time(job: Job, until: float) -> None:
@@ -98,12 +141,12 @@ def recover(record: Record, directory: Path) -> None:
     for the user may have mended the cause; not those that diverged, which is a result.
     """
     for job in record.jobs:
-        if job.state == RUNNING:
-            job.state = WAITING
+        if job.state == State.RUNNING:
+            job.state = State.WAITING
             take_result(job, directory / job.name)
             count_time(job, _last_sign(directory / job.name, job.started))
-        elif (job.state == FAILED and job.exit != DIVERGED) or job.state not in OVER:
-            job.state = WAITING
+        elif (job.state == State.FAILED and job.exit != DIVERGED) or job.state not in OVER:
+            job.state = State.WAITING
         job.failures = 0
 
 
@@ -122,21 +165,65 @@ def refuse_differences(directory: Path, found: Sequence[str]) -> None:
     """Raise ConfigError with what differs between a command and the sweep in this directory, if anything."""
     if found:
         differences = listed([shortened(each, LONGEST) for each in found], SHOWN, "; ")
-        raise ConfigError(
-            f"{directory} holds another sweep. To continue that one, give no other words: -m "
-            f"{directory_override('sweep.resume', directory)}. For this one, choose another directory with "
-            f"hydra.sweep.dir=DIR. What differs: {differences}."
-        )
+        resume = directory_override("sweep.resume", directory)
+        again = f"To continue that one, give no other words: -m {resume}"
+        other = "For this one, choose another directory with hydra.sweep.dir=DIR"
+        raise ConfigError(f"{directory} holds another sweep. {again}. {other}. What differs: {differences}.")
 
 
 def refuse_foreign(directory: Path) -> None:
     """Raise ConfigError for the directory of something else, before anything is written to it."""
     foreign = [CONFIG] if (directory / CONFIG).exists() else foreign_to_a_run(directory)
     if foreign:
-        raise ConfigError(
-            f"hydra.sweep.dir={directory} holds files that do not belong to a sweep: {listed(foreign, 3)}. A "
-            "sweep needs a directory of its own: a new name, an empty one, or that of a sweep to continue."
-        )
+        problem = f"holds files that do not belong to a sweep: {listed(foreign, 3)}"
+        needed = "a directory of its own: a new name, an empty one, or that of a sweep to continue"
+        raise ConfigError(f"hydra.sweep.dir={directory} {problem}. A sweep needs {needed}.")
+
+
+def write_job(config: Config, overrides: Sequence[str]) -> None:
+    """Write job.json to the folder `config.run.dir`, which exists. Raises OSError."""
+    recorded = {"config": user_shape(config), "from_environment": config.from_environment}
+    write_json(Path(config.run.dir) / JOB, {"overrides": list(overrides), **recorded})
+
+
+def read_job(directory: Path) -> tuple[Config, tuple[str, ...]]:
+    """Config and overrides of the job in this folder, which may have moved; variables have today's values.
+
+    Raises ConfigError for a folder without a job, for a job of another version, and for a missing variable.
+    """
+    if not os.path.lexists(directory / JOB):
+        raise ConfigError(f"{directory}: {_instead_of_a_job(directory)} Give the folder of a job of a sweep.")
+    try:
+        record = read_json(directory / JOB)
+        tree, recorded, overrides = (record[key] for key in ("config", "from_environment", "overrides"))
+        refuse_missing(recorded)
+        values = {path: typed(path, interpolated(path, text), text) for path, text in recorded.items()}
+        config = parse(replaced(tree, values), recorded)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"{directory}: holds no {JOB} that this version can read ({error})"
+        raise ConfigError(f"{problem}. Give the folder of a job of a sweep.") from error
+    placed = replace(config, run=replace(config.run, dir=str(directory.absolute())))
+    return placed, tuple(map(str, overrides))
+
+
+def _instead_of_a_job(directory: Path) -> str:
+    """What a folder without a job.json is, in a sentence."""
+    if not directory.is_dir():
+        return "there is no such folder."
+    if (directory / CONFIG).exists():
+        return "this is a run, and no job of a sweep; to resume it, give its command with run.dir=DIR."
+    return f"this folder holds no {JOB}."
+
+
+def differences(directory: Path, config: Config) -> list[str]:
+    """What differs between job.json and `config`, and matters to a result. Raises ConfigError.
+
+    What a run learns from matters, with the number of epochs and steps, and of workers.
+    """
+    there, here = (dict(leaves(user_shape(each))) for each in (read_job(directory)[0], config))
+    keys = [key for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]
+    keys = [key for key in keys if key == "launch.nproc" or key.partition(".")[0] not in NOT_LEARNED_FROM]
+    return [f"{key} is {as_typed(there.get(key))} there and {as_typed(here.get(key))} here" for key in keys]
 
 
 def _last_sign(directory: Path, started: float | None) -> float:

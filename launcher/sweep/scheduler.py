@@ -10,19 +10,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher import errors
 from launcher.config.messages import directory_override
 from launcher.config.schema import SweepConfig
 from launcher.errors import DIVERGED, TO_RESUME, ConfigError, PreemptedError, PreflightError, counted
-from launcher.errors import PRUNED as PRUNED_CODE
-from launcher.errors import STOPPED as STOPPED_CODES
 from launcher.process.signals import SAVING, Signals
 from launcher.run_dir.pruning import PruneRequest, ask_to_prune
 from launcher.sweep.asha import Pruner
 from launcher.sweep.carriers import Carrier, Change, NoAnswerError
-from launcher.sweep.job import DONE, FAILED, OVER, PRUNED, RUNNING, STOPPED, WAITING, Job
 from launcher.sweep.progress import Progress
-from launcher.sweep.record import Record, count_time, take_result
-from launcher.sweep.searching import Searching
+from launcher.sweep.record import OVER, Job, Record, State, count_time, take_result
+from launcher.sweep.search import Searching
 from launcher.telemetry.formatting import duration
 
 PATIENCE_S = 300.0  # for a scheduler that does not answer: its daemon restarts, or a spare machine takes over
@@ -71,7 +69,7 @@ class Scheduler:
             self._progress.refresh()  # after the starts: it reads files of all jobs that run
             # All are taken before any job is stopped: the carrier has forgotten those that have ended.
             changed = [self._take(change) for change in self._poll()]
-            failed = next((job for job in changed if job.state == FAILED), None)
+            failed = next((job for job in changed if job.state == State.FAILED), None)
             if failed is not None and self._settings.on_failure == "stop" and not self.reason:
                 self._stop(f"job {failed.number + 1} failed (sweep.on_failure=stop)")
             if self._pruner is not None:
@@ -82,7 +80,7 @@ class Scheduler:
 
     def _next(self) -> Job | None:
         """The job to submit next, which stays the same until it is; None if there is none now."""
-        waiting = next((job for job in self._record.jobs if job.state == WAITING), None)
+        waiting = next((job for job in self._record.jobs if job.state == State.WAITING), None)
         return self._search.next() if waiting is None and self._search is not None else waiting
 
     def _startable(self) -> Job | None:
@@ -100,7 +98,7 @@ class Scheduler:
         return job if not self.reason and self._carrier.has_room(job) else None
 
     def _start(self, job: Job) -> None:
-        job.state, job.attempts, job.exit, job.error = RUNNING, job.attempts + 1, None, None
+        job.state, job.attempts, job.exit, job.error = State.RUNNING, job.attempts + 1, None, None
         job.started, self._changed = time.time(), True
         self._running[job.number] = job
         self._progress.starting(job)
@@ -120,10 +118,9 @@ class Scheduler:
                 self._progress.say(f"sweep: {error} The sweep asks again for {minutes}.", error=True)
             if now - self._silent_since_s < PATIENCE_S and not self.asked_at_once:
                 return ()
-            raise PreflightError(
-                f"{error} The sweep has ended; its jobs may still run, and sweep.json has all that is known. "
-                f"{TO_RESUME} {directory_override('sweep.resume', self._directory)}"
-            ) from error
+            rest = "its jobs may still run, and sweep.json has all that is known"
+            again = directory_override("sweep.resume", self._directory)
+            raise PreflightError(f"{error} The sweep has ended; {rest}. {TO_RESUME} {again}") from error
         if self._silent_since_s is not None:
             silent = duration(time.monotonic() - self._silent_since_s)
             self._progress.say(f"sweep: there is an answer again, after {silent}")
@@ -140,7 +137,7 @@ class Scheduler:
         count_time(job, time.time())
         job.state = self._state_after(job, change)
         self._progress.ended(job)
-        if self._search is not None and job.state in (*OVER, STOPPED):
+        if self._search is not None and job.state in (*OVER, State.STOPPED):
             self._search.refuse_several_metrics()
         return job
 
@@ -148,17 +145,17 @@ class Scheduler:
         assert change.exit is not None
         if change.exit == 0:
             take_result(job, self._directory / job.name)
-            return DONE
-        if change.exit == PRUNED_CODE:
-            return PRUNED
+            return State.DONE
+        if change.exit == errors.PRUNED:
+            return State.PRUNED
         job.error = None
         take_result(job, self._directory / job.name)
         job.exit, job.error = change.exit, change.error or job.error
-        if change.exit == PreemptedError.exit_code or (self.asked and change.exit in STOPPED_CODES):
-            return STOPPED
+        if change.exit == PreemptedError.exit_code or (self.asked and change.exit in errors.STOPPED):
+            return State.STOPPED
         job.failures += 1
         again = job.failures <= self._settings.retries and change.exit not in FINAL and not self.asked
-        return WAITING if again else FAILED
+        return State.WAITING if again else State.FAILED
 
     def _obey_signals(self) -> None:
         arrived = self._signals.take()

@@ -1,8 +1,8 @@
-"""Where the jobs of a search come from: drawn at random, or by Optuna from the results so far.
+"""The jobs of a search: each is drawn when a device is free, composed and checked, and added to sweep.json.
 
-Owns the draws, which depend on the seed and on the jobs in sweep.json alone. A search that is continued after
-its parent was killed therefore asks for the same jobs as one that was left alone. Only the sweep's process
-draws: jobs never import Optuna.
+Owns the draws, at random or by Optuna from the results so far, which depend on the seed and on the jobs in
+sweep.json alone. A search that is continued after its parent was killed therefore asks for the same jobs as
+one that was left alone. Only the sweep's process draws: jobs never import Optuna.
 """
 
 from __future__ import annotations
@@ -10,18 +10,25 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.config.composition import Composer, Request
+from launcher.config.resolve import compose_one, space_of
+from launcher.config.schema import Config
 from launcher.config.search_space import Choices, Dimension, Space, distribution, value_of
-from launcher.errors import ConfigError
-from launcher.sweep.job import DONE, FAILED, PRUNED, Job
+from launcher.errors import ConfigError, first_line
+from launcher.run_dir.records import JOB
+from launcher.sweep.prepare import is_setting, job_name, made, place
+from launcher.sweep.record import Job, Record, State, differences, refuse_differences, write_job
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 DRAWS = 100  # for a job that differs from all before it; a space that yields none by then has hardly any left
 DRAWS_OF_TPE = 10  # the same; where its few best points have all been tried, a random one is drawn
+REFUSED_IN_A_ROW = 20  # jobs that cannot be composed, after which the space is taken for a mistake
 
 
 def drawn_at_random(space: Space, seed: int, jobs: Sequence[Job]) -> tuple[str, ...] | None:
@@ -63,7 +70,8 @@ def _trial_of(job: Job, space: Space, distributions: Mapping[str, Any], optuna: 
     """The trial of a job, whether it runs or is over. One without a finite metric has failed."""
     states, values = optuna.trial.TrialState, dict(line.split("=", 1) for line in job.overrides)
     done = states.COMPLETE if job.metric is not None and math.isfinite(job.metric) else states.FAIL
-    state = {DONE: done, PRUNED: states.PRUNED, FAILED: states.FAIL}.get(job.state, states.RUNNING)
+    over: dict[str, Any] = {State.DONE: done, State.PRUNED: states.PRUNED, State.FAILED: states.FAIL}
+    state = over.get(job.state, states.RUNNING)
     trial: FrozenTrial = optuna.trial.create_trial(
         params={each.key: value_of(each, values[each.key]) for each in space.dimensions},
         distributions=distributions,
@@ -88,9 +96,87 @@ def imported_optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        raise ConfigError(
-            "sweep=tpe needs Optuna: pip install 'fp16-launcher[sweep]', or pip install 'optuna>=4.9,<6'. "
-            "sweep=random searches without it."
-        ) from error
+        install = "pip install 'fp16-launcher[sweep]', or pip install 'optuna>=4.9,<6'"
+        raise ConfigError(f"sweep=tpe needs Optuna: {install}. sweep=random searches without it.") from error
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # one line per trial would be printed twice
     return optuna
+
+
+class Searching:
+    """Adds jobs to the record. `devices_of` checks a config and says how many devices it takes."""
+
+    def __init__(
+        self,
+        request: Request,
+        directory: Path,
+        record: Record,
+        sample: Config,
+        devices_of: Callable[[Config], int],
+        has_room: Callable[[Job], bool],
+    ) -> None:
+        """`sample` is the config of any job, `has_room` is the carrier's.
+
+        Raises ConfigError for the directory of another search.
+        """
+        self._directory, self._record = directory, record
+        self._devices_of, self._has_room = devices_of, has_room
+        self._composer, self._space = Composer(request), space_of(request.overrides)
+        self._jobs = record.jobs = [*record.jobs]
+        self._settings = tuple(line for line in request.overrides if is_setting(line))
+        self._refuse_another_search(request.overrides)
+        self.refuse_several_metrics()
+        self._draw = drawn_by_tpe if sample.sweep.name == "tpe" else drawn_at_random
+        self._seed, self._trials = sample.seed, sample.sweep.stop.trials or math.inf
+        # What the carrier is asked about before a job is drawn: one drawn later has more results to go by.
+        self._probe = Job(-1, "", (), nproc=devices_of(sample))
+
+    def next(self) -> Job | None:
+        """A further job, waiting, in the record and with its folder; None if there is none now."""
+        for _ in range(REFUSED_IN_A_ROW):
+            if len(self._jobs) >= self._trials or not self._has_room(self._probe):
+                return None
+            if (lines := self._draw(self._space, self._seed, self._jobs)) is None:
+                return None
+            job = self._added(lines)
+            if job.state == State.WAITING:
+                return job
+        raise ConfigError(f"{REFUSED_IN_A_ROW} jobs of the search in a row cannot run. The last: {job.error}")
+
+    def _added(self, lines: tuple[str, ...]) -> Job:
+        """The job with these overrides, in the record: waiting, or failed where it cannot be composed."""
+        number = len(self._jobs)
+        job = Job(number, job_name(self._space, number, lines), lines)
+        self._jobs.append(job)
+        try:
+            config = compose_one(self._composer, (*lines, *self._settings))
+            job.nproc = self._devices_of(config)
+            made(self._directory / job.name)
+            write_job(place(config, self._directory, job), lines)
+        except ConfigError as error:
+            job.state, job.exit, job.error = State.FAILED, error.exit_code, first_line(error)
+        # Before it starts: a process that continues the sweep must not draw another job with this number.
+        self._record.write(self._directory)
+        return job
+
+    def refuse_several_metrics(self) -> None:
+        """Raise ConfigError unless all jobs that are over are compared by one metric."""
+        names = sorted({job.metric_name for job in self._jobs if job.metric_name})
+        if len(names) > 1:
+            problem = f"the jobs of this search are compared by different metrics ({', '.join(names)})"
+            apart = "Search for each recipe and each data set by itself, or list all jobs as a grid"
+            raise ConfigError(f"{problem}, and a search looks for the best of one. {apart}: sweep=grid.")
+
+    def _refuse_another_search(self, overrides: Sequence[str]) -> None:
+        """Raise ConfigError unless the jobs of the record are of this space and this base config."""
+
+        def of_jobs(lines: Sequence[str]) -> set[str]:
+            return {line for line in lines if not (is_setting(line) or line.startswith("hydra."))}
+
+        there, here = of_jobs(self._record.overrides), of_jobs(overrides)
+        found = [f"{line} is there and not here" for line in sorted(there - here)]
+        found += [f"{line} is here and not there" for line in sorted(here - there)]
+        first = next((job for job in self._jobs if (self._directory / job.name / JOB).exists()), None)
+        if first is not None and not found:
+            config = compose_one(self._composer, (*first.overrides, *self._settings))
+            found = differences(self._directory / first.name, config)
+        refuse_differences(self._directory, found)

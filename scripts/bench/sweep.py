@@ -68,7 +68,7 @@ def simulate(directory: Path, jobs: int, kind: str, shortest_s: float) -> dict[s
     from launcher.sweep.prepare import prepared
     from launcher.sweep.progress import Progress
     from launcher.sweep.scheduler import Scheduler
-    from launcher.sweep.searching import Searching
+    from launcher.sweep.search import Searching
 
     warm_up()
     memory, files = unshared_bytes(), len(os.listdir("/proc/self/fd"))

@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from launcher.commands.arguments import Arguments
 from launcher.commands.new import write_recipe
 from launcher.errors import ConfigError, StorageError
 from launcher.telemetry.event_log import read_events
 from tests.forked import launch_forked
 from tests.golden import Message
+
+
+def write(*words: str) -> None:
+    write_recipe(Arguments("new", words, {}), None)  # type: ignore[arg-type]  # no ranks have part in it
 
 
 @pytest.fixture
@@ -21,7 +26,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_skeleton_runs_as_it_is_with_the_command_that_is_printed(here, capsys) -> None:
-    write_recipe(["mine"])
+    write("mine")
     python, yaml, command = capsys.readouterr().out.splitlines()
     assert (python, yaml) == ("mine.py", "mine/recipe/mine.yaml")
     assert len((here / python).read_text().splitlines()) <= 25
@@ -35,7 +40,7 @@ def test_the_skeleton_runs_as_it_is_with_the_command_that_is_printed(here, capsy
 @pytest.mark.parametrize("name", ["a-b", "1st", "_mine", "class", "../up", "a b", "", "größe", "mine.py"])
 def test_a_name_must_be_one_of_a_function_and_a_file(name, here, message: Message) -> None:
     with pytest.raises(ConfigError) as refused:
-        write_recipe([name])
+        write(name)
     assert "a name of letters, digits" in message(refused.value)
     assert list(here.iterdir()) == []
 
@@ -43,7 +48,7 @@ def test_a_name_must_be_one_of_a_function_and_a_file(name, here, message: Messag
 @pytest.mark.parametrize("name", ["torch", "random", "launcher", "site", "sys"])
 def test_a_name_of_a_module_would_hide_that_module(name, here, message: Message) -> None:
     with pytest.raises(ConfigError, match=f"new {name}: .* a module") as refused:
-        write_recipe([name])
+        write(name)
     message(refused.value)
     assert list(here.iterdir()) == []
 
@@ -51,14 +56,14 @@ def test_a_name_of_a_module_would_hide_that_module(name, here, message: Message)
 def test_a_name_of_a_folder_here_hides_no_module(here, monkeypatch) -> None:
     Path("rings").mkdir()
     monkeypatch.syspath_prepend(str(here))
-    write_recipe(["rings"])
+    write("rings")
     assert Path("rings.py").is_file()
 
 
 @pytest.mark.parametrize("words", [[], ["one", "two"], ["resnet18"]])
 def test_one_new_name_is_needed(words, here, message: Message) -> None:
     with pytest.raises(ConfigError, match=r"^new") as refused:
-        write_recipe(words)
+        write(*words)
     message(refused.value)
     assert list(here.iterdir()) == []
 
@@ -68,7 +73,7 @@ def test_nothing_is_overwritten(there, here) -> None:
     Path(there).parent.mkdir(parents=True, exist_ok=True)
     Path(there).write_text("mine own")
     with pytest.raises(ConfigError, match=f"{there} exist"):
-        write_recipe(["mine"])
+        write("mine")
     assert [path for path in here.rglob("*") if path.is_file()] == [here / there]
     assert Path(there).read_text() == "mine own"
 
@@ -76,5 +81,5 @@ def test_nothing_is_overwritten(there, here) -> None:
 def test_a_folder_that_cannot_be_written_is_named(here) -> None:
     Path("mine").write_text("a file where the folder of the YAML belongs")
     with pytest.raises(StorageError, match="new mine: mine/recipe: "):
-        write_recipe(["mine"])
+        write("mine")
     assert os.listdir(here) == ["mine"]

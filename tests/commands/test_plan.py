@@ -10,7 +10,7 @@ import pytest
 
 from launcher import cli
 from launcher.distributed.links import StepSeconds, ring_bytes, wire_seconds
-from launcher.plan.jobs import makespan
+from launcher.plan.forecast import makespan
 
 OWN = """
 import torch

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
-from launcher.commands.full_screen import ENTER, LEAVE
+from launcher.commands.watch import ENTER, LEAVE
 from launcher.report.charts.characters import characters, curve_chart
 from launcher.report.curve import Curve
 from launcher.report.overview import run_table, state_text

@@ -24,14 +24,13 @@ from launcher.config.composition import (
     resolved,
 )
 from launcher.config.groups import conf_dir, group_choices
-from launcher.config.optimizers import AdamConfig
-from launcher.config.parameter_groups import GroupConfig
+from launcher.config.optimizers import AdamConfig, GroupConfig
 from launcher.config.resolve import compose_jobs, space_of
 from launcher.config.schema import Config
 from launcher.config.search_space import Choices, Space
 from launcher.errors import ConfigError
 from launcher.run_dir.records import config_yaml
-from launcher.sweep.prepare import job_name, prepared_in_place
+from launcher.sweep.prepare import job_name, prepared
 from tests.golden import Message
 
 CHOICES = group_choices(conf_dir())
@@ -362,10 +361,10 @@ def test_a_sweep_runs_the_checked_jobs_in_directories_of_their_own(
     monkeypatch.chdir(tmp_path)
     request = Request(("recipe=resnet18", "optim.lr=0.1,0.2", "tracker=none", *settings), multirun=True)
     configs = compose_jobs(request)
-    sweep, jobs, placed = prepared_in_place(request, configs)
-    assert [job.overrides for job in jobs] == [
-        ("recipe=resnet18", f"optim.lr={rate}", "tracker=none") for rate in (0.1, 0.2)
-    ]
+    with prepared(request, configs, in_place=True) as (sweep, record, placed):
+        assert [job.overrides for job in record.jobs] == [
+            ("recipe=resnet18", f"optim.lr={rate}", "tracker=none") for rate in (0.1, 0.2)
+        ]
     for config, checked, directory in zip(placed, configs, directories, strict=True):
         assert Path(config.run.dir).is_dir()
         assert Path(config.run.dir).relative_to(tmp_path).match(directory)

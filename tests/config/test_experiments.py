@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from launcher.config.composition import Request
-from launcher.config.experiments import with_experiment
 from launcher.config.groups import conf_dir, group_choices
-from launcher.config.resolve import compose_jobs, space_of
+from launcher.config.resolve import compose_jobs, space_of, with_experiment
 from launcher.errors import ConfigError
 from tests.golden import Message
 from tests.test_end_to_end import launch

@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from launcher.config.composition import Request
 from launcher.config.resolve import compose_jobs
 from launcher.config.schema import Config
-from launcher.plan.forecast import Task, fitting
-from launcher.plan.memory import StepMemory, rank_on
+from launcher.plan.forecast import fitting
+from launcher.plan.memory import StepMemory, Task, rank_on
 from launcher.plan.meta import META
 from tests.configs import composed
 
@@ -35,7 +35,7 @@ def config_of(words: tuple[str, ...]) -> Config:
 def foretold_bytes(config: Config) -> int:
     """At the peak of the second step, without the data."""
     task = Task.of(config, 1)
-    with rank_on(META, config, task.recipe, task.plan) as rank:
+    with rank_on(META, task) as rank:
         for _ in range(2):
             step, _, _ = rank.step(task.plan.largest_micro_batch, of_gpu=False)
         return sum(rank.held.values()) - rank.held["data"] + step.passes
@@ -45,10 +45,10 @@ def allocated_bytes(config: Config) -> int:
     """What the CPU's allocator has given at the peak of the third step, beside the data."""
     task = Task.of(config, 1)
     size = task.plan.largest_micro_batch
-    with rank_on(CPU, config, task.recipe, task.plan) as rank:
+    with rank_on(CPU, task) as rank:
         rank.step(size, of_gpu=False)  # makes the states of an optimizer of torch
         held = sum(rank.held.values()) - rank.held["data"]
-    with rank_on(CPU, config, task.recipe, task.plan, counting=False) as rank:
+    with rank_on(CPU, task, counting=False) as rank:
         for _ in range(2):
             rank.step(size, of_gpu=False)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -91,7 +91,7 @@ def test_weights_masters_gradients_and_states_are_as_large_as_the_policy_says() 
     """Half weights and wire gradients of 2 bytes, fp32 masters and two states of 4, and little padding."""
     config = composed("recipe=tabular", "model.width=256")
     task = Task.of(config, 2)
-    with rank_on(META, config, task.recipe, task.plan) as rank:
+    with rank_on(META, task) as rank:
         held, numel = rank.held, rank.stepper.num_trainable
         sizes = {"weights": 2, "masters": 4, "gradients": 2, "states": 8}
         for kind, size in sizes.items():
@@ -107,7 +107,7 @@ def test_a_sharded_optimizer_has_its_part_of_masters_and_states() -> None:
     for shard in ("false", "true"):
         config = composed("recipe=tabular", "model.width=256", f"wire.shard={shard}")
         task = Task.of(config, 4)
-        with rank_on(META, config, task.recipe, task.plan) as rank:
+        with rank_on(META, task) as rank:
             held.append(rank.held)
     assert held[1]["states"] == pytest.approx(held[0]["states"] / 4, rel=0.1)
     assert held[1]["weights"] == held[0]["weights"]
@@ -133,10 +133,10 @@ def test_the_peak_of_a_step_on_a_gpu_is_within_a_tenth_of_what_was_counted() -> 
     """The band until it has been measured: kernels of cuDNN take scratch, and the allocator rounds up."""
     config = composed("recipe=resnet18", "data.batch_size=128", *SMALL)
     task, device = Task.of(config, 1), torch.device("cuda")
-    with rank_on(META, config, task.recipe, task.plan) as rank:
+    with rank_on(META, task) as rank:
         step, _, _ = rank.step(task.plan.largest_micro_batch, of_gpu=True)
-        foretold = sum(rank.held.values()) + step.most
-    with rank_on(device, config, task.recipe, task.plan, counting=False) as rank:
+        foretold = sum(rank.held.values()) + max(step.passes, step.update)
+    with rank_on(device, task, counting=False) as rank:
         rank.step(task.plan.largest_micro_batch, of_gpu=True)
         torch.cuda.reset_peak_memory_stats()
         rank.step(task.plan.largest_micro_batch, of_gpu=True)

@@ -20,9 +20,8 @@ from launcher.errors import ConfigError, PreflightError
 from launcher.process.signals import Signals
 from launcher.supervisor import worker_count
 from launcher.sweep.carriers.devices import Devices, Pool
-from launcher.sweep.job import Job
 from launcher.sweep.progress import Progress
-from launcher.sweep.record import Record
+from launcher.sweep.record import Job, Record
 from launcher.sweep.scheduler import Scheduler
 from tests.configs import composed
 from tests.faults.parent import is_alive

@@ -11,7 +11,7 @@ import pytest
 from launcher.config.resolve import Request, compose_jobs
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
-from launcher.sweep.job import differences, read_job, write_job
+from launcher.sweep.record import differences, read_job, write_job
 from tests.configs import composed
 
 WORDS = ("optim.lr=0.1", "data=synthetic")

@@ -20,9 +20,8 @@ from launcher.run_dir.result import Failure
 from launcher.sweep import scheduler
 from launcher.sweep.asha import Pruner
 from launcher.sweep.carriers import Change, NoAnswerError
-from launcher.sweep.job import Job
 from launcher.sweep.progress import Progress
-from launcher.sweep.record import Record, recover
+from launcher.sweep.record import Job, Record, recover
 from launcher.sweep.scheduler import Scheduler
 from tests.configs import composed
 from tests.golden import Message

@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from launcher.cli import main
 from launcher.config.search_space import Space
 from launcher.errors import ConfigError
-from launcher.sweep.job import DONE, FAILED, PRUNED, RUNNING, Job
+from launcher.sweep.record import Job, State
 from launcher.sweep.search import drawn_at_random, drawn_by_tpe
 
 needs_optuna = pytest.mark.skipif(
@@ -47,8 +47,8 @@ def result_of(job: Job) -> tuple[str, float | None]:
     metric = -((math.log10(float(at["lr"])) + 2) ** 2) - abs(int(at["n"]) - 4) - abs(float(at["w"]) - 0.5)
     metric -= at["optim"] == "sgd"
     if job.number % 7 == 3:
-        return FAILED, None
-    return (PRUNED if job.number % 5 == 4 else DONE), metric
+        return State.FAILED, None
+    return (State.PRUNED if job.number % 5 == 4 else State.DONE), metric
 
 
 def searched(draw: Draw, seed: int = 0) -> list[Job]:
@@ -57,7 +57,7 @@ def searched(draw: Draw, seed: int = 0) -> list[Job]:
     for number in range(JOBS):
         lines = draw(space(*WIDE), seed, jobs)
         assert lines is not None
-        job = Job(number, f"{number}", lines, state=RUNNING)
+        job = Job(number, f"{number}", lines, state=State.RUNNING)
         jobs.append(job)
         job.state, job.metric = result_of(job)
         job.higher_is_better = None if job.metric is None else True
@@ -68,7 +68,7 @@ def all_of(draw: Draw, *lines: str, most: int = 10) -> list[tuple[str, ...]]:
     """The draws from a finite space until there is none."""
     jobs: list[Job] = []
     while len(jobs) < most and (drawn := draw(space(*lines), 0, jobs)) is not None:
-        jobs.append(Job(len(jobs), "", [*drawn], state=RUNNING))
+        jobs.append(Job(len(jobs), "", [*drawn], state=State.RUNNING))
     return [tuple(job.overrides) for job in jobs]
 
 
@@ -137,5 +137,5 @@ class TestOptuna:
         for number, metric in enumerate((math.nan, None, 0.5)):
             lines = drawn_by_tpe(space("a=1,2,3"), 0, jobs)
             assert lines is not None
-            jobs.append(Job(number, "", lines, state=DONE, metric=metric, higher_is_better=False))
+            jobs.append(Job(number, "", lines, state=State.DONE, metric=metric, higher_is_better=False))
         assert drawn_by_tpe(space("a=1,2,3"), 0, jobs) is None

@@ -117,18 +117,24 @@ def test_a_request_to_save_is_passed_on_to_the_jobs(tmp_path: Path, parallel: in
 
 
 def test_a_sweep_that_is_killed_again_and_again_ends_as_one_that_is_not(tmp_path: Path) -> None:
-    """The same command each time. Which moments are hit depends on the machine; the results must not."""
+    """The same command each time. Which moments are hit depends on the machine; the results must not.
+
+    A process is killed after a share of the time that the undisturbed sweep took. The first two shares
+    together are less than the whole, so that there are two kills at least on a machine of any speed.
+    """
     words = (*HERE, "sweep.parallel=2", "train.epochs=30", "checkpoint.every_steps=7", "seed=0,1,2,3")
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     for place in (undisturbed, killed):
         place.mkdir()
         write_recipe(place, ENDLESS)
+    began = time.monotonic()
     with Parent(undisturbed, *words, nproc=1) as parent:
         assert parent.end(120) == 0
+    took_s = time.monotonic() - began
     chance, kills = random.Random(0), 0
     while True:
         with Parent(killed, *words, nproc=1, name=f"parent{kills}") as parent:
-            deadline = time.monotonic() + chance.uniform(0.5, 3) * (1 + kills / 4)
+            deadline = time.monotonic() + took_s * chance.uniform(0.1, 0.3) * (1 + kills / 4)
             while parent._process.exitcode is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             if parent._process.exitcode is not None:

@@ -20,11 +20,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from launcher.config.messages import install_line
 from launcher.errors import PreflightError
-from launcher.sweep.job import Job
+from launcher.sweep.record import Job
 
 
 class NoAnswerError(PreflightError):
@@ -71,10 +71,13 @@ class Carrier(Protocol):
 
     def save(self, job: Job) -> None:
         """Ask the job to save a checkpoint and continue (SIGUSR1), where a signal can ask for that."""
+        return
 
-    def __enter__(self) -> Carrier: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        return
 
 
 def imported(package: str, carrier: str) -> Any:
@@ -82,10 +85,8 @@ def imported(package: str, carrier: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise PreflightError(
-            f"sweep.on={carrier} needs the package {package}, which is not installed. Install it with: "
-            f"{install_line(package)}"
-        ) from None
+        problem = f"sweep.on={carrier} needs the package {package}, which is not installed"
+        raise PreflightError(f"{problem}. Install it with: {install_line(package)}") from None
 
 
 def command_of(directory: Path) -> list[str]:

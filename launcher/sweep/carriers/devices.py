@@ -24,9 +24,9 @@ from launcher.process.lifetime import ParentDeathSignal, end_with
 from launcher.process.signals import held_back, start_over
 from launcher.run_dir.atomic import open_plain
 from launcher.supervisor.worker_count import visible_gpus
-from launcher.sweep.carriers import Change
-from launcher.sweep.job import Job
+from launcher.sweep.carriers import Carrier, Change
 from launcher.sweep.progress import LOG
+from launcher.sweep.record import Job
 
 # From one look at the children to the next: at most this long a device is idle. pidfds would need Linux 5.3.
 LOOK_EVERY_S = 0.02
@@ -52,11 +52,12 @@ class Pool:
         return [*self.cores[first:last]] or [self.cores[first % len(self.cores)]]
 
 
-class Devices:
+class Devices(Carrier):
     """Runs jobs on the devices of a pool. `run` runs the job in a folder and returns its exit code."""
 
     def __init__(self, pool: Pool, run: Callable[[Path], int], alone: bool) -> None:
         self._pool, self._run, self._alone = pool, run, alone
+        self._parent = os.getpid()
         self._children: dict[int, int] = {}  # process ids, by number of the job
         self._parts: dict[int, list[int]] = {}  # of the pool: GPUs or shares, likewise
 
@@ -72,11 +73,10 @@ class Devices:
         job.devices = gpus or [f"core {core}" for core in cores]
         sys.stdout.flush()  # else the child would print it again
         sys.stderr.flush()
-        parent = os.getpid()
         with held_back():
             child = os.fork()
             if child == 0:
-                self._be_the_job(parent, directory, gpus, cores)
+                self._be_the_job(directory, gpus, cores)
         self._children[job.number] = child
 
     def poll(self, wait_s: float) -> Sequence[Change]:
@@ -90,9 +90,6 @@ class Devices:
 
     def save(self, job: Job) -> None:
         self._send(job, signal.SIGUSR1)
-
-    def __enter__(self) -> Devices:
-        return self
 
     def __exit__(self, *error: object) -> None:
         for child in self._children.values():
@@ -113,9 +110,8 @@ class Devices:
             return None
         used = Counter(itertools.chain.from_iterable(self._parts.values()))
         per_part, wanted = (self._pool.per_gpu, job.nproc) if self._pool.gpus else (1, 1)
-        free = sorted(
-            (part for part in range(self._num_parts) if used[part] < per_part), key=used.__getitem__
-        )
+        free = [part for part in range(self._num_parts) if used[part] < per_part]
+        free.sort(key=used.__getitem__)
         return sorted(free[:wanted]) if len(free) >= wanted else None
 
     def _ended(self) -> Sequence[Change]:
@@ -129,14 +125,12 @@ class Devices:
                 found.append(Change(job, code if code >= 0 else 128 - code, reason))
         return found
 
-    def _be_the_job(
-        self, parent: int, directory: Path, gpus: Sequence[str], cores: Sequence[int]
-    ) -> NoReturn:
+    def _be_the_job(self, directory: Path, gpus: Sequence[str], cores: Sequence[int]) -> NoReturn:
         """Run the job in this process, just forked, and exit with its code."""
         code = 1
         try:
             os.setsid()  # a Ctrl-C is for the sweep, which stops its jobs
-            end_with(parent)
+            end_with(self._parent)
             ParentDeathSignal()  # loader processes end with this one, if it is killed alone
             start_over()
             if gpus:

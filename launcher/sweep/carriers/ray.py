@@ -23,9 +23,9 @@ from typing import Any
 from launcher.config.schema import SweepConfig
 from launcher.errors import PreflightError, first_line
 from launcher.process.lifetime import ENDS_WITH_STARTER
-from launcher.sweep.carriers import Change, command_of, imported
-from launcher.sweep.job import Job
+from launcher.sweep.carriers import Carrier, Change, command_of, imported
 from launcher.sweep.progress import LOG
+from launcher.sweep.record import Job
 
 CONNECT_S = 10.0  # to a cluster in the same network
 HEAD_S = 30.0  # without Ray's head; after 60 s Ray ends this process, without a word on how to continue
@@ -83,7 +83,7 @@ class Running:
     losses: int = 0  # how often its actor has died, as with its machine
 
 
-class RayCarrier:
+class RayCarrier(Carrier):
     """Runs jobs on the cluster that this process can reach. Raises PreflightError if there is none."""
 
     def __init__(self, sweep: SweepConfig) -> None:
@@ -103,11 +103,9 @@ class RayCarrier:
         kind = "GPU" if any(has.get("GPU") for has in nodes) else "CPU"
         shared = kind == "GPU" and job.nproc == 1
         amount = job.nproc / self._sweep.jobs_per_gpu if shared else job.nproc
-        if max(has.get(kind, 0) for has in nodes) < amount:
-            raise PreflightError(
-                f"launch.nproc={job.nproc} needs as many {kind}s of one machine, and the largest of the Ray "
-                f"cluster has {max(has.get(kind, 0) for has in nodes):g}."
-            )
+        if (most := max(has.get(kind, 0) for has in nodes)) < amount:
+            problem = f"launch.nproc={job.nproc} needs as many {kind}s of one machine"
+            raise PreflightError(f"{problem}, and the largest of the Ray cluster has {most:g}.")
         # Without num_cpus an actor needs a CPU while it is placed, which all jobs may hold.
         share = {"num_cpus": 0, f"num_{kind.lower()}s": amount}
         new = self._ray.remote(Runner).options(**share).remote
@@ -140,11 +138,10 @@ class RayCarrier:
         except OSError as error:
             if now - self._head_seen_s > HEAD_S:
                 self._running.clear()  # none of them can be reached any more
-                raise PreflightError(
-                    f"Ray's head at {':'.join(map(str, self._head))} has not answered for {HEAD_S:g} s "
-                    f"({error}). Start Ray again, then the same command: finished jobs are kept, and the "
-                    "others resume from their checkpoints."
-                ) from error
+                head = ":".join(map(str, self._head))
+                problem = f"Ray's head at {head} has not answered for {HEAD_S:g} s ({error})"
+                rest = "finished jobs are kept, and the others resume from their checkpoints"
+                raise PreflightError(f"{problem}. Start Ray again, then the same command: {rest}.") from error
 
     def _changes(self, each: Running) -> Iterator[Change]:
         try:
@@ -180,9 +177,6 @@ class RayCarrier:
         if each.has_started:
             each.actor.send.remote(signal.SIGUSR1)
 
-    def __enter__(self) -> RayCarrier:
-        return self
-
     def __exit__(self, *error: object) -> None:
         for each in self._running.values():
             self._ray.kill(each.actor)
@@ -196,17 +190,15 @@ def connected() -> Any:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         # Never a cluster of its own: it would end with this process, and take all GPUs of the machine.
-        if found := re.fullmatch(
-            r"([\w.-]+):(\d+)", address
-        ):  # where nobody answers Ray tries for 13 minutes
+        # Where nobody answers Ray tries for 13 minutes.
+        if found := re.fullmatch(r"([\w.-]+):(\d+)", address):
             socket.create_connection((found[1], int(found[2])), CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, ValueError, RuntimeError) as error:
-        raise PreflightError(
-            f"sweep.on=ray: no Ray cluster can be reached ({first_line(error)}). Start one with "
-            "`ray start --head`, on further machines `ray start --address=HOST:6379`, or name one with "
-            "RAY_ADDRESS."
-        ) from error
+        problem = f"sweep.on=ray: no Ray cluster can be reached ({first_line(error)})"
+        start = "`ray start --head`, on further machines `ray start --address=HOST:6379`"
+        advice = f"Start one with {start}, or name one with RAY_ADDRESS."
+        raise PreflightError(f"{problem}. {advice}") from error
     finally:
         for number, handler in handlers.items():  # Ray has its own for SIGTERM, which would end the sweep
             signal.signal(number, handler)

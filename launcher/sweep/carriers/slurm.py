@@ -23,9 +23,9 @@ from launcher.config.schema import SweepConfig
 from launcher.errors import TO_RESUME, PreemptedError, PreflightError
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.status import FILE_NAME
-from launcher.sweep.carriers import Change, NoAnswerError, command_of, imported
-from launcher.sweep.job import Job
+from launcher.sweep.carriers import Carrier, Change, NoAnswerError, command_of, imported
 from launcher.sweep.progress import LOG
+from launcher.sweep.record import Job
 
 FOLDER = "slurm"  # in the sweep's: the batch scripts, and what they print
 EVERY_S = 3.0  # between two calls of squeue, which share one daemon with the whole cluster
@@ -54,8 +54,11 @@ class Submitted:
         return f"{self.directory.parent.name}/{self.directory.name}"
 
 
-class SlurmCarrier:
-    """Runs jobs on the cluster of this machine's sbatch. Raises PreflightError if there is none."""
+class SlurmCarrier(Carrier):
+    """Runs jobs on the cluster of this machine's sbatch. Raises PreflightError if there is none.
+
+    It asks no job to save: in a job of Slurm SIGUSR1 means that its time ends (launch.preempt_signals).
+    """
 
     def __init__(self, sweep: SweepConfig) -> None:
         self._submitit = _submitit()
@@ -167,22 +170,12 @@ class SlurmCarrier:
             _ask("scancel", *how, each.id)
             each.unsent = None
 
-    def save(self, job: Job) -> None:
-        """Do nothing: in a job of Slurm SIGUSR1 means that its time ends (launch.preempt_signals)."""
-
-    def __enter__(self) -> SlurmCarrier:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
 
 def _submitit() -> Any:
     submitit = imported("submitit", "slurm")
     if missing := [name for name in COMMANDS if not shutil.which(name)]:
-        raise PreflightError(
-            f"sweep.on=slurm: {', '.join(missing)} cannot be found. Start the sweep on a machine of a Slurm "
-            "cluster, such as its login node."
-        )
+        advice = "Start the sweep on a machine of a Slurm cluster, such as its login node."
+        raise PreflightError(f"sweep.on=slurm: {', '.join(missing)} cannot be found. {advice}")
     return submitit
 
 

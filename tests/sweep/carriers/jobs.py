@@ -12,7 +12,7 @@ from pathlib import Path
 from launcher.config.resolve import Request, compose_jobs
 from launcher.config.schema import RunConfig
 from launcher.sweep.carriers import Carrier, Change
-from launcher.sweep.job import Job, write_job
+from launcher.sweep.record import Job, write_job
 from tests.faults.parent import WORDS, write_recipe
 from tests.limits import at_most
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from launcher.config.optimizers import OptimConfig
-from launcher.config.parameter_groups import GroupConfig
+from launcher.config.optimizers import GroupConfig, OptimConfig
 from launcher.engine import SGD, ParameterGroup, Stepper
 from launcher.errors import ConfigError
 from launcher.training.setup.parameter_groups import layers_of, parameter_groups
