@@ -62,8 +62,9 @@ def _call_and_report(job: Job, position: Position) -> bytes:
     with guarding("what the recipe's after_evaluation returned", job.run.logs_of_failure):
         texts, numbers, pictures = sorted_by_kind(found)
         files = _written(job.run, pictures, step)
-        event = AfterEvaluationEvent(step, epoch=epoch, texts=texts, numbers=numbers, pictures=files)
-        job.run.telemetry.emit(event)
+        job.run.telemetry.emit(
+            AfterEvaluationEvent(step, epoch=epoch, texts=texts, numbers=numbers, pictures=files)
+        )
     return b""
 
 

@@ -74,20 +74,21 @@ class Stragglers:
         advice = "Its forward and backward take longer: look for other processes on it, or a low clock."
         if own_data_ms - data_ms > late_ms / 2:
             cause, advice = "data", "It waits for its data: look at its disk, or raise data.workers."
-        event = StragglerEvent(
-            step,
-            rank=latest,
-            host=self._hosts[latest],
-            late_ms=late_ms,
-            step_ms=step_ms,
-            first_step=first_step,
-            last_step=first_step + self._length - 1,
-            cause=cause,
+        self._run.telemetry.emit(
+            StragglerEvent(
+                step,
+                rank=latest,
+                host=self._hosts[latest],
+                late_ms=late_ms,
+                step_ms=step_ms,
+                first_step=first_step,
+                last_step=first_step + self._length - 1,
+                cause=cause,
+            )
         )
-        self._run.telemetry.emit(event)
         if times := self._late.add(latest):
-            often = "" if times == 1 else f", {times} times so far"
+            often, host = "" if times == 1 else f", {times} times so far", self._hosts[latest]
             self._run.telemetry.warn(
-                f"rank {latest} on {event.host} arrives last{often}: the other ranks waited {late_ms:.1f} of "
-                f"the {step_ms:.1f} ms of a step for it, over {self._length} steps. {advice}"
+                f"rank {latest} on {host} arrives last{often}: the other ranks waited {late_ms:.1f} of the "
+                f"{step_ms:.1f} ms of a step for it, over {self._length} steps. {advice}"
             )
