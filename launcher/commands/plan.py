@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from launcher.config.composition import Request
     from launcher.config.schema import Config
 
+LINKS, RANKS = "100,1000,10000", "2,8,64"  # without --link and --ranks
+
 
 def plan(arguments: Arguments, leader: Leader) -> None:
     """plan recipe=resnet18 [--json]: says what would run, and what it would need
@@ -51,11 +53,13 @@ def plan(arguments: Arguments, leader: Leader) -> None:
     if flags := [flag for flag in HYDRA_ANSWERS if flag in arguments.flags]:
         raise ConfigError(f"plan {flags[0]}: is asked about a config, and plan about a run: leave plan out.")
     measures = "--measure" in arguments.flags
-    mbits = arguments.numbers("--link", "100,1000,10000", are_positive, "numbers above 0 with commas between")
-    ranks = arguments.numbers("--ranks", "2,8,64", are_whole, "whole numbers above 0 with commas between")
-    rates = arguments.numbers("--samples-per-s", "", are_positive, "a number above 0")
+    listed = "above 0, separated by commas, such as"
+    mbits = arguments.numbers("--link", LINKS, are_positive, f"numbers {listed} {LINKS}")
+    ranks = arguments.numbers("--ranks", RANKS, are_whole, f"whole numbers {listed} {RANKS}")
+    rates = arguments.numbers("--samples-per-s", "", are_positive, "a number above 0, such as 800")
     if len(rates) + measures > 1:
-        raise ConfigError("--samples-per-s: give one rate, or --measure it here.")
+        given = arguments.flags["--samples-per-s"]
+        raise ConfigError(f"--samples-per-s {given}: give one rate, or --measure it here.")
     request = with_experiment(request_of(arguments))
     configs = compose_jobs(request)
     for config in configs:
