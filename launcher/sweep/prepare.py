@@ -13,7 +13,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from launcher.config.composition import Request
@@ -147,8 +147,10 @@ def directory_of(request: Request, configs: Sequence[Config]) -> Path:
     if given is not None:
         return made(Path(str(interpolated(DIRECTORY, given, user_shape(configs[0])))).absolute())
     root = made(root_of(configs).absolute())
-    directory = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    return directory_of(request, configs) if directory.exists() else made(directory)
+    while True:
+        directory = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        with suppress(FileExistsError):  # of another sweep, which has just taken it
+            return made(directory, exist_ok=False)
 
 
 def root_of(configs: Sequence[Config]) -> Path:
@@ -157,11 +159,13 @@ def root_of(configs: Sequence[Config]) -> Path:
     return ROOT / (recipes.pop() if len(recipes) == 1 else "several")
 
 
-def made(directory: Path) -> Path:
-    """Create the directory and return it. Raises StorageError."""
+def made(directory: Path, exist_ok: bool = True) -> Path:
+    """Create the directory and return it. Raises StorageError, and FileExistsError if that is not ok."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as error:
+        if isinstance(error, FileExistsError) and not exist_ok:
+            raise
         problem = f"the sweep's directory {directory} cannot be made: {error.strerror}"
         raise StorageError(f"{problem}. Choose a writable place with {DIRECTORY}=DIR.") from error
     return directory
