@@ -170,7 +170,7 @@ def test_a_step_launches_no_more_than_one_of_autocast_and_grad_scaler(build, ope
 
 @pytest.mark.parametrize("optimizer", [AdamW(1e-3), SGD(0.1, momentum=0.9)], ids=["adamw", "sgd"])
 def test_a_checkpoint_compares_large_models_in_as_few_operations_as_small_ones(optimizer) -> None:
-    """Replicas with each other, and weights with masters: by parameter the former were 391 for a ResNet-50."""
+    """Replicas with each other, and weights with masters: by parameter the former were 391 operations."""
 
     def kernels(layers: int) -> int:
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
