@@ -7,7 +7,7 @@ the decision from the same evaluation, and the check of the replicas compares th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import astuple
 from typing import Any
 
 from launcher.checkpoint.snapshot import Compared
@@ -66,11 +66,11 @@ class Plateau:
         return found.cost < best.cost * (1 + self._config.threshold * (-1 if best.lower_is_better else 1))
 
     def state(self) -> dict[str, Any]:
-        best = None if self._best is None else asdict(self._best)
+        best = None if self._best is None else list(astuple(self._best))
         return {"share": self._share, "best": best, "bad": self._bad, "step": self._step}
 
     def load_state(self, values: dict[str, Any]) -> None:
         self._share, self._bad, self._step = values["share"], values["bad"], values["step"]
-        self._best = None if values["best"] is None else Compared(**values["best"])
+        self._best = None if values["best"] is None else Compared(*values["best"])
         if self._share != 1.0:  # the rate is not part of the Stepper's state
             self._run.stepper.lr = self._rate * self._share

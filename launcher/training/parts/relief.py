@@ -51,11 +51,11 @@ class Relief:
         self._shortage = ""  # of this rank, until the micro-batch is halved
 
     def state(self) -> dict[str, Any]:
-        return {"micro_batch": self._chosen}
+        return {"micro_batch": self._chosen and dict(zip(("wish", "size"), self._chosen, strict=True))}
 
     def load_state(self, values: dict[str, Any]) -> None:
         if (saved := values["micro_batch"]) is not None:
-            self._chosen = tuple(saved)
+            self._chosen = saved["wish"], saved["size"]
 
     def add_to(self, result: Result) -> Result:
         return replace(result, micro_batch=self._job.batches.plan.largest_micro_batch)
