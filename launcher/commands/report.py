@@ -115,7 +115,7 @@ def output_file(arguments: Arguments, directories: Sequence[Path]) -> Path:
         return directories[0] / REPORT if len(directories) == 1 else not_foreign(Path(REPORT))
     place = Path(out)
     if place.is_dir() or not place.parent.is_dir():
-        raise ConfigError(f"--out {shortened(out)}: must be a file in a directory that exists: runs.html")
+        raise ConfigError(f"--out {shortened(out)}: must be a file in a directory that exists.")
     return not_foreign(place)
 
 

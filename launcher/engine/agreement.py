@@ -118,7 +118,7 @@ def _of(name: str, value: object) -> Iterator[tuple[str, str]]:
     else:
         yield name, getattr(value, "__qualname__", type(value).__name__)  # of a class or function its own
         if dataclasses.is_dataclass(value):
-            yield from _of(name, vars(value))
+            yield from _of(name, {each.name: getattr(value, each.name) for each in dataclasses.fields(value)})
 
 
 def _row(texts: Sequence[str]) -> str:
