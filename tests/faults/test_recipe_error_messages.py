@@ -90,7 +90,7 @@ MISTAKES: dict[str, tuple[str, str, int, str]] = {
         "model = Model(); model.inner = nn.Linear(4, 2); return model",
         7,
         "in loss: IndexError: Target 2 is out of bounds. A label must be at least 0 and less than the "
-        "number of the model's outputs. Correct the labels, or give it more outputs.",
+        "number of the model's outputs. Give it at least 3 outputs",
     ),
     "inputs of float64": (
         "RECIPE",
