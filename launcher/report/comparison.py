@@ -20,7 +20,7 @@ from launcher.config.groups import choice_file, conf_dir, description, group_cho
 from launcher.config.messages import program, tree_flags
 from launcher.errors import counted
 from launcher.report.pictures import draw_comparison
-from launcher.report.reading import json_of
+from launcher.report.reading import sweep_of
 from launcher.report.run_record import MARKS, RunRecord, is_run, overrides_of
 from launcher.report.search import Search
 from launcher.report.settings import (
@@ -35,7 +35,6 @@ from launcher.report.settings import (
 )
 from launcher.report.side_by_side import side_by_side
 from launcher.run_dir.atomic import write_text
-from launcher.run_dir.records import SWEEP
 from launcher.telemetry.formatting import (
     duration,
     markdown_table,
@@ -75,7 +74,7 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
     """Write picture and tables of these runs to the sweep's directory. Raises OSError."""
     settings = settings_of(runs)
     table, rows, picture = (sweep_dir / name for name in (TABLE, ROWS, COMPARISON))
-    jobs, record = jobs_of(sweep_dir), json_of(sweep_dir, SWEEP)
+    jobs, record = jobs_of(sweep_dir), sweep_of(sweep_dir)
     flags = tree_flags(record.get("config_dir"), record.get("config_name", "config"))
     search = Search.read(sweep_dir, runs)
     below = [effort(jobs), importance_rows(search) if search else ""]
@@ -91,7 +90,7 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
 def jobs_of(sweep_dir: Path) -> dict[str, dict[str, Any]]:
     """What sweep.json records of each job, by the name of its folder; empty where it cannot be read."""
     try:
-        return {str(job["name"]): job for job in json_of(sweep_dir, SWEEP)["jobs"]}
+        return {str(job["name"]): job for job in sweep_of(sweep_dir)["jobs"]}
     except (KeyError, TypeError):
         return {}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from launcher.run_dir.atomic import read_json, read_regular
 from launcher.run_dir.codec import decoded, misfits
-from launcher.run_dir.records import RESULT
+from launcher.run_dir.records import RESULT, SWEEP
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.run_dir.status import Status
@@ -47,6 +47,15 @@ def json_of(run_dir: Path, name: str, warn: Warn = silent) -> dict[str, Any]:
     except ValueError as error:
         warn(f"{path} is damaged: left out ({error})")
         return {}
+
+
+def sweep_of(directory: Path) -> dict[str, Any]:
+    """sweep.json, with all of its jobs; empty where it cannot be read."""
+    try:
+        found = read_json(directory / SWEEP)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def result_of(run_dir: Path, warn: Warn = silent) -> Result:

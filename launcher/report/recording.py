@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ NODE_FILES = "gpu-rank*.jsonl"  # of nodes without rank 0, in logs/
 BLOCK_BYTES = 1 << 20  # added at once, about 3,000 lines: what a call of numpy costs is spread over them
 STEP_FIELDS = ("loss", "lr", "grad_norm", "scale", "samples_per_s", "step_ms", "memory_bytes")
 NO_METRICS = ("samples", "tokens", "seconds")
+MAX_CURVES = 200  # of evaluations, and of devices: a damaged file may name one in every line
 MAX_RECORDS = 200  # of each kind, more than anyone reads on a page; others are counted
 LARGEST = 1e300  # beyond it, a number is no measurement, and arithmetic with it may overflow
 OF_A_BEGINNING = ("decision", "warning")  # recorded by a process before its first `restart` or `start`
@@ -63,6 +64,14 @@ class Records(Generic[Kind]):
         return known[-1] if known else None
 
 
+class Curves(dict[str, Curve]):
+    """The first MAX_CURVES curves by name."""
+
+    def add_point(self, name: str, x: float, y: float) -> None:
+        if name in self or len(self) < MAX_CURVES:
+            self.setdefault(name, Curve()).add_point(x, y)
+
+
 @dataclass
 class Attempt:
     """One process of the run, from its `restart` or `start` to its last event. Times are unix seconds."""
@@ -80,8 +89,8 @@ class Recording:
         self.steps = {name: Curve() for name in STEP_FIELDS}
         self.parts_ms = {part: Means() for part in PARTS}  # of a step, over the steps
         self.windows_ms = Spread()  # of a step, by log line; without the first, which compiles
-        self.evaluations: dict[str, Curve] = defaultdict(Curve)  # by metric; of other sets by SET/METRIC
-        self.gpus: dict[str, dict[str, Curve]] = {}  # by device, by field
+        self.evaluations, self.other_sets = Curves(), Curves()  # by metric; of other sets by SET/METRIC
+        self.gpus: dict[str, Curves] = {}  # by device, by field
         self.skips = Curve()  # step -> loss scale
         self.records: dict[type[events.Event], Records[Any]] = {}
         self.attempts: list[Attempt] = []
@@ -105,7 +114,7 @@ class Recording:
     def evaluation(self, name: str) -> Curve | None:
         """The curve of a metric of the first set, or of SET/METRIC; None if it was not evaluated."""
         of_first = name.removeprefix(f"{next(iter(self._sets), None)}/")
-        return self.evaluations.get(name) or self.evaluations.get(of_first)
+        return self.evaluations.get(name) or self.other_sets.get(name) or self.evaluations.get(of_first)
 
     @property
     def sets(self) -> list[str]:
@@ -146,7 +155,7 @@ class Recording:
         alike = [line for line in lines if line.startswith(PREFIX)]
         columns = columns_of_lines(alike) if alike else None
         if columns is not None:
-            self._add_steps(columns, bounded_event(alike[-1]) or {})
+            self._add_steps(columns, bounded_event(alike[-1]))
         steps: list[Record] = []
         for number, line in enumerate(lines, self.num_lines + 1):
             if not line or (columns is not None and line.startswith(PREFIX)):
@@ -191,8 +200,9 @@ class Recording:
             attempt.last_step = max(attempt.last_step, event.step)
             attempt.ended = max(attempt.ended, time)  # nan is not larger
 
-    def _add_steps(self, columns: Columns, last: Record) -> None:
-        self.last_step = decoded(events.StepEvent, last)
+    def _add_steps(self, columns: Columns, last: Record | None) -> None:
+        if last is not None:
+            self.last_step = decoded(events.StepEvent, last)
         steps = columns["step"]
         for name in columns.keys() & self.steps.keys():
             self.steps[name].add(steps, columns[name])
@@ -233,22 +243,26 @@ class Recording:
                 self.skips.add_point(event.step, _sane(event.scale))
 
     def _add_evaluation(self, event: events.EvalEvent) -> None:
-        self._sets.setdefault(event.set)
-        prefix = "" if event.set == next(iter(self._sets)) else f"{event.set}/"
+        if len(self._sets) < MAX_CURVES:
+            self._sets.setdefault(event.set)
+        of_first = event.set == next(iter(self._sets))
+        curves, prefix = (self.evaluations, "") if of_first else (self.other_sets, f"{event.set}/")
         for name, value in {"loss": event.loss, **event.metrics}.items():
             if value is not None and name not in NO_METRICS and abs(value) < LARGEST:
-                self.evaluations[prefix + name].add_point(event.step, value)
+                curves.add_point(prefix + name, event.step, value)
 
     def _add_gpu(self, event: events.GpuEvent) -> None:
         """Add the numbers of each device; seconds by reason are added up."""
         self.last_gpu = event
         for place, gpu in enumerate(event.gpus):
             name = f"GPU {place if gpu.index is None else gpu.index}"
-            curves = self.gpus.setdefault(name, defaultdict(Curve))
+            curves = self.gpus.get(name) or Curves()
+            if name in self.gpus or len(self.gpus) < MAX_CURVES:
+                self.gpus[name] = curves
             for key, value in encoded(gpu).items():
                 number = sum(value.values()) if isinstance(value, dict) else value
                 if key not in ("index", "uuid", "incomplete") and not math.isnan(_sane(number)):
-                    curves[key].add_point(event.step, float(number))
+                    curves.add_point(key, event.step, float(number))
 
 
 class Follower:
@@ -263,6 +277,7 @@ class Follower:
         self._identity: tuple[int, int] | None = None
         self._offset = 0  # of the first line that was not complete
         self._last = b""  # what stands before the offset
+        self._size_bytes = -1  # of the file when it was last read
 
     def poll(self) -> bool:
         """Read new complete lines; returns whether something changed. Raises OSError.
@@ -281,6 +296,9 @@ class Follower:
             if (status.st_dev, status.st_ino) != self._identity or file.read(len(self._last)) != self._last:
                 self._reset()
                 self._identity = (status.st_dev, status.st_ino)
+            if status.st_size == self._size_bytes:
+                return False  # else a torn end of any size would be read at every poll
+            self._size_bytes = status.st_size
             return self._read(file)
 
     def _read(self, file: BinaryIO) -> bool:

@@ -129,7 +129,7 @@ class RunRecord:
     @property
     def metric_name(self) -> str | None:
         """What runs are compared by, of any set, else the first metric that was evaluated, else the loss."""
-        names = [name for name in self.recording.evaluations if "/" not in name]
+        names = list(self.recording.evaluations)
         named = self.result.metric_name or self._compared_by(names)
         if named and (not names or self.recording.evaluation(named) is not None):
             return named

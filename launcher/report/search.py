@@ -18,9 +18,8 @@ from launcher.config.search_space import Choices, Dimension, distribution, value
 from launcher.report.charts.chart import Axis, Chart, Line, axis_of, steps_axis
 from launcher.report.charts.svg import markup
 from launcher.report.html import grid, paragraph
-from launcher.report.reading import json_of
+from launcher.report.reading import sweep_of
 from launcher.report.run_record import RunRecord
-from launcher.run_dir.records import SWEEP
 from launcher.telemetry.formatting import SHARES, metric, metric_title, middle_cut
 
 SEARCHES = ("random", "tpe")  # values of sweep.name
@@ -63,7 +62,7 @@ class Search:
         from launcher.config.resolve import space_of
 
         try:
-            record = json_of(sweep_dir, SWEEP)
+            record = sweep_of(sweep_dir)
             dimensions = space_of(record["overrides"]).dimensions
             jobs = [job for job in record["jobs"] if job.get("state") in COLORS]
             trials = [_trial(job, dimensions) for job in jobs]

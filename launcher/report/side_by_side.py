@@ -235,7 +235,7 @@ def table(first: RunSetting, others: Sequence[RunSetting]) -> list[str]:
 def rows(metric_name: str) -> list[tuple[str, OfRun, Callable[[float], str]]]:
     """Name, value and text of each quantity of the table."""
     return [
-        ("training time", lambda run: run.seconds, duration),
+        ("training time", lambda run: run.result.training_seconds, duration),
         ("time of a step", step_ms, milliseconds),
         *((f"... {title}", part_of(part), milliseconds) for part, title in TITLES.items()),
         ("... everything else", other_ms, milliseconds),

@@ -17,11 +17,11 @@ from launcher.errors import DIVERGED, PRUNED, TO_RESUME, counted, listed
 from launcher.report.charts.characters import characters, curve_chart
 from launcher.report.comparison import TABLE, compares_precisions, job_directories, jobs_of
 from launcher.report.overview import first_line, printable, shortened
-from launcher.report.reading import json_of, text_of
+from launcher.report.reading import sweep_of, text_of
 from launcher.report.recording import Follower
 from launcher.report.run_record import RunRecord, process_of
 from launcher.report.run_state import ENDED, GOING, KILLED, NO_RESULT
-from launcher.run_dir.records import CONFIG, SWEEP
+from launcher.run_dir.records import CONFIG
 from launcher.telemetry.event_log import FILE_NAME
 from launcher.telemetry.events import WarningEvent
 from launcher.telemetry.formatting import duration, metric, number, percent, step_details
@@ -150,7 +150,7 @@ def run_screen(view: Watched, columns: int, rows: int, braille: bool = True) -> 
     record = view.record
     top = [line for line in _facts(view, columns) if line]
     warning = record.recording.of(WarningEvent).last
-    bottom = [] if warning is None else [f"warning: {first_line(warning.text)}"]
+    bottom = [f"warning: {text}"] if warning and (text := first_line(warning.text)) else []
     bottom += [text for text in (first_line(record.error), *wrap(record.note, columns)) if text]
     room = rows - len(top) - len(bottom) - 2
     curve = characters(curve_chart("loss", record.recording.steps["loss"]), columns, min(room, 16), braille)
@@ -198,7 +198,7 @@ def rest_of_sweep(directory: Path, views: Mapping[str, Watched]) -> list[str]:
 
     Jobs that have failed are not left: the same command would fail again.
     """
-    jobs, words = jobs_of(directory), json_of(directory, SWEEP).get("words")
+    jobs, words = jobs_of(directory), sweep_of(directory).get("words")
     left = [
         name for name in jobs if name not in views or views[name].state in (KILLED, NO_RESULT, "preempted")
     ]

@@ -252,10 +252,13 @@ def lines_of(file: BinaryIO, begin: int = 0) -> Iterator[tuple[int, int, bytes]]
             line = b""  # frees it
             while (rest := file.readline(BLOCK_BYTES)) and not rest.endswith(b"\n"):
                 end += len(rest)
-            if rest:
-                end += len(rest)
-                yield begin, end, TOO_LONG
-                begin = end
+            if not rest:
+                return
+            end += len(rest)
+            yield begin, end, TOO_LONG
+            begin = end
+        else:
+            return  # or what is appended meanwhile would be taken for a line of its own
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -15,7 +15,9 @@ from launcher.report.charts.chart import Chart
 from launcher.report.charts.run_charts import mean_of
 from launcher.report.comparison import is_sweep, job_directories, settings_of
 from launcher.report.curve import Curve
+from launcher.report.reading import MAX_ITEMS
 from launcher.report.run_record import RunRecord
+from launcher.report.watching import rest_of_sweep
 from launcher.run_dir.atomic import write_json
 from launcher.telemetry.event_log import EventLog
 
@@ -320,3 +322,14 @@ def test_the_command_of_the_best_has_the_tree_that_the_sweep_was_composed_from(t
     assert (
         "Best: `python -m launcher --config-dir '/my tree' --config-name mine recipe=rings optim.lr=" in text
     )
+
+
+def test_all_jobs_of_a_large_sweep_are_read_and_none_of_a_record_that_is_no_plain_file(tmp_path):
+    jobs = [{"name": str(k), "state": "waiting"} for k in range(MAX_ITEMS + 1)]
+    write_json(tmp_path / "sweep.json", {"jobs": jobs, "words": ["-m"]})
+    assert len(comparison.jobs_of(tmp_path)) == MAX_ITEMS + 1
+    assert rest_of_sweep(tmp_path, {})[0].startswith(f"{MAX_ITEMS + 1:,} jobs planned, {MAX_ITEMS + 1} left")
+    (tmp_path / "sweep.json").rename(tmp_path / "aside.json")
+    (tmp_path / "sweep.json").symlink_to("aside.json")
+    assert comparison.jobs_of(tmp_path) == {}
+    assert rest_of_sweep(tmp_path, {}) == []

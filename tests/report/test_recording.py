@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import subprocess
 import sys
@@ -259,3 +260,47 @@ def test_the_speed_is_samples_over_time():
     )
     assert found.samples_per_s == pytest.approx(20 / (10 / 100 + 10 / 10000))
     assert recording_of().samples_per_s is None
+
+
+def test_a_line_that_grows_while_it_is_read_waits_for_its_end(tmp_path):
+    class Growing(io.BytesIO):
+        """What a file is to a reader at its end: first a part of a line, then the rest of it."""
+
+        def readline(self, *limit):
+            return parts.pop(0) if parts else b""
+
+    parts = [b'{"event": "wh', b'ole"}\n']
+    assert [*event_log.lines_of(Growing())] == []
+
+
+def test_a_torn_end_is_read_once(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(json_line(step(1)) + b"\0" * 1000)
+    follower, polled = Follower(path), []
+    monkeypatch.setattr(module, "lines_of", lambda *given: polled.append(1) or event_log.lines_of(*given))
+    assert [follower.poll(), follower.poll(), follower.poll()] == [True, False, False]
+    assert len(polled) == 1
+
+
+def test_a_damaged_file_that_names_a_set_a_metric_and_a_device_a_line_makes_few_curves():
+    number = range(3 * module.MAX_CURVES)
+    evaluation = {"event": "eval", "time": 1.0, "step": 1, "epoch": 0, "loss": 0.5}
+    found = recording_of(
+        *({**evaluation, f"m{k}": 0.5} for k in number),
+        *({**evaluation, "set": f"s{k}"} for k in number),
+        *({"event": "gpu", "time": 1.0, "step": 1, "gpus": [{"index": k, "power_w": 9.0}]} for k in number),
+    )
+    sizes = [len(found.evaluations), len(found.other_sets), len(found.gpus), len(found.sets)]
+    assert sizes == [module.MAX_CURVES] * 3 + [module.MAX_CURVES]
+
+
+def test_a_metric_that_is_named_like_one_of_another_set_has_a_curve_of_its_own():
+    evaluation = {"event": "eval", "time": 1.0, "step": 1, "epoch": 0, "loss": 0.5}
+    found = recording_of({**evaluation, "set": "a", "b/f1": 0.25}, {**evaluation, "set": "b", "f1": 0.75})
+    assert (found.evaluations["b/f1"].last, found.other_sets["b/f1"].last) == (0.25, 0.75)
+
+
+def test_a_last_step_that_is_no_event_leaves_the_one_before():
+    found = recording_of(step(1), step(2))
+    found.add([line[:-1].replace(b'"step": 3,', b'"step": 3.0,') for line in [json_line(step(3))]])
+    assert found.last_step.step == 2

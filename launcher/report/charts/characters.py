@@ -36,10 +36,16 @@ def characters(chart: Chart, width: int, height: int, braille: bool = True) -> l
             column, row = np.linspace(begin, end, length + 1).round().astype(int).T
             dots[row, column] = True
     codes = (dots.reshape(height, down, columns, across) * bits[:, None, :]).sum(axis=(1, 3))
-    high, low = (short(value, 2 if abs(value) < 1e-4 else 4) for value in (chart.y.high, chart.y.low))
+    high, low = _ends(chart.y)
     labels = [high, *[""] * (height - 2), low]
     marks = [[" " if not code else chr(BRAILLE + code) if braille else "*" for code in row] for row in codes]
     return [
-        f"{label[:LABEL_WIDTH]:>{LABEL_WIDTH}} {''.join(row)}".rstrip()
-        for label, row in zip(labels, marks, strict=True)
+        f"{label:>{LABEL_WIDTH}} {''.join(row)}".rstrip() for label, row in zip(labels, marks, strict=True)
     ]
+
+
+def _ends(axis: Axis) -> tuple[str, str]:
+    """The highest and the lowest value, in digits that tell them apart where there is room for these."""
+    texts = [(short(axis.high, digits), short(axis.low, digits)) for digits in (4, 5, 6, 3, 2, 1)]
+    fitting = [ends for ends in texts if max(map(len, ends)) <= LABEL_WIDTH]
+    return next((ends for ends in fitting if ends[0] != ends[1]), fitting[0])

@@ -250,7 +250,7 @@ def steps_axis(last: float, first: float = 0.0) -> Axis:
     return Axis(first, max(last, first + 1.0))
 
 
-def short(value: float, digits: int = 6) -> str:
+def short(value: float, digits: int = 10) -> str:
     """A tick's text: 0.25, 20k, 1.5M, 1e-05."""
     size, unit = next((each for each in UNITS if each[0] <= abs(value) < 1e15), (1.0, ""))
     return f"{value / size:.{digits}g}{unit}"

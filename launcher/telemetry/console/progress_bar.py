@@ -51,6 +51,8 @@ class Bars:
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the bar is not shown."""
+        if self._bar is None:
+            return contextlib.nullcontext()  # tqdm's lock would fix the start method of multiprocessing
         from tqdm import tqdm
 
         return tqdm.external_write_mode(file=self._err)

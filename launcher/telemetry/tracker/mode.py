@@ -87,7 +87,7 @@ def _ask(server: str, timeout_s: float) -> str | None:
     except TimeoutError:
         return f"did not answer within {timeout_s:g} s"
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return f"cannot be reached: {getattr(error, 'reason', error)}"
+        return f"cannot be reached: {error.reason if isinstance(error, urllib.error.URLError) else error}"
 
 
 def _mode_of(environ: Mapping[str, str]) -> Decision | None:

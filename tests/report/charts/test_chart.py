@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 
+from launcher.report.charts.characters import LABEL_WIDTH, characters
 from launcher.report.charts.chart import Axis, Chart, Line, axis_of, stacked
 from launcher.report.charts.svg import markup
 from launcher.report.html import ASSETS
@@ -48,3 +49,38 @@ def test_areas_on_top_of_each_other_differ_in_their_opacity_too():
 def test_values_whose_span_is_infinite_have_an_axis() -> None:
     axis = axis_of(np.array([-1e308, 1e308]))
     assert np.isfinite([axis.low, axis.high]).all()
+
+
+@pytest.mark.parametrize(
+    "axis",
+    [
+        Axis(-1_234_567, -1_234_560),
+        Axis(1234.5671, 1234.5679),
+        Axis(0.1, 0.4),
+        Axis(-3e-8, 2e-8),
+        Axis(1e15, 9e15),
+    ],
+    ids=str,
+)
+def test_ticks_differ_in_few_digits(axis):
+    texts = [text for _, text in axis.ticks()]
+    assert len(set(texts)) == len(texts) > 1
+    assert max(map(len, texts)) <= 12
+
+
+@pytest.mark.parametrize(
+    ("axis", "shown"),
+    [
+        (Axis(0.5, 2.0), ("2", "0.5")),
+        (Axis(2.30214, 2.30236), ("2.3024", "2.3021")),
+        (Axis(10.001, 10.002), ("10.002", "10.001")),
+        (Axis(1.0, 1.2345e15), ("1.2e+15", "1")),
+        (Axis(1.23e-5, 1.0), ("1", "1.2e-05")),
+        (Axis(2.3021411, 2.3021412), ("2.302", "2.302")),
+    ],
+    ids=str,
+)
+def test_the_ends_of_an_axis_of_characters_differ_where_there_is_room(axis, shown):
+    line = Line("loss", 0, np.arange(2.0), np.array([axis.low, axis.high]))
+    rows = characters(Chart("loss", "", [line], Axis(0, 1), axis), 40, 8)
+    assert (rows[0][:LABEL_WIDTH].strip(), rows[-1][:LABEL_WIDTH].strip()) == shown

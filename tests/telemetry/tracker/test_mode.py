@@ -134,6 +134,7 @@ def test_any_http_answer_is_an_answer_and_no_credentials_are_sent(answer, monkey
 def test_a_closed_port_is_noticed_at_once():
     began = time.monotonic()
     assert "cannot be reached" in probe_server(f"http://127.0.0.1:{closed_port()}")
+    assert "can't encode" in probe_server("http://127.0.0.1/\u00e9")
     assert time.monotonic() - began < at_most(3)
 
 
