@@ -38,6 +38,7 @@ class SavedRun:
         wire = self.run.config.wire
         form = f"{wire.dtype}, summed in {wire.sum}{', sharded' if wire.shard else ''}"
         self._origin = Origin(self.run.env.world_size, form)
+        self._settings = settings_of(self.run.config)  # once: it takes 1 ms, which each checkpoint would wait
 
     @property
     def directory(self) -> Path:
@@ -82,7 +83,7 @@ class SavedRun:
         telemetry = self.run.telemetry
         if text := changes(saved.extra.data, self.job.fingerprint):
             telemetry.warn(text)
-        if others := changed_settings(saved.extra.settings, settings_of(self.run.config)):
+        if others := changed_settings(saved.extra.settings, self._settings):
             text = listed(others, SHOWN, "; ")
             telemetry.warn(f"resumed with other settings than the checkpoint's: {text}")
         telemetry.rewind(start.step, evaluates_again=start.owes_evaluation)
@@ -109,7 +110,7 @@ class SavedRun:
             parts,
             evaluated=metric is not None,
             data=self.job.fingerprint,
-            settings=settings_of(self.run.config),
+            settings=self._settings,
             stream=exchange_texts(self.run.env, place) if place else None,
         )
         about = self._identity, self._origin, progress, metric, extra
