@@ -211,7 +211,9 @@ def _fused(optimizer: Optimizer, batch: _Batch, scalars: Scalars) -> None:
 
     On a GPU 32 bytes of memory per parameter for SGD with momentum, 40 for AdamW: 6 to widen, 20 or 28 to
     update, 6 to round. The compiled pass takes 20 and 28. The `grad_scale` of torch's kernels takes 4 more,
-    since they write the gradients back, and gives other bits, since they divide by it.
+    since they write the gradients back, and gives other bits, since they divide by it. On a V100, with the
+    batches of scripts/scale.md, 12 bytes are 0.4 % of a step of ResNet-50 and 2.6 % of one of BERT-base, as
+    computed: for runs too short to compile, and without Triton, that is worth no kernel of our own.
     """
     grads = _widened(batch, scalars.multiplier)
     masters = [part.exact() for part in batch.parts]
