@@ -99,7 +99,7 @@ class Replica:
         return self.scale.restore(state.counters, state.scale_mode)
 
     def comparable(self, reference_count: int | None, by_parameter: bool) -> dict[str, Tensor]:
-        """As `Stepper.replicas`."""
+        """The tensors that `Stepper.replicas` returns, without the learning rate."""
         state = self.scale.state
         found = {"reference count": torch.tensor([reference_count or 0], device=self.layout.device)} | {
             f"loss scale ({field})": state[i : i + 1] for i, field in enumerate(self.scale.FIELDS)

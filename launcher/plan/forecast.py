@@ -308,7 +308,7 @@ def jobs_of_sweep(
 
 
 def makespan(hours: Sequence[float], places: int) -> float:
-    """Until the last job has ended, where each starts in order as soon as one of the places is free."""
+    """The time until the last job has ended, where each starts in order once one of the places is free."""
     ends = [0.0] * places
     for each in hours:
         heapq.heapreplace(ends, ends[0] + each)

@@ -120,13 +120,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _normed(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """As `native_batch_norm`: the output, and the mean and deviation of each channel."""
+    """Return what `native_batch_norm` does: the output, and the mean and deviation of each channel."""
     mean, deviation = (x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(2))
     return torch.empty_like(x), mean, deviation
 
 
 def _normed_backward(grad: Tensor, x: Tensor, weight: Tensor | None, *rest: Any) -> list[Tensor | None]:
-    """As `native_batch_norm_backward`: those of the gradients that `rest` asks for."""
+    """Return what `native_batch_norm_backward` does: those of the gradients that `rest` asks for."""
     like = [x, *2 * [x.new_empty(x.shape[1]) if weight is None else weight]]
     return [torch.empty_like(each) if asked else None for each, asked in zip(like, rest[-1], strict=True)]
 
@@ -204,7 +204,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As `scaled_dot_product_attention`, by the kernel that saves one number per row and no matrix."""
+    """Compute `scaled_dot_product_attention` by the kernel that saves one number per row and no matrix."""
     if enable_gqa:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     flash = aten._scaled_dot_product_flash_attention_for_cpu.default

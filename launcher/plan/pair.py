@@ -62,7 +62,7 @@ def main(config_file: str, world_size: int, rank: int, store: str, seconds: floa
 
 
 def median(steps: list[StepSeconds]) -> StepSeconds:
-    """Of each part."""
+    """The median of each part."""
     parts = zip(*(asdict(step).values() for step in steps), strict=True)
     return StepSeconds(*map(statistics.median, parts))
 

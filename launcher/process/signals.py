@@ -74,7 +74,7 @@ def take_early() -> None:
 
 
 def start_over() -> None:
-    """In a process that was forked with HEEDED blocked: handle signals as at the start of a program."""
+    """Handle signals as at the start of a program, in a process that was forked with HEEDED blocked."""
     for number in (*HEEDED, *FATAL):
         if signal.getsignal(number) != signal.SIG_IGN:
             is_interrupt = number == signal.SIGINT

@@ -131,7 +131,7 @@ def _mapping(reader: Reader, value: object) -> Any:
 
 
 def _sequence(reader: Reader, value: object) -> Any:
-    """As `_mapping`."""
+    """The elements that fit; a damaged one does not cost the others."""
     if not isinstance(value, list):
         return MISFIT
     return [found for item in value if (found := reader(item)) is not MISFIT]

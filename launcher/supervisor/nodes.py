@@ -120,7 +120,7 @@ class Nodes(OneMachine):
         return sum(counts[: self.rank]), sum(counts)
 
     def verdict(self, own: Report | None, generation: Generation) -> AttemptVerdict | None:
-        """On node 0: the verdict on all ranks, once those of all machines have ended. On others: as decided.
+        """Return the verdict on all ranks, which node 0 decides once those of all machines have ended.
 
         Ends the workers of this machine when those of another one have ended. Raises StalledError for a
         machine that is gone.

@@ -68,7 +68,7 @@ class Evaluations:
 
     @property
     def costs(self) -> list[float]:
-        """By evaluation, lower is better; a value that is not a number is the worst."""
+        """The cost of each evaluation, where lower is better; a value that is not a number is the worst."""
         in_order = (value for _, value in sorted(self.values.items()))
         return [math.inf if math.isnan(v) else -v if self.higher_is_better else v for v in in_order]
 
@@ -93,7 +93,7 @@ class Asha:
             if job not in at_rung:
                 at_rung[job] = cost = costs[rung - 1]
                 better = sum(other < cost for other in at_rung.values())
-                # Fewer than REDUCTION jobs have no best third. A job cannot wait for others, so it goes on.
+                # Fewer than REDUCTION jobs have no best third. A job cannot wait for others, so it continues.
                 if len(at_rung) >= REDUCTION and better >= len(at_rung) // REDUCTION:
                     return rung
             rung *= REDUCTION

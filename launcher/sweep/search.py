@@ -43,7 +43,7 @@ def drawn_at_random(space: Space, seed: int, jobs: Sequence[Job]) -> tuple[str, 
 
 
 def drawn_by_tpe(space: Space, seed: int, jobs: Sequence[Job]) -> tuple[str, ...] | None:
-    """As `drawn_at_random`, by Optuna's tree-structured Parzen estimator (Bergstra et al., 2011).
+    """Draw what `drawn_at_random` does by Optuna's tree-structured Parzen estimator (Bergstra et al., 2011).
 
     `constant_liar` makes jobs that still run count as bad ones, so that those side by side differ.
     """

@@ -55,7 +55,7 @@ class StepTimes:
             sums[part] = sums.get(part, 0.0) + milliseconds
 
     def mean_ms(self, part: str) -> float:
-        """Of one part of a step."""
+        """The mean time of one part of a step."""
         return self.spans_ms.get(part, 0.0) / self.steps
 
     def means(self) -> dict[str, float]:

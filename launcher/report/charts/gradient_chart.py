@@ -36,7 +36,7 @@ def _elements(event: GradientsEvent) -> int:
 
 
 def _shift(event: GradientsEvent) -> int:
-    """By how many octaves the loss scale moves the gradients."""
+    """The number of octaves by which the loss scale moves the gradients."""
     return round(math.log2(event.scale))
 
 

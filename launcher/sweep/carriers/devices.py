@@ -1,6 +1,6 @@
 """The carrier for the devices of this machine: each job in a process of its own, forked from this one.
 
-Owns which GPUs and cores a job gets. A job is told its GPUs by UUID, so that no other order of devices can
+Owns which GPUs and cores a job gets. A job gets its GPUs by UUID, so that no other order of devices can
 mix them up; on a CPU the cores are shared out among the jobs that run at a time. The forked process has torch
 imported already, leads a session of its own, and is killed with this one. This process never touches a GPU.
 """

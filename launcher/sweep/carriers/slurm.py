@@ -50,7 +50,7 @@ class Submitted:
 
     @property
     def name(self) -> str:
-        """Of the job in Slurm's queue."""
+        """The name of the job in Slurm's queue."""
         return f"{self.directory.parent.name}/{self.directory.name}"
 
 
