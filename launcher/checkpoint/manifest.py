@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from launcher.checkpoint.tensors import Written
 from launcher.errors import ConfigError
@@ -79,7 +78,7 @@ def read_manifest(path: Path) -> dict[str, Written]:
     return files
 
 
-def manifest_text(content: Mapping[str, Any]) -> bytes:
+def manifest_text(content: Mapping[str, object]) -> bytes:
     """The file's bytes. Later formats must keep this frame, or older versions report them as damaged."""
     text = json.dumps(content, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()

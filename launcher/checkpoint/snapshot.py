@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +126,7 @@ class Identity:
 class Surroundings:
     """What else a resumed run needs: `extra` of state.json."""
 
-    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by part, what it keeps
+    parts: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # by part, what it keeps
     evaluated: bool = False  # whether the evaluation that is due after this step has been made
     data: Mapping[str, str] = field(default_factory=dict)  # the fingerprint of the data
     settings: Mapping[str, str] = field(default_factory=dict)  # by dotted key, what the run learns from

@@ -91,7 +91,7 @@ def plan(arguments: Arguments, leader: Leader) -> None:
     print("\n".join(map(escaped, lines) if sys.stdout.isatty() else lines))
 
 
-def sweep_of(request: Request, configs: list[Config], found: Mapping[str, Any]) -> dict[str, Any]:
+def sweep_of(request: Request, configs: list[Config], found: Mapping[str, Any]) -> dict[str, object]:
     """The jobs of the sweep, as fast per device as the first."""
     from launcher.commands.sweep import devices_of_a_job, pool_of
     from launcher.config.resolve import space_of

@@ -237,7 +237,7 @@ def compose(request: Request, overrides: Sequence[str]) -> dict[str, Any]:
         cause = str(error.__cause__) if error.__cause__ else ""
         reasons = [line.strip() for line in f"{error}\n{cause}".splitlines() if line.strip()]
         raise ConfigError(f"the config files cannot be composed: {' '.join(reasons[:4])}") from error
-    return cast(dict[str, Any], OmegaConf.to_container(composed))
+    return cast(dict[str, object], OmegaConf.to_container(composed))
 
 
 class FileConfigSource(HydraFiles):
@@ -266,12 +266,12 @@ def check_files() -> None:
 
 
 @cache
-def fixed_hydra_settings() -> dict[str, Any]:
+def fixed_hydra_settings() -> dict[str, object]:
     """Hydra's settings without any files of the user, which never differ within a process."""
     return fixed(compose(Request(overrides=()), ())["hydra"])
 
 
-def fixed(settings: Mapping[str, Any]) -> dict[str, Any]:
+def fixed(settings: Mapping[str, Any]) -> dict[str, object]:
     """Those of Hydra's settings that no file of the user may change."""
     env = {key: settings["job"][key] for key in ("env_set", "env_copy")}
     return {key: value for key, value in settings.items() if key not in HYDRA_FILLS_IN} | {"env": env}

@@ -36,7 +36,7 @@ def resolver_problem(text: str) -> str | None:
     return None
 
 
-def refuse_missing(unresolved: Mapping[str, Any]) -> None:
+def refuse_missing(unresolved: Mapping[str, object]) -> None:
     """Raises ConfigError for a variable that is not set and has no default."""
     for path, value in leaves(unresolved):
         for text in texts(value):
@@ -46,7 +46,7 @@ def refuse_missing(unresolved: Mapping[str, Any]) -> None:
                     raise ConfigError(f"{path}={text}: the environment variable {name} is not set. {advice}")
 
 
-def escaped(value: Any) -> Any:
+def escaped(value: object) -> Any:
     """The value with each call escaped, so that resolving leaves its text unchanged."""
     if isinstance(value, str):
         return CALL.sub(lambda call: f"\\{call[0]}", value)
@@ -55,7 +55,7 @@ def escaped(value: Any) -> Any:
     return [escaped(item) for item in value] if isinstance(value, list) else value
 
 
-def interpolated(key: str, text: object, tree: Mapping[str, Any] = {}) -> Any:  # read only
+def interpolated(key: str, text: object, tree: Mapping[str, object] = {}) -> object:  # read only
     """The value of a key that is not in the tree, with its variables and references to keys of the tree.
 
     Raises ConfigError for other references.

@@ -8,7 +8,6 @@ import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from launcher.errors import ConfigError
 
@@ -48,7 +47,7 @@ def choice_file(directories: Sequence[Path], group: str, name: str) -> Path:
 def choice_values(directories: Sequence[Path], group: str, name: str) -> dict[str, object]:
     """The keys of a choice, those of the choices that it begins with included. Raises ConfigError."""
     known = group_choices(*directories)[group]
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     ahead, names = [name], set[str]()
     while ahead:
         names.add(each := ahead.pop())

@@ -164,7 +164,7 @@ def group_problems(value: object) -> Iterator[str]:
             yield f"{path}: {missing}, for example {GROUPS_EXAMPLE}."
 
 
-def completed_groups(value: Any) -> list[dict[str, Any]]:
+def completed_groups(value: Any) -> list[dict[str, object]]:
     """A valid value with all keys in each group, and patterns as lists."""
     defaults = {each.name: each.default for each in fields(GroupConfig) if each.default is not MISSING}
     lists = ([group["match"]] if isinstance(group["match"], str) else [*group["match"]] for group in value)

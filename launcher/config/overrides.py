@@ -159,7 +159,7 @@ def too_many_jobs(number: int) -> str:
     return f"{number:,} jobs: a sweep has at most {MOST_JOBS:,}. {advice}"
 
 
-def repeated(values: Sequence[Any]) -> list[Any]:
+def repeated(values: Sequence[object]) -> list[object]:
     """The values that equal an earlier one; 0.1 and 0.10 are equal, 1 and true are not."""
     written = [repr(value) for value in values]
     return [value for number, value in enumerate(values) if written[number] in written[:number]]

@@ -27,14 +27,14 @@ class Rule:
 
     text: str
     holds: Callable[[Any], bool]
-    nearest: Callable[[Any], Sequence[Any]] = lambda value: ()
+    nearest: Callable[[Any], Sequence[object]] = lambda value: ()
 
 
-def value_problem(path: str, value: Any, rule: Rule) -> str:
+def value_problem(path: str, value: object, rule: Rule) -> str:
     return f"{path}={show(value)}: must be {rule.text}.{suggestion(map(show, rule.nearest(value)))}"
 
 
-def rule_of(kind: Any) -> Rule:
+def rule_of(kind: object) -> Rule:
     """The rule of a field's type. A union accepts what any of its members accepts."""
     members = get_args(kind)
     if get_origin(kind) is Annotated:
@@ -62,7 +62,7 @@ def one_of(*choices: str) -> Rule:
     return Rule(text, lambda value: value in choices, lambda value: nearest(show(value), choices))
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Whether the value is a finite number within the range of a float."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
@@ -70,7 +70,7 @@ def is_number(value: Any) -> bool:
     return -sys.float_info.max <= value <= sys.float_info.max
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-def leaves(values: Mapping[str, Any], prefix: str = "", whole: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: Mapping[str, object], prefix: str = "", whole: str = "") -> Iterator[tuple[str, object]]:
     """Dotted path and value of each leaf; a section with the name `whole` counts as one leaf."""
     for key, value in values.items():
         if isinstance(value, Mapping) and key != whole:
@@ -15,7 +15,7 @@ def leaves(values: Mapping[str, Any], prefix: str = "", whole: str = "") -> Iter
             yield f"{prefix}{key}", value
 
 
-def paths_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def paths_of(values: Mapping[str, object], prefix: str = "") -> Iterator[str]:
     """The dotted path of every key of the tree, sections included."""
     for key, value in values.items():
         yield f"{prefix}{key}"
@@ -30,7 +30,9 @@ def value_at(values: object, path: str) -> object:
     return values
 
 
-def replaced(values: Mapping[str, Any], changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def replaced(
+    values: Mapping[str, object], changes: Mapping[str, object], prefix: str = ""
+) -> dict[str, object]:
     """A copy of `values` with `changes` applied, by dotted path."""
     return {
         key: replaced(value, changes, f"{prefix}{key}.")
@@ -40,7 +42,7 @@ def replaced(values: Mapping[str, Any], changes: Mapping[str, Any], prefix: str 
     }
 
 
-def merged(values: Mapping[str, Any], path: str, value: object) -> dict[str, Any]:
+def merged(values: Mapping[str, Any], path: str, value: object) -> dict[str, object]:
     """A copy with a value at a dotted path that exists; a mapping changes the keys of the section there."""
     key, has_more, rest = path.partition(".")
     there = values[key]
@@ -53,7 +55,7 @@ def merged(values: Mapping[str, Any], path: str, value: object) -> dict[str, Any
     return {**values, key: value}
 
 
-def nested(value: Any) -> Iterator[Any]:
+def nested(value: object) -> Iterator[object]:
     """The value and those within it, at any depth."""
     yield value
     if isinstance(value, dict | list | tuple):  # a check for Mapping takes three times as long
@@ -61,7 +63,7 @@ def nested(value: Any) -> Iterator[Any]:
             yield from nested(item)
 
 
-def texts(value: Any) -> Iterator[str]:
+def texts(value: object) -> Iterator[str]:
     """The strings at any depth of a value, without the keys of mappings."""
     return (each for each in nested(value) if isinstance(each, str))
 
@@ -71,6 +73,6 @@ def nested_keys(value: object) -> Iterator[str]:
     return (str(key) for each in nested(value) if isinstance(each, dict) for key in each)
 
 
-def typed_leaves(tree: Mapping[str, Any]) -> dict[str, str]:
+def typed_leaves(tree: Mapping[str, object]) -> dict[str, str]:
     """The values of `leaves` as users type them, by dotted path."""
     return {key: "null" if value is None else str(value) for key, value in leaves(tree)}

@@ -22,7 +22,7 @@ NOT_GLOBAL = " A file of recipe/ or experiment/ sets all sections: its first lin
 OPTIONS = "options"  # the dataclass field for keys of one model or data set only
 
 
-def parse(tree: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -> Config:  # read only
+def parse(tree: Mapping[str, object], recorded: Mapping[str, object] = {}) -> Config:  # read only
     """The typed config of a composed YAML tree; raises one ConfigError with all its problems.
 
     `recorded` is the text recorded in place of values of the environment, by path.
@@ -36,7 +36,7 @@ def parse(tree: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -> Config: 
     return from_dict({**gathered, "optim": optim, "run": run, "from_environment": dict(recorded)})
 
 
-def find_problems(values: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -> list[str]:
+def find_problems(values: Mapping[str, object], recorded: Mapping[str, object] = {}) -> list[str]:
     """One line per problem of a tree from `gather_options`; empty if `from_dict` accepts it."""
     optim = values.get("optim")
     optimizer = optim.get("name") if isinstance(optim, Mapping) else None
@@ -53,7 +53,7 @@ def find_problems(values: Mapping[str, Any], recorded: Mapping[str, Any] = {}) -
     return [*lines, *in_groups, *filter(None, broken)]
 
 
-def key_problems(values: Mapping[str, Any], kinds: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def key_problems(values: Mapping[str, Any], kinds: Mapping[str, object], prefix: str) -> Iterator[str]:
     for key in values.keys() - kinds.keys():
         path = f"{prefix}{key}"
         of_file = path == "experiment" or (prefix == "recipe." and key in types_of(Config))
@@ -70,7 +70,7 @@ def key_problems(values: Mapping[str, Any], kinds: Mapping[str, Any], prefix: st
                 yield f"{path}={show(values[key])}: must be a section with keys of its own."
 
 
-def inheritance(prefix: str, values: Mapping[str, Any]) -> str:
+def inheritance(prefix: str, values: Mapping[str, object]) -> str:
     """Where a section's keys come from, and how a user's group file inherits them."""
     group = prefix.partition(".")[0]
     base = values.get("name") if prefix == "optim." else BASES.get(group)
@@ -80,7 +80,7 @@ def inheritance(prefix: str, values: Mapping[str, Any]) -> str:
     return f"a file of your own in {group}/ inherits it with `defaults: [{base}, _self_]` at its top."
 
 
-def relation_problem(keys: tuple[str, ...], found: Mapping[str, Any], wrong: Set[str]) -> str | None:
+def relation_problem(keys: tuple[str, ...], found: Mapping[str, object], wrong: Set[str]) -> str | None:
     """The message where the rule about these keys is broken; None also where one is absent or wrong."""
     if not found.keys() >= set(keys) or not wrong.isdisjoint(keys):
         return None
@@ -164,7 +164,7 @@ RELATIONS: Mapping[tuple[str, ...], tuple[Callable[..., bool], str]] = {
 }
 
 
-def gather_options(tree: Mapping[str, Any]) -> dict[str, Any]:
+def gather_options(tree: Mapping[str, object]) -> dict[str, Any]:
     """The tree with the keys of one model, data set or own optimizer only collected below `options`."""
     gathered = dict(tree)
     for section in ("model", "data", "optim"):

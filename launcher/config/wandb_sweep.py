@@ -7,7 +7,6 @@ None, dictionaries, quotes, brackets. The values themselves are in a YAML file t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from launcher.config.messages import literal
 from launcher.errors import ConfigError, first_line
@@ -31,7 +30,7 @@ def with_typed_values(argv: Sequence[str], environ: Mapping[str, str]) -> list[s
     return [found for word in argv for found in words.get(word.lstrip("+-"), [word])]
 
 
-def _values(path: str) -> dict[str, Any]:
+def _values(path: str) -> dict[str, object]:
     import yaml
 
     try:

@@ -85,7 +85,7 @@ class Pool:
         _pools.append(self)
 
     @functools.cached_property
-    def _loader(self) -> DataLoader[Any]:
+    def _loader(self) -> DataLoader[object]:
         how = self._how
         return DataLoader(
             self._reader,  # type: ignore[arg-type]  # whose keys, if any, are requests
@@ -202,7 +202,7 @@ class Pool:
         # Called for each sample: without a function in Python it takes a third of the time.
         self._reader.reading = functools.partial(operator.setitem, memoryview(self._shared[number]), READING)
 
-    def _end(self, *signal_and_frame: Any) -> None:
+    def _end(self, *signal_and_frame: object) -> None:
         if self._shared[self._number, ENDS]:
             os._exit(0)
 

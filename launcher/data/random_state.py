@@ -66,8 +66,8 @@ def sample_seeds(seed: int, epoch: int, position: int, number: int) -> list[int]
 class States(NamedTuple):
     """The states of the three generators. `python` and `numpy` are the same objects until something draws."""
 
-    python: Any
-    numpy: Any
+    python: object
+    numpy: object
     torch: Tensor
 
     def undrawn(self) -> bool:
@@ -113,13 +113,13 @@ class _Twister:
         set_(self._known)
         self._learn(memory(), self._known)
 
-    def state(self) -> Any:
+    def state(self) -> object:
         memory = self._memory()
         if memory != self._known_memory or self._is_copied:
             self._learn(memory, self._get())
         return self._known
 
-    def set(self, state: Any) -> None:
+    def set(self, state: object) -> None:
         if self._known is not state or self._is_copied or self._memory() != self._known_memory:
             self._set(state)
             self._learn(self._memory(), state)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ def set_title(name: str) -> str:
     return "validation" if name == ONLY_SET else f"validation ({name})"
 
 
-def readable(data: Any, collate: Collate | None, how: Loading, kind: str) -> Readable:
+def readable(data: object, collate: Collate | None, how: Loading, kind: str) -> Readable:
     """A recipe's set as one that batches can be made of: on the device, or read by loader processes.
 
     Raises DataError for anything else. `kind` is "training" or "validation", for messages.
@@ -61,7 +60,7 @@ def readable(data: Any, collate: Collate | None, how: Loading, kind: str) -> Rea
     return IndexedData(data, collate, how, kind)
 
 
-def _stream(data: Any, collate: Collate | None, how: Loading, kind: str) -> StreamData:
+def _stream(data: object, collate: Collate | None, how: Loading, kind: str) -> StreamData:
     if isinstance(data, Iterator):
         raise DataError(
             f"the recipe's {kind} set is a {type(data).__name__}, which can be read only once. Give an "
@@ -117,7 +116,7 @@ class DataSets:
         config: Config,
         env: WorkerEnv,
         train: object,
-        validation: Mapping[str, Any],
+        validation: Mapping[str, object],
         collate: Collate | None = None,
         labels: Labels | None = None,
         reading: Callable[[int], None] = lambda index: None,

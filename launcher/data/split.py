@@ -7,7 +7,6 @@ evaluated on the same samples, and all ranks on the same. The classes are those 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ def parts(
 
 
 def class_numbers(
-    labels: Sequence[Any], classes: Sequence[Any], place: Callable[[int], str], advice: str = ""
+    labels: Sequence[object], classes: Sequence[object], place: Callable[[int], str], advice: str = ""
 ) -> list[int]:
     """The index of each label's class.
 

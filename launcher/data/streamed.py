@@ -56,7 +56,7 @@ class StreamReader(IterableDataset[Fetched]):
     the stream divides itself among ranks and processes.
     """
 
-    stream: Iterable[Any]  # which may have set_epoch(), state_dict() and load_state_dict()
+    stream: Iterable[object]  # which may have set_epoch(), state_dict() and load_state_dict()
     collate: Collate | None
     seed: int
     rank: int
@@ -121,7 +121,7 @@ class StreamReader(IterableDataset[Fetched]):
         for part in parts:
             goal = at if self.divided else part.start
             skipped = skipped or max(goal - at, 0)
-            samples: list[Any] = []
+            samples: list[object] = []
             while len(samples) < len(part):
                 self.reading(at)
                 seed_all(spread_seed("stream", self.seed, current_pass, self._reader, at))
@@ -150,7 +150,7 @@ class StreamReader(IterableDataset[Fetched]):
 class StreamData(LoadedSet):
     """A stream, how its samples are collated and how they are read."""
 
-    def __init__(self, stream: Iterable[Any], collate: Collate | None, how: Loading, kind: str) -> None:
+    def __init__(self, stream: Iterable[object], collate: Collate | None, how: Loading, kind: str) -> None:
         # None of its samples may be left out: an iteration that raised is over.
         super().__init__(replace(how, max_bad=0), kind, f"{kind} stream", CATCH)
         self.stream = stream

@@ -140,7 +140,7 @@ class Leader:
                 left = [rank for rank in self._others if rank not in self._gone]
                 awaited_in_vain(store, "heard/{}", left, self._goodbye_s)
 
-    def _send(self, message: dict[str, Any]) -> dist.Store | None:
+    def _send(self, message: dict[str, object]) -> dist.Store | None:
         store = self._opened()
         if store is not None:
             store.set(f"message/{self._jobs}", json.dumps(message))
@@ -261,7 +261,7 @@ def join_launch(store: dist.Store, launch: LaunchEnv, arguments: Sequence[str], 
     claim(store, launch, f"here/{launch.rank}", own)
 
 
-def claim(store: dist.Store, launch: LaunchEnv, key: str, own: Mapping[str, Any]) -> None:
+def claim(store: dist.Store, launch: LaunchEnv, key: str, own: Mapping[str, object]) -> None:
     """Record this process under a key; raises PreflightError if another process has."""
     first = json.loads(store.compare_set(key, "", json.dumps(own)))
     if first != own:

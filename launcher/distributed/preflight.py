@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from socket import gethostname
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -55,7 +55,7 @@ def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> 
     own = Peer(device, gpu, os.getpid(), gethostname())
     if store is None:
         return [own]
-    words: dict[str, Any] = {"peer": asdict(own), "facts": facts(config)}
+    words: dict[str, object] = {"peer": asdict(own), "facts": facts(config)}
     alike = config.launch.hosts == "alike"
     makes_mark = alike and env.is_leader and config.run.dir
     with mark(config.run.dir) if makes_mark else nullcontext("") as made:

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 from launcher.distributed import nccl
 from launcher.doctor.findings import FAILURE, Check, Finding, judged
@@ -126,7 +125,7 @@ def exchanged(
     num_ranks, limit_s = len(devices), PAIR_S + seconds
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder, ThreadPoolExecutor(num_ranks) as pool:
         words = [str(num_ranks), f"{folder}/store", str(seconds), *devices]
-        how: dict[str, Any] = {"env": variables, "stdin": subprocess.DEVNULL, "timeout": limit_s}
+        how: dict[str, object] = {"env": variables, "stdin": subprocess.DEVNULL, "timeout": limit_s}
         run = partial(subprocess.run, capture_output=True, text=True, **how)
         try:
             ended = list(pool.map(run, ([*program, str(rank), *words] for rank in range(num_ranks))))

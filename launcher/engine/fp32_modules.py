@@ -51,7 +51,7 @@ def compute_in_fp32(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 _open = threading.local()  # autograd repeats forward passes of checkpoints in its own threads
 
 
-def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     context: AbstractContextManager[object] = nullcontext()  # outside of a half forward pass
     if torch.is_autocast_enabled(MARK):
         # Autocast is off in it, and half weights, which fp32 kernels refuse, are widened where they are used.
@@ -64,7 +64,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _widened(args), _widened(kwargs)
 
 
-def _leave(module: nn.Module, args: Any, output: Any) -> None:
+def _leave(module: nn.Module, args: object, output: Any) -> None:
     """Leave the fp32 context, also after an exception of the forward pass, which it need not see."""
     _open.contexts.pop().__exit__(None, None, None)
 
@@ -84,7 +84,7 @@ def kind_of(model: nn.Module, name: str) -> list[str]:
     return [pattern] if exact else list(map(glob.escape, kind))
 
 
-def _widened(value: Any) -> Any:
+def _widened(value: Any) -> object:
     """Tensors in plain containers; those in others, such as a library's own outputs, the operations widen."""
     if type(value) is dict:
         return {key: _widened(item) for key, item in value.items()}

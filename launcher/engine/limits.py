@@ -70,7 +70,7 @@ def require_fields(owner: object, prefix: str = "") -> None:
             rule.require(f"{prefix} {name}".lstrip(), value)
 
 
-def _rule_of(kind: Any) -> Rule | None:
+def _rule_of(kind: object) -> Rule | None:
     if get_origin(kind) is Literal:
         return one_of(*get_args(kind))
     if kind is bool:

@@ -109,7 +109,7 @@ def _whole(key: str, tensor: Tensor) -> int:
     return int(tensor)
 
 
-def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+def _copied(values: Mapping[str, object]) -> dict[str, Any]:
     """The same values in new dicts; tensors are shared."""
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 

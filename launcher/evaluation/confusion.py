@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 SHARES = ("precision", "recall", "f1")
 LAST = "weighted avg"  # the name of the last line, the longest of those that every report has
@@ -16,7 +17,7 @@ class Confusion:
     """The number of samples by true and predicted class."""
 
     classes: tuple[str, ...]  # as they are shown, without control characters
-    counts: np.ndarray[Any, np.dtype[np.int64]]  # [true class, predicted class]
+    counts: NDArray[np.int64]  # [true class, predicted class]
 
     def table(self) -> list[dict[str, Any]]:
         """Precision, recall, F1 and support of each class that occurs, as numbers."""

@@ -124,7 +124,7 @@ class Measuring:
         with self._guard(what, batch), Alone(what):
             yield
 
-    def _update(self, metrics: Sequence[Any], outputs: Any, batch: Batch) -> None:
+    def _update(self, metrics: Sequence[Any], outputs: object, batch: Batch) -> None:
         for metric in metrics:
             with self._calling(metric, "update", batch):
                 metric.update(outputs, batch)
@@ -205,7 +205,7 @@ class Measuring:
                 names = tuple(escaped(name, kept="") for name in metric.classes)
                 total.confusion = Confusion(names, metric.confusion_matrix())
 
-    def _computed(self, metric: Any, loss_sum: float, count: float) -> Any:
+    def _computed(self, metric: Any, loss_sum: float, count: float) -> object:
         """What the metric returns. Warnings of few samples are left out where there are few on purpose."""
         with (
             warnings.catch_warnings(action="ignore" if self._rehearsal else None),
@@ -226,7 +226,7 @@ def _may_depend_on_samples(error: LauncherError) -> bool:
     return cause is not None and not isinstance(cause, MISTAKES)
 
 
-def fresh(metric: Any) -> Any:
+def fresh(metric: Any) -> object:
     """The metric without samples: reset if it has reset(), else a copy of it as the recipe made it.
 
     Raises ConfigError for one that has no reset() and cannot be copied.
@@ -260,7 +260,7 @@ def readable(outputs: object, metrics: Sequence[str]) -> object:
     )
 
 
-def rows_with_nan(outputs: Any) -> Tensor | int:
+def rows_with_nan(outputs: object) -> Tensor | int:
     """Number of samples with a NaN in an output [n, ...]. An output without dimensions is one sample."""
     if isinstance(outputs, Mapping):
         return sum((rows_with_nan(each) for each in outputs.values()), start=0)

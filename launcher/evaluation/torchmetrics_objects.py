@@ -39,19 +39,19 @@ class Fed:
         self.columns = (label,)
 
     @property
-    def higher_is_better(self) -> Any:
+    def higher_is_better(self) -> object:
         """Whether more is better, as the object declares it; for a collection by name."""
         if isinstance(self.adapts, nn.ModuleDict):
             return {name: each.higher_is_better for name, each in self.adapts.items()}
         return self.adapts.higher_is_better
 
-    def update(self, outputs: Any, batch: Batch) -> None:
+    def update(self, outputs: object, batch: Batch) -> None:
         name = name_of(self)
         labels = column_of(batch, self.label, name, "Recipe.label=...")
         advice = "Return a single one, or write a metric around it."
         self.adapts.update(chosen(outputs, None, f"{name} of torchmetrics", advice), labels)
 
-    def compute(self) -> Any:
+    def compute(self) -> object:
         return self.adapts.compute()
 
 
@@ -61,7 +61,7 @@ class Merged(Fed):
     Only the states are sent, because the object may hold a whole network.
     """
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"states": self.adapts.metric_state, "updates": self.adapts.update_count}
 
     def merge(self, other: Merged) -> None:

@@ -66,7 +66,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=5)
         self._own = own
 
-    def persistent_id(self, value: Any) -> tuple[object, ...] | None:
+    def persistent_id(self, value: object) -> tuple[object, ...] | None:
         """What is sent instead of `value`; None: what pickle sends."""
         if value is self._own:
             return ("class",)
@@ -92,7 +92,7 @@ class _Unpickler(pickle.Unpickler):
         self._own, self._device, self._names = own, device, names
         self.looked_up: set[tuple[str, str]] = set()
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if self._names is not None and (module, name) not in self._names:
             raise CannotSendError(f"it has a {module}.{name}, which it had not before the first batch")
         self.looked_up.add((module, name))

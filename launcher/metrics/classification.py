@@ -7,18 +7,18 @@ digits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from launcher.data.tensors import Batch
 from launcher.errors import ConfigError, DataError
 from launcher.metrics.metric import Outputs, chosen, column_of, shape_text
 
-Int64Array = np.ndarray[Any, np.dtype[np.int64]]
-Float64Array = np.ndarray[Any, np.dtype[np.float64]]
+Int64Array = NDArray[np.int64]
+Float64Array = NDArray[np.float64]
 
 OF_COUNTS = ("accuracy", "macro_precision", "macro_recall", "macro_f1", "weighted_f1")
 TOP = 5

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from launcher.data.tensors import Batch
 from launcher.errors import ConfigError
 from launcher.metrics.metric import Outputs, chosen, column_of, shape_text
 
-Float64Array = np.ndarray[Any, np.dtype[np.float64]]
+Float64Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def forecast(
     }
 
 
-def _course(task: Task) -> dict[str, Any]:
+def _course(task: Task) -> dict[str, object]:
     config, plan, course = task.config, task.plan, task.course
     rates = build.rates_of(config, task.recipe, course.total_steps)
     last = course.total_steps - 1
@@ -259,7 +259,7 @@ def kept(config: Config, found: Mapping[str, Any]) -> Forecast:
     )
 
 
-def _link(wire: Mapping[str, Any], mbit: float, ranks: int, seconds: StepSeconds | None) -> dict[str, Any]:
+def _link(wire: Mapping[str, Any], mbit: float, ranks: int, seconds: StepSeconds | None) -> dict[str, object]:
     sent = ring_bytes(wire["bytes"], ranks)
     wire_s = wire_seconds(sent, mbit)
     # Without overlap all of it is sent after the backward pass, as one bucket would be.

@@ -71,7 +71,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Forget the peak."""
         self.peak = self.bytes.copy()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func.namespace == "c10d":
             return _communicate(func, args, kwargs or {})
         first = args[0][0] if args and func in FUSED else args[0] if args else None
@@ -119,7 +119,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-def _normed(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _normed(x: Tensor, *arguments: object) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `native_batch_norm` does: the output, and the mean and deviation of each channel."""
     mean, deviation = (x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(2))
     return torch.empty_like(x), mean, deviation
@@ -160,7 +160,7 @@ COPIES = {
 }
 
 
-def _communicate(func: Any, args: Any, kwargs: Any) -> Any:
+def _communicate(func: Any, args: Any, kwargs: Any) -> object:
     """A collective on stand-ins that are never filled; its tensors are on `meta` again."""
 
     def stand_in(tensor: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def _communicate(func: Any, args: Any, kwargs: Any) -> Any:
 class OnMeta(TorchFunctionMode):
     """Makes what asks for a GPU on `meta`, and attention as kernels have it that keep no matrix of pairs."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if func is attention and not _drops(*args, **kwargs):
             return _attention(*args, **kwargs)
@@ -225,7 +225,7 @@ class Arithmetic(RoundedArithmetic):
 
 
 class _Emulated(Rounding):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func is attention and not _drops(*args, **(kwargs or {})):  # with dropout a CPU keeps the matrix
             # As any product: inputs rounded and held in fp32.
             args, kwargs = map_tensors(partial(round_to, torch.float16), (args, kwargs or {}))
@@ -234,14 +234,14 @@ class _Emulated(Rounding):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def _drops(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> bool:
+def _drops(*args: object, dropout_p: float = 0.0, **kwargs: object) -> bool:
     return bool(dropout_p or args[4:5] not in ((), (0.0,)))
 
 
 class _OfGpu(Rounding):
     """Products take and save half tensors; what autocast computes in fp32 saves widened copies."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if not torch.is_autocast_enabled(self.device_type) or func not in PRODUCTS | INNER | PROMOTING:
             return super().__torch_function__(func, types, args, kwargs)

@@ -32,7 +32,7 @@ def lines_of(plan: Mapping[str, Any], braille: bool) -> Iterator[str]:
     yield from _files(plan)
 
 
-def _schedule(schedule: Mapping[str, Any], braille: bool) -> Iterator[str]:
+def _schedule(schedule: Mapping[str, object], braille: bool) -> Iterator[str]:
     steps, rates = np.array(schedule["rates"], dtype=np.float64).T
     across, up = Axis(0.0, max(float(steps[-1]), 1.0)), axis_of(rates, base=1, from_zero=True)
     chart = Chart("", "", [Line("", 0, steps, rates)], across, up)

@@ -42,7 +42,7 @@ def refuse_unusable_metrics(recipe: Recipe) -> None:
         refuse_unknown_comparison(recipe.compare_by, declared, recipe.validation_sets)
 
 
-def refuse_other_arguments(what: str, function: Callable[..., Any], arguments: str) -> None:
+def refuse_other_arguments(what: str, function: Callable[..., object], arguments: str) -> None:
     """Raise ConfigError for a function that cannot be called with these arguments, written as (a, b)."""
     names = re.findall(r"\w+", arguments)
     try:
@@ -147,14 +147,14 @@ def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
             raise no_class(found, lowest, len(recipe.classes))
 
 
-def require_counts(**options: Any) -> None:
+def require_counts(**options: object) -> None:
     """Raise ConfigError unless each option of the model, by name, is a whole number of at least 1."""
     for name, value in options.items():
         if type(value) is not int or value < 1:
             raise ConfigError(f"model.{name}={value!r} must be a whole number of at least 1.")
 
 
-def require_heads(width: Any, heads: Any) -> None:
+def require_heads(width: object, heads: Any) -> None:
     """Raise ConfigError unless both are whole numbers and the width divides by the number of heads."""
     require_counts(heads=heads, width=width)
     if width % heads:

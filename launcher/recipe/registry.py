@@ -31,7 +31,7 @@ from launcher.recipe.checks import checked, refuse_other_arguments
 from launcher.recipe.contract import ModelBuilder, Recipe, Schedule
 from launcher.recipe.training_aids import with_training_aids
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., object])
 Found = TypeVar("Found")
 REGISTERED = "launcher_registered"  # the attribute that a decorator sets on a function
 TOP_LEVEL = (
@@ -47,7 +47,7 @@ class Registry:
     recipes: Mapping[str, Callable[[Config], Recipe]]
     models: Mapping[str, Callable[..., nn.Module]]
     schedules: Mapping[str, Schedule]
-    optimizers: Mapping[str, Callable[..., Any]]  # classes of torch.optim.Optimizer
+    optimizers: Mapping[str, Callable[..., object]]  # classes of torch.optim.Optimizer
 
 
 def recipe(name: str = "") -> Callable[[Function], Function]:
@@ -115,7 +115,7 @@ def _mark(kind: str, name: str) -> Callable[[Function], Function]:
     return mark(name) if callable(name) else mark  # without parentheses it is given the function
 
 
-def _registered_in(module: ModuleType) -> list[tuple[str, str, Callable[..., Any]]]:
+def _registered_in(module: ModuleType) -> list[tuple[str, str, Callable[..., object]]]:
     """(kind, name, function) of what the file itself defines, not of what it imports from another."""
     functions = {id(value): value for value in vars(module).values() if callable(value)}.values()
     return [
@@ -206,7 +206,7 @@ def load_recipe(config: Config) -> Recipe:
     return built if named is None else replace(built, schedule=named)
 
 
-def model_builder(config: Config, **facts: Any) -> ModelBuilder:
+def model_builder(config: Config, **facts: object) -> ModelBuilder:
     """A function that builds the config's model from its options and the facts given by the recipe.
 
     Facts are what the data dictates (num_classes, ...). ConfigError for an unknown model or option.

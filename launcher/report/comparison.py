@@ -203,7 +203,7 @@ def cells(setting: RunSetting, settings: Sequence[RunSetting]) -> list[str]:
     ]
 
 
-def as_csv(runs: Sequence[RunRecord], jobs: Mapping[str, Mapping[str, Any]]) -> str:
+def as_csv(runs: Sequence[RunRecord], jobs: Mapping[str, Mapping[str, object]]) -> str:
     """One row per run, with the keys that vary, and what sweep.json records of it."""
     keys = varied_keys(runs)
     metrics = list(dict.fromkeys(name for run in runs for name in run.result.metrics))

@@ -24,7 +24,7 @@ MAX_ITEMS = 10_000  # of a list or an object
 Warn = Callable[[str], None]
 
 
-def bounded(value: Any) -> Any:
+def bounded(value: object) -> Any:
     """The value with its long texts, names and lists cut, so that a damaged file makes no endless page."""
     if isinstance(value, str):
         return value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}..."
@@ -37,7 +37,7 @@ def silent(text: str) -> None:
     """Warn of nothing: callers pass it that have already warned."""
 
 
-def json_of(run_dir: Path, name: str, warn: Warn = silent) -> dict[str, Any]:
+def json_of(run_dir: Path, name: str, warn: Warn = silent) -> dict[str, object]:
     """A JSON object of the run, empty where there is none. Raises OSError."""
     path = run_dir / name
     if not path.exists():

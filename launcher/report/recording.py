@@ -337,8 +337,8 @@ def _sane(value: float) -> float:
     return value if abs(value) < LARGEST else math.nan
 
 
-def bounded_event(line: bytes) -> dict[str, Any] | None:
+def bounded_event(line: bytes) -> dict[str, object] | None:
     """The event of a line, with long texts cut; None if it holds none."""
     event = parsed(line)
-    cut: dict[str, Any] | None = event if len(line) <= MAX_TEXT else bounded(event)
+    cut: dict[str, object] | None = event if len(line) <= MAX_TEXT else bounded(event)
     return cut

@@ -37,7 +37,7 @@ def encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def all_encodable(value: Any, number: Callable[[float], Any] = float) -> Any:
+def all_encodable(value: object, number: Callable[[float], object] = float) -> Any:
     """The value with all texts in it `encodable`, and `number` of each float that is not a key."""
     if isinstance(value, float):
         return number(value)
@@ -50,7 +50,7 @@ def all_encodable(value: Any, number: Callable[[float], Any] = float) -> Any:
     return value
 
 
-def strict(value: object) -> Any:
+def strict(value: object) -> object:
     """The value with non-finite floats as strings and texts `encodable`: strict JSON represents neither."""
     return all_encodable(value, lambda each: each if math.isfinite(each) else str(float(each)))
 

@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 Kind = TypeVar("Kind")
-Reader = Callable[[object], Any]  # returns MISFIT for a value of another type
+Reader = Callable[[object], object]  # returns MISFIT for a value of another type
 
 FLAT = {"flat": True}  # metadata of a field: its items stand beside the other keys
 NO_INTEGER = 1 << 63  # larger ones are no counts, and many are beyond what a float holds
@@ -34,16 +34,16 @@ class _Key:
     may_be_absent: bool  # where it is None
     is_plain: bool  # written as it is: holds no dataclass
     read: Reader
-    blank: Callable[[], Any]
+    blank: Callable[[], object]
 
-    def read_or_blank(self, value: object) -> Any:
+    def read_or_blank(self, value: object) -> object:
         found = self.read(value)
         return self.blank() if found is MISFIT else found
 
 
 def encoded(value: Any) -> dict[str, Any]:
     """The fields of a dataclass by name, in order."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key in _keys(type(value)):
         item = getattr(value, key.name)
         if key.is_flat:
@@ -82,16 +82,16 @@ def _keys_of(kind: Any) -> tuple[_Key, ...]:
     return tuple(_key(field, hints[field.name]) for field in dataclasses.fields(kind))
 
 
-_keys: Callable[[Any], tuple[_Key, ...]] = cache(_keys_of)
+_keys: Callable[[object], tuple[_Key, ...]] = cache(_keys_of)
 
 
-def _key(field: dataclasses.Field[Any], hint: Any) -> _Key:
+def _key(field: dataclasses.Field[object], hint: object) -> _Key:
     blank = _blank(hint) if field.default is dataclasses.MISSING else lambda: field.default
     is_flat, is_plain = bool(field.metadata.get("flat")), not _holds_a_dataclass(hint)
     return _Key(field.name, is_flat, field.default is None, is_plain, _reader(hint), blank)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if dataclasses.is_dataclass(value):
         return encoded(value)
     if isinstance(value, Mapping):
@@ -99,7 +99,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _holds_a_dataclass(hint: Any) -> bool:
+def _holds_a_dataclass(hint: object) -> bool:
     return dataclasses.is_dataclass(hint) or any(map(_holds_a_dataclass, typing.get_args(hint)))
 
 
@@ -119,25 +119,25 @@ def _reader(hint: Any) -> Reader:
     return {float: _float, int: _integer}.get(hint, lambda value: value if type(value) is hint else MISFIT)
 
 
-def _first_fit(readers: Sequence[Reader], value: object) -> Any:
+def _first_fit(readers: Sequence[Reader], value: object) -> object:
     return next((found for reader in readers if (found := reader(value)) is not MISFIT), MISFIT)
 
 
-def _mapping(reader: Reader, value: object) -> Any:
+def _mapping(reader: Reader, value: object) -> object:
     """The items that fit; a damaged one does not cost the others."""
     if not isinstance(value, dict):
         return MISFIT
     return {name: found for name, item in value.items() if (found := reader(item)) is not MISFIT}
 
 
-def _sequence(reader: Reader, value: object) -> Any:
+def _sequence(reader: Reader, value: object) -> object:
     """The elements that fit; a damaged one does not cost the others."""
     if not isinstance(value, list):
         return MISFIT
     return [found for item in value if (found := reader(item)) is not MISFIT]
 
 
-def _float(value: object) -> Any:
+def _float(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return MISFIT
     try:
@@ -146,11 +146,11 @@ def _float(value: object) -> Any:
         return math.inf
 
 
-def _integer(value: object) -> Any:
+def _integer(value: object) -> object:
     return value if type(value) is int and abs(value) < NO_INTEGER else MISFIT
 
 
-def _blank(hint: Any) -> Callable[[], Any]:
+def _blank(hint: Any) -> Callable[[], object]:
     """What stands for a value of this type that a file lacks."""
     origin = typing.get_origin(hint)
     if origin in UNIONS or hint in (object, Any):
@@ -159,5 +159,5 @@ def _blank(hint: Any) -> Callable[[], Any]:
         return lambda: math.nan
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return partial(decoded, hint, {})
-    blank: Callable[[], Any] = {Mapping: dict, Sequence: list}.get(origin, hint)
+    blank: Callable[[], object] = {Mapping: dict, Sequence: list}.get(origin, hint)
     return blank

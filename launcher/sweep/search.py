@@ -70,7 +70,7 @@ def _trial_of(job: Job, space: Space, distributions: Mapping[str, Any], optuna: 
     """The trial of a job, whether it runs or is over. One without a finite metric has failed."""
     states, values = optuna.trial.TrialState, dict(line.split("=", 1) for line in job.overrides)
     done = states.COMPLETE if job.metric is not None and math.isfinite(job.metric) else states.FAIL
-    over: dict[str, Any] = {State.DONE: done, State.PRUNED: states.PRUNED, State.FAILED: states.FAIL}
+    over: dict[str, object] = {State.DONE: done, State.PRUNED: states.PRUNED, State.FAILED: states.FAIL}
     state = over.get(job.state, states.RUNNING)
     trial: FrozenTrial = optuna.trial.create_trial(
         params={each.key: value_of(each, values[each.key]) for each in space.dimensions},

@@ -149,7 +149,7 @@ class EventLog(Sink):
         return open(open_plain(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
+def read_events(path: Path) -> list[dict[str, object]]:
     """All events of the file in order, without damaged lines. Raises OSError."""
     with opened(path) as file:
         return [event for _, _, line in lines_of(file) if (event := parsed(line)) is not None]
@@ -159,7 +159,7 @@ def recorded(
     path: Path,
     wanted: Callable[[Record], bool],
     settled: Callable[[Sequence[Record | None]], bool] = lambda heads: False,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """The events of the file that are `wanted`, in order. Only these are parsed, and none is kept.
 
     `wanted` gets at least event, time and step. Reading begins with the last MB whose lines are `settled`:
@@ -173,7 +173,7 @@ def recorded(
                     yield event
 
 
-def recorded_after(path: Path, time_s: float) -> Iterator[dict[str, Any]]:
+def recorded_after(path: Path, time_s: float) -> Iterator[dict[str, object]]:
     """The events of the file after a time, for which only what follows it is read. Raises OSError."""
     return recorded(
         path,

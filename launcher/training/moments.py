@@ -41,7 +41,7 @@ class Parts:
     is `silent` only keeps its state and adds to the result.
     """
 
-    def __init__(self, course: Course, reports: Reports, parts: Sequence[Any]) -> None:
+    def __init__(self, course: Course, reports: Reports, parts: Sequence[object]) -> None:
         self._parts = parts
         self._course = course
         self._reports = reports
@@ -49,7 +49,7 @@ class Parts:
         self._after_launch = self._moments("after_launch")
         self._end_step = self._moments("end_step")
         self._ending = [part for part in parts if hasattr(part, "ends")]
-        self._of_others: dict[str, Mapping[str, Any]] = {}
+        self._of_others: dict[str, Mapping[str, object]] = {}
         reports.readers, reports.pauses = self._moments("after_step"), self._moments("pause")
 
     def _moments(self, name: str) -> tuple[Callable[..., None], ...]:
@@ -113,7 +113,7 @@ class Parts:
         own = {_name_of(part): part.state() for part in self._with("state")}
         return self._of_others | own
 
-    def load_state(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    def load_state(self, saved: Mapping[str, Mapping[str, object]]) -> None:
         """Load what was saved. That of parts which this run lacks is kept for one that has them again."""
         self._of_others = {name: values for name, values in saved.items() if name not in self.names}
         for part in self._with("load_state"):

@@ -31,7 +31,9 @@ def warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
     counts: Counter[Place] = Counter()
     print_it: Any = warnings.showwarning
 
-    def show(message: Any, category: type[Warning], filename: str, lineno: int, *more: Any, **_: Any) -> None:
+    def show(
+        message: object, category: type[Warning], filename: str, lineno: int, *more: object, **_: object
+    ) -> None:
         """Show a warning; called by `warnings` in the place of its own function."""
         if issubclass(category, SHOWN_AS_EVENTS):
             log.warning("rank %d: %s", rank, message)

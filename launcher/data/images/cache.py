@@ -17,10 +17,10 @@ import shutil
 import warnings
 import weakref
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from launcher.data.tensor_cache import prune, use
@@ -33,7 +33,7 @@ ABSENT, STORED, UNREADABLE = 0, 1, 2  # the byte of an image
 MOST_OF_DISK = 0.5  # of the free space
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-UInt8Array = np.ndarray[Any, np.dtype[np.uint8]]
+UInt8Array = NDArray[np.uint8]
 log = logging.getLogger("launcher")
 
 

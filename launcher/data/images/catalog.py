@@ -12,10 +12,10 @@ import io
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from launcher.config.messages import install_line, unknown_name
@@ -217,7 +217,7 @@ def split(data: TensorData, val_fraction: float) -> tuple[TensorData, TensorData
     return TensorData(data.select(train), data.name), TensorData(data.select(validation.long()), data.name)
 
 
-def _digits_table() -> np.ndarray[Any, np.dtype[np.float64]]:
+def _digits_table() -> NDArray[np.float64]:
     """[1797, 65]: 64 pixels and the digit. Read without importing scikit-learn, which takes a second."""
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:

@@ -80,7 +80,7 @@ class HubListing:
         return _source(self.rows[which][row][self.image_column], name, self.image_column, self.base)
 
 
-def _source(cell: Any, name: str, column: str, base: Path | None) -> tuple[Source, str]:
+def _source(cell: object, name: str, column: str, base: Path | None) -> tuple[Source, str]:
     """The image of a cell, or the file below `base` that it names; None: it may not name one."""
     content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
     if isinstance(content, bytes):
@@ -231,7 +231,7 @@ def _loaded(library: ModuleType, path: str, where: str, holds: str = OF_ANY_SIZE
         ) from error
 
 
-def _read(library: ModuleType, files: Sequence[Path], path: str) -> Any:
+def _read(library: ModuleType, files: Sequence[Path], path: str) -> object:
     """Tables, of which those are a split whose name begins with that of one."""
     kinds = {READERS.get(file.suffix) for file in files}
     if len(kinds) != 1 or None in kinds:
@@ -247,7 +247,7 @@ def _read(library: ModuleType, files: Sequence[Path], path: str) -> Any:
     return library.load_dataset(kinds.pop(), data_files=named, **separator)
 
 
-def _splits(loaded: Any, where: str) -> list[Any]:
+def _splits(loaded: object, where: str) -> list[object]:
     """The split to train on and the one that is held out, or a single one to be split."""
     if not isinstance(loaded, Mapping):
         return [loaded]
@@ -263,7 +263,7 @@ def _splits(loaded: Any, where: str) -> list[Any]:
 
 
 def _column(
-    features: Mapping[str, Any], what: str, wish: str | None, kind: type, usual: Sequence[str], where: str
+    features: Mapping[str, object], what: str, wish: str | None, kind: type, usual: Sequence[str], where: str
 ) -> str:
     """The column that the config names, or the only one of this type; of labels also the first usual name.
 
@@ -290,15 +290,15 @@ def _column(
     return found[0]
 
 
-def _undecoded(library: ModuleType, rows: Any, column: str) -> Any:
+def _undecoded(library: ModuleType, rows: Any, column: str) -> object:
     """The rows with the encoded images of this column, where its type decodes them."""
     if isinstance(rows.features[column], library.Image):
         return rows.cast_column(column, library.Image(decode=False))
     return rows
 
 
-def _values(rows: Any, column: str, where: str) -> list[Any]:
-    values: list[Any] = rows.select_columns([column]).with_format("arrow")[:][column].to_pylist()
+def _values(rows: Any, column: str, where: str) -> list[object]:
+    values: list[object] = rows.select_columns([column]).with_format("arrow")[:][column].to_pylist()
     if not values:
         raise DataError(f"{where} has a split without rows.")
     if wrong := [row for row, value in enumerate(values) if not _is_label(value)]:
@@ -309,11 +309,11 @@ def _values(rows: Any, column: str, where: str) -> list[Any]:
     return values
 
 
-def _is_label(value: Any) -> bool:
+def _is_label(value: object) -> bool:
     return isinstance(value, int) or (isinstance(value, str) and value.strip() != "")
 
 
-def _classes(kind: Any, values: Sequence[Sequence[Any]], numbered: bool) -> list[Any]:
+def _classes(kind: object, values: Sequence[Sequence[Any]], numbered: bool) -> list[object]:
     if names := getattr(kind, "names", None):
         return list(names)
     if numbered and all(isinstance(value, int) for each in values for value in each):
@@ -321,7 +321,7 @@ def _classes(kind: Any, values: Sequence[Sequence[Any]], numbered: bool) -> list
     return sorted(set(values[0]), key=lambda value: (isinstance(value, str), value))
 
 
-def _numbers(values: Sequence[Any], classes: Sequence[Any], kind: Any, where: str) -> list[int]:
+def _numbers(values: Sequence[Any], classes: Sequence[object], kind: object, where: str) -> list[int]:
     """The index of each row's class."""
     names = dict(enumerate(getattr(kind, "names", None) or ()))
     if UNLABELLED in values and (names or UNLABELLED not in classes):

@@ -13,14 +13,15 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from launcher.errors import DataError, first_line
 
-UInt8Array = np.ndarray[Any, np.dtype[np.uint8]]
+UInt8Array = NDArray[np.uint8]
 Source = Path | bytes  # a file, or its content
 
 ATTEMPTS = 10  # at a random region, as in torchvision

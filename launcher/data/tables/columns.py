@@ -93,7 +93,7 @@ class Column(list[Cell]):
         """The cells, each text once where all are texts: True and 1 would be the same in a set."""
         return set(self) if set(map(type, self)) <= {str} else self
 
-    def each(self, read: Callable[[Cell], Any]) -> list[Any]:
+    def each(self, read: Callable[[Cell], object]) -> list[Any]:
         """What `read` returns for each cell. Called once for each of the `distinct` ones."""
         distinct = self.distinct
         if distinct is self:

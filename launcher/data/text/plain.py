@@ -17,6 +17,7 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from launcher.config.rules import one_of, whole
@@ -28,7 +29,7 @@ from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_ti
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError
 
-Int32Array = np.ndarray[Any, np.dtype[np.int32]]
+Int32Array = NDArray[np.int32]
 PIECE = 1 << 16  # characters that are encoded at a time
 # Folders beside the sources of the standard library.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -121,7 +122,7 @@ class BytePairs:
         return str(self._tokenizer.decode(list(tokens)))
 
 
-def _code_points(text: str) -> np.ndarray[Any, np.dtype[np.uint32]]:
+def _code_points(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -100,12 +99,12 @@ class PretrainedEncoder:
         return not self.from_hub or not hub_answers()
 
     @cached_property
-    def _config(self) -> Any:
+    def _config(self) -> object:
         with self._loading("config") as how:
             return optional("transformers").AutoConfig.from_pretrained(self.path, **how)
 
     @contextmanager
-    def _loading(self, what: str) -> Iterator[dict[str, Any]]:
+    def _loading(self, what: str) -> Iterator[dict[str, object]]:
         """The options of each call that loads; what fails there is a ConfigError."""
         library = optional("transformers")
         library.utils.logging.set_verbosity_error()

@@ -108,11 +108,11 @@ class TokenRows:
     def __len__(self) -> int:
         return len(self._classes)
 
-    def __getitem__(self, index: int) -> tuple[Any, Any, int]:
+    def __getitem__(self, index: int) -> tuple[object, object, int]:
         start, end = self._starts[index], self._starts[index + 1]
         return self._tokens[start:end], self._types[start:end], self._classes[index]
 
-    def sample(self, index: int, generator: torch.Generator) -> tuple[Any, Any, int]:
+    def sample(self, index: int, generator: torch.Generator) -> tuple[object, object, int]:
         """The same: nothing here is random, so nothing has to be seeded."""
         return self[index]
 
@@ -304,7 +304,7 @@ def _sentences(table: Table, options: SentenceOptions) -> list[Any]:
 
 
 def _rows(
-    tokenizer: SentenceTokenizer, sentences: Sequence[Any], max_seq_len: int
+    tokenizer: SentenceTokenizer, sentences: Sequence[object], max_seq_len: int
 ) -> tuple[dict[str, Tensor], int]:
     """Tokens and types end to end, where each row starts, and how many rows were cut."""
     rows = [

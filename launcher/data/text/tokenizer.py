@@ -38,7 +38,7 @@ class SentenceTokenizer:
         numbers: Iterable[int] = self.library_object().get_vocab(with_added_tokens=True).values()
         return 1 + max(numbers)
 
-    def encode(self, sentences: Sequence[Any], max_length: int) -> Iterator[Encoded]:
+    def encode(self, sentences: Sequence[object], max_length: int) -> Iterator[Encoded]:
         """Encode texts or pairs of texts. The longer one of a pair is cut where both do not fit."""
         tokenizer = self.library_object()
         tokenizer.no_padding()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -84,11 +84,11 @@ def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
     # Of the inputs of each call that has not ended, whether they are finite, and their range.
     calls: list[tuple[bool, tuple[float, float] | None]] = []
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         tensors = list(_floats((args, kwargs)))  # read first: a module may overwrite them
         calls.append((all(map(_finite, tensors)), _range(tensors)))
 
-    def leave(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def leave(name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         outputs, number, (finite, span) = list(_floats(output)), next(ended), calls.pop()
         bad = next((tensor for tensor in outputs if not _finite(tensor)), None)
         if bad is None and (ends := _range(outputs)) is not None:
@@ -118,7 +118,7 @@ def diagnose_backward(model: nn.Module, run: Callable[[], Mapping[str, Tensor]])
     """
     found = BackwardDiagnosis()
 
-    def watch(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def watch(name: str, module: nn.Module, inputs: object, output: object) -> None:
         for tensor in _floats(output):
             if tensor.requires_grad:  # autograd calls these hooks in backward order
                 tensor.register_hook(partial(record, name, module))  # type: ignore[no-untyped-call]
@@ -160,7 +160,7 @@ def _kind(tensor: Tensor) -> Kind:
     return "nan" if bool(tensor.isnan().any()) else "inf"
 
 
-def _floats(value: Any) -> Iterator[Tensor]:
+def _floats(value: object) -> Iterator[Tensor]:
     """The non-empty floating-point tensors within a nested value."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.numel():

@@ -48,7 +48,7 @@ class TorchOptimizer:
     options: Mapping[str, Any]
 
     def __init__(
-        self, kind: Kind, lr: float, options: Mapping[str, Any] | None = None, **more_options: Any
+        self, kind: Kind, lr: float, options: Mapping[str, object] | None = None, **more_options: object
     ) -> None:
         twice = [name for name in more_options if name in (options or {})]
         if twice:
@@ -153,7 +153,7 @@ def updater_of(
     return Updater(shards.pieces, optimizer, compiled, rates, shards.stretches() if rates else (), on_host)
 
 
-def _states_of(optimizer: TorchOptimizer, master: Tensor, after_a_step: bool) -> dict[str, Any]:
+def _states_of(optimizer: TorchOptimizer, master: Tensor, after_a_step: bool) -> dict[str, object]:
     """What it keeps for a parameter like `master`, at the start or after an update without a gradient."""
     parameter = nn.Parameter(torch.zeros_like(master))
     probe = optimizer.over([parameter])
@@ -259,8 +259,8 @@ class AdaptedUpdater:
         That is found out: each optimizer has its own names, shapes and dtypes, and counts its steps on the
         device or on the host.
         """
-        by_form: dict[object, dict[str, Any]] = {}
-        found: dict[str, Any] = {}
+        by_form: dict[object, dict[str, object]] = {}
+        found: dict[str, object] = {}
         for name, master in self._masters.items():
             form = (master.shape, master.stride())
             if form not in by_form:

@@ -145,26 +145,26 @@ def _compute(
         torch.set_autocast_enabled(device_type, True)
 
 
-def _in_fp32(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+def _in_fp32(operator: OpOverload, dtype: torch.dtype, args: object, kwargs: object) -> Any:
     return operator(*map_tensors(widen, args), **map_tensors(widen, kwargs))
 
 
-def _curve(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+def _curve(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: object) -> object:
     half = any(is_tensor(each) and each.dtype == dtype for each in args)
     result = _in_fp32(operator, dtype, args, kwargs)
     return result.to(dtype) if half else result
 
 
-def _batch_norm(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+def _batch_norm(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> object:
     """Widen a batch norm without weights: kernels for CPUs would keep its mean and variance in half."""
     return operator(*args, **kwargs) if is_tensor(args[1]) else _curve(operator, dtype, args, kwargs)
 
 
-def _in_half(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+def _in_half(operator: OpOverload, dtype: torch.dtype, args: object, kwargs: object) -> object:
     return operator(*_narrow(dtype, args), **_narrow(dtype, kwargs))
 
 
-def _rnn(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+def _rnn(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> object:
     """All tensors in one dtype, which cuDNN requires of weights.
 
     bf16 is rounded and then computed in fp32: autocast would cast it to fp16 for cuDNN.
@@ -207,7 +207,7 @@ SUMS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _pick(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+def _pick(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> object:
     """Pick elements of a table, with gradients that are summed in fp32 where an element may repeat.
 
     A plain call without gradients, for tables that are not half, for masks, and for sparse gradients.
@@ -229,7 +229,7 @@ def _pick(operator: OpOverload, dtype: torch.dtype, args: Any, kwargs: Any) -> A
 
 class _Pick(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, operator: OpOverload, table: Tensor, *index: Any) -> Any:
+    def forward(ctx: Any, operator: OpOverload, table: Tensor, *index: object) -> object:
         ctx.operator, ctx.shape, ctx.dtype = operator, table.shape, table.dtype
         ctx.rest = [None if is_tensor(each) else each for each in index]
         ctx.save_for_backward(*(each if is_tensor(each) else None for each in index))

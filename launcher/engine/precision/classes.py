@@ -67,7 +67,7 @@ WIDE = frozenset[Any]().union(
     _functions("trapezoid trapz cumulative_trapezoid trace nansum quantile nanquantile"),
 )
 # fp32 inside, output of the first input's dtype: what CUDA kernels do with half inputs.
-INNER = frozenset[Any]().union(
+INNER = frozenset[object]().union(
     _functions("batch_norm instance_norm mean nanmean var std var_mean std_mean cov corrcoef gelu"),
     _functions(CURVES, torch.special),
     _functions("avg_pool1d avg_pool2d avg_pool3d rrelu fold unfold", torch, F),
@@ -83,14 +83,14 @@ PROMOTING = frozenset[Any]().union(
     _functions("index_add index_reduce scatter_reduce segment_reduce"),
 )
 # They copy elements of a table, exactly. Their backward passes add, for elements that were taken twice.
-PICKS = frozenset[Any]().union(
+PICKS = frozenset[object]().union(
     _functions("index_select gather take take_along_dim repeat_interleave"),
     _functions("embedding", torch),
     [torch.Tensor.__getitem__],
 )
 # Written in Python from other functions, which the mode must see one by one. So are the backward passes,
 # because activation checkpointing runs forward passes within them.
-COMPOSITES = frozenset[Any]().union(
+COMPOSITES = frozenset[object]().union(
     _functions("multi_head_attention_forward gumbel_softmax local_response_norm embedding embedding_bag", F),
     _functions("triplet_margin_with_distance_loss"),
 )
@@ -102,7 +102,7 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def widen(value: Any) -> Any:
+def widen(value: object) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF else value
 
 
@@ -116,7 +116,7 @@ def any_fp32(value: object) -> bool:
     return any(map(any_fp32, value))
 
 
-def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+def map_tensors(change: Callable[[torch.Tensor], object], value: Any) -> Any:
     """Apply `change` to the tensors in an argument tree of tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return change(value)

@@ -42,7 +42,7 @@ class Tally:
         else:
             self._sums.zero_()
         # The micro-batch that may be taken back: count, loss, and what is 0 if that is finite.
-        self._newest: tuple[Any, Any, Any] | None = None
+        self._newest: tuple[object, object, Any] | None = None
         self._is_first = True  # no micro-batch is included yet
         self._shared: Tensor | None = None  # for a collective, once they have been given to one
         self._work: dist.Work | None = None
@@ -83,7 +83,7 @@ class Tally:
         """Take what that collective has made of them."""
         self._shared = totals
 
-    def totals(self) -> Any:
+    def totals(self) -> object:
         """The sums of all ranks: samples, losses, micro-batches with a bad loss, votes; [FIELDS].
 
         A list on the host, a tensor on the device.

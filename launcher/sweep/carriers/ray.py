@@ -75,7 +75,7 @@ class Running:
 
     job: Job
     directory: Path
-    new_actor: Callable[[], Any]
+    new_actor: Callable[[], object]
     actor: Any = None
     waited: Any = None
     has_started: bool = False

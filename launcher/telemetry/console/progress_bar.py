@@ -87,7 +87,7 @@ class Bars:
         return self._bar
 
 
-def bar_of(bars: Bars, err: TextIO, steps_per_epoch: int | None) -> Any:
+def bar_of(bars: Bars, err: TextIO, steps_per_epoch: int | None) -> object:
     """A tqdm bar with the text of `bars`, because tqdm cuts its own text within words."""
     from tqdm import tqdm
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterator
 from traceback import walk_tb
 from types import CodeType
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -45,7 +44,9 @@ def module_given(error: BaseException) -> str:
     return f"{title}, {kind}, was given {' and '.join(shapes) or 'no tensor'}"
 
 
-def in_place_mistake(error: BaseException, model: nn.Module, loss: Callable[..., Any]) -> ConfigError | None:
+def in_place_mistake(
+    error: BaseException, model: nn.Module, loss: Callable[..., object]
+) -> ConfigError | None:
     """The error of a backward pass that needs what was written over; None for any other."""
     found = IN_PLACE.search(whole_text(error))
     if found is None:
@@ -59,7 +60,7 @@ def in_place_mistake(error: BaseException, model: nn.Module, loss: Callable[...,
     )
 
 
-def _writes(model: nn.Module, loss: Callable[..., Any]) -> Iterator[str]:
+def _writes(model: nn.Module, loss: Callable[..., object]) -> Iterator[str]:
     """`file:line` of the user's operations that write in place, and the modules with inplace=True."""
     for function in (*(type(module).forward for module in model.modules()), inspect.unwrap(loss)):
         yield from _writes_of(getattr(function, "__code__", None))

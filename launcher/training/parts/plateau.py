@@ -65,7 +65,7 @@ class Plateau:
             return found.value == found.value
         return found.cost < best.cost * (1 + self._config.threshold * (-1 if best.lower_is_better else 1))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         best = None if self._best is None else list(astuple(self._best))
         return {"share": self._share, "best": best, "bad": self._bad, "step": self._step}
 

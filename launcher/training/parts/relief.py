@@ -50,7 +50,7 @@ class Relief:
         self._halved = ""  # how, once it has been
         self._shortage = ""  # of this rank, until the micro-batch is halved
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         return {"micro_batch": self._chosen and dict(zip(("wish", "size"), self._chosen, strict=True))}
 
     def load_state(self, values: dict[str, Any]) -> None:

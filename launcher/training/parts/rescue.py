@@ -31,7 +31,7 @@ class Rescue:
         self._limit = run.config.precision.max_rescues
         self._rescued: list[list[str]] = []  # by rescue: patterns of modules now in fp32
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         return {"rescued": [list(patterns) for patterns in self._rescued]}
 
     def load_state(self, values: dict[str, Any]) -> None:
