@@ -181,11 +181,17 @@ def stage(
     Training may continue at once: on the device, its next update waits for the copies. The snapshot is valid
     until `memory` is used again.
     """
-    random = _gather_by_name(generators.states(env.device), env)()
     state = stepper.state(LEADER, memory.allocate)
-    buffers_by_rank = _gather_by_name(state.buffers, env)
     averages = None if average is None else average.state(LEADER, memory.allocate)
-    average_buffers_by_rank = _gather_by_name({} if averages is None else averages.buffers, env)
+    own = {
+        "random": generators.states(env.device),
+        "buffers": state.buffers,
+        "average": {} if averages is None else averages.buffers,
+    }
+    # In one collective, after all that the ranks compute: each waits for the slowest of them.
+    by_rank = _gather_by_name(
+        {f"{kind}/{n}": t for kind, found in own.items() for n, t in found.items()}, env
+    )
     # Only after the last collective: the ranks that save nothing take part in all of them.
     if not env.is_leader:
         return None
@@ -200,7 +206,10 @@ def stage(
 
     def finished() -> Snapshot:
         copies.wait()
-        buffers, average_buffers = buffers_by_rank(), average_buffers_by_rank()
+        rows = by_rank()
+        random, buffers, average_buffers = (
+            {name: rows[f"{kind}/{name}"] for name in found} for kind, found in own.items()
+        )
         return Snapshot(
             # Buffers as a run of any size starts from them.
             engine=replace(
@@ -275,8 +284,11 @@ def _gather_by_name(tensors: Mapping[str, Tensor], env: WorkerEnv) -> Callable[[
     """
     if not tensors:
         return dict
-    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()]
-    gathered, sizes = _gathered(torch.cat(flat), env), [len(part) for part in flat]
+    here = [tensor.detach().to(env.device) for tensor in tensors.values()]
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in here]
+    own, sizes = torch.cat(flat), [len(part) for part in flat]
+    ranks = [own] if env.group is None else gather(own, env.group)
+    gathered = torch.stack(ranks).cpu()
     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
     def by_name() -> dict[str, Tensor]:
@@ -303,13 +315,6 @@ def of_all_ranks(rows: Tensor) -> Tensor:
     if not rows.is_floating_point() or _alike(rows):
         return rows[0].clone()
     return (rows.double().sum(dim=0) / len(rows)).to(rows.dtype)
-
-
-def _gathered(state: Tensor, env: WorkerEnv) -> Tensor:
-    """All ranks' values on the host: [world_size, ...]. A collective."""
-    if env.group is None:
-        return state.to("cpu", copy=True).unsqueeze(0)
-    return torch.stack(gather(state.to(env.device), env.group)).cpu()
 
 
 def _state_dict_names(model: nn.Module) -> dict[str, str]:
