@@ -84,7 +84,7 @@ class Normalise:
 class ImageTransform:
     """batch -> the same with normalised fp32 images, of an evaluation where no noise fp32 [n, >= 3] is given.
 
-    Of a batch with `region` that part is cut from each image, at this `size`; else noise crops and mirrors.
+    With a `size`, `region` is the part of each image that is cut, to this size. Else noise crops and mirrors.
     """
 
     normalise: Normalise
@@ -93,11 +93,11 @@ class ImageTransform:
     flip: bool = False
 
     def __call__(self, batch: Batch, noise: Tensor | None = None) -> Batch:
-        made = {name: column for name, column in batch.items() if name != "region"}
-        if "region" in batch:
-            made["image"] = cut_regions(batch["image"], batch["region"], self.size)
+        made = dict(batch)
+        if self.size and "region" in batch:
+            made["image"] = cut_regions(made["image"], made.pop("region"), self.size)
         elif noise is not None:
-            made["image"] = crop_and_flip(batch["image"], noise, self.padding, self.flip)
+            made["image"] = crop_and_flip(made["image"], noise, self.padding, self.flip)
         return {**made, "image": self.normalise(made["image"])}
 
     @property

@@ -5,9 +5,10 @@ Owns what those processes are asked for, and what becomes of samples that cannot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 from launcher.data.batch_plan import BatchPlan, cut, share_of
 from launcher.data.epochs import EVALUATION
@@ -97,7 +98,9 @@ class LoadedBatches(Batches):
         self.plan = plan
         self._noise = lru_cache(1)(plan.noise)  # of an epoch
         self._order = lru_cache(1)(lambda epoch: plan.order(epoch).numpy())  # NumPy's: sliced in less time
-        self._requests = lru_cache(LATEST)(self._requests_of)  # asked for twice: to be read, and when it was
+        self._requests = lru_cache(LATEST)(
+            partial(_requests_of, plan, self._order)
+        )  # asked for twice: to be read, and when it was
 
     def step(self, epoch: int, step: int) -> list[Batch]:
         """This rank's micro-batches, the same in whatever order they are asked for."""
@@ -115,12 +118,6 @@ class LoadedBatches(Batches):
         """At most `most` micro-batches of a step of the first epoch. Nothing is read ahead."""
         asked = self._requests(step)[:most]
         return self._made_of(asked, map(self.data.fetch, asked))
-
-    def _requests_of(self, number: int) -> list[Request]:
-        """The micro-batches of this rank in one step, counted from 0 over all epochs."""
-        epoch, step = divmod(number, self.plan.steps_per_epoch)
-        parts = [slice(each.start, each.stop) for each in self.plan.micro_positions(step)]
-        return [Request(epoch, part.start, tuple(self._order(epoch)[part].tolist())) for part in parts]
 
     def _made_of(self, requests: Sequence[Request], answers: Iterator[Fetched]) -> list[Batch]:
         """The micro-batches of these requests, whose answers come next."""
@@ -159,3 +156,10 @@ class LoadedBatches(Batches):
         if len(kept) < len(request.indices):
             noise = noise[list(kept)]
         return transformed("train_transform", self.transform, batch, to_device(noise, self.data.how.device))
+
+
+def _requests_of(plan: BatchPlan, order: Callable[[int], Any], number: int) -> list[Request]:
+    """The micro-batches of this rank in one step, counted from 0 over all epochs."""
+    epoch, step = divmod(number, plan.steps_per_epoch)
+    parts = [slice(each.start, each.stop) for each in plan.micro_positions(step)]
+    return [Request(epoch, part.start, tuple(order(epoch)[part].tolist())) for part in parts]

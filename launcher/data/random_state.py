@@ -99,7 +99,7 @@ class _Twister:
 
     def __init__(
         self,
-        memory: Callable[[], object | None],
+        memory: Callable[[], object],
         get: Callable[[], Any],
         set_: Callable[[Any], None],
         normal: Callable[[], object],
@@ -115,18 +115,17 @@ class _Twister:
 
     def state(self) -> object:
         memory = self._memory()
-        if memory != self._known_memory or self._is_copied:
+        if memory != self._known_memory or not self._trusted:
             self._learn(memory, self._get())
         return self._known
 
     def set(self, state: object) -> None:
-        if self._known is not state or self._is_copied or self._memory() != self._known_memory:
+        if self._known is not state or not self._trusted or self._memory() != self._known_memory:
             self._set(state)
             self._learn(self._memory(), state)
 
-    def _learn(self, memory: object | None, state: Any) -> None:
+    def _learn(self, memory: object, state: Any) -> None:
         self._known_memory, self._known = memory, state
-        self._is_copied = memory is None or not self._trusted
 
 
 @cache
@@ -143,14 +142,14 @@ def _python() -> _Twister:
 @cache
 def _numpy() -> _Twister:
     rest = _content_of(mtrand._rand, mtrand.RandomState)  # the spare number is in it
-    return _Twister(
-        lambda: (
-            None if (memory := _memory_of(mtrand.get_bit_generator())) is None else (memory.raw, rest.raw)
-        ),
-        numpy.random.get_state,
-        _set_numpys,
-        numpy.random.standard_normal,
-    )
+
+    def memory() -> object:
+        generator = mtrand.get_bit_generator()
+        words = _memory_of(generator)
+        state = repr(numpy.random.get_state(legacy=False)) if words is None else (words.raw, rest.raw)
+        return generator, state
+
+    return _Twister(memory, _state_of_numpys, _set_numpys, numpy.random.standard_normal)
 
 
 def _content_of(instance: object, kind: type) -> ctypes.Array[ctypes.c_char]:
@@ -167,10 +166,20 @@ def _memory_of(generator: object) -> ctypes.Array[ctypes.c_char] | None:
     return (ctypes.c_char * MT19937_BYTES).from_address(generator.ctypes.state_address)
 
 
-def _set_numpys(state: Any) -> None:
-    """Set the state, in 3 us of 125 that NumPy's own function takes where it has no spare normal number."""
-    memory = _memory_of(generator := mtrand.get_bit_generator())
-    if memory is None or isinstance(state, dict) or state[3]:  # of another kind, or with a spare number
+def _state_of_numpys() -> tuple[object, Any]:
+    """NumPy's generator, which a recipe may replace by one of another kind, and its state."""
+    generator = mtrand.get_bit_generator()
+    is_usual = _memory_of(generator) is not None
+    return generator, numpy.random.get_state() if is_usual else numpy.random.get_state(legacy=False)
+
+
+def _set_numpys(wanted: tuple[Any, Any]) -> None:
+    """Set a state, in 3 us of 125 that NumPy's own function takes where it has no spare normal number."""
+    generator, state = wanted
+    if mtrand.get_bit_generator() is not generator:
+        mtrand.set_bit_generator(generator)
+    memory = _memory_of(generator)
+    if memory is None or state[3]:  # of another kind, or with a spare number
         numpy.random.set_state(state)
         return
     _, words, position, *_ = state

@@ -36,7 +36,10 @@ class TensorData:
     def __post_init__(self) -> None:
         lengths = {name: len(column) for name, column in self.columns.items()}
         if len(set(lengths.values())) != 1:
-            raise DataError(f"all columns of a data set must have the same number of rows, got {lengths}.")
+            raise DataError(
+                f"all columns of a data set must have the same number of rows, got {lengths}. Samples are "
+                "counted by the first dimension."
+            )
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))

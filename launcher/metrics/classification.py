@@ -119,7 +119,8 @@ class Classification:
             if lowest < 0 or highest >= num_classes:
                 kind = DataError if name == "labels" else ConfigError
                 raise kind(
-                    f"the {name} go from {lowest} to {highest}. They have to lie in 0..{num_classes - 1}."
+                    f"there are {num_classes} classes, but the {name} go from {lowest} to {highest}. They "
+                    f"have to lie in 0..{num_classes - 1}."
                 )
         cells: Int64Array = self._state["cells"][:-1].cpu().numpy()
         return cells.reshape(num_classes, num_classes)
@@ -135,7 +136,8 @@ class Classification:
         raise ConfigError(
             f"the outputs are {shape_text(given)}, the labels {shape_text(labels)}. Classification needs "
             f"logits {[n, len(self.classes), *rest]}, one value per sample and class, or predicted classes "
-            f"int64 {list(labels.shape)}, and whole numbers as labels: return Loss(sum, count, outputs)."
+            f"int64 {list(labels.shape)}, and whole numbers as labels: return them in "
+            "Loss(sum, count, outputs)."
         )
 
     def _count(self, labels: Tensor, predicted: Tensor, counted: Tensor) -> None:

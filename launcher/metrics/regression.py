@@ -98,7 +98,8 @@ class Regression:
         if given.is_complex() or predicted is None or wanted is None or predicted.shape != wanted.shape:
             raise ConfigError(
                 f"the outputs are {shape_text(given)}, the targets {shape_text(targets)}. Regression needs "
-                "both as [samples] or [samples, targets], in one shape: return Loss(sum, count, outputs)."
+                "both as [samples] or [samples, targets], in one shape: return them in "
+                "Loss(sum, count, outputs)."
             )
         if len(wanted):
             self._sums += _Sums.of(predicted, wanted)

@@ -75,8 +75,11 @@ def _require_images(recipe: Recipe, alpha: float) -> None:
     columns = recipe.train.columns if isinstance(recipe.train, TensorData) else {IMAGE, recipe.label}
     lacking = [name for name in (IMAGE, recipe.label) if name not in columns]
     if recipe.classes is None or lacking:
-        reason = f"its training set has no column {lacking[0]}" if lacking else "it has no classes"
-        raise ConfigError(f"data.augment.mixup={alpha:g} mixes images of classes: {reason}. Set it to 0.")
+        reason = f"the training set has no column {lacking[0]}" if lacking else "the recipe has no classes"
+        raise ConfigError(
+            f"data.augment.mixup={alpha:g} mixes images and their classes, but {reason}. Set "
+            "data.augment.mixup=0."
+        )
 
 
 def refuse_split_pairs(plan: BatchPlan, alpha: float, total_steps: int) -> None:

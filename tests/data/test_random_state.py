@@ -3,7 +3,7 @@ import random
 import numpy
 import pytest
 import torch
-from numpy.random import PCG64, mtrand
+from numpy.random import PCG64, SFC64, Philox, mtrand
 
 from launcher.data.random_state import GeneratorsKept, _numpy, _python, restore, seed_all, states
 
@@ -103,13 +103,38 @@ def test_the_states_are_not_copied_again_until_something_draws():
     assert third.numpy is not first.numpy
 
 
-@pytest.mark.filterwarnings("ignore:get_state and legacy:RuntimeWarning")
-def test_another_bit_generator_of_numpy_is_copied_by_its_own_functions():
-    usual = mtrand.get_bit_generator()
-    try:
-        mtrand.set_bit_generator(PCG64(1))
-        with GeneratorsKept():
-            first = numpy.random.rand()
-        assert numpy.random.rand() == first
-    finally:
-        mtrand.set_bit_generator(usual)
+@pytest.fixture
+def usual():
+    generator = mtrand.get_bit_generator()
+    yield generator
+    mtrand.set_bit_generator(generator)
+
+
+@pytest.mark.parametrize("kind", [PCG64, Philox, SFC64], ids=lambda kind: kind.__name__)
+def test_a_bit_generator_of_another_kind_is_watched_like_the_usual_one(usual, kind):
+    mtrand.set_bit_generator(kind(1))
+    at_start = states()
+    assert at_start.undrawn()
+    with GeneratorsKept():
+        first = numpy.random.rand()
+        assert not at_start.undrawn()
+    assert at_start.undrawn()
+    assert numpy.random.rand() == first
+    restore(at_start)
+    numpy.random.standard_normal(), numpy.random.rand()
+    restore(at_start)
+    assert numpy.random.rand() == first
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["to another kind", "to the usual one"])
+def test_a_bit_generator_that_was_replaced_is_put_back(usual, back):
+    before, other = (PCG64(1), usual) if back else (usual, PCG64(1))
+    mtrand.set_bit_generator(before)
+    at_start = states()
+    with GeneratorsKept():
+        first = numpy.random.rand()
+        mtrand.set_bit_generator(other)
+        assert not at_start.undrawn()
+        numpy.random.rand()
+    assert mtrand.get_bit_generator() is before
+    assert numpy.random.rand() == first

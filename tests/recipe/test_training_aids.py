@@ -93,8 +93,8 @@ def with_smoothing(network: nn.Module, batch: Batch, label_smoothing: float = 0.
         (recipe_of(without_arguments), {"mixup": 0.2}, "without_arguments, has no argument mixed"),
         (recipe_of(max), {"mixup": 0.2}, "max, has no argument mixed"),  # of C, without a signature
         (recipe_of(with_smoothing), {"mixup": 0.2}, "data.augment.mixup=0.2: the recipe's loss"),
-        (recipe_of(column="x"), {"mixup": 0.2}, "its training set has no column image"),
-        (dataclasses.replace(recipe_of(), classes=None), {"mixup": 0.2}, "it has no classes"),
+        (recipe_of(column="x"), {"mixup": 0.2}, "the training set has no column image"),
+        (dataclasses.replace(recipe_of(), classes=None), {"mixup": 0.2}, "the recipe has no classes"),
     ],
 )
 def test_a_recipe_that_could_not_use_an_aid_is_refused(recipe, aids, text) -> None:

@@ -108,9 +108,10 @@ class ImageSet:
 
     def train_transform(self, augment: AugmentConfig) -> Callable[[Batch, Tensor], Batch]:
         """(batch, noise fp32 [n, >= 3]) -> batch with randomly cropped, mirrored, normalised fp32 images."""
-        # A photograph without a cache is cut and mirrored where it is decoded.
-        flip = augment.flip and isinstance(self.train, TensorData)
-        return ImageTransform(Normalise(self.mean, self.std), self.height, augment.crop_padding, flip)
+        normalise = Normalise(self.mean, self.std)
+        if isinstance(self.train, PhotographSet):  # cut and mirrored where it is decoded, or by its region
+            return ImageTransform(normalise, self.height)
+        return ImageTransform(normalise, padding=augment.crop_padding, flip=augment.flip)
 
     def eval_transform(self) -> Callable[[Batch], Batch]:
         """batch -> the same with normalised fp32 images."""

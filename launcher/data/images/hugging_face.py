@@ -159,7 +159,7 @@ def load_parquet_splits(
     about = [[str(file.resolve()), *size_and_time(file)] for each in files.values() for file in each]
     stored = cached(
         cache_folder(cache) if files else None,
-        {"images and labels of": about, "columns": columns},
+        {"images and labels of": about, "columns": columns, "decoded by": as_rgb.__name__},
         lambda: _decoded(files, config.path or hub_name, columns),
     )
     train, test = (TensorData(stored.part(name), config.name) for name in SPLITS)
