@@ -78,7 +78,8 @@ class Arguments:
 
     def numbers(self, flag: str, usual: str, holds: Callable[[list[float]], bool], rule: str) -> list[float]:
         """The numbers of a flag, separated by commas. Raises ConfigError unless they follow the rule."""
-        text = self.flags.get(flag) or usual
+        text = self.flags.get(flag)
+        text = usual if text is None else text
         try:
             found = [float(each) for each in text.split(",")] if text else []
         except ValueError:

@@ -115,7 +115,8 @@ def output_file(arguments: Arguments, directories: Sequence[Path]) -> Path:
         return directories[0] / REPORT if len(directories) == 1 else not_foreign(Path(REPORT))
     place = Path(out)
     if place.is_dir() or not place.parent.is_dir():
-        raise ConfigError(f"--out {shortened(out)}: must be a file in a directory that exists.")
+        rule = "must be a file in a directory that exists, as --out runs.html."
+        raise ConfigError(f"--out {shortened(out)}: {rule}")
     return not_foreign(place)
 
 
@@ -127,7 +128,8 @@ def not_foreign(place: Path) -> Path:
         with place.open("rb") as file:
             head = file.read(1000)
         if GENERATOR.encode() not in head:
-            raise ConfigError(f"report: {place} exists and is no report. Choose another place: --out FILE")
+            problem = f"report: {place} exists and is no report"
+            raise ConfigError(f"{problem}. Choose another place: --out runs.html")
     return place
 
 

@@ -26,7 +26,7 @@ from launcher.supervisor.worker_count import num_workers, refuse_small_batch, vi
 from launcher.sweep.asha import Pruner
 from launcher.sweep.carriers import Carrier
 from launcher.sweep.carriers.devices import Devices, Pool
-from launcher.sweep.prepare import prepared
+from launcher.sweep.prepare import prepared, prepared_in_place
 from launcher.sweep.progress import Progress
 from launcher.sweep.record import Record, State, read_job
 from launcher.sweep.scheduler import Scheduler
@@ -183,21 +183,21 @@ def run_in_place(request: Request, configs: Sequence[Config], leader: Leader, fi
     """
     exit_codes: list[int] = []  # of the jobs that failed, in order
     started, stopped, parted = 0, False, False
-    with prepared(request, configs, in_place=True) as (directory, record, placed):
-        for job, config in zip(record.jobs, placed, strict=True):
-            started += 1
-            print(f"sweep: job {started} of {len(placed)}: {config.run.dir}", flush=True)
-            try:
-                run_one(config, job.overrides, leader)
-            except Exception as error:
-                stopped = is_stop(error)
-                how = "stopped" if stopped else "failed"
-                print(f"sweep: job {started} of {len(placed)} {how}", file=sys.stderr, flush=True)
-                exit_codes.append(report_failure_of_job(error))
-                # In parent mode a rank that is lost is a RunFailed.
-                parted = leader.parted or isinstance(error, errors.StalledError | errors.CollectiveError)
-                if stopped or parted:
-                    break
+    directory, record, placed = prepared_in_place(request, configs)
+    for job, config in zip(record.jobs, placed, strict=True):
+        started += 1
+        print(f"sweep: job {started} of {len(placed)}: {config.run.dir}", flush=True)
+        try:
+            run_one(config, job.overrides, leader)
+        except Exception as error:
+            stopped = is_stop(error)
+            how = "stopped" if stopped else "failed"
+            print(f"sweep: job {started} of {len(placed)} {how}", file=sys.stderr, flush=True)
+            exit_codes.append(report_failure_of_job(error))
+            # In parent mode a rank that is lost is a RunFailed.
+            parted = leader.parted or isinstance(error, errors.StalledError | errors.CollectiveError)
+            if stopped or parted:
+                break
     print(f"sweep: {started - len(exit_codes)} of {counted(len(placed), 'job')} done", flush=True)
     if stopped:
         say_stopped(directory_override("hydra.sweep.dir", directory))

@@ -60,7 +60,8 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
         from launcher.commands.sweep import run_sweep
 
         if any(config.launch.nnodes not in ("auto", 1) for config in configs):
-            raise ConfigError("launch.nnodes with -m: a sweep runs on one machine. Leave one of them out.")
+            advice = "Leave it out, or start one job."
+            raise ConfigError(f"launch.nnodes with -m: a sweep runs on one machine. {advice}")
         refuse_sweep(os.environ)
         return run_sweep(expanded, configs, leader, findings)
     (config,) = configs

@@ -82,13 +82,15 @@ class Request:
     @cached_property
     def searched(self) -> tuple[Path, ...]:
         """The directories of hydra.searchpath: of the command line, else of the user's primary config."""
-        asked = self.value_of(search_path.KEY)
+        asked: object = []
         own = self.config_dir and self.config_dir / f"{self.config_name}.yaml"
-        if asked is None and own and own.is_file():
+        if any(line.startswith(f"{search_path.KEY}=") for line in self.overrides):
+            asked = self.value_of(search_path.KEY)
+        elif own and own.is_file():
             # Invalid YAML is reported when the file is composed.
             with suppress(KeyError, TypeError, YAMLError, ValueError):
                 asked = yaml.safe_load(checked_text(own))["hydra"]["searchpath"]
-        return tuple(search_path.directories_of(asked or []))
+        return tuple(search_path.directories_of(asked))
 
     def value_of(self, key: str) -> object:
         """The value that the overrides give to a key, the last one; None without one."""

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-def leaves(values: Mapping[str, object], prefix: str = "", whole: str = "") -> Iterator[tuple[str, object]]:
+def leaves(
+    values: Mapping[str, object], prefix: str = "", whole: str | None = None
+) -> Iterator[tuple[str, object]]:
     """Dotted path and value of each leaf; a section with the name `whole` counts as one leaf."""
     for key, value in values.items():
         if isinstance(value, Mapping) and key != whole:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from launcher.engine.precision.classes import FLOATS, INNER, PRODUCTS, PROMOTING, map_tensors, round_to
 from launcher.engine.precision.emulation import RoundedArithmetic, Rounding
@@ -85,7 +86,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return torch.zeros(first.shape, dtype=first.dtype)
                 raise ValueNeeded(NEEDED)
         found = SHAPES.get(func, func)(*args, **kwargs or {})
-        for tensor in found if isinstance(found, tuple | list) else (found,):
+        for tensor in tree_leaves(found):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:  # a sparse one has no storage
                 self._count(tensor)
         if self.of_cpu and func in COPIES:

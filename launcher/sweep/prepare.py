@@ -13,7 +13,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from launcher.config.composition import Request
@@ -24,7 +24,7 @@ from launcher.config.resolve import GRID, space_of
 from launcher.config.schema import Config
 from launcher.config.search_space import Space
 from launcher.errors import ConfigError, StorageError
-from launcher.run_dir.atomic import clear_away
+from launcher.run_dir.atomic import clear_away, failing_as_storage_error
 from launcher.run_dir.lock import locked
 from launcher.run_dir.records import SWEEP, user_shape
 from launcher.sweep.record import Job, Record, recover, refuse_changes, refuse_foreign, write_job
@@ -51,14 +51,10 @@ def continued(request: Request) -> Request:
 
 
 @contextmanager
-def prepared(
-    request: Request, configs: Sequence[Config], in_place: bool = False
-) -> Iterator[tuple[Path, Record, list[Config]]]:
+def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Path, Record, list[Config]]]:
     """A sweep whose directory exists, its record, and the config of each job; locked within the context.
 
-    Of a search there are no configs: `Searching` adds its jobs to the record. `in_place`, on ranks that have
-    been started, there is no lock, and jobs have no job.json: a sweep that continues elsewhere may have other
-    numbers of ranks.
+    Of a search there are no configs: `Searching` adds its jobs to the record.
 
     Raises ConfigError for the directory of another sweep, program or process, StorageError for one that
     cannot be written.
@@ -67,20 +63,39 @@ def prepared(
     jobs, configs = distinct_jobs_of(request, configs) if is_grid else ([], configs)
     if not (directory / SWEEP).exists():
         refuse_foreign(directory)  # before the lock, which is a file in it
-    try:
-        with nullcontext() if in_place else locked(directory, DIRECTORY):
-            clear_away(directory)
-            of_jobs = [place(config, directory, job) for config, job in zip(configs, jobs, strict=is_grid)]
-            record = _record(request, directory, jobs, of_jobs, configs[0].sweep.resume)
-            for job, config in zip(record.jobs, of_jobs, strict=is_grid):
-                made(directory / job.name)
-                if not in_place:
-                    write_job(config, job.overrides)
-            yield directory, record, of_jobs
-    except OSError as error:
-        problem = f"the sweep's files cannot be written to {directory}: {error.strerror or error}"
-        advice = f"Choose a writable place with {DIRECTORY}=DIR, or make room there."
-        raise StorageError(f"{problem}. {advice}") from error
+    with _writing(directory), locked(directory, DIRECTORY):
+        clear_away(directory)
+        of_jobs = [place(config, directory, job) for config, job in zip(configs, jobs, strict=is_grid)]
+        record = _record(request, directory, jobs, of_jobs, configs[0].sweep.resume)
+        for job, config in zip(record.jobs, of_jobs, strict=is_grid):
+            made(directory / job.name)
+            write_job(config, job.overrides)
+        yield directory, record, of_jobs
+
+
+def prepared_in_place(request: Request, configs: Sequence[Config]) -> tuple[Path, Record, list[Config]]:
+    """`prepared` on ranks that have been started.
+
+    There is no lock, and jobs have no job.json: a sweep that continues elsewhere may have other numbers of
+    ranks. The record, made anew, says how; the states of the jobs are in their folders.
+    """
+    directory = directory_of(request, configs)
+    jobs, configs = distinct_jobs_of(request, configs)
+    if not (directory / SWEEP).exists():
+        refuse_foreign(directory)
+    record = _new_record(request, directory, jobs)
+    with _writing(directory):
+        record.write(directory)
+        for job in jobs:
+            made(directory / job.name)
+    return directory, record, [place(each, directory, job) for each, job in zip(configs, jobs, strict=True)]
+
+
+def _writing(directory: Path) -> AbstractContextManager[None]:
+    problem = f"the sweep's files cannot be written to {directory}"
+    return failing_as_storage_error(
+        problem, f"Choose a writable place with {DIRECTORY}=DIR, or make room there."
+    )
 
 
 def distinct_jobs_of(request: Request, configs: Sequence[Config]) -> tuple[list[Job], list[Config]]:
@@ -126,12 +141,16 @@ def _record(
         recover(record, directory)
         record.write(directory)
         return record
+    record = _new_record(request, directory, jobs)
+    record.write(directory, durable=True)  # before any other file: without it the directory is foreign
+    return record
+
+
+def _new_record(request: Request, directory: Path, jobs: Sequence[Job]) -> Record:
     tree = None if request.config_dir is None else str(request.config_dir.absolute())
     own = [line for line in request.overrides if not line.startswith((f"{DIRECTORY}=", f"{RESUME}="))]
     words = ("-m", *shlex.split(directory_override(RESUME, directory)))
-    record = Record(jobs, own, tree, request.config_name, words=words)
-    record.write(directory, durable=True)  # before any other file: without it the directory is foreign
-    return record
+    return Record(jobs, own, tree, request.config_name, words=words)
 
 
 def directory_of(request: Request, configs: Sequence[Config]) -> Path:

@@ -422,6 +422,7 @@ def test_a_sweep_has_a_line_for_each_job_and_running_ones_stay(tmp_path):
         (["watch", "EMPTY"], "this is no run and no sweep"),
         (["watch", "RUN", "--every", "soon"], "--every soon: must be seconds"),
         (["watch", "RUN", "--every=nan"], "--every nan: must be seconds"),
+        (["watch", "RUN", "--every="], "--every : must be seconds"),
         (["report", "RUN", "--every=1"], "--every: belongs to the command watch only"),
     ],
 )

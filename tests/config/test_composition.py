@@ -30,7 +30,7 @@ from launcher.config.schema import Config
 from launcher.config.search_space import Choices, Space
 from launcher.errors import ConfigError
 from launcher.run_dir.records import config_yaml
-from launcher.sweep.prepare import job_name, prepared
+from launcher.sweep.prepare import continued, job_name, prepared_in_place
 from tests.golden import Message
 
 CHOICES = group_choices(conf_dir())
@@ -135,6 +135,9 @@ def test_what_the_environment_says_of_a_group_is_not_recorded(monkeypatch: pytes
         ("hydra.run.dir=x", "is not used here"),
         ("hydra.output_subdir=x", "is not used here"),
         ("hydra.searchpath=x", "must be a list"),
+        ("hydra.searchpath=null", "must be a list"),
+        ("hydra.searchpath=''", "must be a list"),
+        ("hydra.searchpath=0", "must be a list"),
         ("hydra.searchpath=[file:///no/where]", "there is no such "),
         ("hydra.searchpath=[http://x]", "must begin with file://"),
         ("hydra.searchpath=[pkg://no.such]", "there is no such "),
@@ -361,16 +364,40 @@ def test_a_sweep_runs_the_checked_jobs_in_directories_of_their_own(
     monkeypatch.chdir(tmp_path)
     request = Request(("recipe=resnet18", "optim.lr=0.1,0.2", "tracker=none", *settings), multirun=True)
     configs = compose_jobs(request)
-    with prepared(request, configs, in_place=True) as (sweep, record, placed):
-        assert [job.overrides for job in record.jobs] == [
-            ("recipe=resnet18", f"optim.lr={rate}", "tracker=none") for rate in (0.1, 0.2)
-        ]
+    sweep, record, placed = prepared_in_place(request, configs)
+    assert [job.overrides for job in record.jobs] == [
+        ("recipe=resnet18", f"optim.lr={rate}", "tracker=none") for rate in (0.1, 0.2)
+    ]
     for config, checked, directory in zip(placed, configs, directories, strict=True):
         assert Path(config.run.dir).is_dir()
         assert Path(config.run.dir).relative_to(tmp_path).match(directory)
         assert config.tracker.group == sweep.name
         unplaced = dataclasses.replace(config, run=checked.run, tracker=checked.tracker)
         assert unplaced == checked
+
+
+def in_place(tmp_path: Path, *words: str) -> list[float]:
+    """The rates with which a sweep of these words, resumed from its record, trains."""
+    fixed = ("recipe=resnet18", "tracker=none", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    request = Request((*fixed, *words), multirun=True)
+    prepared_in_place(request, compose_jobs(request))
+    again = continued(Request((f"sweep.resume={tmp_path / 'sweep'}",), multirun=True))
+    return [config.optim.lr for config in compose_jobs(again)]
+
+
+def test_a_sweep_in_place_records_the_command_that_is_running(tmp_path) -> None:
+    """torchrun starts the same command again, which may also be another one: the record is its last one's."""
+    assert in_place(tmp_path, "seed=1,2", "optim.lr=0.1", "launch.nproc=2") == [0.1, 0.1]
+    rest = tmp_path / "sweep" / ".sweep.json.99.tmp"
+    rest.touch()  # of a process that holds the directory
+    assert in_place(tmp_path, "seed=1,2,3", "optim.lr=0.5", "sweep.resume=never") == [0.5, 0.5, 0.5]
+    assert rest.exists()
+
+
+def test_an_empty_key_hides_no_value_of_the_environment(monkeypatch) -> None:
+    monkeypatch.setenv("PLACE", "hunter2")
+    tree = {"model": {"foo": {"": {"a": "${oc.env:PLACE}"}}}}
+    assert resolved(tree).recorded == {"model.foo..a": "${oc.env:PLACE}"}
 
 
 OWN_RECIPE = """

@@ -14,7 +14,7 @@ from launcher.config.resolve import compose_jobs
 from launcher.config.schema import Config
 from launcher.plan.forecast import fitting
 from launcher.plan.memory import StepMemory, Task, rank_on
-from launcher.plan.meta import META
+from launcher.plan.meta import META, Tracker
 from tests.configs import composed
 
 CPU = torch.device("cpu")
@@ -141,3 +141,13 @@ def test_the_peak_of_a_step_on_a_gpu_is_within_a_tenth_of_what_was_counted() -> 
         torch.cuda.reset_peak_memory_stats()
         rank.step(task.plan.largest_micro_batch, of_gpu=True)
         assert torch.cuda.max_memory_allocated() == pytest.approx(foretold, rel=0.1)
+
+
+def test_tensors_in_nested_results_are_counted():
+    with torch.library._scoped_library("launcher_test", "DEF") as library:
+        library.define("nested(Tensor x) -> (Tensor, Tensor[])")
+        library.impl("nested", lambda x: (x + 1, [x + 2, x + 3]), "CompositeExplicitAutograd")
+        x = torch.zeros(1000)
+        with Tracker() as tracker:
+            kept = torch.ops.launcher_test.nested(x)
+        assert tracker.bytes[CPU] == 3 * 4000, kept
