@@ -6,7 +6,6 @@ Owns the rules and the error that they raise. `launcher.config.rules` applies th
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
@@ -46,7 +45,10 @@ def is_number(value: object) -> bool:
     """Whether `value` is a finite number within the range of a float, and neither bool nor tensor."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
-    return abs(value) <= sys.float_info.max if isinstance(value, int) else math.isfinite(value)
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number or a fraction that no float can hold
+        return False
 
 
 def is_whole(value: object) -> bool:

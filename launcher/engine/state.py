@@ -230,7 +230,10 @@ def refuse_misfits(
     for name, (shape, dtype) in expected.items():
         found = given[name]
         if not is_readable(found):
-            problem = f"is {_described(found)}, and must be a dense tensor that holds its values"
+            problem = (
+                f"is {_described(found)}, and must be a dense tensor that holds its values: not sparse, on "
+                "meta, freed or of a library's own class"
+            )
         elif found.shape != shape:
             problem = f"has shape {tuple(found.shape)} in the state and {tuple(shape)} in the model"
         elif found.dtype != dtype and not (widens and dtype == torch.float32 and found.dtype in HALF):

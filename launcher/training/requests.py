@@ -85,6 +85,9 @@ def heeded(alone: bool, saving_stops: bool = False) -> Iterator[Requests]:
     to the others if a rank has died, and they would wait for the dead one forever.
     """
     requests = Requests(saving_stops)
+    if threading.current_thread() is not threading.main_thread():
+        yield requests  # no other thread may set handlers
+        return
     _restore_in_forks()
     taken = (*obeyed(), *unhandled()) if alone else obeyed()
     before = {number: signal.signal(number, requests.receive) for number in taken}

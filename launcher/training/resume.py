@@ -89,6 +89,9 @@ class SavedRun:
         telemetry.rewind(start.step, evaluates_again=start.owes_evaluation)
         telemetry.emit(RestartEvent(start.step, path=str(path), attempt=restart_count))
         telemetry.decision("resume", f"after step {start.step}, from {path}")
+        if self.run.average is not None and saved.average is None:
+            text = f"starts from the weights after step {start.step}: the checkpoint has none"
+            telemetry.decision("ema", text)
         if self.scale is not None and not self.scale.restored:
             telemetry.decision("loss scale", self.scale.reason)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import ChainDataset, IterableDataset
 
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.loader import Loading
@@ -140,6 +141,31 @@ def test_a_schedule_of_the_recipe_decides_on_the_whole_course() -> None:
         "the recipe's schedule: lr 0.05 at first, 0.2 at most (in step 4), 0.2 in the last step, 4; "
         "schedule.warmup_fraction is not applied to it"
     )
+
+
+def test_a_schedule_that_ends_at_its_peak_is_not_called_constant() -> None:
+    own = Recipe(mlp, DATA, DATA, cross_entropy, schedule=lambda step, total: 0.1 if 0 < step < 3 else 1.0)
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    plan = BatchPlan(64, 8, None, 1, 0, 0, False)
+    config = composed("optim.lr=0.2", "train.max_steps=4")
+    found = dict(decisions(config, env, ["CPU"], own, Stepper(mlp(), SGD(0.1)), plan))["schedule"]
+    assert found.startswith(
+        "the recipe's schedule: lr 0.2 at first, 0.2 at most (in step 1), 0.2 in the last"
+    )
+
+
+def test_a_stream_of_streams_has_no_size() -> None:
+    """torch's ChainDataset has a __len__, which raises TypeError where its parts have none."""
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    plan = BatchPlan(64, 8, None, 1, 0, 0, False)
+    own = Recipe(mlp, ChainDataset([Stream(), Stream()]), DATA, cross_entropy)
+    found = dict(decisions(composed(), env, ["CPU"], own, Stepper(mlp(), SGD(0.1)), plan))["data"]
+    assert found.startswith("a stream to train on")
 
 
 @pytest.mark.parametrize(

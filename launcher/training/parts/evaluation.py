@@ -87,6 +87,12 @@ class Evaluator:
                 f"{compared.name}, by which runs are compared, is NaN at step {position.step}, so this "
                 "evaluation cannot be the best. Correct the metric, or name another with compare_by."
             )
+        if self.best is not None and not self.best.is_like(compared):
+            self.run.telemetry.decision(
+                "comparison",
+                f"by {compared.name} from here on. The best checkpoint so far is that by {self.best.name}, "
+                "whose values cannot be compared with these: the best is found anew",
+            )
         loss = next(iter(self.latest.values())).loss
         return Measured(compared, self.is_best(compared), loss, self.latest)
 

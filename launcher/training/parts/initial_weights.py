@@ -102,7 +102,7 @@ class Loaded:
         total = len(self.loaded) + len(self.missing) + len(self.misfits)
         text = f"{len(self.loaded)} of {total} tensors from {self.file} (sha256 {self.sha256[:12]})"
         if kept := (*self.misfits, *self.missing):
-            text += f"; not in it or of another shape: {listed(kept, SHOWN)}"
+            text += f"; kept as the recipe builds them, not in it or of another shape: {listed(kept, SHOWN)}"
         if self.unexpected:
             text += f"; not in this model: {listed(self.unexpected, SHOWN)}"
         return text

@@ -6,7 +6,7 @@ Owns the sentences; the modules that build the job make the decisions.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -87,13 +87,16 @@ def _data(recipe: Recipe) -> str:
 
 def _size(data: object) -> str:
     """The number of samples of a data set; a stream does not know it."""
-    return f"{len(data):,} samples" if isinstance(data, Sized) else "a stream"
+    try:
+        return f"{len(data):,} samples"  # type: ignore[arg-type]
+    except TypeError:  # raised by the __len__ of some streams, too
+        return "a stream"
 
 
 def _schedule(config: Config, recipe: Recipe, rates: Sequence[float]) -> str:
     name = config.schedule.name if recipe.schedule is None else build.named_schedule(config)
     first, last, peak = rates[0], rates[-1], max(rates)
-    if first == last == peak:
+    if min(rates) == peak:
         text = f"{name}: lr {first:.3g} in all steps"
     else:
         most = f"{peak:.3g} at most (in step {rates.index(peak) + 1})"

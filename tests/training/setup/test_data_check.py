@@ -16,6 +16,7 @@ from launcher.data.tensors import TensorData
 from launcher.errors import DataError, DataWarning
 from launcher.recipe import Recipe
 from launcher.training.setup.data_check import (
+    changes,
     digest,
     fingerprint,
     refuse_other_data,
@@ -67,14 +68,36 @@ def test_one_row_of_many_that_differs_between_ranks_is_named():
     other["x"][1234, 1] += 1e-3
     recipe = Recipe(lambda: None, TensorData(columns), TensorData(columns), None)
     found = [fingerprint(recipe, TensorData(each), {}) for each in (columns, other, columns)]
-    with pytest.raises(DataError, match=r"Rank 1 differs in: training column x \("):
+    with pytest.raises(DataError, match=r"Rank 1 differs in: training column x, all bytes \("):
         refuse_other_data(found)
+
+
+def test_each_difference_is_named_with_the_first_rank_that_has_it():
+    usual, first, second = {"x": "1", "y": "1"}, {"x": "2", "y": "1"}, {"x": "1", "y": "3"}
+    with pytest.raises(DataError) as error:
+        refuse_other_data([usual, first, second, usual, usual])
+    assert "Rank 1, 2 differs in: x (2 on rank 1, 1 elsewhere); y (3 on rank 2, 1 elsewhere)." in str(
+        error.value
+    )
+
+
+def test_data_in_memory_is_that_of_a_checkpoint_whose_digest_had_another_form():
+    data = TensorData({"x": torch.arange(3.0)})
+    now = fingerprint(Recipe(lambda: None, data, data, None), data, {})
+    before = {key: value for key, value in now.items() if "all bytes" not in key}
+    assert not changes(
+        before | {"training column x": "of 66 samples", "training column x, all rows": "1"}, now
+    )
+    assert "the training columns differ" in changes(before | {"the training columns": "x, y"}, now)
+    assert "all bytes differ" in changes(now | {"training column x, all bytes": "another"}, now)
+    stream = {"the training stream": "other data"}
+    assert "the training stream differ" in changes(stream, now)
 
 
 def test_small_whole_numbers_in_another_order_are_noticed():
     sets = [TensorData({"y": torch.tensor(rows)}) for rows in ([0, 1, 1, 0], [1, 0, 0, 1])]
     found = [fingerprint(Recipe(lambda: None, each, each, None), each, {}) for each in sets]
-    with pytest.raises(DataError, match=r"Rank 1 differs in: training column y \("):
+    with pytest.raises(DataError, match=r"Rank 1 differs in: training column y, all bytes \("):
         refuse_other_data(found)
 
 
