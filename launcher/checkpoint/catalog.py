@@ -65,7 +65,8 @@ def candidates(directory: Path) -> list[Path]:
     """
     _refuse_link(directory)
     found: list[Path] = []
-    what, rule = f"the checkpoints in {directory} cannot be listed", "All ranks must be able to read them."
+    what = f"the checkpoints in {directory} cannot be listed"
+    rule = "It must be a directory that all ranks can read."
     with failing_as_storage_error(what, rule), contextlib.suppress(FileNotFoundError):
         found = [path for path in directory.iterdir() if _STEP.fullmatch(path.name)]
     for path in found:
@@ -198,11 +199,13 @@ def agree(env: WorkerEnv, directory: Path, wish: str = AUTO, own_disks: bool = F
 
 def _choice(directory: Path, wish: str) -> bytes:
     """What rank 0 sends of its choice, as JSON: its name in the directory or its path, its digest, damage."""
-    # They may be deleted in the meantime.
-    with failing_as_storage_error(f"the checkpoints in {directory} cannot be read", "Start the run again."):
+    try:
         found = _choose(directory, wish)
         path = found.path
         digest = path and manifest_digest(path)
+    except (OSError, ValueError) as error:  # for instance, deleted in the meantime
+        problem = f"the checkpoints in {directory} cannot be read: {error}"
+        raise StorageError(f"{problem}. Start the run again.") from error
     place = path and (path.name if path.parent == directory else str(path.absolute()))
     return json.dumps([place, digest, found.damaged]).encode()
 
@@ -277,6 +280,6 @@ def _set_aside_replaced(directory: Path, resumed: Path | None) -> None:
         step = step_of(resumed)
         present = [path for path in present if step_of(path) >= step and path.name != resumed.name]
     what = f"replaced checkpoints cannot be renamed in {directory}"
-    with failing_as_storage_error(what, "The run must be able to write there."):
+    with failing_as_storage_error(what, "The run must be able to write there: make it writable."):
         for path in present:
             set_aside(path, REPLACED)

@@ -92,6 +92,8 @@ def _of_directory(directory: Path) -> str:
     inside = sorted(path.name for path in directory.glob("*.safetensors"))
     if len(inside) == 1:
         return f"it is a directory. Give its file: model.weights={directory / inside[0]}"
+    if inside:
+        return f"it is a directory with {len(inside)} safetensors files and no *{INDEX}. Merge them into one."
     if (directory / "checkpoints").is_dir():
         return f"it is a run. Export its weights: {program()} export {directory} weights.safetensors"
     return "it is a directory. Give a safetensors file."

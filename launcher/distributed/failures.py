@@ -23,7 +23,15 @@ from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv, numbered
 from launcher.distributed.flight_recorder import last_call, latest_calls
 from launcher.distributed.store import LEAVE_S, awaited_in_vain, limit_silence, no_store, unless_lost
-from launcher.errors import ON_REQUEST, CollectiveError, LauncherError, StalledError, described, whole_text
+from launcher.errors import (
+    ON_REQUEST,
+    CollectiveError,
+    LauncherError,
+    StalledError,
+    described,
+    visible,
+    whole_text,
+)
 from launcher.process.shortage import shortage_of
 
 if TYPE_CHECKING:
@@ -80,10 +88,10 @@ class LastWords:
         return min(filter(failed_s.get, failed_s), key=failed_s.__getitem__, default=None)
 
     def leave(self, departure: Departure) -> None:
-        """Record how a rank leaves. Without room: no traceback, and the beginning of the error."""
+        """Record how a rank leaves. Without room: no traceback, and an error without its middle."""
         row, said = self._rows[departure.rank], json.dumps(asdict(departure)).encode()
         if len(said) > len(row) - _TEXT_AT:
-            short = departure.error[: ROW_BYTES // 16]  # a character of JSON takes up to 12 bytes
+            short = visible(departure.error, ROW_BYTES // 16)  # a character of JSON takes up to 12 bytes
             said = json.dumps(asdict(replace(departure, error=short, traceback=""))).encode()
         # The text first: a reader takes it for complete once there is a length.
         row[_TEXT_AT : _TEXT_AT + len(said)] = said
@@ -152,7 +160,8 @@ def is_of_another(error: BaseException) -> bool:
 def is_loss(error: BaseException) -> bool:
     """Whether an error of Gloo or NCCL says that another rank has closed its connection."""
     text = whole_text(error)
-    return isinstance(error, RuntimeError) and is_of_another(error) and not TIMED_OUT.search(text)
+    lost = OF_ANOTHER.search(text) and not nccl.is_own(text)
+    return isinstance(error, RuntimeError) and bool(lost) and not TIMED_OUT.search(text)
 
 
 def departure_of(rank: int, error: BaseException | None = None) -> Departure:

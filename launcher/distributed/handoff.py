@@ -242,8 +242,8 @@ def follow(
 
 def origin(arguments: Sequence[str]) -> dict[str, Any]:
     """What tells the ranks of one launch from those of another, and this process from others."""
-    ids = [f"{key}={os.environ[key]}" for key in JOB_IDS if key in os.environ]
-    return {"given": [*arguments, *ids], "host": socket.gethostname(), "process": os.getpid()}
+    ids = {key: os.environ.get(key) for key in JOB_IDS}
+    return {"given": [*arguments], "ids": ids, "host": socket.gethostname(), "process": os.getpid()}
 
 
 def join_launch(store: dist.Store, launch: LaunchEnv, arguments: Sequence[str], wait_s: float) -> None:
@@ -252,7 +252,12 @@ def join_launch(store: dist.Store, launch: LaunchEnv, arguments: Sequence[str], 
     leader = json.loads(awaited(store, "leader", wait_s, launch, "the job", None))
     given, theirs = Counter(own["given"]), Counter(leader["given"])
     only = (given - theirs, f"this {noun}"), (theirs - given, f"{noun} 0")
-    if differences := [f"only {who} was given {' '.join(words)}" for words, who in only if words]:
+    differences = [f"only {who} was given {' '.join(words)}" for words, who in only if words]
+    ids = ((key, here, leader["ids"].get(key)) for key, here in own["ids"].items())
+    differences += [
+        f"{key} is {here} here and {there} on {noun} 0" for key, here, there in ids if here != there
+    ]
+    if differences:
         raise PreflightError(
             f"{launch.name} and the {noun} 0 that it found at {launch.meeting_place} (process "
             f"{leader['process']} on {leader['host']}) are not of one launch: {'; '.join(differences)}. Give "

@@ -6,7 +6,6 @@ torch.
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 import socket
@@ -46,9 +45,13 @@ def refuse_missing_interface(environ: Mapping[str, str]) -> None:
     names = [name for _, name in socket.if_nameindex()]
     for key in INTERFACES:
         given = environ.get(key, "")
-        rest = "*" if key.startswith("NCCL") and not given.startswith("=") else ""
-        patterns = [f"{each}{rest}" for each in given.lstrip("=").split(",")]
-        if given and not (given.startswith("^") or any(fnmatch.filter(names, each) for each in patterns)):
+        may_begin = key.startswith("NCCL") and not given.startswith("=")
+        known = given.startswith("^") or any(
+            name.startswith(each) if may_begin else name == each
+            for each in given.lstrip("=").split(",")
+            for name in names
+        )
+        if given and not known:
             raise PreflightError(
                 f"{key}={given} in the environment names no network interface of this machine. It has "
                 f"{', '.join(names)}."

@@ -34,11 +34,13 @@ def variables_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
             "MASTER_ADDR": address,
             "MASTER_PORT": port,
         }
-    except KeyError as missing:
+    except KeyError as error:
+        keys = (*error.args, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_GTIDS")
+        missing = dict.fromkeys(key for key in keys if key not in environ)
         raise PreflightError(
             f"SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']} in the environment, but not "
-            f"{missing.args[0]}: this task cannot tell its rank. Start it with srun and keep its variables, "
-            "or give launch.nnodes=1 for a run of its own."
+            f"{', '.join(missing)}: this task cannot tell its rank. Start it with srun and keep its "
+            "variables, or give launch.nnodes=1 for a run of its own."
         ) from None
 
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from launcher.engine.precision.classes import FLOATS, INNER, PRODUCTS, PROMOTING, map_tensors, round_to
 from launcher.engine.precision.emulation import RoundedArithmetic, Rounding
@@ -86,14 +85,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return torch.zeros(first.shape, dtype=first.dtype)
                 raise ValueNeeded(NEEDED)
         found = SHAPES.get(func, func)(*args, **kwargs or {})
-        for tensor in tree_leaves(found):
-            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:  # a sparse one has no storage
-                self._count(tensor)
+        map_tensors(self._count, found)
         if self.of_cpu and func in COPIES:
             self._note_peak(args[0].device, COPIES[func](args, found))
         return found
 
     def _count(self, tensor: Tensor) -> None:
+        if tensor.layout != torch.strided:
+            return  # a sparse one has no storage
         storage, device = tensor.untyped_storage(), tensor.device
         if storage._cdata in self._counted:
             return

@@ -161,7 +161,9 @@ def failing_as_storage_error(what: str, advice: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{what}: {error.strerror or error}. {advice}") from error
+        place = error.filename
+        where = f" ({place})" if isinstance(place, str | os.PathLike) and str(place) not in what else ""
+        raise StorageError(f"{what}: {error.strerror or error}{where}. {advice}") from error
 
 
 def clear_away(directory: Path) -> None:

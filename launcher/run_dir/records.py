@@ -115,8 +115,9 @@ def _is_output(entry: os.DirEntry[str]) -> bool:
     """Whether the entry may be an output file: a plain file that is hidden, a log, or an empty .txt."""
     if not entry.is_file(follow_symlinks=False) or entry.name in OF_A_HOME:
         return False
-    is_empty_text = entry.name.endswith(".txt") and entry.stat(follow_symlinks=False).st_size == 0
-    return entry.name.startswith(".") or is_empty_text or LOG_NAME.search(entry.name) is not None
+    if entry.name.startswith(".") or LOG_NAME.search(entry.name):
+        return True
+    return entry.name.endswith(".txt") and entry.stat(follow_symlinks=False).st_size == 0
 
 
 def user_shape(config: Config) -> dict[str, Any]:

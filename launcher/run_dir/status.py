@@ -25,11 +25,14 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 def keep_reserve(directory: Path) -> None:
     """Allocate the reserve if there is room. A run without it continues."""
-    try:
-        with open(open_plain(directory / RESERVE, os.O_RDWR | os.O_CREAT), "r+b") as file:
+    with (
+        contextlib.suppress(OSError),
+        open(open_plain(directory / RESERVE, os.O_RDWR | os.O_CREAT), "r+b") as file,
+    ):
+        try:
             os.posix_fallocate(file.fileno(), 0, SIZE_BYTES)
-    except OSError:
-        give_up_reserve(directory)
+        except OSError:
+            give_up_reserve(directory)
 
 
 def give_up_reserve(directory: Path) -> None:

@@ -62,7 +62,9 @@ def be_a_rank(work: Work, environ: Mapping[str, str]) -> NoReturn:
     """
     end_with(work.parent)
     ParentDeathSignal()
-    faulthandler.enable(all_threads=True)  # a crash in C writes its stack to stderr, which the verdict names
+    # A crash in C writes its stack to stderr, which the verdict names.
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # without a stderr
+        faulthandler.enable(all_threads=True)
     os.environ.update(environ)
     _take_signals_back(work.obeyed)
     launch = LaunchEnv.from_environ(os.environ)

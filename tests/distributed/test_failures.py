@@ -29,10 +29,11 @@ def test_a_departure_without_room_for_its_text_leaves_those_of_other_ranks_alone
     words = LastWords(2)
     other = Departure(1, 2.0, "its own error", 1)
     words.leave(other)
-    words.leave(Departure(0, 1.0, "an error " * ROW_BYTES, 4, traceback="a line"))
+    words.leave(Departure(0, 1.0, "an error " * ROW_BYTES + "and its cause", 4, traceback="a line"))
     words.leave(other)
     assert words.of(1) == other
     own = words.of(0)
     assert own is not None
     assert own.error.startswith("an error an error")
+    assert own.error.endswith("an error and its cause")
     assert own.exit_code == 4

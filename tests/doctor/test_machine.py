@@ -137,7 +137,12 @@ def test_a_clock_that_stands_in_the_past(monkeypatch) -> None:
 
 def test_interfaces(monkeypatch) -> None:
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
-    for refused in ("NCCL_SOCKET_IFNAME=ib0", "NCCL_SOCKET_IFNAME==eth", "GLOO_SOCKET_IFNAME=eth"):
+    for refused in (
+        "NCCL_SOCKET_IFNAME=ib0",
+        "NCCL_SOCKET_IFNAME==eth",
+        "GLOO_SOCKET_IFNAME=eth",
+        "GLOO_SOCKET_IFNAME=l*",
+    ):
         with pytest.raises(PreflightError, match="It has lo, eth0"):
             list(machine.interface(dict([refused.split("=", 1)])))
     for accepted in ("eth", "^docker", "=eth0", "eth0,eth1"):

@@ -98,7 +98,7 @@ def test_columns_of_any_kind_have_a_digest(dtype, length) -> None:
     other[-1] = 1 - int(other[-1].real)
     data = TensorData({"x": column}), TensorData({"x": other})
     mine, theirs = (fingerprint(replace(recipe_of(), train=each)) for each in data)
-    assert mine["training column x"] != theirs["training column x"]
+    assert mine["training column x, all bytes"] != theirs["training column x, all bytes"]
 
 
 def hold_other_data(env: Any) -> str:
@@ -113,7 +113,7 @@ def hold_other_data(env: Any) -> str:
 def test_all_ranks_are_told_the_same() -> None:
     told = run_ranks(3, hold_other_data)
     assert told[0].startswith(
-        "the ranks do not hold the same data. Rank 2 differs in: training column extra "
+        "the ranks do not hold the same data. Rank 2 differs in: training column extra, all bytes ("
     )
     assert set(told) == {told[0]}
 

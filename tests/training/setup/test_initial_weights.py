@@ -253,6 +253,9 @@ def test_directories_are_refused_with_what_to_give(tmp_path) -> None:
     assert "it is a directory. Give a safetensors file." in refused(mlp(), tmp_path)
     file = saved(tmp_path / "model.safetensors", state_of(mlp(1)))
     assert f"Give its file: model.weights={file}" in refused(mlp(), tmp_path)
+    saved(tmp_path / "other.safetensors", state_of(mlp(1)))
+    text = refused(mlp(), tmp_path)
+    assert "a directory with 2 safetensors files and no *.safetensors.index.json. Merge" in text
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert f"python -m launcher export {tmp_path / 'run'} weights" in refused(mlp(), tmp_path / "run")
     assert "it is no plain file" in refused(mlp(), "/dev/zero")
