@@ -293,14 +293,21 @@ def _gather_by_name(tensors: Mapping[str, Tensor], env: WorkerEnv) -> Callable[[
 
     def by_name() -> dict[str, Tensor]:
         return {
-            # cloned, because viewing bytes as a wider dtype needs an aligned address
-            name: part.clone(memory_format=torch.contiguous_format).view(dtype).reshape(len(part), *shape)
+            name: _viewed(part, dtype, shape)
             for (name, (dtype, shape)), part in zip(
                 kinds.items(), torch.split(gathered, sizes, dim=1), strict=True
             )
         }
 
     return by_name
+
+
+def _viewed(rows: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """Bytes of all ranks as their values. Copied: viewing them as a wider dtype needs an aligned address."""
+    values = torch.empty((len(rows), *shape), dtype=dtype)
+    if values.numel():
+        values.view(len(rows), -1).view(torch.uint8).copy_(rows)
+    return values
 
 
 def _alike(rows: Tensor) -> bool:
