@@ -90,12 +90,13 @@ def _of_directory(directory: Path) -> str:
     if indexes := sorted(directory.glob(f"*{INDEX}")):
         return f"it is a directory. Give its index: model.weights={indexes[0]}"
     inside = sorted(path.name for path in directory.glob("*.safetensors"))
-    if len(inside) == 1:
-        return f"it is a directory. Give its file: model.weights={directory / inside[0]}"
-    if inside:
-        return f"it is a directory with {len(inside)} safetensors files and no *{INDEX}. Merge them into one."
     if (directory / "checkpoints").is_dir():
         return f"it is a run. Export its weights: {program()} export {directory} weights.safetensors"
+    weights = [name for name in inside if name == "weights.safetensors"] or inside  # of a checkpoint
+    if len(weights) == 1:
+        return f"it is a directory. Give its file: model.weights={directory / weights[0]}"
+    if inside:
+        return f"it is a directory with {len(inside)} safetensors files and no *{INDEX}. Merge them into one."
     return "it is a directory. Give a safetensors file."
 
 

@@ -37,6 +37,14 @@ def set_title(name: str) -> str:
     return "validation" if name == ONLY_SET else f"validation ({name})"
 
 
+def length_of(data: object) -> int | None:
+    """The number of samples, where the set knows it; the __len__ of some streams raises."""
+    try:
+        return len(data)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def readable(data: object, collate: Collate | None, how: Loading, kind: str) -> Readable:
     """A recipe's set as one that batches can be made of: on the device, or read by loader processes.
 

@@ -45,12 +45,13 @@ def refuse_missing_interface(environ: Mapping[str, str]) -> None:
     names = [name for _, name in socket.if_nameindex()]
     for key in INTERFACES:
         given = environ.get(key, "")
-        may_begin = key.startswith("NCCL") and not given.startswith("=")
-        known = given.startswith("^") or any(
-            name.startswith(each) if may_begin else name == each
-            for each in given.lstrip("=").split(",")
-            for name in names
-        )
+        wanted = given.removeprefix("=").split(",")
+        if key.startswith("GLOO"):
+            known = all(each in names for each in given.split(","))
+        elif given.startswith("="):
+            known = any(each in names for each in wanted)
+        else:
+            known = given.startswith("^") or any(name.startswith(tuple(wanted)) for name in names)
         if given and not known:
             raise PreflightError(
                 f"{key}={given} in the environment names no network interface of this machine. It has "

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from launcher.config.messages import nearest, suggestion
 from launcher.config.user_code import defined_at
 from launcher.data.labels import IGNORED, no_class
-from launcher.data.sources import ONLY_SET, set_title
+from launcher.data.sources import ONLY_SET, length_of, set_title
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError
 from launcher.metrics import LossMetric, Metric
@@ -96,15 +96,11 @@ def checked(recipe: Recipe, may_lack: bool) -> Recipe:
     One that `may_lack` validation loses its empty sets, of which nothing was held out on purpose.
     """
     if may_lack:
-        sets = {name: each for name, each in recipe.validation_sets.items() if not _is_empty(each)}
+        sets = {name: each for name, each in recipe.validation_sets.items() if length_of(each) != 0}
         recipe = recipe if ONLY_SET in sets else replace(recipe, validation=sets)
     refuse_unusable_metrics(recipe)
     refuse_unusable_data(recipe, may_lack)
     return recipe
-
-
-def _is_empty(data: object) -> bool:
-    return isinstance(data, Sized) and len(data) == 0
 
 
 def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
@@ -121,7 +117,7 @@ def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
                 f"{name!r} in Recipe.validation is not a valid name: it must be a non-empty string "
                 "without '/'."
             )
-        if _is_empty(data):
+        if length_of(data) == 0:
             raise DataError(
                 f"the {set_title(name)} set of the recipe is empty: an evaluation needs at least one sample. "
                 "Give it some, for instance a part of the training set."

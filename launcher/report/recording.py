@@ -34,7 +34,7 @@ NODE_FILES = "gpu-rank*.jsonl"  # of nodes without rank 0, in logs/
 BLOCK_BYTES = 1 << 20  # added at once, about 3,000 lines: what a call of numpy costs is spread over them
 STEP_FIELDS = ("loss", "lr", "grad_norm", "scale", "samples_per_s", "step_ms", "memory_bytes")
 NO_METRICS = ("samples", "tokens", "seconds")
-MAX_CURVES = 200  # of evaluations, and of devices: a damaged file may name one in every line
+MAX_CURVES = 5000  # of evaluations, and of devices, of 6 KB: a damaged file may name one in every line
 MAX_RECORDS = 200  # of each kind, more than anyone reads on a page; others are counted
 LARGEST = 1e300  # beyond it, a number is no measurement, and arithmetic with it may overflow
 OF_A_BEGINNING = ("decision", "warning")  # recorded by a process before its first `restart` or `start`
@@ -298,8 +298,9 @@ class Follower:
                 self._identity = (status.st_dev, status.st_ino)
             if status.st_size == self._size_bytes:
                 return False  # else a torn end of any size would be read at every poll
-            self._size_bytes = status.st_size
-            return self._read(file)
+            changed = self._read(file)
+            self._size_bytes = status.st_size  # only now: what could not be read is tried again
+            return changed
 
     def _read(self, file: BinaryIO) -> bool:
         begin = self._offset

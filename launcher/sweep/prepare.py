@@ -26,7 +26,7 @@ from launcher.config.search_space import Space
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import clear_away, failing_as_storage_error
 from launcher.run_dir.lock import locked
-from launcher.run_dir.records import SWEEP, user_shape
+from launcher.run_dir.records import JOB, SWEEP, user_shape
 from launcher.sweep.record import Job, Record, recover, refuse_changes, refuse_foreign, write_job
 from launcher.telemetry.tracker.wandb_environment import in_sweep, with_environment
 
@@ -87,7 +87,7 @@ def prepared_in_place(request: Request, configs: Sequence[Config]) -> tuple[Path
     with _writing(directory):
         record.write(directory)
         for job in jobs:
-            made(directory / job.name)
+            (made(directory / job.name) / JOB).unlink(missing_ok=True)  # of a command with other settings
     return directory, record, [place(each, directory, job) for each, job in zip(configs, jobs, strict=True)]
 
 

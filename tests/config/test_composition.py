@@ -388,10 +388,12 @@ def in_place(tmp_path: Path, *words: str) -> list[float]:
 def test_a_sweep_in_place_records_the_command_that_is_running(tmp_path) -> None:
     """torchrun starts the same command again, which may also be another one: the record is its last one's."""
     assert in_place(tmp_path, "seed=1,2", "optim.lr=0.1", "launch.nproc=2") == [0.1, 0.1]
+    (tmp_path / "sweep" / "0_seed=1" / "job.json").write_text("{}")  # of the same jobs, prepared elsewhere
     rest = tmp_path / "sweep" / ".sweep.json.99.tmp"
     rest.touch()  # of a process that holds the directory
     assert in_place(tmp_path, "seed=1,2,3", "optim.lr=0.5", "sweep.resume=never") == [0.5, 0.5, 0.5]
     assert rest.exists()
+    assert not (tmp_path / "sweep" / "0_seed=1" / "job.json").exists()
 
 
 def test_an_empty_key_hides_no_value_of_the_environment(monkeypatch) -> None:

@@ -142,6 +142,8 @@ def test_interfaces(monkeypatch) -> None:
         "NCCL_SOCKET_IFNAME==eth",
         "GLOO_SOCKET_IFNAME=eth",
         "GLOO_SOCKET_IFNAME=l*",
+        "GLOO_SOCKET_IFNAME==lo",
+        "GLOO_SOCKET_IFNAME=lo,x",
     ):
         with pytest.raises(PreflightError, match="It has lo, eth0"):
             list(machine.interface(dict([refused.split("=", 1)])))

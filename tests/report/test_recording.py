@@ -282,6 +282,21 @@ def test_a_torn_end_is_read_once(tmp_path, monkeypatch):
     assert len(polled) == 1
 
 
+def test_what_could_not_be_read_is_read_at_the_next_poll(tmp_path, monkeypatch):
+    def failing(*given):
+        raise OSError("for a moment")
+
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(json_line(step(1)))
+    follower = Follower(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "lines_of", failing)
+        with pytest.raises(OSError, match="for a moment"):
+            follower.poll()
+    assert follower.poll()
+    assert follower.recording.steps["loss"].num_points == 1
+
+
 def test_a_damaged_file_that_names_a_set_a_metric_and_a_device_a_line_makes_few_curves():
     number = range(3 * module.MAX_CURVES)
     evaluation = {"event": "eval", "time": 1.0, "step": 1, "epoch": 0, "loss": 0.5}

@@ -22,6 +22,7 @@ from launcher.engine import SGD, Policy, Stepper
 from launcher.engine.precision.policy import choose_emulation
 from launcher.errors import ConfigError, DataError, RecipeError
 from launcher.recipe import Recipe, TensorData, cross_entropy
+from launcher.recipe.checks import checked
 from launcher.training.device import apply_switches
 from launcher.training.failures.recipe_errors import guarded
 from launcher.training.setup.build import build_model, compiles_update, rates_of
@@ -166,6 +167,7 @@ def test_a_stream_of_streams_has_no_size() -> None:
     own = Recipe(mlp, ChainDataset([Stream(), Stream()]), DATA, cross_entropy)
     found = dict(decisions(composed(), env, ["CPU"], own, Stepper(mlp(), SGD(0.1)), plan))["data"]
     assert found.startswith("a stream to train on")
+    checked(replace(own, validation={"test": own.train}), may_lack=True)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from launcher.config.optimizers import is_fused
 from launcher.config.rules import BLOCKS
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
-from launcher.data.sources import ONLY_SET
+from launcher.data.sources import ONLY_SET, length_of
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.process_group import own_thread_count
 from launcher.engine import Stepper
@@ -87,10 +87,8 @@ def _data(recipe: Recipe) -> str:
 
 def _size(data: object) -> str:
     """The number of samples of a data set; a stream does not know it."""
-    try:
-        return f"{len(data):,} samples"  # type: ignore[arg-type]
-    except TypeError:  # raised by the __len__ of some streams, too
-        return "a stream"
+    length = length_of(data)
+    return "a stream" if length is None else f"{length:,} samples"
 
 
 def _schedule(config: Config, recipe: Recipe, rates: Sequence[float]) -> str:

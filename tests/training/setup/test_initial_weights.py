@@ -258,6 +258,11 @@ def test_directories_are_refused_with_what_to_give(tmp_path) -> None:
     assert "a directory with 2 safetensors files and no *.safetensors.index.json. Merge" in text
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert f"python -m launcher export {tmp_path / 'run'} weights" in refused(mlp(), tmp_path / "run")
+    assert "it is a run. Export" in refused(mlp(), tmp_path / "run")
+    (tmp_path / "step-1").mkdir()
+    own = saved(tmp_path / "step-1" / "weights.safetensors", state_of(mlp(1)))
+    saved(tmp_path / "step-1" / "optimizer.safetensors", state_of(mlp(1)))
+    assert f"Give its file: model.weights={own}" in refused(mlp(), tmp_path / "step-1")
     assert "it is no plain file" in refused(mlp(), "/dev/zero")
 
 
