@@ -141,8 +141,10 @@ def limit_silence(seconds: float) -> None:
     The timeouts of a TCPStore apply to waiting for a key. For the answer to a request it waits as long as the
     kernel retransmits the request to a machine that is gone: a quarter of an hour.
     """
-    port = os.environ.get("MASTER_PORT", "")
-    for descriptor in map(int, os.listdir("/proc/self/fd") if port else ()):
+    port, descriptors = os.environ.get("MASTER_PORT", ""), list[str]()
+    with suppress(OSError):  # of a process with as many open files as it may have, which says so elsewhere
+        descriptors = os.listdir("/proc/self/fd") if port else []
+    for descriptor in map(int, descriptors):
         with suppress(OSError):
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 # A copy: the socket object closes its descriptor, and the store keeps using its own.

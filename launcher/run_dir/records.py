@@ -213,9 +213,10 @@ class _LogFile(logging.Handler):
     """
 
     def __init__(self, path: Path) -> None:
+        # First: `logging` closes at exit what has been made as a handler, whole or not.
+        self._descriptor = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         super().__init__()
         self._path, self._complete = path, True
-        self._descriptor = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def emit(self, record: logging.LogRecord) -> None:
         rest = f"{escaped(self.format(record))}\n".encode(errors="backslashreplace")

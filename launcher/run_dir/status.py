@@ -72,7 +72,8 @@ def state_since(path: Path, since: float) -> str:
     """The state of the run, if it was written after `since` (unix seconds); else empty."""
     with contextlib.suppress(OSError, ValueError):
         found = read_json(path)
-        if float(found.get("updated") or 0) >= since:
+        updated = found.get("updated")
+        if not since or (isinstance(updated, int | float) and updated >= since):
             return str(found.get("state"))
     return ""
 

@@ -50,6 +50,7 @@ class Agent:
                 with held_back():
                     for process in processes:
                         process.start()
+                self._nodes.forked()
                 while (verdict := self._polled(generation)) is None:
                     time.sleep(POLL_EVERY_S)
             finally:

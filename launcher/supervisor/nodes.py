@@ -55,6 +55,9 @@ class OneMachine:
         """Begin the next generation: the lowest rank of this machine's workers, and how many there are."""
         return 0, num_workers
 
+    def forked(self) -> None:
+        """Take up what must not go on beside a fork: the workers of the generation exist."""
+
     def verdict(self, own: Report | None, generation: Generation) -> AttemptVerdict | None:
         """The verdict on all ranks, once all have ended."""
         return None if own is None else verdict_of([own], self._limits.stall_s, generation.stacks)
@@ -87,10 +90,18 @@ class Nodes(OneMachine):
         self._thread = threading.Thread(target=self._exchange, name="words of the nodes", daemon=True)
 
     def __enter__(self) -> Nodes:
-        self._thread.start()
+        # A connection of its own: a wait of the main thread holds the lock of the other one. Made before a
+        # fork: it looks up a name, and a worker that is forked meanwhile finds libc's lock of that taken for
+        # ever.
+        self._connection = self._meeting.clone()  # type: ignore[attr-defined]
         return self
 
+    def forked(self) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
+
     def __exit__(self, *error: object) -> None:
+        self.forked()
         self._over.set()
         self._thread.join(LEAVE_S)
 
@@ -202,8 +213,7 @@ class Nodes(OneMachine):
         others = [f"{self._prefix}/{node}" for node in self._others]
         before: list[bytes] = [b""] * len(others)
         try:
-            # A connection of its own: a wait of the main thread holds the lock of the other one.
-            store = self._meeting.clone()  # type: ignore[attr-defined]
+            store = self._connection
             limit_silence(self._limits.stall_s)
             beat, over = 0, False
             while not over:

@@ -1,0 +1,33 @@
+"""Parents of several machines: what they do beside the fork of their workers."""
+
+import torch.distributed as dist
+
+from launcher.distributed.env import LaunchEnv
+from launcher.supervisor.nodes import Nodes
+from tests.configs import composed
+
+
+class Meeting:
+    """The store of the parents, whose `clone` looks up a name."""
+
+    def __init__(self) -> None:
+        self.store, self.nodes, self.alone = dist.HashStore(), None, []
+
+    def clone(self):
+        self.alone.append(not self.nodes._thread.is_alive())
+        return self.store
+
+
+def test_no_name_is_looked_up_and_no_thread_runs_beside_a_fork() -> None:
+    """A worker that is forked while a thread looks up a name finds libc's lock of it taken, for ever."""
+    meeting = Meeting()
+    launch = LaunchEnv(noun="node")
+    meeting.nodes = nodes = Nodes(launch, meeting, "0", composed().launch)
+    with nodes:
+        assert meeting.alone == [True]
+        assert not nodes._thread.is_alive()
+        nodes.forked()
+        assert nodes._thread.is_alive()
+        nodes.forked()
+    assert not nodes._thread.is_alive()
+    assert meeting.alone == [True], "made once"
