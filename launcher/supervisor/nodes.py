@@ -56,7 +56,7 @@ class OneMachine:
         return 0, num_workers
 
     def forked(self) -> None:
-        """Take up what must not go on beside a fork: the workers of the generation exist."""
+        """Start what must not run beside a fork, now that the workers of the generation are forked."""
 
     def verdict(self, own: Report | None, generation: Generation) -> AttemptVerdict | None:
         """The verdict on all ranks, once all have ended."""
@@ -90,9 +90,9 @@ class Nodes(OneMachine):
         self._thread = threading.Thread(target=self._exchange, name="words of the nodes", daemon=True)
 
     def __enter__(self) -> Nodes:
-        # A connection of its own: a wait of the main thread holds the lock of the other one. Made before a
-        # fork: it looks up a name, and a worker that is forked meanwhile finds libc's lock of that taken for
-        # ever.
+        # A connection of its own: a wait of the main thread holds the lock of the other one. Made before any
+        # fork: it looks up a name, for which libc takes a lock that a worker forked meanwhile would never see
+        # released.
         self._connection = self._meeting.clone()  # type: ignore[attr-defined]
         return self
 
