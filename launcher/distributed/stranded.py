@@ -40,7 +40,10 @@ def watch(environ: Mapping[str, str]) -> None:
         return
     from launcher.process.guardian import VARIABLE
 
-    handle = os.pidfd_open(agent)  # its pid cannot be reused while this child exists
+    try:
+        handle = os.pidfd_open(agent)  # its pid cannot be reused while this child exists
+    except OSError:  # not before Linux 5.3, and forbidden in some containers
+        return
     subprocess.Popen(
         # Isolated and without site-packages, so that it starts quickly.
         [sys.executable, "-I", "-S", __file__, str(agent), str(handle)],

@@ -267,8 +267,7 @@ class Watchdog:
         for child in multiprocessing.active_children():
             # os._exit runs no exit handlers, which would end the loader processes.
             child.terminate()
-        with contextlib.suppress(OSError):
-            stranded.watch(os.environ)
+        stranded.watch(os.environ)
         os._exit(verdict.exit_code)
 
     def _leave_word(self, store: dist.Store, verdict: Ending) -> None:

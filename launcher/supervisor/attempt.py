@@ -131,10 +131,13 @@ class Generation:
     def _hanging(self) -> Report:
         """Make live workers write their stacks, and kill them."""
         fates = self._fates()
+        # To the main thread itself: another one would dump after the main thread has moved on. glibc has the
+        # function since 2.30, and torch runs with 2.28. A signal to a process reaches its main thread too,
+        # but for one that is stopped.
+        tgkill = getattr(ctypes.CDLL(None), "tgkill", lambda pid, thread, number: os.kill(pid, number))
         for fate in fates:
             if fate.exit_code is None:
-                # To the main thread itself: another one would dump after the main thread has moved on.
-                ctypes.CDLL(None).tgkill(fate.pid, fate.pid, STACKS)
+                tgkill(fate.pid, fate.pid, STACKS)
         self.send(signal.SIGCONT)  # a stopped process handles no signal
         time.sleep(STACKS_S)
         self.kill()

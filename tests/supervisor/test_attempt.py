@@ -105,6 +105,18 @@ def test_after_the_first_step_a_phase_may_take_stall_s(phase, step, generation, 
     assert "hangs" in verdict.text
 
 
+def test_a_hang_has_a_verdict_with_a_c_library_that_lacks_tgkill(
+    generation, table, clock, monkeypatch
+) -> None:
+    """glibc 2.28 does: the parent ended with an AttributeError, and nobody said which rank hangs."""
+    monkeypatch.setattr(attempt.ctypes, "CDLL", lambda name: object())
+    beat(table, "compute", 10, under_way=True)
+    clock.ahead_s += STALL_S
+    verdict = verdict_on(generation)
+    assert verdict is not None
+    assert verdict.exit_code == 6
+
+
 @pytest.mark.parametrize("phase", ["loading data", "data", "compute"])
 def test_before_the_first_step_all_phases_together_may_take_init_timeout_s(
     phase, generation, table, clock
