@@ -20,7 +20,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from launcher.checkpoint.catalog import by_metric, candidates, retain
 from launcher.checkpoint.format import publish, size_of_tensors
@@ -126,9 +125,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._awaited.set()
         # The event before it ends the pauses of the write: nothing trains beside it any more.
         self._thread.shutdown(wait=True)

@@ -113,7 +113,7 @@ def list_of(rule: Rule, text: str) -> Rule:
     return Rule(text, lambda value: isinstance(value, list | tuple) and all(map(rule.holds, value)))
 
 
-def _are_options(value: Any) -> bool:
+def _are_options(value: object) -> bool:
     """Whether it is a section, without whole numbers beyond the range of a float at any depth."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         return False

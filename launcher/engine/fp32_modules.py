@@ -64,7 +64,7 @@ def _enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object
     return _widened(args), _widened(kwargs)
 
 
-def _leave(module: nn.Module, args: object, output: Any) -> None:
+def _leave(module: nn.Module, args: object, output: object) -> None:
     """Leave the fp32 context, also after an exception of the forward pass, which it need not see."""
     _open.contexts.pop().__exit__(None, None, None)
 

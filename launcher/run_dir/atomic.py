@@ -66,7 +66,7 @@ def restored(value: Any) -> Any:
     return value
 
 
-def json_line(value: Mapping[str, Any]) -> bytes:
+def json_line(value: Mapping[str, object]) -> bytes:
     """One line of strict JSON. Raises TypeError for anything but plain numbers, strings, lists and dicts."""
     try:
         return _STRICT.encode(value).encode() + b"\n"

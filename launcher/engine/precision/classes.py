@@ -35,7 +35,7 @@ CURVES = "digamma entr erf erfc expit gammainc gammaincc gammaln i0 i0e i1 i1e l
 CURVES += " polygamma psi sinc"
 
 # Half inputs, fp32 accumulation, half output.
-PRODUCTS = frozenset[Any]().union(
+PRODUCTS = frozenset[Callable[..., object]]().union(
     _functions("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"),
     _functions("convolution linear matmul mm bmm mv inner addmm addmv addbmm addr baddbmm"),
     _functions("__matmul__ __rmatmul__ einsum chain_matmul prelu scaled_dot_product_attention"),
@@ -44,7 +44,7 @@ PRODUCTS = frozenset[Any]().union(
     _functions("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"),
 )
 # fp32 inside and fp32 out, as autocast's fp32 list.
-WIDE = frozenset[Any]().union(
+WIDE = frozenset[Callable[..., object]]().union(
     _functions("softmax log_softmax softmin softplus sum prod cumsum cumprod logsumexp"),
     _functions("exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt"),
     _functions("__rdiv__ __rtruediv__ sinh cosh tan acos asin erfinv interpolate"),
@@ -67,14 +67,14 @@ WIDE = frozenset[Any]().union(
     _functions("trapezoid trapz cumulative_trapezoid trace nansum quantile nanquantile"),
 )
 # fp32 inside, output of the first input's dtype: what CUDA kernels do with half inputs.
-INNER = frozenset[object]().union(
+INNER = frozenset[Callable[..., object]]().union(
     _functions("batch_norm instance_norm mean nanmean var std var_mean std_mean cov corrcoef gelu"),
     _functions(CURVES, torch.special),
     _functions("avg_pool1d avg_pool2d avg_pool3d rrelu fold unfold", torch, F),
     _functions("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"),
 )
 # fp32 inside, output half only where all inputs are: autocast's promoting list.
-PROMOTING = frozenset[Any]().union(
+PROMOTING = frozenset[Callable[..., object]]().union(
     _functions("addcdiv addcmul atan2 bilinear cross dot vdot tensordot"),
     _functions("grid_sample grid_sampler grid_sampler_2d grid_sampler_3d index_put scatter_add"),
     _functions("cross", torch.linalg),
@@ -83,14 +83,14 @@ PROMOTING = frozenset[Any]().union(
     _functions("index_add index_reduce scatter_reduce segment_reduce"),
 )
 # They copy elements of a table, exactly. Their backward passes add, for elements that were taken twice.
-PICKS = frozenset[object]().union(
+PICKS = frozenset[Callable[..., object]]().union(
     _functions("index_select gather take take_along_dim repeat_interleave"),
     _functions("embedding", torch),
     [torch.Tensor.__getitem__],
 )
 # Written in Python from other functions, which the mode must see one by one. So are the backward passes,
 # because activation checkpointing runs forward passes within them.
-COMPOSITES = frozenset[object]().union(
+COMPOSITES = frozenset[Callable[..., object]]().union(
     _functions("multi_head_attention_forward gumbel_softmax local_response_norm embedding embedding_bag", F),
     _functions("triplet_margin_with_distance_loss"),
 )

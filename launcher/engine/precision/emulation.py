@@ -55,7 +55,7 @@ class RoundedArithmetic:
         self._mode.__enter__()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._mode.__exit__(*exception)
         device_type = self._mode.device_type
         on, dtype, torch._functorch.config.backward_pass_autocast = self._outer.pop()
@@ -85,7 +85,7 @@ class Rounding(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         torch.set_autocast_enabled(MARK, self._outer.pop())
 

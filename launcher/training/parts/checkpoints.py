@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from launcher.checkpoint.async_writer import Due, Report, Writer
 from launcher.checkpoint.snapshot import Compared, Staged
@@ -53,7 +52,7 @@ class Checkpoints:
         self.writer.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         """Report the checkpoint that is still being written, also where an error ends the run."""
         try:
             self._report(self.writer.wait())

@@ -77,7 +77,7 @@ class EarlyStopping:
             return Watched(found, step, 0, step)
         return Watched(watched.best, watched.best_step, watched.waited + 1, step)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         return {"watched": None if self._watched is None else asdict(self._watched)}
 
     def load_state(self, values: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ class Evaluator:
             self.best = metric
         return is_best
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         return {"best": None if self.best is None else asdict(self.best)}
 
     def load_state(self, values: dict[str, Any]) -> None:

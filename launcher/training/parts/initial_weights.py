@@ -34,7 +34,7 @@ class InitialWeights:
         self._loaded = loaded
         self._started_from: tuple[str, str] | None = None  # model.weights, and the SHA-256 that the file had
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         return {"started_from": self._started_from}
 
     def load_state(self, values: dict[str, Any]) -> None:

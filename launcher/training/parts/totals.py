@@ -30,7 +30,7 @@ class Totals:
         self._wire_bytes_per_step = report.wire_bytes
         self._times.add(seconds, report.spans_ms)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         return {"samples": self._samples, "seconds": self._seconds}
 
     def load_state(self, values: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ class TrainingMetrics:
             self._evaluated = self._evaluated or self._since.metrics()
             self._since = SinceEvaluation()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         self._answers.add_to(self._since)
         return asdict(self._since) | {"evaluated": self._evaluated}
 
