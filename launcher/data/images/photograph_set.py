@@ -130,7 +130,9 @@ class PhotographSet:
             return sample
         assert self.cache is not None
         rest = {name: value for name, value in sample.items() if name != "stored"}
-        return {"image": self._seen(torch.from_numpy(self.cache.get(sample["stored"]))), **rest}
+        image = self._seen(torch.from_numpy(self.cache.get(sample["stored"])))
+        # What is written into the mapping would be in this sample for as long as the process lives.
+        return {"image": image.clone(), **rest}
 
     def _seen(self, images: Tensor) -> Tensor:
         """What a sample has of cached images [..., 3, base_size, base_size]: the middle in an evaluation."""
