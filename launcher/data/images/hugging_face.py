@@ -28,6 +28,7 @@ from launcher.data.images.photograph import Source, as_rgb, read_image
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.libraries import datasets_library, offline_if_unreachable
 from launcher.data.split import class_numbers, parts, refuse_one_class
+from launcher.data.tables.files import begins_with_word
 from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, first_line, listed
@@ -241,7 +242,7 @@ def _read(library: ModuleType, files: Sequence[Path], path: str) -> object:
         )
     named: dict[str, list[str]] = {}
     for file in files:
-        split = next((name for name in VALIDATION if file.name.lower().startswith(name)), TRAIN[0])
+        split = next((name for name in VALIDATION if begins_with_word(file.name, name)), TRAIN[0])
         named.setdefault(split, []).append(str(file))
     separator = {"sep": "\t"} if files[0].suffix == ".tsv" else {}
     return library.load_dataset(kinds.pop(), data_files=named, **separator)

@@ -119,6 +119,17 @@ def test_each_form_gives_the_same_images(tmp_path, write, suffix, options):
         assert sorted(number for number, _ in seen) == list(range(8))
 
 
+@pytest.mark.parametrize(
+    ("name", "held_out"), [("values", "Dev_1"), ("DEVICES", "Val2017"), ("testimonials", "validation")]
+)
+def test_a_table_is_held_out_only_where_its_name_begins_with_a_whole_word(name, held_out, tmp_path):
+    json_lines(tmp_path)
+    (tmp_path / "train.jsonl").rename(tmp_path / f"{name}.jsonl")
+    (tmp_path / "validation.jsonl").rename(tmp_path / f"{held_out}.jsonl")
+    images = load_images(data_config("hf", tmp_path, **NAMED))
+    assert (len(images.train), len(images.validation)) == (6, 2)
+
+
 def test_decoded_images_are_kept_and_a_changed_file_is_decoded_again(tmp_path):
     csv(tmp_path / "set")
     config = data_config("hf", tmp_path / "set", cache=str(tmp_path / "cache"), **NAMED)
