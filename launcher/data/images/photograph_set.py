@@ -150,6 +150,13 @@ class PhotographSet:
             digest.update(text.encode(errors="surrogateescape"))
         return digest.hexdigest()[:16]
 
+    def contents(self) -> str:
+        """Digest of the images themselves where `fingerprint` has only their places; else empty.
+
+        Apart from it, because the fingerprint is that of earlier checkpoints.
+        """
+        return self.listing.contents(self.indices) if isinstance(self.listing, HubListing) else ""
+
     def _cut(self, number: int, draws: Sequence[float]) -> UInt8Array:
         """The region from the photograph itself: uint8 [3, image_size, image_size]."""
         source, name = self.listing.source(number)
