@@ -58,11 +58,13 @@ def is_the_users(code: CodeType) -> bool:
 
 def is_of_the_user(file: str) -> bool:
     """Whether the file, as a traceback names it, is a recipe or a file of the user's own."""
-    if file.startswith("<") or "site-packages" in file or "dist-packages" in file:
+    if file.startswith("<"):
         return False
     path = Path(file).absolute()
-    if path.is_relative_to(recipes_dir()):
+    if path.is_relative_to(recipes_dir()):  # first: those of a wheel are in site-packages and in PACKAGE
         return True
+    if "site-packages" in file or "dist-packages" in file:
+        return False
     return not path.is_relative_to(PACKAGE) and not any(path.is_relative_to(each) for each in LIBRARIES)
 
 
@@ -102,7 +104,7 @@ def _shown(stack: Sequence[FrameSummary]) -> list[FrameSummary]:
 
 def _is_ours(frame: FrameSummary, *folders: str) -> bool:
     path = Path(frame.filename)
-    if not path.is_relative_to(PACKAGE):
+    if not path.is_relative_to(PACKAGE) or path.is_relative_to(recipes_dir()):
         return False
     return not folders or path.relative_to(PACKAGE).as_posix().startswith(folders)
 

@@ -88,7 +88,7 @@ class InStream:
     process: int
     skipped: int  # samples before the first of this process
     seconds: float  # since the process began
-    state: dict[str, object] | None  # None of a stream without state_dict()
+    state: dict[str, object]  # "at" and, of a stream that has state_dict(), "stream"
 
 
 @dataclass(frozen=True)

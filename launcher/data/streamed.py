@@ -5,7 +5,9 @@ Owns its division among ranks and loader processes, its position for a resume, a
 - Hugging Face's `IterableDataset` divides itself among ranks and processes, by shards where it can, and knows
   its own position. Ranks may come to their end at different steps.
 - Any other iterable is read whole by every process, which keeps its share: the order then depends on neither
-  the number of ranks nor that of processes. A resume skips forward, unless it has `state_dict()`.
+  the number of ranks nor that of processes.
+
+A resume skips forward, unless the stream has a `state_dict()` of JSON values.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Standpoint:
     passes: int = 0  # that are complete
     step: int = 0
     next_process: int = 0  # that makes the next micro-batch
-    states: dict[str, Any] = field(default_factory=dict)  # of the processes, where the stream has such
+    # Of the processes: "at", the samples read, and "stream", its own state where it has one.
+    states: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -112,14 +115,15 @@ class StreamReader(IterableDataset[Fetched]):
         if not self.divided:
             self._set_epoch(current_pass)
         at = skipped = 0
-        if state is not None:
+        stood = 0 if state is None else int(state["at"])
+        if state is not None and "stream" in state:
             self.stream.load_state_dict(state["stream"])  # type: ignore[attr-defined]
-            at = int(state["at"])
+            at = stood
         # What it draws before its first sample: the same in every process that reads it whole.
         seed_all(spread_seed("stream begins", self.seed, current_pass, self._reader))
         source = iter(self.stream)
         for part in parts:
-            goal = at if self.divided else part.start
+            goal = max(at, stood) if self.divided else part.start
             skipped = skipped or max(goal - at, 0)
             samples: list[object] = []
             while len(samples) < len(part):
@@ -143,7 +147,7 @@ class StreamReader(IterableDataset[Fetched]):
             except RAISED as error:
                 made = Fetched.failed(f"samples {part.start} to {at - 1}", error)
             state_dict = getattr(self.stream, "state_dict", None)
-            state = {"at": at, "stream": state_dict()} if callable(state_dict) else None
+            state = {"at": at, "stream": state_dict()} if callable(state_dict) else {"at": at}
             yield replace(made, stands=InStream(number, skipped, time.monotonic() - began, state))
 
 
@@ -265,8 +269,9 @@ class StreamBatches(Batches):
         """Where this rank stands after the latest step, for `saved`."""
         try:
             return json.dumps(vars(self._stands))
-        except TypeError:  # the states of the stream are no values of JSON
-            return json.dumps(vars(replace(self._stands, states={})))
+        except TypeError:  # the states of the stream are no values of JSON: a resume skips forward
+            states = {number: {"at": state["at"]} for number, state in self._stands.states.items()}
+            return json.dumps(vars(replace(self._stands, states=states)))
 
     def _resumed(self) -> Standpoint:
         ranks, processes = self.plan.world_size, self.data.how.workers
@@ -315,9 +320,11 @@ class StreamBatches(Batches):
             offset = part.start - stands.step * self.plan.batch_size
             taken.append((self._ahead, noise[offset : offset + len(self._ahead.kept)]))
             if made := self._ahead.stands:
-                stands = replace(stands, next_process=(made.process + 1) % max(stands.processes, 1))
-                if made.state is not None:
-                    stands = replace(stands, states={**stands.states, str(made.process): made.state})
+                stands = replace(
+                    stands,
+                    next_process=(made.process + 1) % max(stands.processes, 1),
+                    states={**stands.states, str(made.process): made.state},
+                )
             self._ahead = next(self._fetched, None)
         self._stands = replace(stands, step=stands.step + 1)
         return taken

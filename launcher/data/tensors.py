@@ -55,11 +55,11 @@ class TensorData:
     def evaluation_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[int, Batch]]:
         """This rank's samples in order, as (how many, batch). Over all ranks, every sample occurs once.
 
-        The columns are views of the data, not copies.
+        The columns are copies: an eval_transform or a loss may write into them.
         """
         for piece in cut(share_of(range(len(self)), rank, world_size), batch_size):
             part = slice(piece.start, piece.stop)
-            yield len(piece), {name: column[part] for name, column in self.columns.items()}
+            yield len(piece), {name: column[part].clone() for name, column in self.columns.items()}
 
     def first_batch(self, rank: int, world_size: int, batch_size: int, most: int) -> Batch | None:
         """At most `most` samples of the first of `evaluation_batches`; None where this rank has no sample."""

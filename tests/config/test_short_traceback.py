@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.config.user_code import SHOWN, short_traceback
+from launcher.config.user_code import SHOWN, defined_at, place_of, short_traceback
 from launcher.recipe import cross_entropy
 
 
@@ -74,6 +74,24 @@ def test_the_errors_that_led_to_it_are_shown_alike() -> None:
     assert trace.count("Traceback (most recent call last)") == 2
     assert "direct cause of the following exception" in trace
     assert places(trace)[-1] == "test_short_traceback.py read"
+
+
+def test_the_built_in_recipes_of_a_wheel_are_the_users(tmp_path, monkeypatch) -> None:
+    package = tmp_path / "site-packages" / "launcher"
+    monkeypatch.setattr("launcher.config.user_code.PACKAGE", package)
+    monkeypatch.setattr("launcher.config.user_code.recipes_dir", lambda: package / "recipes")
+    code: dict[str, Callable[[], object]] = {}
+    for file, source in (
+        ("engine/step.py", "def step(work): work()"),
+        ("recipes/built_in.py", "def forward(): 1 / 0\n\ndef loss(): step(forward)"),
+        ("data/reader.py", "def read(): loss()"),
+    ):
+        exec(compile(source, str(package / file), "exec"), code)
+    error = raised_by(code["read"], ZeroDivisionError)
+    assert place_of(error) == f"{package}/recipes/built_in.py:1, in forward"
+    assert defined_at(code["loss"]) == f"{package}/recipes/built_in.py:3"
+    assert defined_at(code["read"]) == ""
+    assert places(short_traceback(error)) == ["built_in.py loss", "built_in.py forward"]
 
 
 def test_a_deep_recursion_is_cut() -> None:

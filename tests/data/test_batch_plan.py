@@ -191,6 +191,14 @@ def test_evaluation_batches_cover_every_sample_once(num_samples, world_size, bat
     assert seen == list(range(num_samples))
 
 
+def test_what_an_evaluation_writes_into_a_batch_is_in_no_later_one():
+    data = numbered(3)
+    for _ in range(2):
+        ((_, batch),) = data.evaluation_batches(0, 1, 3)
+        assert batch["number"].tolist() == [0, 1, 2]
+        batch["number"] += 1
+
+
 @given(st.integers(0, 1000), st.integers(1, 70))
 def test_shares_differ_by_at_most_one(length, world_size):
     shares = [len(share_of(range(length), rank, world_size)) for rank in range(world_size)]

@@ -173,6 +173,29 @@ def test_a_resume_continues_with_the_same_samples(make, world_size, workers, at)
         assert [joined(step, name) for step in run_steps(ranks, range(at, STEPS))] == expected
 
 
+@pytest.mark.parametrize("make", [Remembering, of_hugging_face])
+@pytest.mark.parametrize("state", [None, lambda stream: {"at": b"no JSON"}])
+@pytest.mark.parametrize(("workers", "at"), [(0, 2), (2, 2), (2, 6)])
+def test_a_stream_whose_state_cannot_be_saved_is_skipped_forward(make, state, workers, at, monkeypatch):
+    kind = Remembering if make is Remembering else datasets.IterableDataset
+    if state is None:
+        monkeypatch.delattr(kind, "state_dict")
+    else:
+        monkeypatch.setattr(kind, "state_dict", state)
+    monkeypatch.setattr("launcher.data.streamed.REPORTED_S", 0.0)
+    said = []
+    with loader_processes():
+        ranks = [batches(make(), 2, rank, workers, 2) for rank in range(2)]
+        run_steps(ranks, range(at))
+        saved = [each.position() for each in ranks]
+        expected = [joined(step) for step in run_steps(ranks, range(at, STEPS))]
+    with loader_processes():
+        ranks = [batches(make(), 2, rank, workers, 2, saved, report=said.append) for rank in range(2)]
+        assert [joined(step) for step in run_steps(ranks, range(at, STEPS))] == expected
+    assert len(said) == 2
+    assert all("was skipped forward over" in text for text in said)
+
+
 def test_a_resume_on_other_ranks_skips_forward():
     ranks = [batches(Numbers(), 2, rank) for rank in range(2)]
     run_steps(ranks, range(6))

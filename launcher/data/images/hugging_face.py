@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -28,6 +30,7 @@ from launcher.data.images.photograph import Source, as_rgb, read_image
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.libraries import datasets_library, offline_if_unreachable
 from launcher.data.split import class_numbers, parts, refuse_one_class
+from launcher.data.tables.files import begins_with_word
 from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, first_line, listed
@@ -40,6 +43,7 @@ SPLITS = ("train", "test")  # of images of one size
 OF_ONE_SIZE = "train*.parquet and test*.parquet"  # the files of a folder
 OF_ANY_SIZE = "parquet, CSV or JSON files or class folders"
 SHOWN = 10
+READ = 8  # images whose bytes are compared, at least
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,49 @@ class HubListing:
         """The place of its row."""
         return str(self.places[index])
 
+    def contents(self, indices: Sequence[int]) -> str:
+        """Digest of the sizes of these images in bytes, of the names of files, and of the bytes of a few.
+
+        What is cheap to read and the same in each place where the set lies, unlike what the library knows
+        rows by, which depends on the paths and times of files.
+        """
+        sizes = [_sizes(rows, self.image_column, self.base) for rows in self.rows]
+        digest = hashlib.sha256()
+        for which, row in map(self.places.__getitem__, indices):
+            digest.update(f"{sizes[which][row]}\n".encode(errors="surrogateescape"))
+        for index in indices[:: max(1, len(indices) // READ)]:
+            with suppress(OSError, DataError):  # which are reported where the image is needed
+                source, _ = self.source(index)
+                digest.update(source if isinstance(source, bytes) else source.read_bytes())
+        return digest.hexdigest()[:16]
+
     def source(self, index: int) -> tuple[Source, str]:
         """The image, or the file that holds it. Raises DataError where the cell is empty."""
         which, row = self.places[index]
         name = f"{self.where}, row {row}{' of the validation split' if which else ''}"
         return _source(self.rows[which][row][self.image_column], name, self.image_column, self.base)
+
+
+def _sizes(rows: Any, column: str, base: Path) -> list[object]:
+    """Of each image its bytes, with the name of the file that holds it, if one does. Reads no image."""
+    arrow = import_module("pyarrow")
+    table = rows.select_columns([column]).with_format("arrow")[:].flatten()
+    sizes = names = [None] * len(rows)
+    for part in table.columns:
+        if part.type in (arrow.binary(), arrow.large_binary()):
+            sizes = import_module("pyarrow.compute").binary_length(part).to_pylist()
+        elif part.type in (arrow.string(), arrow.large_string()):
+            names = part.to_pylist()
+    pairs = zip(sizes, names, strict=True)
+    return [_file_size(base, name) if size is None and name else size for size, name in pairs]
+
+
+def _file_size(base: Path, name: str) -> tuple[str, int]:
+    try:
+        size = os.stat(os.path.join(base, name)).st_size
+    except (OSError, ValueError):
+        size = -1
+    return os.path.basename(name), size
 
 
 def _source(cell: object, name: str, column: str, base: Path | None) -> tuple[Source, str]:
@@ -241,7 +283,7 @@ def _read(library: ModuleType, files: Sequence[Path], path: str) -> object:
         )
     named: dict[str, list[str]] = {}
     for file in files:
-        split = next((name for name in VALIDATION if file.name.lower().startswith(name)), TRAIN[0])
+        split = next((name for name in VALIDATION if begins_with_word(file.name, name)), TRAIN[0])
         named.setdefault(split, []).append(str(file))
     separator = {"sep": "\t"} if files[0].suffix == ".tsv" else {}
     return library.load_dataset(kinds.pop(), data_files=named, **separator)

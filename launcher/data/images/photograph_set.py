@@ -130,7 +130,9 @@ class PhotographSet:
             return sample
         assert self.cache is not None
         rest = {name: value for name, value in sample.items() if name != "stored"}
-        return {"image": self._seen(torch.from_numpy(self.cache.get(sample["stored"]))), **rest}
+        image = self._seen(torch.from_numpy(self.cache.get(sample["stored"])))
+        # What is written into the mapping would be in this sample for as long as the process lives.
+        return {"image": image.clone(), **rest}
 
     def _seen(self, images: Tensor) -> Tensor:
         """What a sample has of cached images [..., 3, base_size, base_size]: the middle in an evaluation."""
@@ -147,6 +149,13 @@ class PhotographSet:
             text = f"{self.listing.identity(index)}\0{self.listing.labels[index]}\n"
             digest.update(text.encode(errors="surrogateescape"))
         return digest.hexdigest()[:16]
+
+    def contents(self) -> str:
+        """Digest of the images themselves where `fingerprint` has only their places; else empty.
+
+        Apart from it, because the fingerprint is that of earlier checkpoints.
+        """
+        return self.listing.contents(self.indices) if isinstance(self.listing, HubListing) else ""
 
     def _cut(self, number: int, draws: Sequence[float]) -> UInt8Array:
         """The region from the photograph itself: uint8 [3, image_size, image_size]."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from functools import cache, cached_property, partial
@@ -21,6 +22,7 @@ from torch import Tensor
 Cell = Any  # text in TSV and CSV; any value of JSON or parquet, None where there is none
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 DAY_S = 86_400
+EXACT = 2**53  # up to which a float is any whole number
 CURRENCY = r"(?:[$€£¥₹]|USD|EUR|GBP|CHF|JPY)"
 FORMATS = (  # of dates, besides ISO's; the first that all training rows have
     "%d.%m.%Y",
@@ -47,8 +49,10 @@ def is_absent(cell: Cell) -> bool:
 
 
 def number_of(cell: Cell) -> float:
-    """The cell as a number, NaN for what is none. True and False are categories."""
+    """The cell as a number, NaN for what is none: True and False are categories, and so is 2019_01."""
     if isinstance(cell, bool) or not isinstance(cell, int | float | str | Decimal):
+        return math.nan
+    if isinstance(cell, str) and "_" in cell:  # which float() leaves out
         return math.nan
     try:
         return float(cell)
@@ -57,11 +61,15 @@ def number_of(cell: Cell) -> float:
 
 
 def category(cell: Cell) -> str:
-    """A category as text: 1, 1.0 and '1' are the same, and 1234567 and 1234568 are not."""
+    """A category as text: 1, 1.0 and '1' are the same, two whole numbers of any length are not."""
     number = number_of(cell)
     if math.isnan(number):
         return str(cell).strip()
-    return repr(number) if number % 1 else f"{number + 0:.0f}"  # -0.0 + 0 is 0.0
+    if number % 1:
+        return repr(number)
+    if abs(number) >= EXACT:
+        return str(int(Decimal(str(cell))))
+    return f"{number + 0:.0f}"  # -0.0 + 0 is 0.0
 
 
 class Column(list[Cell]):
@@ -70,12 +78,19 @@ class Column(list[Cell]):
     @cached_property
     def numbers(self) -> Tensor:
         """float64 [rows], NaN where a cell is absent or no number."""
-        try:
+        if self._are_as_float_reads_them:
             # All at once where all are numbers: a fifth of the time of a function in Python for each.
-            found = map(number_of if bool in set(map(type, self)) else float, self)
-            return torch.from_numpy(numpy.fromiter(found, numpy.float64, len(self)))
-        except (TypeError, ValueError, OverflowError):
-            return torch.tensor(self.each(number_of), dtype=torch.float64)
+            with suppress(TypeError, ValueError, OverflowError):
+                return torch.from_numpy(numpy.fromiter(map(float, self), numpy.float64, len(self)))
+        return torch.tensor(self.each(number_of), dtype=torch.float64)
+
+    @property
+    def _are_as_float_reads_them(self) -> bool:
+        """Whether float() finds no number in a cell where `number_of` finds none."""
+        try:
+            return "_" not in "".join(self)  # a third of the time of a search in each
+        except TypeError:  # not all are texts
+            return not {bool, str} & set(map(type, self))
 
     @cached_property
     def absent(self) -> Tensor:

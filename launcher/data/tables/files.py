@@ -27,6 +27,7 @@ from launcher.errors import ConfigError, DataError, LauncherError, first_line, l
 
 TRAINING_NAMES = ("train",)
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")  # the first of these that a folder has
+MADE_OF_WORDS = "set|data|val|dev|test"
 NAMES_SHOWN = 20
 SUFFIXES = (".tsv", ".txt", ".csv", ".jsonl", ".ndjson", ".parquet")
 BOM = "\N{ZERO WIDTH NO-BREAK SPACE}"
@@ -336,12 +337,21 @@ def part_named(files: Sequence[Path], words: Sequence[str], of: str = "") -> Pat
     """
     also = set(_words(of))
     for word in words:
-        begin = [file for file in files if file.name.lower().startswith(word)]
+        begin = [file for file in files if begins_with_word(file.name, word)]
         within = [file for file in files if word in _words(file.stem)]
         for found in (begin, within):
             if narrowed := [file for file in found if also <= set(_words(file.stem))] or found:
                 return narrowed[0]
     return None
+
+
+def begins_with_word(name: str, word: str) -> bool:
+    """Whether a file's name begins with this word: "val" with val.csv, val2017 and valSet, not values.csv.
+
+    Or with one that is made of it and is usual for parts of data, as training, testset or trainval.
+    """
+    # The last part sees where the next word begins: at no letter, or at a capital after a small one.
+    return bool(re.match(rf"(?i:{word}(ing)?({MADE_OF_WORDS})?)(?![a-z]|(?<=[A-Z])[A-Z])", name))
 
 
 def _words(name: str) -> list[str]:

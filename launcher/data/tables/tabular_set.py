@@ -7,6 +7,7 @@ target. Features are `launcher.data.tables.features`'. Never communicates: every
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from launcher.config.rules import list_of, string
 from launcher.config.schema import DataConfig
 from launcher.data.options import options_of, refuse_path
 from launcher.data.split import class_numbers, numbered, parts, refuse_one_class
-from launcher.data.tables.columns import Column, are_amounts, is_absent, kind_of
+from launcher.data.tables.columns import Column, are_amounts, is_absent, kind_of, number_of
 from launcher.data.tables.features import Features, absent_in, is_numeric, numbers, refuse_absent
 from launcher.data.tables.files import Table, missing_columns, no_such_column, read_table, shown, split_files
 from launcher.data.tensors import TensorData
@@ -232,11 +233,9 @@ def _moments(train: Table, target: str) -> tuple[float, float]:
 
 def _classes(train: Table, target: str) -> tuple[str, ...]:
     """The labels of the training rows, as numbers if all are such. Raises DataError for a single one."""
-    found = set(train.column(target).categories)
-    try:
-        classes = sorted(found, key=float)
-    except ValueError:
-        classes = sorted(found)
+    classes = sorted(set(train.column(target).categories))
+    if not any(math.isnan(number_of(each)) for each in classes):
+        classes.sort(key=number_of)  # those of equal floats stay as they are, the same on all ranks
     refuse_one_class(classes, f"the target {target} of {train.file}")
     return tuple(classes)
 

@@ -109,8 +109,9 @@ class TokenRows:
         return len(self._classes)
 
     def __getitem__(self, index: int) -> tuple[object, object, int]:
-        start, end = self._starts[index], self._starts[index + 1]
-        return self._tokens[start:end], self._types[start:end], self._classes[index]
+        row = slice(self._starts[index], self._starts[index + 1])
+        # Copies: what is written into the tokens, such as masks, would be in them for all later epochs.
+        return self._tokens[row].copy(), self._types[row].copy(), self._classes[index]
 
     def sample(self, index: int, generator: torch.Generator) -> tuple[object, object, int]:
         """The same: nothing here is random, so nothing has to be seeded."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from launcher.data.epochs import EVALUATION
+from launcher.data.images.photograph_set import PhotographSet
 from launcher.data.indexed import IndexedData
 from launcher.data.reader import Fetched, Request
 from launcher.data.sources import Readable, set_title
@@ -88,6 +89,8 @@ def fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, Readab
                 known[f"{name} column {column}, all bytes"] = f"{shape}, digest {digest(values)}"
         elif own := own_fingerprint(data.dataset):
             known[f"the fingerprint of the {name} set"] = own
+            if isinstance(data.dataset, PhotographSet) and (contents := data.dataset.contents()):
+                known[f"{name} column image, sizes and some bytes"] = contents
         else:
             warn_unless_repeatable(data)
             count = min(READ, len(data))

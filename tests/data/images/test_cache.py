@@ -254,6 +254,14 @@ def test_a_collate_of_ones_own_gets_pixels(tmp_path):
     assert set(data.fetch(Request(0, 0, (0, 1))).batch) == {"image", "label", "region"}
 
 
+def test_what_is_written_into_a_sample_is_in_no_later_one(tmp_path):
+    images = load_images(data_config(path=write_classes(tmp_path / "set"), cache=str(tmp_path / "cache")))
+    for part in (images.train, images.validation):
+        before = part[0]["image"].clone()
+        part[0]["image"].zero_()
+        assert torch.equal(part[0]["image"], before)
+
+
 @pytest.mark.parametrize("change", ["content", "time", "name"])
 def test_a_file_that_changed_is_decoded_again(tmp_path, change):
     write_classes(tmp_path / "set")

@@ -12,7 +12,11 @@ from launcher.config.composition import with_absolute_paths
 from launcher.config.resolve import Request, compose_jobs
 from launcher.data.images.catalog import load_images
 from launcher.data.images.hugging_face import list_rows
+from launcher.data.indexed import IndexedData
+from launcher.data.loader import Loading
 from launcher.errors import ConfigError, DataError
+from launcher.recipe import Recipe
+from launcher.training.setup.data_check import changes, fingerprint, refuse_other_data
 from tests.data.images.photographs import data_config, num_stored
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -33,11 +37,11 @@ def png(grey):
     return file.getvalue()
 
 
-def rows(count=8, label=None):
-    """Images of grey 10, 20, ..., of two classes in turn."""
+def rows(count=8, label=None, image=lambda index: png(10 * index)):
+    """Images of grey 0, 10, ..., of two classes in turn."""
     kind = datasets.ClassLabel(names=["cat", "dog"]) if label is None else datasets.Value("string")
     features = datasets.Features({"image": datasets.Image(), "label": kind})
-    cells = [{"bytes": png(10 * index), "path": None} for index in range(count)]
+    cells = [{"bytes": image(index), "path": None} for index in range(count)]
     labels = [index % 2 if label is None else label(index) for index in range(count)]
     return datasets.Dataset.from_dict({"image": cells, "label": labels}, features=features)
 
@@ -119,6 +123,17 @@ def test_each_form_gives_the_same_images(tmp_path, write, suffix, options):
         assert sorted(number for number, _ in seen) == list(range(8))
 
 
+@pytest.mark.parametrize(
+    ("name", "held_out"), [("values", "Dev_1"), ("DEVICES", "Val2017"), ("testimonials", "validation")]
+)
+def test_a_table_is_held_out_only_where_its_name_begins_with_a_whole_word(name, held_out, tmp_path):
+    json_lines(tmp_path)
+    (tmp_path / "train.jsonl").rename(tmp_path / f"{name}.jsonl")
+    (tmp_path / "validation.jsonl").rename(tmp_path / f"{held_out}.jsonl")
+    images = load_images(data_config("hf", tmp_path, **NAMED))
+    assert (len(images.train), len(images.validation)) == (6, 2)
+
+
 def test_decoded_images_are_kept_and_a_changed_file_is_decoded_again(tmp_path):
     csv(tmp_path / "set")
     config = data_config("hf", tmp_path / "set", cache=str(tmp_path / "cache"), **NAMED)
@@ -130,6 +145,50 @@ def test_decoded_images_are_kept_and_a_changed_file_is_decoded_again(tmp_path):
     assert torch.equal(again.validation[0]["image"], images.validation[0]["image"])
     (tmp_path / "set" / "3.png").write_bytes(png(200) + b"more")
     assert num_stored(load_images(config).train.cache) == 0
+
+
+def known(path, **options):
+    """What ranks compare of the training set."""
+    images = load_images(data_config("hf", path, **options)).train
+    recipe = Recipe(lambda: None, images, images, None)
+    return fingerprint(recipe, IndexedData(images, None, Loading(0, torch.device("cpu"), 0), "training"), {})
+
+
+@pytest.mark.parametrize("change", ["size", "bytes", "name"])
+def test_images_of_one_rank_that_differ_are_noticed_though_the_labels_are_equal(change, tmp_path):
+    for name in ("here", "there", "other"):
+        csv(tmp_path / name)
+    before = known(tmp_path / "here", **NAMED)
+    assert known(tmp_path / "there", **NAMED) == before
+    file = tmp_path / "other" / "0.png"
+    if change == "name":
+        file.rename(file.with_name("00.png"))
+        table = tmp_path / "other" / "all.csv"
+        table.write_text(table.read_text().replace("\n0.png", "\n00.png"))
+    else:
+        file.write_bytes(png(10) + b"more" if change == "size" else png(10)[::-1])
+    with pytest.raises(DataError, match=r"Rank 1 differs in: training column image, sizes and some bytes \("):
+        refuse_other_data([before, now := known(tmp_path / "other", **NAMED)])
+    assert "training column image, sizes" in changes(before, now)
+    older = {key: value for key, value in before.items() if "column image" not in key}
+    assert changes(older, now) == "", "the form of earlier checkpoints"
+
+
+@pytest.mark.parametrize("write", [saved, parquet, class_folders, json_lines])
+def test_the_same_images_in_another_place_are_no_other_data(write, tmp_path):
+    options = NAMED if write is json_lines else {}
+    for name in ("here", "there"):
+        write(tmp_path / name)
+    assert known(tmp_path / "here", **options) == known(tmp_path / "there", **options)
+
+
+def test_encoded_images_that_differ_are_noticed_wherever_the_size_changes(tmp_path):
+    def longer(index):
+        return png(10) + b"more" * (index == 29)
+
+    for name, image in (("here", lambda index: png(10)), ("there", longer)):
+        datasets.DatasetDict({"train": rows(40, image=image), "test": rows(2)}).save_to_disk(tmp_path / name)
+    assert known(tmp_path / "here") != known(tmp_path / "there")
 
 
 def test_texts_are_classes_in_alphabetical_order(tmp_path):

@@ -170,6 +170,33 @@ def test_the_names_of_the_parts_may_have_any_case(tmp_path):
         split_files(tmp_path / "absent")
 
 
+@pytest.mark.parametrize(
+    ("train", "validation", "other"),
+    [
+        ("train.csv", "validation.csv", "values.csv"),
+        ("train.csv", None, "values.csv"),
+        ("train.tsv", None, "devices.tsv"),
+        ("train.tsv", None, "DEVICES.tsv"),
+        ("train.tsv", None, "testimonials.tsv"),
+        ("train.tsv", None, "validators.tsv"),
+        ("train_a.tsv", None, "trainers.tsv"),
+        ("x.train.tsv", "x.dev.tsv", "devices.tsv"),
+        ("train2017.csv", "val2017.csv", "valleys.csv"),
+        ("train-00000-of-00002.parquet", "validation_matched.csv", "values.csv"),
+        ("training.csv", "testing.csv", "testimonials.csv"),
+        ("trainset.csv", "testset.csv", "testimonials.csv"),
+        ("traindata.csv", "TestData.csv", "testers.csv"),
+        ("TrainFeatures.csv", "TestFeatures.csv", "testers.csv"),
+        ("trainval.csv", "devtest.csv", "devices.csv"),
+    ],
+)
+def test_the_parts_are_named_by_whole_words(train, validation, other, tmp_path):
+    for name in (train, validation, other):
+        if name:
+            written(tmp_path, name, "a\n1\n")
+    assert split_files(tmp_path) == (tmp_path / train, validation and tmp_path / validation)
+
+
 def test_a_file_that_may_not_be_read(tmp_path):
     with pytest.raises(DataError, match="cannot be read: No such file"):
         read_table(tmp_path / "x.tsv")

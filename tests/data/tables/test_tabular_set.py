@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 import torch
 
 from launcher.config.schema import DataConfig
-from launcher.data.tables.columns import amount
+from launcher.data.tables.columns import Column, amount
 from launcher.data.tables.tabular_set import load_table
 from launcher.errors import ConfigError, DataError
 from launcher.telemetry.event_log import read_events
@@ -294,6 +295,54 @@ def test_a_table_of_ones_own_trains_from_the_command_line(tmp_path) -> None:
     done = launch_forked(tmp_path, [*words, "data.leave_out=[size]", "train.max_steps=2", "run.dir=run"])
     assert done.returncode == 0, done.stderr
     assert "accuracy" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("cells", "categories"),
+    [
+        (("1_0", "10"), ("10", "1_0")),
+        (("2019_01", "2019_02"), ("2019_01", "2019_02")),
+        (("10", "10.0", "1e1"), ("10",)),
+        (("90071992547409921", "90071992547409922"), ("90071992547409921", "90071992547409922")),
+        (("1e17", "100000000000000000"), ("100000000000000000",)),
+    ],
+)
+def test_texts_are_one_category_where_they_are_the_same_number(cells, categories, tmp_path) -> None:
+    rows = [f"{cells[i % len(cells)]},{i % 2},{i}.5" for i in range(40)]
+    columns = {"header": "code,sold,price"}
+    features = load_table(data_of(written(tmp_path, rows, **columns), categorical=["code", "sold"])).features
+    assert features.categorical[0].categories == categories
+
+
+def test_cells_of_several_types_are_numbers_where_each_is() -> None:
+    cells = Column([1, 0.5, "2", "1_0", True, None, Decimal(4), "x"])
+    assert cells.numbers.nan_to_num(nan=-1).tolist() == [1, 0.5, 2, -1, -1, -1, 4, -1]
+    assert Column([1, None, 10**400]).numbers.nan_to_num(nan=-1).tolist() == [1, -1, -1]
+    assert Column([1, 0.5, Decimal(4)]).numbers.tolist() == [1, 0.5, 4]
+    assert Column(["1", " 2 "]).numbers.tolist() == [1, 2]
+
+
+def test_codes_with_an_underscore_are_categories(tmp_path) -> None:
+    rows = [f"2019_{i % 12 + 1:02},{i},{i % 3 or 'x'}_1" for i in range(40)]
+    table = load_table(data_of(written(tmp_path, rows, header="month,price,kind")))
+    assert [column.name for column in table.features.categorical] == ["month", "kind"]
+    rows = [*(f"{i},{i}" for i in range(40)), "1_0,3"]
+    with pytest.raises(DataError, match=r"line 42: size is '1_0', and the column has numbers"):
+        load_table(data_of(written(tmp_path, rows, header="size,price")))
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (("9", "1_0", "10"), ("10", "1_0", "9")),
+        (("9", "90071992547409922", "90071992547409921"), ("9", "90071992547409921", "90071992547409922")),
+        (("10", "9", "-nan"), ("-nan", "10", "9")),
+    ],
+)
+def test_classes_are_in_the_same_order_in_every_process(labels, classes, tmp_path) -> None:
+    rows = [f"{i},{labels[i % 3]}" for i in range(40)]
+    options = {"target": "label", "task": "classification"}
+    assert load_table(data_of(written(tmp_path, rows, header="size,label"), **options)).classes == classes
 
 
 def test_numbers_of_many_digits_are_categories_of_their_own(tmp_path) -> None:

@@ -55,6 +55,14 @@ def test_a_folder_with_both_parts(tmp_path):
     assert found.train.lengths.tolist() == [len(found.train[row][0]) for row in range(40)]
 
 
+def test_what_is_written_into_a_sample_is_in_no_later_one(tmp_path):
+    rows = load_sentences(config_of(written(tmp_path, "train.tsv"), cache=str(tmp_path / "cache"))).train
+    for part in range(2):
+        before = rows[0][part].tolist()
+        rows[0][part][:] = 9
+        assert rows[0][part].tolist() == before
+
+
 def test_a_batch_is_padded_to_its_longest_row(tmp_path):
     rows = [("a dog", "a cat", "no"), ("a dog a dog a dog a dog", "a cat", "yes")]
     found = load_sentences(config_of(written(tmp_path, "train.tsv", rows * 5)))
