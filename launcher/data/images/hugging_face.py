@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ SPLITS = ("train", "test")  # of images of one size
 OF_ONE_SIZE = "train*.parquet and test*.parquet"  # the files of a folder
 OF_ANY_SIZE = "parquet, CSV or JSON files or class folders"
 SHOWN = 10
-READ = 8  # images whose bytes are compared, at least
+READ = 8  # images, at least, whose bytes are compared
 
 
 @dataclass(frozen=True)
@@ -78,15 +77,11 @@ class HubListing:
         return str(self.places[index])
 
     def contents(self, indices: Sequence[int]) -> str:
-        """Digest of the sizes of these images in bytes, of the names of files, and of the bytes of a few.
+        """Digest of the bytes of some of these images, the same wherever the set lies.
 
-        What is cheap to read and the same in each place where the set lies, unlike what the library knows
-        rows by, which depends on the paths and times of files.
+        Unlike what the library knows rows by, which depends on the paths and times of files.
         """
-        sizes = [_sizes(rows, self.image_column, self.base) for rows in self.rows]
         digest = hashlib.sha256()
-        for which, row in map(self.places.__getitem__, indices):
-            digest.update(f"{sizes[which][row]}\n".encode(errors="surrogateescape"))
         for index in indices[:: max(1, len(indices) // READ)]:
             with suppress(OSError, DataError):  # which are reported where the image is needed
                 source, _ = self.source(index)
@@ -98,28 +93,6 @@ class HubListing:
         which, row = self.places[index]
         name = f"{self.where}, row {row}{' of the validation split' if which else ''}"
         return _source(self.rows[which][row][self.image_column], name, self.image_column, self.base)
-
-
-def _sizes(rows: Any, column: str, base: Path) -> list[object]:
-    """Of each image its bytes, with the name of the file that holds it, if one does. Reads no image."""
-    arrow = import_module("pyarrow")
-    table = rows.select_columns([column]).with_format("arrow")[:].flatten()
-    sizes = names = [None] * len(rows)
-    for part in table.columns:
-        if part.type in (arrow.binary(), arrow.large_binary()):
-            sizes = import_module("pyarrow.compute").binary_length(part).to_pylist()
-        elif part.type in (arrow.string(), arrow.large_string()):
-            names = part.to_pylist()
-    pairs = zip(sizes, names, strict=True)
-    return [_file_size(base, name) if size is None and name else size for size, name in pairs]
-
-
-def _file_size(base: Path, name: str) -> tuple[str, int]:
-    try:
-        size = os.stat(os.path.join(base, name)).st_size
-    except (OSError, ValueError):
-        size = -1
-    return os.path.basename(name), size
 
 
 def _source(cell: object, name: str, column: str, base: Path | None) -> tuple[Source, str]:

@@ -90,7 +90,7 @@ def fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, Readab
         elif own := own_fingerprint(data.dataset):
             known[f"the fingerprint of the {name} set"] = own
             if isinstance(data.dataset, PhotographSet) and (contents := data.dataset.contents()):
-                known[f"{name} column image, sizes and some bytes"] = contents
+                known[f"{name} column image, some bytes"] = contents
         else:
             warn_unless_repeatable(data)
             count = min(READ, len(data))
