@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 
 from launcher.cli import main
+from launcher.commands.sweep import FOR_JOBS
 from launcher.config.composition import Request
 from launcher.config.resolve import compose_jobs
+from launcher.supervisor.worker_count import CPU_WORKERS
 from launcher.sweep.prepare import distinct_jobs_of
-from tests.faults.parent import ENDLESS, Parent, write_recipe
+from tests.faults.parent import ENDLESS, WORDS, Parent, write_recipe
+from tests.test_cli import WATCHED, ask
 
 HERE = ("-m", "hydra.sweep.dir=sweep")
 DIES = """
@@ -64,6 +67,15 @@ def test_jobs_side_by_side_have_the_results_of_jobs_one_by_one(tmp_path: Path) -
         assert all(float(row["device_seconds"]) > 0 for row in rows)
     assert found[1] == found[2]
     assert len({*found[1]}) == 4
+
+
+@pytest.mark.slow
+def test_what_a_sweep_imports_before_its_jobs_is_imported_by_each_job(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv(CPU_WORKERS, raising=False)  # the job runs in the process that is watched
+    write_recipe(tmp_path)
+    done = ask([*WORDS, "train.epochs=1"], tmp_path, WATCHED)
+    assert done.returncode == 0, done.stderr
+    assert {*FOR_JOBS} - {*done.stderr.splitlines()[-1].split()} == set()
 
 
 def test_a_job_whose_process_is_killed_is_told_at_once_and_tried_again(tmp_path: Path) -> None:
