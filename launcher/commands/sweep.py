@@ -80,6 +80,13 @@ def run_sweep(request: Request, configs: Sequence[Config], leader: Leader, findi
         return exit_code_of(record, scheduler, findings)
 
 
+def refuse_several_machines(configs: Sequence[Config]) -> None:
+    """Raise ConfigError for a sweep whose jobs would run on several machines."""
+    if any(config.launch.nnodes not in ("auto", 1) for config in configs):
+        advice = "Leave it out, or start one job."
+        raise errors.ConfigError(f"launch.nnodes with -m: a sweep runs on one machine. {advice}")
+
+
 def devices_of_a_job(config: Config) -> int:
     """The workers of a job; auto shares the GPUs out among the jobs that run at a time.
 
