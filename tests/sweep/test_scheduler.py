@@ -14,6 +14,7 @@ from launcher.commands.sweep import exit_code_of
 from launcher.config.schema import SweepConfig
 from launcher.errors import PreflightError
 from launcher.process.signals import Signals
+from launcher.report.recording import Recording
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import write_result
 from launcher.run_dir.result import Failure
@@ -23,6 +24,7 @@ from launcher.sweep.carriers import Change, NoAnswerError
 from launcher.sweep.progress import Progress
 from launcher.sweep.record import Job, Record, recover
 from launcher.sweep.scheduler import Scheduler
+from tests.commands.test_watch import write_steps
 from tests.configs import composed
 from tests.golden import Message
 
@@ -271,6 +273,22 @@ def test_the_line_of_a_job_that_is_not_done_reads_as_one_sentence(tmp_path, caps
     job = Job(0, "0", (), state=state, exit=1, error="it broke. See rank0.log.", seconds=2.0)
     Progress(tmp_path, [job], alone=False).ended(job)
     assert f"sweep: {line}" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_table_reads_only_what_is_new_of_a_job_that_runs(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("launcher.sweep.progress.EVERY_S", 0.0)
+    read: list[int] = []
+    add = Recording.add
+    monkeypatch.setattr(Recording, "add", lambda self, lines: (read.append(len(lines)), add(self, lines))[1])
+    job = Job(0, "0", (), state="running")
+    (tmp_path / "0").mkdir()
+    progress = Progress(tmp_path, [job], alone=False)
+    progress._live = True
+    for first, last in ((1, 200), (201, 201), (202, 202)):
+        write_steps(tmp_path / "0", first, last)
+        progress.refresh()
+    assert read == [200, 1, 1]
+    assert "  202  loss 0.0198" in capsys.readouterr().out
 
 
 def test_the_record_of_200_jobs_is_small(tmp_path) -> None:
