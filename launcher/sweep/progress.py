@@ -85,9 +85,12 @@ class Progress:
     def _line(self, job: Job, columns: int, width: int) -> str:
         from launcher.report.watching import Watched, job_line
 
-        if job.number not in self._watched:
-            self._watched[job.number] = Watched(self._directory / job.name)
-        return job_line(self._watched[job.number].view(), columns, width)
+        try:
+            if job.number not in self._watched:
+                self._watched[job.number] = Watched(self._directory / job.name)
+            return job_line(self._watched[job.number].view(), columns, width)
+        except OSError as error:  # which must not end the sweep
+            return f"{job.name}  cannot be read: {error.strerror or error}"
 
     def _of(self, job: Job) -> str:
         return f"{job.number + 1} of {self._trials or len(self._jobs)}"

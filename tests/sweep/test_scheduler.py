@@ -291,6 +291,34 @@ def test_the_table_reads_only_what_is_new_of_a_job_that_runs(tmp_path, monkeypat
     assert "  202  loss 0.0198" in capsys.readouterr().out
 
 
+def test_files_of_a_job_that_cannot_be_read_end_no_sweep(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("launcher.sweep.progress.EVERY_S", 0.0)
+
+    def replace_by_links(run: Run) -> None:
+        run.progress._live = True
+        for place in run.carrier.running.values():
+            place.mkdir(exist_ok=True)
+            for name in ("config.yaml", "metrics.jsonl"):
+                (place / name).unlink(missing_ok=True)
+                (place / name).symlink_to("/dev/null")
+
+    assert Run(tmp_path, Scripted(2), 3, replace_by_links).states == ["done"] * 3
+    table = capsys.readouterr().out
+    assert "1_seed=1  cannot be read: config.yaml is a symbolic link to /dev/null" in table
+
+
+def test_a_job_that_cannot_be_asked_to_end_runs_on(tmp_path) -> None:
+    class OfAll(Pruner):
+        def to_prune(self, running: Iterable[Job]) -> list[Job]:
+            return [*running]
+
+    jobs = [Job(number, str(number), ()) for number in range(3)]  # whose folders do not exist
+    progress, pruner = Progress(tmp_path, jobs, alone=False), OfAll(tmp_path, 1, [])
+    carrier, settings = Scripted(2), composed().sweep
+    Scheduler(tmp_path, Record(jobs, ()), carrier, settings, progress, Signals(), pruner).run()
+    assert [job.state for job in jobs] == ["done"] * 3
+
+
 def test_the_record_of_200_jobs_is_small(tmp_path) -> None:
     lines = [f"key.number{number}.of.a.section=value{number}" for number in range(12)]
     jobs = [
