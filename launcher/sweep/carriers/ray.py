@@ -147,8 +147,9 @@ class RayCarrier(Carrier):
         try:
             found = self._ray.get(each.waited)
         except self._ray.exceptions.RayError as error:
-            each.losses += isinstance(error, self._ray.exceptions.RayActorError)
-            if each.losses in range(1, LOSSES + 1) and not each.killed:
+            is_lost = isinstance(error, self._ray.exceptions.RayActorError)
+            each.losses += is_lost
+            if is_lost and each.losses <= LOSSES and not each.killed:
                 self._placed(each)  # it resumes from its checkpoints, on another machine if that one died
                 return
             del self._running[each.job.number]
