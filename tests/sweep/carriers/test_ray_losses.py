@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,3 +89,15 @@ def test_only_a_lost_actor_is_replaced(tmp_path: Path, monkeypatch, answers, pla
         carrier.submit(Job(0, "0", ()), tmp_path)
         exits = [each.exit for each in changes(carrier) if each.exit is not None]
     assert (exits, ray.placed) == ([code], placed)
+
+
+def test_a_job_that_was_asked_to_stop_is_not_started_again(tmp_path: Path, monkeypatch) -> None:
+    ray = Ray(STARTED, LOST, STARTED, 0)
+    monkeypatch.setattr("launcher.sweep.carriers.ray.connected", lambda: ray)
+    with RayCarrier(composed().sweep) as carrier:
+        job = Job(0, "0", ())
+        carrier.submit(job, tmp_path)
+        assert [each.exit for each in carrier.poll(0.0)] == [None]
+        carrier.stop(job)
+        assert [each.exit for each in changes(carrier)] == [128 + signal.SIGKILL]
+    assert ray.placed == 1
