@@ -30,14 +30,13 @@ _launcher_complete()
         [[ ${{words[1]}} == -m && ${{words[2]}} == launcher ]] || return
         count=3
     fi
-    local choices=$("${{words[@]:0:count}}" --shell-completion {QUERY} 2> /dev/null)
+    local choices=$(COMP_LINE=$COMP_LINE "${{words[@]:0:count}}" --shell-completion {QUERY} 2> /dev/null)
     local word=${{COMP_WORDS[COMP_CWORD]}}
     COMPREPLY=($(compgen -W "$choices" -- "$word"))
     if [[ ${{#COMPREPLY[@]}} == 0 && $word == *@(path|dir|resume)=* ]]; then
         COMPREPLY=($(compgen -P "${{word%%=*}}=" -f -- "${{word#*=}}"))
     fi
 }}
-export COMP_LINE COMP_POINT
 COMP_WORDBREAKS=${{COMP_WORDBREAKS//=}}
 complete -o nospace -o default -F _launcher_complete {COMMANDS}
 """

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import resource
+import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from tests.config.test_composition import OWN_RECIPE, own_tree
+from tests.limits import at_most
 from tests.telemetry.tracker.test_wandb_session import ROOT
 from tests.test_cli import WATCHED, ask
 
@@ -40,6 +45,62 @@ OFFERED = {
     "-m launcher --config-dir o": [],
     "-m launcher recipe=resnet18 data.path=ow": ["data.path=own"],
 }
+
+
+INSTALL = 'eval "$(python -m launcher -sc install=bash)"'
+# The first for python alone; the second as bash-completion, which loads a command's at its first use.
+OWN = """
+_own() { COMPREPLY=($(compgen -W "--alpha" -- "$2")); }
+complete -F _own python
+_load() { complete -W "--gamma" "$1" && return 124; }
+complete -D -F _load
+"""
+
+
+def typed(lines: Iterable[str], prepare: str, directory: Path) -> list[str]:
+    """What each of the lines is after a TAB at its end, in one interactive bash that has run `prepare`."""
+    answers = directory / "answers"
+    parent, child = pty.openpty()
+    shell = subprocess.Popen(
+        ["bash", "--norc", "--noprofile", "-i"],
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        cwd=directory,
+        env={"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "TERM": "dumb"},
+        start_new_session=True,
+    )
+    os.close(child)
+    (directory / "prepare").write_text(prepare)
+    try:
+        # Ctrl-A and Ctrl-E go to the beginning and to the end of the line.
+        keys = ["source prepare", *(f"{line}\t\x01printf '%s\\n' '\x05' >> answers" for line in lines)]
+        for number, each in enumerate([*keys, "exit"]):
+            os.write(parent, f"{each}\n".encode())
+            deadline = time.monotonic() + at_most(30)
+            while number and number < len(keys) and count_of_lines(answers) < number:
+                assert time.monotonic() < deadline, each
+                if select.select([parent], [], [], 0.02)[0]:
+                    os.read(parent, 65536)
+        shell.wait(at_most(30))
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(parent)
+    return answers.read_text().splitlines()
+
+
+def count_of_lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.mark.slow
+def test_each_line_of_a_shell_is_completed(tmp_path: Path) -> None:
+    lines = ["python -m launcher recipe=resnet10", "python -m launcher recipe=resnet15"]
+    assert typed(lines, INSTALL, tmp_path) == [
+        "python -m launcher recipe=resnet101",
+        "python -m launcher recipe=resnet152",
+    ]
 
 
 def completed(lines: Iterable[str], directory: Path) -> list[list[str]]:
