@@ -27,7 +27,7 @@ for line in "${@:2}"; do
     COMP_LINE=$line COMP_POINT=${#line} COMP_WORDS=($line) COMPREPLY=()
     [[ $line == *' ' ]] && COMP_WORDS+=("")
     COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-    _launcher_complete
+    _launcher_complete "$1" "${COMP_WORDS[COMP_CWORD]}"
     echo "${COMPREPLY[@]}"
 done
 """
@@ -60,6 +60,7 @@ complete -D -F _load
 def typed(lines: Iterable[str], prepare: str, directory: Path) -> list[str]:
     """What each of the lines is after a TAB at its end, in one interactive bash that has run `prepare`."""
     answers = directory / "answers"
+    answers.unlink(missing_ok=True)
     parent, child = pty.openpty()
     shell = subprocess.Popen(
         ["bash", "--norc", "--noprofile", "-i"],
@@ -101,6 +102,39 @@ def test_each_line_of_a_shell_is_completed(tmp_path: Path) -> None:
         "python -m launcher recipe=resnet101",
         "python -m launcher recipe=resnet152",
     ]
+
+
+@pytest.mark.slow
+def test_other_lines_of_python_are_completed_as_before(tmp_path: Path) -> None:
+    """By the completion that the user has; where there is none, as bash completes any command."""
+    for name in ("file.py", "my file.py", "my file.txt"):
+        (tmp_path / name).touch()
+    others = {
+        "python file.py --a": "python file.py --alpha ",
+        "python3 file.py --g": "python3 file.py --gamma ",  # loaded now
+        "python3 -m launcher recipe=resnet10": "python3 -m launcher recipe=resnet101",
+        "python3 file.py --ga": "python3 file.py --gamma ",
+    }
+    assert typed(others, OWN + 2 * f"{INSTALL}\n", tmp_path) == [*others.values()]
+    of_bash = {
+        "python fi": "python file.py ",
+        "python3 $SHLV": "python3 $SHLVL ",
+        "python m": "python my\\ file.",
+    }
+    assert typed(of_bash, INSTALL, tmp_path) == [*of_bash.values()]
+    actions = "complete -o nospace -f -X '!*.py' python"
+    assert typed(["python m"], f"{actions}\n{INSTALL}", tmp_path) == ["python my\\ file.py"]
+
+
+@pytest.mark.slow
+def test_after_an_uninstall_the_completion_is_that_of_before(tmp_path: Path) -> None:
+    lines = {
+        "python file.py --a": "python file.py --alpha ",
+        "python3 file.py --g": "python3 file.py --gamma ",
+        "python -m launcher rec": "python -m launcher rec",
+    }
+    removal = INSTALL.replace("install", "uninstall")
+    assert typed(lines, f"{OWN}{INSTALL}\n{removal}", tmp_path) == [*lines.values()]
 
 
 def completed(lines: Iterable[str], directory: Path) -> list[list[str]]:
