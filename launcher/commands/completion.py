@@ -34,11 +34,13 @@ _launcher_complete()
         count=3
     fi
     local choices=$(COMP_LINE=$COMP_LINE "${{words[@]:0:count}}" --shell-completion {QUERY} 2> /dev/null)
-    local word=${{COMP_WORDS[COMP_CWORD]}}
+    local word=${{COMP_LINE:0:COMP_POINT}}
+    word=${{word##* }}
     COMPREPLY=($(compgen -W "$choices" -- "$word"))
     if [[ ${{#COMPREPLY[@]}} == 0 && $word == *@(path|dir|resume)=* ]]; then
         COMPREPLY=($(compgen -P "${{word%%=*}}=" -f -- "${{word#*=}}"))
     fi
+    COMPREPLY=("${{COMPREPLY[@]#"${{word%"$2"}}"}}")  # bash replaces what follows the last = or :
 }}
 # By what completed the command before: its own completion, that for all commands without one, or bash.
 _launcher_complete_other()
@@ -72,7 +74,6 @@ _launcher_replace()
     [[ $before == *" _launcher_complete "* ]] || _launcher_before[$1]=$before
     complete -o nospace -o default -F _launcher_complete "$1"
 }}
-COMP_WORDBREAKS=${{COMP_WORDBREAKS//=}}
 declare -gA _launcher_before
 for _launcher_name in {COMMANDS}; do _launcher_replace $_launcher_name; done
 """

@@ -127,6 +127,20 @@ def test_other_lines_of_python_are_completed_as_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_values_after_an_equals_sign_are_completed_in_any_line(tmp_path: Path) -> None:
+    (tmp_path / "file.py").touch()
+    lines = {
+        "cat --out=fi": "cat --out=file.py ",
+        "python x.py --out=fi": "python x.py --out=file.py ",
+        "python -m launcher recipe=resnet10": "python -m launcher recipe=resnet101",
+        "python -m launcher recipe=resnet18 optim=": "python -m launcher recipe=resnet18 optim=",
+        "python -m launcher data.path=fi": "python -m launcher data.path=file.py",
+        "python -m launcher optim.mome": "python -m launcher optim.momentum=",
+    }
+    assert typed(lines, INSTALL, tmp_path) == [*lines.values()]
+
+
+@pytest.mark.slow
 def test_after_an_uninstall_the_completion_is_that_of_before(tmp_path: Path) -> None:
     lines = {
         "python file.py --a": "python file.py --alpha ",
