@@ -20,7 +20,7 @@ from launcher.commands.sweep import FOR_JOBS
 from launcher.config.composition import Request
 from launcher.config.resolve import compose_jobs
 from launcher.supervisor.worker_count import CPU_WORKERS
-from launcher.sweep.prepare import distinct_jobs_of
+from launcher.sweep.prepare import directory_of, distinct_jobs_of
 from tests.faults.parent import ENDLESS, WORDS, Parent, write_recipe
 from tests.test_cli import WATCHED, ask
 
@@ -239,6 +239,17 @@ def test_what_cannot_run_is_refused_before_the_first_job(tmp_path, monkeypatch, 
     assert re.search(text, " ".join(capsys.readouterr().err.split()))
     assert not [*tmp_path.glob("**/status.json")]
     assert os.listdir(tmp_path / "foreign") == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("key", ["hydra.sweep.dir", "sweep.resume"])
+def test_the_directory_of_a_sweep_may_be_given_by_that_of_the_user(tmp_path: Path, monkeypatch, key) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "mine").mkdir(parents=True)
+    (tmp_path / "home" / "mine" / "sweep.json").touch()
+    request = Request(("recipe=tabular", "seed=0,1", f"{key}='~/mine'"), None, multirun=True)
+    assert directory_of(request, compose_jobs(request)) == tmp_path / "home" / "mine"
+    assert os.listdir(tmp_path) == ["home"]
 
 
 def test_jobs_whose_configs_are_equal_run_once(capsys) -> None:
