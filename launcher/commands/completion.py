@@ -27,21 +27,62 @@ _launcher_complete()
     local words=($COMP_LINE) count=1
     COMPREPLY=()
     if [[ ${{words[0]##*/}} == python* ]]; then
-        [[ ${{words[1]}} == -m && ${{words[2]}} == launcher ]] || return
+        if [[ ${{words[1]}} != -m || ${{words[2]}} != launcher ]]; then
+            _launcher_complete_other "$@"
+            return
+        fi
         count=3
     fi
-    local choices=$("${{words[@]:0:count}}" --shell-completion {QUERY} 2> /dev/null)
-    local word=${{COMP_WORDS[COMP_CWORD]}}
+    local choices=$(COMP_LINE=$COMP_LINE "${{words[@]:0:count}}" --shell-completion {QUERY} 2> /dev/null)
+    local word=${{COMP_LINE:0:COMP_POINT}}
+    word=${{word##* }}
     COMPREPLY=($(compgen -W "$choices" -- "$word"))
     if [[ ${{#COMPREPLY[@]}} == 0 && $word == *@(path|dir|resume)=* ]]; then
         COMPREPLY=($(compgen -P "${{word%%=*}}=" -f -- "${{word#*=}}"))
     fi
+    COMPREPLY=("${{COMPREPLY[@]#"${{word%"$2"}}"}}")  # bash replaces what follows the last = or :
 }}
-export COMP_LINE COMP_POINT
-COMP_WORDBREAKS=${{COMP_WORDBREAKS//=}}
-complete -o nospace -o default -F _launcher_complete {COMMANDS}
+# By what completed the command before: its own completion, that for all commands without one, or bash.
+_launcher_complete_other()
+{{
+    local name=${{1##*/}} spec k completer actions=()
+    local before=${{_launcher_before[$name]}}
+    [[ $before ]] || set -- "$name" "${{@:2}}"  # a completion that is loaded now is that of the name
+    eval "spec=(${{before:-$(complete -p -D 2> /dev/null || echo complete -o bashdefault -o default -D)}})"
+    compopt +o nospace +o default 2> /dev/null
+    for ((k = 1; k < ${{#spec[@]}} - 1; k++)); do
+        case ${{spec[k]}} in
+            -o) compopt -o "${{spec[++k]}}" 2> /dev/null ;;
+            -F) completer=${{spec[++k]}} ;;
+            *) actions+=("${{spec[k]}}") ;;
+        esac
+        [[ ${{spec[k]}} != -[fd] ]] || compopt -o filenames 2> /dev/null
+    done
+    if [[ ! $completer ]]; then
+        ((${{#actions[@]}} == 0)) || mapfile -t COMPREPLY < <(compgen "${{actions[@]}}" -- "$2")
+        return
+    fi
+    "$completer" "$@"
+    if (($? == 124)); then  # it has loaded another completion in its place
+        _launcher_replace "$name"
+        [[ ${{_launcher_before[$name]}} == "$before" ]] || _launcher_complete_other "$@"
+    fi
+}}
+_launcher_replace()
+{{
+    local before=$(complete -p "$1" 2> /dev/null)
+    [[ $before == *" _launcher_complete "* ]] || _launcher_before[$1]=$before
+    complete -o nospace -o default -F _launcher_complete "$1"
+}}
+declare -gA _launcher_before
+for _launcher_name in {COMMANDS}; do _launcher_replace $_launcher_name; done
 """
-REMOVAL = f"complete -r {COMMANDS}; unset -f _launcher_complete\n"
+REMOVAL = f"""\
+complete -r {COMMANDS}
+for _launcher_name in {COMMANDS}; do eval "${{_launcher_before[$_launcher_name]}}"; done
+unset -f _launcher_complete _launcher_complete_other _launcher_replace
+unset _launcher_before _launcher_name
+"""
 
 AskHydra = Callable[[Request, Sequence[str]], int]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Mapping
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from launcher.commands.arguments import Arguments
 from launcher.commands.watch import has_unicode
 from launcher.distributed.handoff import Leader
+from launcher.distributed.machines import planned_launch
 from launcher.errors import ConfigError, escaped
 from launcher.run_dir.claim import keep_forecast, refuse_foreign
-from launcher.supervisor.worker_count import count_gpus, num_workers, refuse_small_batch
+from launcher.supervisor.worker_count import count_gpus, num_ranks, refuse_small_batch
 
 if TYPE_CHECKING:
     from launcher.config.composition import Request
@@ -45,7 +47,7 @@ def plan(arguments: Arguments, leader: Leader) -> None:
 
     Example: {program} plan recipe=resnet50 data.path=photos --link 25000 --samples-per-s 800
     """
-    from launcher.commands.sweep import devices_of_a_job
+    from launcher.commands.sweep import devices_of_a_job, refuse_several_machines
     from launcher.commands.train import HYDRA_ANSWERS, request_of
     from launcher.config.overrides import SWEEP_DIRECTORY
     from launcher.config.resolve import compose_jobs, with_experiment
@@ -62,11 +64,14 @@ def plan(arguments: Arguments, leader: Leader) -> None:
         raise ConfigError(f"--samples-per-s {given}: give one rate, or --measure it here.")
     request = with_experiment(request_of(arguments))
     configs = compose_jobs(request)
-    for config in configs:
-        refuse_small_batch(config, leader.launch)
     config, multirun = configs[0], request.multirun
-    workers = devices_of_a_job(config) if multirun else num_workers(config.launch, leader.launch)
-    world_size = workers or leader.launch.world_size
+    if multirun:
+        refuse_several_machines(configs)
+    launch = leader.launch if multirun else planned_launch(config.launch, leader.launch, os.environ)
+    workers = [devices_of_a_job(each) if multirun else None for each in configs]
+    for each, of_job in zip(configs, workers, strict=True):
+        refuse_small_batch(each, launch, of_job)
+    world_size = num_ranks(config.launch, launch, workers[0])
     from launcher.plan.forecast import forecast, kept
     from launcher.plan.page import lines_of, lines_of_sweep
     from launcher.sweep.prepare import root_of
@@ -76,7 +81,8 @@ def plan(arguments: Arguments, leader: Leader) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run gives them, once it is one
         links = product(mbits, map(int, ranks))
-        found = forecast(config, world_size, count_gpus() > 0, links, next(iter(rates), None), measures)
+        rate, machines = next(iter(rates), None), 1 if multirun else launch.num_machines
+        found = forecast(config, world_size, machines, count_gpus() > 0, links, rate, measures)
         if multirun:
             found["sweep"] = sweep_of(request, configs, found)
             root = request.value_of(SWEEP_DIRECTORY) or f"{root_of(configs)}/<time>-<4 hex>"

@@ -57,11 +57,9 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
         if leader.launch.launched or not expanded.multirun:
             refuse_small_batch(config, leader.launch)
     if expanded.multirun:
-        from launcher.commands.sweep import run_sweep
+        from launcher.commands.sweep import refuse_several_machines, run_sweep
 
-        if any(config.launch.nnodes not in ("auto", 1) for config in configs):
-            advice = "Leave it out, or start one job."
-            raise ConfigError(f"launch.nnodes with -m: a sweep runs on one machine. {advice}")
+        refuse_several_machines(configs)
         refuse_sweep(os.environ)
         return run_sweep(expanded, configs, leader, findings)
     (config,) = configs

@@ -45,6 +45,10 @@ class LaunchEnv:
         return self.noun == NODE
 
     @property
+    def num_machines(self) -> int:
+        return self.world_size if self.is_node else -(-self.world_size // self.local_world_size)
+
+    @property
     def meeting_place(self) -> str:
         """Where the processes of this launch meet, as part of a sentence."""
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

@@ -60,6 +60,17 @@ def node_of(words: Sequence[str], environ: MutableMapping[str, str]) -> LaunchEn
     return LaunchEnv(rank=int(rank), world_size=int(nnodes), noun=NODE)
 
 
+def planned_launch(wish: LaunchConfig, launch: LaunchEnv, environ: Mapping[str, str]) -> LaunchEnv:
+    """The launch of a run that is not started: node 0 of as many machines as `node_of` would find.
+
+    Without the endpoint and the number of this machine, which only a run needs.
+    """
+    nnodes = environ.get("PET_NNODES", "") if wish.nnodes == "auto" else str(wish.nnodes)
+    if launch.launched or not nnodes.isdecimal() or int(nnodes) < 2:
+        return launch
+    return LaunchEnv(world_size=int(nnodes), noun=NODE)
+
+
 def endpoint_of(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
     """Address and port at which the machines meet. Raises ConfigError where they are not given."""
     endpoint = given(words, "rdzv_endpoint")
@@ -84,8 +95,7 @@ def refuse_alone(wish: LaunchConfig, launch: LaunchEnv, environ: Mapping[str, st
 
     `launch.nnodes=1` allows it. Raises ConfigError if the config has more machines than this launch.
     """
-    hosts = launch.world_size if launch.is_node else -(-launch.world_size // launch.local_world_size)
-    if hosts > 1 or wish.nnodes == 1:
+    if launch.num_machines > 1 or wish.nnodes == 1:
         return
     if wish.nnodes != "auto":
         raise ConfigError(

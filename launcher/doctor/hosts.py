@@ -115,10 +115,11 @@ def compared(hosts: Sequence[Host]) -> Iterator[Finding]:
         if len(by_value) > 1:
             text = "; ".join(f"{value} on {listed(names, 4)}" for value, names in by_value.items())
             yield judged(f"hosts: {name}", text, "Install and start all hosts alike.", FAILURE)
-    offset = max((host.time - hosts[0].time for host in hosts), key=abs)
-    apart = "Synchronise the clocks (chronyc makestep)." if abs(offset) > CLOCK_NOTE_S else ""
-    verdict = FAILURE if abs(offset) > CLOCK_S else NOTE
-    yield judged("hosts: clocks", f"{abs(offset):.1f} s apart at most", apart, verdict)
+    times = [host.time for host in hosts]
+    apart_s = max(times) - min(times)
+    advice = "Synchronise the clocks (chronyc makestep)." if apart_s > CLOCK_NOTE_S else ""
+    verdict = FAILURE if apart_s > CLOCK_S else NOTE
+    yield judged("hosts: clocks", f"{apart_s:.1f} s apart at most", advice, verdict)
     blind = [host.name for host in hosts if not host.sees_run_dir]
     own_disk = "A run is refused there: put run.dir on a shared disk, or give launch.hosts=mixed."
     value = f"not seen by {listed(blind, 8)}" if blind else "one file system"

@@ -63,22 +63,28 @@ RATES_KEPT = 60  # points of the schedule
 
 
 def forecast(
-    config: Config, world_size: int, on_gpu: bool, links: Links, samples_per_s: float | None, measures: bool
+    config: Config,
+    world_size: int,
+    machines: int,
+    on_gpu: bool,
+    links: Links,
+    samples_per_s: float | None,
+    measures: bool,
 ) -> dict[str, Any]:
     """All that is known of a job before it starts; a None where it is not.
 
-    `samples_per_s` is the rate of one rank.
+    `samples_per_s` is the rate of one rank. All `machines` have as many ranks.
     """
-    task = Task.of(config, world_size)
+    task, ranks_here = Task.of(config, world_size), -(-world_size // machines)
     seconds, cpu_s_per_byte = None, 0.0  # of all cores of a rank; 0 on a GPU, and where it was not measured
     if samples_per_s is not None:
         step_s = task.plan.largest_share / samples_per_s
         parts = StepSeconds(step_s * (1 - BACKWARD_SHARE), step_s * BACKWARD_SHARE, 0.0)
         seconds = _last_backward(parts, task.plan.micro_batches)
     elif measures and on_gpu:
-        seconds = _alone(task, torch.device("cuda"))
+        seconds = _alone(task, torch.device("cuda"), ranks_here)
     elif measures:
-        seconds, cpu_s_per_byte = _on_this_cpu(task)
+        seconds, cpu_s_per_byte = _on_this_cpu(task, ranks_here)
     found, reason = None, ""
     try:
         with rank_on(META, task) as rank:
@@ -98,12 +104,13 @@ def forecast(
     if world_size == 1:
         buckets = None if seconds is None else _buckets_of_a_pair(task)
     sent = ring_bytes(message, world_size)
-    knows_link = world_size == 1 or not on_gpu  # that of all ranks on this machine
+    knows_link = world_size == 1 or (machines == 1 and not on_gpu)
     wire = {"bytes": message, "buckets": buckets, "overlaps": config.wire.overlap}
     wire |= {"cpu_s_per_byte": cpu_s_per_byte, "sent_by_each_rank": round(sent)}
     return {
         "recipe": config.recipe.name,
         "world_size": world_size,
+        "machines": machines,
         "device": "GPU" if on_gpu else "CPU",
         "measured_because": reason,
         **_course(task),
@@ -193,9 +200,9 @@ def _last_backward(step: StepSeconds, passes: int) -> StepSeconds:
     return StepSeconds(step.forward + (passes - 1) * last, last, step.update)
 
 
-def _alone(task: Task, device: torch.device) -> StepSeconds:
+def _alone(task: Task, device: torch.device, ranks_here: int) -> StepSeconds:
     """The fastest of a few steps of one rank on this machine, without any other rank."""
-    divide_threads(task.plan.world_size)  # as each rank has them in a run
+    divide_threads(ranks_here)  # as each rank has them in a run
     alone = replace(task.plan, micro_batch=task.plan.largest_micro_batch)
     with rank_on(device, replace(task, plan=alone), counting=False) as rank:
         steps = [rank.step(alone.largest_micro_batch, device.type == "cuda")[1] for _ in range(1 + TIMED)][1:]
@@ -208,13 +215,13 @@ def _of_all_passes(step: StepSeconds, micro_batches: int) -> StepSeconds:
     return _last_backward(StepSeconds(step.forward * each, step.backward * each, step.update), micro_batches)
 
 
-def _on_this_cpu(task: Task) -> tuple[StepSeconds, float]:
+def _on_this_cpu(task: Task, ranks_here: int) -> tuple[StepSeconds, float]:
     """The parts of a step, and the seconds of all cores of a rank per byte that it sends.
 
-    Of several ranks the parts are those of two that compute at the same time, as in a run.
+    Of several ranks on this machine the parts are those of two that compute at the same time, as in a run.
     """
     world_size, cores = task.plan.world_size, len(os.sched_getaffinity(0))
-    threads = int(own_thread_count() or max(1, cores // max(2, world_size)))
+    threads = int(own_thread_count() or max(1, cores // max(2, ranks_here)))
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         file = Path(folder, "config.json")
         file.write_text(json.dumps(to_dict(task.config)))
@@ -225,8 +232,8 @@ def _on_this_cpu(task: Task) -> tuple[StepSeconds, float]:
         problem = "two ranks of this machine could not exchange gradients"
         raise PreflightError(f"--measure: {problem}: {said}. {advice}")
     cost = said.pop("cpu_s_per_byte")
-    if world_size == 1:  # with all cores, where each of the two had half
-        parts = _alone(task, torch.device("cpu"))
+    if ranks_here == 1:  # with all cores, where each of the two had half
+        parts = _alone(task, torch.device("cpu"), 1)
         return parts, cost * threads / torch.get_num_threads()
     return _of_all_passes(StepSeconds(**said), task.plan.micro_batches), cost
 

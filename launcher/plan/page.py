@@ -17,9 +17,10 @@ PLOT_COLUMNS, PLOT_LINES = 60, 5
 
 def lines_of(plan: Mapping[str, Any], braille: bool) -> Iterator[str]:
     """The page of one job."""
-    world, device = plan["world_size"], plan["device"]
+    world, device, machines = plan["world_size"], plan["device"], plan["machines"]
     of_sweep = ", job 0 of the sweep" if "sweep" in plan else ""
-    yield f"{plan['recipe']} on {world} {device}{'s' if world > 1 else ''}{of_sweep}: nothing is started"
+    on = f"{world} {device}{'s' if world > 1 else ''}" + f" of {machines} machines" * (machines > 1)
+    yield f"{plan['recipe']} on {on}{of_sweep}: nothing is started"
     yield ""
     parts = f" in {plan['micro_batches']} micro-batches" if plan["micro_batches"] > 1 else ""
     yield _row("parameters", f"{plan['parameters']:,} trainable")

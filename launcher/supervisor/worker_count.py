@@ -50,13 +50,21 @@ def num_workers(wish: LaunchConfig, launch: LaunchEnv) -> int | None:
     return max(1, num_gpus) if num_gpus >= 2 or wish.max_restarts > 0 else None
 
 
-def refuse_small_batch(config: Config, launch: LaunchEnv, workers: int | None = None) -> None:
-    """Raise ConfigError for an update of fewer samples than ranks, before any worker starts.
+def num_ranks(wish: LaunchConfig, launch: LaunchEnv, workers: int | None = None) -> int:
+    """The number of ranks of all machines. Raises as `num_workers`.
 
     `workers` is how many a job of a sweep gets; None for a run that gets what this machine has.
     """
-    workers = workers or num_workers(config.launch, launch)
-    ranks = (workers or 1) * launch.world_size if launch.is_node else workers or launch.world_size
+    workers = workers or num_workers(wish, launch)
+    return (workers or 1) * launch.world_size if launch.is_node else workers or launch.world_size
+
+
+def refuse_small_batch(config: Config, launch: LaunchEnv, workers: int | None = None) -> None:
+    """Raise ConfigError for an update of fewer samples than ranks, before any worker starts.
+
+    `workers` as in `num_ranks`.
+    """
+    ranks = num_ranks(config.launch, launch, workers)
     if config.data.batch_size < ranks:
         raise ConfigError(
             f"data.batch_size={config.data.batch_size} is less than the number of ranks, {ranks}: each rank "

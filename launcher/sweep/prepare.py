@@ -164,7 +164,8 @@ def directory_of(request: Request, configs: Sequence[Config]) -> Path:
         return directory
     given = request.value_of(DIRECTORY)
     if given is not None:
-        return made(Path(str(interpolated(DIRECTORY, given, user_shape(configs[0])))).absolute())
+        path = str(interpolated(DIRECTORY, given, user_shape(configs[0])))
+        return made(Path(os.path.expanduser(path)).absolute())
     root = made(root_of(configs).absolute())
     while True:
         directory = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"

@@ -11,10 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.process import terminal
 from launcher.sweep.record import Job, State
 from launcher.telemetry.formatting import duration, metric
+
+if TYPE_CHECKING:
+    from launcher.report.watching import Watched
 
 EVERY_S = 1.0  # from one drawing of the table to the next
 LOG = "output.log"  # of a job, in its folder: what it prints where several run
@@ -28,6 +32,7 @@ class Progress:
         self._directory, self._jobs, self._alone, self._trials = directory, jobs, alone, trials
         self._drawn, self._drawn_s = 0, 0.0
         self._live = not alone and sys.stdout.isatty()
+        self._watched: dict[int, Watched] = {}  # the jobs that run, by number
 
     def starting(self, job: Job) -> None:
         again = f" (attempt {job.attempts})" if job.attempts > 1 else ""
@@ -35,6 +40,7 @@ class Progress:
 
     def ended(self, job: Job) -> None:
         """A job that failed is reported at once, with its reason and where its output is."""
+        self._watched.pop(job.number, None)
         after = "" if self._alone else f" after {duration(job.seconds)}"
         if job.state in (State.DONE, State.PRUNED):
             if job.state == State.PRUNED or not self._alone:
@@ -56,7 +62,7 @@ class Progress:
         """Draw the table again, where there is one and its time has come."""
         if self._live and time.monotonic() - self._drawn_s >= EVERY_S:
             size = shutil.get_terminal_size()
-            lines = table(self._directory, self._jobs, size.columns, max(4, size.lines // 2))
+            lines = self._table(size.columns, max(4, size.lines // 2))
             self.erase()
             print("\n".join(lines), flush=True)
             self._drawn, self._drawn_s = len(lines), time.monotonic()
@@ -67,20 +73,27 @@ class Progress:
             print(f"\x1b[{self._drawn}A\x1b[J", end="", flush=True)  # up so many lines, clear to the end
             self._drawn = 0
 
+    def _table(self, columns: int, rows: int) -> list[str]:
+        """How the sweep stands: a line of counts, and one for each job that runs."""
+        counts = Counter(job.state for job in self._jobs)
+        head = f"{len(self._jobs)} jobs: "
+        head += ", ".join(f"{counts[each]} {each}" for each in State if counts[each])
+        running = [job for job in self._jobs if job.state == State.RUNNING][: max(1, rows - 1)]
+        width = max((len(job.name) for job in running), default=0)
+        return [line[: columns - 1] for line in (head, *(self._line(job, columns, width) for job in running))]
+
+    def _line(self, job: Job, columns: int, width: int) -> str:
+        from launcher.report.watching import Watched, job_line
+
+        try:
+            if job.number not in self._watched:
+                self._watched[job.number] = Watched(self._directory / job.name)
+            return job_line(self._watched[job.number].view(), columns, width)
+        except OSError as error:  # which must not end the sweep
+            return f"{job.name}  cannot be read: {error.strerror or error}"
+
     def _of(self, job: Job) -> str:
         return f"{job.number + 1} of {self._trials or len(self._jobs)}"
-
-
-def table(directory: Path, jobs: Sequence[Job], columns: int, rows: int) -> list[str]:
-    """How the sweep stands: a line of counts, and one for each job that runs, then for the latest ended."""
-    from launcher.report.watching import Watched, job_line
-
-    counts = Counter(job.state for job in jobs)
-    head = f"{len(jobs)} jobs: " + ", ".join(f"{counts[each]} {each}" for each in State if counts[each])
-    running = [job for job in jobs if job.state == State.RUNNING][: max(1, rows - 1)]
-    width = max((len(job.name) for job in running), default=0)
-    lines = [job_line(Watched(directory / job.name).view(), columns, width) for job in running]
-    return [line[: columns - 1] for line in (head, *lines)]
 
 
 def _metric_of(job: Job) -> str:

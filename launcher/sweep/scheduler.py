@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from launcher import errors
@@ -75,7 +76,8 @@ class Scheduler:
             if self._pruner is not None:
                 for job in self._pruner.to_prune([*self._running.values()]):
                     request = PruneRequest(job.error or "", self._settings.keep_pruned)
-                    ask_to_prune(self._directory / job.name, request)
+                    with suppress(OSError):  # the job then runs to its end
+                        ask_to_prune(self._directory / job.name, request)
                     self._changed = True  # the metric that decided
 
     def _next(self) -> Job | None:

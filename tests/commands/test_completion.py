@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import resource
+import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from tests.config.test_composition import OWN_RECIPE, own_tree
+from tests.limits import at_most
 from tests.telemetry.tracker.test_wandb_session import ROOT
 from tests.test_cli import WATCHED, ask
 
@@ -22,7 +27,7 @@ for line in "${@:2}"; do
     COMP_LINE=$line COMP_POINT=${#line} COMP_WORDS=($line) COMPREPLY=()
     [[ $line == *' ' ]] && COMP_WORDS+=("")
     COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-    _launcher_complete
+    _launcher_complete "$1" "${COMP_WORDS[COMP_CWORD]}"
     echo "${COMPREPLY[@]}"
 done
 """
@@ -40,6 +45,110 @@ OFFERED = {
     "-m launcher --config-dir o": [],
     "-m launcher recipe=resnet18 data.path=ow": ["data.path=own"],
 }
+
+
+INSTALL = 'eval "$(python -m launcher -sc install=bash)"'
+# The first for python alone; the second as bash-completion, which loads a command's at its first use.
+OWN = """
+_own() { COMPREPLY=($(compgen -W "--alpha" -- "$2")); }
+complete -F _own python
+_load() { complete -W "--gamma" "$1" && return 124; }
+complete -D -F _load
+"""
+
+
+def typed(lines: Iterable[str], prepare: str, directory: Path) -> list[str]:
+    """What each of the lines is after a TAB at its end, in one interactive bash that has run `prepare`."""
+    answers = directory / "answers"
+    answers.unlink(missing_ok=True)
+    parent, child = pty.openpty()
+    shell = subprocess.Popen(
+        ["bash", "--norc", "--noprofile", "-i"],
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        cwd=directory,
+        env={"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "TERM": "dumb"},
+        start_new_session=True,
+    )
+    os.close(child)
+    (directory / "prepare").write_text(prepare)
+    try:
+        # Ctrl-A and Ctrl-E go to the beginning and to the end of the line.
+        keys = ["source prepare", *(f"{line}\t\x01printf '%s\\n' '\x05' >> answers" for line in lines)]
+        for number, each in enumerate([*keys, "exit"]):
+            os.write(parent, f"{each}\n".encode())
+            deadline = time.monotonic() + at_most(30)
+            while number and number < len(keys) and count_of_lines(answers) < number:
+                assert time.monotonic() < deadline, each
+                if select.select([parent], [], [], 0.02)[0]:
+                    os.read(parent, 65536)
+        shell.wait(at_most(30))
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(parent)
+    return answers.read_text().splitlines()
+
+
+def count_of_lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.mark.slow
+def test_each_line_of_a_shell_is_completed(tmp_path: Path) -> None:
+    lines = ["python -m launcher recipe=resnet10", "python -m launcher recipe=resnet15"]
+    assert typed(lines, INSTALL, tmp_path) == [
+        "python -m launcher recipe=resnet101",
+        "python -m launcher recipe=resnet152",
+    ]
+
+
+@pytest.mark.slow
+def test_other_lines_of_python_are_completed_as_before(tmp_path: Path) -> None:
+    """By the completion that the user has; where there is none, as bash completes any command."""
+    for name in ("file.py", "my file.py", "my file.txt"):
+        (tmp_path / name).touch()
+    others = {
+        "python file.py --a": "python file.py --alpha ",
+        "python3 file.py --g": "python3 file.py --gamma ",  # loaded now
+        "python3 -m launcher recipe=resnet10": "python3 -m launcher recipe=resnet101",
+        "python3 file.py --ga": "python3 file.py --gamma ",
+    }
+    assert typed(others, OWN + 2 * f"{INSTALL}\n", tmp_path) == [*others.values()]
+    of_bash = {
+        "python fi": "python file.py ",
+        "python3 $SHLV": "python3 $SHLVL ",
+        "python m": "python my\\ file.",
+    }
+    assert typed(of_bash, INSTALL, tmp_path) == [*of_bash.values()]
+    actions = "complete -o nospace -f -X '!*.py' python"
+    assert typed(["python m"], f"{actions}\n{INSTALL}", tmp_path) == ["python my\\ file.py"]
+
+
+@pytest.mark.slow
+def test_values_after_an_equals_sign_are_completed_in_any_line(tmp_path: Path) -> None:
+    (tmp_path / "file.py").touch()
+    lines = {
+        "cat --out=fi": "cat --out=file.py ",
+        "python x.py --out=fi": "python x.py --out=file.py ",
+        "python -m launcher recipe=resnet10": "python -m launcher recipe=resnet101",
+        "python -m launcher recipe=resnet18 optim=": "python -m launcher recipe=resnet18 optim=",
+        "python -m launcher data.path=fi": "python -m launcher data.path=file.py",
+        "python -m launcher optim.mome": "python -m launcher optim.momentum=",
+    }
+    assert typed(lines, INSTALL, tmp_path) == [*lines.values()]
+
+
+@pytest.mark.slow
+def test_after_an_uninstall_the_completion_is_that_of_before(tmp_path: Path) -> None:
+    lines = {
+        "python file.py --a": "python file.py --alpha ",
+        "python3 file.py --g": "python3 file.py --gamma ",
+        "python -m launcher rec": "python -m launcher rec",
+    }
+    removal = INSTALL.replace("install", "uninstall")
+    assert typed(lines, f"{OWN}{INSTALL}\n{removal}", tmp_path) == [*lines.values()]
 
 
 def completed(lines: Iterable[str], directory: Path) -> list[list[str]]:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from launcher import cli
+from launcher.commands import sweep
 from launcher.distributed.links import StepSeconds, ring_bytes, wire_seconds
 from launcher.plan.forecast import makespan
+from launcher.supervisor import worker_count
 
 OWN = """
 import torch
@@ -63,6 +65,47 @@ def test_a_plan_has_steps_memory_wire_and_files_and_starts_nothing(capsys, tmp_p
     (link,) = found["links"]
     assert (link["wire_s"], link["step_s"]) == (wire_s, step.over(wire_s, found["wire"]["buckets"]))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("words", "pet"), [(["launch.nnodes=2"], ""), ([], "2"), (["launch.nnodes=2"], "3")])
+def test_a_plan_of_several_machines_has_the_ranks_of_all(capsys, monkeypatch, words, pet) -> None:
+    monkeypatch.setenv("PET_NNODES", pet)
+    one, two = (
+        planned(capsys, *WORDS, "--samples-per-s", "9", *more) for more in (["launch.nnodes=1"], words)
+    )
+    assert (two["world_size"], two["machines"]) == (4, 2)
+    assert two["micro_batch"] == one["micro_batch"] // 2
+    assert two["wire"]["sent_by_each_rank"] == round(ring_bytes(two["wire"]["bytes"], 4))
+    assert two["here_s"] is None, "the link between the machines is not known"
+    assert one["here_s"] is not None
+    assert cli.main([*WORDS, *words]) == 0
+    assert "tabular on 4 CPUs of 2 machines" in capsys.readouterr().out
+    assert cli.main([*WORDS, *words, "data.batch_size=3"]) == 2
+    assert "less than the number of ranks, 4" in " ".join(capsys.readouterr().err.split())
+
+
+def test_ranks_are_measured_with_the_cores_that_they_have_on_their_machine(capsys, monkeypatch) -> None:
+    threads: list[str] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(
+        "launcher.plan.forecast.exchanged",
+        lambda kinds, seconds, environ, program: threads.append(environ["OMP_NUM_THREADS"]) or "silence",
+    )
+    assert cli.main([*WORDS, "launch.nnodes=4", "--measure"]) == 3
+    assert threads == ["8"]
+
+
+def test_the_plan_of_a_sweep_on_several_machines_is_refused_as_the_sweep(capsys) -> None:
+    assert cli.main([*WORDS, "-m", "seed=0,1", "launch.nnodes=2"]) == 2
+    assert "launch.nnodes with -m: a sweep runs on one machine" in capsys.readouterr().err
+
+
+def test_the_jobs_of_a_sweep_need_a_sample_for_each_of_their_own_devices(capsys, monkeypatch) -> None:
+    for module in (worker_count, sweep):
+        monkeypatch.setattr(module, "visible_gpus", lambda: tuple(f"GPU-{number}" for number in range(8)))
+    found = planned(capsys, "plan", "recipe=tabular", "-m", "seed=0,1", "data.batch_size=4")
+    assert [job["devices"] for job in found["sweep"]["jobs"]] == [1, 1]
 
 
 def test_steps_of_one_rank_are_measured_here_and_leave_no_files(capsys, tmp_path) -> None:

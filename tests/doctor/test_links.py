@@ -115,6 +115,12 @@ def test_hosts_that_differ_are_named(other, verdict, says) -> None:
     assert says in found.value
 
 
+def test_clocks_that_differ_to_both_sides_of_the_first_are_as_far_apart_as_they_are() -> None:
+    hosts = [host("a"), host("b", time=50.0), host("c", time=-50.0)]
+    (found,) = [each for each in compared(hosts) if each.verdict != OK]
+    assert (found.verdict, found.value) == (FAILURE, "100.0 s apart at most")
+
+
 def test_the_program_is_a_file_of_the_launcher() -> None:
     assert Path(links.__file__).with_name("exchange.py").is_file()
     assert links.PROGRAM[-1] == "launcher.doctor.exchange"

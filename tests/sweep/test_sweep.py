@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 
 from launcher.cli import main
+from launcher.commands.sweep import FOR_JOBS
 from launcher.config.composition import Request
 from launcher.config.resolve import compose_jobs
-from launcher.sweep.prepare import distinct_jobs_of
-from tests.faults.parent import ENDLESS, Parent, write_recipe
+from launcher.supervisor.worker_count import CPU_WORKERS
+from launcher.sweep.prepare import directory_of, distinct_jobs_of
+from tests.faults.parent import ENDLESS, WORDS, Parent, write_recipe
+from tests.test_cli import WATCHED, ask
 
 HERE = ("-m", "hydra.sweep.dir=sweep")
 DIES = """
@@ -64,6 +67,15 @@ def test_jobs_side_by_side_have_the_results_of_jobs_one_by_one(tmp_path: Path) -
         assert all(float(row["device_seconds"]) > 0 for row in rows)
     assert found[1] == found[2]
     assert len({*found[1]}) == 4
+
+
+@pytest.mark.slow
+def test_what_a_sweep_imports_before_its_jobs_is_imported_by_each_job(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv(CPU_WORKERS, raising=False)  # the job runs in the process that is watched
+    write_recipe(tmp_path)
+    done = ask([*WORDS, "train.epochs=1"], tmp_path, WATCHED)
+    assert done.returncode == 0, done.stderr
+    assert {*FOR_JOBS} - {*done.stderr.splitlines()[-1].split()} == set()
 
 
 def test_a_job_whose_process_is_killed_is_told_at_once_and_tried_again(tmp_path: Path) -> None:
@@ -227,6 +239,17 @@ def test_what_cannot_run_is_refused_before_the_first_job(tmp_path, monkeypatch, 
     assert re.search(text, " ".join(capsys.readouterr().err.split()))
     assert not [*tmp_path.glob("**/status.json")]
     assert os.listdir(tmp_path / "foreign") == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("key", ["hydra.sweep.dir", "sweep.resume"])
+def test_the_directory_of_a_sweep_may_be_given_by_that_of_the_user(tmp_path: Path, monkeypatch, key) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "mine").mkdir(parents=True)
+    (tmp_path / "home" / "mine" / "sweep.json").touch()
+    request = Request(("recipe=tabular", "seed=0,1", f"{key}='~/mine'"), None, multirun=True)
+    assert directory_of(request, compose_jobs(request)) == tmp_path / "home" / "mine"
+    assert os.listdir(tmp_path) == ["home"]
 
 
 def test_jobs_whose_configs_are_equal_run_once(capsys) -> None:

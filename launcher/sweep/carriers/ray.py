@@ -79,7 +79,7 @@ class Running:
     actor: Any = None
     waited: Any = None
     has_started: bool = False
-    killed: bool = False  # before its start
+    stopped: bool = False  # on request
     losses: int = 0  # how often its actor has died, as with its machine
 
 
@@ -147,13 +147,14 @@ class RayCarrier(Carrier):
         try:
             found = self._ray.get(each.waited)
         except self._ray.exceptions.RayError as error:
-            each.losses += isinstance(error, self._ray.exceptions.RayActorError)
-            if each.losses in range(1, LOSSES + 1) and not each.killed:
+            is_lost = isinstance(error, self._ray.exceptions.RayActorError)
+            each.losses += is_lost
+            if is_lost and each.losses <= LOSSES and not each.stopped:
                 self._placed(each)  # it resumes from its checkpoints, on another machine if that one died
                 return
             del self._running[each.job.number]
-            code = 128 + signal.SIGKILL if each.killed else 1
-            yield Change(each.job.number, code, "" if each.killed else f"Ray: {first_line(error)}")
+            code = 128 + signal.SIGKILL if each.stopped else 1
+            yield Change(each.job.number, code, "" if each.stopped else f"Ray: {first_line(error)}")
             return
         if each.has_started:
             del self._running[each.job.number]
@@ -166,10 +167,10 @@ class RayCarrier(Carrier):
 
     def stop(self, job: Job, at_once: bool = False) -> None:
         each = self._running[job.number]
+        each.stopped = True
         if each.has_started:
             each.actor.send.remote(signal.SIGKILL if at_once else signal.SIGTERM)
         else:
-            each.killed = True
             self._ray.kill(each.actor)
 
     def save(self, job: Job) -> None:
