@@ -28,7 +28,8 @@ _launcher_complete()
     COMPREPLY=()
     if [[ ${{words[0]##*/}} == python* ]]; then
         if [[ ${{words[1]}} != -m || ${{words[2]}} != launcher ]]; then
-            _launcher_complete_other "$@"
+            compopt +o nospace 2> /dev/null
+            [[ ! $_launcher_before ]] || "$_launcher_before" "$@"
             return
         fi
         count=3
@@ -42,46 +43,17 @@ _launcher_complete()
     fi
     COMPREPLY=("${{COMPREPLY[@]#"${{word%"$2"}}"}}")  # bash replaces what follows the last = or :
 }}
-# By what completed the command before: its own completion, that for all commands without one, or bash.
-_launcher_complete_other()
-{{
-    local name=${{1##*/}} spec k completer actions=()
-    local before=${{_launcher_before[$name]}}
-    [[ $before ]] || set -- "$name" "${{@:2}}"  # a completion that is loaded now is that of the name
-    eval "spec=(${{before:-$(complete -p -D 2> /dev/null || echo complete -o bashdefault -o default -D)}})"
-    compopt +o nospace +o default 2> /dev/null
-    for ((k = 1; k < ${{#spec[@]}} - 1; k++)); do
-        case ${{spec[k]}} in
-            -o) compopt -o "${{spec[++k]}}" 2> /dev/null ;;
-            -F) completer=${{spec[++k]}} ;;
-            *) actions+=("${{spec[k]}}") ;;
-        esac
-        [[ ${{spec[k]}} != -[fd] ]] || compopt -o filenames 2> /dev/null
-    done
-    if [[ ! $completer ]]; then
-        ((${{#actions[@]}} == 0)) || mapfile -t COMPREPLY < <(compgen "${{actions[@]}}" -- "$2")
-        return
-    fi
-    "$completer" "$@"
-    if (($? == 124)); then  # it has loaded another completion in its place
-        _launcher_replace "$name"
-        [[ ${{_launcher_before[$name]}} == "$before" ]] || _launcher_complete_other "$@"
-    fi
-}}
-_launcher_replace()
-{{
-    local before=$(complete -p "$1" 2> /dev/null)
-    [[ $before == *" _launcher_complete "* ]] || _launcher_before[$1]=$before
-    complete -o nospace -o default -F _launcher_complete "$1"
-}}
-declare -gA _launcher_before
-for _launcher_name in {COMMANDS}; do _launcher_replace $_launcher_name; done
+# What completes other lines of Python, which bash-completion loads only where it is needed.
+if [[ $(complete -p python 2> /dev/null) != *" _launcher_complete "* ]]; then
+    {{ _comp_load -- python || _completion_loader python; }} &> /dev/null
+    _launcher_before=$(complete -p python 2> /dev/null | sed -n 's/.* -F \\([^ ]*\\) .*/\\1/p')
+fi
+complete -o nospace -o bashdefault -o default -F _launcher_complete {COMMANDS}
 """
 REMOVAL = f"""\
 complete -r {COMMANDS}
-for _launcher_name in {COMMANDS}; do eval "${{_launcher_before[$_launcher_name]}}"; done
-unset -f _launcher_complete _launcher_complete_other _launcher_replace
-unset _launcher_before _launcher_name
+[[ ! $_launcher_before ]] || complete -o bashdefault -o default -F $_launcher_before python python3
+unset -f _launcher_complete
 """
 
 AskHydra = Callable[[Request, Sequence[str]], int]
