@@ -76,7 +76,7 @@ def plan(arguments: Arguments, leader: Leader) -> None:
     from launcher.plan.page import lines_of, lines_of_sweep
     from launcher.sweep.prepare import root_of
 
-    if config.run.dir and (place := Path(config.run.dir).expanduser()).is_dir():
+    if config.run.dir and (place := Path(os.path.expanduser(config.run.dir))).is_dir():
         refuse_foreign(place)  # before steps are measured
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run gives them, once it is one

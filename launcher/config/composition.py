@@ -221,7 +221,7 @@ def is_hub_name(tree: Mapping[str, object], key: str, path: str) -> bool:
 
 
 def absolute(path: str) -> str:
-    return str(Path(path).expanduser().resolve())
+    return str(Path(os.path.expanduser(path)).resolve())
 
 
 def compose(request: Request, overrides: Sequence[str]) -> dict[str, Any]:

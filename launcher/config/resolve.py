@@ -274,7 +274,7 @@ def tree_problems(found: Resolved, recipes: Sequence[str], recipe_refused: bool)
     yield from unregistered_names(tree, found.recorded)
     for key, path in composition.user_paths(tree, composition.PATH_KEYS):
         # False also for a name that is too long; a NUL has been reported as a wrong value.
-        if path and "\0" not in path and not os.path.exists(Path(path).expanduser()):
+        if path and "\0" not in path and not os.path.exists(os.path.expanduser(path)):
             where = f" or directory ({composition.absolute(path)})" if key not in found.recorded else ""
             yield f"{key}={found.recorded.get(key, path)}: there is no such file{where}."
 
@@ -285,7 +285,7 @@ def unregistered_names(tree: Mapping[str, object], recorded: Mapping[str, object
     Which names they register is known once they are loaded, which takes torch.
     """
     own = value_at(tree, "recipes.path")
-    files = [*recipes_dir().glob("*.py"), *([Path(own).expanduser()] if isinstance(own, str) else [])]
+    files = [*recipes_dir().glob("*.py"), *([Path(os.path.expanduser(own))] if isinstance(own, str) else [])]
     for key, (decorator, known) in REGISTERED.items():
         value = value_at(tree, key)
         unknown = [each for each in (value if isinstance(value, list) else [value]) if each not in known]

@@ -32,7 +32,7 @@ def _directory_of(entry: str) -> Path:
     scheme, rest = text.split("://", 1) if "://" in text else ("file", text)
     if scheme not in ("file", "pkg"):
         raise ConfigError(f"{KEY}={entry}: must begin with file:// or pkg://, or be a directory.")
-    found = _package_directory(rest) if scheme == "pkg" else Path(rest).expanduser()
+    found = _package_directory(rest) if scheme == "pkg" else Path(os.path.expanduser(rest))
     if found is None or not os.path.isdir(found):
         raise ConfigError(f"{KEY}={entry}: there is no such {'package' if scheme == 'pkg' else 'directory'}.")
     return found.absolute()

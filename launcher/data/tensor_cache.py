@@ -52,7 +52,7 @@ def cache_folder(option: str) -> Path | None:
     """The folder that data.cache=none|auto|DIR asks for; None: nothing is kept."""
     if option == "auto":
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp16-launcher"
-    return None if option == "none" else Path(option).expanduser()
+    return None if option == "none" else Path(os.path.expanduser(option))
 
 
 def size_and_time(file: Path) -> tuple[int, int]:

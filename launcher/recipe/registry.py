@@ -9,6 +9,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -127,7 +128,7 @@ def _registered_in(module: ModuleType) -> list[tuple[str, str, Callable[..., obj
 
 
 def _user_file(user_path: str) -> Path:
-    path = Path(user_path).expanduser()
+    path = Path(os.path.expanduser(user_path))
     if not path.is_file() or path.suffix != ".py":
         kind = "is a folder" if path.is_dir() else "is not a .py file" if path.exists() else "does not exist"
         raise ConfigError(f"recipes.path={user_path} {kind}. Give the Python file that holds your @recipe.")

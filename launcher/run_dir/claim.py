@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import secrets
 import shutil
 import time
@@ -129,7 +130,7 @@ def _writing(config: Config) -> Iterator[None]:
 
 def _made(directory: Path) -> Path:
     """Make the directory if needed and return its absolute path."""
-    directory = directory.expanduser().absolute()
+    directory = Path(os.path.expanduser(directory)).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
@@ -145,7 +146,7 @@ def refuse_foreign(directory: Path) -> None:
     for place, what in (("/", "the root directory"), ("~", "a home directory")):
         # A user may have no home, or one that does not exist.
         with contextlib.suppress(OSError, RuntimeError):
-            if directory.samefile(Path(place).expanduser()):
+            if directory.samefile(os.path.expanduser(place)):
                 raise ConfigError(f"run.dir={directory} is {what}. {rule}")
     foreign = [] if _holds_run(directory) else foreign_to_a_run(directory)
     if foreign:

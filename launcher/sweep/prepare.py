@@ -200,4 +200,4 @@ def _to_resume(value: object) -> Path | None:
     """The directory that sweep.resume has; None for auto, never, or none given."""
     if not isinstance(value, str) or value in (AUTO, NEVER):
         return None
-    return Path(value).expanduser().absolute()
+    return Path(os.path.expanduser(value)).absolute()

@@ -6,6 +6,7 @@ trackers. Other ranks use `Telemetry()`.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -114,7 +115,7 @@ def _wandb_options(
 
 def _tracked_run(config: Config, name: str, run_id: str, environ: Mapping[str, str]) -> TrackedRun:
     run_dir, tracker = Path(config.run.dir), config.tracker
-    of_wandb = Path(environ.get("WANDB_DIR") or run_dir).expanduser().absolute()
+    of_wandb = Path(os.path.expanduser(environ.get("WANDB_DIR") or run_dir)).absolute()
     return TrackedRun(
         directory=of_wandb if name == "wandb" else run_dir / TRACKERS / name,
         name=tracker.run_name or f"{config.recipe.name}-{run_dir.name}",

@@ -284,6 +284,16 @@ def test_a_user_without_a_home_may_train(tmp_path, monkeypatch):
     assert prepared(sample_config(str(tmp_path / "mine")), [])
 
 
+def test_a_user_that_the_system_does_not_know_may_train(tmp_path, monkeypatch):
+    """As in a container that runs under any number: pathlib raised RuntimeError. `~nobody` is a name then."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    monkeypatch.chdir(tmp_path)
+    assert prepared(sample_config(str(tmp_path / "mine")), [])
+    assert prepared(sample_config("~no-such-user/mine"), [])
+    assert (tmp_path / "~no-such-user" / "mine").is_dir()
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -169,7 +170,7 @@ def load_parquet_splits(
     cache: where the decoded images of a folder are kept: none, auto or a folder.
     columns: the names of those of images and labels; None: by their types, but for labels first `label`.
     """
-    path = None if config.path is None else Path(config.path).expanduser()
+    path = None if config.path is None else Path(os.path.expanduser(config.path))
     files = {} if path is None else {name: _split_files(path, name) for name in SPLITS}
     about = [[str(file.resolve()), *size_and_time(file)] for each in files.values() for file in each]
     stored = cached(

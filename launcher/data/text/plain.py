@@ -197,7 +197,7 @@ def text_files(path: str | None) -> tuple[list[Path], Path]:
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         return _below(root, (".py",), NOT_LIBRARY), root
-    given = Path(path).expanduser()
+    given = Path(os.path.expanduser(path))
     if given.is_file():
         return [given], given.parent
     if not given.is_dir():

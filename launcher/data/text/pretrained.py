@@ -6,6 +6,7 @@ no code of a repository is run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ def pretrained_encoder(path: str) -> PretrainedEncoder:
     """The encoder of a folder or a name. Raises ConfigError for a folder without what is needed."""
     if not isinstance(path, str) or not path.strip():
         raise ConfigError(f"model.path={path!r} must be a folder or a name that the hub knows.")
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if folder.is_dir():
         _refuse_unusable(folder)
         return PretrainedEncoder(str(folder), from_hub=False)

@@ -7,6 +7,7 @@ The tokens are made once per machine and mapped. Which model reads them is the r
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections import Counter
@@ -175,7 +176,7 @@ def sentence_files(
             "data.path is not set. Give a .tsv, .csv, .jsonl or .parquet file with a row for each sentence, "
             "or a folder with train.tsv and, if there is one, dev.tsv or test.tsv."
         )
-    train, found = split_files(Path(path).expanduser(), language or "")
+    train, found = split_files(Path(os.path.expanduser(path)), language or "")
     if validation is None:
         return {"train": train} | ({"validation": found} if found else {})
     names = [validation] if isinstance(validation, str) else list(validation)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import configparser
 import netrc
+import os
 import shlex
 import threading
 from collections.abc import Callable, Mapping
@@ -106,8 +107,8 @@ def _key_source(environ: Mapping[str, str], settings: Mapping[str, str], server:
             return variable
     if settings.get("api_key") or settings.get("identity_token_file"):
         return "the wandb settings file"
-    given = environ.get("NETRC")
-    files = [Path(given).expanduser()] if given else [_home(environ) / name for name in (".netrc", "_netrc")]
+    given = os.path.expanduser(environ.get("NETRC", ""))
+    files = [Path(given)] if given else [_home(environ) / name for name in (".netrc", "_netrc")]
     return next((str(path) for path in files if _knows(path, server)), None)
 
 
@@ -120,7 +121,7 @@ def _knows(path: Path, server: str) -> bool:
 
 def _settings_file(environ: Mapping[str, str]) -> dict[str, str]:
     config_dir = environ.get("WANDB_CONFIG_DIR")
-    directory = Path(config_dir).expanduser() if config_dir else _home(environ) / ".config" / "wandb"
+    directory = Path(os.path.expanduser(config_dir)) if config_dir else _home(environ) / ".config" / "wandb"
     parser = configparser.ConfigParser(interpolation=None)
     try:
         parser.read(directory / "settings", encoding="utf-8")
@@ -130,4 +131,4 @@ def _settings_file(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _home(environ: Mapping[str, str]) -> Path:
-    return Path(environ.get("HOME") or "~").expanduser()
+    return Path(environ.get("HOME") or os.path.expanduser("~"))
