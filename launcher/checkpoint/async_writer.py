@@ -55,7 +55,7 @@ class Throttle:
 
 
 @dataclass(frozen=True)
-class Report:
+class WriteReport:
     """The outcome of writing one checkpoint.
 
     `path` is None where it was not written. With a path, `error` concerns the deletion of older checkpoints.
@@ -118,7 +118,7 @@ class Writer:
         self.directory = directory
         self._keep = keep
         self._own: set[Path] = set()
-        self._pending: Future[Report] | None = None
+        self._pending: Future[WriteReport] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._awaited = threading.Event()  # by a caller that does nothing else meanwhile
 
@@ -130,7 +130,7 @@ class Writer:
         # The event before it ends the pauses of the write: nothing trains beside it any more.
         self._thread.shutdown(wait=True)
 
-    def publish(self, take: Callable[[], Staged | None]) -> Report | None:
+    def publish(self, take: Callable[[], Staged | None]) -> WriteReport | None:
         """Stage a snapshot and start writing it; returns the previous report unless it was returned before.
 
         Waits for the previous write first, so that host memory never holds two snapshots. `take` may be a
@@ -143,17 +143,17 @@ class Writer:
             self._pending = self._thread.submit(self._write, staged)
         return previous
 
-    def poll(self) -> Report | None:
+    def poll(self) -> WriteReport | None:
         """The report of a finished write, once; None where there is none or it is still pending."""
         return self.wait() if self._pending is not None and self._pending.done() else None
 
-    def wait(self) -> Report | None:
+    def wait(self) -> WriteReport | None:
         """Wait for the pending write and return its report, once."""
         self._awaited.set()
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
-    def _write(self, staged: Staged) -> Report:
+    def _write(self, staged: Staged) -> WriteReport:
         snapshot = staged()
         began, step, path = time.perf_counter(), snapshot.progress.step, None
         error, size_bytes = None, 0
@@ -164,7 +164,7 @@ class Writer:
             self._tidy()
         except LauncherError as failure:
             error = failure
-        return Report(step, path, time.perf_counter() - began, size_bytes, error)
+        return WriteReport(step, path, time.perf_counter() - began, size_bytes, error)
 
     def _tidy(self) -> None:
         whole = [path for path in candidates(self.directory) if looks_whole(path)]

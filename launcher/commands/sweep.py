@@ -25,9 +25,9 @@ from launcher.supervisor.supervise import warm_up
 from launcher.supervisor.worker_count import num_workers, refuse_small_batch, visible_gpus
 from launcher.sweep.asha import Pruner
 from launcher.sweep.carriers import Carrier
-from launcher.sweep.carriers.devices import Devices, Pool
+from launcher.sweep.carriers.devices import DevicePool, Devices
 from launcher.sweep.prepare import prepared, prepared_in_place
-from launcher.sweep.progress import Progress
+from launcher.sweep.progress import SweepProgress
 from launcher.sweep.record import Record, State, read_job
 from launcher.sweep.scheduler import Scheduler
 from launcher.sweep.search import Searching, imported_optuna
@@ -66,7 +66,7 @@ def run_sweep(request: Request, configs: Sequence[Config], leader: Leader, findi
             # Other carriers start processes elsewhere.
             if (record.left or searches) and settings.on == "devices":
                 warm_up(FOR_JOBS)
-        progress = Progress(directory, record.jobs, alone, settings.stop.trials if searches else None)
+        progress = SweepProgress(directory, record.jobs, alone, settings.stop.trials if searches else None)
         scheduler = Scheduler(directory, record, carrier, settings, progress, signals, pruner, search)
         with carrier:
             scheduler.run()
@@ -119,7 +119,7 @@ def carrier_of(settings: SweepConfig, nproc: int) -> tuple[Carrier, bool]:
     return Devices(pool, run_in_child, alone), alone
 
 
-def pool_of(settings: SweepConfig) -> Pool:
+def pool_of(settings: SweepConfig) -> DevicePool:
     """The devices of this machine, as a sweep shares them out."""
     gpus, cores = visible_gpus(), sorted(os.sched_getaffinity(0))
     parallel = None if settings.parallel == "auto" else int(settings.parallel)
@@ -127,7 +127,7 @@ def pool_of(settings: SweepConfig) -> Pool:
         # On a CPU one job at a time by itself: the bits of a result may depend on the number of threads, and
         # a job of a sweep is to have those of the same job alone.
         parallel = parallel or 1
-    return Pool(gpus, cores, settings.jobs_per_gpu, parallel)
+    return DevicePool(gpus, cores, settings.jobs_per_gpu, parallel)
 
 
 def run_in_child(directory: Path) -> int:

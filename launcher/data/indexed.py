@@ -14,7 +14,7 @@ from launcher.data.batch_plan import BatchPlan, cut, share_of
 from launcher.data.epochs import EVALUATION
 from launcher.data.images.photograph_set import PhotographSet
 from launcher.data.loader import LoadedSet, Loading, Pool
-from launcher.data.reader import Collate, Fetched, Indexed, Reader, Request
+from launcher.data.reader import BatchRequest, Collate, Fetched, Indexed, Reader
 from launcher.data.tensors import Batch, Batches, Transform, to_device, transformed
 
 CORRECT = "Correct or remove it, or set data.max_bad=N to leave out up to N of them."
@@ -37,15 +37,15 @@ class IndexedData(LoadedSet):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def pool(self, requests: Iterable[Request]) -> Pool:
+    def pool(self, requests: Iterable[BatchRequest]) -> Pool:
         """Processes that answer these requests in order."""
         return Pool(self._reader, requests, self.how, self.kind)
 
-    def fetch(self, request: Request) -> Fetched:
+    def fetch(self, request: BatchRequest) -> Fetched:
         """The answer to one request, read in this process."""
         return self._reader.read_here(request)
 
-    def usable(self, fetched: Fetched, request: Request) -> Batch | None:
+    def usable(self, fetched: Fetched, request: BatchRequest) -> Batch | None:
         """The answer to the request, on the device. Raises DataError for what may not be left out."""
         if self._photographs is not None and fetched.batch is not None:
             batch = self._photographs.complete(fetched.batch, pinned=self.how.device.type == "cuda")
@@ -59,9 +59,9 @@ class IndexedData(LoadedSet):
             return self.usable(self.fetch(request), request)
         return None
 
-    def _evaluation_requests(self, rank: int, world_size: int, batch_size: int) -> list[Request]:
+    def _evaluation_requests(self, rank: int, world_size: int, batch_size: int) -> list[BatchRequest]:
         pieces = cut(share_of(range(len(self)), rank, world_size), batch_size)
-        return [Request(EVALUATION, piece.start, tuple(piece)) for piece in pieces]
+        return [BatchRequest(EVALUATION, piece.start, tuple(piece)) for piece in pieces]
 
     def evaluation_batches(
         self, rank: int, world_size: int, batch_size: int
@@ -91,7 +91,7 @@ class LoadedBatches(Batches):
         self._ahead: Iterator[Fetched] = iter(())
         self._next = -1  # the step, of all epochs, that is read ahead next; -1 before the first
         self._bad = 0
-        self._latest: list[tuple[Request, Sequence[int]]] = []  # with the offsets of what was kept
+        self._latest: list[tuple[BatchRequest, Sequence[int]]] = []  # with the offsets of what was kept
         self._divide_by(self.plan)
 
     def _divide_by(self, plan: BatchPlan) -> None:
@@ -119,7 +119,7 @@ class LoadedBatches(Batches):
         asked = self._requests(step)[:most]
         return self._made_of(asked, map(self.data.fetch, asked))
 
-    def _made_of(self, requests: Sequence[Request], answers: Iterator[Fetched]) -> list[Batch]:
+    def _made_of(self, requests: Sequence[BatchRequest], answers: Iterator[Fetched]) -> list[Batch]:
         """The micro-batches of these requests, whose answers come next."""
         found: list[Batch] = []
         self._latest = []
@@ -149,7 +149,7 @@ class LoadedBatches(Batches):
         self._pool = None
         self._bad = 0
 
-    def _finished(self, batch: Batch, request: Request, kept: Sequence[int]) -> Batch:
+    def _finished(self, batch: Batch, request: BatchRequest, kept: Sequence[int]) -> Batch:
         if self.transform is None:
             return batch
         noise = self._noise(request.epoch)[request.position : request.position + len(request.indices)]
@@ -158,8 +158,8 @@ class LoadedBatches(Batches):
         return transformed("train_transform", self.transform, batch, to_device(noise, self.data.how.device))
 
 
-def _requests_of(plan: BatchPlan, order: Callable[[int], Any], number: int) -> list[Request]:
+def _requests_of(plan: BatchPlan, order: Callable[[int], Any], number: int) -> list[BatchRequest]:
     """The micro-batches of this rank in one step, counted from 0 over all epochs."""
     epoch, step = divmod(number, plan.steps_per_epoch)
     parts = [slice(each.start, each.stop) for each in plan.micro_positions(step)]
-    return [Request(epoch, part.start, tuple(order(epoch)[part].tolist())) for part in parts]
+    return [BatchRequest(epoch, part.start, tuple(order(epoch)[part].tolist())) for part in parts]

@@ -46,7 +46,7 @@ class Indexed(Protocol):
 
 
 @dataclass(frozen=True)
-class Request:
+class BatchRequest:
     """Samples of one micro-batch: `indices`, the first of which is at `position` of the epoch's order."""
 
     epoch: int
@@ -142,12 +142,12 @@ class Reader:
     def begin(self) -> None:
         """Do nothing: an iteration needs no preparation."""
 
-    def read_here(self, request: Request) -> Fetched:
+    def read_here(self, request: BatchRequest) -> Fetched:
         """Answer in the process that trains, whose generators are as before at the end."""
         with GeneratorsKept():
             return self[request]
 
-    def __getitem__(self, request: Request) -> Fetched:
+    def __getitem__(self, request: BatchRequest) -> Fetched:
         try:
             enter_epoch(self._with_epochs, request.epoch, self._seed)
         except RAISED as error:  # a user's data set may fail in any way
@@ -165,7 +165,7 @@ class Reader:
         except RAISED as error:
             return self._without_odd(request, dict(zip(kept, samples, strict=True)), bad, error)
 
-    def _read_together(self, request: Request) -> Sequence[Any] | None:
+    def _read_together(self, request: BatchRequest) -> Sequence[Any] | None:
         """Read all samples by one call; None where the data set has none for it, or it fails or draws."""
         if not self._together:
             return None
@@ -179,7 +179,7 @@ class Reader:
         whole = isinstance(samples, list | tuple) and len(samples) == len(request.indices)
         return samples if self._together and whole else None
 
-    def _read_each(self, request: Request) -> tuple[Sequence[Any], tuple[int, ...], list[BadSample]]:
+    def _read_each(self, request: BatchRequest) -> tuple[Sequence[Any], tuple[int, ...], list[BadSample]]:
         """The samples, their offsets in the request, and those that cannot be read."""
         samples, kept = [], []
         bad: list[BadSample] = []
@@ -199,14 +199,14 @@ class Reader:
                 kept.append(offset)
         return samples, tuple(kept), bad
 
-    def _collated(self, request: Request, samples: Sequence[Any]) -> Batch:
+    def _collated(self, request: BatchRequest, samples: Sequence[Any]) -> Batch:
         """The recipe's collate may draw: its numbers depend on (seed, epoch, position of the request)."""
         if self._collate is not None:
             seed_all(spread_seed("collate", self._seed, request.epoch, request.position))
         return collated(samples, self._collate)
 
     def _without_odd(
-        self, request: Request, samples: Mapping[int, Any], bad: list[BadSample], error: BaseException
+        self, request: BatchRequest, samples: Mapping[int, Any], bad: list[BadSample], error: BaseException
     ) -> Fetched:
         """The batch without those of the samples, by offset, that fail even alone; else the failure."""
         errors = {offset: why for offset, each in samples.items() if (why := self._alone(each))}

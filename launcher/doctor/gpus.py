@@ -19,7 +19,7 @@ from launcher.errors import counted
 from launcher.process.torch_build import ask_driver, dotted, refuse_missing_kernels, refuse_unusable_driver
 from launcher.telemetry.gpu.conditions import FAULTS
 from launcher.telemetry.gpu.devices import Gpu, gpus_of
-from launcher.telemetry.gpu.readings import REASONS, GpuLostError, Reader
+from launcher.telemetry.gpu.readings import REASONS, GpuLostError, NvmlReader
 
 GB = 1e9
 GEMM_SIZE, GEMM_S = 4096, 0.7  # 134 MB of matrices; long enough for the clocks to rise from idle
@@ -87,7 +87,7 @@ def state(nvml: ModuleType, gpu: Gpu) -> Iterator[Finding]:
 
     Raises GpuLostError.
     """
-    reader, label = Reader(nvml, gpu.handle), f"GPU {gpu.index}"
+    reader, label = NvmlReader(nvml, gpu.handle), f"GPU {gpu.index}"
     ask = partial(_ask, nvml, gpu)
     memory, processes = ask("MemoryInfo"), reader.processes() or []
     value = f"{ask('Name')}, {memory.free / GB:.1f} of {memory.total / GB:.1f} GB free" if memory else "deaf"
@@ -123,7 +123,7 @@ def slowest_link(nvml: ModuleType) -> float:
     """Bytes per second, one way, of the slowest PCIe link of the visible GPUs; 0 where NVML does not say."""
     with suppress(nvml.NVMLError):
         nvml.nvmlInit()
-        limits = [Reader(nvml, gpu.handle).limits for gpu in gpus_of(nvml, [], os.environ)]
+        limits = [NvmlReader(nvml, gpu.handle).limits for gpu in gpus_of(nvml, [], os.environ)]
         lanes = [(int(most.get("pcie_gen", 0)), most.get("pcie_width", 0.0)) for most in limits]
         return min((LANE_BYTES_PER_S.get(gen, 0.0) * width for gen, width in lanes), default=0.0)
     return 0.0
@@ -177,7 +177,7 @@ def _arithmetic(index: int, about: Any, rate: float) -> Iterator[Finding]:
 
 def loaded(nvml: ModuleType, gpu: Gpu) -> Iterator[Finding]:
     """The clocks and the link of a GPU that is busy now."""
-    reader = Reader(nvml, gpu.handle)
+    reader = NvmlReader(nvml, gpu.handle)
     now, most = reader.momentary(), reader.limits
     label = f"GPU {gpu.index}"
     highest = _ask(nvml, gpu, "MaxClockInfo", nvml.NVML_CLOCK_SM) or 0

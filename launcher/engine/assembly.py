@@ -38,7 +38,7 @@ MAY_DIFFER = ("micro_batches", "emulate", "compiled")  # between ranks: `agreeme
 
 
 @dataclass(frozen=True)
-class Choices:
+class StepperOptions:
     """The arguments of a Stepper, with defaults filled in. Raises UnusableError for a number out of range."""
 
     policy: Policy
@@ -72,7 +72,7 @@ class StepperParts:
     Moves the model's parameters and buffers into flat memory and broadcasts rank 0's values.
     """
 
-    def __init__(self, model: nn.Module, choices: Choices, group: works.Group) -> None:
+    def __init__(self, model: nn.Module, choices: StepperOptions, group: works.Group) -> None:
         policy, wire, optimizer = choices.policy, choices.wire, choices.optimizer
         world_size = dist.get_world_size(group) if group else 1
         grouping = Grouping.of(model, choices.groups)

@@ -22,7 +22,7 @@ VOTES = 10  # questions on which ranks can vote in a step; the caller defines th
 
 
 @dataclass(frozen=True)
-class Rule:
+class ArgumentRule:
     """`text` completes "it must be ..."."""
 
     text: str
@@ -72,28 +72,28 @@ def require_fields(owner: object, prefix: str = "") -> None:
             rule.require(f"{prefix} {name}".lstrip(), value)
 
 
-def _rule_of(kind: object) -> Rule | None:
+def _rule_of(kind: object) -> ArgumentRule | None:
     if get_origin(kind) is Literal:
         return one_of(*get_args(kind))
     if kind is bool:
         return flag
-    return next((each for each in getattr(kind, "__metadata__", ()) if isinstance(each, Rule)), None)
+    return next((each for each in getattr(kind, "__metadata__", ()) if isinstance(each, ArgumentRule)), None)
 
 
-def one_of(*choices: object) -> Rule:
-    return Rule(f"one of {', '.join(map(str, choices))}", choices.__contains__)
+def one_of(*choices: object) -> ArgumentRule:
+    return ArgumentRule(f"one of {', '.join(map(str, choices))}", choices.__contains__)
 
 
-def none_or_one_of(*choices: object) -> Rule:
-    return Rule(f"None or {one_of(*choices).text}", (None, *choices).__contains__)
+def none_or_one_of(*choices: object) -> ArgumentRule:
+    return ArgumentRule(f"None or {one_of(*choices).text}", (None, *choices).__contains__)
 
 
-def number(text: str, holds: Callable[[float], bool]) -> Rule:
-    return Rule(f"a finite number {text}", lambda value: is_number(value) and holds(value))
+def number(text: str, holds: Callable[[float], bool]) -> ArgumentRule:
+    return ArgumentRule(f"a finite number {text}", lambda value: is_number(value) and holds(value))
 
 
-def power_of_two(high: int) -> Rule:
-    return Rule(
+def power_of_two(high: int) -> ArgumentRule:
+    return ArgumentRule(
         f"a power of two from 1 to 2**{high.bit_length() - 1}, as an int",
         lambda value: is_whole(value) and 1 <= value <= high and value & (value - 1) == 0,
     )
@@ -103,16 +103,16 @@ positive = number("above 0", lambda value: value > 0)
 not_negative = number("of at least 0", lambda value: value >= 0)
 rate = number(f"of at least 0 and at most {LARGEST_RATE:g}", lambda value: 0 <= value <= LARGEST_RATE)
 share = number("from 0 to below 1", lambda value: 0 <= value < 1)
-at_least_one = Rule(
+at_least_one = ArgumentRule(
     f"an int from 1 to 2**{LARGEST_COUNT.bit_length() - 1}",
     lambda value: is_whole(value) and 1 <= value <= LARGEST_COUNT,
 )
-two_shares = Rule(
+two_shares = ArgumentRule(
     "two numbers from 0 to below 1",
     lambda value: isinstance(value, tuple | list) and len(value) == 2 and all(map(share.holds, value)),
 )
-flag = Rule("True or False", lambda value: isinstance(value, bool))
+flag = ArgumentRule("True or False", lambda value: isinstance(value, bool))
 loss_scale = power_of_two(LARGEST_SCALE)
 predivide = power_of_two(LARGEST_PREDIVIDE)
 a_reference_count = power_of_two(2**62)  # the largest power of two of int64, in which a state saves it
-question = Rule(f"an int from 0 to {VOTES - 1}", lambda value: is_whole(value) and 0 <= value < VOTES)
+question = ArgumentRule(f"an int from 0 to {VOTES - 1}", lambda value: is_whole(value) and 0 <= value < VOTES)

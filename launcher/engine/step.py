@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from launcher.engine.assembly import Choices, StepperParts
+from launcher.engine.assembly import StepperOptions, StepperParts
 from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE
 from launcher.engine.errors import NO_GRADIENT, UnusableError, refuse_backward
 from launcher.engine.optim.fused import Scalars
@@ -25,7 +25,7 @@ from launcher.engine.wire.step_counts import Reference
 class Step:
     """The present step of a Stepper with these parts; `restart` begins the next."""
 
-    def __init__(self, choices: Choices, parts: StepperParts, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, choices: StepperOptions, parts: StepperParts, group: dist.ProcessGroup | None) -> None:
         self._parts, self._policy, self._group = parts, choices.policy, group
         self.reference = Reference(choices.reference_count, choices.micro_batches, parts.layout.device, group)
         self._clip_norm = choices.clip_norm

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import launcher.engine.limits as limits
 from launcher.engine.agreement import refuse_differences, refusing_together
 from launcher.engine.arguments import group_of, rates_of, refuse_attribute, refuse_kinds
-from launcher.engine.assembly import Choices, StepperParts
+from launcher.engine.assembly import StepperOptions, StepperParts
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
 from launcher.engine.errors import NO_BACKWARD, EngineWarning, UnusableError, refuse_loss
 from launcher.engine.flat.groups import ParameterGroup, idle_groups
@@ -106,7 +106,7 @@ class Stepper:
             # After the kinds are known: it reads the parameters of `model`.
             refuse_lent(model)
             policy = policy or Policy.fp16()
-            choices = Choices(
+            choices = StepperOptions(
                 policy=policy,
                 wire=wire or Wire(),
                 scaling=scaling or Scaling.of(policy),

@@ -30,7 +30,7 @@ from launcher.doctor.links import exchanged
 from launcher.doctor.machine import place_of
 from launcher.engine import UnusableError
 from launcher.errors import ConfigError, LauncherError, PreflightError, first_line
-from launcher.plan.memory import LOG, PASSES, Rank, StepMemory, Task, rank_on
+from launcher.plan.memory import LOG, PASSES, PlannedRank, PlannedTask, StepMemory, rank_on
 from launcher.plan.meta import META
 from launcher.run_dir.records import user_shape
 from launcher.run_dir.result import Forecast
@@ -75,7 +75,7 @@ def forecast(
 
     `samples_per_s` is the rate of one rank. All `machines` have as many ranks.
     """
-    task, ranks_here = Task.of(config, world_size), -(-world_size // machines)
+    task, ranks_here = PlannedTask.of(config, world_size), -(-world_size // machines)
     seconds, cpu_s_per_byte = None, 0.0  # of all cores of a rank; 0 on a GPU, and where it was not measured
     if samples_per_s is not None:
         step_s = task.plan.largest_share / samples_per_s
@@ -129,7 +129,7 @@ def forecast(
     }
 
 
-def _course(task: Task) -> dict[str, object]:
+def _course(task: PlannedTask) -> dict[str, object]:
     config, plan, course = task.config, task.plan, task.course
     rates = build.rates_of(config, task.recipe, course.total_steps)
     last = course.total_steps - 1
@@ -151,7 +151,7 @@ def _course(task: Task) -> dict[str, object]:
     }
 
 
-def _counted(task: Task, rank: Rank, on_gpu: bool) -> dict[str, Any]:
+def _counted(task: PlannedTask, rank: PlannedRank, on_gpu: bool) -> dict[str, Any]:
     """Parameters, memory by kind, and the micro-batch that fits each GPU."""
     share, size = task.plan.largest_share, task.plan.largest_micro_batch
     here, _, _ = rank.step(size, on_gpu)
@@ -200,7 +200,7 @@ def _last_backward(step: StepSeconds, passes: int) -> StepSeconds:
     return StepSeconds(step.forward + (passes - 1) * last, last, step.update)
 
 
-def _alone(task: Task, device: torch.device, ranks_here: int) -> StepSeconds:
+def _alone(task: PlannedTask, device: torch.device, ranks_here: int) -> StepSeconds:
     """The fastest of a few steps of one rank on this machine, without any other rank."""
     divide_threads(ranks_here)  # as each rank has them in a run
     alone = replace(task.plan, micro_batch=task.plan.largest_micro_batch)
@@ -215,7 +215,7 @@ def _of_all_passes(step: StepSeconds, micro_batches: int) -> StepSeconds:
     return _last_backward(StepSeconds(step.forward * each, step.backward * each, step.update), micro_batches)
 
 
-def _on_this_cpu(task: Task, ranks_here: int) -> tuple[StepSeconds, float]:
+def _on_this_cpu(task: PlannedTask, ranks_here: int) -> tuple[StepSeconds, float]:
     """The parts of a step, and the seconds of all cores of a rank per byte that it sends.
 
     Of several ranks on this machine the parts are those of two that compute at the same time, as in a run.
@@ -238,7 +238,7 @@ def _on_this_cpu(task: Task, ranks_here: int) -> tuple[StepSeconds, float]:
     return _of_all_passes(StepSeconds(**said), task.plan.micro_batches), cost
 
 
-def _buckets_of_a_pair(task: Task) -> int:
+def _buckets_of_a_pair(task: PlannedTask) -> int:
     """One rank sends nothing, so that its own buckets say nothing of the links between several.
 
     1 where the model cannot be built on `meta`: then nothing is foretold to be hidden.
@@ -296,7 +296,7 @@ def jobs_of_sweep(
     for number, (config, lines, num) in enumerate(planned):
         key = repr((config.recipe, config.recipes, config.data, config.train, config.model, num))
         if key not in steps:
-            task = Task.of(config, num)
+            task = PlannedTask.of(config, num)
             steps[key] = task.course.total_steps, task.course.total_steps * task.plan.batch_size
         total, samples = steps[key]
         hours = None if samples_per_s is None else samples / samples_per_s / 3600

@@ -25,7 +25,7 @@ from launcher.distributed.env import WorkerEnv
 from launcher.distributed.links import StepSeconds
 from launcher.engine import Stepper
 from launcher.engine.optim.updater import CHUNK as UPDATED_AT_ONCE
-from launcher.plan.meta import META, Arithmetic, OnMeta, Tracker
+from launcher.plan.meta import META, AllocationTracker, Arithmetic, OnMeta
 from launcher.recipe.contract import Recipe, loss_of
 from launcher.recipe.registry import load_recipe
 from launcher.training.device import seed_generators
@@ -48,7 +48,7 @@ class StepMemory:
 
 
 @dataclass(frozen=True)
-class Task:
+class PlannedTask:
     """A recipe with its data, and how the samples of one rank are divided."""
 
     config: Config
@@ -57,7 +57,7 @@ class Task:
     course: Course
 
     @classmethod
-    def of(cls, config: Config, world_size: int) -> Task:
+    def of(cls, config: Config, world_size: int) -> PlannedTask:
         """Loads the recipe and its data, as a run does. Raises what a run raises."""
         seed_generators(config.seed)
         with guarding(f'the function under @recipe("{config.recipe.uses}")', LOG):
@@ -69,10 +69,10 @@ class Task:
         return cls(config, recipe, plan, course)
 
 
-class Rank:
+class PlannedRank:
     """Rank 0 of a job: its model, data and Stepper on `meta`, or on a device for real."""
 
-    def __init__(self, task: Task, env: WorkerEnv, tracker: Tracker) -> None:
+    def __init__(self, task: PlannedTask, env: WorkerEnv, tracker: AllocationTracker) -> None:
         config, self.recipe, self.plan = task.config, task.recipe, task.plan
         recipe, plan, self.device, self.tracker = task.recipe, task.plan, env.device, tracker
         sets = DataSets.of(config, env, recipe.train, recipe.validation_sets, recipe.collate)
@@ -154,13 +154,13 @@ class Rank:
 
 @contextmanager
 def rank_on(
-    device: torch.device, task: Task, counting: bool = True, group: dist.ProcessGroup | None = None
-) -> Iterator[Rank]:
+    device: torch.device, task: PlannedTask, counting: bool = True, group: dist.ProcessGroup | None = None
+) -> Iterator[PlannedRank]:
     """The rank of the task's plan. Without a `group` the others do not exist, and nothing is sent.
 
     Without `counting` of bytes its steps take as long as those of a run.
     """
-    plan, tracker = task.plan, Tracker()
+    plan, tracker = task.plan, AllocationTracker()
     with ExitStack() as contexts:
         if group is None and plan.world_size > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
@@ -174,4 +174,4 @@ def rank_on(
             task = replace(task, config=replace(task.config, precision=precision))
             contexts.enter_context(OnMeta())
         env = WorkerEnv(plan.rank, plan.world_size, 0, plan.world_size, device, group)
-        yield Rank(task, env, tracker)
+        yield PlannedRank(task, env, tracker)

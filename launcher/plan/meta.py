@@ -40,7 +40,7 @@ class ValueNeeded(Exception):
     """A model or a loss reads a value, which a tensor on `meta` has not."""
 
 
-class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of the storages that were made while it is active and still live, and their peak since `restart`.
 
     One that is not entered as a context counts nothing, and steps take as long as in a run.

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from launcher.config.schema import from_dict
 from launcher.distributed.links import StepSeconds
 from launcher.doctor.exchange import meet
-from launcher.plan.memory import PASSES, Task, rank_on
+from launcher.plan.memory import PASSES, PlannedTask, rank_on
 from launcher.process.allocator import keep_freed_memory
 from launcher.process.lifetime import end_with_starter
 
@@ -37,7 +37,7 @@ UNCOUNTED, LEAST, MOST = 2, 5, 40  # steps of each part
 def main(config_file: str, world_size: int, rank: int, store: str, seconds: float) -> None:
     keep_freed_memory()
     config = from_dict(json.loads(Path(config_file).read_text()))
-    task = Task.of(config, world_size)
+    task = PlannedTask.of(config, world_size)
     size, passes = task.plan.largest_micro_batch, min(PASSES, task.plan.micro_batches)
     plan = replace(task.plan, rank=rank, world_size=2, batch_size=2 * passes * size, micro_batch=size)
     meet("gloo", store, rank, 2)

@@ -21,7 +21,7 @@ from launcher.errors import ON_REQUEST
 from launcher.process.lifetime import Orphans, state_of
 from launcher.process.signals import STACKS
 from launcher.supervisor.child import Work
-from launcher.supervisor.root_cause import ASKED, HANGING, OVERRUN, Fate, Report
+from launcher.supervisor.root_cause import ASKED, HANGING, OVERRUN, Fate, GenerationReport
 
 SETTLE_S = 0.5  # for the other workers to record their errors, once one has failed
 OVERRUN_S = 3.0  # if those errors decide which rank is at fault: the ranks compare their collectives
@@ -41,7 +41,7 @@ class Generation:
     ) -> None:
         self._processes, self._work, self._orphans, self._host = processes, work, orphans, host
         self._first_rank, self._limits = work.heartbeats.first_rank, work.config.launch
-        self._report: Report | None = None
+        self._report: GenerationReport | None = None
         self._is_hanging = False
         self._polled_s = self._watched_since_s = time.monotonic()
         self._deadline_s = float("inf")
@@ -65,13 +65,13 @@ class Generation:
         self._is_hanging = end == HANGING
         self.end_within(self._limits.grace_s if end in (ASKED, HANGING) else self._settle_s(SETTLE_S))
 
-    def poll(self) -> Report | None:
+    def poll(self) -> GenerationReport | None:
         """The report once the workers have ended or been killed; None while they run."""
         if self._report is None:
             self._report = self._polled()
         return self._report
 
-    def _polled(self) -> Report | None:
+    def _polled(self) -> GenerationReport | None:
         now = time.monotonic()
         if now - self._polled_s > PAUSE_S:
             self._watched_since_s = now
@@ -120,15 +120,15 @@ class Generation:
         has_tracker = bool(self._work.config.tracker.names) and 0 not in self._exited and not self._first_rank
         return (TRACKED_AFTER_ERROR_S if least_s else TRACKED_S) if has_tracker else least_s
 
-    def _ended(self) -> Report:
+    def _ended(self) -> GenerationReport:
         fates = self._killed or self._fates()
         self.kill()
         # Read after the kill: what a rank has recorded until its end counts.
         words = self._work.heartbeats.words
         fates = [replace(fate, departure=words.of(fate.rank)) for fate in fates]
-        return Report(fates, words.first_failure())
+        return GenerationReport(fates, words.first_failure())
 
-    def _hanging(self) -> Report:
+    def _hanging(self) -> GenerationReport:
         """Make live workers write their stacks, and kill them."""
         fates = self._fates()
         # To the main thread itself: another one would dump after the main thread has moved on. glibc has the
@@ -141,7 +141,7 @@ class Generation:
         self.send(signal.SIGCONT)  # a stopped process handles no signal
         time.sleep(STACKS_S)
         self.kill()
-        return Report(fates, hanging=True)
+        return GenerationReport(fates, hanging=True)
 
     @property
     def stacks(self) -> Path:

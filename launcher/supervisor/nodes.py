@@ -21,7 +21,7 @@ from launcher.distributed.env import LEADER, LaunchEnv, numbered
 from launcher.distributed.store import LEAVE_S, limit_silence
 from launcher.errors import StalledError
 from launcher.run_dir.codec import decoded, encoded
-from launcher.supervisor.root_cause import DONE, AttemptVerdict, Report, RunFailed, verdict_of
+from launcher.supervisor.root_cause import DONE, AttemptVerdict, GenerationReport, RunFailed, verdict_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -58,7 +58,7 @@ class OneMachine:
     def forked(self) -> None:
         """Start what must not run beside a fork, now that the workers of the generation are forked."""
 
-    def verdict(self, own: Report | None, generation: Generation) -> AttemptVerdict | None:
+    def verdict(self, own: GenerationReport | None, generation: Generation) -> AttemptVerdict | None:
         """The verdict on all ranks, once all have ended."""
         return None if own is None else verdict_of([own], self._limits.stall_s, generation.stacks)
 
@@ -130,7 +130,7 @@ class Nodes(OneMachine):
             raise self._gone([LEADER]) from error
         return sum(counts[: self.rank]), sum(counts)
 
-    def verdict(self, own: Report | None, generation: Generation) -> AttemptVerdict | None:
+    def verdict(self, own: GenerationReport | None, generation: Generation) -> AttemptVerdict | None:
         """Return the verdict on all ranks, which node 0 decides once those of all machines have ended.
 
         Ends the workers of this machine when those of another one have ended. Raises StalledError for a
@@ -151,11 +151,11 @@ class Nodes(OneMachine):
     def stop_elsewhere(self) -> int | None:
         return next((word["stop"] for word in self._words.values() if word.get("stop")), None)
 
-    def _judged(self, own: Report | None, generation: Generation) -> AttemptVerdict | None:
+    def _judged(self, own: GenerationReport | None, generation: Generation) -> AttemptVerdict | None:
         said = {node: self._word(node) for node in self._others}
         missing = [node for node, word in said.items() if "report" not in word]
         reports = [] if own is None else [own]
-        reports += [decoded(Report, word["report"]) for word in said.values() if "report" in word]
+        reports += [decoded(GenerationReport, word["report"]) for word in said.values() if "report" in word]
         if len(reports) == self._num_nodes:
             return verdict_of(reports, self._limits.stall_s, generation.stacks)
         quiet_s = self._limits.stall_s
@@ -170,7 +170,7 @@ class Nodes(OneMachine):
         self._refuse_silent(missing, quiet_s)
         return None
 
-    def _obeyed(self, own: Report | None, generation: Generation) -> AttemptVerdict | None:
+    def _obeyed(self, own: GenerationReport | None, generation: Generation) -> AttemptVerdict | None:
         word = self._word(LEADER)
         if self._generation_of(LEADER) > self._own["generation"]:
             return AttemptVerdict(RESTART)  # it has begun before its decision was read

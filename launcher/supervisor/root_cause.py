@@ -66,7 +66,7 @@ class AttemptVerdict:
 
 
 @dataclass(frozen=True)
-class Report:
+class GenerationReport:
     """What is known of the ranks of one machine at the end of their generation."""
 
     fates: Sequence[Fate]
@@ -82,7 +82,7 @@ class Report:
         return HANGING if self.hanging else ASKED if codes <= {0, *ON_REQUEST} else FAILED
 
 
-def verdict_of(reports: Sequence[Report], stall_s: float, stacks: Path) -> AttemptVerdict:
+def verdict_of(reports: Sequence[GenerationReport], stall_s: float, stacks: Path) -> AttemptVerdict:
     """The verdict on the ranks of all machines."""
     fates = sorted((fate for report in reports for fate in report.fates), key=lambda fate: fate.rank)
     if any(report.hanging for report in reports):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import METRICS
-from launcher.sweep.record import OVER, Job, State
+from launcher.sweep.record import OVER, State, SweepJob
 from launcher.telemetry.event_log import LAST_BYTES, parsed
 from launcher.telemetry.events import EvalEvent, StartEvent, event_of
 
@@ -103,7 +103,7 @@ class Asha:
 class Pruner:
     """Follows the evaluations of the jobs in a sweep's folder, and says which jobs to stop."""
 
-    def __init__(self, directory: Path, patience: int, jobs: Iterable[Job]) -> None:
+    def __init__(self, directory: Path, patience: int, jobs: Iterable[SweepJob]) -> None:
         """`jobs` are those that sweep.json has: verdicts begin with what those that are over have shown."""
         self._directory, self._asha = directory, Asha(patience)
         self._evaluations: dict[int, Evaluations] = {}
@@ -111,11 +111,11 @@ class Pruner:
             if job.state in OVER:
                 self._reached(job)
 
-    def to_prune(self, running: Iterable[Job]) -> list[Job]:
+    def to_prune(self, running: Iterable[SweepJob]) -> list[SweepJob]:
         """The jobs that are to end, each once, with the metric of the evaluation that decided."""
         return [job for job in running if job.state == State.RUNNING and self._is_out(job)]
 
-    def _is_out(self, job: Job) -> bool:
+    def _is_out(self, job: SweepJob) -> bool:
         found, rung = self._reached(job)
         if rung is None:
             return False
@@ -124,7 +124,7 @@ class Pruner:
         job.error = f"after evaluation {rung} it is not among the best third of the jobs that came as far"
         return True
 
-    def _reached(self, job: Job) -> tuple[Evaluations, int | None]:
+    def _reached(self, job: SweepJob) -> tuple[Evaluations, int | None]:
         """What the job has evaluated so far, and the rung that it has just reached and not passed."""
         found = self._evaluations.setdefault(job.number, Evaluations(self._directory / job.name))
         with suppress(OSError):  # a job is not pruned for a file that cannot be read

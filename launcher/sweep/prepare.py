@@ -27,7 +27,7 @@ from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import clear_away, failing_as_storage_error
 from launcher.run_dir.lock import locked
 from launcher.run_dir.records import JOB, SWEEP, user_shape
-from launcher.sweep.record import Job, Record, recover, refuse_changes, refuse_foreign, write_job
+from launcher.sweep.record import Record, SweepJob, recover, refuse_changes, refuse_foreign, write_job
 from launcher.telemetry.tracker.wandb_environment import in_sweep, with_environment
 
 ROOT = Path("multirun")
@@ -98,14 +98,14 @@ def _writing(directory: Path) -> AbstractContextManager[None]:
     )
 
 
-def distinct_jobs_of(request: Request, configs: Sequence[Config]) -> tuple[list[Job], list[Config]]:
+def distinct_jobs_of(request: Request, configs: Sequence[Config]) -> tuple[list[SweepJob], list[Config]]:
     """The jobs of a grid whose configs differ, with these."""
     space = space_of(request.overrides)
     found = {repr(config): (config, lines) for config, lines in zip(configs, space.grid(), strict=True)}
     if len(found) < len(configs):
         print(f"sweep: {len(configs) - len(found)} of {len(configs)} jobs equal others and are left out")
     overrides = enumerate(lines for _, lines in found.values())
-    jobs = [Job(number, job_name(space, number, lines), lines) for number, lines in overrides]
+    jobs = [SweepJob(number, job_name(space, number, lines), lines) for number, lines in overrides]
     return jobs, [config for config, _ in found.values()]
 
 
@@ -117,7 +117,7 @@ def job_name(space: Space, number: int, overrides: Sequence[str]) -> str:
     return f"{number}_{plain}"[:NAME_LENGTH].rstrip("_")
 
 
-def place(config: Config, directory: Path, job: Job) -> Config:
+def place(config: Config, directory: Path, job: SweepJob) -> Config:
     """The config with what a job has of its sweep: directory, tracking group unless it has another, name."""
     run = dataclasses.replace(config.run, dir=str(directory / job.name))
     tracker = dataclasses.replace(config.tracker, group=config.tracker.group or directory.name)
@@ -126,7 +126,7 @@ def place(config: Config, directory: Path, job: Job) -> Config:
 
 
 def _record(
-    request: Request, directory: Path, jobs: Sequence[Job], configs: Sequence[Config], resume: str
+    request: Request, directory: Path, jobs: Sequence[SweepJob], configs: Sequence[Config], resume: str
 ) -> Record:
     """The record of a new sweep, or of the one in the directory, ready to continue."""
     if (directory / SWEEP).exists():
@@ -146,7 +146,7 @@ def _record(
     return record
 
 
-def _new_record(request: Request, directory: Path, jobs: Sequence[Job]) -> Record:
+def _new_record(request: Request, directory: Path, jobs: Sequence[SweepJob]) -> Record:
     tree = None if request.config_dir is None else str(request.config_dir.absolute())
     own = [line for line in request.overrides if not line.startswith((f"{DIRECTORY}=", f"{RESUME}="))]
     words = ("-m", *shlex.split(directory_override(RESUME, directory)))

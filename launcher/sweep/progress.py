@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.process import terminal
-from launcher.sweep.record import Job, State
+from launcher.sweep.record import State, SweepJob
 from launcher.telemetry.formatting import duration, metric
 
 if TYPE_CHECKING:
@@ -24,21 +24,23 @@ EVERY_S = 1.0  # from one drawing of the table to the next
 LOG = "output.log"  # of a job, in its folder: what it prints where several run
 
 
-class Progress:
+class SweepProgress:
     """The lines and the table of one sweep. `alone`: jobs run one at a time, and print for themselves."""
 
-    def __init__(self, directory: Path, jobs: Sequence[Job], alone: bool, trials: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, jobs: Sequence[SweepJob], alone: bool, trials: int | None = None
+    ) -> None:
         """`trials` is how many jobs a search will have, which adds to `jobs`."""
         self._directory, self._jobs, self._alone, self._trials = directory, jobs, alone, trials
         self._drawn, self._drawn_s = 0, 0.0
         self._live = not alone and sys.stdout.isatty()
         self._watched: dict[int, Watched] = {}  # the jobs that run, by number
 
-    def starting(self, job: Job) -> None:
+    def starting(self, job: SweepJob) -> None:
         again = f" (attempt {job.attempts})" if job.attempts > 1 else ""
         self.say(f"sweep: job {self._of(job)}{again}: {self._directory / job.name}")
 
-    def ended(self, job: Job) -> None:
+    def ended(self, job: SweepJob) -> None:
         """A job that failed is reported at once, with its reason and where its output is."""
         self._watched.pop(job.number, None)
         after = "" if self._alone else f" after {duration(job.seconds)}"
@@ -82,7 +84,7 @@ class Progress:
         width = max((len(job.name) for job in running), default=0)
         return [line[: columns - 1] for line in (head, *(self._line(job, columns, width) for job in running))]
 
-    def _line(self, job: Job, columns: int, width: int) -> str:
+    def _line(self, job: SweepJob, columns: int, width: int) -> str:
         from launcher.report.watching import Watched, job_line
 
         try:
@@ -92,11 +94,11 @@ class Progress:
         except OSError as error:  # which must not end the sweep
             return f"{job.name}  cannot be read: {error.strerror or error}"
 
-    def _of(self, job: Job) -> str:
+    def _of(self, job: SweepJob) -> str:
         return f"{job.number + 1} of {self._trials or len(self._jobs)}"
 
 
-def _metric_of(job: Job) -> str:
+def _metric_of(job: SweepJob) -> str:
     if job.metric is None or job.metric_name is None:
         return ""
     return f": {job.metric_name} {metric(job.metric_name, job.metric)}"

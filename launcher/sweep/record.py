@@ -47,7 +47,7 @@ OVER = (State.DONE, State.FAILED, State.PRUNED)  # which a sweep that continues 
 
 
 @dataclass
-class Job:
+class SweepJob:
     """A job as `sweep.json` records it. A carrier may set `devices` and `handle`, and nothing else."""
 
     number: int  # from 0; never changes
@@ -73,7 +73,7 @@ class Job:
 class Record:
     """The content of the file."""
 
-    jobs: Sequence[Job]  # by number; a search adds to them
+    jobs: Sequence[SweepJob]  # by number; a search adds to them
     overrides: Sequence[str]  # as typed
     config_dir: str | None = None
     config_name: str = "config"
@@ -101,7 +101,7 @@ class Record:
         write_content(directory / SWEEP, b'{"jobs": [\n' + jobs + b"\n],\n" + rest[1:], durable)
 
     @property
-    def left(self) -> list[Job]:
+    def left(self) -> list[SweepJob]:
         return [job for job in self.jobs if job.state not in OVER]
 
     @property
@@ -109,7 +109,7 @@ class Record:
         return sum(job.device_seconds for job in self.jobs)
 
 
-def take_result(job: Job, directory: Path) -> None:
+def take_result(job: SweepJob, directory: Path) -> None:
     """What the job's result.json says of its metric and failure. A file that is absent changes nothing."""
     try:
         result = decoded(Result, read_json(directory / RESULT))
@@ -125,7 +125,7 @@ def take_result(job: Job, directory: Path) -> None:
         job.state, job.exit = State.DONE, 0
 
 
-def count_time(job: Job, until: float) -> None:
+def count_time(job: SweepJob, until: float) -> None:
     """Add the time since the latest start, until so many unix seconds, to that of the job."""
     if job.started is not None:
         seconds = max(0.0, until - job.started)

@@ -19,8 +19,8 @@ from launcher.process.signals import SAVING, Signals
 from launcher.run_dir.pruning import PruneRequest, ask_to_prune
 from launcher.sweep.asha import Pruner
 from launcher.sweep.carriers import Carrier, Change, NoAnswerError
-from launcher.sweep.progress import Progress
-from launcher.sweep.record import OVER, Job, Record, State, count_time, take_result
+from launcher.sweep.progress import SweepProgress
+from launcher.sweep.record import OVER, Record, State, SweepJob, count_time, take_result
 from launcher.sweep.search import Searching
 from launcher.telemetry.formatting import duration
 
@@ -43,7 +43,7 @@ class Scheduler:
         record: Record,
         carrier: Carrier,
         settings: SweepConfig,
-        progress: Progress,
+        progress: SweepProgress,
         signals: Signals,
         pruner: Pruner | None = None,
         search: Searching | None = None,
@@ -51,7 +51,7 @@ class Scheduler:
         self.reason = ""
         self._directory, self._record, self._pruner, self._search = directory, record, pruner, search
         self._carrier, self._settings, self._progress, self._signals = carrier, settings, progress, signals
-        self._running: dict[int, Job] = {}
+        self._running: dict[int, SweepJob] = {}
         self.asked = self.asked_at_once = False  # to stop, before all jobs are done
         self._changed = True  # since sweep.json was written: once for all jobs that end and start together
         self._silent_since_s: float | None = None  # the carrier
@@ -80,12 +80,12 @@ class Scheduler:
                         ask_to_prune(self._directory / job.name, request)
                     self._changed = True  # the metric that decided
 
-    def _next(self) -> Job | None:
+    def _next(self) -> SweepJob | None:
         """The job to submit next, which stays the same until it is; None if there is none now."""
         waiting = next((job for job in self._record.jobs if job.state == State.WAITING), None)
         return self._search.next() if waiting is None and self._search is not None else waiting
 
-    def _startable(self) -> Job | None:
+    def _startable(self) -> SweepJob | None:
         """The next job, where the limits allow one and the carrier has room."""
         stop, started = self._settings.stop, sum(job.attempts > 0 for job in self._record.jobs)
         job = self._next()
@@ -99,7 +99,7 @@ class Scheduler:
             self.reason = f"sweep.stop.gpu_hours={stop.gpu_hours:g} is reached"
         return job if not self.reason and self._carrier.has_room(job) else None
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: SweepJob) -> None:
         job.state, job.attempts, job.exit, job.error = State.RUNNING, job.attempts + 1, None, None
         job.started, self._changed = time.time(), True
         self._running[job.number] = job
@@ -129,7 +129,7 @@ class Scheduler:
             self._silent_since_s = None
         return changes
 
-    def _take(self, change: Change) -> Job:
+    def _take(self, change: Change) -> SweepJob:
         job, self._changed = self._running[change.number], True
         if change.exit is None:  # it has waited in a scheduler's queue until now
             job.started = time.time()
@@ -143,7 +143,7 @@ class Scheduler:
             self._search.refuse_several_metrics()
         return job
 
-    def _state_after(self, job: Job, change: Change) -> str:
+    def _state_after(self, job: SweepJob, change: Change) -> str:
         assert change.exit is not None
         if change.exit == 0:
             take_result(job, self._directory / job.name)

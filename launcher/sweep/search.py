@@ -21,7 +21,7 @@ from launcher.config.search_space import Choices, Dimension, Space, distribution
 from launcher.errors import ConfigError, first_line
 from launcher.run_dir.records import JOB
 from launcher.sweep.prepare import is_setting, job_name, made, place
-from launcher.sweep.record import Job, Record, State, differences, refuse_differences, write_job
+from launcher.sweep.record import Record, State, SweepJob, differences, refuse_differences, write_job
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -31,7 +31,7 @@ DRAWS_OF_TPE = 10  # the same; where its few best points have all been tried, a 
 REFUSED_IN_A_ROW = 20  # jobs that cannot be composed, after which the space is taken for a mistake
 
 
-def drawn_at_random(space: Space, seed: int, jobs: Sequence[Job]) -> tuple[str, ...] | None:
+def drawn_at_random(space: Space, seed: int, jobs: Sequence[SweepJob]) -> tuple[str, ...] | None:
     """The overrides of the job after these, from the seed and its number; None where no point is left."""
     known = {tuple(job.overrides) for job in jobs}
     for draw in range(DRAWS):
@@ -42,7 +42,7 @@ def drawn_at_random(space: Space, seed: int, jobs: Sequence[Job]) -> tuple[str, 
     return None
 
 
-def drawn_by_tpe(space: Space, seed: int, jobs: Sequence[Job]) -> tuple[str, ...] | None:
+def drawn_by_tpe(space: Space, seed: int, jobs: Sequence[SweepJob]) -> tuple[str, ...] | None:
     """Draw what `drawn_at_random` does by Optuna's tree-structured Parzen estimator (Bergstra et al., 2011).
 
     `constant_liar` makes jobs that still run count as bad ones, so that those side by side differ.
@@ -66,7 +66,7 @@ def drawn_by_tpe(space: Space, seed: int, jobs: Sequence[Job]) -> tuple[str, ...
     return drawn_at_random(space, seed, jobs)
 
 
-def _trial_of(job: Job, space: Space, distributions: Mapping[str, Any], optuna: Any) -> FrozenTrial:
+def _trial_of(job: SweepJob, space: Space, distributions: Mapping[str, Any], optuna: Any) -> FrozenTrial:
     """The trial of a job, whether it runs or is over. One without a finite metric has failed."""
     states, values = optuna.trial.TrialState, dict(line.split("=", 1) for line in job.overrides)
     done = states.COMPLETE if job.metric is not None and math.isfinite(job.metric) else states.FAIL
@@ -112,7 +112,7 @@ class Searching:
         record: Record,
         sample: Config,
         devices_of: Callable[[Config], int],
-        has_room: Callable[[Job], bool],
+        has_room: Callable[[SweepJob], bool],
     ) -> None:
         """`sample` is the config of any job, `has_room` is the carrier's.
 
@@ -128,9 +128,9 @@ class Searching:
         self._draw = drawn_by_tpe if sample.sweep.name == "tpe" else drawn_at_random
         self._seed, self._trials = sample.seed, sample.sweep.stop.trials or math.inf
         # What the carrier is asked about before a job is drawn: one drawn later has more results to go by.
-        self._probe = Job(-1, "", (), nproc=devices_of(sample))
+        self._probe = SweepJob(-1, "", (), nproc=devices_of(sample))
 
-    def next(self) -> Job | None:
+    def next(self) -> SweepJob | None:
         """A further job, waiting, in the record and with its folder; None if there is none now."""
         for _ in range(REFUSED_IN_A_ROW):
             if len(self._jobs) >= self._trials or not self._has_room(self._probe):
@@ -142,10 +142,10 @@ class Searching:
                 return job
         raise ConfigError(f"{REFUSED_IN_A_ROW} jobs of the search in a row cannot run. The last: {job.error}")
 
-    def _added(self, lines: tuple[str, ...]) -> Job:
+    def _added(self, lines: tuple[str, ...]) -> SweepJob:
         """The job with these overrides, in the record: waiting, or failed where it cannot be composed."""
         number = len(self._jobs)
-        job = Job(number, job_name(self._space, number, lines), lines)
+        job = SweepJob(number, job_name(self._space, number, lines), lines)
         self._jobs.append(job)
         try:
             config = compose_one(self._composer, (*lines, *self._settings))

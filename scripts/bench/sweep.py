@@ -64,9 +64,9 @@ def simulate(directory: Path, jobs: int, kind: str, shortest_s: float) -> dict[s
     from launcher.process.signals import Signals
     from launcher.run_dir.atomic import write_json
     from launcher.supervisor.supervise import warm_up
-    from launcher.sweep.carriers.devices import Devices, Pool
+    from launcher.sweep.carriers.devices import DevicePool, Devices
     from launcher.sweep.prepare import prepared
-    from launcher.sweep.progress import Progress
+    from launcher.sweep.progress import SweepProgress
     from launcher.sweep.scheduler import Scheduler
     from launcher.sweep.search import Searching
 
@@ -84,10 +84,10 @@ def simulate(directory: Path, jobs: int, kind: str, shortest_s: float) -> dict[s
     settings = (f"sweep={kind}", f"sweep.stop.trials={jobs}", f"hydra.sweep.dir={directory / kind}")
     request = Request((*OVERRIDES, *DRAWN, *settings), multirun=True)
     configs = compose_jobs(request)
-    pool = Pool([f"GPU-{number}" for number in range(8)], sorted(os.sched_getaffinity(0)))
+    pool = DevicePool([f"GPU-{number}" for number in range(8)], sorted(os.sched_getaffinity(0)))
     with prepared(request, configs) as (folder, record, _), Devices(pool, work, alone=False) as carrier:
         searching = Searching(request, folder, record, configs[0], lambda config: 1, carrier.has_room)
-        progress = Progress(folder, record.jobs, False, jobs)
+        progress = SweepProgress(folder, record.jobs, False, jobs)
         began = time.monotonic()
         settings = configs[0].sweep
         scheduler = Scheduler(folder, record, carrier, settings, progress, Signals(), search=searching)

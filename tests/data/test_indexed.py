@@ -18,7 +18,7 @@ from launcher.data.batch_plan import BatchPlan, by_length
 from launcher.data.indexed import IndexedData, LoadedBatches
 from launcher.data.labels import Labels
 from launcher.data.loader import Loading, loader_processes
-from launcher.data.reader import Request
+from launcher.data.reader import BatchRequest
 from launcher.data.sources import readable, training_batches
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData
@@ -388,7 +388,7 @@ def test_a_batch_with_another_number_of_labels_than_samples_is_refused(named):
         return {"x": torch.ones(len(samples), 2), "label": torch.zeros(len(samples) - 1)}
 
     how = loading(labels=Labels("label", 2) if named else None)
-    data, request = IndexedData([{"x": 1}] * 4, collate, how, "training"), Request(0, 0, (0, 1, 2))
+    data, request = IndexedData([{"x": 1}] * 4, collate, how, "training"), BatchRequest(0, 0, (0, 1, 2))
     fetched = data.fetch(request)
     if not named:
         assert len(data.usable(fetched, request)["label"]) == 2

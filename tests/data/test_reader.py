@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from launcher.data.epochs import EVALUATION
-from launcher.data.reader import TOGETHER, Reader, Request, collated, columns
+from launcher.data.reader import TOGETHER, BatchRequest, Reader, collated, columns
 from launcher.errors import DataError
 
 
@@ -42,7 +42,7 @@ class Listed(Dataset):
 
 
 def read(dataset, *indices, epoch=0, position=0, seed=0, collate=None):
-    return Reader(dataset, collate, seed)[Request(epoch, position, indices)]
+    return Reader(dataset, collate, seed)[BatchRequest(epoch, position, indices)]
 
 
 @pytest.mark.parametrize("dataset", [Drawn(), FromGenerator()], ids=["global generators", "a generator"])
@@ -84,9 +84,9 @@ class RarelyDrawn(Dataset):
 def test_a_sample_that_is_the_first_to_draw_gets_the_same_numbers_as_in_another_reader(draw):
     dataset = RarelyDrawn(6, draw)
     reader = Reader(dataset, None, 0)
-    reader[Request(0, 0, (1, 2, 3))]
-    late = reader[Request(0, 3, (5, 6, 7))].batch["drawn"]
-    reader[Request(0, 6, (8, 9))]
+    reader[BatchRequest(0, 0, (1, 2, 3))]
+    late = reader[BatchRequest(0, 3, (5, 6, 7))].batch["drawn"]
+    reader[BatchRequest(0, 6, (8, 9))]
     assert dataset.read == [1, 2, 3, 5, 6, 7, 8, 9], "no sample is read twice"
     alone = read(RarelyDrawn(6, draw), 6, position=4).batch["drawn"]
     assert torch.equal(late[1:2], alone)
@@ -108,7 +108,7 @@ class SetsBack(RarelyDrawn):
 )
 def test_a_set_that_restores_the_generators_draws_other_numbers_for_each_sample(wrapped):
     reader = Reader(wrapped(SetsBack(None)), None, 0)
-    whole = torch.cat([reader[Request(0, position, (5, 6))].batch["drawn"] for position in (0, 2)])
+    whole = torch.cat([reader[BatchRequest(0, position, (5, 6))].batch["drawn"] for position in (0, 2)])
     assert len(whole.unique()) == 12
     alone = read(wrapped(SetsBack(None)), 9, position=3).batch["drawn"]
     assert torch.equal(whole[3:], alone), "whatever was read before"
@@ -138,7 +138,7 @@ def test_a_set_that_gives_several_samples_at_once_is_asked_for_them():
     noted = []
     reader.reading = noted.append
     for position in (0, 3):
-        batch = reader[Request(0, position, (7, 8, 9))].batch["drawn"]
+        batch = reader[BatchRequest(0, position, (7, 8, 9))].batch["drawn"]
         assert batch.shape == (3, 1)
     assert dataset.asked == [[7, 8, 9], [7, 8, 9]]
     assert len(dataset.read) == 6, "from the first request on, each sample once"
@@ -149,9 +149,9 @@ def test_a_set_that_gives_several_samples_at_once_is_asked_for_them():
 def test_samples_that_draw_are_not_read_together(draw):
     dataset = Together(6, draw)
     reader = Reader(dataset, None, 0)
-    reader[Request(0, 0, (1, 2, 3))]
-    late = reader[Request(0, 3, (5, 6, 7))].batch["drawn"]
-    reader[Request(0, 6, (8, 9))]
+    reader[BatchRequest(0, 0, (1, 2, 3))]
+    late = reader[BatchRequest(0, 3, (5, 6, 7))].batch["drawn"]
+    reader[BatchRequest(0, 6, (8, 9))]
     assert len(dataset.asked) == 2
     assert torch.equal(late[1:2], read(RarelyDrawn(6, draw), 6, position=4).batch["drawn"])
 
@@ -196,7 +196,7 @@ def test_a_collate_that_draws_gets_numbers_of_its_request(dataset):
         }
 
     reader = Reader(dataset, collate, 0)
-    one, two, three = (reader[Request(0, position, (1, 2))].batch["mixed"] for position in (0, 2, 4))
+    one, two, three = (reader[BatchRequest(0, position, (1, 2))].batch["mixed"] for position in (0, 2, 4))
     again = read(dataset, 1, 2, position=4, collate=collate).batch
     assert not torch.isclose(one, two).any()
     assert not torch.isclose(two, three).any()
@@ -235,7 +235,7 @@ def test_reading_in_this_process_leaves_the_generators_as_they_were(dataset, col
     random.seed(3), numpy.random.seed(3), torch.manual_seed(3)
     reader = Reader(dataset, collate, seed=1)
     for position in (0, 2, 4):
-        reader.read_here(Request(0, position, (position, position + 1)))
+        reader.read_here(BatchRequest(0, position, (position, position + 1)))
     assert (random.random(), numpy.random.rand(), torch.rand(())) == expected
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from launcher.telemetry.gpu import GpuSampler, Rank
+from launcher.telemetry.gpu import GpuSampler, RankDevice
 from launcher.telemetry.stream import Telemetry
 from tests.telemetry.made import made
 from tests.telemetry.test_stream import Kept
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(100)]
 def test_the_gpu_of_a_rank_is_measured_while_it_works(gpu: torch.device) -> None:
     kept = Kept("kept")
     telemetry = Telemetry([kept])
-    rank = Rank(0, str(torch.cuda.get_device_properties(gpu).uuid), os.getpid())
+    rank = RankDevice(0, str(torch.cuda.get_device_properties(gpu).uuid), os.getpid())
     sampler = GpuSampler(telemetry, [rank], required=True, window_s=0.5, sample_s=0.1)
     telemetry.add(sampler)
     a = torch.randn(4096, 4096, device=gpu, dtype=torch.float16)

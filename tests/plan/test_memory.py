@@ -13,8 +13,8 @@ from launcher.config.composition import Request
 from launcher.config.resolve import compose_jobs
 from launcher.config.schema import Config
 from launcher.plan.forecast import fitting
-from launcher.plan.memory import StepMemory, Task, rank_on
-from launcher.plan.meta import META, Tracker
+from launcher.plan.memory import PlannedTask, StepMemory, rank_on
+from launcher.plan.meta import META, AllocationTracker
 from tests.configs import composed
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def config_of(words: tuple[str, ...]) -> Config:
 
 def foretold_bytes(config: Config) -> int:
     """At the peak of the second step, without the data."""
-    task = Task.of(config, 1)
+    task = PlannedTask.of(config, 1)
     with rank_on(META, task) as rank:
         for _ in range(2):
             step, _, _ = rank.step(task.plan.largest_micro_batch, of_gpu=False)
@@ -43,7 +43,7 @@ def foretold_bytes(config: Config) -> int:
 
 def allocated_bytes(config: Config) -> int:
     """What the CPU's allocator has given at the peak of the third step, beside the data."""
-    task = Task.of(config, 1)
+    task = PlannedTask.of(config, 1)
     size = task.plan.largest_micro_batch
     with rank_on(CPU, task) as rank:
         rank.step(size, of_gpu=False)  # makes the states of an optimizer of torch
@@ -90,7 +90,7 @@ def test_foretold_bytes_are_those_of_the_allocator_in_a_real_step_within_five_pe
 def test_weights_masters_gradients_and_states_are_as_large_as_the_policy_says() -> None:
     """Half weights and wire gradients of 2 bytes, fp32 masters and two states of 4, and little padding."""
     config = composed("recipe=tabular", "model.width=256")
-    task = Task.of(config, 2)
+    task = PlannedTask.of(config, 2)
     with rank_on(META, task) as rank:
         held, numel = rank.held, rank.stepper.num_trainable
         sizes = {"weights": 2, "masters": 4, "gradients": 2, "states": 8}
@@ -106,7 +106,7 @@ def test_a_sharded_optimizer_has_its_part_of_masters_and_states() -> None:
     held = []
     for shard in ("false", "true"):
         config = composed("recipe=tabular", "model.width=256", f"wire.shard={shard}")
-        task = Task.of(config, 4)
+        task = PlannedTask.of(config, 4)
         with rank_on(META, task) as rank:
             held.append(rank.held)
     assert held[1]["states"] == pytest.approx(held[0]["states"] / 4, rel=0.1)
@@ -132,7 +132,7 @@ def test_the_batch_that_fits_is_on_the_line_through_two(room, fits) -> None:
 def test_the_peak_of_a_step_on_a_gpu_is_within_a_tenth_of_what_was_counted() -> None:
     """The band until it has been measured: kernels of cuDNN take scratch, and the allocator rounds up."""
     config = composed("recipe=resnet18", "data.batch_size=128", *SMALL)
-    task, device = Task.of(config, 1), torch.device("cuda")
+    task, device = PlannedTask.of(config, 1), torch.device("cuda")
     with rank_on(META, task) as rank:
         step, _, _ = rank.step(task.plan.largest_micro_batch, of_gpu=True)
         foretold = sum(rank.held.values()) + max(step.passes, step.update)
@@ -148,6 +148,6 @@ def test_tensors_in_nested_results_are_counted():
         library.define("nested(Tensor x) -> (Tensor, Tensor[])")
         library.impl("nested", lambda x: (x + 1, [x + 2, x + 3]), "CompositeExplicitAutograd")
         x = torch.zeros(1000)
-        with Tracker() as tracker:
+        with AllocationTracker() as tracker:
             kept = torch.ops.launcher_test.nested(x)
         assert tracker.bytes[CPU] == 3 * 4000, kept

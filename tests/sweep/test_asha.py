@@ -11,7 +11,7 @@ import pytest
 
 from launcher.run_dir.records import METRICS
 from launcher.sweep.asha import Asha, Evaluations, Pruner
-from launcher.sweep.record import Job, State
+from launcher.sweep.record import State, SweepJob
 
 START = {"event": "start", "time": 0, "step": 0, "compare_by": None}
 
@@ -105,10 +105,10 @@ def test_the_metric_is_the_one_that_runs_are_compared_by(tmp_path: Path, compare
 
 
 def test_a_sweep_that_continues_prunes_by_what_its_jobs_have_shown(tmp_path: Path) -> None:
-    jobs = [Job(number, f"{number}", (), state=State.DONE) for number in range(3)]
+    jobs = [SweepJob(number, f"{number}", (), state=State.DONE) for number in range(3)]
     for job, accuracy in zip(jobs, (0.5, 0.75, 0.625), strict=True):
         write(tmp_path / job.name, START, evaluation(5, accuracy=accuracy))
-    running = Job(3, "3", (), state=State.RUNNING)
+    running = SweepJob(3, "3", (), state=State.RUNNING)
     pruner = Pruner(tmp_path, 1, jobs)
     assert pruner.to_prune([running]) == [], "it has no file yet"
     write(tmp_path / "3", START, evaluation(5, accuracy=0.7), evaluation(10, accuracy=0.9))

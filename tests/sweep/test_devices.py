@@ -19,9 +19,9 @@ from launcher.distributed.env import LaunchEnv
 from launcher.errors import ConfigError, PreflightError
 from launcher.process.signals import Signals
 from launcher.supervisor import worker_count
-from launcher.sweep.carriers.devices import Devices, Pool
-from launcher.sweep.progress import Progress
-from launcher.sweep.record import Job, Record
+from launcher.sweep.carriers.devices import DevicePool, Devices
+from launcher.sweep.progress import SweepProgress
+from launcher.sweep.record import Record, SweepJob
 from launcher.sweep.scheduler import Scheduler
 from tests.configs import composed
 from tests.faults.parent import is_alive
@@ -53,8 +53,8 @@ def test_how_many_workers_a_job_gets_on_eight_gpus(words, expected, monkeypatch)
         worker_count.refuse_small_batch(config, LaunchEnv(), expected)
 
 
-def job(number: int, nproc: int = 1) -> Job:
-    return Job(number, str(number), (), nproc=nproc)
+def job(number: int, nproc: int = 1) -> SweepJob:
+    return SweepJob(number, str(number), (), nproc=nproc)
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -85,7 +85,7 @@ def ends(carrier: Devices) -> Mapping[int, int]:
 
 
 def test_a_job_runs_in_a_session_of_its_own_on_its_devices(tmp_path) -> None:
-    pool = Pool(EIGHT[:2], sorted(os.sched_getaffinity(0)))
+    pool = DevicePool(EIGHT[:2], sorted(os.sched_getaffinity(0)))
     with Devices(pool, describe, alone=False) as carrier:
         first, second, third = job(0), job(1), job(2)
         for each in (first, second):
@@ -108,10 +108,10 @@ def test_a_job_runs_in_a_session_of_its_own_on_its_devices(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("pool", "workers", "expected"),
     [
-        (Pool(EIGHT, [0]), [2, 2, 4, 1], [["0", "1"], ["2", "3"], ["4", "5", "6", "7"], None]),
-        (Pool(EIGHT[:2], [0], per_gpu=2), [1, 1, 1, 1, 1], [["0"], ["1"], ["0"], ["1"], None]),
-        (Pool(EIGHT, [0], shares=2), [1, 1, 1], [["0"], ["1"], None]),
-        (Pool(EIGHT[:1], [0], per_gpu=3), [1, 1, 1, 1], [["0"], ["0"], ["0"], None]),
+        (DevicePool(EIGHT, [0]), [2, 2, 4, 1], [["0", "1"], ["2", "3"], ["4", "5", "6", "7"], None]),
+        (DevicePool(EIGHT[:2], [0], per_gpu=2), [1, 1, 1, 1, 1], [["0"], ["1"], ["0"], ["1"], None]),
+        (DevicePool(EIGHT, [0], shares=2), [1, 1, 1], [["0"], ["1"], None]),
+        (DevicePool(EIGHT[:1], [0], per_gpu=3), [1, 1, 1, 1], [["0"], ["0"], ["0"], None]),
     ],
 )
 def test_gpus_are_shared_out_and_none_is_taken_twice(pool, workers, expected, tmp_path) -> None:
@@ -128,14 +128,14 @@ def test_gpus_are_shared_out_and_none_is_taken_twice(pool, workers, expected, tm
 
 
 def test_on_a_cpu_the_cores_are_shared_out() -> None:
-    pool = Pool([], [0, 1, 2, 3, 4], shares=2)
+    pool = DevicePool([], [0, 1, 2, 3, 4], shares=2)
     assert [pool.cores_of(part, 2) for part in range(2)] == [[0, 1], [2, 3, 4]]
     assert [pool.cores_of(part, 8) for part in range(8)] == [[0], [0], [1], [1], [2], [3], [3], [4]]
 
 
 @pytest.mark.parametrize(("at_once", "code"), [(False, 143), (True, 137)])
 def test_a_job_is_stopped_or_killed(tmp_path, at_once, code, capfd) -> None:
-    with Devices(Pool([], [0]), lambda directory: time.sleep(60) or 0, alone=True) as carrier:
+    with Devices(DevicePool([], [0]), lambda directory: time.sleep(60) or 0, alone=True) as carrier:
         only = job(0)
         carrier.submit(only, tmp_path)
         carrier.stop(only, at_once)
@@ -143,7 +143,7 @@ def test_a_job_is_stopped_or_killed(tmp_path, at_once, code, capfd) -> None:
 
 
 def test_no_job_outlives_the_context(tmp_path) -> None:
-    with Devices(Pool([], [0]), lambda directory: time.sleep(60) or 0, alone=True) as carrier:
+    with Devices(DevicePool([], [0]), lambda directory: time.sleep(60) or 0, alone=True) as carrier:
         carrier.submit(job(0), tmp_path)
         (pid,) = carrier._children.values()
         assert is_alive(pid)
@@ -164,8 +164,8 @@ def test_devices_are_busy_and_no_file_stays_open(tmp_path) -> None:
         (tmp_path / each.name).mkdir()
     record, files = Record(jobs, ()), len(os.listdir("/proc/self/fd"))
     began = time.monotonic()
-    with Devices(Pool(EIGHT, sorted(os.sched_getaffinity(0))), work, alone=False) as carrier:
-        progress = Progress(tmp_path, jobs, alone=False)
+    with Devices(DevicePool(EIGHT, sorted(os.sched_getaffinity(0))), work, alone=False) as carrier:
+        progress = SweepProgress(tmp_path, jobs, alone=False)
         Scheduler(tmp_path, record, carrier, composed().sweep, progress, Signals()).run()
     took = time.monotonic() - began
     busy = sum(float((tmp_path / each.name / "worked").read_text()) for each in jobs) / (8 * took)

@@ -21,8 +21,8 @@ from launcher.run_dir.result import Failure
 from launcher.sweep import scheduler
 from launcher.sweep.asha import Pruner
 from launcher.sweep.carriers import Change, NoAnswerError
-from launcher.sweep.progress import Progress
-from launcher.sweep.record import Job, Record, recover
+from launcher.sweep.progress import SweepProgress
+from launcher.sweep.record import Record, SweepJob, recover
 from launcher.sweep.scheduler import Scheduler
 from tests.commands.test_watch import write_steps
 from tests.configs import composed
@@ -41,10 +41,10 @@ class Scripted:
         self.order: list[int] = []
         self.on_poll: Callable[[], None] = lambda: None
 
-    def has_room(self, job: Job) -> bool:
+    def has_room(self, job: SweepJob) -> bool:
         return len(self.running) < self.room
 
-    def submit(self, job: Job, directory: Path) -> None:
+    def submit(self, job: SweepJob, directory: Path) -> None:
         self.running[job.number] = directory
         self.order.append(job.number)
         self.most = max(self.most, len(self.running))
@@ -62,10 +62,10 @@ class Scripted:
             write_result(directory, Failure("failed", code, f"reason {number}\nmore"))
         return [Change(number, code)]
 
-    def stop(self, job: Job, at_once: bool = False) -> None:
+    def stop(self, job: SweepJob, at_once: bool = False) -> None:
         self.stopped[job.number] = at_once
 
-    def save(self, job: Job) -> None:
+    def save(self, job: SweepJob) -> None:
         self.saved.append(job.number)
 
     def __enter__(self) -> Scripted:
@@ -87,12 +87,12 @@ class Run:
     ) -> None:
         stop = dataclasses.replace(composed().sweep.stop, **keys.pop("stop", {}))  # type: ignore[arg-type]
         settings: SweepConfig = dataclasses.replace(composed().sweep, stop=stop, **keys)  # type: ignore[arg-type]
-        jobs = [Job(each, f"{each}_seed={each}", (f"seed={each}",)) for each in range(number)]
+        jobs = [SweepJob(each, f"{each}_seed={each}", (f"seed={each}",)) for each in range(number)]
         self.directory, self.carrier, self.record = directory, carrier, Record(jobs, ())
         self.signals = Signals()
         if on_poll is not None:
             carrier.on_poll = lambda: on_poll(self)
-        self.progress = Progress(directory, jobs, alone=False)
+        self.progress = SweepProgress(directory, jobs, alone=False)
         self.settings = settings
         self.record.write(directory)
         self.again()
@@ -126,7 +126,7 @@ def test_jobs_that_end_at_once_are_not_stopped_for_the_failure_of_one(tmp_path) 
         def poll(self, wait_s: float) -> Sequence[Change]:
             return [change for _ in [*self.running] for change in super(AllAtOnce, self).poll(wait_s)]
 
-        def stop(self, job: Job, at_once: bool = False) -> None:
+        def stop(self, job: SweepJob, at_once: bool = False) -> None:
             super().stop(job, at_once)
             assert job.number in self.running, "the carrier has forgotten it"
 
@@ -246,14 +246,14 @@ def test_of_the_jobs_that_failed_all_but_those_that_diverged_run_again(tmp_path)
 
 def test_a_pruned_job_frees_its_place_and_is_no_failure(tmp_path) -> None:
     class OfOne(Pruner):
-        def to_prune(self, running: Iterable[Job]) -> list[Job]:
+        def to_prune(self, running: Iterable[SweepJob]) -> list[SweepJob]:
             return [job for job in running if job.number == 1 and not (tmp_path / "1" / PRUNE).exists()]
 
     run_carrier = Scripted(2, n1=[11])
-    jobs = [Job(number, str(number), ()) for number in range(3)]
+    jobs = [SweepJob(number, str(number), ()) for number in range(3)]
     (tmp_path / "1").mkdir()
     record = Record(jobs, ())
-    progress = Progress(tmp_path, jobs, alone=False)
+    progress = SweepProgress(tmp_path, jobs, alone=False)
     pruner = OfOne(tmp_path, 1, [])
     scheduler = Scheduler(tmp_path, record, run_carrier, composed().sweep, progress, Signals(), pruner)
     scheduler.run()
@@ -270,8 +270,8 @@ def test_a_pruned_job_frees_its_place_and_is_no_failure(tmp_path) -> None:
     ],
 )
 def test_the_line_of_a_job_that_is_not_done_reads_as_one_sentence(tmp_path, capsys, state, line) -> None:
-    job = Job(0, "0", (), state=state, exit=1, error="it broke. See rank0.log.", seconds=2.0)
-    Progress(tmp_path, [job], alone=False).ended(job)
+    job = SweepJob(0, "0", (), state=state, exit=1, error="it broke. See rank0.log.", seconds=2.0)
+    SweepProgress(tmp_path, [job], alone=False).ended(job)
     assert f"sweep: {line}" in " ".join(capsys.readouterr().err.split())
 
 
@@ -280,9 +280,9 @@ def test_the_table_reads_only_what_is_new_of_a_job_that_runs(tmp_path, monkeypat
     read: list[int] = []
     add = Recording.add
     monkeypatch.setattr(Recording, "add", lambda self, lines: (read.append(len(lines)), add(self, lines))[1])
-    job = Job(0, "0", (), state="running")
+    job = SweepJob(0, "0", (), state="running")
     (tmp_path / "0").mkdir()
-    progress = Progress(tmp_path, [job], alone=False)
+    progress = SweepProgress(tmp_path, [job], alone=False)
     progress._live = True
     for first, last in ((1, 200), (201, 201), (202, 202)):
         write_steps(tmp_path / "0", first, last)
@@ -309,11 +309,11 @@ def test_files_of_a_job_that_cannot_be_read_end_no_sweep(tmp_path, monkeypatch, 
 
 def test_a_job_that_cannot_be_asked_to_end_runs_on(tmp_path) -> None:
     class OfAll(Pruner):
-        def to_prune(self, running: Iterable[Job]) -> list[Job]:
+        def to_prune(self, running: Iterable[SweepJob]) -> list[SweepJob]:
             return [*running]
 
-    jobs = [Job(number, str(number), ()) for number in range(3)]  # whose folders do not exist
-    progress, pruner = Progress(tmp_path, jobs, alone=False), OfAll(tmp_path, 1, [])
+    jobs = [SweepJob(number, str(number), ()) for number in range(3)]  # whose folders do not exist
+    progress, pruner = SweepProgress(tmp_path, jobs, alone=False), OfAll(tmp_path, 1, [])
     carrier, settings = Scripted(2), composed().sweep
     Scheduler(tmp_path, Record(jobs, ()), carrier, settings, progress, Signals(), pruner).run()
     assert [job.state for job in jobs] == ["done"] * 3
@@ -322,7 +322,7 @@ def test_a_job_that_cannot_be_asked_to_end_runs_on(tmp_path) -> None:
 def test_the_record_of_200_jobs_is_small(tmp_path) -> None:
     lines = [f"key.number{number}.of.a.section=value{number}" for number in range(12)]
     jobs = [
-        Job(number, "x" * 100, lines, devices=["GPU-" + "0" * 36] * 8, error="e" * 200)
+        SweepJob(number, "x" * 100, lines, devices=["GPU-" + "0" * 36] * 8, error="e" * 200)
         for number in range(200)
     ]
     Record(jobs, lines).write(tmp_path)

@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from launcher.cli import main
 from launcher.config.search_space import Space
 from launcher.errors import ConfigError
-from launcher.sweep.record import Job, State
+from launcher.sweep.record import State, SweepJob
 from launcher.sweep.search import drawn_at_random, drawn_by_tpe
 
 needs_optuna = pytest.mark.skipif(
@@ -30,18 +30,18 @@ WIDE = (
     "w=range(0,1,0.25)",
 )
 JOBS = 25
-Draw = Callable[[Space, int, Sequence[Job]], tuple[str, ...] | None]
+Draw = Callable[[Space, int, Sequence[SweepJob]], tuple[str, ...] | None]
 
 
 def space(*lines: str) -> Space:
     return Space.of(OverridesParser.create().parse_overrides(list(lines)))
 
 
-def values(job: Job) -> dict[str, str]:
+def values(job: SweepJob) -> dict[str, str]:
     return dict(line.split("=", 1) for line in job.overrides)
 
 
-def result_of(job: Job) -> tuple[str, float | None]:
+def result_of(job: SweepJob) -> tuple[str, float | None]:
     """Best at lr=0.01, n=4, w=0.5 with adamw."""
     at = values(job)
     metric = -((math.log10(float(at["lr"])) + 2) ** 2) - abs(int(at["n"]) - 4) - abs(float(at["w"]) - 0.5)
@@ -51,13 +51,13 @@ def result_of(job: Job) -> tuple[str, float | None]:
     return (State.PRUNED if job.number % 5 == 4 else State.DONE), metric
 
 
-def searched(draw: Draw, seed: int = 0) -> list[Job]:
+def searched(draw: Draw, seed: int = 0) -> list[SweepJob]:
     """All jobs, one at a time."""
-    jobs: list[Job] = []
+    jobs: list[SweepJob] = []
     for number in range(JOBS):
         lines = draw(space(*WIDE), seed, jobs)
         assert lines is not None
-        job = Job(number, f"{number}", lines, state=State.RUNNING)
+        job = SweepJob(number, f"{number}", lines, state=State.RUNNING)
         jobs.append(job)
         job.state, job.metric = result_of(job)
         job.higher_is_better = None if job.metric is None else True
@@ -66,9 +66,9 @@ def searched(draw: Draw, seed: int = 0) -> list[Job]:
 
 def all_of(draw: Draw, *lines: str, most: int = 10) -> list[tuple[str, ...]]:
     """The draws from a finite space until there is none."""
-    jobs: list[Job] = []
+    jobs: list[SweepJob] = []
     while len(jobs) < most and (drawn := draw(space(*lines), 0, jobs)) is not None:
-        jobs.append(Job(len(jobs), "", [*drawn], state=State.RUNNING))
+        jobs.append(SweepJob(len(jobs), "", [*drawn], state=State.RUNNING))
     return [tuple(job.overrides) for job in jobs]
 
 
@@ -133,9 +133,9 @@ class TestOptuna:
         assert all_of(drawn_by_tpe, "a=range(3,4)") == [("a=3",)]
 
     def test_a_metric_that_is_no_number_is_a_failure_to_the_study(self) -> None:
-        jobs: list[Job] = []
+        jobs: list[SweepJob] = []
         for number, metric in enumerate((math.nan, None, 0.5)):
             lines = drawn_by_tpe(space("a=1,2,3"), 0, jobs)
             assert lines is not None
-            jobs.append(Job(number, "", lines, state=State.DONE, metric=metric, higher_is_better=False))
+            jobs.append(SweepJob(number, "", lines, state=State.DONE, metric=metric, higher_is_better=False))
         assert drawn_by_tpe(space("a=1,2,3"), 0, jobs) is None

@@ -24,7 +24,7 @@ import torch
 
 from launcher.data.images.photograph import Source
 from launcher.data.split import class_numbers, numbered, refuse_one_class, stratified
-from launcher.data.tables.files import MissingColumnsError, Table, read_csv
+from launcher.data.tables.files import DataTable, MissingColumnsError, read_csv
 from launcher.errors import ConfigError, DataError, DataWarning, listed
 from launcher.run_dir.atomic import encodable
 
@@ -313,7 +313,7 @@ def _report_ignored(root: Path, ignored: Counter[str]) -> None:
         )
 
 
-def _table(file: Path, columns: tuple[str, str]) -> Table:
+def _table(file: Path, columns: tuple[str, str]) -> DataTable:
     if not file.is_file():
         kind = "is a folder" if file.exists() else "does not exist"
         raise ConfigError(f"data.csv={file} {kind}. Give a file with the columns {', '.join(COLUMNS)}.")

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher.data.tables.files import Table
+from launcher.data.tables.files import DataTable
 from launcher.errors import DataError, listed
 
 UNKNOWN = 0  # the code of a category that the training rows lack, and of an absent one
 
 
-def numbers(table: Table, name: str) -> Tensor:
+def numbers(table: DataTable, name: str) -> Tensor:
     """The values of a column of numbers: float64 [rows], NaN where one is absent.
 
     Raises DataError for text and infinity.
@@ -34,7 +34,7 @@ def numbers(table: Table, name: str) -> Tensor:
     return column.numbers
 
 
-def is_numeric(table: Table, name: str) -> bool:
+def is_numeric(table: DataTable, name: str) -> bool:
     """Whether a column has numbers. Raises DataError for one without a value."""
     if table.column(name).absent.all():
         raise DataError(
@@ -52,13 +52,13 @@ class Numeric:
     std: float  # 1 where all training values are equal
 
     @classmethod
-    def fit(cls, table: Table, name: str) -> Numeric:
+    def fit(cls, table: DataTable, name: str) -> Numeric:
         values = numbers(table, name)
         present = values[~values.isnan()]
         std = float(present.std(correction=0))
         return cls(name, float(present.mean()), std if std > 0 else 1.0)
 
-    def tensor(self, table: Table) -> Tensor:
+    def tensor(self, table: DataTable) -> Tensor:
         """fp32 [rows]; the mean, 0, where a value is absent."""
         return ((numbers(table, self.name) - self.mean) / self.std).nan_to_num(nan=0.0).float()
 
@@ -71,10 +71,10 @@ class Categorical:
     categories: tuple[str, ...]
 
     @classmethod
-    def fit(cls, table: Table, name: str) -> Categorical:
+    def fit(cls, table: DataTable, name: str) -> Categorical:
         return cls(name, tuple(sorted(present_categories(table, name))))
 
-    def num_unseen(self, table: Table) -> int:
+    def num_unseen(self, table: DataTable) -> int:
         """Rows with a category that is none of the training rows'."""
         return int(((self.tensor(table) == UNKNOWN) & ~table.column(self.name).absent).sum())
 
@@ -83,7 +83,7 @@ class Categorical:
         """How many codes there are."""
         return 1 + len(self.categories)
 
-    def tensor(self, table: Table) -> Tensor:
+    def tensor(self, table: DataTable) -> Tensor:
         """int64 [rows]."""
         codes = {each: code for code, each in enumerate(self.categories, start=UNKNOWN + 1)}
         column = table.column(self.name)
@@ -99,7 +99,7 @@ class Features:
     categorical: tuple[Categorical, ...]
 
     @classmethod
-    def fit(cls, table: Table, names: Sequence[str], categorical: Sequence[str]) -> Features:
+    def fit(cls, table: DataTable, names: Sequence[str], categorical: Sequence[str]) -> Features:
         """Fit the columns `names`. Raises DataError where none of them has two values in the training set."""
         kinds = {name: name not in categorical and is_numeric(table, name) for name in names}
         fitted = cls(
@@ -113,7 +113,7 @@ class Features:
             )
         return fitted
 
-    def columns(self, table: Table) -> dict[str, Tensor]:
+    def columns(self, table: DataTable) -> dict[str, Tensor]:
         """`numeric` fp32 [rows, columns] and `categorical` int64 [rows, columns], those that there are."""
         found = {}
         if self.numeric:
@@ -123,19 +123,19 @@ class Features:
         return found
 
 
-def present_categories(table: Table, name: str) -> set[str]:
+def present_categories(table: DataTable, name: str) -> set[str]:
     """The different values of a column as text."""
     column = table.column(name)
     return {text for text, out in zip(column.categories, column.absent.tolist(), strict=True) if not out}
 
 
-def absent_in(table: Table, names: Sequence[str]) -> dict[str, int]:
+def absent_in(table: DataTable, names: Sequence[str]) -> dict[str, int]:
     """How many values are absent, by column; only columns that lack some."""
     counts = {name: int(table.column(name).absent.sum()) for name in names}
     return {name: count for name, count in counts.items() if count}
 
 
-def refuse_absent(table: Table, counts: dict[str, int], advice: str) -> None:
+def refuse_absent(table: DataTable, counts: dict[str, int], advice: str) -> None:
     """Raise DataError for values that are absent: `counts` by column."""
     row = int(table.column(next(iter(counts))).absent.int().argmax())
     listing = listed([f"{name} ({count})" for name, count in counts.items()], 8)

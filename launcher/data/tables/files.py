@@ -40,7 +40,7 @@ Wanted = Sequence[str | tuple[str, ...]] | None
 
 
 @dataclass(frozen=True)
-class Table:
+class DataTable:
     """The columns of a file, all of one length. `places` are the lines of a text file, or the rows."""
 
     file: Path
@@ -70,13 +70,13 @@ class Table:
                 raise DataError(f"{self.place(row)}: {name} {found}. It must be text or a whole number.")
         return [str(cell) for cell in cells]
 
-    def select(self, rows: Sequence[int]) -> Table:
+    def select(self, rows: Sequence[int]) -> DataTable:
         """The rows at these indices."""
         columns = {name: Column([cells[row] for row in rows]) for name, cells in self.columns.items()}
-        return Table(self.file, columns, array("q", (self.places[row] for row in rows)), self.counted)
+        return DataTable(self.file, columns, array("q", (self.places[row] for row in rows)), self.counted)
 
 
-def read_table(file: Path, wanted: Wanted = None, separator: str | None = None) -> Table:
+def read_table(file: Path, wanted: Wanted = None, separator: str | None = None) -> DataTable:
     """Read a file by its suffix: .tsv, .txt, .csv, .jsonl, .ndjson, .parquet. `wanted`: these columns alone.
 
     All but parquet may end in .gz too. With a `separator` the text files are CSV with it between the cells.
@@ -200,14 +200,14 @@ def read_text(file: Path) -> str:
         ) from None
 
 
-def _read_tsv(file: Path, wanted: Wanted) -> Table:
+def _read_tsv(file: Path, wanted: Wanted) -> DataTable:
     lines = read_text(file).split("\n")  # splitlines would break at characters within a cell
     numbered = ((number, line.removesuffix("\r")) for number, line in enumerate(lines, 1))
     rows = ((number, line.split("\t")) for number, line in numbered if line)
     return _from_rows(file, rows, wanted, "tabs")
 
 
-def read_csv(file: Path, wanted: Wanted = None, separator: str = ",") -> Table:
+def read_csv(file: Path, wanted: Wanted = None, separator: str = ",") -> DataTable:
     """Read a file of any name as CSV. Raises DataError."""
     name = "commas" if separator == "," else repr(separator)
     return _from_rows(file, _csv_rows(file, separator), wanted, name)
@@ -229,7 +229,9 @@ def _csv_rows(file: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
         ) from error
 
 
-def _from_rows(file: Path, rows: Iterator[tuple[int, list[str]]], wanted: Wanted, separator: str) -> Table:
+def _from_rows(
+    file: Path, rows: Iterator[tuple[int, list[str]]], wanted: Wanted, separator: str
+) -> DataTable:
     """A table of a file whose first row has the names of the columns. No two may have a name that is read."""
     _, names = next(rows, (0, []))
     names = [name.strip() for name in names]
@@ -250,17 +252,17 @@ def _from_rows(file: Path, rows: Iterator[tuple[int, list[str]]], wanted: Wanted
         places.append(line)
         for column, index in zip(columns, kept, strict=True):
             column.append(cells[index])
-    return Table(file, dict(zip((names[index] for index in kept), columns, strict=True)), places)
+    return DataTable(file, dict(zip((names[index] for index in kept), columns, strict=True)), places)
 
 
-def _read_json_lines(file: Path, wanted: Wanted) -> Table:
+def _read_json_lines(file: Path, wanted: Wanted) -> DataTable:
     lines = enumerate(read_text(file).split("\n"), 1)
     rows = {number: _json_object(file, number, line) for number, line in lines if line.strip()}
     if not rows:
         raise DataError(f"{file} is empty. Each line must have a JSON object: a row, values by column.")
     names = list(dict.fromkeys(chain.from_iterable(rows.values())))
     columns = {name: Column(row.get(name) for row in rows.values()) for name in _picked(file, names, wanted)}
-    return Table(file, columns, list(rows))
+    return DataTable(file, columns, list(rows))
 
 
 def _json_object(file: Path, number: int, line: str) -> dict[str, Cell]:
@@ -275,7 +277,7 @@ def _json_object(file: Path, number: int, line: str) -> dict[str, Cell]:
     return found
 
 
-def _read_parquet(file: Path, wanted: Wanted) -> Table:
+def _read_parquet(file: Path, wanted: Wanted) -> DataTable:
     pyarrow = optional("pyarrow", "parquet files need")
     parquet = import_module("pyarrow.parquet")
     columns: dict[str, Column] = {}
@@ -294,7 +296,7 @@ def _read_parquet(file: Path, wanted: Wanted) -> Table:
             column = columns.setdefault(name, Column())
             column += [names.get(cell, cell) for cell in cells] if names else cells
         num_rows += read.num_rows
-    return Table(file, columns, range(num_rows), "row")
+    return DataTable(file, columns, range(num_rows), "row")
 
 
 def _shards(file: Path) -> list[Path]:

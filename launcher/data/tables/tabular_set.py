@@ -23,7 +23,14 @@ from launcher.data.options import options_of, refuse_path
 from launcher.data.split import class_numbers, numbered, parts, refuse_one_class
 from launcher.data.tables.columns import Column, are_amounts, is_absent, kind_of, number_of
 from launcher.data.tables.features import Features, absent_in, is_numeric, numbers, refuse_absent
-from launcher.data.tables.files import Table, missing_columns, no_such_column, read_table, shown, split_files
+from launcher.data.tables.files import (
+    DataTable,
+    missing_columns,
+    no_such_column,
+    read_table,
+    shown,
+    split_files,
+)
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, listed
 
@@ -60,7 +67,7 @@ class TableOptions:
     decimal: Literal[".", ","] = "."
 
 
-Source = Callable[[DataConfig, TableOptions], tuple[Table, Table | None]]
+Source = Callable[[DataConfig, TableOptions], tuple[DataTable, DataTable | None]]
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ def _about(features: Features, kinds: Mapping[str, str], left_out: Sequence[str]
     return [f"{kind}: {listed(names, SHOWN)}" for kind, names in read.items() if names]
 
 
-def _unseen(features: Features, validation: Table) -> list[str]:
+def _unseen(features: Features, validation: DataTable) -> list[str]:
     """Which columns of the validation rows have categories that the training rows lack, in words."""
     counts = {each.name: each.num_unseen(validation) for each in features.categorical}
     found = [f"{name} ({count:,} rows)" for name, count in counts.items() if count]
@@ -133,7 +140,7 @@ def _unseen(features: Features, validation: Table) -> list[str]:
     return [about] if found else []
 
 
-def row_numbers(table: Table) -> list[str]:
+def row_numbers(table: DataTable) -> list[str]:
     """Columns that count the rows from 0 or 1: pandas' index, whose name is none."""
     found = []
     for name in NAMELESS:
@@ -143,7 +150,7 @@ def row_numbers(table: Table) -> list[str]:
     return found
 
 
-def understood(tables: Sequence[Table], name: str, decimal: str) -> str:
+def understood(tables: Sequence[DataTable], name: str, decimal: str) -> str:
     """Replace the cells of a column by numbers where its rows in the first table are such of a kind.
 
     Returns the kind; "" for a column that stays as it is. Raises ConfigError where data.decimal seems wrong.
@@ -170,7 +177,7 @@ def understood(tables: Sequence[Table], name: str, decimal: str) -> str:
     return ""
 
 
-def _handle_absent(tables: Sequence[Table], names: Sequence[str], missing: str) -> None:
+def _handle_absent(tables: Sequence[DataTable], names: Sequence[str], missing: str) -> None:
     """Raise DataError for absent values, or log their numbers where data.missing replaces them."""
     for table in tables:
         if not (counts := absent_in(table, names)):
@@ -186,7 +193,7 @@ def _handle_absent(tables: Sequence[Table], names: Sequence[str], missing: str) 
         log.warning("%s: absent values are replaced, data.missing=%s: %s", table.file, missing, listing)
 
 
-def target_and_features(table: Table, options: TableOptions) -> tuple[str, list[str]]:
+def target_and_features(table: DataTable, options: TableOptions) -> tuple[str, list[str]]:
     """The column to predict and those to learn from. ConfigError for columns that are not there."""
     target, there = options.target, shown(list(table.columns))
     if not target:
@@ -210,7 +217,7 @@ def target_and_features(table: Table, options: TableOptions) -> tuple[str, list[
     return target, names
 
 
-def is_classification(table: Table, target: str, options: TableOptions) -> bool:
+def is_classification(table: DataTable, target: str, options: TableOptions) -> bool:
     """Whether the target is a class, by data.task or by its values."""
     if options.task != "auto":
         return options.task == "classification"
@@ -220,7 +227,7 @@ def is_classification(table: Table, target: str, options: TableOptions) -> bool:
     return len(set(values.tolist())) <= MOST_CLASSES and torch.equal(values, values.round())
 
 
-def _moments(train: Table, target: str) -> tuple[float, float]:
+def _moments(train: DataTable, target: str) -> tuple[float, float]:
     """Mean and standard deviation of the target. Raises DataError where all training rows have the same."""
     values = numbers(train, target)
     if (values == values[0]).all():
@@ -231,7 +238,7 @@ def _moments(train: Table, target: str) -> tuple[float, float]:
     return float(values.mean()), float(values.std(correction=0))
 
 
-def _classes(train: Table, target: str) -> tuple[str, ...]:
+def _classes(train: DataTable, target: str) -> tuple[str, ...]:
     """The labels of the training rows, as numbers if all are such. Raises DataError for a single one."""
     classes = sorted(set(train.column(target).categories))
     if not any(math.isnan(number_of(each)) for each in classes):
@@ -240,7 +247,7 @@ def _classes(train: Table, target: str) -> tuple[str, ...]:
     return tuple(classes)
 
 
-def _targets(table: Table, target: str, classes: Sequence[str] | None) -> Tensor:
+def _targets(table: DataTable, target: str, classes: Sequence[str] | None) -> Tensor:
     """fp32 [rows], or int64 of the classes. Raises DataError for a label that is none of them."""
     if classes is None:
         return numbers(table, target).float()
@@ -248,7 +255,7 @@ def _targets(table: Table, target: str, classes: Sequence[str] | None) -> Tensor
     return torch.tensor(class_numbers(texts, classes, lambda row: f"{table.place(row)}, {target}"))
 
 
-def of_file(config: DataConfig, options: TableOptions) -> tuple[Table, Table | None]:
+def of_file(config: DataConfig, options: TableOptions) -> tuple[DataTable, DataTable | None]:
     """data.path: a CSV, TSV, JSON Lines or parquet file, or a folder with train.* and validation.*"""
     if config.path is None:
         raise ConfigError("data=table needs data.path=FILE or a folder with train.* and validation.* files.")
@@ -260,14 +267,14 @@ def of_file(config: DataConfig, options: TableOptions) -> tuple[Table, Table | N
 def of_sklearn(load: str, target: str, **arguments: bool) -> Source:
     """A set that scikit-learn carries, read by its function `load`."""
 
-    def read(config: DataConfig, options: TableOptions) -> tuple[Table, None]:
+    def read(config: DataConfig, options: TableOptions) -> tuple[DataTable, None]:
         refuse_path(config, "comes with scikit-learn")
         import sklearn.datasets
 
         found = getattr(sklearn.datasets, load)(**arguments)
         columns = dict(zip(found["feature_names"], map(Column, found["data"].T.tolist()), strict=True))
         columns |= {target: Column(found["target"].tolist())}
-        return Table(Path(f"sklearn.datasets.{load}"), columns, range(len(found["target"])), "row"), None
+        return DataTable(Path(f"sklearn.datasets.{load}"), columns, range(len(found["target"])), "row"), None
 
     return read
 

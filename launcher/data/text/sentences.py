@@ -25,7 +25,13 @@ from launcher.config.schema import DataConfig
 from launcher.data.libraries import optional
 from launcher.data.options import Cache, filled, options_of
 from launcher.data.split import class_numbers, numbered, parts, refuse_one_class
-from launcher.data.tables.files import MissingColumnsError, Table, read_table, split_files, validation_file
+from launcher.data.tables.files import (
+    DataTable,
+    MissingColumnsError,
+    read_table,
+    split_files,
+    validation_file,
+)
 from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import Batch
 from launcher.data.text.tokenizer import SentenceTokenizer, fitted
@@ -240,17 +246,17 @@ def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if given is None else (given,) if isinstance(given, str) else tuple(given)
 
 
-def _column(table: Table, given: str | Sequence[str]) -> str:
+def _column(table: DataTable, given: str | Sequence[str]) -> str:
     """The one of these names that the table has."""
     return next(name for name in _names(given) if name in table.columns)
 
 
-def _labels(table: Table, options: SentenceOptions) -> list[str]:
+def _labels(table: DataTable, options: SentenceOptions) -> list[str]:
     """The labels as text, those that mean the same as one."""
     return [options.same_labels.get(label, label) for label in table.texts(_column(table, options.label))]
 
 
-def _training_table(file: Path, options: SentenceOptions) -> Table:
+def _training_table(file: Path, options: SentenceOptions) -> DataTable:
     """The table to train on. Raises ConfigError where the config names columns that it lacks."""
     try:
         return read_table(file, options.columns)
@@ -259,7 +265,7 @@ def _training_table(file: Path, options: SentenceOptions) -> Table:
         raise ConfigError(f"{error} {keys} name the columns that are read.") from error
 
 
-def _labelled(table: Table, options: SentenceOptions, left_out: Counter[str]) -> Table:
+def _labelled(table: DataTable, options: SentenceOptions, left_out: Counter[str]) -> DataTable:
     """The rows of the language with a label; those that are `left_out` are counted.
 
     Raises DataError where none is left, and for an empty cell: it is no class.
@@ -284,7 +290,7 @@ def _labelled(table: Table, options: SentenceOptions, left_out: Counter[str]) ->
     return table.select(kept)
 
 
-def _of_language(table: Table, language: str | None) -> Table:
+def _of_language(table: DataTable, language: str | None) -> DataTable:
     """The rows whose column `language` is this one; all of a table without the column."""
     if language is None or LANGUAGE not in table.columns:
         return table
@@ -298,7 +304,7 @@ def _of_language(table: Table, language: str | None) -> Table:
     return table.select(kept)
 
 
-def _sentences(table: Table, options: SentenceOptions) -> list[Any]:
+def _sentences(table: DataTable, options: SentenceOptions) -> list[Any]:
     first = table.texts(_column(table, options.sentence1))
     if options.sentence2 is None:
         return list(first)
@@ -319,7 +325,7 @@ def _rows(
     return {name: torch.from_numpy(values) for name, values in found.items()}, sum(cut)
 
 
-def _numbers(table: Table, options: SentenceOptions, classes: Sequence[str]) -> Tensor:
+def _numbers(table: DataTable, options: SentenceOptions, classes: Sequence[str]) -> Tensor:
     """The labels as int64 [n]. Raises DataError for one that the training part does not have."""
     column = _column(table, options.label)
     advice = " data.unlabelled names those that stand for none, data.same_labels those that mean the same."

@@ -24,7 +24,7 @@ from typing import Any, Protocol, Self
 
 from launcher.config.messages import install_line
 from launcher.errors import PreflightError
-from launcher.sweep.record import Job
+from launcher.sweep.record import SweepJob
 
 
 class NoAnswerError(PreflightError):
@@ -43,10 +43,10 @@ class Change:
 class Carrier(Protocol):
     """Runs jobs. Use it as a context: at its end nothing that it started in this process is left."""
 
-    def has_room(self, job: Job) -> bool:
+    def has_room(self, job: SweepJob) -> bool:
         """Whether this job may be submitted now. The scheduler waits for the first that may not."""
 
-    def submit(self, job: Job, directory: Path) -> None:
+    def submit(self, job: SweepJob, directory: Path) -> None:
         """Start the job in this folder. Set `job.devices`, and `job.handle` where the job outlives us.
 
         A job that comes with a handle was submitted by an earlier process that was killed: follow it where it
@@ -63,13 +63,13 @@ class Carrier(Protocol):
         answer again.
         """
 
-    def stop(self, job: Job, at_once: bool = False) -> None:
+    def stop(self, job: SweepJob, at_once: bool = False) -> None:
         """Ask the job to save and end (SIGTERM), or kill it with all its processes.
 
         Does not wait for the end. Where there is no answer, `poll` asks again.
         """
 
-    def save(self, job: Job) -> None:
+    def save(self, job: SweepJob) -> None:
         """Ask the job to save a checkpoint and continue (SIGUSR1), where a signal can ask for that."""
         return
 

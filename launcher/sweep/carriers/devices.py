@@ -26,14 +26,14 @@ from launcher.run_dir.atomic import open_plain
 from launcher.supervisor.worker_count import visible_gpus
 from launcher.sweep.carriers import Carrier, Change
 from launcher.sweep.progress import LOG
-from launcher.sweep.record import Job
+from launcher.sweep.record import SweepJob
 
 # From one look at the children to the next: at most this long a device is idle. pidfds would need Linux 5.3.
 LOOK_EVERY_S = 0.02
 
 
 @dataclass(frozen=True)
-class Pool:
+class DevicePool:
     """The devices to share out. Without GPUs, `shares` jobs at a time get a share of the cores each."""
 
     gpus: Sequence[str]  # UUIDs
@@ -55,16 +55,16 @@ class Pool:
 class Devices(Carrier):
     """Runs jobs on the devices of a pool. `run` runs the job in a folder and returns its exit code."""
 
-    def __init__(self, pool: Pool, run: Callable[[Path], int], alone: bool) -> None:
+    def __init__(self, pool: DevicePool, run: Callable[[Path], int], alone: bool) -> None:
         self._pool, self._run, self._alone = pool, run, alone
         self._parent = os.getpid()
         self._children: dict[int, int] = {}  # process ids, by number of the job
         self._parts: dict[int, list[int]] = {}  # of the pool: GPUs or shares, likewise
 
-    def has_room(self, job: Job) -> bool:
+    def has_room(self, job: SweepJob) -> bool:
         return self._parts_for(job) is not None
 
-    def submit(self, job: Job, directory: Path) -> None:
+    def submit(self, job: SweepJob, directory: Path) -> None:
         parts = self._parts_for(job)
         assert parts is not None
         self._parts[job.number] = parts
@@ -85,10 +85,10 @@ class Devices(Carrier):
             time.sleep(LOOK_EVERY_S)
         return changes
 
-    def stop(self, job: Job, at_once: bool = False) -> None:
+    def stop(self, job: SweepJob, at_once: bool = False) -> None:
         self._send(job, signal.SIGKILL if at_once else signal.SIGTERM)
 
-    def save(self, job: Job) -> None:
+    def save(self, job: SweepJob) -> None:
         self._send(job, signal.SIGUSR1)
 
     def __exit__(self, *error: object) -> None:
@@ -97,14 +97,14 @@ class Devices(Carrier):
             os.waitpid(child, 0)
         self._children.clear()
 
-    def _send(self, job: Job, number: signal.Signals) -> None:
+    def _send(self, job: SweepJob, number: signal.Signals) -> None:
         os.kill(self._children[job.number], number)  # it is not reaped yet: no other process has its id
 
     @property
     def _num_parts(self) -> int:
         return len(self._pool.gpus) or self._pool.shares or 1
 
-    def _parts_for(self, job: Job) -> list[int] | None:
+    def _parts_for(self, job: SweepJob) -> list[int] | None:
         """The least used GPUs, or a free share of the cores; None where there are too few."""
         if len(self._parts) >= (self._pool.shares or len(self._pool.gpus) * self._pool.per_gpu or 1):
             return None

@@ -25,7 +25,7 @@ from launcher.errors import PreflightError, first_line
 from launcher.process.lifetime import ENDS_WITH_STARTER
 from launcher.sweep.carriers import Carrier, Change, command_of, imported
 from launcher.sweep.progress import LOG
-from launcher.sweep.record import Job
+from launcher.sweep.record import SweepJob
 
 CONNECT_S = 10.0  # to a cluster in the same network
 HEAD_S = 30.0  # without Ray's head; after 60 s Ray ends this process, without a word on how to continue
@@ -73,7 +73,7 @@ class Runner:
 class Running:
     """A job that was submitted. `waited` is Ray's reference to what comes next: its start, then its end."""
 
-    job: Job
+    job: SweepJob
     directory: Path
     new_actor: Callable[[], object]
     actor: Any = None
@@ -93,12 +93,12 @@ class RayCarrier(Carrier):
         host, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
         self._head, self._head_seen_s = (host, int(port)), time.monotonic()
 
-    def has_room(self, job: Job) -> bool:
+    def has_room(self, job: SweepJob) -> bool:
         if self._sweep.parallel != "auto":
             return len(self._running) < self._sweep.parallel
         return sum(not each.has_started for each in self._running.values()) < QUEUED
 
-    def submit(self, job: Job, directory: Path) -> None:
+    def submit(self, job: SweepJob, directory: Path) -> None:
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         kind = "GPU" if any(has.get("GPU") for has in nodes) else "CPU"
         shared = kind == "GPU" and job.nproc == 1
@@ -165,7 +165,7 @@ class RayCarrier(Carrier):
             each.waited = each.actor.wait.remote()
             yield Change(each.job.number)
 
-    def stop(self, job: Job, at_once: bool = False) -> None:
+    def stop(self, job: SweepJob, at_once: bool = False) -> None:
         each = self._running[job.number]
         each.stopped = True
         if each.has_started:
@@ -173,7 +173,7 @@ class RayCarrier(Carrier):
         else:
             self._ray.kill(each.actor)
 
-    def save(self, job: Job) -> None:
+    def save(self, job: SweepJob) -> None:
         each = self._running[job.number]
         if each.has_started:
             each.actor.send.remote(signal.SIGUSR1)

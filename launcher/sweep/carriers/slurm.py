@@ -25,7 +25,7 @@ from launcher.run_dir.atomic import read_json
 from launcher.run_dir.status import FILE_NAME
 from launcher.sweep.carriers import Carrier, Change, NoAnswerError, command_of, imported
 from launcher.sweep.progress import LOG
-from launcher.sweep.record import Job
+from launcher.sweep.record import SweepJob
 
 FOLDER = "slurm"  # in the sweep's: the batch scripts, and what they print
 EVERY_S = 3.0  # between two calls of squeue, which share one daemon with the whole cluster
@@ -39,7 +39,7 @@ WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED")
 
 @dataclass
 class Submitted:
-    job: Job
+    job: SweepJob
     directory: Path
     id: str = ""  # none until sbatch has accepted it
     since: float = 0.0  # in unix seconds: what it wrote before is of an earlier attempt
@@ -69,12 +69,12 @@ class SlurmCarrier(Carrier):
         self._silence: NoAnswerError | None = None  # why the latest squeue failed, if it has
         self._next_s = 0.0
 
-    def has_room(self, job: Job) -> bool:
+    def has_room(self, job: SweepJob) -> bool:
         if self._parallel != "auto":
             return len(self._jobs) < self._parallel
         return sum(not each.runs for each in self._jobs.values()) < QUEUED
 
-    def submit(self, job: Job, directory: Path) -> None:
+    def submit(self, job: SweepJob, directory: Path) -> None:
         self._jobs[job.number] = each = Submitted(job, directory)
         self._submit(each)
 
@@ -155,7 +155,7 @@ class SlurmCarrier(Carrier):
             log = each.directory.parent / FOLDER / f"{each.id}_0_log.out"  # of the batch script
             yield Change(each.job.number, 1, f"Slurm's job {each.id} ended without a result; see also {log}")
 
-    def stop(self, job: Job, at_once: bool = False) -> None:
+    def stop(self, job: SweepJob, at_once: bool = False) -> None:
         each = self._jobs[job.number]
         each.stopped = True
         if each.id:

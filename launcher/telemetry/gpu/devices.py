@@ -15,7 +15,7 @@ MAX_SLICES = 8  # MIG slices of one GPU: at most 7 today
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankDevice:
     """What NVML needs to know of a rank."""
 
     number: int
@@ -30,14 +30,14 @@ class Gpu:
     index: int  # NVML's, as nvidia-smi shows it
     uuid: str
     handle: object
-    ranks: tuple[Rank, ...] = ()
+    ranks: tuple[RankDevice, ...] = ()
     is_sliced: bool = False  # used through MIG: other slices' processes are none of the run's business
 
 
 Named = tuple[str, Gpu]  # the UUID by which CUDA knows a GPU or a slice of it, and the whole GPU
 
 
-def gpus_of(nvml: ModuleType, ranks: Sequence[Rank], environ: Mapping[str, str]) -> list[Gpu]:
+def gpus_of(nvml: ModuleType, ranks: Sequence[RankDevice], environ: Mapping[str, str]) -> list[Gpu]:
     """The GPUs of those ranks that run on this node, in rank order.
 
     If no rank uses a GPU: those that CUDA_VISIBLE_DEVICES shows. A slice (MIG) counts as its GPU, because
@@ -78,7 +78,7 @@ def _bare(uuid: str) -> str:
     return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
 
 
-def _grouped(found: Iterable[tuple[Gpu, tuple[Rank, ...]]]) -> list[Gpu]:
+def _grouped(found: Iterable[tuple[Gpu, tuple[RankDevice, ...]]]) -> list[Gpu]:
     """One `Gpu` for each physical GPU, in the order in which they are first named."""
     groups: dict[str, Gpu] = {}
     for gpu, ranks in found:

@@ -38,7 +38,7 @@ def last(timed: Timed) -> float:
 
 
 @dataclass(frozen=True)
-class Call:
+class NvmlCall:
     """A call of NVML: `nvmlDeviceGet<function>(gpu, NVML_<constant>...)`."""
 
     function: str
@@ -48,31 +48,31 @@ class Call:
 
 
 MOMENTARY = {
-    "utilisation_percent": Call("UtilizationRates", value=attrgetter("gpu"), over=mean),
-    "memory_bytes": Call("MemoryInfo", value=attrgetter("used"), over=largest),
-    "power_w": Call("PowerUsage", value=lambda mw: mw / 1e3, over=mean),
-    "temperature_c": Call("Temperature", ("TEMPERATURE_GPU",), over=largest),
-    "sm_clock_mhz": Call("ClockInfo", ("CLOCK_SM",), over=mean),
-    "memory_clock_mhz": Call("ClockInfo", ("CLOCK_MEM",), over=mean),
-    "pcie_gen": Call("CurrPcieLinkGeneration"),
-    "pcie_width": Call("CurrPcieLinkWidth"),
-    "reasons": Call("CurrentClocksEventReasons"),
+    "utilisation_percent": NvmlCall("UtilizationRates", value=attrgetter("gpu"), over=mean),
+    "memory_bytes": NvmlCall("MemoryInfo", value=attrgetter("used"), over=largest),
+    "power_w": NvmlCall("PowerUsage", value=lambda mw: mw / 1e3, over=mean),
+    "temperature_c": NvmlCall("Temperature", ("TEMPERATURE_GPU",), over=largest),
+    "sm_clock_mhz": NvmlCall("ClockInfo", ("CLOCK_SM",), over=mean),
+    "memory_clock_mhz": NvmlCall("ClockInfo", ("CLOCK_MEM",), over=mean),
+    "pcie_gen": NvmlCall("CurrPcieLinkGeneration"),
+    "pcie_width": NvmlCall("CurrPcieLinkWidth"),
+    "reasons": NvmlCall("CurrentClocksEventReasons"),
 }
 LIMITS = {  # the most that the GPU in this slot can have
-    "pcie_gen": Call("MaxPcieLinkGeneration"),
-    "pcie_width": Call("MaxPcieLinkWidth"),
+    "pcie_gen": NvmlCall("MaxPcieLinkGeneration"),
+    "pcie_width": NvmlCall("MaxPcieLinkWidth"),
 }
 COUNTERS = {
-    "energy_j": Call("TotalEnergyConsumption", value=lambda mj: mj / 1e3),
-    "ecc_errors": Call("TotalEccErrors", ("MEMORY_ERROR_TYPE_UNCORRECTED", "VOLATILE_ECC")),
-    "remapped_rows": Call("RemappedRows", value=lambda rows: sum(rows[:2])),  # corrected, uncorrected
+    "energy_j": NvmlCall("TotalEnergyConsumption", value=lambda mj: mj / 1e3),
+    "ecc_errors": NvmlCall("TotalEccErrors", ("MEMORY_ERROR_TYPE_UNCORRECTED", "VOLATILE_ECC")),
+    "remapped_rows": NvmlCall("RemappedRows", value=lambda rows: sum(rows[:2])),  # corrected, uncorrected
 }
 RATES = {  # for GPUs without byte counters; NVML takes 20 ms for each, and gives KB per second
-    "pcie_tx_bytes_per_s": Call("PcieThroughput", ("PCIE_UTIL_TX_BYTES",), lambda kb: kb * 1e3),
-    "pcie_rx_bytes_per_s": Call("PcieThroughput", ("PCIE_UTIL_RX_BYTES",), lambda kb: kb * 1e3),
+    "pcie_tx_bytes_per_s": NvmlCall("PcieThroughput", ("PCIE_UTIL_TX_BYTES",), lambda kb: kb * 1e3),
+    "pcie_rx_bytes_per_s": NvmlCall("PcieThroughput", ("PCIE_UTIL_RX_BYTES",), lambda kb: kb * 1e3),
 }
-PROCESSES = Call("ComputeRunningProcesses")
-FIELD_VALUES = Call("FieldValues")
+PROCESSES = NvmlCall("ComputeRunningProcesses")
+FIELD_VALUES = NvmlCall("FieldValues")
 # Counters that FIELD_VALUES reads together: NVML_FI_DEV_<field>, and the factor to the unit of the name. NVML
 # counts times in ns, data of NVLink in KiB, of PCIe in bytes.
 FIELDS = {
@@ -102,13 +102,13 @@ class GpuLostError(Exception):
     """The GPU has fallen off the bus, or must be reset."""
 
 
-class Reader:
+class NvmlReader:
     """Reads one GPU. Not for use by several threads."""
 
     def __init__(self, nvml: ModuleType, handle: object) -> None:
         self._nvml = nvml
         self._handle = handle
-        self._unsupported: set[Call] = set()
+        self._unsupported: set[NvmlCall] = set()
         numbers = {name: getattr(nvml, f"NVML_FI_DEV_{field}", None) for name, (field, _) in FIELDS.items()}
         self._fields = {
             name: (number, ALL_LINKS) if name.startswith("nvlink") else number
@@ -135,7 +135,7 @@ class Reader:
         found = self._ask(PROCESSES)
         return None if found is None else [process.pid for process in found]
 
-    def read(self, calls: Mapping[str, Call]) -> Values:
+    def read(self, calls: Mapping[str, NvmlCall]) -> Values:
         """The values of one of the tables."""
         answers = {name: self._ask(call) for name, call in calls.items()}
         return {name: calls[name].value(answer) for name, answer in answers.items() if answer is not None}
@@ -153,7 +153,7 @@ class Reader:
                 del self._fields[name]
         return found
 
-    def _ask(self, call: Call, *arguments: object) -> Any:
+    def _ask(self, call: NvmlCall, *arguments: object) -> Any:
         """NVML's answer; None where it has none. Raises GpuLostError."""
         if call in self._unsupported:
             return None

@@ -23,8 +23,8 @@ from launcher.run_dir.records import LOGS, METRICS
 from launcher.telemetry.event_log import EventLog, recorded
 from launcher.telemetry.events import Event, GpuEvent, GpuNumbers, StepEvent, WarningEvent
 from launcher.telemetry.gpu.conditions import Conditions, name, other_processes
-from launcher.telemetry.gpu.devices import Gpu, Rank, gpus_of
-from launcher.telemetry.gpu.readings import RATES, GpuLostError, Reader
+from launcher.telemetry.gpu.devices import Gpu, RankDevice, gpus_of
+from launcher.telemetry.gpu.readings import RATES, GpuLostError, NvmlReader
 from launcher.telemetry.gpu.window import Window
 from launcher.telemetry.stream import Record, Sink, Telemetry
 
@@ -56,7 +56,7 @@ class _Lane:
 
     def __init__(self, nvml: ModuleType, gpu: Gpu) -> None:
         self.gpu = gpu
-        self.reader = Reader(nvml, gpu.handle)
+        self.reader = NvmlReader(nvml, gpu.handle)
         self._window = Window(self.reader.counters(), time.monotonic())
 
     def sample(self) -> bool:
@@ -84,7 +84,7 @@ class GpuSampler(Sink):
     def __init__(
         self,
         telemetry: Telemetry,
-        ranks: Sequence[Rank],
+        ranks: Sequence[RankDevice],
         *,
         required: bool = False,
         energy_before_j: float = 0.0,
@@ -250,7 +250,7 @@ def measure_gpus(
             before_j = energy_before_j(run_dir / METRICS)
         else:
             telemetry.add(NodeLog(run_dir, env.rank))
-    ranks = [Rank(number, peer.gpu, peer.pid) for number, peer in enumerate(peers)]
+    ranks = [RankDevice(number, peer.gpu, peer.pid) for number, peer in enumerate(peers)]
     sampler = GpuSampler(telemetry, ranks, required=nvml is True, energy_before_j=before_j)
     telemetry.add(sampler)
     return sampler

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from launcher.checkpoint.async_writer import Due, Report, Writer
+from launcher.checkpoint.async_writer import Due, Writer, WriteReport
 from launcher.checkpoint.snapshot import Compared, Staged
 from launcher.config.messages import directory_override
 from launcher.distributed.collectives import exchange_texts
@@ -155,7 +155,7 @@ class Checkpoints:
         """The leader's text on all ranks: only the leader writes files. A collective."""
         return exchange_texts(self.run.env, text)[0]
 
-    def _report(self, report: Report | None) -> None:
+    def _report(self, report: WriteReport | None) -> None:
         if report is None:
             return
         if report.path is not None:

@@ -22,7 +22,7 @@ from launcher.training.progress import Course, Measured, Position
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedMetric:
     """The best value, and how many evaluations were no better since then."""
 
     best: Compared
@@ -44,7 +44,7 @@ class EarlyStopping:
         self._compare_by = compare_by
         self._course = course
         self._telemetry = telemetry
-        self._watched: Watched | None = None  # None before the first evaluation
+        self._watched: WatchedMetric | None = None  # None before the first evaluation
 
     def check_evaluations(self, evaluations: Mapping[str, Evaluation]) -> None:
         refuse_none("early_stopping.patience", self._patience, evaluations)
@@ -69,20 +69,20 @@ class EarlyStopping:
             )
             self._telemetry.decision("early stopping", f"after step {step}: {self.ends}")
 
-    def _counted(self, watched: Watched | None, found: Compared, step: int) -> Watched:
+    def _counted(self, watched: WatchedMetric | None, found: Compared, step: int) -> WatchedMetric:
         """A value that is not a number improves nothing."""
         if watched is None or not watched.best.is_like(found) or math.isnan(watched.best.value):
-            return Watched(found, step, 0, step)
+            return WatchedMetric(found, step, 0, step)
         if found.cost < watched.best.cost - self._config.min_delta:
-            return Watched(found, step, 0, step)
-        return Watched(watched.best, watched.best_step, watched.waited + 1, step)
+            return WatchedMetric(found, step, 0, step)
+        return WatchedMetric(watched.best, watched.best_step, watched.waited + 1, step)
 
     def state(self) -> dict[str, object]:
         return {"watched": None if self._watched is None else asdict(self._watched)}
 
     def load_state(self, values: dict[str, Any]) -> None:
         if (saved := values["watched"]) is not None:
-            self._watched = Watched(**{**saved, "best": Compared(**saved["best"])})
+            self._watched = WatchedMetric(**{**saved, "best": Compared(**saved["best"])})
             if self._watched.waited >= self._patience:
                 self.ends = "it had ended when it was saved"
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from launcher.data.epochs import EVALUATION
 from launcher.data.images.photograph_set import PhotographSet
 from launcher.data.indexed import IndexedData
-from launcher.data.reader import Fetched, Request
+from launcher.data.reader import BatchRequest, Fetched
 from launcher.data.sources import Readable, set_title
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData
@@ -96,7 +96,7 @@ def fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, Readab
             count = min(READ, len(data))
             # The first, the last, and some between them.
             for index in (each * (len(data) - 1) // max(count - 1, 1) for each in range(count)):
-                fetched = data.fetch(Request(EVALUATION, index, (index,)))
+                fetched = data.fetch(BatchRequest(EVALUATION, index, (index,)))
                 known[f"{name} sample {index}"] = batch_digest(fetched)
     return known
 
@@ -105,7 +105,7 @@ def warn_unless_repeatable(data: IndexedData) -> None:
     """Warn of a data set whose first sample is another when it is read again with the same seed."""
     if not len(data):
         return
-    first, again = (data.fetch(Request(EVALUATION, 0, (0,))).batch or {} for _ in range(2))
+    first, again = (data.fetch(BatchRequest(EVALUATION, 0, (0,))).batch or {} for _ in range(2))
     odd = [name for name in first if name not in again or _bits(first[name]) != _bits(again[name])]
     if odd:
         warnings.warn(

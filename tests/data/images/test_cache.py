@@ -15,7 +15,7 @@ from launcher.data.images.cache import open_cache
 from launcher.data.images.catalog import load_images
 from launcher.data.indexed import IndexedData, LoadedBatches
 from launcher.data.loader import Loading, loader_processes
-from launcher.data.reader import Request
+from launcher.data.reader import BatchRequest
 from launcher.errors import DataWarning
 from tests.data.images.photographs import corners, data_config, encoded, num_stored, write_classes
 
@@ -242,7 +242,7 @@ def test_batches_of_images_of_which_some_could_not_be_stored(tmp_path):
 def test_loader_processes_hand_over_numbers_and_no_pixels(tmp_path):
     images = load_images(data_config(path=write_classes(tmp_path / "set"), cache=str(tmp_path / "cache")))
     data = IndexedData(images.train, None, Loading(0, torch.device("cpu"), seed=0), "training")
-    request = Request(0, 0, (0, 1))
+    request = BatchRequest(0, 0, (0, 1))
     fetched = data.fetch(request)
     assert set(fetched.batch) == {"stored", "label", "region"}
     assert set(data.usable(fetched, request)) == {"image", "label", "region"}
@@ -251,7 +251,7 @@ def test_loader_processes_hand_over_numbers_and_no_pixels(tmp_path):
 def test_a_collate_of_ones_own_gets_pixels(tmp_path):
     images = load_images(data_config(path=write_classes(tmp_path / "set"), cache=str(tmp_path / "cache")))
     data = IndexedData(images.train, default_collate, Loading(0, torch.device("cpu"), seed=0), "training")
-    assert set(data.fetch(Request(0, 0, (0, 1))).batch) == {"image", "label", "region"}
+    assert set(data.fetch(BatchRequest(0, 0, (0, 1))).batch) == {"image", "label", "region"}
 
 
 def test_what_is_written_into_a_sample_is_in_no_later_one(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 from launcher.config.resolve import Request, compose_jobs
 from launcher.config.schema import RunConfig
 from launcher.sweep.carriers import Carrier, Change
-from launcher.sweep.record import Job, write_job
+from launcher.sweep.record import SweepJob, write_job
 from tests.faults.parent import WORDS, write_recipe
 from tests.limits import at_most
 
@@ -26,7 +26,7 @@ ENDLESS = "time.sleep(0.02)"  # with so many epochs
 
 def jobs_in(
     directory: Path, count: int, in_step: str = WAIT, nproc: int = 1, epochs: int = 5
-) -> list[tuple[Job, Path]]:
+) -> list[tuple[SweepJob, Path]]:
     """Folders in `directory`. The jobs wait after the fourth step until the file `go` is there."""
     write_recipe(directory, in_step.replace("{go}", str(directory / "go")))
     found = []
@@ -43,7 +43,7 @@ def jobs_in(
         place = directory / f"{number}_seed={number}"
         place.mkdir()
         write_job(replace(config, run=RunConfig(str(place))), lines)
-        found.append((Job(number, place.name, lines, nproc=nproc), place))
+        found.append((SweepJob(number, place.name, lines, nproc=nproc), place))
     return found
 
 
@@ -73,7 +73,7 @@ def codes(changes: Sequence[Change]) -> dict[int, int]:
     return dict(exits)
 
 
-def have_saved(jobs: Sequence[tuple[Job, Path]]) -> bool:
+def have_saved(jobs: Sequence[tuple[SweepJob, Path]]) -> bool:
     return all(any((place / "checkpoints").glob("step-*")) for _, place in jobs)
 
 
@@ -87,7 +87,7 @@ def processes_of(place: Path) -> list[int]:
     return found
 
 
-def assert_gone(jobs: Sequence[tuple[Job, Path]]) -> None:
+def assert_gone(jobs: Sequence[tuple[SweepJob, Path]]) -> None:
     """Fail if a process of these jobs is left; the kernel may take a moment to end them."""
     deadline = time.monotonic() + at_most(10)
     while left := [pid for _, place in jobs for pid in processes_of(place)]:

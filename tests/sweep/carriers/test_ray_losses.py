@@ -12,7 +12,7 @@ import pytest
 
 from launcher.sweep.carriers import Change
 from launcher.sweep.carriers.ray import LOSSES, RayCarrier
-from launcher.sweep.record import Job
+from launcher.sweep.record import SweepJob
 from tests.configs import composed
 
 
@@ -86,7 +86,7 @@ def test_only_a_lost_actor_is_replaced(tmp_path: Path, monkeypatch, answers, pla
     ray = Ray(*answers)
     monkeypatch.setattr("launcher.sweep.carriers.ray.connected", lambda: ray)
     with RayCarrier(composed().sweep) as carrier:
-        carrier.submit(Job(0, "0", ()), tmp_path)
+        carrier.submit(SweepJob(0, "0", ()), tmp_path)
         exits = [each.exit for each in changes(carrier) if each.exit is not None]
     assert (exits, ray.placed) == ([code], placed)
 
@@ -95,7 +95,7 @@ def test_a_job_that_was_asked_to_stop_is_not_started_again(tmp_path: Path, monke
     ray = Ray(STARTED, LOST, STARTED, 0)
     monkeypatch.setattr("launcher.sweep.carriers.ray.connected", lambda: ray)
     with RayCarrier(composed().sweep) as carrier:
-        job = Job(0, "0", ())
+        job = SweepJob(0, "0", ())
         carrier.submit(job, tmp_path)
         assert [each.exit for each in carrier.poll(0.0)] == [None]
         carrier.stop(job)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from launcher.telemetry.events import Event, record_of
-from launcher.telemetry.gpu import GpuSampler, Rank
+from launcher.telemetry.gpu import GpuSampler, RankDevice
 from launcher.telemetry.gpu import sampler as sampler_module
 from launcher.telemetry.stream import Sink, Telemetry
 from tests.telemetry.made import made
@@ -123,7 +123,7 @@ def sampled(
     kept = Kept()
     telemetry = Telemetry([kept])
     pid = os.getpid() if own_pids else 999999
-    ranks = [Rank(number, uuid, pid) for number, uuid in enumerate(uuids)]
+    ranks = [RankDevice(number, uuid, pid) for number, uuid in enumerate(uuids)]
     sampler = GpuSampler(
         telemetry, ranks, required=required, energy_before_j=1000.0, sample_s=0.01, window_s=0.06
     )
