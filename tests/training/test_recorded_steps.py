@@ -11,7 +11,6 @@ from typing import Any, cast
 import numpy
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import launcher.engine.recorder as recorder
@@ -23,7 +22,7 @@ from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine import SGD, Policy, Scaling, Stepper, TorchOptimizer
 from launcher.errors import ConfigError
-from launcher.recipe import Loss
+from launcher.recipe import Loss, cross_entropy
 from launcher.telemetry import Telemetry
 from launcher.training.answers import Answers, SinceEvaluation
 from launcher.training.parts.relief import Relief
@@ -53,9 +52,7 @@ def noisy(batch: Batch, noise: Tensor) -> Batch:
 
 
 def loss_of_x(network: nn.Module, batch: Batch) -> Loss:
-    """Not `cross_entropy`, which reads a value of labels on a CPU: here the CPU stands for a GPU."""
-    logits = network(batch["x"]).float()
-    return Loss(F.cross_entropy(logits, batch["label"], reduction="sum"), len(logits), logits.detach())
+    return cross_entropy(network, batch, inputs="x")
 
 
 class Told(Telemetry):
