@@ -92,6 +92,8 @@ def run(part: Part, limit_s: float, folder: Path) -> Outcome:
     command = [sys.executable, *(word.replace("{json}", str(file)) for word in part.command)]
     began = time.monotonic()
     with open(folder / "output", "w+", encoding="utf-8", errors="replace") as output:
+        ended: list[int] = []  # a SIGTERM before the `try` would leave the part behind: it waits until there
+        before = signal.signal(signal.SIGTERM, lambda number, frame: ended.append(number))
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -101,6 +103,9 @@ def run(part: Part, limit_s: float, folder: Path) -> Outcome:
             start_new_session=True,
         )
         try:
+            signal.signal(signal.SIGTERM, before)
+            if ended:
+                signal.raise_signal(signal.SIGTERM)
             exit_code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             exit_code = None

@@ -62,13 +62,23 @@ def wait_until_gone(pid: int) -> None:
             time.sleep(0.02)
 
 
-def test_a_session_that_is_ended_ends_its_part(tmp_path) -> None:
-    """Its parts are sessions of their own, so that no signal reaches them but through it."""
+@pytest.mark.parametrize("starting_s", [0, 1])
+def test_a_session_that_is_ended_ends_its_part(starting_s, tmp_path) -> None:
+    """Its parts are sessions of their own, so that no signal reaches them but through it.
+
+    Also while it waits for a part to start, which may already print.
+    """
     code = f"""
-import sys
+import subprocess, sys, time
 from pathlib import Path
 from scripts.bench import gpu_session
 sleeps = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+start = subprocess.Popen
+def slow(*words, **more):
+    started = start(*words, **more)
+    time.sleep({starting_s})
+    return started
+subprocess.Popen = slow
 part = gpu_session.Part("sleeps", ("-c", sleeps), 50)
 gpu_session.parts = lambda arguments: [part]
 gpu_session.tempfile.tempdir = {str(tmp_path)!r}
