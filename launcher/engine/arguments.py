@@ -99,6 +99,12 @@ def group_of(group: object) -> dist.ProcessGroup | None:
 def _refuse_model(model: nn.Module) -> None:
     """Raise UnusableError for tensors that flat memory cannot hold, or that autograd can never record."""
     kind = type(model).__name__
+    if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules()):
+        raise UnusableError(
+            f"the {kind} is or has a DistributedDataParallel, which averages gradients that the Stepper then "
+            "takes for those of one rank. A Stepper exchanges gradients itself: give it the module inside, "
+            "wrapped.module, and do not wrap that afterwards."
+        )
     tensors = [*named_parameters(model).items(), *named_buffers(model).items()]
     if lazy := [name for name, value in tensors if is_lazy(value)]:
         raise UnusableError(

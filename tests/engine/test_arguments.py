@@ -8,6 +8,7 @@ from torch import nn
 
 from launcher.engine import SGD, Policy, Scaling, Stepper, UnusableError, Wire
 from tests.engine.observe import train
+from tests.meta_device import fake_group
 from tests.models import features, loss_sum, mlp
 
 REFUSED = {
@@ -131,3 +132,12 @@ def test_a_loss_without_values_is_refused() -> None:
     x, _ = features(4, 0)
     with pytest.raises(UnusableError, match="the loss is on the device meta, which holds no values"):
         stepper.backward(model(x).sum().to("meta"), 4)
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["itself", "within another module"])
+def test_a_model_that_exchanges_gradients_itself_is_refused(within) -> None:
+    """It trained other weights without a word: its means were taken for the gradients of one rank."""
+    with fake_group(2):
+        wrapped = nn.parallel.DistributedDataParallel(mlp())
+        with pytest.raises(UnusableError, match=r"DistributedDataParallel.*wrapped\.module"):
+            Stepper(nn.Sequential(wrapped) if within else wrapped, SGD(0.1), Policy.fp32())
