@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import nn
 
 import launcher.engine.works as works
-from launcher.engine.errors import UnusableError, listed
+from launcher.engine.errors import EngineWarning, UnusableError, listed
 from launcher.engine.flat.layout import Layout
 from launcher.engine.flat.names import named_parameters
-from launcher.engine.wire.reducer import Reducer, is_lent
+from launcher.engine.wire.reducer import Reducer, is_lent, trained_parameters
 from launcher.engine.wire.shards import Shards
 
 LISTED, SHOWN = 3, 5  # changes and parameters named in a message; more would bury the rest
@@ -132,6 +132,8 @@ class InPlaceChanges:
         self._trained = list(layout.parameters.values())
         self._watched = shards.rounded()
         self._parameters = [layout.parameters[slot.name] for _, slot in self._watched]
+        frozen = named_parameters(model).items()
+        self._frozen = {name: (p, p._version) for name, p in frozen if not p.requires_grad}
         self._warned = False
         self.forget()
 
@@ -160,6 +162,7 @@ class InPlaceChanges:
                 smallest = weight.abs()
                 works.all_reduce(smallest, self._group, dist.ReduceOp.MIN)
                 weight.copy_(torch.copysign(smallest, weight))
+        self._warn_of_frozen()
         updates = self._updates
         if [p._version - updates for p in self._parameters] == self._versions:
             return
@@ -176,6 +179,27 @@ class InPlaceChanges:
                 "masters now hold these rounded values. That is fine for clamping or initialising. To keep "
                 "the fp32 values of a state, load it before building the Stepper, or with Stepper.load().",
                 stacklevel=3,
+            )
+
+    def _warn_of_frozen(self) -> None:
+        """Warn once of frozen parameters that have been written, as those of a teacher in the forward pass.
+
+        Nothing restores or compares them, and half weights keep no fp32 copy of them.
+        """
+        written = [name for name, (p, version) in self._frozen.items() if p._version != version]
+        if not written:
+            return
+        elsewhere = trained_parameters()  # by a Stepper of another part, which this one must not judge
+        written = [name for name in written if id(self._frozen[name][0]) not in elsewhere]
+        self._frozen = {} if written else {n: (p, p._version) for n, (p, _) in self._frozen.items()}
+        if written:
+            warnings.warn(
+                f"{listed(written, SHOWN)}: frozen parameters were written in place. A skipped step does not "
+                "undo that, ranks that write different values are not noticed, and half weights round small "
+                "changes away. For an average of the weights use WeightAverage (average.decay). Write others "
+                "after a step, alike on all ranks, under a policy with fp32 weights.",
+                EngineWarning,
+                stacklevel=4,
             )
 
     def refuse_unseen(self) -> None:

@@ -433,3 +433,8 @@ def is_lent(model: nn.Module) -> bool:
     own = set(map(id, model.parameters()))
     lent = (older._layout.parameters.values() for older in _LIVING if older.lent)
     return any(id(parameter) in own for parameters in lent for parameter in parameters)
+
+
+def trained_parameters() -> set[int]:
+    """The ids of all parameters that a living Stepper trains."""
+    return {id(p) for each in _LIVING for p in each._layout.parameters.values()}
