@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from launcher.checkpoint.tensors import Written
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import open_plain, read_regular
 
 FORMAT = 2
@@ -34,17 +34,27 @@ def step_name(step: int) -> str:
 def verify(path: Path) -> list[str]:
     """All damage of a checkpoint, as messages; empty where every byte is as it was written.
 
-    Raises ConfigError for the format of a newer version, which is not damage.
+    Raises ConfigError for the format of a newer version, and StorageError for files that this user may not
+    read: neither is damage.
     """
     if path.is_symlink() or not path.is_dir():
         return [f"{path.name} is {'a symbolic link' if path.is_symlink() else 'not a directory'}"]
     try:
         files = read_manifest(path)
+    except PermissionError as error:
+        raise _not_allowed(path, error) from error
     except (OSError, ValueError) as error:
         return [f"{MANIFEST} cannot be read: {error}"]
     with ThreadPoolExecutor(len(files), thread_name_prefix="verify") as threads:  # hashing takes no lock
         found = threads.map(lambda name: _problems_of(path / name, files[name]), files)
         return [problem for problems in found for problem in problems]
+
+
+def _not_allowed(path: Path, error: PermissionError) -> StorageError:
+    what = f"the checkpoint {path} cannot be read: {error.strerror}"
+    return StorageError(
+        f"{what}. Give this user the right to read its files, or start as the user who has it."
+    )
 
 
 def looks_whole(path: Path) -> bool:
@@ -105,6 +115,8 @@ def _problems_of(file: Path, entry: Written) -> list[str]:
                 return [f"{file.name} has been changed: its SHA-256 differs from the manifest's"]
     except FileNotFoundError:
         return [f"{file.name} is missing"]
+    except PermissionError as error:
+        raise _not_allowed(file.parent, error) from error
     except (OSError, ValueError) as error:
         return [f"{file.name} cannot be read: {error}"]
     return []

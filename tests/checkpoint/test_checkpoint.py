@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 from torch import nn
 
+from launcher.checkpoint import manifest
 from launcher.checkpoint.async_writer import Due, Writer
 from launcher.checkpoint.catalog import best_intact, newest_intact, resume, retain
 from launcher.checkpoint.format import load, publish
@@ -32,6 +33,8 @@ from launcher.checkpoint.tensors import Pace, write_tensors
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
 from launcher.errors import ConfigError, LauncherError, StorageError
+from launcher.run_dir import atomic
+from launcher.run_dir.atomic import open_plain
 from launcher.training.replicas import weights_sha256
 from tests.configs import composed
 from tests.engine.observe import state_digest, train
@@ -818,3 +821,22 @@ def test_nothing_can_unpickle(folder: Path) -> None:
     assert files
     found = {file: unpicklers(file.read_text()) - EXCEPTION.get(file, set()) for file in files}
     assert {str(file): names for file, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize("name", [MANIFEST, WEIGHTS])
+def test_what_this_user_may_not_read_is_not_called_damaged(tmp_path: Path, monkeypatch, name) -> None:
+    """It was set aside, and the run started again from its first step."""
+    publish_steps(tmp_path, 1, 2)
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    def refuse(path: Path, *more: int) -> int:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return open_plain(path, *more)
+
+    for module in (manifest, atomic):
+        monkeypatch.setattr(module, "open_plain", refuse)
+    with pytest.raises(StorageError, match="step-00000002 cannot be read: Permission denied") as raised:
+        newest_intact(tmp_path)
+    assert raised.value.exit_code == 8
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
