@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
     """Rank 0, or the only process: run the command, then dismiss the other ranks with the same code."""
-    leader = Leader(launch, run_node if launch.is_node else run_worker, arguments=without_rank(argv))
+    patience = HandoffTimeouts(first_job_s=init_timeout_s(argv))
+    leader = Leader(launch, run_node if launch.is_node else run_worker, patience, without_rank(argv))
     exit_code, reason = 1, "rank 0 ended unexpectedly"
     try:
         exit_code, reason = run_command(parse(with_typed_values(argv, os.environ)), leader), ""
@@ -89,7 +90,7 @@ def without_rank(argv: Sequence[str]) -> list[str]:
 
 
 def init_timeout_s(argv: Sequence[str]) -> float:
-    """launch.init_timeout_s as given here: rank 0, which has composed the config, may never come."""
+    """launch.init_timeout_s as given here: the ranks meet before there is a config, or never do."""
     with suppress(ValueError):
         return float(given(argv, "init_timeout_s"))
     return HandoffTimeouts.first_job_s

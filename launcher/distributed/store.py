@@ -57,9 +57,9 @@ def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
             store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
         else:
             hosts = launch.rank == 0
-            if not hosts:
-                _wait_for_listener(address, port, timeout_s)
             listening = _listening(port) if hosts else None
+            # The host, too: of a name that nobody knows torch's client writes a page of C++ frames.
+            _wait_for_listener(address, port, timeout_s)
             store = dist.TCPStore(
                 address, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listening
             )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,7 @@ from launcher.distributed.env import LaunchEnv
 from launcher.distributed.machines import node_of, refuse_alone
 from launcher.errors import ConfigError, LauncherError
 from tests.configs import composed
+from tests.limits import at_most
 
 TWO = ("launch.nnodes=2", "launch.rdzv_endpoint=10.0.0.1:29500")
 STEP = {
@@ -159,3 +163,19 @@ def test_a_host_that_would_train_alone_by_mistake_is_refused(wish, launch, envir
 )
 def test_a_host_that_is_alone_on_purpose_trains(wish, launch, environ) -> None:
     refuse_alone(limits(nnodes=wish), launch, environ)
+
+
+def test_node_0_waits_for_a_name_that_nobody_knows_no_longer_than_for_the_others(tmp_path) -> None:
+    """It waited for five minutes and more, whatever launch.init_timeout_s said."""
+    nodes = ("launch.nnodes=2", "launch.node_rank=0", "launch.rdzv_endpoint=nohost.invalid:29521")
+    words = ("recipe=cnn", "data=digits", f"run.dir={tmp_path / 'run'}", "launch.init_timeout_s=1", *nodes)
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher", *words],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=at_most(60),
+    )
+    assert done.returncode == 6, done.stderr
+    assert "within 1 s" in done.stderr
+    assert "launch.rdzv_endpoint=nohost.invalid:29521" in done.stderr
