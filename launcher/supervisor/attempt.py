@@ -66,7 +66,7 @@ class Generation:
         self.end_within(self._limits.grace_s if end in (ASKED, HANGING) else self._settle_s(SETTLE_S))
 
     def poll(self) -> GenerationReport | None:
-        """The report once the workers have ended or been killed; None while they run."""
+        """The report once the workers have ended, been killed, or stopped as hanging; None while they run."""
         if self._report is None:
             self._report = self._polled()
         return self._report
@@ -129,7 +129,7 @@ class Generation:
         return GenerationReport(fates, words.first_failure())
 
     def _hanging(self) -> GenerationReport:
-        """Make live workers write their stacks, and kill them."""
+        """Make live workers write their stacks, and stop them."""
         fates = self._fates()
         # To the main thread itself: another one would dump after the main thread has moved on. glibc has the
         # function since 2.30, and torch runs with 2.28. A signal to a process reaches its main thread too,
@@ -140,7 +140,9 @@ class Generation:
                 tgkill(fate.pid, fate.pid, STACKS)
         self.send(signal.SIGCONT)  # a stopped process handles no signal
         time.sleep(STACKS_S)
-        self.kill()
+        # Killed by the caller, once all machines know: ranks of others end as soon as a connection breaks,
+        # and would write no stacks.
+        self.send(signal.SIGSTOP)
         return GenerationReport(fates, hanging=True)
 
     @property
