@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from scripts.bench import gpu_session
+from scripts.bench import gpu_road, gpu_session
 from scripts.bench.gpu_session import SKIPPED, Part, failures_first, main, parse, parts, session
 from scripts.bench.gpu_speed import BYTES_PER_PHOTOGRAPH, Bench, Task, flops_of
 from tests.limits import at_most
@@ -71,7 +71,7 @@ def test_a_session_that_is_ended_ends_its_part(starting_s, tmp_path) -> None:
     code = f"""
 import subprocess, sys, time
 from pathlib import Path
-from scripts.bench import gpu_session
+from scripts.bench import gpu_road, gpu_session
 sleeps = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 start = subprocess.Popen
 def slow(*words, **more):
@@ -166,6 +166,13 @@ def test_operations_are_counted_without_memory() -> None:
 def test_without_a_gpu_the_parts_are_skipped(tmp_path, capsys) -> None:
     assert main(["--only", "H3", "--json", str(tmp_path / "gpu.json")]) == 0
     assert "no CUDA device: --dry-run runs all of it" in capsys.readouterr().out
+
+
+def test_every_wire_gives_a_group_of_one_the_bits_of_no_group(monkeypatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)  # restored: the check sets both
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    assert len(gpu_road.wires(torch.device("cpu"), dry_run=True)) == 8
+
 
 
 @pytest.mark.slow

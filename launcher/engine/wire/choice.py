@@ -46,7 +46,8 @@ def choose_transports(wire: Wire, layout: Layout, group: Group) -> tuple[dict[st
         return {segment.name: NativeSum(None) for segment in layout.segments}, 1
     divisor = 1
     own: Transport | None = None  # of segments that are not summed in their dtype
-    if wire.shard:
+    shard = wire.shard and layout.world_size > 1  # its sum has twice the bytes of a message
+    if shard:
         own = ShardedSum(group, layout.device)
     elif wire.sum == "native":
         divisor = wire.predivide or default_predivide(layout.world_size)
@@ -56,7 +57,7 @@ def choose_transports(wire: Wire, layout: Layout, group: Group) -> tuple[dict[st
         own = WidePair(group) if pair else WideSum(group, layout.device, divisor, wire.overlap)
     found: dict[str, Transport] = {}
     for segment in layout.segments:
-        native = segment.grad.dtype == torch.float32 if not wire.shard else segment.name == VECTORS
+        native = segment.name == VECTORS if shard else segment.grad.dtype == torch.float32
         found[segment.name] = NativeSum(group, divisor) if native or own is None else own
     return found, divisor
 
