@@ -81,9 +81,11 @@ def _close_after(error: BaseException, device: torch.device) -> None:
 def tighten(env: WorkerEnv, timeout_s: float) -> None:
     """Set the timeout of collectives from now on."""
     if env.group is not None:
-        from torch.distributed.distributed_c10d import _set_pg_timeout
+        import torch.distributed as dist
 
-        _set_pg_timeout(timedelta(seconds=timeout_s), env.group)
+        # torch 2.14 made it public and warns about the old name.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout(timedelta(seconds=timeout_s), env.group)
 
 
 def _device(launch: LaunchEnv) -> torch.device:
