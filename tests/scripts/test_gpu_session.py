@@ -174,7 +174,6 @@ def test_every_wire_gives_a_group_of_one_the_bits_of_no_group(monkeypatch) -> No
     assert len(gpu_road.wires(torch.device("cpu"), dry_run=True)) == 8
 
 
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_dry_run_goes_through_every_part(tmp_path) -> None:
