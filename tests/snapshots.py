@@ -65,10 +65,10 @@ def snapshot(
         metric=None if metric is None else Compared("accuracy", metric, lower_is_better),
         average=AverageState(
             weights={name: tensor * 3 for name, tensor in weights.items()},
-            buffers={"norm.mean": torch.full((2,), step + 0.5)},
+            buffers={"norm.running_mean": torch.full((2,), step + 0.5)},
             counters={"applied": step},
         ),
-        average_buffers={"norm.mean": torch.tensor([[step], [step + 1.0]]).expand(2, 2)},
+        average_buffers={"norm.running_mean": torch.tensor([[step], [step + 1.0]]).expand(2, 2)},
         extra=Surroundings({"evaluation": {"best": float("inf")}}, evaluated=True, settings={"seed": "0"}),
     )
     return replace(made, **changes)

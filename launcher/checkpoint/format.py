@@ -215,7 +215,7 @@ def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str,
         raise ValueError(f"{STATE} names tensors that are missing: {', '.join(sorted(unknown))}")
     average, average_buffers = None, _of(AVERAGE_BY_RANK, rest)
     if state["average"] is not None:
-        of_all = {name: of_all_ranks(rows) for name, rows in average_buffers.items()}
+        of_all = {name: of_all_ranks(name, rows) for name, rows in average_buffers.items()}
         average = AverageState(_of(AVERAGE, rest), of_all, _whole(state["average"]))
     return Snapshot(
         engine=EngineState(

@@ -18,6 +18,7 @@ from launcher.config.schema import Config
 from launcher.distributed.collectives import gather
 from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine import AverageState, Stepper, WeightAverage
+from launcher.engine.flat.buffers import is_statistic
 from launcher.engine.flat.names import named_buffers, named_parameters, plain_name
 from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.engine.state import EngineState
@@ -216,7 +217,7 @@ def stage(
                 state,
                 weights=copied["weights"],
                 optimizer=copied["optimizer"],
-                buffers={name: of_all_ranks(rows) for name, rows in buffers.items()},
+                buffers={name: of_all_ranks(name, rows) for name, rows in buffers.items()},
                 counters=counters,
             ),
             progress=progress,
@@ -230,7 +231,7 @@ def stage(
             average=averages
             and AverageState(
                 copied["average"],
-                {name: of_all_ranks(rows) for name, rows in average_buffers.items()},
+                {name: of_all_ranks(name, rows) for name, rows in average_buffers.items()},
                 dict(averages.counters),
             ),
             average_buffers=average_buffers,
@@ -317,9 +318,9 @@ def _alike(rows: Tensor) -> bool:
     return torch.equal(bits, bits[:1].expand_as(bits))
 
 
-def of_all_ranks(rows: Tensor) -> Tensor:
-    """The mean where the ranks differ, as in `Buffers.average`; for integers, the value of rank 0."""
-    if not rows.is_floating_point() or _alike(rows):
+def of_all_ranks(name: str, rows: Tensor) -> Tensor:
+    """For running statistics the mean where the ranks differ, as in `Buffers.average`; else rank 0's."""
+    if not (rows.is_floating_point() and is_statistic(name)) or _alike(rows):
         return rows[0].clone()
     return (rows.double().sum(dim=0) / len(rows)).to(rows.dtype)
 

@@ -456,8 +456,9 @@ class Stepper:
         return counters_of(self.scale)
 
     def average_buffers(self) -> None:
-        """Replace floating-point buffers (BatchNorm statistics) by their mean over the ranks.
+        """Replace running statistics (BatchNorm) by their mean over the ranks, other buffers by rank 0's.
 
+        Statistics are floating-point buffers whose names begin with running_. Integers are left as they are.
         A collective, called before an evaluation, between steps. A checkpoint keeps each rank's own buffers.
         """
         self._step.refuse_within("average_buffers()")

@@ -50,8 +50,9 @@ class WeightAverage:
 
     `decay` is per applied step; after t of them d = min(decay, (1 + t) / (10 + t)), so that the average soon
     leaves the initial weights. A pass is made after the steps whose number is a multiple of `every_steps`,
-    with the decay of all steps since the pass before. Floating-point buffers (BatchNorm statistics) are
-    averaged alike, each rank's for itself. Averages are fp32 and start as the present weights.
+    with the decay of all steps since the pass before. Running statistics (of BatchNorm) are
+    averaged alike, each rank's for itself; other buffers keep their present values. Averages are fp32 and
+    start as the present weights.
 
     After Stepper.load() the averages are still those of the steps before it: load() those that were saved
     with the state, or restart(). Without either, they continue with the steps after the load.
@@ -73,6 +74,7 @@ class WeightAverage:
         self._stepper.refuse_averages()
         for average, values in self._pairs():
             average.copy_(values)
+        self._copy_others()
         self._applied.copy_(self._stepper.scale.applied)
         self._before.copy_(self._applied)
         self._loads = self._stepper.scale.loads
@@ -184,7 +186,19 @@ class WeightAverage:
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The pairs of an average and what it averages, flat."""
         yield from zip(self._weights, self._stepper.shards.masters(), strict=True)
-        yield from zip(self._buffers, self._stepper.buffers.floats(), strict=True)
+        for average, values, statistic in self._of_buffers():
+            if statistic:
+                yield average, values
+
+    def _copy_others(self) -> None:
+        """Take the present values of buffers that are no statistics: a mean of -inf and -inf would be NaN."""
+        for average, values, statistic in self._of_buffers():
+            if not statistic:
+                average.copy_(values)
+
+    def _of_buffers(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        buffers = self._stepper.buffers
+        yield from zip(self._buffers, buffers.floats(), buffers.are_statistics(), strict=True)
 
     @torch.no_grad()
     def _pass(self, before: Tensor) -> None:
@@ -197,6 +211,7 @@ class WeightAverage:
                 share = 1 - min(self._decay, (1 + n) / (10 + n)) ** (n - int(at_pass))
                 for average, values in self._pairs():
                     average.lerp_(values, share)
+                self._copy_others()
                 at_pass.fill_(n)
             return
         # The same without a read by the host.
@@ -206,6 +221,7 @@ class WeightAverage:
             rate = weight.to(averages.dtype)
             for average, value in zip(torch.split(averages, CHUNK), torch.split(values, CHUNK), strict=True):
                 torch.where(skipped, average, average.lerp(value, rate), out=average)
+        self._copy_others()  # a skipped step has restored them
         at_pass.copy_(torch.where(skipped, at_pass, applied))
 
     def _named_buffers(self) -> dict[str, Tensor]:

@@ -1,10 +1,11 @@
 """A model's buffers (BatchNorm statistics and the like) as one transaction per step.
 
-Owns their snapshot, their roll-back after a skipped step, and their mean over the ranks.
+Owns their snapshot, their roll-back after a skipped step, and their values in evaluations, of all ranks.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -12,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import launcher.engine.works as works
-from launcher.engine.errors import UnusableError
+from launcher.engine.errors import EngineWarning, UnusableError, listed
 from launcher.engine.flat.aliases import extent, neighbourhoods
 from launcher.engine.flat.names import named_buffers, named_modules
 from launcher.engine.precision.classes import HALF
+
+SHOWN = 5  # buffers that a warning names
 
 
 class Buffers:
@@ -26,12 +29,16 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module, group: works.Group) -> None:
-        self._group = group
-        by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
-        for buffers in _groups(named_buffers(model)):
+        self._group, self._warned = group, False
+        named = named_buffers(model)
+        statistics = {id(buffer) for name, buffer in named.items() if is_statistic(name)}
+        by_kind: dict[tuple[torch.dtype, bool], list[list[Tensor]]] = {}
+        for buffers in _groups(named):
             dtype = torch.float32 if buffers[0].dtype in HALF else buffers[0].dtype
-            by_dtype.setdefault(dtype, []).append(buffers)
-        self.flat = [_flatten(groups, dtype) for dtype, groups in by_dtype.items()]
+            kind = dtype, dtype.is_floating_point and all(id(each) in statistics for each in buffers)
+            by_kind.setdefault(kind, []).append(buffers)
+        self.flat = [_flatten(groups, dtype) for (dtype, _), groups in by_kind.items()]
+        self._kinds = list(by_kind)
         self._before = [torch.empty_like(flat) for flat in self.flat]
         self._homes = [
             (f"{prefix}.{key}".lstrip("."), module, key, buffer, buffer.detach(), buffer.data_ptr())
@@ -39,6 +46,11 @@ class Buffers:
             for key, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._others = {
+            name: buffer
+            for name, _, _, buffer, _, _ in self._homes
+            if buffer.is_floating_point() and not is_statistic(name)
+        }
 
     def tensors(self) -> list[Tensor]:
         """Everything held here, the snapshot included."""
@@ -47,6 +59,10 @@ class Buffers:
     def floats(self) -> list[Tensor]:
         """The flat tensors of floating-point buffers."""
         return [flat for flat in self.flat if flat.is_floating_point()]
+
+    def are_statistics(self) -> list[bool]:
+        """Whether each of `floats` has running statistics, or else the buffers that no mean may change."""
+        return [statistic for dtype, statistic in self._kinds if dtype.is_floating_point]
 
     def snapshot(self) -> None:
         """Remember the present values: the state to return to if the coming step is skipped.
@@ -75,18 +91,43 @@ class Buffers:
             flat.copy_(before)
 
     def average(self) -> None:
-        """Replace floating-point buffers by their mean over the ranks. A collective: all ranks call it.
+        """Replace running statistics by their mean over the ranks, other floats by those of rank 0.
 
-        Called before an evaluation, so that BatchNorm statistics are those of all samples. Not called before
-        a checkpoint, which keeps each rank's own: saving must not change the run.
+        A collective: all ranks call it. Called before an evaluation, so that BatchNorm statistics are those
+        of all samples, and all ranks evaluate the same model. Not called before a checkpoint, which keeps
+        each rank's own: saving must not change the run. A buffer that is no statistic (a queue, a codebook, a
+        mask) has a mean that no rank ever had: as DistributedDataParallel does, it takes rank 0's.
         """
         if self._group is None:
             return
-        for flat in self.floats():
-            total = flat.double()  # exact for equal values: averaging twice changes nothing
-            works.all_reduce(total, self._group)
-            flat.copy_(total / dist.get_world_size(self._group))
+        own = {} if self._warned else {name: bits_of(buffer) for name, buffer in self._others.items()}
+        for flat, statistic in zip(self.floats(), self.are_statistics(), strict=True):
+            if statistic:
+                total = flat.double()  # exact for equal values: averaging twice changes nothing
+                works.all_reduce(total, self._group)
+                flat.copy_(total / dist.get_world_size(self._group))
+            else:
+                works.broadcast(flat.view(torch.uint8), self._group)
         self.snapshot()
+        if own:
+            self._warn_of_changed(own)
+
+    def _warn_of_changed(self, own: Mapping[str, Tensor]) -> None:
+        """Warn once, on all ranks alike, where bits of some rank were not those of rank 0. A collective."""
+        differ = torch.stack([(bits_of(self._others[name]) != bits).any() for name, bits in own.items()])
+        ranks = differ.int()
+        works.all_reduce(ranks, self._group)
+        names = [name for name, number in zip(own, ranks.tolist(), strict=True) if number]
+        if names:
+            self._warned = True
+            warnings.warn(
+                f"{listed(names, SHOWN)}: buffers differed between the ranks, and now have the values of "
+                "rank 0, as before every evaluation. Only running statistics are averaged: if it is one, "
+                "let its name begin with running_ (BatchNorm's is running_mean). Else compute the buffer "
+                "alike on all ranks.",
+                EngineWarning,
+                stacklevel=4,
+            )
 
     def collect(self) -> None:
         """Copy buffers that a forward pass has replaced back into flat memory: `self.mean = ...` does so.
@@ -107,6 +148,14 @@ class Buffers:
             place.copy_(new.detach())
             buffer.data = place
             module._buffers[key] = buffer
+
+
+def is_statistic(name: str) -> bool:
+    """Whether a buffer of this name is a running statistic, whose mean over the ranks is that of all samples.
+
+    torch's batch and instance norms have running_mean and running_var; others follow that convention.
+    """
+    return name.rpartition(".")[2].startswith("running_")
 
 
 def _fits(new: Tensor, place: Tensor) -> bool:
