@@ -106,7 +106,8 @@ class StepperParts:
         self.judge = judge_on(on_host, compiled, layout.device)
         self.clock = StepClock(layout.device)
         self.names = [slot.name for slot in layout.slots]
-        self.notices = Notices(sum(slot.numel > 0 for slot in layout.slots), self.reducer.unused)
+        hooked = (lambda: []) if choices.scaling.mode == "none" else self.reducer.hooked
+        self.notices = Notices(sum(slot.numel > 0 for slot in layout.slots), self.reducer.unused, hooked)
         self.replica = Replica(model, layout, self.buffers, self.shards, self.updater, self.scale)
 
 

@@ -22,6 +22,11 @@ NO_GRADIENTS = (
     "still changes them. Check that the forward pass uses them, and that nothing detaches it (.detach(), "
     ".data, torch.no_grad()), or freeze them before building the Stepper, unless later steps use them."
 )
+HOOKS = (
+    "{names}: hooks on these parameters (register_hook, register_post_accumulate_grad_hook) get the gradient "
+    "of one micro-batch of one rank, scaled by the loss scale. A mask or a factor works; a limit "
+    "such as clamp(-1, 1) stops training. To clip, use the Stepper's clip_norm (optim.clip_norm) instead."
+)
 
 ALONE = (
     "{variable}={size}, but no process group is initialised: this process trains alone, and so do others. "
@@ -46,12 +51,18 @@ def warn_if_alone(stacklevel: int) -> None:
 class Notices:
     """Warnings of one Stepper, each issued once, with `num_parameters` that are not empty.
 
-    `unused` names those for which the backward passes of this rank's first step had no gradient.
+    `unused` names those for which the backward passes of this rank's first step had no gradient, `hooked`
+    those whose hooks get scaled gradients.
     """
 
-    def __init__(self, num_parameters: int, unused: Callable[[], Collection[str]]) -> None:
+    def __init__(
+        self,
+        num_parameters: int,
+        unused: Callable[[], Collection[str]],
+        hooked: Callable[[], Sequence[str]],
+    ) -> None:
         self._given: set[str] = set()
-        self._num_parameters, self._unused = num_parameters, unused
+        self._num_parameters, self._unused, self._hooked = num_parameters, unused, hooked
         self._has_applied = False
 
     def warn(self, text: str, stacklevel: int) -> None:
@@ -59,6 +70,11 @@ class Notices:
         if text not in self._given:
             self._given.add(text)
             warnings.warn(text, EngineWarning, stacklevel=stacklevel + 1)
+
+    def hooks(self, stacklevel: int) -> None:
+        """Name the parameters with hooks: at the build, and after the first step for those added later."""
+        if names := self._hooked():
+            self.warn(HOOKS.format(names=listed(names, SHOWN)), stacklevel + 1)
 
     def gradients(self, names: Sequence[str], sums: Tensor, stacklevel: int) -> None:
         """Name the parameters without a gradient in the first applied step that is read.
@@ -68,6 +84,7 @@ class Notices:
         if self._has_applied:
             return
         self._has_applied = True
+        self.hooks(stacklevel + 1)
         unused = set(self._unused())
         silent = [
             name for name, total in zip(names, sums.tolist(), strict=True) if name in unused and not total

@@ -128,6 +128,7 @@ class Stepper:
         self._parts = parts = StepperParts(model, choices, self.group)
         for text in idle_groups(model, groups):
             warnings.warn(text, EngineWarning, stacklevel=2)
+        parts.notices.hooks(stacklevel=2)
         self.layout, self.buffers, self.clock = parts.layout, parts.buffers, parts.clock
         self.reducer, self.shards, self.updater = parts.reducer, parts.shards, parts.updater
         self.scale, self.emulation, self.compilation = parts.scale, parts.emulation, parts.compilation

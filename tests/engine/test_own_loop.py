@@ -64,6 +64,32 @@ def test_torchs_own_clipping_before_a_step_changes_nothing_and_clip_norm_clips()
     assert "clip_grad_norm_" in (Stepper.__doc__ or "")
 
 
+HOOKS = r"^0\.weight: hooks .* scaled by the loss scale.* clip_norm \(optim\.clip_norm\) instead\.$"
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("later", [False, True])
+def test_hooks_that_see_scaled_gradients_are_named(kind, later) -> None:
+    def attach() -> None:
+        getattr(model[0].weight, kind)(lambda _: None)
+
+    x, classes = features(4, 0)
+    model = mlp()
+    if not later:
+        attach()
+        with pytest.warns(EngineWarning, match=HOOKS) as caught:
+            stepper = Stepper(model, SGD(0.1), Policy.fp16())
+        assert caught[0].filename == __file__
+        assert not train(stepper, x, classes).skipped
+        Stepper(model, SGD(0.1), Policy.fp32())  # whose gradients are not scaled
+        return
+    stepper = Stepper(model, SGD(0.1), Policy.fp16())
+    attach()
+    with pytest.warns(EngineWarning, match=HOOKS):
+        train(stepper, x, classes)
+    train(stepper, x, classes)  # no second warning
+
+
 def test_the_docstring_of_the_rate_says_that_no_state_holds_it() -> None:
     stepper, other = stepper_of(), stepper_of()
     stepper.lr = 0.05
