@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,12 +10,12 @@ from typing import Protocol
 from torch import nn
 
 from launcher.data.tensors import Batch, Batches
-from launcher.engine import Stepper, StepResult
+from launcher.engine import EngineWarning, Stepper, StepResult
 from launcher.engine.diagnostics.step_timer import DATA
 from launcher.errors import DataError
 from launcher.recipe.contract import Loss, loss_of
 from launcher.training.answers import Answers
-from launcher.training.failures.model_mistakes import in_place_mistake
+from launcher.training.failures.model_mistakes import in_place_mistake, unheld_parameters
 from launcher.training.parts.relief import Relief
 from launcher.training.progress import Position
 from launcher.training.votes import Question
@@ -29,7 +30,7 @@ class Learner(Protocol):
     def train_on(self, position: Position) -> StepResult: ...
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Task:
     """What is trained: a network, its loss and this rank's batches."""
 
@@ -39,6 +40,7 @@ class Task:
     batches: Batches
     answers: Answers
     relief: Relief
+    _inspected: bool = False  # whether a loss was: the first one is
 
     def train_on(self, position: Position) -> StepResult:
         """One update from this rank's micro-batches, which may be none."""
@@ -78,6 +80,10 @@ class Task:
         """Forward and backward pass of a micro-batch."""
         with self.stepper.forward():
             of_batch = loss_of(self.loss, self.network, batch)
+        if not self._inspected:
+            self._inspected = True
+            if text := unheld_parameters(of_batch.sum, self.network):
+                warnings.warn(text, EngineWarning, stacklevel=2)
         try:
             self.stepper.backward(of_batch.sum, of_batch.count)
         except RuntimeError as error:

@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launcher.training.failures.model_mistakes import SHAPES, in_place_mistake, module_given
+from launcher.training.failures.model_mistakes import (
+    SHAPES,
+    in_place_mistake,
+    module_given,
+    unheld_parameters,
+)
 
 
 class Net(nn.Module):
@@ -54,6 +59,30 @@ def test_the_innermost_module_is_named_with_what_it_was_given(
             model(torch.zeros(shape))
         assert module_given(caught.value) == f"{title}, {layer!r}, was given {list(shape)}"
         assert SHAPES.search(str(caught.value))
+
+
+def test_parameters_that_the_model_does_not_hold_are_counted() -> None:
+    class Listing(Net):
+        """Has a head in a plain list, which registers nothing."""
+
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(3, 3))
+            self.heads = [nn.Linear(3, 2)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.heads[0](super().forward(x))
+
+    x = torch.ones(4, 3, requires_grad=True)  # as for a gradient penalty
+    model, centers = Net(nn.Linear(3, 2)), nn.Parameter(torch.zeros(2))
+    assert unheld_parameters(model(x).sum(), model) == ""
+    assert unheld_parameters((model(x) - centers.detach()).sum(), model) == ""
+    assert "on 1 parameters that the model does not hold, of the shapes [2]:" in unheld_parameters(
+        (model(x) - centers).sum() + centers.sum(), model
+    )
+    listing = Listing()
+    assert "on 2 parameters that the model does not hold" in unheld_parameters(listing(x).sum(), listing)
+    listing.heads[0].requires_grad_(False)
+    assert unheld_parameters(listing(x).sum(), listing) == ""
 
 
 def test_a_model_of_one_layer_is_named_with_its_sizes() -> None:
