@@ -15,7 +15,8 @@ MEAN, SUM = 1, 2  # as torch's loss functions save their reduction
 MAX_NODES = 1024  # about 2 us each; a loss of more parts counts as a sum
 WARNING = (
     "the loss is a mean, or has a mean among its parts, and stepper.backward() divides by the count: it is "
-    "divided twice. Give the sum (reduction='sum'), or multiply the mean by the count."
+    "divided twice. Give the sum (reduction='sum'), or multiply the mean by the count. With weights or "
+    "a mask, give the weighted sum, and the sum of the weights as count."
 )
 _LINEAR = "ToCopy Clone Neg View Squeeze Unsqueeze ReshapeAlias Alias Add Sub"  # of which a mean stays a mean
 _TRANSPARENT = {f"{name}Backward0" for name in _LINEAR.split()}
