@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from launcher.engine.errors import EngineWarning, listed
 
@@ -26,6 +26,10 @@ HOOKS = (
     "{names}: hooks on these parameters (register_hook, register_post_accumulate_grad_hook) get the gradient "
     "of one micro-batch of one rank, scaled by the loss scale. A mask or a factor works; a limit "
     "such as clamp(-1, 1) stops training. To clip, use the Stepper's clip_norm (optim.clip_norm) instead."
+)
+FREQUENCIES = (
+    "{names}: scale_grad_by_freq=True divides by how often an index occurs in a micro-batch of a rank, so "
+    "that results depend on the number of ranks and micro-batches. Build the embedding without it."
 )
 
 ALONE = (
@@ -46,6 +50,15 @@ def warn_if_alone(stacklevel: int) -> None:
         if size.isdecimal() and int(size) > 1:
             warnings.warn(ALONE.format(variable=variable, size=size), EngineWarning, stacklevel + 1)
             return
+
+
+def warn_of_frequencies(model: nn.Module, stacklevel: int) -> None:
+    """Name the embeddings whose gradients are not sums over samples; for several ranks or micro-batches."""
+    kinds = nn.Embedding | nn.EmbeddingBag
+    modules = [(name, each) for name, each in model.named_modules() if isinstance(each, kinds)]
+    if names := [n for n, each in modules if each.scale_grad_by_freq and each.weight.requires_grad]:
+        text = FREQUENCIES.format(names=listed(names, SHOWN))
+        warnings.warn(text, EngineWarning, stacklevel + 1)
 
 
 class Notices:

@@ -24,7 +24,7 @@ from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
 from launcher.engine.errors import NO_BACKWARD, EngineWarning, UnusableError, refuse_loss
 from launcher.engine.flat.groups import ParameterGroup, idle_groups
 from launcher.engine.fp32_modules import compute_in_fp32, names_in_fp32
-from launcher.engine.notices import warn_if_alone
+from launcher.engine.notices import warn_if_alone, warn_of_frequencies
 from launcher.engine.optim.torch_optimizer import AnyOptimizer
 from launcher.engine.outside_changes import refuse_lent
 from launcher.engine.precision.calibration import Loss
@@ -129,6 +129,8 @@ class Stepper:
         for text in idle_groups(model, groups):
             warnings.warn(text, EngineWarning, stacklevel=2)
         parts.notices.hooks(stacklevel=2)
+        if self.group is not None or micro_batches > 1:
+            warn_of_frequencies(model, stacklevel=2)
         self.layout, self.buffers, self.clock = parts.layout, parts.buffers, parts.clock
         self.reducer, self.shards, self.updater = parts.reducer, parts.shards, parts.updater
         self.scale, self.emulation, self.compilation = parts.scale, parts.emulation, parts.compilation

@@ -90,6 +90,14 @@ def test_hooks_that_see_scaled_gradients_are_named(kind, later) -> None:
     train(stepper, x, classes)  # no second warning
 
 
+def test_an_embedding_that_counts_within_a_micro_batch_is_named() -> None:
+    model = nn.Sequential(nn.Embedding(4, 8, scale_grad_by_freq=True), mlp())
+    Stepper(model, SGD(0.1))  # one micro-batch of one rank is the whole batch
+    with pytest.warns(EngineWarning, match=r"^0: scale_grad_by_freq=True divides") as caught:
+        Stepper(model, SGD(0.1), micro_batches=2)
+    assert caught[0].filename == __file__
+
+
 def test_the_docstring_of_the_rate_says_that_no_state_holds_it() -> None:
     stepper, other = stepper_of(), stepper_of()
     stepper.lr = 0.05
