@@ -20,13 +20,16 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 Batch = dict[str, Tensor]  # columns by name, each [n, ...]: the samples of a micro-batch
 Transform = Callable[[Batch, Tensor], Batch]  # of a training batch, by the noise fp32 [n, 4] of its samples
 
+COLUMNS = "it takes {name: tensor}, one row per sample; torch.as_tensor(x) makes tensors of arrays and lists"
+
 
 @dataclass(frozen=True)
 class TensorData:
     """A set of samples in memory: named columns [num_samples, ...], one row per sample.
 
-    Raises DataError for columns of different lengths. `name` is the config's `data.name` for a built-in data
-    set, None for any other. `about` says how the columns were made, for the start of the run.
+    Raises DataError for columns that are no tensors, require grad, or differ in length. `name` is the
+    config's `data.name` for a built-in data set, None for any other. `about` says how the columns were made,
+    for the start of the run.
     """
 
     columns: dict[str, Tensor]
@@ -34,6 +37,17 @@ class TensorData:
     about: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.columns, dict):
+            raise DataError(f"TensorData was given a {type(self.columns).__name__}: {COLUMNS}.")
+        for name, column in self.columns.items():
+            if not isinstance(column, Tensor) or not column.ndim:
+                kind = "one number" if isinstance(column, Tensor) else f"a {type(column).__name__}"
+                raise DataError(f"the column {name} of TensorData is {kind}: {COLUMNS}.")
+            if column.requires_grad:
+                raise DataError(
+                    f"the column {name} of TensorData requires grad, but data is not trained. Give "
+                    "column.detach(), and compute it under torch.no_grad()."
+                )
         lengths = {name: len(column) for name, column in self.columns.items()}
         if len(set(lengths.values())) != 1:
             raise DataError(

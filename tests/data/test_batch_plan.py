@@ -1,5 +1,6 @@
 import os
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -129,6 +130,21 @@ def test_an_empty_training_set_is_refused():
 def test_columns_of_unequal_length_are_refused():
     with pytest.raises(DataError, match="'b': 3"):
         TensorData({"a": torch.zeros(2), "b": torch.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"x": np.zeros(3)}, r"the column x of TensorData is a ndarray: .*torch\.as_tensor"),
+        ({"x": torch.zeros(3), "y": [1, 2, 3]}, "the column y of TensorData is a list"),
+        ({"x": torch.zeros(())}, "the column x of TensorData is one number"),
+        ([torch.zeros(3)], "TensorData was given a list"),
+        ({"x": torch.zeros(3, requires_grad=True)}, r"x of TensorData requires grad.* column\.detach\(\)"),
+    ],
+)
+def test_columns_that_are_no_plain_tensors_are_refused(columns, said):
+    with pytest.raises(DataError, match=said):
+        TensorData(columns)
 
 
 def test_steps_can_be_taken_in_any_order():
