@@ -14,7 +14,9 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from launcher.config.optimizers import OPTIMIZERS, CommonConfig, OptimConfig, OwnOptimConfig
 from launcher.config.rules import BLOCKS, SCHEDULES
@@ -25,11 +27,12 @@ from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer
 from launcher.engine.errors import EngineWarning, UnusableError
 from launcher.engine.recorder import recorder_of
 from launcher.engine.sync_batchnorm import synchronised
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, listed
 from launcher.recipe.contract import Recipe
 from launcher.recipe.registry import look_up, registry_of
 from launcher.training.setup import compilation, lr_schedule, parameter_groups
 
+SHOWN = 4  # parameters that an error names
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # One thread, 12.3 M parameters: the plain AdamW pass takes 1.3 ns per parameter, the compiled one 0.8.
 # Compiling takes 20 s where nothing is cached, 5 s where it is.
@@ -50,6 +53,13 @@ def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan)
             f"the recipe's build_model returned {given}. It must return an nn.Module: end it with return "
             "model, and build what is a class."
         )
+    refuse_switched_off(env)
+    tensors = [*built.named_parameters(), *built.named_buffers()]
+    if lazy := [name for name, value in tensors if is_lazy(value)]:
+        raise ConfigError(
+            f"the recipe's build_model returned a model without the shapes of {listed(lazy, SHOWN)}. Give "
+            "the sizes (nn.Linear for nn.LazyLinear), or call the model with one sample in build_model."
+        )
     if config.train.compile == BLOCKS:
         compilation.repeated_blocks(built)  # raises before training if there are none
     model = built.to(env.device)
@@ -63,6 +73,21 @@ def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan)
         return synchronised(model, env.group)
     except ValueError as error:
         raise ConfigError(f"model.sync_bn=true: {error}") from error
+
+
+def refuse_switched_off(env: WorkerEnv) -> None:
+    """Raise ConfigError if code of the recipe has left the process without what training needs."""
+    if not torch.is_grad_enabled():
+        raise ConfigError(
+            "gradients are switched off: the recipe, or what it imports, has called "
+            "torch.set_grad_enabled(False). Remove the call, or use `with torch.no_grad():` around what "
+            "needs no gradients."
+        )
+    if env.group is not None and not dist.is_initialized():
+        raise ConfigError(
+            "the recipe has called torch.distributed.destroy_process_group(). Remove the call: the launcher "
+            "ends the process group itself."
+        )
 
 
 def refuse_uneven_micro_batches(plan: BatchPlan) -> None:
