@@ -47,6 +47,8 @@ OF_NORMS = {  # by what torch says
     "sample's channel, which is a single value here. Give the model larger inputs, reduce their size less "
     "before it, or use nn.GroupNorm.",
 }
+LABELS = re.compile(r"target dtype to be Long|scalar type Long but found")
+OVER_FP16 = re.compile(r"cannot be converted to type \S*Half without overflow")
 CALLED_WITH = {  # what the launcher gives to the functions of a recipe, in order
     "build_model": "()",
     "loss": "(network, batch)",
@@ -119,12 +121,15 @@ def recipe_failure(
     if is_of_another(error) or loader.is_of_loader_process(error):
         return None
     rule = _rule(error, batch or {})
+    beyond = OVER_FP16.search(whole_text(error)) is not None
     is_shape = not rule and isinstance(error, RuntimeError | ValueError) and SHAPES.search(whole_text(error))
     if is_shape and (given := module_given(error)):
         where += f"{'' if place or not built_at else f' with the model of {built_at}'}: {given}"
     lacks_module = isinstance(error, ModuleNotFoundError)
     kind = DataError if rule else ConfigError if of_metric else RecipeError
-    failure = (ConfigError if lacks_module or is_shape else kind)(
+    if beyond:
+        rule = "fp16 ends at 65504: use torch.finfo(x.dtype).min and .max for x, or compute it in x.float()."
+    failure = (ConfigError if lacks_module or is_shape or beyond else kind)(
         f"{what} failed{where}: {described(error).removesuffix('.')}.{' ' if rule else ''}{rule} "
         f"{IN_LOG} {logs}."
     )
@@ -206,6 +211,8 @@ def _rule(error: Exception, batch: Mapping[str, object]) -> str:
             f"The package that has {error.name} must be installed in the environment of {sys.executable}: "
             f"{install_line('PACKAGE')}."
         )
+    if isinstance(error, RuntimeError) and batch and LABELS.search(whole_text(error)):
+        return "Labels of classes must be int64: convert them with .long() in the recipe's TensorData."
     if isinstance(error, ValueError):
         return next((rule for pattern, rule in OF_NORMS.items() if pattern in whole_text(error)), "")
     if isinstance(error, RuntimeError) and DTYPES.search(whole_text(error)) and (columns := _not_fp32(batch)):

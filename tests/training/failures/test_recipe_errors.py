@@ -43,6 +43,19 @@ def test_a_norm_of_a_single_value_says_what_it_needs(name: str) -> None:
     assert rule in text
 
 
+def test_labels_of_another_integer_are_the_datas_fault() -> None:
+    batch = {"label": torch.zeros(2, dtype=torch.int32)}
+    for loss in (nn.CrossEntropyLoss(), nn.MultiMarginLoss()):
+        with pytest.raises(DataError, match=r"must be int64: .*\.long\(\)"), guarding("loss", LOG, batch):
+            loss(torch.zeros(2, 3), batch["label"])
+
+
+def test_a_constant_beyond_fp16_is_no_failure_that_a_restart_mends() -> None:
+    batch = {"x": torch.zeros(2)}
+    with pytest.raises(ConfigError, match=r"use torch\.finfo\(x\.dtype\)\.min"), guarding("loss", LOG, batch):
+        batch["x"].half().masked_fill(torch.ones(2) > 0, -1e9)
+
+
 def test_a_module_that_is_not_installed_is_no_failure_that_a_restart_mends() -> None:
     with (
         pytest.raises(
