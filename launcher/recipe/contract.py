@@ -160,7 +160,13 @@ def cross_entropy(
     classes (floating-point, of the logits' shape; fp32 is used). The last two are given by
     train.label_smoothing and data.augment.mixup, as to any loss that has arguments of these names.
     """
-    logits, expected = network(batch[inputs]).float(), batch[labels]
+    found, expected = network(batch[inputs]), batch[labels]
+    if not isinstance(found, Tensor):
+        raise ConfigError(
+            f"the model returned a {type(found).__name__}: cross_entropy needs a tensor of logits. Return "
+            "one from the model, or write a loss that selects it: see recipes/README.md."
+        )
+    logits = found.float()
     # The mode of emulation leaves fp32 as it is, and takes longer than most of these calls.
     with torch._C.DisableTorchFunction():
         shape, num_samples = logits.shape, len(expected)

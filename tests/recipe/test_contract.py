@@ -109,3 +109,11 @@ def test_cross_entropy_reads_the_columns_it_is_told():
 def test_a_loss_that_gives_something_else_is_refused(given, text) -> None:
     with pytest.raises(ConfigError, match=text):
         loss_of(lambda network, batch: given, torch.nn.Identity(), {})
+
+
+def test_a_model_that_returns_no_tensor_is_refused() -> None:
+    batch = {"image": torch.zeros(2, 3), "label": torch.zeros(2, dtype=torch.int64)}
+    with pytest.raises(
+        ConfigError, match="the model returned a dict: cross_entropy needs a tensor of logits"
+    ):
+        cross_entropy(lambda x: {"logits": x}, batch)  # type: ignore[arg-type]
