@@ -15,7 +15,7 @@ from launcher.engine.diagnostics.step_timer import DATA
 from launcher.errors import DataError
 from launcher.recipe.contract import Loss, loss_of
 from launcher.training.answers import Answers
-from launcher.training.failures.model_mistakes import in_place_mistake, unheld_parameters
+from launcher.training.failures.model_mistakes import backward_mistake, unheld_parameters
 from launcher.training.parts.relief import Relief
 from launcher.training.progress import Position
 from launcher.training.votes import Question
@@ -87,7 +87,7 @@ class Task:
         try:
             self.stepper.backward(of_batch.sum, of_batch.count)
         except RuntimeError as error:
-            if (mistake := in_place_mistake(error, self.network, self.loss)) is None:
+            if (mistake := backward_mistake(error, self.network, self.loss)) is None:
                 raise
             raise mistake from error
         return of_batch

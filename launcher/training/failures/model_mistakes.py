@@ -74,10 +74,17 @@ def module_given(error: BaseException) -> str:
     return f"{title}, {kind}, was given {' and '.join(shapes) or 'no tensor'}"
 
 
-def in_place_mistake(
+def backward_mistake(
     error: BaseException, model: nn.Module, loss: Callable[..., object]
 ) -> ConfigError | None:
-    """The error of a backward pass that needs what was written over; None for any other."""
+    """The error of a backward pass that needs what was written over or freed; None for any other."""
+    if "backward through the graph a second time" in whole_text(error):
+        lines = listed(list(dict.fromkeys(_found_in(model, loss, _keeps))), SHOWN)
+        return ConfigError(
+            "the loss depends on a tensor of an earlier step, whose graph is freed. "
+            f"{f'Kept in an attribute: {lines}. ' if lines else ''}Keep x.detach() from one step to the "
+            "next, as of a hidden state; compute again in each step what is trained."
+        )
     found = IN_PLACE.search(whole_text(error))
     if found is None:
         return None
@@ -92,20 +99,31 @@ def in_place_mistake(
 
 def _writes(model: nn.Module, loss: Callable[..., object]) -> Iterator[str]:
     """`file:line` of the user's operations that write in place, and the modules with inplace=True."""
-    for function in (*(type(module).forward for module in model.modules()), inspect.unwrap(loss)):
-        yield from _writes_of(getattr(function, "__code__", None))
+    yield from _found_in(model, loss, _writes_in_place)
     yield from (
         f"module {name}" for name, each in model.named_modules() if getattr(each, "inplace", False) is True
     )
 
 
-def _writes_of(code: CodeType | None) -> Iterator[str]:
-    if code is None or not is_the_users(code):
-        return
-    for each in dis.get_instructions(code):
-        is_augmented = each.opname == "BINARY_OP" and each.argrepr.endswith("=")
-        is_method = each.opname in ("LOAD_METHOD", "LOAD_ATTR") and re.fullmatch(
-            r"[a-z]\w*[a-z0-9]_", str(each.argval)
-        )
-        if (is_augmented or is_method or each.opname == "STORE_SUBSCR") and each.positions:
-            yield f"{code.co_filename}:{each.positions.lineno}, in {code.co_name}"
+def _found_in(
+    model: nn.Module, loss: Callable[..., object], wanted: Callable[[dis.Instruction], bool]
+) -> Iterator[str]:
+    """`file:line` of such instructions in the user's code of forward passes and loss."""
+    for function in (*(type(module).forward for module in model.modules()), inspect.unwrap(loss)):
+        code = getattr(function, "__code__", None)
+        if isinstance(code, CodeType) and is_the_users(code):
+            for each in dis.get_instructions(code):
+                if wanted(each) and each.positions:
+                    yield f"{code.co_filename}:{each.positions.lineno}, in {code.co_name}"
+
+
+def _writes_in_place(each: dis.Instruction) -> bool:
+    is_augmented = each.opname == "BINARY_OP" and each.argrepr.endswith("=")
+    is_method = each.opname in ("LOAD_METHOD", "LOAD_ATTR") and re.fullmatch(
+        r"[a-z]\w*[a-z0-9]_", str(each.argval)
+    )
+    return is_augmented or bool(is_method) or each.opname == "STORE_SUBSCR"
+
+
+def _keeps(each: dis.Instruction) -> bool:
+    return each.opname in ("STORE_ATTR", "STORE_GLOBAL")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from launcher.training.failures.model_mistakes import (
     SHAPES,
-    in_place_mistake,
+    backward_mistake,
     module_given,
     unheld_parameters,
 )
@@ -128,11 +128,28 @@ def in_backward(model: nn.Module) -> RuntimeError:
     ],
 )
 def test_the_lines_and_modules_that_write_in_place_are_named(model: nn.Module, where: str) -> None:
-    mistake = in_place_mistake(in_backward(model), model, plain)
+    mistake = backward_mistake(in_backward(model), model, plain)
     assert mistake is not None
     assert "a tensor [2, 3], the output of Sigmoid, was changed in place" in str(mistake)
     assert f"Written in place: {where}. " in str(mistake)
 
 
+def test_a_state_that_is_kept_with_its_graph_is_named_with_its_line() -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state: Tensor | float = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.state = torch.sigmoid(x + self.state)
+            return self.state
+
+    model = Keeping()
+    model(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    mistake = backward_mistake(in_backward(model), model, plain)
+    line = f"{__file__}:{Keeping.forward.__code__.co_firstlineno + 1}, in forward"
+    assert f"Kept in an attribute: {line}. Keep x.detach()" in str(mistake)
+
+
 def test_another_error_of_a_backward_pass_is_no_mistake_in_place() -> None:
-    assert in_place_mistake(RuntimeError("out of luck"), Net(), plain) is None
+    assert backward_mistake(RuntimeError("out of luck"), Net(), plain) is None
