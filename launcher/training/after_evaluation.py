@@ -23,7 +23,7 @@ from launcher.checkpoint.generators import restore_states, states
 from launcher.distributed.collectives import content_of, message_of, send_to_all
 from launcher.distributed.env import LEADER
 from launcher.engine.flat.names import named_buffers, named_parameters
-from launcher.errors import RecipeError
+from launcher.errors import ConfigError, RecipeError
 from launcher.evaluation.evaluate import evaluating
 from launcher.run_dir.atomic import encodable, make_folder, write_content
 from launcher.run_dir.records import PICTURES
@@ -93,7 +93,7 @@ def _call(job: Job, position: Position) -> object:
         hook.remove()
         restore_states(generators, device)
     if _digests(model) != before:
-        raise RecipeError(
+        raise ConfigError(
             "the recipe's after_evaluation has changed weights or buffers of the model, on rank 0 alone. "
             "It may only read them: work on a copy.deepcopy of the model."
         )

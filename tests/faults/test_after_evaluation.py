@@ -124,7 +124,8 @@ MISTAKES = {
 @pytest.mark.parametrize(("line", "ranks", "text"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_one_message(tmp_path: Path, line, ranks, text) -> None:
     ended = run_recipe(tmp_path, shown=line, ranks=ranks)
-    assert ended.codes == [1] * ranks, ended
+    # A restart would repeat what a function has done to the model.
+    assert ended.codes == [2 if "model" in line else 1] * ranks, ended
     assert sum(output.count(text) for output in ended.outputs) == 1, ended
     traces = sum(output.count("Traceback (most recent") for output in ended.outputs)
     assert traces == ("/ 0" in line), "of rank 0, which alone calls the function"
