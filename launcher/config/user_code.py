@@ -8,11 +8,12 @@ whole traceback. Never imports what it judges.
 from __future__ import annotations
 
 import inspect
+import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from traceback import FrameSummary, StackSummary, TracebackException, walk_tb
-from types import CodeType
+from types import CodeType, FrameType
 
 from launcher.config.groups import PACKAGE, recipes_dir
 from launcher.errors import visible
@@ -34,6 +35,17 @@ def place_of(error: BaseException) -> str:
 def innermost(error: BaseException) -> str:
     """`file:line, in function` of the line that raised, whoever's it is; empty without a traceback."""
     return next((place for _, place in _innermost_first(error)), "")
+
+
+def calling_line() -> tuple[str, int] | None:
+    """File and number of the innermost line of the user's that is being executed; None without one."""
+    frame: FrameType | None = sys._getframe(1)
+    # The outermost frame is a script such as torchrun, or pytest.
+    while frame is not None and frame.f_back is not None:
+        if is_the_users(frame.f_code):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return None
 
 
 def _innermost_first(error: BaseException) -> list[tuple[CodeType, str]]:

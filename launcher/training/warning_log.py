@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from launcher.config.user_code import calling_line, is_of_the_user
 from launcher.engine import EngineWarning
 from launcher.errors import DataWarning, escaped
 from launcher.telemetry import Telemetry
@@ -39,6 +40,8 @@ def warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
             log.warning("rank %d: %s", rank, message)
             telemetry.warn(str(message))
             return
+        if not is_of_the_user(filename):  # torch's own line would help nobody
+            filename, lineno = calling_line() or (filename, lineno)
         text = f"{category.__name__}: {message}"
         place = (filename, lineno, text if len(counts) < MAX_TEXTS else category.__name__)
         counts[place] += 1

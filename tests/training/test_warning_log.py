@@ -7,6 +7,8 @@ import sys
 import warnings
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from launcher.engine import EngineWarning
 from launcher.run_dir.records import rank_log
@@ -52,6 +54,17 @@ def test_a_library_warns_once_on_the_console_of_rank_0_and_each_log_has_the_coun
     assert "test_warning_log.py" in lines[0]
     assert lines[-1].endswith("given 5 times: UserWarning: again and again")
     assert events.texts == []
+
+
+def test_a_warning_within_a_library_has_the_line_that_called_it(tmp_path, monkeypatch):
+    places = []
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        monkeypatch.setattr(warnings, "showwarning", lambda message, *place: places.append(place[1:3]))
+        with rank_log(tmp_path, 0), warnings_logged(Telemetry([]), 0):
+            F.mse_loss(torch.zeros(2, 1), torch.zeros(2))
+    line = test_a_warning_within_a_library_has_the_line_that_called_it.__code__.co_firstlineno + 6
+    assert places == [(__file__, line)]
 
 
 def test_the_filters_of_the_user_come_first(tmp_path, capsys):
