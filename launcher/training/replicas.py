@@ -20,6 +20,7 @@ from launcher.engine import Stepper, WeightAverage
 from launcher.engine.flat.layout import ALIGNMENT
 from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.engine.flat.words import WORD_BYTES, words_of
+from launcher.engine.precision.classes import widen
 from launcher.engine.works import all_reduce
 from launcher.errors import ReplicaError, listed
 
@@ -139,7 +140,8 @@ def ema_sha256(stepper: Stepper, average: WeightAverage, env: WorkerEnv) -> str:
 
 
 def _frozen(stepper: Stepper) -> dict[str, Tensor]:
-    return {name: p.float() for name, p in named_parameters(stepper.model).items() if not p.requires_grad}
+    named = named_parameters(stepper.model).items()
+    return {name: widen(p) for name, p in named if not p.requires_grad}
 
 
 def _digest(tensors: Mapping[str, Tensor], env: WorkerEnv) -> str:

@@ -62,6 +62,15 @@ def test_a_snapshot_of_compiled_modules_has_the_names_of_plain_ones() -> None:
     assert len({weights_sha256(stepper, ALONE) for stepper in steppers}) == 1
 
 
+def test_the_digest_has_all_of_a_frozen_complex_parameter() -> None:
+    digests = []
+    for phase in (1j, 2j):
+        model = conv_net()
+        model.phase = torch.nn.Parameter(torch.full((2,), phase), requires_grad=False)
+        digests.append(weights_sha256(Stepper(model, SGD(0.1)), ALONE))
+    assert digests[0] != digests[1]
+
+
 # What is written is read back
 
 
