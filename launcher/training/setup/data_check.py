@@ -48,12 +48,22 @@ def compare_data(
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     """A text of what differs from the data that a checkpoint was trained on; empty if nothing does.
 
-    `before` is empty for a checkpoint without a fingerprint.
+    `before` is empty for a checkpoint without a fingerprint. Raises DataError where the same samples have
+    permuted labels: the model would have to learn its classes anew.
     """
     # Columns have names of their own: a digest of another form, as of an earlier version, has another name.
     odd = [key for key in before if before[key] != now.get(key) and (key in now or " column " not in key)]
     if not odd:
         return ""
+    own, labels = "the classes", f"column {now.get('the label column')}, all bytes"
+    others = [key for key in odd if key != own]
+    # A permutation of names has the same characters.
+    permuted = own in odd and sorted(before[own]) == sorted(now[own])
+    if permuted and others and all(key.endswith(labels) for key in others):
+        raise DataError(
+            f"the checkpoint has the classes {before[own]}, but now they are {now[own]}, and the labels are "
+            "numbered in this order. Sort the classes, or start anew with another run.dir."
+        )
     return (
         f"the data is not that of the checkpoint: {', '.join(odd)} differ(s). The run is not bit for bit "
         "the one that was saved, and samples that were trained on may be held out now. Build the same data "

@@ -113,3 +113,21 @@ def test_a_data_set_that_draws_from_what_is_seeded_is_not(draw):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_unless_repeatable(indexed(draw))
+
+
+def test_labels_of_permuted_classes_are_no_data_to_resume_with() -> None:
+    def known(classes: tuple[str, ...], labels: str, image: str = "i") -> dict[str, str]:
+        columns = {"training column label, all bytes": labels, "training column image, all bytes": image}
+        return {"the classes": str(classes), "the label column": "label"} | columns
+
+    before = known(("cat", "dog"), "0011")
+    with pytest.raises(
+        DataError, match=r"has the classes \('cat', 'dog'\), but now they are \('dog', 'cat'\)"
+    ):
+        changes(before, known(("dog", "cat"), "1100"))
+    for now in (
+        known(("dog", "cat"), "0011"),  # only their names were wrong
+        known(("cow", "dog"), "1100"),
+        known(("dog", "cat"), "1100", "another"),
+    ):
+        assert "is not that of the checkpoint: the classes" in changes(before, now)
