@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from socket import gethostname
@@ -29,11 +29,12 @@ from launcher.distributed.watchdog import Watchdog
 from launcher.doctor.machine import warn_of_machine
 from launcher.engine.diagnostics.host_cost import host_ms_per_layer
 from launcher.engine.diagnostics.step_timer import PARTS
-from launcher.errors import LauncherError
+from launcher.errors import LauncherError, UnexpectedError
 from launcher.process import allocator, signals, torch_build
 from launcher.recipe.contract import Used
 from launcher.recipe.registry import load_recipe
 from launcher.recipe.training_aids import refuse_split_pairs
+from launcher.run_dir.lock import Held
 from launcher.run_dir.records import logs_of_failure, rank_log
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.gpu import measure_gpus
@@ -86,9 +87,11 @@ def run(
     except LauncherError:
         words.fail(launch.rank)
         raise
+    held = Held(run_dir)
     with (
         # Left in reverse: the telemetry may still log, and signals stay requests until both are closed.
         heeded(alone, signals.saving_stops(config.launch.preempt_signals)) as requests,
+        closing(held),
         rank_log(run_dir, launch.rank, config.launch.log_level),
         # All sinks on rank 0, none elsewhere, so that callers need not check their rank.
         open_telemetry(config, os.environ, with_gpu=torch.cuda.is_available())
@@ -109,11 +112,13 @@ def run(
             logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
             at_shortage = rank_failure.at_shortage(heartbeat.latest, config, launch.world_size)
             failure = rank_failure.failure_of(error, store, job, launch, logs, at_shortage)
+            if launch.rank == 0 and isinstance(failure, UnexpectedError):
+                failure = held.problem() or failure  # its files were not where they had been
             if not heartbeat.watched:  # else the parent reads how this rank leaves
                 failures.give_reason(words, launch.rank, failure or error)
             steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
             cause = rank_failure.of_another_rank(failure or error, words, launch.rank)
-            rank_failure.report_failure(telemetry, steps, run_dir, launch, cause)
+            rank_failure.report_failure(telemetry, steps, held.present, launch, cause)
             rank_failure.release_frames(error)
             if failure is not None:
                 raise failure from error

@@ -20,7 +20,7 @@ from launcher.errors import ConfigError, DataError, LauncherError, StorageError,
 from launcher.run_dir.atomic import NotPlainError, read_json, write_json
 from launcher.run_dir.codec import decoded, encoded
 from launcher.run_dir.differences import another_run, other_training
-from launcher.run_dir.lock import locked
+from launcher.run_dir.lock import Held, locked
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import (
     CHECKPOINTS,
@@ -45,6 +45,7 @@ class Claim:
     """A claimed directory. `finished` describes a run that is already done; empty for one to run."""
 
     config: Config  # with the directory's path
+    held: Held
     finished: str = ""
 
 
@@ -69,14 +70,17 @@ def claimed(config: Config, overrides: Sequence[str]) -> Iterator[Claim]:
                 (directory / PRUNE).unlink(missing_ok=True)  # of an earlier command, which ended there
                 describe(resolved, overrides)
                 keep_reserve(directory)
+        held = Held(directory)
         try:
-            yield Claim(resolved, finished)
+            yield Claim(resolved, held, finished)
         except LauncherError as error:
             if not config.run.dir and _says_all(error, directory):
                 _remove(directory)
             raise
         finally:
-            give_up_reserve(directory)
+            if present := held.present:
+                give_up_reserve(present)
+            held.close()
 
 
 def keep_forecast(config: Config, forecast: Forecast) -> Path:

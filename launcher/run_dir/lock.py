@@ -1,6 +1,7 @@
 """The lock of a run's directory: one process at a time, released at the latest when that process ends.
 
-Owns the lock file, the holder recorded in it, and the error for a process that cannot take it.
+Owns the lock file, the holder recorded in it, and the errors for a process that cannot take it, and for one
+whose directory has been moved or replaced since.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import io
 import os
 from pathlib import Path
 
-from launcher.errors import ConfigError
+from launcher.config.messages import directory_override
+from launcher.errors import TO_RESUME, ConfigError, StorageError
 from launcher.run_dir.atomic import open_plain, read_regular
 
 LOCK = ".lock"
@@ -45,6 +47,56 @@ def holder_of(directory: Path) -> Holder | None:
     if not path.exists():
         return None
     return Holder.of(read_regular(path).decode(errors="replace"), path.stat().st_ino)
+
+
+class Held:
+    """The directory of a run that is locked, followed where it is moved to. Checks nothing without a lock."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._lock = directory, -1
+        with contextlib.suppress(FileNotFoundError):
+            # O_PATH, because on NFS the lock could be released when another descriptor of it is closed.
+            self._lock = os.open(directory / LOCK, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+
+    def problem(self) -> StorageError | None:
+        """The error if the path leads to another directory now, or if another process has locked it.
+
+        A deleted directory is none: the run makes it again, and saves there what it has trained.
+        """
+        present = self.present
+        if present == self._directory:
+            return None
+        what = f"run.dir={self._directory} no longer leads to the directory of this run"
+        if present is None:
+            return StorageError(
+                f"{what}: it or its {LOCK} was deleted, and another process uses the path now. To train on, "
+                "choose another directory."
+            )
+        return StorageError(
+            f"{what}, which is {present} now. The run has ended, because it would write to two directories. "
+            f"{TO_RESUME} {directory_override('run.dir', present)}"
+        )
+
+    @property
+    def present(self) -> Path | None:
+        """Where the directory is now; None if it was deleted and another process has locked the path."""
+        if self._lock < 0:
+            return self._directory
+        own, found = os.fstat(self._lock), None
+        try:
+            found = (self._directory / LOCK).stat().st_ino
+        except FileNotFoundError:
+            if not own.st_nlink:
+                return self._directory
+        except OSError:  # the file system is away for a moment
+            return self._directory
+        if found == own.st_ino:
+            return self._directory
+        return Path(os.readlink(f"/proc/self/fd/{self._lock}")).parent if own.st_nlink else None
 
 
 @dataclasses.dataclass(frozen=True)

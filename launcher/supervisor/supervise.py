@@ -19,6 +19,7 @@ from launcher.errors import PreemptedError
 from launcher.process.lifetime import adopting
 from launcher.process.signals import heeded, held_back, saving_stops
 from launcher.process.torch_build import warn_if_unchecked
+from launcher.run_dir.lock import Held
 from launcher.run_dir.records import write_failure
 from launcher.run_dir.result import Failure
 from launcher.supervisor.nodes import OneMachine
@@ -34,6 +35,7 @@ def supervise(config: Config, num_workers: int, nodes: OneMachine | None = None)
     """
     assert threading.current_thread() is threading.main_thread()
     heartbeats, nodes = Heartbeats(num_workers), nodes or OneMachine(config.launch)
+    held = Held(Path(config.run.dir))
     try:
         with heeded(saving_stops(config.launch.preempt_signals)) as signals, adopting():
             with held_back():  # threads of libraries keep them blocked: only this thread is interrupted
@@ -53,9 +55,11 @@ def supervise(config: Config, num_workers: int, nodes: OneMachine | None = None)
     except Exception as error:
         # The leader has written that it was preempted, with the checkpoint. Else it may have been killed, or
         # name the wrong cause.
-        if nodes.leads and not isinstance(error, PreemptedError):
-            write_failure(Path(config.run.dir), Failure.of(error), heartbeats.steps_done())
+        if nodes.leads and not isinstance(error, PreemptedError) and (run_dir := held.present):
+            write_failure(run_dir, Failure.of(error), heartbeats.steps_done())
         raise
+    finally:
+        held.close()
 
 
 def warm_up(more: Sequence[str] = ()) -> None:

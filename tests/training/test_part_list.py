@@ -43,7 +43,7 @@ OF_THIS_PROCESS = {
     "divergence": {"_scales", "_last"},  # evidence
     "evaluation": {"latest"},  # a run resumed after its end evaluates again
     "relief": {"_before"},  # what a step that is taken again needs
-    "checkpoints": {"_voted", "_best_step", "due", "writer"},
+    "checkpoints": {"_voted", "_best_step", "due", "writer", "_checked_s", "_is_moved"},
 }
 REPORTED = """
 import json

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,8 @@ from launcher.training.replicas import check_replicas
 from launcher.training.reports import DroppedStepError
 from launcher.training.run import Run
 from launcher.training.votes import Question
+
+CHECK_EVERY_S = 1.0  # whether the run's directory has been moved
 
 
 class Checkpoints:
@@ -46,6 +49,7 @@ class Checkpoints:
         self._failure = ""  # of the latest checkpoint, on the leader
         self._voted = 0  # the latest step in which this rank has voted for saving
         self._again = False  # that vote was lost
+        self._is_moved, self._checked_s = False, 0.0  # the run's directory, on the leader
         self._best_step = -1  # of the latest checkpoint that is the best so far
 
     def __enter__(self) -> Checkpoints:
@@ -73,7 +77,11 @@ class Checkpoints:
             self.due.done()  # requested now, saved after the next step
             run.stepper.vote(Question.SAVE)
             self._voted, self._again = position.step, False
-        if self._failure and run.config.checkpoint.on_error == "stop":
+        if run.env.is_leader and time.monotonic() - self._checked_s > CHECK_EVERY_S:
+            self._checked_s = time.monotonic()
+            if moved := self.writer.held.problem():
+                self._is_moved, self._failure = True, str(moved)
+        if self._is_moved or (self._failure and run.config.checkpoint.on_error == "stop"):
             run.stepper.vote(Question.GIVE_UP)
 
     def retake(self, position: Position) -> None:
@@ -112,10 +120,12 @@ class Checkpoints:
         if stops or done:
             self._report(self.writer.wait())
             if failure := self._of_leader(self._failure):
-                raise StorageError(
-                    f"the run is not saved: {failure} After freeing space, the same command with "
-                    f"{run_dir} resumes from the newest checkpoint."
-                )
+                if TO_RESUME not in failure:
+                    failure = (
+                        f"the run is not saved: {failure} After freeing space, the same command with "
+                        f"{run_dir} resumes from the newest checkpoint."
+                    )
+                raise StorageError(failure)
         if stops:
             self.run.reports.drain()
             if pruned is not None:
