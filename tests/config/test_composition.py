@@ -87,6 +87,21 @@ def test_a_section_may_be_given_as_a_whole() -> None:
     assert (config.data.augment.crop_padding, config.data.augment.flip) == (2, True)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train=3", "train.max_steps=2"),
+        ("train=[1]", "train.max_steps=2"),
+        ("train=null", "train.max_steps=2"),
+        ("precision.scale=3", "precision.scale.init=2"),
+    ],
+)
+def test_a_section_that_is_a_value_is_refused_with_its_keys_beside_it(words) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        composed("recipe=resnet18", *words)
+    assert str(refusal.value) == f"{words[0]}: must be a section with keys of its own."
+
+
 def test_parameter_groups_are_a_list_on_the_command_line() -> None:
     config = composed(
         "recipe=resnet18",
