@@ -204,8 +204,11 @@ def _choice(directory: Path, wish: str) -> bytes:
         path = found.path
         digest = path and manifest_digest(path)
     except (OSError, ValueError) as error:  # for instance, deleted in the meantime
-        problem = f"the checkpoints in {directory} cannot be read: {error}"
-        raise StorageError(f"{problem}. Start the run again.") from error
+        of_run = wish in (AUTO, NEVER)
+        what = f"the checkpoints in {directory} cannot be read" if of_run else f"checkpoint.resume={wish}"
+        denied = isinstance(error, PermissionError)
+        advice = "This user needs the permission to read it." if denied else "Start the run again."
+        raise StorageError(f"{what}: {error}. {advice}") from error
     place = path and (path.name if path.parent == directory else str(path.absolute()))
     return json.dumps([place, digest, found.damaged]).encode()
 

@@ -17,7 +17,16 @@ from launcher.config.messages import program
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.failures import JobFailed
 from launcher.distributed.handoff import Leader
-from launcher.errors import ON_REQUEST, PRUNED, STOPPED, ConfigError, LauncherError, PreemptedError, escaped
+from launcher.errors import (
+    ON_REQUEST,
+    PRUNED,
+    STOPPED,
+    ConfigError,
+    LauncherError,
+    PreemptedError,
+    StorageError,
+    escaped,
+)
 from launcher.process.shortage import shortage_of
 from launcher.process.terminal import columns_of, say, wrapped
 from launcher.run_dir.records import write_failure
@@ -86,6 +95,11 @@ def run_node(config: Config, launch: LaunchEnv, store: dist.Store | None, job: s
 def report_failure(error: Exception) -> int:
     """Print the error, after the traceback of what it does not explain; returns the exit code."""
     error = shortage_of(error, "this process") or error
+    if isinstance(error, PermissionError) and error.filename:
+        error = StorageError(
+            f"{error.filename}: {error.strerror}. This user lacks a permission for it, or for a directory "
+            "above it: change that (chmod, chown), or give another path."
+        )
     if isinstance(error, LauncherError):
         if error.exit_code in STOPPED:  # a further Ctrl-C would replace the exit code, or end in a traceback
             signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 from torch import nn
 
-from launcher.checkpoint import manifest
+from launcher.checkpoint import catalog, manifest
 from launcher.checkpoint.async_writer import Due, Writer
 from launcher.checkpoint.catalog import best_intact, newest_intact, resume, retain
 from launcher.checkpoint.format import load, publish
@@ -849,3 +849,24 @@ def test_what_this_user_may_not_read_is_not_called_damaged(tmp_path: Path, monke
         newest_intact(tmp_path)
     assert raised.value.exit_code == 8
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_run_to_start_from_that_this_user_may_not_search_is_named(tmp_path: Path, monkeypatch) -> None:
+    """Its own directory was named instead, with the advice to start the run again."""
+    other = tmp_path / "other"
+
+    def refuse(directory: Path) -> list[Path]:
+        if directory.parent == other:
+            raise PermissionError(13, "Permission denied", str(directory))
+        return []
+
+    other.mkdir()
+    monkeypatch.setattr(catalog, "candidates", refuse)
+    with pytest.raises(StorageError) as raised:
+        catalog.agree(
+            WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None), tmp_path / "own" / "checkpoints", str(other)
+        )
+    assert str(raised.value) == (
+        f"checkpoint.resume={other}: [Errno 13] Permission denied: '{other}/checkpoints'. This user needs "
+        "the permission to read it."
+    )
