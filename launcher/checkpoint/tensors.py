@@ -90,15 +90,23 @@ def write_tensors(
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file from `write_tensors`, mapped. Raises StorageError for any other file."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
     try:
-        found: dict[str, Tensor] = load_file(path)
+        return mapped(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise StorageError(
             f"{path} cannot be read as safetensors: {error}. Only safetensors and JSON are read. "
             "Choose another checkpoint with checkpoint.resume=PATH."
         ) from error
+
+
+def mapped(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, mapped. Raises OSError, SafetensorError and ValueError."""
+    from safetensors.torch import load_file
+
+    with open(path, "rb") as file:
+        # The library refuses a path with a name that is not UTF-8.
+        found: dict[str, Tensor] = load_file(f"/proc/self/fd/{file.fileno()}")
     return found
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from launcher.checkpoint.tensors import mapped
 from launcher.config.messages import program
 from launcher.errors import ConfigError, described
 
@@ -116,12 +117,11 @@ def read(file: Path) -> dict[str, Tensor]:
     Raises ConfigError for a damaged one.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
     try:
         tensors: dict[str, Tensor] = {}
         for part in parts_of(file):
-            tensors |= load_file(part)
+            tensors |= mapped(part)
     except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"it is damaged, or no safetensors file: {error}. Copy or export it again."

@@ -85,7 +85,8 @@ def cached(folder: Path | None, key: Mapping[str, object], make: Callable[[], St
 
 def _read(path: Path, key: str) -> Stored | None:
     try:
-        with safe_open(path, "pt") as file:
+        # The library refuses a path with a name that is not UTF-8.
+        with open(path, "rb") as opened, safe_open(f"/proc/self/fd/{opened.fileno()}", "pt") as file:
             texts = dict(file.metadata() or {})
             if texts.pop("key", None) != key:
                 return None

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 from torch import nn
 
-from launcher.checkpoint import catalog, manifest
+from launcher.checkpoint import catalog, manifest, weights_file
 from launcher.checkpoint.async_writer import Due, Writer
 from launcher.checkpoint.catalog import best_intact, newest_intact, resume, retain
 from launcher.checkpoint.format import load, publish
@@ -870,3 +870,10 @@ def test_a_run_to_start_from_that_this_user_may_not_search_is_named(tmp_path: Pa
         f"checkpoint.resume={other}: [Errno 13] Permission denied: '{other}/checkpoints'. This user needs "
         "the permission to read it."
     )
+
+
+def test_a_run_resumes_in_a_directory_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    """Its checkpoints were written, and refused when they were read."""
+    (path,) = publish_steps(tmp_path / os.fsdecode(b"caf\xe9"), 1)
+    assert same(load(path), snapshot(1))
+    assert weights_file.read(path / WEIGHTS)

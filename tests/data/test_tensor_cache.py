@@ -24,10 +24,11 @@ def assert_made(found: Stored) -> None:
     assert all(torch.equal(found.tensors[name], MADE.tensors[name]) for name in MADE.tensors)
 
 
-def test_what_was_made_is_read_by_the_next(tmp_path):
-    assert_made(cached(tmp_path / "new", KEY, lambda: MADE))
-    assert_made(cached(tmp_path / "new", KEY, never))
-    assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".safetensors"]
+@pytest.mark.parametrize("name", ["new", os.fsdecode(b"caf\xe9")], ids=["ascii", "latin-1"])
+def test_what_was_made_is_read_by_the_next(tmp_path, name):
+    assert_made(cached(tmp_path / name, KEY, lambda: MADE))
+    assert_made(cached(tmp_path / name, KEY, never))
+    assert [path.suffix for path in (tmp_path / name).iterdir()] == [".safetensors"]
 
 
 def test_tensors_are_mapped_from_the_file(tmp_path):
