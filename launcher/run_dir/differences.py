@@ -120,15 +120,21 @@ def _settings(config: Config, directory: Path) -> tuple[dict[str, object], dict[
     """
     import yaml
 
+    has_checkpoints = any((directory / CHECKPOINTS).glob("step-*"))
     try:
         here = dict(leaves(yaml.safe_load(config_yaml(config))))
-        if not (directory / CONFIG).exists() and any((directory / CHECKPOINTS).glob("step-*")):
+        if not (directory / CONFIG).exists() and has_checkpoints:
             return here, here
         there = dict(leaves(yaml.safe_load((directory / CONFIG).read_text(encoding="utf-8"))))
         if there.keys() >= set(IDENTITY):
             return there, here
-    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+    except (FileNotFoundError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
         pass
+    if has_checkpoints:
+        raise ConfigError(
+            f"{directory / CONFIG} is damaged: it is not what a run writes. The checkpoints beside it say of "
+            "which run they are. To resume, delete it, and run the same command again."
+        )
     raise ConfigError(
         f"run.dir={directory} holds a {CONFIG} or {FILE_NAME} that no run has written. "
         "Choose another directory: a run never overwrites the files of others."

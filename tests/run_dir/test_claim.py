@@ -137,6 +137,21 @@ def test_files_of_somebody_else_are_not_written_over(tmp_path, left):
     assert (tmp_path / "old" / left).read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    "left", [b"", b"\xff\xfe", b"seed: 0\nrecipe: [", b"seed: 0\n", b"[" * 5000], ids=range(5)
+)
+def test_a_damaged_config_beside_checkpoints_is_called_so(tmp_path, left, message):
+    """The error said that no run had written it, although the run resumes without it."""
+    directory = Path(prepared(sample_config(str(tmp_path / "mine")), []).run.dir)
+    (directory / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (directory / "config.yaml").write_bytes(left)
+    with pytest.raises(ConfigError) as refusal:
+        prepared(sample_config(str(directory)), [])
+    assert "To resume, delete it" in message(refusal.value)
+    (directory / "config.yaml").unlink()
+    assert prepared(sample_config(str(directory)), [])
+
+
 def test_a_run_without_its_config_is_resumed_from_its_checkpoints(tmp_path):
     """They say themselves of which run they are."""
     config = sample_config(str(tmp_path / "mine"))
