@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from launcher import cli
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    exit_code = cli.main(argv)
+    exit_code = cli.main(argv) or cli.lost_answer(argv)
     if exit_code:
         stranded.watch(os.environ)
     # The interpreter collects garbage as it ends, among all objects of torch: 1.0 of 1.6 s on a busy machine,

@@ -21,8 +21,11 @@ from launcher.distributed.env import LaunchEnv
 from launcher.distributed.handoff import HandoffTimeouts, Leader, follow
 from launcher.distributed.machines import given, node_of
 from launcher.distributed.slurm import variables_of_rank
-from launcher.errors import INTERRUPTED, Interrupted, LauncherError, escaped, in_words
+from launcher.errors import INTERRUPTED, Interrupted, LauncherError, StorageError, escaped, in_words
+from launcher.process.streams import lost_output
 from launcher.process.terminal import say
+
+ANSWERING = ("doctor", "plan", "recipes", "report", "watch")  # commands whose output is what they are run for
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +46,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Exception as error:
         return report_failure(error)
+
+
+def lost_answer(argv: Sequence[str] | None = None) -> int:
+    """The exit code, with an error printed, of a command whose answer on stdout could not be written; else 0.
+
+    For a run, which prints its progress, the output does not matter.
+    """
+    if (error := lost_output()) is None:
+        return 0
+    from launcher.commands.train import HYDRA_ANSWERS  # loads Hydra
+
+    arguments = parse(sys.argv[1:] if argv is None else argv)
+    flags = {"--help", "--version", *HYDRA_ANSWERS} & arguments.flags.keys()
+    if arguments.command not in ANSWERING and not flags:
+        return 0
+    text = f"stdout cannot be written: {error.strerror}. The output is incomplete: write it to another place."
+    return report_failure(StorageError(text))
 
 
 def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:

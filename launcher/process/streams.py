@@ -6,7 +6,6 @@ number; output that cannot be written is dropped. Imports no torch.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import select
@@ -19,13 +18,19 @@ PATIENCE_S = 1.0  # for a slow reader of a stream that does not block
 class Unfailing(io.FileIO):
     """Raw output that never raises: a broken pipe or a full device loses the output, not the run."""
 
+    failure: OSError | None = None  # the first, unless a reader has left, as `| head` does
+
     def write(self, data: Any, /) -> int:
-        with contextlib.suppress(OSError):
+        try:
             written = super().write(data)
             if written is None and select.select([], [self], [], PATIENCE_S)[1]:
                 written = super().write(data)
             if written is not None:
                 return written
+        except BrokenPipeError:
+            pass
+        except OSError as error:
+            self.failure = self.failure or error
         return memoryview(data).nbytes
 
 
@@ -36,6 +41,13 @@ def make_unfailing() -> None:
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = _unfailing(1, sys.stdout)
     sys.stderr = _unfailing(2, sys.stderr)
+
+
+def lost_output() -> OSError | None:
+    """Why output of this process to stdout was lost; None if none was, or if nobody wanted to read it."""
+    sys.stdout.flush()
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return raw.failure if isinstance(raw, Unfailing) else None
 
 
 def _ensure_open(descriptor: int) -> None:
