@@ -57,7 +57,7 @@ def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
             store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
         else:
             hosts = launch.rank == 0
-            listening = _listening(port) if hosts else None
+            listening = _listening(launch, port) if hosts else None
             # The host, too: of a name that nobody knows torch's client writes a page of C++ frames.
             _wait_for_listener(address, port, timeout_s)
             store = dist.TCPStore(
@@ -89,7 +89,7 @@ def _has_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _listening(port: int) -> int:
+def _listening(launch: LaunchEnv, port: int) -> int:
     """Descriptor of a socket for the store, bound here because torch's error is a page of C++ frames."""
     both = _has_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -97,8 +97,9 @@ def _listening(port: int) -> int:
         return socket.create_server(("", port), family=family, dualstack_ipv6=both).detach()
     except OSError as error:
         raise PreflightError(
-            f"MASTER_PORT={port} cannot be used on this machine: {os.strerror(error.errno or 0)}. If another "
-            "launch uses it, give this one another port, the same on all its ranks."
+            f"{launch.meeting_place}: port {port} cannot be used on this machine: "
+            f"{os.strerror(error.errno or 0)}. If another launch uses it, give this one another port, the "
+            f"same for all its {launch.noun}s."
         ) from error
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 
 import pytest
 
+from launcher.distributed.env import NODE, LaunchEnv
+from launcher.distributed.store import open_store
+from launcher.errors import PreflightError
 from tests.distributed.test_handoff import FRONT, ends, start
 from tests.limits import at_most
 
@@ -64,6 +68,18 @@ def test_a_second_process_with_the_same_rank_is_refused(start, tmp_path) -> None
     assert [code for code, _, _ in ends([leader, own])] == [0, 0]
 
 
+def test_a_port_in_use_is_named_by_the_setting_that_gave_it(monkeypatch, message) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(PreflightError) as refusal:
+            open_store(LaunchEnv(0, 2, noun=NODE), 1.0)
+    assert message(str(refusal.value).replace(port, "PORT")).startswith(
+        "launch.rdzv_endpoint=127.0.0.1:PORT:"
+    )
+
+
 def test_a_port_in_use_is_one_sentence(start, tmp_path) -> None:
     leader, own = start(PROCESS, WORDS, 2)
     wait_for(tmp_path / "works-0")
@@ -72,7 +88,7 @@ def test_a_port_in_use_is_one_sentence(start, tmp_path) -> None:
     assert second.wait(30) == 3
     assert time.monotonic() - began < at_most(10)
     (line,) = second.stderr.splitlines()
-    assert line.startswith("error: MASTER_PORT=")
+    assert line.startswith("error: MASTER_ADDR=")
     assert "Address already in use. If another launch uses it, give this one another port" in line
     (tmp_path / "end").touch()
     assert [code for code, _, _ in ends([leader, own])] == [0, 0]
