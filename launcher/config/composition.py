@@ -45,6 +45,7 @@ PATH_KEYS = ("data.path", "data.csv", "recipes.path", "checkpoint.resume")  # cs
 UNCHECKED_PATH_KEYS = ("data.cache", "model.weights")
 NOT_PATHS = ("auto", "never", "none")  # accepted in place of a path
 MISSING_KEY = re.compile(r"Interpolation key '([^']+)'")  # of OmegaConf's error
+OPTIONS = "Available options in "  # of Hydra's error for an unknown choice
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # The section that an interpolation names; "" if none can be read.
 ROOT = re.compile(r"\$\{\s*([A-Za-z_]\w*)?")
@@ -237,8 +238,12 @@ def compose(request: Request, overrides: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"{problem}. Remove the entry that closes the cycle.") from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
         cause = str(error.__cause__) if error.__cause__ else ""
-        reasons = [line.strip() for line in f"{error}\n{cause}".splitlines() if line.strip()]
-        raise ConfigError(f"the config files cannot be composed: {' '.join(reasons[:4])}") from error
+        about, _, options = str(error).partition(OPTIONS)
+        reasons = [line.strip() for line in f"{about}\n{cause}".splitlines() if line.strip()][:4]
+        if options:  # all names of the group, a line each; then where Hydra has searched for them
+            group, *names = options.partition("Config search path:")[0].split()
+            reasons.append(f"{OPTIONS}{group} {', '.join(names)}.")
+        raise ConfigError(f"the config files cannot be composed: {' '.join(reasons)}") from error
     return cast(dict[str, object], OmegaConf.to_container(composed))
 
 

@@ -514,6 +514,10 @@ def test_a_primary_config_of_ones_own(tmp_path) -> None:
         ("trian: {epochs: 3}", "trian: there is no such key. Nearest: train."),
         ("train: {epochs: many}", "train.epochs=many: must be a whole number"),
         ("train: [", "cannot be composed"),
+        (
+            "defaults: [{override /optim: adamx}]",
+            "'optim': adagrad, adam, adamw, nadam, radam, rmsprop, sgd.",
+        ),
     ],
 )
 def test_a_hostile_or_wrong_file_is_refused(tmp_path, addition: str, reason: str, monkeypatch) -> None:
