@@ -77,7 +77,7 @@ def _digest_of(file: Path) -> str:
         with open(file, "rb") as content:
             start = content.read(9)
             # The length of a safetensors header, before its "{", may begin with the byte of a pickle too.
-            if file.suffix in PICKLES or (start.startswith(PICKLE_STARTS) and start[8:] != b"{"):
+            if start[8:] != b"{" and (file.suffix in PICKLES or start.startswith(PICKLE_STARTS)):
                 raise ConfigError(_of_pickle(file))
             content.seek(0)
             return hashlib.file_digest(content, "sha256").hexdigest()

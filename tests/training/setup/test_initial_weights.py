@@ -120,6 +120,11 @@ def test_a_file_of_another_model_is_refused_whatever_is_asked_for(tmp_path) -> N
         assert "weights_strict" not in error
 
 
+@pytest.mark.parametrize("name", ["w.bin", "w.pt", "w"])
+def test_a_safetensors_file_with_the_ending_of_a_pickle_is_read(tmp_path, name) -> None:
+    assert load(mlp(), saved(tmp_path / name, state_of(mlp(1)))).error == ""
+
+
 def test_a_pickle_is_refused_and_the_line_in_the_error_converts_it(tmp_path) -> None:
     shared = mlp(1)
     tensors = dict(shared.state_dict()) | {"0.weight": shared.state_dict()["0.weight"].t().contiguous().t()}
