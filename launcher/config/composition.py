@@ -237,6 +237,9 @@ def compose(request: Request, overrides: Sequence[str]) -> dict[str, Any]:
         problem = f"the config files cannot be composed: {cycle}"
         raise ConfigError(f"{problem}. Remove the entry that closes the cycle.") from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+        if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd
+            problem = "the working directory has been deleted"
+            raise ConfigError(f"{problem}. Change to one that exists, and run the command again.") from error
         cause = str(error.__cause__) if error.__cause__ else ""
         about, _, options = str(error).partition(OPTIONS)
         reasons = [line.strip() for line in f"{about}\n{cause}".splitlines() if line.strip()][:4]

@@ -177,13 +177,17 @@ def fraction_problem(dimension: Dimension) -> str | None:
     return f"{dimension.key}={drawn}: must be {rule.text}. For whole numbers: {dimension.key}=int({drawn})"
 
 
-def unreadable_problem(line: str, error: Exception, parser: OverridesParser) -> str:
-    """The problem of an override that Hydra cannot parse, with its quoted form where that helps."""
+def unreadable_problem(line: str, error: Exception, parser: OverridesParser, multirun: bool) -> str:
+    """The problem of an override that Hydra cannot parse, with its quoted form where that helps.
+
+    In a sweep, commas separate values, each with its quotes.
+    """
     key, has_value, value = line.partition("=")
     if not has_value and re.fullmatch(r"[\w./]+", line):
         return f"{line}: has no value. An override is key=value, for instance {key}=1."
     escaped = value.replace('"', r"\"")
-    quoted = f'{key}="{escaped}"'
+    each = escaped.replace(",", '","') if multirun else escaped
+    quoted = f'{key}="{each}"'
     unreadable = f"{line}: cannot be read as key=value ({first_line(error)})."
     if re.match(r"choice\(.*\bnull\b", value):
         return f"{unreadable} Hydra's choice() takes no null. List the values without it: {key}=null,1"
@@ -210,7 +214,7 @@ def accepted_overrides(request: Request, composer: Composer) -> tuple[list[Overr
         except RecursionError:
             problems = [f"{texts.shortened(line)}: is nested too deeply."]
         except (HydraException, ValueError) as error:
-            problems = [unreadable_problem(line, error, parser)]
+            problems = [unreadable_problem(line, error, parser, request.multirun)]
         if problems:
             refused.setdefault(line.partition("=")[0], []).extend(problems)
         else:

@@ -31,7 +31,10 @@ class Rule:
 
 
 def value_problem(path: str, value: object, rule: Rule) -> str:
-    return f"{path}={show(value)}: must be {rule.text}.{suggestion(map(show, rule.nearest(value)))}"
+    typed = show(value)
+    is_text = isinstance(value, int | float) and rule.holds(typed)  # a number or a truth value, unless quoted
+    hint = f" To give {typed} as text: '{path}=\"{typed}\"'." if is_text else ""
+    return f"{path}={typed}: must be {rule.text}.{suggestion(map(show, rule.nearest(value)))}{hint}"
 
 
 def rule_of(kind: object) -> Rule:

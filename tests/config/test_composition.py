@@ -528,6 +528,28 @@ def test_a_hostile_or_wrong_file_is_refused(tmp_path, addition: str, reason: str
     assert "a-secret-value" not in text
 
 
+@pytest.mark.parametrize(
+    ("word", "multirun", "advice"),
+    [
+        ("run.dir=123", False, """To give 123 as text: 'run.dir="123"'."""),
+        ("checkpoint.resume=true", False, """To give true as text: 'checkpoint.resume="true"'."""),
+        ("tracker.run_name=a(b,c", False, """for the shell: 'tracker.run_name="a(b,c"'"""),
+        ("tracker.run_name=a(b,c", True, """for the shell: 'tracker.run_name="a(b","c"'"""),
+    ],
+)
+def test_the_quotes_that_a_text_needs_are_in_the_error(word: str, multirun: bool, advice: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        compose_jobs(Request(("recipe=resnet18", word), multirun=multirun))
+    assert str(refusal.value).endswith(advice)
+
+
+def test_a_working_directory_that_was_deleted_is_named(tmp_path, monkeypatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert problems("recipe=resnet18").startswith("the working directory has been deleted.")
+
+
 def test_a_config_dir_must_exist() -> None:
     assert problems("recipe=resnet18", config_dir=Path("no/where")) == (
         "--config-dir no/where: there is no such directory."
