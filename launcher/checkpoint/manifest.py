@@ -82,7 +82,7 @@ def read_manifest(path: Path) -> dict[str, Written]:
             raise ValueError(f"it belongs to step {content['step']}")
         files = {name: Written(**entry) for name, entry in content["files"].items()}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+        raise ValueError("it is not what a run writes") from error
     if set(files) != {WEIGHTS, OPTIMIZER, STATE}:
         raise ValueError(f"it lists {', '.join(sorted(files))}")
     return files

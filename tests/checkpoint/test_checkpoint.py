@@ -877,3 +877,10 @@ def test_a_run_resumes_in_a_directory_whose_name_is_not_utf_8(tmp_path: Path) ->
     (path,) = publish_steps(tmp_path / os.fsdecode(b"caf\xe9"), 1)
     assert same(load(path), snapshot(1))
     assert weights_file.read(path / WEIGHTS)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", "[" * 100_000], ids=range(4))
+def test_a_manifest_of_another_form_is_damage_in_plain_words(tmp_path: Path, text: str) -> None:
+    (path,) = publish_steps(tmp_path, 1)
+    (path / MANIFEST).write_text(text)
+    assert verify(path) == [f"{MANIFEST} cannot be read: it is not what a run writes"]
