@@ -19,9 +19,9 @@ SAVING = (signal.SIGUSR1, signal.SIGUSR2)
 HEEDED = (*STOPPING, *SAVING)
 STACKS = signal.SIGRTMIN  # to a worker of parent mode: write the stacks of all its threads
 # Others that would end a process: the one that a run is started from takes them for a request to stop. Left
-# out are those of a crash, which no handler in Python can survive.
+# out are those of a crash, which no handler in Python can survive. abort() ends the process after a handler.
 FATAL = tuple(
-    signal.Signals[f"SIG{name}"] for name in ("ALRM", "VTALRM", "PROF", "IO", "PWR", "TRAP", "STKFLT")
+    signal.Signals[f"SIG{name}"] for name in ("ALRM", "VTALRM", "PROF", "IO", "PWR", "TRAP", "STKFLT", "ABRT")
 )
 ONE_REQUEST_S = 1.0  # a terminal and torchrun both pass the same Ctrl-C on
 

@@ -62,11 +62,11 @@ def be_a_rank(work: Work, environ: Mapping[str, str]) -> NoReturn:
     """
     end_with(work.parent)
     ParentDeathSignal()
+    os.environ.update(environ)
+    _take_signals_back(work.obeyed)
     # A crash in C writes its stack to stderr, which the verdict names.
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # without a stderr
         faulthandler.enable(all_threads=True)
-    os.environ.update(environ)
-    _take_signals_back(work.obeyed)
     launch = LaunchEnv.from_environ(os.environ)
     _write_stacks_on_request(work.stacks_of(launch.rank))
     # Held here until os._exit: its destructor would read the file, whose last record may be torn, for ever.
