@@ -34,6 +34,7 @@ SHOWN_JOBS = 5  # that are left
 WIDE = 400  # characters of a job's line where there is no terminal: its reason of a failure fits
 # Without a running job and a comparison, after which a sweep has ended: its next job starts sooner
 QUIET_S = 60.0
+KILLED_S = 3.0  # the same, where the sweep's process no longer exists
 
 
 class Watched:
@@ -104,16 +105,19 @@ class WatchedSweep:
         self._over = False
 
     def poll(self) -> bool:
-        """Read what is new; whether all jobs have ended and the comparison is written."""
+        """Read what is new; whether all jobs have ended and the comparison is written, or none runs."""
+        _, is_killed = process_of(self._directory)  # before the files, as of a run
         for directory in job_directories(self._directory):
             if directory.name not in self._runs:
                 self._runs[directory.name] = Watched(directory)
         polled = [run.poll() for run in self._runs.values()]  # all of them, also after one that is going
-        ended = all(polled)
+        going = any(run.state in GOING for run in self._runs.values())
+        ended = all(polled) or (is_killed is True and not going)
         now = time.monotonic()
         self._quiet_since = (self._quiet_since or now) if ended else None
         compared = (self._directory / TABLE).exists()
-        self._over = ended and (compared or now - (self._quiet_since or now) > QUIET_S)
+        limit_s = KILLED_S if is_killed else QUIET_S
+        self._over = ended and (compared or now - (self._quiet_since or now) > limit_s)
         return self._over
 
     def screen(self, columns: int, rows: int, braille: bool) -> list[str]:

@@ -29,6 +29,7 @@ from launcher.report.run_state import GONE_S, KILLED, NO_RESULT
 from launcher.report.watching import (
     SETTLE_S,
     Watched,
+    WatchedSweep,
     job_line,
     rest_of_sweep,
     run_line,
@@ -675,6 +676,28 @@ def test_a_sweep_whose_parent_was_killed_says_what_is_left(
     assert len(found) == len(rest)
     assert all(line.startswith(text) for line, text in zip(found, rest, strict=True))
     assert code == next((each for each in codes if each), 1 if rest else 0)
+
+
+@pytest.mark.parametrize(
+    ("of_sweep", "of_job", "over"),
+    [("ended", "ended", True), ("ended", "lives", False), ("lives", "ended", False)],
+)
+def test_a_killed_sweep_is_over_soon_unless_its_jobs_continue(
+    tmp_path, monkeypatch, of_sweep, of_job, over
+) -> None:
+    monkeypatch.setattr("launcher.report.watching.KILLED_S", 0.0)
+    holders = {"ended": ended_process(), "lives": Holder.this()}
+    job = tmp_path / "0_seed=0"
+    job.mkdir()
+    (job / "metrics.jsonl").touch()
+    write_json(tmp_path / "sweep.json", {"jobs": [{"name": job.name}], "words": ["-m"]})
+    write_status(job, "running", now=time.time())
+    write_lock(job, holders[of_job])
+    write_lock(tmp_path, holders[of_sweep])
+    sweep = WatchedSweep(tmp_path)
+    sweep.poll()
+    assert sweep.poll() is over
+    assert ("1 job planned, 1 left: 0_seed=0" in sweep.lines()) is over
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"jobs": 3, "words": []}', '{"jobs": ["a"]}'])
