@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from launcher import errors
@@ -161,7 +162,8 @@ def say_how_to_continue(scheduler: Scheduler, record: Record, directory: Path) -
     limit = scheduler.reason.partition("=")[0]  # would stop the sweep again
     multirun, *words = record.words
     record.words = (multirun, f"{limit}=null", *(word for word in words if not word.startswith(limit)))
-    record.write(directory)  # for `watch`
+    with suppress(OSError):
+        record.write(directory)  # for `watch`
     print(f"sweep: {scheduler.reason}. {TO_RESUME} {limit}=null {again}", file=sys.stderr, flush=True)
 
 

@@ -14,9 +14,18 @@ from pathlib import Path
 from launcher import errors
 from launcher.config.messages import directory_override
 from launcher.config.schema import SweepConfig
-from launcher.errors import DIVERGED, TO_RESUME, ConfigError, PreemptedError, PreflightError, counted
+from launcher.errors import (
+    DIVERGED,
+    TO_RESUME,
+    ConfigError,
+    PreemptedError,
+    PreflightError,
+    StorageError,
+    counted,
+)
 from launcher.process.signals import SAVING, Signals
 from launcher.run_dir.pruning import PruneRequest, ask_to_prune
+from launcher.run_dir.records import SWEEP
 from launcher.sweep.asha import Pruner
 from launcher.sweep.carriers import Carrier, Change, NoAnswerError
 from launcher.sweep.progress import SweepProgress
@@ -26,6 +35,7 @@ from launcher.telemetry.formatting import duration
 
 PATIENCE_S = 300.0  # for a scheduler that does not answer: its daemon restarts, or a spare machine takes over
 WRITE_EVERY_S = 60.0  # what a killed process leaves out of sweep.stop.hours at most
+LAST_WRITE_S = 5.0  # for a disk that is full for a moment, once no job runs any more
 POLL_S = 0.2  # longest wait for a change, after which signals, limits and the table are looked at
 # A further attempt would end in the same way: the config is wrong, or the training diverges.
 FINAL = (ConfigError.exit_code, DIVERGED)
@@ -54,6 +64,7 @@ class Scheduler:
         self._running: dict[int, SweepJob] = {}
         self.asked = self.asked_at_once = False  # to stop, before all jobs are done
         self._changed = True  # since sweep.json was written: once for all jobs that end and start together
+        self._unwritten: OSError | None = None  # why the latest write of sweep.json has failed
         self._silent_since_s: float | None = None  # the carrier
         self._began_s, self._before_s = time.monotonic(), record.seconds
 
@@ -66,7 +77,7 @@ class Scheduler:
             if self._changed or self._seconds() - self._record.seconds > WRITE_EVERY_S:
                 self._write()
             if not self._running and (self.reason or self._next() is None):
-                return
+                return self._write_last()
             self._progress.refresh()  # after the starts: it reads files of all jobs that run
             # All are taken before any job is stopped: the carrier has forgotten those that have ended.
             changed = [self._take(change) for change in self._poll()]
@@ -179,9 +190,30 @@ class Scheduler:
             self._carrier.stop(job)
 
     def _write(self) -> None:
-        self._changed = False
+        """Write sweep.json; after an OSError, as on a full disk, it is tried again with each look."""
         self._record.seconds = self._seconds()
-        self._record.write(self._directory)
+        before, self._unwritten = self._unwritten, None
+        try:
+            self._record.write(self._directory)
+        except OSError as error:
+            self._unwritten = error
+            if before is None:
+                text = f"sweep: {SWEEP} cannot be written, and is tried again: {error.strerror or error}"
+                self._progress.say(text, error=True)
+        self._changed = self._unwritten is not None
+
+    def _write_last(self) -> None:
+        """Raise StorageError if sweep.json lacks how the jobs ended, and cannot be written soon."""
+        deadline_s = time.monotonic() + LAST_WRITE_S
+        while self._unwritten is not None and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+            self._write()
+        if self._unwritten is not None:
+            raise StorageError(
+                f"{self._directory / SWEEP} cannot be written: {self._unwritten.strerror}. No job runs any "
+                "more, and what they have done is in their folders. Make room there. "
+                f"{TO_RESUME} {directory_override('sweep.resume', self._directory)}"
+            )
 
     def _seconds(self) -> float:
         return self._before_s + time.monotonic() - self._began_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import signal
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +13,7 @@ import pytest
 
 from launcher.commands.sweep import exit_code_of
 from launcher.config.schema import SweepConfig
-from launcher.errors import PreflightError
+from launcher.errors import PreflightError, StorageError
 from launcher.process.signals import Signals
 from launcher.report.recording import Recording
 from launcher.run_dir.pruning import PRUNE
@@ -354,3 +355,28 @@ def test_one_that_does_not_answer_at_all_ends_the_sweep_with_how_to_continue(
     assert f"To resume: the same command with sweep.resume={tmp_path}" in message(caught.value)
     recorded = json.loads((tmp_path / "sweep.json").read_text())["jobs"]
     assert [job["state"] for job in recorded] == ["running", "running", "waiting"]
+
+
+@pytest.mark.parametrize("failing", [2, 10**6])
+def test_a_full_disk_ends_no_job_of_a_sweep(
+    tmp_path, monkeypatch, capsys, failing: int, message: Message
+) -> None:
+    write, failed = Record.write, []
+
+    def full(record: Record, directory: Path, durable: bool = False) -> None:
+        if carrier.order and len(failed) < failing:
+            failed.append(1)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(record, directory, durable)
+
+    carrier = Scripted(1)
+    monkeypatch.setattr(Record, "write", full)
+    monkeypatch.setattr(scheduler, "LAST_WRITE_S", 0.0)
+    if failing == 2:
+        assert Run(tmp_path, carrier, 3).states == ["done"] * 3
+    else:
+        with pytest.raises(StorageError) as caught:
+            Run(tmp_path, carrier, 3)
+        assert message(caught.value).endswith(f"sweep.resume={tmp_path}")
+    assert carrier.order == [0, 1, 2]
+    assert capsys.readouterr().err.count("cannot be written, and is tried again: No space left") == 1
