@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +30,7 @@ from launcher.sweep.carriers import Carrier
 from launcher.sweep.carriers.devices import DevicePool, Devices
 from launcher.sweep.prepare import prepared, prepared_in_place
 from launcher.sweep.progress import SweepProgress
-from launcher.sweep.record import Record, State, read_job
+from launcher.sweep.record import Record, State, count_time, read_job
 from launcher.sweep.scheduler import Scheduler
 from launcher.sweep.search import Searching, imported_optuna
 from launcher.telemetry.formatting import duration
@@ -196,6 +197,8 @@ def run_in_place(request: Request, configs: Sequence[Config], leader: Leader, fi
     for job, config in zip(record.jobs, placed, strict=True):
         started += 1
         print(f"sweep: job {started} of {len(placed)}: {config.run.dir}", flush=True)
+        job.started, job.nproc = time.time(), leader.launch.world_size
+        before_s = job.seconds
         try:
             run_one(config, job.overrides, leader)
         except Exception as error:
@@ -207,6 +210,11 @@ def run_in_place(request: Request, configs: Sequence[Config], leader: Leader, fi
             parted = leader.parted or isinstance(error, errors.StalledError | errors.CollectiveError)
             if stopped or parted:
                 break
+        finally:  # for the limits of a process that continues the sweep
+            count_time(job, time.time())
+            record.seconds += job.seconds - before_s
+            with suppress(OSError):
+                record.write(directory)
     print(f"sweep: {started - len(exit_codes)} of {counted(len(placed), 'job')} done", flush=True)
     if stopped:
         say_stopped(directory_override("hydra.sweep.dir", directory))

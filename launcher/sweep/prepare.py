@@ -84,6 +84,8 @@ def prepared_in_place(request: Request, configs: Sequence[Config]) -> tuple[Path
     if not (directory / SWEEP).exists():
         refuse_foreign(directory)
     record = _new_record(request, directory, jobs)
+    with suppress(ConfigError):  # without an earlier record, or with a damaged one
+        record.keep_times_of(Record.read(directory))
     with _writing(directory):
         record.write(directory)
         for job in jobs:

@@ -100,6 +100,13 @@ class Record:
         rest = json_line({key: value for key, value in encoded(self).items() if key != "jobs"})
         write_content(directory / SWEEP, b'{"jobs": [\n' + jobs + b"\n],\n" + rest[1:], durable)
 
+    def keep_times_of(self, before: Record) -> None:
+        """Add the seconds that the same jobs have taken in an earlier record of the sweep."""
+        jobs, self.seconds = {job.name: job for job in before.jobs}, before.seconds
+        for job in self.jobs:
+            if (earlier := jobs.get(job.name)) is not None:
+                job.seconds, job.device_seconds = earlier.seconds, earlier.device_seconds
+
     @property
     def left(self) -> list[SweepJob]:
         return [job for job in self.jobs if job.state not in OVER]
