@@ -30,7 +30,7 @@ def learning_rates(name: str, peak: float, steps: int, warmup_fraction: float) -
     """
     warmup = round(steps * warmup_fraction)
     if name == "onecycle":
-        return [peak * _onecycle(step, steps, max(warmup, 1)) for step in range(steps)]
+        return [peak * _onecycle(step, steps, warmup_fraction) for step in range(steps)]
     shape = _SHAPES[name]
     rising = [peak * (step + 1) / warmup for step in range(warmup)]
     return rising + [peak * shape(step / (steps - warmup)) for step in range(steps - warmup)]
@@ -61,9 +61,10 @@ def own_rates(schedule: Callable[[int, int], float], name: str, peak: float, ste
     return rates
 
 
-def _onecycle(step: int, steps: int, warmup: int) -> float:
+def _onecycle(step: int, steps: int, warmup_fraction: float) -> float:
     start, end = 1 / 25, 1 / 250_000
-    if step < warmup:
-        return start + (1 - start) * 0.5 * (1 - math.cos(math.pi * step / warmup))
-    down = (step - warmup) / max(1, steps - 1 - warmup)
+    top = steps * warmup_fraction - 1  # as in torch, not rounded to a step; below 0 without a rise
+    if step < top:
+        return start + (1 - start) * 0.5 * (1 - math.cos(math.pi * step / top))
+    down = (step - top) / (steps - 1 - top) if step > top else 0.0
     return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * down))

@@ -44,13 +44,16 @@ def test_cosine_is_torchs_cosine() -> None:
     assert learning_rates("cosine", 0.3, 50, 0.0) == pytest.approx(rates_of(optimizer, theirs, 50))
 
 
-def test_onecycle_is_torchs_one_cycle() -> None:
+@pytest.mark.parametrize(
+    ("steps", "fraction"), [(51, 11 / 51), (10, 0.3), (10, 0.2), (100, 0.1), (24, 0.3), (7, 0.1), (5, 0.0)]
+)
+def test_onecycle_is_torchs_one_cycle(steps, fraction) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
     theirs = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, 0.3, total_steps=51, pct_start=11 / 51, cycle_momentum=False
+        optimizer, 0.3, total_steps=steps, pct_start=fraction, cycle_momentum=False
     )
-    # torch's peak is at step pct_start * total - 1
-    assert learning_rates("onecycle", 0.3, 51, 10 / 51) == pytest.approx(rates_of(optimizer, theirs, 51))
+    expected = rates_of(optimizer, theirs, steps)
+    assert learning_rates("onecycle", 0.3, steps, fraction) == pytest.approx(expected)
 
 
 def rates_of(optimizer, scheduler, steps: int) -> list[float]:
