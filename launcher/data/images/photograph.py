@@ -108,8 +108,14 @@ def as_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB":
         return image
     if image.mode.startswith("I"):  # Pillow would cut 16 bits off at 255
-        eight_bits = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255).astype(np.uint8)
-        return Image.fromarray(eight_bits).convert("RGB")
+        pixels = np.asarray(image).astype(np.int64)
+        low, high = int(pixels.min()), int(pixels.max())
+        if low < 0 or 0 < high < 256 or high >= 1 << 16:
+            raise ValueError(
+                f"its pixels go from {low} to {high}, where black and white are 0 and 65535: scale them to "
+                "this range, or convert to 8 bits"
+            )
+        return Image.fromarray((pixels >> 8).astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers of unknown range: convert to 8 or 16 bits")
     if image.mode == "P" and "transparency" in image.info:

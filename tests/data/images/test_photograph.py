@@ -96,6 +96,20 @@ def test_all_kinds_come_out_as_rgb(content, colour):
     assert np.abs(pixels.transpose(1, 2, 0).astype(int) - colour).max() <= 2
 
 
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [([0, 255], np.uint16), ([0, 255], np.int32), ([-1, 65535], np.int32), ([0, 1 << 16], np.int32)],
+)
+def test_integers_of_another_range_than_16_bits_are_refused(values, kind):
+    content = encoded(Image.fromarray(np.array([values], kind)), "TIFF")
+    with pytest.raises(DataError, match=rf"go from {values[0]} to {values[1]}, where black and white are 0"):
+        read_photograph(content, "it", WHOLE, 5)
+
+
+def test_a_black_image_of_16_bits_is_black():
+    assert not read_photograph(encoded(grey16(0)), "it", WHOLE, 5).any()
+
+
 def bomb():
     """A PNG that says it has 400 million pixels."""
     content = bytearray(encoded(Image.new("L", (8, 8))))
