@@ -67,9 +67,10 @@ class SquaredError:
 
     def __call__(self, network: nn.Module, batch: Batch) -> Loss:
         predicted = outputs_of(network, batch)[:, 0]
-        wanted = (batch["target"] - self.mean) / self.std
+        target = batch["target"]
+        wanted = ((target - self.mean) / self.std).float()
         loss_sum = F.mse_loss(predicted, wanted, reduction="sum")
-        return Loss(loss_sum, len(predicted), predicted.detach() * self.std + self.mean)
+        return Loss(loss_sum, len(predicted), predicted.detach().to(target.dtype) * self.std + self.mean)
 
 
 class TabularNet(nn.Module):

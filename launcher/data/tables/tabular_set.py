@@ -74,7 +74,8 @@ Source = Callable[[DataConfig, TableOptions], tuple[DataTable, DataTable | None]
 class TabularSet:
     """Columns "numeric" fp32 [n, columns], "categorical" int64 [n, columns], where there are such.
 
-    And "target" fp32 [n] in its own unit, or "label" int64 [n] where `classes` are given.
+    And "target" fp32 [n] in its own unit, fp64 where its spread is below a thousandth of its size, such as
+    times in seconds; or "label" int64 [n] where `classes` are given.
     """
 
     train: TensorData
@@ -114,11 +115,12 @@ def load_table(config: DataConfig) -> TabularSet:
         [*_about(features, kinds, left_out), f"target: {target}, {kind}", *_unseen(features, validation)]
     )
     column = "target" if classes is None else "label"
+    mean, std = _moments(train, target) if classes is None else (0.0, 1.0)
+    dtype = torch.float64 if abs(mean) > 1000 * std else torch.float32  # which would round away the spread
     train_set, validation_set = (
-        TensorData(features.columns(table) | {column: _targets(table, target, classes)}, config.name)
+        TensorData(features.columns(table) | {column: _targets(table, target, classes, dtype)}, config.name)
         for table in (train, validation)
     )
-    mean, std = _moments(train, target) if classes is None else (0.0, 1.0)
     return TabularSet(replace(train_set, about=about), validation_set, features, classes, mean, std)
 
 
@@ -247,10 +249,10 @@ def _classes(train: DataTable, target: str) -> tuple[str, ...]:
     return tuple(classes)
 
 
-def _targets(table: DataTable, target: str, classes: Sequence[str] | None) -> Tensor:
-    """fp32 [rows], or int64 of the classes. Raises DataError for a label that is none of them."""
+def _targets(table: DataTable, target: str, classes: Sequence[str] | None, dtype: torch.dtype) -> Tensor:
+    """Numbers of this dtype [rows], or int64 of the classes. DataError for a label that is none of them."""
     if classes is None:
-        return numbers(table, target).float()
+        return numbers(table, target).to(dtype)
     texts = table.column(target).categories
     return torch.tensor(class_numbers(texts, classes, lambda row: f"{table.place(row)}, {target}"))
 

@@ -47,6 +47,21 @@ def test_numbers_are_standardised_with_the_training_rows_alone(tmp_path) -> None
     assert table.validation.columns["target"].tolist() == [9, 3, 3]
 
 
+def test_a_small_spread_far_from_zero_is_learned_as_near_zero(tmp_path) -> None:
+    from recipes.tabular import SquaredError
+
+    found = []
+    for shift in (0, 10**9):
+        rows = [f"{i % 7},a,1,{shift + i * 0.25 % 3}" for i in range(40)]
+        table = load_table(data_of(written(tmp_path, rows, f"{shift}.csv")))
+        batch = table.validation.columns
+        loss = SquaredError(table)(lambda numbers, _: numbers[:, :1] * 0 + 0.5, batch)
+        found.append((loss.sum.item(), (loss.outputs - shift).tolist(), loss.sum.dtype))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
+    assert found[1][2] == torch.float32
+
+
 def test_categories_that_training_lacks_have_a_code_of_their_own(tmp_path) -> None:
     written(tmp_path, ["0,b,1,1", "2,a,1,2", "4,b,1,4"], "train.csv")
     written(tmp_path, ["2,c,1,9", "6,a,1,3", "4,b,0,3"], "validation.csv")
