@@ -50,9 +50,9 @@ class WeightAverage:
 
     `decay` is per applied step; after t of them d = min(decay, (1 + t) / (10 + t)), so that the average soon
     leaves the initial weights. A pass is made after the steps whose number is a multiple of `every_steps`,
-    with the decay of all steps since the pass before. Running statistics (of BatchNorm) are
-    averaged alike, each rank's for itself; other buffers keep their present values. Averages are fp32 and
-    start as the present weights.
+    with d of the last step to the power of the steps since the pass before. Running statistics (of BatchNorm)
+    are averaged alike, each rank's for itself; other buffers keep their present values. Averages are fp32
+    and start as the present weights.
 
     After Stepper.load() the averages are still those of the steps before it: load() those that were saved
     with the state, or restart(). Without either, they continue with the steps after the load.
