@@ -14,18 +14,27 @@ def report_unreadable(run: Run, text: str, count: int) -> None:
     limit, logs = run.config.data.max_bad, "logs/rank*.log names each with its error"
     if count > limit:
         raise DataError(f"{text}, more than data.max_bad={limit}. Correct or remove them: {logs}.")
-    run.telemetry.warn(f"{text} and were left out; {logs}.")
+    run.telemetry.warn(f"{text} and {'was' if count == 1 else 'were'} left out; {logs}.")
 
 
 class BadSamples:
-    """Counts the training samples that this process has left out, over all ranks."""
+    """Counts the training samples that an epoch has left out, over all ranks."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._total = 0
+        self._epoch = self._bad = 0
 
     def after_step(self, position: Position, report: StepReport) -> None:
         if bad := report.votes[Question.BAD_SAMPLES]:
-            self._total += bad
-            text = f"{counted(self._total, 'training sample')} could not be read by step {position.step}"
-            report_unreadable(self._run, f"{text} ({bad} of them in this step)", self._total)
+            # Anew in each epoch, which reads each sample once: what is counted are samples, not reads.
+            self._bad = bad + (self._bad if position.epoch == self._epoch else 0)
+            self._epoch = position.epoch
+            text = f"{counted(self._bad, 'training sample')} of epoch {position.epoch + 1} could not be read"
+            text = f"{text} by step {position.step} ({bad} of them in this step)"
+            report_unreadable(self._run, text, self._bad)
+
+    def state(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "bad": self._bad}
+
+    def load_state(self, values: dict[str, int]) -> None:
+        self._epoch, self._bad = values["epoch"], values["bad"]
