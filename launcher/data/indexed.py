@@ -122,7 +122,7 @@ class LoadedBatches(Batches):
     def _made_of(self, requests: Sequence[BatchRequest], answers: Iterator[Fetched]) -> list[Batch]:
         """The micro-batches of these requests, whose answers come next."""
         found: list[Batch] = []
-        self._latest = []
+        self._latest, self._bad = [], 0
         for request in requests:
             answer = next(answers)
             batch = self.data.usable(answer, request)
@@ -136,10 +136,8 @@ class LoadedBatches(Batches):
         """The indices of the samples that the latest `step` returned, one list per micro-batch."""
         return [[request.indices[offset] for offset in kept] for request, kept in self._latest]
 
-    def take_bad(self) -> int:
-        """The samples that were left out since the last call."""
-        bad, self._bad = self._bad, 0
-        return bad
+    def latest_bad(self) -> int:
+        return self._bad
 
     def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
         """Divide by another plan: what was read ahead is dropped, and other loader processes begin here."""
@@ -147,7 +145,6 @@ class LoadedBatches(Batches):
         if self._pool is not None:
             self._pool.end()
         self._pool = None
-        self._bad = 0
 
     def _finished(self, batch: Batch, request: BatchRequest, kept: Sequence[int]) -> Batch:
         if self.transform is None:

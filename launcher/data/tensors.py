@@ -100,8 +100,8 @@ class Batches(Protocol):
     def latest_indices(self) -> list[list[int]]:
         """The indices in the set of the samples that the latest `step` returned, one list per micro-batch."""
 
-    def take_bad(self) -> int:
-        """How many samples were left out since the last call, because they could not be read."""
+    def latest_bad(self) -> int:
+        """How many samples the latest `step` has left out, because they could not be read."""
         return 0
 
     def at_end(self) -> bool:

@@ -85,7 +85,6 @@ class DivergenceInspector:
         rank which has the earliest. A collective.
         """
         first = min(self._of_all_ranks(partial(self._first_overflow, position)))
-        self._job.batches.take_bad()  # counted when the step was taken
         return first if first.module else None
 
     def _of_all_ranks(self, inspect: Callable[[], Evidence]) -> list[Evidence]:

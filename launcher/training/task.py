@@ -68,7 +68,7 @@ class Task:
         self.stepper.clock.restart()
         micro_batches = self.batches.step(position.epoch, position.step_of_epoch)
         self.stepper.clock.mark(DATA)
-        if bad := self.batches.take_bad():
+        if bad := self.batches.latest_bad():
             self.stepper.vote(Question.BAD_SAMPLES, bad)
         if ends := self.batches.at_end():
             self.stepper.vote(Question.STREAM_END)

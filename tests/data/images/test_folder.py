@@ -461,7 +461,7 @@ def test_a_broken_image_is_named_or_left_out(tmp_path, cache, max_bad):
     for epoch in range(2):
         (batch,) = batches.step(epoch, 0)
         assert batch["image"].shape == (5, 3, 16, 16)
-        assert batches.take_bad() == 1
+        assert batches.latest_bad() == 1
 
 
 def test_fingerprints_know_names_labels_and_sizes_but_not_times_or_places(tmp_path):
