@@ -9,6 +9,10 @@ from launcher.data.reader import Fetched
 from launcher.errors import DataError
 
 IGNORED = -100  # the label that torch's cross-entropy leaves out
+OF_IGNORED = (
+    f"To leave out samples labelled {IGNORED}, as cross-entropy does, give the recipe "
+    f"metrics=[Classification(classes, ignored={IGNORED})]."
+)
 UNLABELLED = -1
 OF_UNLABELLED = (
     "-1 marks samples without a label, as in the test splits of many sets of the Hugging Face hub. Leave "
@@ -52,8 +56,9 @@ class Labels:
 
 def no_class(found: str, label: int, num_classes: int) -> DataError:
     """The error for a label that is no class; `found` begins its text."""
+    advice = {IGNORED: OF_IGNORED, UNLABELLED: OF_UNLABELLED}
     other = "Correct the labels, or name all classes in Recipe.classes."
     return DataError(
         f"{found}, but the recipe names {num_classes} classes: a label must lie between 0 and "
-        f"{num_classes - 1}. {OF_UNLABELLED if label == UNLABELLED else other}"
+        f"{num_classes - 1}. {advice.get(label, other)}"
     )

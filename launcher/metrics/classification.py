@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from launcher.data.labels import IGNORED, OF_IGNORED
 from launcher.data.tensors import Batch
 from launcher.errors import ConfigError, DataError
 from launcher.metrics.metric import Outputs, chosen, column_of, shape_text
@@ -118,9 +119,10 @@ class Classification:
         for name, lowest, highest in zip(("labels", "predictions"), lowests, highests, strict=True):
             if lowest < 0 or highest >= num_classes:
                 kind = DataError if name == "labels" else ConfigError
+                advice = f" {OF_IGNORED}" if name == "labels" and lowest == IGNORED else ""
                 raise kind(
                     f"there are {num_classes} classes, but the {name} go from {lowest} to {highest}. They "
-                    f"have to lie in 0..{num_classes - 1}."
+                    f"have to lie in 0..{num_classes - 1}.{advice}"
                 )
         cells: Int64Array = self._state["cells"][:-1].cpu().numpy()
         return cells.reshape(num_classes, num_classes)

@@ -136,11 +136,16 @@ def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
                 f"the recipe names classes, so its {kind} column {recipe.label} must hold one whole number "
                 f"per sample; {given}. Columns: {', '.join(data.columns)}. Set Recipe.label to the right one."
             )
-        lowest, highest = int(labels.min()), int(labels.max())
-        ignored = kind == "training" and lowest == IGNORED
+        lowest, highest = map(int, labels.long().aminmax())  # torch has none of uint16 and uint32
+        ignored = lowest == IGNORED and (kind == "training" or any(map(_ignores, recipe.measures)))
         if highest >= len(recipe.classes) or (lowest < 0 and not ignored):
             found = f"the {kind} column {recipe.label} goes from {lowest} to {highest}"
             raise no_class(found, lowest, len(recipe.classes))
+
+
+def _ignores(metric: object) -> bool:
+    """Whether a metric, of the launcher or of torchmetrics, leaves out what the loss does."""
+    return IGNORED in (getattr(metric, "ignored", None), getattr(metric, "ignore_index", None))
 
 
 def require_counts(**options: object) -> None:
