@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from launcher.data.tensors import Batch
 from launcher.distributed.env import LaunchEnv
 from launcher.engine import EngineWarning
-from launcher.errors import ConfigError, DataError
+from launcher.errors import ConfigError, DataError, LauncherError
 from launcher.recipe import Loss, Recipe, TensorData
 from launcher.training.failures.rank_failure import failure_of
 from launcher.training.failures.recipe_errors import guarded, guarding
@@ -43,11 +43,25 @@ def test_a_norm_of_a_single_value_says_what_it_needs(name: str) -> None:
     assert rule in text
 
 
-def test_labels_of_another_integer_are_the_datas_fault() -> None:
-    batch = {"label": torch.zeros(2, dtype=torch.int32)}
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint16, torch.bool])
+def test_labels_of_another_integer_are_the_datas_fault(dtype: torch.dtype) -> None:
+    batch = {"label": torch.zeros(2, dtype=dtype)}
     for loss in (nn.CrossEntropyLoss(), nn.MultiMarginLoss()):
         with pytest.raises(DataError, match=r"must be int64: .*\.long\(\)"), guarding("loss", LOG, batch):
             loss(torch.zeros(2, 3), batch["label"])
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("bad"), RuntimeError("bad"), AssertionError(), ZeroDivisionError()]
+)
+@pytest.mark.parametrize(("of_metric", "code"), [(False, 1), (True, 2)])
+def test_only_an_exception_of_a_metric_is_sure_to_recur(error: Exception, of_metric: bool, code: int) -> None:
+    with (
+        pytest.raises(LauncherError) as caught,
+        guarding("what", LOG, {"x": torch.ones(1)}, of_metric=of_metric),
+    ):
+        raise error
+    assert (caught.value.exit_code, bool(caught.value.traceback)) == (code, True)
 
 
 def test_a_constant_beyond_fp16_is_no_failure_that_a_restart_mends() -> None:
