@@ -116,7 +116,7 @@ class Agent:
         self._restarts.allow(verdict, newest)
         count = f"{self._restarts.used} of {self._restarts.allowed}"
         place = f"step {newest} (checkpoint)" if newest else "the start (no checkpoint)"
-        text = f"{verdict.traceback}restart {count}: {verdict.text}; resuming from {place}"
+        text = f"{verdict.traceback}restart {count}: {verdict.text.removesuffix('.')}; resuming from {place}"
         print(text, file=sys.stderr, flush=True)
 
     def _newest_step(self) -> int:

@@ -189,6 +189,7 @@ def test_the_last_crash_has_its_own_exit_code(tmp_path: Path) -> None:
     with Parent(tmp_path, LONG, "launch.max_restarts=1") as parent:
         assert parent.end() == 1
         assert parent.stderr.count("restart 1 of 1: rank 1 failed: the recipe's loss") == 1
+        assert ".log; resuming from the start" in parent.stderr
         assert error_of(parent).startswith("error: rank 1 failed")
         assert_written_down(parent, 1)
 
