@@ -15,7 +15,7 @@ from launcher.report.settings import (
     setting_rows,
     short_names,
 )
-from launcher.telemetry.formatting import duration, metric, number
+from launcher.telemetry.formatting import duration, metric, number, rate
 
 MAX_DETAILED = 6  # runs of which a page shows more than curves and a row of the table, unfolded
 MAX_DIFFERING = 5  # keys that are columns of the table of runs
@@ -32,7 +32,7 @@ def headline(run: RunRecord) -> str:
     if run.seconds is not None:
         cells["training time"] = duration(run.seconds)
     if run.samples_per_s is not None:
-        cells["samples / s"] = number(round(run.samples_per_s))
+        cells["samples / s"] = rate(run.samples_per_s)
     if run.steps:
         cells["steps"] = _steps(run)
     if run.skipped is not None:
@@ -78,7 +78,7 @@ def row_of(run: RunRecord) -> dict[str, str]:
         "loss": number(run.recording.steps["loss"].last),
         run.metric_label if name and name != "loss" else "loss, held out": metric(name or "loss", run.metric),
         "time": duration(run.seconds),
-        "samples / s": number(run.samples_per_s and round(run.samples_per_s)),
+        "samples / s": "-" if run.samples_per_s is None else rate(run.samples_per_s),
         "skipped": number(run.skipped),
         "bound by": run.bound or "-",
     }

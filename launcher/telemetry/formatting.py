@@ -54,6 +54,11 @@ def number(value: object) -> str:
     return f"{value:.4g}"
 
 
+def rate(per_s: float) -> str:
+    """Whole samples per second; two digits of slow ones, as of large models, so that none is 0."""
+    return f"{per_s:.2g}" if per_s < 10 else f"{per_s:,.0f}"
+
+
 def duration(seconds: float | None) -> str:
     """0:07, 12:30, 1:02:03."""
     if seconds is None or not math.isfinite(seconds):
@@ -175,7 +180,7 @@ def step_line(event: StepEvent, epochs: int | None, total_steps: int | None, eta
 
 def step_details(event: StepEvent) -> list[str]:
     """Speed, loss scale and skipped steps."""
-    speed, scale = f"{event.samples_per_s:,.0f} samples/s", f"scale {scale_text(event.scale)}"
+    speed, scale = f"{rate(event.samples_per_s)} samples/s", f"scale {scale_text(event.scale)}"
     return [speed, scale, f"skipped {event.skipped}"]
 
 

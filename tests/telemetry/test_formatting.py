@@ -9,7 +9,7 @@ import markdown
 import pytest
 from markdown_it import MarkdownIt
 
-from launcher.telemetry.formatting import markdown_table, markdown_text
+from launcher.telemetry.formatting import markdown_table, markdown_text, rate
 
 NAMES = (
     "<b>bold</b>",
@@ -43,3 +43,11 @@ def test_a_text_of_several_lines_is_one() -> None:
 
 def test_a_text_cannot_control_the_terminal_that_prints_the_table() -> None:
     assert markdown_text("optim.name=\x1b[2J") == r"optim.name=\x1b[2J"
+
+
+@pytest.mark.parametrize(
+    ("per_s", "shown"),
+    [(5991.4, "5,991"), (99.4, "99"), (9.96, "10"), (1.56, "1.6"), (0.3, "0.3"), (0.0, "0")],
+)
+def test_a_rate_is_not_rounded_to_nothing(per_s: float, shown: str) -> None:
+    assert rate(per_s) == shown

@@ -22,6 +22,7 @@ from launcher.telemetry.formatting import (
     metric_title,
     narrowed,
     number,
+    rate,
     step_line,
     table_lines,
     table_widths,
@@ -139,7 +140,7 @@ def _headline(end: events.EndEvent) -> str:
         since = f" since step {end.since_step:,}" if end.since_step else ""
         parts.append(f"in {duration(end.seconds)}{since}")
     if end.samples_per_s is not None:
-        parts.append(f"at {end.samples_per_s:,.0f} samples/s")
+        parts.append(f"at {rate(end.samples_per_s)} samples/s")
     metrics = end.metrics or {}
     shown = ", ".join(f"{metric_title(name)} {metric(name, value)}" for name, value in metrics.items())
     return " ".join(parts) + (f": {shown}" if shown else "")

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from launcher.process.terminal import USUAL_COLUMNS, columns_of
 from launcher.telemetry.events import StartEvent, StepEvent
-from launcher.telemetry.formatting import duration, number, scale_text, step_details
+from launcher.telemetry.formatting import duration, number, rate, scale_text, step_details
 from launcher.telemetry.status import Pace
 
 SMALLEST_BAR, LARGEST_BAR = 10, 40  # characters: each is a tenth of the epoch, or less
@@ -158,7 +158,7 @@ def _short_parts(moment: Moment) -> dict[str, str]:
     latest, parts = moment.latest, {"step": f"step {moment.step}"}
     parts["loss"] = f"loss {number(latest.loss if latest else None)}".replace(",", "")
     if latest is not None:
-        parts["speed"] = f"{latest.samples_per_s:.0f}/s"
+        parts["speed"] = f"{rate(latest.samples_per_s).replace(',', '')}/s"
         parts["scale"] = f"scale {_power(latest.scale)}"
         parts["skipped"] = f"skipped {latest.skipped}"
     if moment.eta_s is not None:
