@@ -142,6 +142,10 @@ class BatchPlan:
             raise IndexError(f"step {step} of an epoch of {self.steps_per_epoch} steps")
         return range(step * self.batch_size, min((step + 1) * self.batch_size, self.num_samples))
 
+    def samples_of(self, step: int) -> int:
+        """The number of samples of `global_batch`, without its check: asked for in every step."""
+        return min(self.batch_size, self.num_samples - step * self.batch_size)
+
     def micro_positions(self, step: int) -> list[range]:
         """This rank's positions in `step`, one range per micro-batch; none where its share is empty."""
         share = share_of(self.global_batch(step), self.rank, self.world_size)

@@ -220,6 +220,7 @@ class StreamBatches(Batches):
         self._fetched: Iterator[Fetched] = iter(())
         self._ahead: Fetched | None = None
         self._latest: tuple[int, list[tuple[Fetched, Tensor]]] = (-1, [])
+        self._missing = 0
 
     def step(self, epoch: int, step: int) -> list[Batch]:
         """This rank's micro-batches: of the next step, or again of the one before."""
@@ -240,6 +241,10 @@ class StreamBatches(Batches):
     def latest_indices(self) -> list[list[int]]:
         """Numbers of the samples that the latest `step` returned, within their micro-batch."""
         return [list(fetched.kept) for fetched, _ in self._latest[1]]
+
+    def missing(self) -> int:
+        """How many samples of its share this rank lacks in the latest step."""
+        return self._missing
 
     def at_end(self) -> bool:
         """Whether this rank has nothing left in this pass."""
@@ -314,7 +319,8 @@ class StreamBatches(Batches):
         stands = self._stands
         noise = self._noise(stands)
         taken = []
-        for part in self.plan.micro_positions(stands.step):
+        parts = self.plan.micro_positions(stands.step)
+        for part in parts:
             if self._ahead is None:
                 break
             offset = part.start - stands.step * self.plan.batch_size
@@ -327,6 +333,7 @@ class StreamBatches(Batches):
                 )
             self._ahead = next(self._fetched, None)
         self._stands = replace(stands, step=stands.step + 1)
+        self._missing = sum(map(len, parts)) - sum(len(fetched.kept) for fetched, _ in taken)
         return taken
 
     def _noise(self, stands: Standpoint) -> Tensor:

@@ -104,6 +104,10 @@ class Batches(Protocol):
         """How many samples the latest `step` has left out, because they could not be read."""
         return 0
 
+    def missing(self) -> int:
+        """How many samples of its share this rank lacks in the latest step. Only where a stream ends."""
+        return 0
+
     def at_end(self) -> bool:
         """Whether this rank has nothing left before the data starts again. Only of a stream."""
         return False

@@ -51,12 +51,12 @@ class StepEvent(Event):
     kind = "step"
     is_periodic = True
     epoch: int  # counts from 0
-    loss: float  # mean over the samples
+    loss: float  # mean over what the loss counts
     lr: float
     grad_norm: float  # of the mean gradient, before clipping
     scale: float  # the loss scale
     skipped: int  # steps of the run that were skipped
-    samples: float  # or tokens, over all ranks
+    samples: float  # of the data set, over all ranks
     samples_per_s: float
     step_ms: float  # mean of a step, and of its parts
     data_ms: float

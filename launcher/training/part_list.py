@@ -45,7 +45,7 @@ def parts_of(
     What a part measures on this rank, or is given by it, may differ; which parts there are may not.
     """
     run, config, course, several = job.run, job.run.config, job.course, job.run.env.world_size > 1
-    inspector, trained = DivergenceInspector(job), TrainingMetrics(job.answers)
+    inspector, trained, totals = DivergenceInspector(job), TrainingMetrics(job.answers), Totals(job)
     rescue = Rescue(run, inspector)
     trial = BucketTrial(
         run.stepper, run.env.world_size, course.total_steps, config.wire.shard, run.telemetry.decision
@@ -58,13 +58,13 @@ def parts_of(
         trial if several and config.wire.bucket_mb == "auto" else None,
         BadSamples(run),
         trained,
-        Totals(job),
+        totals,
         GradientStats(run, every) if (every := config.telemetry.gradients_every_steps) else None,
         FirstStep(run, first_step_done),
         rescue,
         SkippedSteps(run, rescue),
         DivergenceCheck(config.precision.scale, inspector, run.stepper.counters),
-        Log(run),  # after those that may end the run by the same step
+        Log(run, totals),  # after those that may end the run by the same step
         ReplicaCheck(run, course) if config.consistency.every_steps else None,
         InitialWeights(run, loaded),
         Relief(job),  # before the votes are cast again

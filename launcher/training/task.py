@@ -18,7 +18,7 @@ from launcher.training.answers import Answers
 from launcher.training.failures.model_mistakes import backward_mistake, unheld_parameters
 from launcher.training.parts.relief import Relief
 from launcher.training.progress import Position
-from launcher.training.votes import Question
+from launcher.training.votes import Question, samples_of
 
 
 class Learner(Protocol):
@@ -57,8 +57,9 @@ class Task:
         if not ends:
             return result
         report = result.read()  # without waiting for the next step: all ranks with nothing left do so
-        if report.votes[Question.STREAM_END] == self.batches.plan.world_size:
-            if not report.count:
+        plan = self.batches.plan
+        if report.votes[Question.STREAM_END] == plan.world_size:
+            if not samples_of(plan, position, report):
                 raise DataError("the training stream is empty: a whole pass over it gave no samples.")
             self.batches.begin_again()
         return result
@@ -70,6 +71,8 @@ class Task:
         self.stepper.clock.mark(DATA)
         if bad := self.batches.latest_bad():
             self.stepper.vote(Question.BAD_SAMPLES, bad)
+        if missing := self.batches.missing():
+            self.stepper.vote(Question.MISSING_SAMPLES, missing)
         if ends := self.batches.at_end():
             self.stepper.vote(Question.STREAM_END)
         for batch in micro_batches:

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from launcher.data.batch_plan import BatchPlan
 from launcher.engine import StepReport
+from launcher.training.progress import Position
 
 
 class Question(IntEnum):
-    """What the ranks vote on in every step. One vote is enough but for the last two."""
+    """What the ranks vote on in every step. One vote is enough but for the last three."""
 
     STOP = 0
     SAVE = 1
     GIVE_UP = 2  # a checkpoint could not be written, so the run must end
     BAD_SAMPLES = 3  # as many votes as samples that a rank has left out
     STREAM_END = 4  # nothing left in this pass over a stream; all votes are needed
+    MISSING_SAMPLES = 8  # as many votes as a rank lacks of its share, where a stream ends
 
 
 # No questions: the times of one rank, which `stragglers` sends as votes, and the times of all
@@ -33,6 +36,18 @@ def time_as_votes(milliseconds: float) -> int:
 def milliseconds_of(votes: int, num_ranks: int = 1) -> float:
     """The sum of the times of so many ranks."""
     return (votes - num_ranks) / 1e3
+
+
+# Read in every step: a plain int indexes in a third of the time that an IntEnum takes.
+_BAD, _MISSING = int(Question.BAD_SAMPLES), int(Question.MISSING_SAMPLES)
+
+
+def samples_of(plan: BatchPlan, position: Position, report: StepReport) -> int:
+    """How many samples of the data set the step trained on, over all ranks.
+
+    Not `report.count`, which a loss may give in tokens, pixels or weights.
+    """
+    return plan.samples_of(position.step_of_epoch) - report.votes[_BAD] - report.votes[_MISSING]
 
 
 class Votes:

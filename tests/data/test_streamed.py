@@ -243,6 +243,17 @@ def test_a_step_may_be_asked_for_again():
     assert joined(stream.step(0, 1)) == list(range(8, 16))
 
 
+@pytest.mark.parametrize("make", [Numbers, of_hugging_face])
+def test_what_a_rank_lacks_of_a_step_is_known(make):
+    ranks = [batches(make(), 3, rank, micro_batch=2) for rank in range(3)]
+    found = []
+    for step in range(STEPS):
+        trained = len(joined(run_steps(ranks, [step])[0]))
+        assert trained + sum(each.missing() for each in ranks) == 8
+        found.append(trained)
+    assert min(found) < 8
+
+
 def test_the_noise_of_a_sample_does_not_depend_on_the_ranks():
     def keep(batch, noise):
         return {**batch, "noise": noise}

@@ -35,8 +35,12 @@ WORDS = [
 # What a part keeps from step to step without saving it: a resumed run begins anew with it.
 OF_THIS_PROCESS = {
     "reports": {"seconds", "_waiting", "_previous"},  # the step that is not read yet: there is none then
-    "log": {"_window", "_times", "_last"},  # the steps of a line
-    "totals": {"_times", "_wire_bytes_per_step"},  # of the last process, as result.json says
+    "log": {"_window", "_samples", "_times", "_last"},  # the steps of a line
+    "totals": {
+        "latest",
+        "_times",
+        "_wire_bytes_per_step",
+    },  # of a step; of the last process, as result.json says
     "gradient_stats": {"_next", "_counts"},  # when to count follows from the number of the step
     "first_step": {"_done"},
     "skipped_steps": {"_bad_loss_steps"},  # how often a warning was given
@@ -94,7 +98,18 @@ def plain(value: Any) -> Any:
 
 
 SHARED = {
-    *("Run", "Job", "Parts", "Answers", "SavedRun", "Course", "Rescue", "TrainingMetrics", "Reports"),
+    *(
+        "Run",
+        "Job",
+        "Parts",
+        "Answers",
+        "SavedRun",
+        "Course",
+        "Rescue",
+        "TrainingMetrics",
+        "Reports",
+        "Totals",
+    ),
     "DivergenceInspector",  # which keeps the job alone
 }
 

@@ -8,6 +8,7 @@ import torch
 
 from launcher.engine import StepReport
 from launcher.telemetry.events import StepEvent
+from launcher.training.parts.totals import Totals
 from launcher.training.progress import Position
 from launcher.training.run import Run
 from launcher.training.step_times import StepTimes
@@ -16,8 +17,9 @@ from launcher.training.step_times import StepTimes
 class Log:
     """Logs the steps since the line before: after so many, before an evaluation, and at the end."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, totals: Totals) -> None:
         self._run = run
+        self._totals = totals
         self._reports = run.reports
         self._every = run.config.train.log_every_steps
         self._last: Position | None = None
@@ -26,11 +28,13 @@ class Log:
     def _begin(self) -> None:
         """Begin a window: the steps since the last log line, and the time they took."""
         self._window: list[StepReport] = []
+        self._samples = 0
         self._times = StepTimes(self._run.env.world_size)
 
     def after_step(self, position: Position, report: StepReport) -> None:
         self._last = position
         self._window.append(report)
+        self._samples += self._totals.latest
         self._times.add(self._reports.seconds, report.spans_ms)
         if position.step % self._every == 0:
             self._log(position)
@@ -40,9 +44,8 @@ class Log:
             self._log(self._last)
 
     def _log(self, position: Position) -> None:
-        reports, times = self._window, self._times
+        reports, samples, times = self._window, self._samples, self._times
         self._begin()
-        samples = sum(report.count for report in reports)
         finite = [report for report in reports if not report.bad_losses] or reports
         weight = sum(report.count for report in finite) or 1
         latest = reports[-1]

@@ -11,6 +11,7 @@ from launcher.run_dir.result import Result, StepTime
 from launcher.training.job import Job
 from launcher.training.progress import Position
 from launcher.training.step_times import StepTimes, of_the_slowest, overhead_ms
+from launcher.training.votes import samples_of
 
 
 class Totals:
@@ -21,11 +22,13 @@ class Totals:
         self._reports = job.run.reports
         self._samples = self._seconds = 0.0  # of the whole run
         self._wire_bytes_per_step = 0
+        self.latest = 0  # samples of the step that was read last
         self._times = StepTimes(job.run.env.world_size, warms_up=True)
 
     def after_step(self, position: Position, report: StepReport) -> None:
         seconds = self._reports.seconds
-        self._samples += report.count
+        self.latest = samples_of(self._job.plan, position, report)
+        self._samples += self.latest
         self._seconds += seconds
         self._wire_bytes_per_step = report.wire_bytes
         self._times.add(seconds, report.spans_ms)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from launcher.data.batch_plan import BatchPlan
 from launcher.engine import StepReport
 from launcher.errors import DivergedError
 from launcher.telemetry import Telemetry
@@ -29,6 +30,8 @@ from tests.training.reports import CLEAN, LIMITS, OVERFLOW
 from tests.training.runs import run_alone
 
 GRADIENTS = {"fc.weight": torch.tensor([[0.0, 1.0], [-2.0, 20000.0]]).half(), "fc.bias": torch.ones(4)}
+
+PLAN = BatchPlan(8 * 100 - 3, 8, None, 1, 0, 0, drop_last=False)
 
 
 class Ready:
@@ -95,7 +98,7 @@ def parts_of(
         stats._gradients = lambda: GRADIENTS
         parts.append(stats)
     parts.append(DivergenceCheck(LIMITS, Inspector(), run.stepper.counters))
-    parts.append(Log(run))
+    parts += [totals := Totals(cast(Any, SimpleNamespace(run=run, plan=PLAN))), Log(run, totals)]
     if first_step_done is not None:
         parts.append(FirstStep(run, first_step_done))
     course = Course(100, 100, 1)
@@ -139,13 +142,23 @@ def test_losses_are_averaged_by_their_counts_over_the_window(recorder) -> None:
 
 def test_the_totals_of_a_run_are_those_of_all_its_steps(recorder) -> None:
     run = run_alone(Telemetry([recorder]), LIMITS, 2)
-    before, after = (Totals(cast(Any, SimpleNamespace(run=run))) for _ in range(2))
+    before, after = (Totals(cast(Any, SimpleNamespace(run=run, plan=PLAN))) for _ in range(2))
     run.reports.seconds = 0.5
-    for count in (8, 16):
-        before.after_step(Position(0, 0, 1), replace(CLEAN, count=count))
+    for step in (98, 99):  # the last of an epoch is smaller
+        before.after_step(Position(0, step, step + 1), CLEAN)
     after.load_state(before.state())
-    after.after_step(Position(0, 0, 1), CLEAN)
-    assert after.state() == {"samples": 32, "seconds": 1.5}
+    after.after_step(Position(1, 0, 101), CLEAN)
+    assert after.state() == {"samples": 8 + 5 + 8, "seconds": 1.5}
+
+
+@pytest.mark.parametrize("count", [1e-8, 512.0, 1e10])
+def test_samples_are_those_of_the_data_set_whatever_the_loss_counts(recorder, count) -> None:
+    """Tokens, pixels and weights are none: plan divides samples of the data set by the rate."""
+    without_two = replace(CLEAN, count=count, votes=(0, 0, 0, 2, *CLEAN.votes[4:]))
+    parts_of(recorder, [replace(CLEAN, count=count), without_two]).reports.drain()
+    (event,) = recorder.of("step")
+    assert event["samples"] == 8 + 6
+    assert event["samples_per_s"] == pytest.approx(14 / (2 * event["step_ms"] / 1000), rel=0.01)
 
 
 def test_a_bad_loss_does_not_spoil_the_average(recorder) -> None:
