@@ -91,13 +91,18 @@ def _refuse_paths(run_dir: Path, file: Path) -> None:
 def _choose(directory: Path, best: bool) -> Path:
     found = newest_intact(directory, rename_damaged=False)
     path = best_intact(directory) if best else found.path
-    if path is None:
-        what = "intact checkpoint with a metric" if best else "intact checkpoint"
+    if path is not None:
+        return path
+    if found.path is not None:
         raise StorageError(
-            f"{directory} holds no {what}, so there is nothing to export.{found.seen} A run writes them "
-            "every checkpoint.every_s seconds or checkpoint.every_steps steps, and at its end."
+            f"{directory} holds no intact checkpoint with a metric, so none is the best.{found.seen} A run "
+            "saves one after its first evaluation; without validation data (data.val_fraction=0) it makes "
+            f"none. Without --best the newest is exported, {found.path.name}."
         )
-    return path
+    raise StorageError(
+        f"{directory} holds no intact checkpoint, so there is nothing to export.{found.seen} A run writes "
+        "them every checkpoint.every_s seconds or checkpoint.every_steps steps, and at its end."
+    )
 
 
 def _narrowed(key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

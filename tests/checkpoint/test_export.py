@@ -119,6 +119,15 @@ def test_nothing_to_export(tmp_path: Path, best) -> None:
         export(tmp_path / "nowhere", tmp_path / "w")
 
 
+def test_the_best_of_a_run_that_was_not_evaluated(tmp_path: Path) -> None:
+    publish(tmp_path / "checkpoints", snapshot(1, None))
+    with pytest.raises(StorageError, match="no intact checkpoint with a metric") as caught:
+        export(tmp_path, tmp_path / "w", best=True)
+    assert "after its first evaluation" in str(caught.value)
+    assert "Without --best the newest is exported, step-00000001" in str(caught.value)
+    assert "every_s" not in str(caught.value), "there are checkpoints"
+
+
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     publish_steps(tmp_path / "checkpoints", 1)
     with pytest.raises(StorageError, match="cannot be written to"):
