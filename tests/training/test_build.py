@@ -102,6 +102,15 @@ def test_a_batch_larger_than_the_data_and_slow_arithmetic_are_said() -> None:
         assert "though this CPU has no fp16 arithmetic: products take 50 to 100 times" in lines["precision"]
 
 
+def test_the_start_says_the_micro_batches_as_they_are_cut() -> None:
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    recipe = Recipe(mlp, DATA, DATA, cross_entropy)
+    plan = BatchPlan(64, 32, 5, 2, 0, 0, False)  # 16 samples of each rank
+    assert max(map(len, plan.micro_positions(0))) == 4
+    lines = dict(decisions(composed(), env, ["CPU"], recipe, Stepper(mlp(), SGD(0.1)), plan))
+    assert lines["batch"] == "32 samples per update over 2 ranks, up to 4 micro-batches of at most 4 each"
+
+
 def test_what_was_understood_of_the_data_is_said() -> None:
     env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
     columns = {"x": torch.zeros(12, 3), "label": torch.arange(12) % 2}

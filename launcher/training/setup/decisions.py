@@ -105,7 +105,7 @@ def _schedule(config: Config, recipe: Recipe, rates: Sequence[float]) -> str:
 def _division(plan: BatchPlan) -> str:
     parts = f"{plan.batch_size} samples per update over {counted(plan.world_size, 'rank')}"
     if plan.micro_batches > 1:
-        parts += f", up to {plan.micro_batches} micro-batches of {plan.micro_batch} each"
+        parts += f", up to {plan.micro_batches} micro-batches of at most {plan.largest_micro_batch} each"
     if plan.num_samples < plan.batch_size:
         parts += (
             f"; but the training set has {plan.num_samples} samples: each update is of these, an epoch is "
