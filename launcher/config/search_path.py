@@ -13,6 +13,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from launcher.config.environment_values import interpolated, resolver_problem
+from launcher.config.messages import show
 from launcher.errors import ConfigError
 
 KEY = "hydra.searchpath"
@@ -21,7 +22,9 @@ KEY = "hydra.searchpath"
 def directories_of(entries: object) -> list[Path]:
     """The directory of each entry. Raises ConfigError for an invalid entry."""
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-        raise ConfigError(f"{KEY}={entries}: must be a list of directories: [file:///DIR,pkg://PACKAGE].")
+        raise ConfigError(
+            f"{KEY}={show(entries)}: must be a list of directories: [file:///DIR,pkg://PACKAGE]."
+        )
     return [_directory_of(entry) for entry in entries]
 
 
