@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 from collections.abc import Callable, Sequence
 
 from launcher.commands.arguments import COMMANDS as SUBCOMMANDS
 from launcher.commands.arguments import parse
-from launcher.config.composition import Request
+from launcher.config.composition import Composer, Request
+from launcher.config.trees import leaves
 from launcher.errors import ConfigError
 
 INSTALL, UNINSTALL, QUERY = "install=bash", "uninstall=bash", "query=bash"
@@ -56,6 +58,9 @@ complete -r {COMMANDS}
 unset -f _launcher_complete
 """
 
+OF_ELEMENT = re.compile(r"[.=]\d+[.=]$")
+OPEN = re.compile(r"[\w.]+\.\w+\.")  # within a section; the sections themselves are no lists
+
 AskHydra = Callable[[Request, Sequence[str]], int]
 
 
@@ -92,4 +97,15 @@ def choices(line: str, ask_hydra: AskHydra) -> str:
     quiet = contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO())
     with quiet[0], quiet[1], contextlib.suppress(Exception, SystemExit):
         ask_hydra(asked, ["--shell-completion", QUERY])
-    return commands + out.getvalue()
+    return commands + _lists_as_values(out.getvalue(), asked)
+
+
+def _lists_as_values(offered: str, asked: Request) -> str:
+    """A list is set as a whole: Hydra offers the numbers of its elements, which no override can set."""
+    words = [word for word in offered.split() if not OF_ELEMENT.search(word)]
+    if any(OPEN.fullmatch(word) for word in words):
+        with contextlib.suppress(Exception):  # of a line with errors
+            tree = Composer(asked).resolved(asked.overrides).tree
+            lists = {f"{key}." for key, value in leaves(tree) if isinstance(value, list)}
+            words = [f"{word[:-1]}=" if word in lists else word for word in words]
+    return " ".join(words)
