@@ -61,6 +61,7 @@ class Held:
     def close(self) -> None:
         if self._lock >= 0:
             os.close(self._lock)
+            self._lock = -1
 
     def problem(self) -> StorageError | None:
         """The error if the path leads to another directory now, or if another process has locked it.
@@ -86,17 +87,30 @@ class Held:
         """Where the directory is now; None if it was deleted and another process has locked the path."""
         if self._lock < 0:
             return self._directory
-        own, found = os.fstat(self._lock), None
+        path, found = self._directory / LOCK, None
         try:
-            found = (self._directory / LOCK).stat().st_ino
-        except FileNotFoundError:
-            if not own.st_nlink:
+            own = os.fstat(self._lock)
+            with contextlib.suppress(FileNotFoundError):
+                found = path.stat().st_ino
+            if found == own.st_ino:
                 return self._directory
-        except OSError:  # the file system is away for a moment
+            if own.st_nlink:
+                return Path(os.readlink(f"/proc/self/fd/{self._lock}")).parent
+            return None if found is not None and _is_locked(path) else self._directory
+        except (
+            OSError
+        ):  # the file system is away for a moment, or was, and another client has deleted the lock
             return self._directory
-        if found == own.st_ino:
-            return self._directory
-        return Path(os.readlink(f"/proc/self/fd/{self._lock}")).parent if own.st_nlink else None
+
+
+def _is_locked(path: Path) -> bool:
+    # Left locked by nobody, as in a copy on another file system with a link to it, it is no other run's.
+    with open(open_plain(path, os.O_RDONLY), "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 @dataclasses.dataclass(frozen=True)

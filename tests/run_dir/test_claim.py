@@ -545,6 +545,17 @@ def test_a_file_system_that_is_away_for_a_moment_moves_nothing(tmp_path, monkeyp
         def stale(*path, **named):
             raise OSError(errno.ESTALE, "Stale file handle")
 
-        with monkeypatch.context() as away:
-            away.setattr(Path, "stat", stale)
-            assert own.held.problem() is None
+        for module, name in ((Path, "stat"), (os, "fstat"), (os, "readlink")):
+            with monkeypatch.context() as away:
+                away.setattr(module, name, stale)
+                assert own.held.problem() is None
+
+
+def test_a_copy_that_nobody_has_locked_is_no_other_runs(tmp_path):
+    directory, copy = tmp_path / "mine", tmp_path / "copy"
+    with claimed(sample_config(str(directory)), []) as own:
+        shutil.copytree(directory, copy)
+        shutil.rmtree(directory)
+        directory.symlink_to(copy)
+        assert own.held.problem() is None
+        assert own.held.present == directory
