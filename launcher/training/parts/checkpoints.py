@@ -119,12 +119,13 @@ class Checkpoints:
         run_dir = directory_override("run.dir", self.writer.directory.parent)
         if stops or done:
             self._report(self.writer.wait())
-            if failure := self._of_leader(self._failure):
-                if TO_RESUME not in failure:
-                    failure = (
-                        f"the run is not saved: {failure} After freeing space, the same command with "
-                        f"{run_dir} resumes from the newest checkpoint."
-                    )
+            failure = self._failure
+            if failure and self.writer.held.problem() is None:  # else it says what to do
+                failure = (
+                    f"the run is not saved: {failure} After freeing space, the same command with {run_dir} "
+                    "resumes from the newest checkpoint."
+                )
+            if failure := self._of_leader(failure):
                 raise StorageError(failure)
         if stops:
             self.run.reports.drain()
