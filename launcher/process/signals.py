@@ -7,6 +7,7 @@ no torch: parent and workers take the same signals.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import time
@@ -85,7 +86,9 @@ def start_over() -> None:
 
 def unhandled() -> tuple[signal.Signals, ...]:
     """The signals of FATAL for which nobody, such as a profiler or the user's timer, has a handler."""
-    return tuple(number for number in FATAL if signal.getsignal(number) in (signal.SIG_DFL, exit_early))
+    free = [number for number in FATAL if signal.getsignal(number) in (signal.SIG_DFL, exit_early)]
+    # A worker's faulthandler writes the stack of an abort(), and is not in Python's table of handlers.
+    return tuple(number for number in free if not (number == signal.SIGABRT and faulthandler.is_enabled()))
 
 
 def saving_stops(preempt_signals: str) -> bool:

@@ -102,6 +102,15 @@ def test_a_crash_for_another_reason_is_the_rank_s_own(tmp_path: Path, crash: str
         assert "Fatal Python error: " in parent.stderr
 
 
+@pytest.mark.slow
+def test_an_abort_of_the_only_worker_shows_its_stack(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "if step == 4: os.abort()")
+    with Parent(tmp_path, "train.max_steps=100", nproc=1) as parent:
+        assert parent.end() == 1
+        assert parent.json("result.json")["error"].startswith("rank 0 was killed by SIGABRT")
+        assert "Fatal Python error: Aborted" in parent.stderr
+
+
 def all_reduce(network: Any, batch: Any, odd: int, size: int) -> None:
     if is_here(network, 3):
         torch.distributed.all_reduce(torch.ones(size if own_rank() == odd else USUAL))
