@@ -77,7 +77,9 @@ class Scheduler:
             if self._changed or self._seconds() - self._record.seconds > WRITE_EVERY_S:
                 self._write()
             if not self._running and (self.reason or self._next() is None):
-                return self._write_last()
+                self._write_last()
+                if self._unwritten is None and (self.reason or self._next() is None):
+                    return
             self._progress.refresh()  # after the starts: it reads files of all jobs that run
             # All are taken before any job is stopped: the carrier has forgotten those that have ended.
             changed = [self._take(change) for change in self._poll()]
@@ -94,7 +96,13 @@ class Scheduler:
     def _next(self) -> SweepJob | None:
         """The job to submit next, which stays the same until it is; None if there is none now."""
         waiting = next((job for job in self._record.jobs if job.state == State.WAITING), None)
-        return self._search.next() if waiting is None and self._search is not None else waiting
+        if waiting is not None or self._search is None:
+            return waiting
+        try:
+            return self._search.next()
+        except OSError as error:
+            self._has_failed(error)
+            return None
 
     def _startable(self) -> SweepJob | None:
         """The next job, where the limits allow one and the carrier has room."""
@@ -196,11 +204,15 @@ class Scheduler:
         try:
             self._record.write(self._directory)
         except OSError as error:
-            self._unwritten = error
-            if before is None:
-                text = f"sweep: {SWEEP} cannot be written, and is tried again: {error.strerror or error}"
-                self._progress.say(text, error=True)
+            self._unwritten = before
+            self._has_failed(error)
         self._changed = self._unwritten is not None
+
+    def _has_failed(self, error: OSError) -> None:
+        if self._unwritten is None:
+            text = f"sweep: {SWEEP} cannot be written, and is tried again: {error.strerror or error}"
+            self._progress.say(text, error=True)
+        self._unwritten, self._changed = error, True
 
     def _write_last(self) -> None:
         """Raise StorageError if sweep.json lacks how the jobs ended, and cannot be written soon."""
@@ -208,6 +220,8 @@ class Scheduler:
         while self._unwritten is not None and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
             self._write()
+            if self._unwritten is None and not self.reason:
+                self._next()  # of a search, which had no room for a further job
         if self._unwritten is not None:
             raise StorageError(
                 f"{self._directory / SWEEP} cannot be written: {self._unwritten.strerror}. No job runs any "

@@ -131,7 +131,10 @@ class Searching:
         self._probe = SweepJob(-1, "", (), nproc=devices_of(sample))
 
     def next(self) -> SweepJob | None:
-        """A further job, waiting, in the record and with its folder; None if there is none now."""
+        """A further job, waiting, in the record and with its folder; None if there is none now.
+
+        Raises OSError where these cannot be written; the next call draws the same again.
+        """
         for _ in range(REFUSED_IN_A_ROW):
             if len(self._jobs) >= self._trials or not self._has_room(self._probe):
                 return None
@@ -148,14 +151,18 @@ class Searching:
         job = SweepJob(number, job_name(self._space, number, lines), lines)
         self._jobs.append(job)
         try:
-            config = compose_one(self._composer, (*lines, *self._settings))
-            job.nproc = self._devices_of(config)
-            made(self._directory / job.name)
-            write_job(place(config, self._directory, job), lines)
-        except ConfigError as error:
-            job.state, job.exit, job.error = State.FAILED, error.exit_code, first_line(error)
-        # Before it starts: a process that continues the sweep must not draw another job with this number.
-        self._record.write(self._directory)
+            try:
+                config = compose_one(self._composer, (*lines, *self._settings))
+                job.nproc = self._devices_of(config)
+                made(self._directory / job.name)
+                write_job(place(config, self._directory, job), lines)
+            except ConfigError as error:
+                job.state, job.exit, job.error = State.FAILED, error.exit_code, first_line(error)
+            # Before it starts: a process that continues the sweep must not draw another job with this number.
+            self._record.write(self._directory)
+        except OSError:  # a full disk: it is drawn again
+            self._jobs.pop()
+            raise
         return job
 
     def refuse_several_metrics(self) -> None:

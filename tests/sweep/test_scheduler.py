@@ -380,3 +380,36 @@ def test_a_full_disk_ends_no_job_of_a_sweep(
         assert message(caught.value).endswith(f"sweep.resume={tmp_path}")
     assert carrier.order == [0, 1, 2]
     assert capsys.readouterr().err.count("cannot be written, and is tried again: No space left") == 1
+
+
+@pytest.mark.parametrize("failing", [3, 10**6])
+def test_a_search_that_cannot_record_a_job_draws_it_again(
+    tmp_path, monkeypatch, capsys, failing: int
+) -> None:
+    class Search:
+        def __init__(self, jobs: list[SweepJob]) -> None:
+            self.jobs, self.failures = jobs, 0
+
+        def next(self) -> SweepJob | None:
+            if len(self.jobs) == 2 and self.failures < failing:
+                self.failures += 1
+                raise OSError(errno.ENOSPC, "No space left on device")
+            if len(self.jobs) == 4:
+                return None
+            self.jobs.append(SweepJob(len(self.jobs), "job", ()))
+            return self.jobs[-1]
+
+        def refuse_several_metrics(self) -> None: ...
+
+    monkeypatch.setattr(scheduler, "LAST_WRITE_S", 1.0)
+    record, carrier = Record([], ()), Scripted(2)
+    progress = SweepProgress(tmp_path, record.jobs, alone=False)
+    search = Search(record.jobs)
+    parts = (tmp_path, record, carrier, composed().sweep, progress, Signals(), None, search)
+    made = Scheduler(*parts)  # type: ignore[arg-type]
+    if failing == 3:
+        made.run()
+    else:
+        with pytest.raises(StorageError, match="No space left"):
+            made.run()
+    assert [job.state for job in record.jobs] == ["done"] * (4 if failing == 3 else 2)
