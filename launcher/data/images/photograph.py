@@ -110,7 +110,8 @@ def as_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # Pillow would cut 16 bits off at 255
         pixels = np.asarray(image).astype(np.int64)
         low, high = int(pixels.min()), int(pixels.max())
-        if low < 0 or 0 < high < 256 or high >= 1 << 16:
+        # Of 32 bits the range is unknown, and 8 bits in them would become black.
+        if low < 0 or (image.mode == "I" and 0 < high < 256) or high >= 1 << 16:
             raise ValueError(
                 f"its pixels go from {low} to {high}, where black and white are 0 and 65535: scale them to "
                 "this range, or convert to 8 bits"
