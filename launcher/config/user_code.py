@@ -7,6 +7,7 @@ whole traceback. Never imports what it judges.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import sysconfig
@@ -68,6 +69,7 @@ def is_the_users(code: CodeType) -> bool:
     return is_of_the_user(code.co_filename)
 
 
+@functools.cache  # asked for each frame of each warning
 def is_of_the_user(file: str) -> bool:
     """Whether the file, as a traceback names it, is a recipe or a file of the user's own."""
     if file.startswith("<"):

@@ -5,7 +5,7 @@ Never reads files, moves nothing between host and device within an epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -37,7 +37,7 @@ class TensorData:
     about: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.columns, dict):
+        if not isinstance(self.columns, Mapping):
             raise DataError(f"TensorData was given a {type(self.columns).__name__}: {COLUMNS}.")
         for name, column in self.columns.items():
             if not isinstance(column, Tensor) or not column.ndim:

@@ -6,6 +6,7 @@ number; output that cannot be written is dropped. Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import select
@@ -45,7 +46,8 @@ def make_unfailing() -> None:
 
 def lost_output() -> OSError | None:
     """Why output of this process to stdout was lost; None if none was, or if nobody wanted to read it."""
-    sys.stdout.flush()
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # a recipe has closed or replaced it
+        sys.stdout.flush()
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     return raw.failure if isinstance(raw, Unfailing) else None
 
