@@ -35,8 +35,10 @@ class Buffers:
         by_kind: dict[tuple[torch.dtype, bool], list[list[Tensor]]] = {}
         for buffers in _groups(named):
             dtype = torch.float32 if buffers[0].dtype in HALF else buffers[0].dtype
-            kind = dtype, dtype.is_floating_point and all(id(each) in statistics for each in buffers)
+            kind = dtype, dtype.is_floating_point and any(id(each) in statistics for each in buffers)
             by_kind.setdefault(kind, []).append(buffers)
+            if kind[1]:
+                statistics.update(map(id, buffers))  # also under a name of another kind
         self.flat = [_flatten(groups, dtype) for (dtype, _), groups in by_kind.items()]
         self._kinds = list(by_kind)
         self._before = [torch.empty_like(flat) for flat in self.flat]
@@ -49,7 +51,7 @@ class Buffers:
         self._others = {
             name: buffer
             for name, _, _, buffer, _, _ in self._homes
-            if buffer.is_floating_point() and not is_statistic(name)
+            if buffer.is_floating_point() and id(buffer) not in statistics
         }
 
     def tensors(self) -> list[Tensor]:

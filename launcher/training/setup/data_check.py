@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from launcher.config.messages import shortened
 from launcher.data.epochs import EVALUATION
 from launcher.data.images.photograph_set import PhotographSet
 from launcher.data.indexed import IndexedData
@@ -61,8 +62,9 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     permuted = own in odd and sorted(before[own]) == sorted(now[own])
     if permuted and others and all(key.endswith(labels) for key in others):
         raise DataError(
-            f"the checkpoint has the classes {before[own]}, but now they are {now[own]}, and the labels are "
-            "numbered in this order. Sort the classes, or start anew with another run.dir."
+            f"the checkpoint has the classes {shortened(before[own])}, but now they are "
+            f"{shortened(now[own])}, and the labels are numbered in this order. Sort the classes, or start "
+            "anew with another run.dir."
         )
     return (
         f"the data is not that of the checkpoint: {', '.join(odd)} differ(s). The run is not bit for bit "
