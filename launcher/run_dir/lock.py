@@ -97,9 +97,7 @@ class Held:
             if own.st_nlink:
                 return Path(os.readlink(f"/proc/self/fd/{self._lock}")).parent
             return None if found is not None and _is_locked(path) else self._directory
-        except (
-            OSError
-        ):  # the file system is away for a moment, or was, and another client has deleted the lock
+        except OSError:  # the file system is away for a moment, or was, and the descriptor is stale
             return self._directory
 
 

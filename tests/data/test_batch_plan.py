@@ -1,4 +1,5 @@
 import os
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -145,6 +146,10 @@ def test_columns_of_unequal_length_are_refused():
 def test_columns_that_are_no_plain_tensors_are_refused(columns, said):
     with pytest.raises(DataError, match=said):
         TensorData(columns)
+
+
+def test_any_mapping_has_columns():
+    assert len(TensorData(UserDict(x=torch.zeros(3)))) == 3
 
 
 def test_steps_can_be_taken_in_any_order():

@@ -39,3 +39,10 @@ def test_a_reader_that_has_left_is_no_error() -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("end", ["sys.stdout.close()", "sys.stdout = None"])
+def test_code_that_ends_stdout_leaves_the_exit_code(end) -> None:
+    code = f"import sys; from launcher.process import streams; streams.make_unfailing(); {end}; "
+    done = subprocess.run([sys.executable, "-c", f"{code}sys.exit(bool(streams.lost_output()))"])
+    assert done.returncode == 0

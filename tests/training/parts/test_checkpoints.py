@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,3 +90,20 @@ def test_a_run_whose_directory_is_moved_ends_on_all_ranks(tmp_path: Path, last: 
             checkpoints.end_step(Position(0, 1, 2), Measured(None, is_last=True) if last else None)
     assert message(caught.value).endswith(f"To resume: the same command with run.dir={tmp_path / 'away'}")
     assert not run_dir.exists()
+
+
+def test_a_run_whose_directory_another_run_has_taken_is_not_told_to_free_space(tmp_path: Path) -> None:
+    run_dir, votes = tmp_path / "run", Votes()
+    run_dir.mkdir()
+    staged: Any = lambda: SimpleNamespace(progress=SimpleNamespace(step=1))  # noqa: E731
+    with (
+        locked(run_dir),
+        Checkpoints(run_of(votes, Reports()), run_dir / "checkpoints", lambda *_: staged) as checkpoints,
+    ):
+        shutil.rmtree(run_dir)
+        run_dir.mkdir()
+        with locked(run_dir), pytest.raises(StorageError) as caught:
+            checkpoints.end_step(Position(0, 1, 2), Measured(None, is_last=True))
+    assert str(caught.value).endswith(
+        "another process uses the path now. To train on, choose another directory."
+    )
