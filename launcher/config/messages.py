@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from launcher.config.removed_keys import removed_key
+
 COMMAND = "LAUNCHER_COMMAND"  # scripts/run sets it: its path as it was typed
 # Text that Hydra reads as text unquoted. YAML also reads 1e-3 as text, because YAML 1.1 wants a dot in it;
 # whoever lists it among values means the number.
@@ -45,6 +47,8 @@ def install_line(*packages: str) -> str:
 
 
 def unknown_key(written: str, path: str, valid: Iterable[str]) -> str:
+    if instead := removed_key(path):
+        return f"{shortened(written)}: this key is gone. {instead}"
     return f"{shortened(written)}: there is no such key.{suggestion(nearest(path, valid))}"
 
 

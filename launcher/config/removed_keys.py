@@ -1,0 +1,14 @@
+"""Keys of earlier configs that are gone or renamed, each with the sentence that its error gives.
+
+Kept for one release: whoever has an old command or config file reads here what does the same now.
+"""
+
+from __future__ import annotations
+
+REMOVED_KEYS: dict[str, str] = {}
+
+
+def removed_key(path: str) -> str | None:
+    """What to do instead of the key, or of the section it is in; None if neither is a removed one."""
+    section = path.rpartition(".")[0]
+    return REMOVED_KEYS.get(path) or REMOVED_KEYS.get(section)
