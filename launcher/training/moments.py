@@ -36,6 +36,9 @@ class Parts:
     - `load_state(values)`: the inverse, before the first step; not called where a checkpoint has none of it;
     - `add_to(result)`: the result with what the part adds to it; may be a collective.
 
+    Each part has a `name`, the key of its state in checkpoints, which stays the same where its file or class
+    is renamed. Two parts of one run never share a name.
+
     Other methods are private, or for callers that know the part: a test lists these, since a misspelt moment
     would never be called. A part that may end the run has `ends`, why it ends it, empty until then. One that
     is `silent` only keeps its state and adds to the result.
@@ -43,6 +46,8 @@ class Parts:
 
     def __init__(self, course: Course, reports: Reports, parts: Sequence[object]) -> None:
         self._parts = parts
+        self.names = [_name_of(part) for part in parts]  # in order
+        assert len(set(self.names)) == len(parts), f"parts of one run share a name: {self.names}"
         self._course = course
         self._reports = reports
         self._vote = self._moments("vote")
@@ -57,11 +62,6 @@ class Parts:
 
     def _with(self, name: str) -> list[Any]:
         return [part for part in self._parts if hasattr(part, name)]
-
-    @property
-    def names(self) -> list[str]:
-        """The files of the parts, in order."""
-        return [_name_of(part) for part in self._parts]
 
     def of(self, kind: type[Kind]) -> Kind:
         """The part of this class."""
@@ -128,5 +128,7 @@ class Parts:
 
 
 def _name_of(part: object) -> str:
-    """The name of the part's file: a feature is one file."""
-    return type(part).__module__.rpartition(".")[2]
+    """The part's own name, never that of its file: a renamed file must not lose what checkpoints hold."""
+    name: str = getattr(part, "name", "")
+    assert name, f"{type(part).__name__} has no name, the key of its saved state"
+    return name

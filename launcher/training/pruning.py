@@ -25,6 +25,8 @@ class PruneCheck:
     `rule` is that of the sweep, which needs evaluations to judge by. A part of the run for that check alone.
     """
 
+    name = "pruning"
+
     def __init__(self, run_dir: Path, is_leader: bool, rule: str = "none") -> None:
         self.rule = rule
         self.request: PruneRequest | None = None

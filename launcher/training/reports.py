@@ -30,6 +30,8 @@ class DroppedStepError(Exception):
 class Reports:
     """Passes each step's report to `readers`, in order, while `seconds` is how long it took on the host."""
 
+    name = "reports"
+
     def __init__(self, telemetry: Telemetry, votes: Votes) -> None:
         self.seconds = 0.0
         self.readers: Sequence[Callable[[Position, StepReport], None]] = ()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, get_type_hints
@@ -15,12 +17,16 @@ from typing import Any, get_type_hints
 import pytest
 
 from launcher import worker
+from launcher.checkpoint.snapshot import Compared
+from launcher.config.schema import EarlyStoppingConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.run_dir.result import Result
 from launcher.training import ends, part_list
 from launcher.training import parts as folder
 from launcher.training.job import Job
 from launcher.training.moments import Parts
+from launcher.training.parts.early_stopping import EarlyStopping, WatchedMetric
+from launcher.training.progress import Course
 from launcher.training.pruning import PruneCheck
 from launcher.training.reports import Reports
 from tests.configs import composed
@@ -172,8 +178,14 @@ def test_a_part_adds_to_the_result_by_its_type() -> None:
         assert get_type_hints(each.add_to) == {"result": Result, "return": Result}, each
 
 
+def parts_of(*parts: object) -> Parts:
+    return Parts(course=None, reports=REPORTS, parts=parts)  # type: ignore[arg-type]
+
+
 class Counting:
     """A part that counts, and saves its count."""
+
+    name = "counting"
 
     def __init__(self) -> None:
         self.count = 0
@@ -186,9 +198,6 @@ class Counting:
 
 
 def test_the_state_of_a_part_that_a_run_lacks_is_kept_for_the_next_one_that_has_it() -> None:
-    def parts_of(*parts: object) -> Parts:
-        return Parts(course=None, reports=REPORTS, parts=parts)  # type: ignore[arg-type]
-
     first = Counting()
     first.count = 3
     saved = parts_of(first).state()
@@ -199,9 +208,48 @@ def test_the_state_of_a_part_that_a_run_lacks_is_kept_for_the_next_one_that_has_
     assert again.count == 3
 
 
+def test_a_part_keeps_its_state_where_its_file_and_class_are_renamed(tmp_path: Path) -> None:
+    """The saved keys are what a run of today looks for after its source has been tidied."""
+    source = Path(inspect.getsourcefile(EarlyStopping) or "").read_text()
+    (tmp_path / "patience.py").write_text(source.replace("class EarlyStopping", "class Patience"))
+    spec = spec_from_file_location("patience", tmp_path / "patience.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules["patience"] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules["patience"]
+
+    def part_of(kind: type[Any]) -> Any:
+        return kind(EarlyStoppingConfig(9, 0.0, None), None, Course(1, 9, 1), None)
+
+    before = part_of(EarlyStopping)
+    before._watched = WatchedMetric(Compared("accuracy", 0.5), 3, 2, 5)
+    saved = json.loads(json.dumps(parts_of(before).state()))
+    renamed = part_of(module.Patience)
+    parts_of(renamed).load_state(saved)
+    assert renamed.state() == before.state() != part_of(EarlyStopping).state()
+
+
+def test_a_part_without_a_name_fails() -> None:
+    class Nameless:
+        def state(self) -> dict[str, Any]:
+            return {}
+
+    with pytest.raises(AssertionError, match="Nameless has no name"):
+        parts_of(Nameless())
+
+
+def test_two_parts_with_one_name_fail() -> None:
+    with pytest.raises(AssertionError, match="share a name"):
+        parts_of(Counting(), Counting())
+
+
 def test_a_part_whose_state_a_checkpoint_lacks_keeps_its_default() -> None:
     part = Counting()
-    Parts(course=None, reports=REPORTS, parts=[part]).load_state({})  # type: ignore[arg-type]
+    parts_of(part).load_state({})
     assert part.count == 0
 
 

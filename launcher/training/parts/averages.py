@@ -15,6 +15,8 @@ from launcher.training.run import Run
 class Averages:
     """Takes each step into the average, which checkpoints have as tensors."""
 
+    name = "averages"
+
     def __init__(self, run: Run, average: WeightAverage) -> None:
         self._run = run
         self._average = average

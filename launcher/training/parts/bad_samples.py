@@ -20,6 +20,8 @@ def report_unreadable(run: Run, text: str, count: int) -> None:
 class BadSamples:
     """Counts the training samples that an epoch has left out, over all ranks."""
 
+    name = "bad_samples"
+
     def __init__(self, run: Run) -> None:
         self._run = run
         self._epoch = self._bad = 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from launcher.engine import Stepper, StepReport
 from launcher.engine.diagnostics.step_timer import DATA
@@ -36,6 +37,8 @@ class BucketTrial:
 
     `decide` is that of a Telemetry: it reports what was chosen, and why.
     """
+
+    name: ClassVar[str] = "bucket_trial"
 
     stepper: Stepper
     world_size: int

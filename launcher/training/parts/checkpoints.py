@@ -38,6 +38,8 @@ class Checkpoints:
     None except on rank 0.
     """
 
+    name = "checkpoints"
+
     def __init__(
         self, run: Run, directory: Path, take: Callable[[Position, Compared | None], Staged | None]
     ) -> None:

@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from launcher.config.schema import ScaleConfig
 from launcher.engine import StepReport
@@ -24,6 +25,8 @@ SCALES_SHOWN = 10  # the latest changes of the loss scale that an error names
 @dataclass
 class DivergenceCheck:
     """Checks each step's report in order, and the end of the run. `counters` are those of the loss scale."""
+
+    name: ClassVar[str] = "divergence"
 
     limits: ScaleConfig
     inspector: DivergenceInspector

@@ -34,6 +34,8 @@ class WatchedMetric:
 class EarlyStopping:
     """Counts the evaluations without an improvement. `compare_by` is that of the recipe."""
 
+    name = "early_stopping"
+
     def __init__(
         self, config: EarlyStoppingConfig, compare_by: str | None, course: Course, telemetry: Telemetry
     ) -> None:

@@ -11,6 +11,8 @@ from launcher.telemetry.gpu import GpuSampler
 class Energy:
     """Adds it to the result, where it is measured."""
 
+    name = "energy"
+
     def __init__(self, gpus: GpuSampler | None) -> None:
         self._gpus = gpus
 

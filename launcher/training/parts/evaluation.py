@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from launcher.checkpoint.snapshot import Compared
 from launcher.config.rules import BLOCKS
@@ -41,6 +41,8 @@ log = logging.getLogger("launcher")
 @dataclass
 class Evaluator:
     """Evaluates the model on the held-out sets. `latest` is the last complete evaluation, by set."""
+
+    name: ClassVar[str] = "evaluation"
 
     job: Job
     training: TrainingMetrics

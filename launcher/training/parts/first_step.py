@@ -12,6 +12,8 @@ from launcher.training.run import Run
 class FirstStep:
     """Calls `done` when all ranks have made a step: they have started and compiled."""
 
+    name = "first_step"
+
     def __init__(self, run: Run, done: Callable[[], None]) -> None:
         self._run = run
         self._done: Callable[[], None] | None = done

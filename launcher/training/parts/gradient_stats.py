@@ -22,6 +22,8 @@ class GradientStats:
     elements, and all count the same steps: a collective.
     """
 
+    name = "gradient_stats"
+
     def __init__(self, run: Run, every_steps: int) -> None:
         shards = run.config.wire.shard
         self.silent = not (shards or run.env.is_leader)

@@ -29,6 +29,8 @@ from launcher.training.run import Run
 class InitialWeights:
     """Reports and records the weights that were `loaded`, None where the config names no file."""
 
+    name = "initial_weights"
+
     def __init__(self, run: Run, loaded: Loaded | None) -> None:
         self._run = run
         self._loaded = loaded

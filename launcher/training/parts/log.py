@@ -17,6 +17,8 @@ from launcher.training.step_times import StepTimes
 class Log:
     """Logs the steps since the line before: after so many, before an evaluation, and at the end."""
 
+    name = "log"
+
     def __init__(self, run: Run, totals: Totals) -> None:
         self._run = run
         self._totals = totals

@@ -23,6 +23,8 @@ from launcher.training.run import Run
 class Plateau:
     """Multiplies the constant rate by `factor` after `patience` evaluations in a row that were no better."""
 
+    name = "plateau"
+
     def __init__(self, run: Run, config: PlateauConfig, recipe: Recipe) -> None:
         if recipe.schedule is not None:
             raise ConfigError(

@@ -36,6 +36,8 @@ class Relief:
     Only with train.on_oom=halve. Not with model.sync_bn on several ranks, whose passes wait for each other.
     """
 
+    name = "relief"
+
     def __init__(self, job: Job) -> None:
         run = job.run
         self._job, self._run = job, run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from launcher.engine import StepResult
 from launcher.training.progress import Course, Position
@@ -13,6 +14,8 @@ from launcher.training.run import Run
 @dataclass(frozen=True)
 class ReplicaCheck:
     """Compares the ranks' replicas every `consistency.every_steps` steps."""
+
+    name: ClassVar[str] = "replica_check"
 
     run: Run
     course: Course

@@ -23,6 +23,8 @@ class Rescue:
     New ones only where `precision.rescue` is set, and the arithmetic is half; those of the run so far always.
     """
 
+    name = "rescue"
+
     def __init__(self, run: Run, searcher: DivergenceInspector) -> None:
         self.latest = 0  # the step that has led to the latest rescue of this process
         self.silent = not (run.config.precision.rescue and run.stepper.policy.arithmetic.itemsize < 4)

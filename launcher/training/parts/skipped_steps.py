@@ -14,6 +14,8 @@ from launcher.training.warning_log import Occurrences
 class SkippedSteps:
     """Emits an event per skipped step. A bad loss that led to a rescue, just before, needs no warning."""
 
+    name = "skipped_steps"
+
     def __init__(self, run: Run, rescue: Rescue) -> None:
         self._telemetry = run.telemetry
         self._rescue = rescue

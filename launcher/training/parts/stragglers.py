@@ -29,6 +29,8 @@ LATE_MS = 1.0  # in steps of some milliseconds a quarter is what the scheduler o
 class Stragglers:
     """Compares the ranks' times. All ranks call the same methods at the same steps."""
 
+    name = "stragglers"
+
     def __init__(self, run: Run, hosts: Sequence[str]) -> None:
         self._run = run
         self._hosts = hosts  # by rank

@@ -17,6 +17,8 @@ from launcher.training.votes import samples_of
 class Totals:
     """Sums over the steps of the run, and of its last process."""
 
+    name = "totals"
+
     def __init__(self, job: Job) -> None:
         self._job = job
         self._reports = job.run.reports

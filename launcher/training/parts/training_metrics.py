@@ -18,6 +18,8 @@ HIGHER_IS_BETTER = {"loss": False, "train_loss": False, "train_accuracy": True} 
 class TrainingMetrics:
     """Sums over the steps since the last evaluation."""
 
+    name = "training_metrics"
+
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
         self._since = SinceEvaluation()
