@@ -112,10 +112,6 @@ def carrier_of(settings: SweepConfig, nproc: int) -> tuple[Carrier, bool]:
         from launcher.sweep.carriers.slurm import SlurmCarrier
 
         return SlurmCarrier(settings), False
-    if settings.on == "ray":
-        from launcher.sweep.carriers.ray import RayCarrier
-
-        return RayCarrier(settings), False
     pool = pool_of(settings)
     alone = pool.at_a_time(nproc) == 1
     return Devices(pool, run_in_child, alone), alone

@@ -43,7 +43,7 @@ IN_PLACE_OF = {  # settings known from Hydra, and their replacement here
     "hydra.verbose": "The logs of a run are in logs/ of run.dir.",
     "hydra/launcher": "It waits for a whole batch of jobs and gives none devices of its own. Jobs run side "
     "by side by themselves: sweep.parallel=N in place of joblib and submitit_local, sweep.on=slurm in "
-    "place of submitit_slurm, sweep.on=ray in place of ray.",
+    "place of submitit_slurm.",
     "hydra/sweeper": "It chooses jobs by batches and continues no sweep. A sweep runs all combinations of "
     "the values listed: -m optim.lr=0.05,0.1. To search: sweep=random, or sweep=tpe in place of optuna.",
 }

@@ -226,7 +226,7 @@ class SweepStopConfig:
 
 @dataclass(frozen=True)
 class SweepConfig:
-    on: Literal["devices", "slurm", "ray"]
+    on: Literal["devices", "slurm"]
     name: Literal["grid", "random", "tpe"]
     parallel: Auto | Count
     jobs_per_gpu: Count

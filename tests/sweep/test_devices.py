@@ -36,7 +36,7 @@ EIGHT = [f"GPU-{number}" for number in range(8)]
         (["sweep.parallel=2"], 4),
         (["launch.nproc=3"], 3),
         (["sweep.on=slurm"], 1),
-        (["sweep.on=ray", "launch.nproc=16"], 16),
+        (["sweep.on=slurm", "launch.nproc=16"], 16),
         (["launch.nproc=9"], None),
     ],
 )

@@ -1,4 +1,4 @@
-"""Carriers: where the jobs of a sweep run. One file each: `devices`, `slurm`, `ray`.
+"""Carriers: where the jobs of a sweep run. One file each: `devices`, `slurm`.
 
 The sweep's process composes and checks all jobs, decides which one runs next, and writes `sweep.json`. Before
 it submits a job it makes the job's folder and writes `job.json` there, the resolved config. A carrier starts
