@@ -17,7 +17,7 @@ from launcher.config.messages import nearest, show, suggestion
 from launcher.config.trees import nested
 
 SCHEDULES = ("constant", "linear", "cosine", "onecycle")
-TRACKERS = ("wandb", "tensorboard", "trackio", "none")
+TRACKERS = ("wandb", "tensorboard", "none")
 BLOCKS = "blocks"  # train.compile: each repeated block instead of the whole model
 
 

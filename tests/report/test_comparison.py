@@ -118,11 +118,11 @@ def test_a_failed_and_an_unfinished_job_are_told_and_not_averaged(tmp_path) -> N
 
 def test_a_job_that_failed_before_its_first_event_is_a_failed_job(tmp_path) -> None:
     write_job(tmp_path, 0, ["tracker=none"])
-    directory = write_job(tmp_path, 1, ["tracker=trackio"], state="failed")
+    directory = write_job(tmp_path, 1, ["tracker=tensorboard"], state="failed")
     (directory / "metrics.jsonl").unlink()
     (tmp_path / "notes").mkdir()
     _, table, rows = write_comparison(tmp_path)
-    assert "| trackio | 0 of 1 done | - |" in table.read_text()
+    assert "| tensorboard | 0 of 1 done | - |" in table.read_text()
     assert len(rows.read_text().splitlines()) == 3
     assert not is_sweep(directory)
 

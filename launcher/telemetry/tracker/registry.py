@@ -15,8 +15,8 @@ from launcher.errors import ConfigError
 from launcher.telemetry.tracker.protocol import Tracker
 
 _OWN: dict[str, type[Tracker]] = {}
-LIBRARIES = ("wandb", "tensorboard", "trackio")  # of the trackers of these names, as pip knows them
-CLASSES = {"tensorboard": "TensorboardTracker", "trackio": "TrackioTracker"}  # in <name>_tracker
+LIBRARIES = ("wandb", "tensorboard")  # of the trackers of these names, as pip knows them
+CLASSES = {"tensorboard": "TensorboardTracker"}  # in <name>_tracker
 
 
 def tracker(name: str) -> Callable[[type[Tracker]], type[Tracker]]:

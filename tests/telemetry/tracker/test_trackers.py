@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -73,28 +69,6 @@ def test_event_files_are_what_tensorboard_reads(tmp_path: Path) -> None:
     assert "some notes" in text("notes")
 
 
-def test_trackio_reads_what_was_logged_in_its_database(tmp_path: Path) -> None:
-    if importlib.util.find_spec("trackio") is None:
-        pytest.skip("needs trackio: pip install trackio")
-    code = f"""
-import pathlib, json
-from launcher.telemetry.tracker.registry import make
-from tests.telemetry.tracker.test_trackers import write_all
-write_all(make("trackio"), pathlib.Path({str(tmp_path)!r}))
-from trackio.sqlite_storage import SQLiteStorage
-print("READ", json.dumps(SQLiteStorage.get_logs("a project", "a name"), default=str))
-"""
-    environ = os.environ | {"TRACKIO_DIR": str(tmp_path / "db"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("READ "))[5:])
-    assert [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row] == [(1, 0.5), (2, 0.25)]
-    names = {name for row in rows for name in row}
-    assert {"eval/classification_report", "gradients/exponents", "eval/classes"} <= names
-
-
 def test_the_tracker_of_the_readme_runs_beside_the_others(tmp_path: Path) -> None:
     """As its lines stand, in a whole run with three trackers at once."""
     pytest.importorskip("tensorboard")
@@ -133,10 +107,12 @@ def test_a_tracker_whose_package_is_missing_names_the_line_that_installs_it(monk
 
 def test_a_missing_package_is_found_before_the_first_job_of_a_sweep(monkeypatch, tmp_path, capsys) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "trackio" else found(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "tensorboard" else found(name)
+    )
     monkeypatch.chdir(tmp_path)
-    assert main(["recipe=resnet18", "data=synthetic", "tracker=none,trackio", "--multirun"]) == 2
-    assert "pip install trackio" in capsys.readouterr().err
+    assert main(["recipe=resnet18", "data=synthetic", "tracker=none,tensorboard", "--multirun"]) == 2
+    assert "pip install tensorboard" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
