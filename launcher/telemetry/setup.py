@@ -75,11 +75,6 @@ def open_telemetry(
         after = partial(recorded_after, run_dir / EventLog.name)
         delivery = Delivery(path_of(run_dir, name), run_id, after)
         telemetry.add(TrackerSink(name, make_tracker, run, telemetry.warn, timeouts, facts, delivery, report))
-    if environ.get("KUBEFLOW_TRAINER_SERVER_URL"):
-        from launcher.telemetry.kubeflow import TrainJobProgress  # loads ssl
-
-        telemetry.decision("progress", "is posted to Kubeflow Trainer")
-        telemetry.add(TrainJobProgress(environ, telemetry.warn))
     return telemetry
 
 
