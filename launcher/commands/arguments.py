@@ -34,7 +34,6 @@ FLAGS: Mapping[str, Flag] = {
     "--resolve": Flag(),
     "--run": Flag("-r"),
     "--multirun": Flag("-m"),
-    "--shell-completion": Flag("-sc"),
     "--cfg": Flag("-c", ("job", "hydra", "all")),
     "--info": Flag("-i", INFO_TOPICS),
     "--package": Flag("-p", ANY),

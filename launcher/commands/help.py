@@ -47,7 +47,6 @@ Flags, before or after the keys:
   -cd, --config-dir DIR      a config tree of your own, with the same groups
   -cn, --config-name NAME    another primary config than config.yaml
   -i, --info [TOPIC]         print which config files Hydra read, and from where
-  -sc, --shell-completion    eval "$({program} -sc install=bash)"; uninstall=bash
   --hydra-help, --version, -h, --help
 """
 

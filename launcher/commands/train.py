@@ -28,7 +28,7 @@ from launcher.supervisor.worker_count import refuse_small_batch
 from launcher.telemetry.tracker.registry import refuse_missing
 from launcher.telemetry.tracker.wandb_environment import of_agent, with_environment
 
-HYDRA_ANSWERS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
+HYDRA_ANSWERS = ("--cfg", "--info", "--hydra-help")
 
 
 def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) -> int:
@@ -39,10 +39,6 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
     request = request_of(arguments)
     if "--hydra-help" in arguments.flags:
         return ask_hydra(request, ["--hydra-help"])
-    if "--shell-completion" in arguments.flags:
-        from launcher.commands.completion import answer
-
-        return answer(request, ask_hydra)
     if "--multirun" in arguments.flags:
         from launcher.sweep.prepare import continued
 
