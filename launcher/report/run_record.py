@@ -16,7 +16,7 @@ from launcher.config.trees import typed_leaves
 from launcher.errors import first_line
 from launcher.report.reading import Warn, json_of, result_of, silent, status_of, text_of
 from launcher.report.recording import Recording, read_recording
-from launcher.report.run_state import ENDED, KILLED, NO_RESULT, RunState
+from launcher.report.run_state import ENDED, RunState
 from launcher.run_dir.codec import decoded
 from launcher.run_dir.lock import Holder, holder_of
 from launcher.run_dir.records import CONFIG, ENVIRONMENT, OVERRIDES, RESULT
@@ -24,9 +24,8 @@ from launcher.run_dir.result import PLAN, Forecast, Result
 from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.run_dir.status import Status
 from launcher.telemetry.event_log import FILE_NAME
-from launcher.telemetry.events import DecisionEvent, EndEvent, StartEvent
-from launcher.telemetry.formatting import duration, metric_title
-from launcher.telemetry.tracker.delivery import lacking
+from launcher.telemetry.events import EndEvent, StartEvent
+from launcher.telemetry.formatting import metric_title
 
 MARKS = (FILE_NAME, STATUS, RESULT, ENVIRONMENT)  # of a run, any of them; a folder of configs has none
 Process = tuple[Holder | None, bool | None]  # of a run, and whether it has ended; None if unknown
@@ -113,14 +112,7 @@ class RunRecord:
     @property
     def note(self) -> str:
         """What to know of a run whose end is not in its files, or that shows no sign of life; else ""."""
-        text = self.life.note(self.directory)
-        if self.state not in (KILLED, NO_RESULT) or self.life.last_event_time is None:
-            return text
-        lags = lacking(self.directory, self.recording.of(DecisionEvent).all(), self.life.last_event_time)
-        for name, lag_s in lags.items():
-            which = f"the rows of its last {duration(lag_s)}" if lag_s < math.inf else "all rows of this run"
-            text += f"; {name} may lack {which}: a resumed run sends them"
-        return text
+        return self.life.note(self.directory)
 
     @property
     def seed(self) -> str:

@@ -18,13 +18,13 @@ from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import clear_away, read_json
 from launcher.run_dir.records import ENVIRONMENT, TRACKERS, user_shape
 from launcher.telemetry.console.console import Console
-from launcher.telemetry.event_log import EventLog, recorded_after
+from launcher.telemetry.event_log import EventLog
 from launcher.telemetry.status import StatusFile
 from launcher.telemetry.stream import Sink, Telemetry
-from launcher.telemetry.tracker.delivery import Delivery, path_of, tracked_before
 from launcher.telemetry.tracker.mode import decide, sync_command
 from launcher.telemetry.tracker.protocol import TrackedRun, Tracker
 from launcher.telemetry.tracker.registry import make, refuse_missing
+from launcher.telemetry.tracker.run_id import save_run_id, saved_run_id
 from launcher.telemetry.tracker.sink import TrackerSink, TrackerTimeouts
 from launcher.telemetry.tracker.wandb_environment import taken_from
 from launcher.telemetry.tracker.wandb_tracker import (
@@ -59,10 +59,10 @@ def open_telemetry(
             f"The run's files cannot be written to {run_dir}: {error}. Choose another place with run.dir=DIR."
         ) from error
     telemetry.add(Console(sys.stdout, sys.stderr, run_dir))
-    run_id = config.tracker.run_id or tracked_before(run_dir, config.tracker.names) or new_run_id()
+    run_id = config.tracker.run_id or saved_run_id(run_dir, config.tracker.names) or new_run_id()
     if not config.tracker.names:
         telemetry.decision("tracker", "none: events are written only to the files of the run", mode="none")
-    facts, report = partial(_facts, run_dir), partial(telemetry.decision, "tracker")
+    facts = partial(_facts, run_dir)
     for name in config.tracker.names:
         run, timeouts = _tracked_run(config, name, run_id, environ), patience or TrackerTimeouts()
         make_tracker: Callable[[], Tracker] = partial(make, name)
@@ -72,9 +72,8 @@ def open_telemetry(
             make_tracker, timeouts = partial(WandbTracker, options), options.patience
         else:
             continue
-        after = partial(recorded_after, run_dir / EventLog.name)
-        delivery = Delivery(path_of(run_dir, name), run_id, after)
-        telemetry.add(TrackerSink(name, make_tracker, run, telemetry.warn, timeouts, facts, delivery, report))
+        save_run_id(run_dir, name, run_id)
+        telemetry.add(TrackerSink(name, make_tracker, run, telemetry.warn, timeouts, facts))
     return telemetry
 
 

@@ -23,7 +23,7 @@ from launcher.cli import main
 from launcher.commands.watch import ENTER, LEAVE
 from launcher.report.charts.characters import characters, curve_chart
 from launcher.report.curve import Curve
-from launcher.report.overview import run_table, state_text
+from launcher.report.overview import state_text
 from launcher.report.run_record import RunRecord
 from launcher.report.run_state import GONE_S, KILLED, NO_RESULT
 from launcher.report.watching import (
@@ -236,28 +236,6 @@ def test_a_run_killed_between_its_result_and_its_end_event_is_done_for_all(run_d
         os.utime(run_dir / "result.json")
         assert states_of(run_dir) == ("done", "done", 0)
         assert RunRecord.read(run_dir).metric == 0.5
-
-
-@pytest.mark.parametrize(
-    ("delivered", "lacks"),
-    [
-        (None, "; wandb may lack all rows of this run: a resumed run sends them"),
-        (BEGAN - 90, "; wandb may lack the rows of its last 1:30: a resumed run sends them"),
-        (BEGAN - 12, ""),
-    ],
-)
-def test_a_killed_run_says_what_its_tracker_lacks(run_dir, delivered, lacks):
-    events = (run_dir / "metrics.jsonl").read_bytes()
-    decision = {"event": "decision", "time": BEGAN, "step": 0, "topic": "tracker", "mode": "offline"}
-    (run_dir / "metrics.jsonl").write_bytes(json_line(decision) + events)
-    if delivered is not None:
-        (run_dir / "trackers").mkdir()
-        write_json(run_dir / "trackers" / "wandb.json", {"run_id": "a", "time": delivered})
-    write_lock(run_dir, Holder.this())
-    assert "may lack" not in run_line(Watched(run_dir).view(NOW)), "it is still running"
-    write_lock(run_dir, ended_process())
-    for text in (run_line(Watched(run_dir).view(NOW)), run_table([RunRecord.read(run_dir)], None)):
-        assert text.rstrip().endswith(f"run.dir={run_dir}{lacks}")
 
 
 def test_the_result_of_an_earlier_process_is_not_that_of_a_killed_one(run_dir):

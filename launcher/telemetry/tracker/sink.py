@@ -19,7 +19,6 @@ from launcher.errors import described
 from launcher.run_dir.atomic import all_encodable
 from launcher.telemetry.events import PERIODIC, EndEvent, Event, record_of
 from launcher.telemetry.stream import Record, Sink, SinkError
-from launcher.telemetry.tracker.delivery import Delivery
 from launcher.telemetry.tracker.protocol import DirectedTracker, ServiceTracker, TrackedRun, Tracker
 from launcher.telemetry.tracker.rows import directions_of, media_of, row_of
 
@@ -44,8 +43,7 @@ class TrackerSink(Sink):
     """A sink for the tracker that `make` returns. `warn` receives problems that do not end tracking.
 
     The tracker is made when the run starts, after its recipe file is loaded. `facts`, known by then, are
-    added to the config. `delivery` knows which events of earlier attempts the tracker lacks; `report`
-    receives that they are sent.
+    added to the config.
     """
 
     def __init__(
@@ -56,8 +54,6 @@ class TrackerSink(Sink):
         warn: Callable[[str], None],
         patience: TrackerTimeouts | None = None,
         facts: Callable[[], Mapping[str, object]] = dict,
-        delivery: Delivery | None = None,
-        report: Callable[[str], None] = log.info,
         queue_rows: int = QUEUE_ROWS,
     ) -> None:
         self.name = name
@@ -67,9 +63,6 @@ class TrackerSink(Sink):
         self._patience = patience or TrackerTimeouts()
         self._limit = queue_rows
         self._facts = facts
-        self._delivery = delivery
-        self._report = report
-        self._missing: list[Record] = []  # events of earlier attempts
         self._waiting: deque[Record] = deque()
         self._arrived = threading.Condition()
         self._ending = False
@@ -89,9 +82,6 @@ class TrackerSink(Sink):
             self._exit_code = event.exit or int(event.state != "done")
         with self._arrived:
             self._waiting.append(record if record["event"] in PERIODIC else all_encodable(record))
-            if record["event"] == "start":
-                self._waiting.extend(self._missing)
-                self._missing = []
             dropped, self._dropped = self._dropped, self._dropped + self._thin()
             self._arrived.notify()
         if self._dropped and not dropped:
@@ -99,21 +89,6 @@ class TrackerSink(Sink):
                 f"{self.name} gets more rows than it can log: {self._limit:,} rows wait, so rows of steps "
                 "are left out there, and counted. metrics.jsonl has all of them. Raise "
                 "train.log_every_steps to log fewer."
-            )
-
-    def rewind(self, step: int, evaluates_again: bool) -> None:
-        """Send what the tracker lacks of the events up to `step` after its start."""
-        if self._delivery is None:
-            return
-        missing = self._delivery.missing(step, evaluates_again)
-        self._missing = [event for event in missing if row_of(event) or media_of(event)]
-        if self._missing:
-            steps = [event["step"] for event in self._missing]
-            every = self._delivery.every
-            rest = f"; 1 in {every:,} of those of steps, and metrics.jsonl has all of them"
-            self._report(
-                f"{self.name} gets {len(steps):,} rows of steps {min(steps)} to {max(steps)}, which it may "
-                f"not have from the earlier attempt{rest if every > 1 else ''}"
             )
 
     def close(self) -> None:
@@ -175,12 +150,8 @@ class TrackerSink(Sink):
                 self._start(record)
             elif self._tracker is not None:
                 self._log(self._tracker, record)
-                if self._delivery is not None:
-                    self._delivery.record(record)
         if self._tracker is not None:
             self._tracker.finish(self._exit_code)
-            if self._delivery is not None:
-                self._delivery.finish()
 
     def _next(self) -> Record | None:
         """The next event; None once all are taken and no more can come."""
