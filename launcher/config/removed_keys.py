@@ -5,7 +5,9 @@ Kept for one release: whoever has an old command or config file reads here what 
 
 from __future__ import annotations
 
-REMOVED_KEYS: dict[str, str] = {}
+REMOVED_KEYS: dict[str, str] = {
+    "data.target": "The tabular recipe is gone: read your table in a recipe of your own, as TensorData.",
+}
 
 
 def removed_key(path: str) -> str | None:

@@ -3,7 +3,6 @@
 from launcher.data.augment import Normalise, crop_and_flip
 from launcher.data.images.catalog import ImageSet, load_images
 from launcher.data.reader import columns
-from launcher.data.tables.tabular_set import TabularSet, load_table
 from launcher.data.tensors import Batch, TensorData
 from launcher.data.text.plain import TextSet, load_text
 from launcher.data.text.pretrained import pretrained_encoder
@@ -14,14 +13,12 @@ __all__ = [
     "ImageSet",
     "Normalise",
     "SentenceSet",
-    "TabularSet",
     "TensorData",
     "TextSet",
     "columns",
     "crop_and_flip",
     "load_images",
     "load_sentences",
-    "load_table",
     "load_text",
     "pretrained_encoder",
 ]

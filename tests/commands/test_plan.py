@@ -33,7 +33,7 @@ def own(config: Config) -> Recipe:
     data = TensorData({{"image": torch.randn(64, 8), "label": torch.arange(64) % 3}})
     return Recipe(Net, data, data, cross_entropy, classes=("a", "b", "c"))
 """
-WORDS = ("plan", "recipe=tabular", "launch.nproc=2")
+WORDS = ("plan", "recipe=cnn", "data=digits", "launch.nproc=2")
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def own(tmp_path: Path, device: str = "cpu", line: str = "pass") -> tuple[str, .
 def test_a_plan_has_steps_memory_wire_and_files_and_starts_nothing(capsys, tmp_path) -> None:
     found = planned(capsys, *WORDS, "--samples-per-s", "1000", "--link", "100", "--ranks", "4")
     assert found["world_size"] == 2
-    assert found["steps"] == found["steps_per_epoch"] * 30
+    assert found["steps"] == found["steps_per_epoch"] * 3
     assert 60 <= len(found["schedule"]["rates"]) <= 61
     assert found["memory"]["total"] == sum(found["memory"]["bytes"].values())
     assert all(gpu["micro_batch"] > 0 for gpu in found["gpus"])
@@ -79,7 +79,7 @@ def test_a_plan_of_several_machines_has_the_ranks_of_all(capsys, monkeypatch, wo
     assert two["here_s"] is None, "the link between the machines is not known"
     assert one["here_s"] is not None
     assert cli.main([*WORDS, *words]) == 0
-    assert "tabular on 4 CPUs of 2 machines" in capsys.readouterr().out
+    assert "cnn on 4 CPUs of 2 machines" in capsys.readouterr().out
     assert cli.main([*WORDS, *words, "data.batch_size=3"]) == 2
     assert "less than the number of ranks, 4" in " ".join(capsys.readouterr().err.split())
 
@@ -104,7 +104,7 @@ def test_the_plan_of_a_sweep_on_several_machines_is_refused_as_the_sweep(capsys)
 def test_the_jobs_of_a_sweep_need_a_sample_for_each_of_their_own_devices(capsys, monkeypatch) -> None:
     for module in (worker_count, sweep):
         monkeypatch.setattr(module, "visible_gpus", lambda: tuple(f"GPU-{number}" for number in range(8)))
-    found = planned(capsys, "plan", "recipe=tabular", "-m", "seed=0,1", "data.batch_size=4")
+    found = planned(capsys, "plan", "recipe=cnn", "data=digits", "-m", "seed=0,1", "data.batch_size=4")
     assert [job["devices"] for job in found["sweep"]["jobs"]] == [1, 1]
 
 
@@ -171,7 +171,7 @@ def test_a_sweep_has_its_jobs_in_order_with_their_device_hours(capsys) -> None:
 def test_the_page_of_a_sweep_says_what_is_of_its_first_job_and_where_its_files_are(capsys) -> None:
     assert cli.main([*WORDS, "-m", "optim.lr=0.1,0.2", "--samples-per-s", "100"]) == 0
     page = capsys.readouterr().out
-    for words in ("job 0 of the sweep", "at the rate of job 0", "in multirun/tabular/<time>-<4 hex>/<job>:"):
+    for words in ("job 0 of the sweep", "at the rate of job 0", "in multirun/cnn/<time>-<4 hex>/<job>:"):
         assert words in page
 
 

@@ -11,8 +11,8 @@ from tests.faults.launching import Ended, Started, run
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 WORDS = (
-    *("recipe=tabular", "recipe.uses=tabular", "recipes.path=null", "data=wine", "data.batch_size=8"),
-    *("model=tabular", "model.width=512", "model.depth=4", "train.epochs=100", "train.max_steps=260"),
+    *("recipe=cnn", "recipe.uses=cnn", "recipes.path=null", "data=digits", "data.batch_size=8"),
+    *("model=cnn", "train.epochs=100", "train.max_steps=260"),
 )
 
 

@@ -57,7 +57,6 @@ def test_what_needs_evaluations_is_refused_before_the_first_step(tmp_path: Path)
 @pytest.mark.parametrize(
     "words",
     [
-        ("recipe=tabular", "data=wine"),
         ("recipe=cnn", "data=digits"),
         pytest.param(("recipe=gpt", "data.path=text.txt", "data.block_size=8"), marks=pytest.mark.slow),
     ],

@@ -89,7 +89,7 @@ def test_foretold_bytes_are_those_of_the_allocator_in_a_real_step_within_five_pe
 
 def test_weights_masters_gradients_and_states_are_as_large_as_the_policy_says() -> None:
     """Half weights and wire gradients of 2 bytes, fp32 masters and two states of 4, and little padding."""
-    config = composed("recipe=tabular", "model.width=256")
+    config = composed("recipe=cnn", "data=digits")
     task = PlannedTask.of(config, 2)
     with rank_on(META, task) as rank:
         held, numel = rank.held, rank.stepper.num_trainable
@@ -105,7 +105,7 @@ def test_weights_masters_gradients_and_states_are_as_large_as_the_policy_says() 
 def test_a_sharded_optimizer_has_its_part_of_masters_and_states() -> None:
     held = []
     for shard in ("false", "true"):
-        config = composed("recipe=tabular", "model.width=256", f"wire.shard={shard}")
+        config = composed("recipe=cnn", "data=digits", f"wire.shard={shard}")
         task = PlannedTask.of(config, 4)
         with rank_on(META, task) as rank:
             held.append(rank.held)

@@ -294,23 +294,23 @@ def test_the_table_begins_with_the_best_and_says_its_command(tmp_path, metric_na
 
 
 def test_settings_of_different_metrics_are_ranked_apart(tmp_path) -> None:
-    jobs = [("wine", 1, "accuracy", 0.9), ("wine", 2, "accuracy", 1.0), ("diabetes", 1, "rmse", 62.0)]
-    jobs += [("diabetes", 2, "rmse", 52.0)]
+    jobs = [("first", 1, "accuracy", 0.9), ("first", 2, "accuracy", 1.0), ("second", 1, "rmse", 62.0)]
+    jobs += [("second", 2, "rmse", 52.0)]
     for number, (data, lr, name, value) in enumerate(jobs):
-        directory = write_job(tmp_path, number, ["recipe=tabular", f"data={data}", f"optim.lr={lr}"])
+        directory = write_job(tmp_path, number, ["recipe=mine", f"data={data}", f"optim.lr={lr}"])
         result = {"state": "done", "metric_name": name, "metric": value, "higher_is_better": name != "rmse"}
         write_json(directory / "result.json", result)
     text = write_comparison(tmp_path)[1].read_text()
     rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("|")]
     assert [[cell.strip() for cell in row] for row in rows if "data=" in row[0]] == [
-        ["data=wine, optim.lr=2", "1", "accuracy 100.00 %"],
-        ["data=wine, optim.lr=1", "1", "accuracy 90.00 %"],
-        ["data=diabetes, optim.lr=2", "1", "rmse 52.0000"],
-        ["data=diabetes, optim.lr=1", "1", "rmse 62.0000"],
+        ["data=first, optim.lr=2", "1", "accuracy 100.00 %"],
+        ["data=first, optim.lr=1", "1", "accuracy 90.00 %"],
+        ["data=second, optim.lr=2", "1", "rmse 52.0000"],
+        ["data=second, optim.lr=1", "1", "rmse 62.0000"],
     ]
     assert rows[0][2].strip() == "metric"
-    assert "Best by accuracy: `python -m launcher recipe=tabular data=wine optim.lr=2`" in text
-    assert "Best by rmse: `python -m launcher recipe=tabular data=diabetes optim.lr=2`" in text
+    assert "Best by accuracy: `python -m launcher recipe=mine data=first optim.lr=2`" in text
+    assert "Best by rmse: `python -m launcher recipe=mine data=second optim.lr=2`" in text
 
 
 def test_the_command_of_the_best_has_the_tree_that_the_sweep_was_composed_from(tmp_path) -> None:

@@ -82,7 +82,13 @@ def test_a_run_without_a_plan_has_no_such_part(tmp_path) -> None:
 
 def test_plan_keeps_its_forecast_where_the_run_finds_it(tmp_path, capsys) -> None:
     """A real plan and a real run, which must agree on all but the time, which was not measured."""
-    words = ("recipe=tabular", "launch.nproc=2", "train.max_steps=4", f"run.dir={tmp_path / 'run'}")
+    words = (
+        "recipe=cnn",
+        "data=digits",
+        "launch.nproc=2",
+        "train.max_steps=4",
+        f"run.dir={tmp_path / 'run'}",
+    )
     assert cli.main(["plan", *words]) == 0
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["plan.json"]
     assert read_json(tmp_path / "run" / "plan.json")["steps"] == 4
@@ -97,6 +103,6 @@ def test_plan_keeps_its_forecast_where_the_run_finds_it(tmp_path, capsys) -> Non
 
 def test_plan_writes_to_no_directory_of_other_files(tmp_path, capsys) -> None:
     (tmp_path / "letters.txt").write_text("mine")
-    assert cli.main(["plan", "recipe=tabular", f"run.dir={tmp_path}"]) == 2
+    assert cli.main(["plan", "recipe=cnn", "data=digits", f"run.dir={tmp_path}"]) == 2
     assert "letters.txt" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["letters.txt"]

@@ -247,13 +247,13 @@ def test_the_directory_of_a_sweep_may_be_given_by_that_of_the_user(tmp_path: Pat
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home" / "mine").mkdir(parents=True)
     (tmp_path / "home" / "mine" / "sweep.json").touch()
-    request = Request(("recipe=tabular", "seed=0,1", f"{key}='~/mine'"), None, multirun=True)
+    request = Request(("recipe=cnn", "seed=0,1", f"{key}='~/mine'"), None, multirun=True)
     assert directory_of(request, compose_jobs(request)) == tmp_path / "home" / "mine"
     assert os.listdir(tmp_path) == ["home"]
 
 
 def test_jobs_whose_configs_are_equal_run_once(capsys) -> None:
-    request = Request(("recipe=tabular", "optim.weight_decay=0,0.0,0.1"), None, multirun=True)
+    request = Request(("recipe=cnn", "optim.weight_decay=0,0.0,0.1"), None, multirun=True)
     jobs, configs = distinct_jobs_of(request, compose_jobs(request))
     assert [job.number for job in jobs] == [0, 1]
     assert [config.optim.weight_decay for config in configs] == [0.0, 0.1]

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
+from launcher.data.files import DataTable, MissingColumnsError, read_csv
 from launcher.data.images.photograph import Source
 from launcher.data.split import class_numbers, numbered, refuse_one_class, stratified
-from launcher.data.tables.files import DataTable, MissingColumnsError, read_csv
 from launcher.errors import ConfigError, DataError, DataWarning, listed
 from launcher.run_dir.atomic import encodable
 

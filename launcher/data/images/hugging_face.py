@@ -25,12 +25,12 @@ from torch import Tensor
 
 from launcher.config.messages import nearest, suggestion
 from launcher.config.schema import DataConfig
+from launcher.data.files import begins_with_word
 from launcher.data.images.folder import TRAIN, VALIDATION
 from launcher.data.images.photograph import Source, as_rgb, read_image
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.libraries import datasets_library, offline_if_unreachable
 from launcher.data.split import class_numbers, parts, refuse_one_class
-from launcher.data.tables.files import begins_with_word
 from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, first_line, listed

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from launcher.config.messages import nearest, suggestion
 from launcher.data.libraries import optional
-from launcher.data.tables.columns import Cell, Column, is_absent
-from launcher.errors import ConfigError, DataError, LauncherError, first_line, listed
+from launcher.errors import ConfigError, DataError, first_line, listed
 
 TRAINING_NAMES = ("train",)
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")  # the first of these that a folder has
@@ -35,6 +34,8 @@ BOM = "\N{ZERO WIDTH NO-BREAK SPACE}"
 # The first of the files of a table, as the Hugging Face hub names them.
 SHARD = re.compile(r"-00000-of-(\d{5})$")
 
+Cell = Any  # text in TSV and CSV; any value of JSON or parquet, None where there is none
+
 # Names of columns; a tuple: the first of these that the file has, or none of them where "" is among them.
 Wanted = Sequence[str | tuple[str, ...]] | None
 
@@ -44,7 +45,7 @@ class DataTable:
     """The columns of a file, all of one length. `places` are the lines of a text file, or the rows."""
 
     file: Path
-    columns: dict[str, Column]
+    columns: dict[str, list[Cell]]
     places: Sequence[int]
     counted: str = "line"  # what `places` counts
 
@@ -55,7 +56,7 @@ class DataTable:
         """`FILE, line 17`, for messages on a row (counted from 0)."""
         return f"{self.file}, {self.counted} {self.places[row]}"
 
-    def column(self, name: str) -> Column:
+    def column(self, name: str) -> list[Cell]:
         """The values of a column. Raises DataError with the names of those that are there."""
         if name not in self.columns:
             raise missing_columns(self.file, [name], list(self.columns))
@@ -66,20 +67,20 @@ class DataTable:
         cells = self.column(name)
         for row, cell in enumerate(cells):
             if not isinstance(cell, str | int):
-                found = "has no value" if is_absent(cell) else f"is a {type(cell).__name__}: {cell!r:.60}"
+                found = "has no value" if cell is None else f"is a {type(cell).__name__}: {cell!r:.60}"
                 raise DataError(f"{self.place(row)}: {name} {found}. It must be text or a whole number.")
         return [str(cell) for cell in cells]
 
     def select(self, rows: Sequence[int]) -> DataTable:
         """The rows at these indices."""
-        columns = {name: Column([cells[row] for row in rows]) for name, cells in self.columns.items()}
+        columns = {name: [cells[row] for row in rows] for name, cells in self.columns.items()}
         return DataTable(self.file, columns, array("q", (self.places[row] for row in rows)), self.counted)
 
 
-def read_table(file: Path, wanted: Wanted = None, separator: str | None = None) -> DataTable:
+def read_table(file: Path, wanted: Wanted = None) -> DataTable:
     """Read a file by its suffix: .tsv, .txt, .csv, .jsonl, .ndjson, .parquet. `wanted`: these columns alone.
 
-    All but parquet may end in .gz too. With a `separator` the text files are CSV with it between the cells.
+    All but parquet may end in .gz too.
 
     TSV and CSV begin with the names of the columns. TSV has no quoting: a quote is a character like others.
     So has .txt, which is read as TSV. Of a parquet file in parts the first is given, and all are read; whole
@@ -94,8 +95,8 @@ def read_table(file: Path, wanted: Wanted = None, separator: str | None = None) 
         table = _read_parquet(file, wanted)
     elif suffix in (".jsonl", ".ndjson"):
         table = _read_json_lines(file, wanted)
-    elif suffix == ".csv" or separator is not None:
-        table = read_csv(file, wanted, separator or ",")
+    elif suffix == ".csv":
+        table = read_csv(file, wanted)
     else:
         table = _read_tsv(file, wanted)
     if not len(table):
@@ -158,23 +159,12 @@ def missing_columns(file: Path, missing: Sequence[str], there: Sequence[str]) ->
     return kind(f"{file} has not {which}. It has: {shown(there)}.{advice}")
 
 
-def no_such_column(key: str, name: str, file: Path, there: Sequence[str]) -> LauncherError:
-    """The error for a key of the config that names a column which the file does not have."""
-    error = missing_columns(file, [name], there)
-    if not isinstance(error, MissingColumnsError):
-        return error
-    return ConfigError(f"{key}={name}: {error}{suggestion(nearest(name, there))}")
-
-
 def _other_separator(there: Sequence[str]) -> str:
     """What to do about a first line that has been taken for one name; empty where it looks like one."""
     found = re.search(r"[;,\t|]", there[0]) if len(there) == 1 else None
     if found is None:
         return ""
-    return (
-        f" Its names seem to be separated by {found[0]!r}: write a .csv with commas and a .tsv with tabs, or "
-        "set data.separator (of data=table)."
-    )
+    return f" Its names seem to be separated by {found[0]!r}: write a .csv with commas and a .tsv with tabs."
 
 
 def shown(names: Sequence[str]) -> str:
@@ -207,15 +197,14 @@ def _read_tsv(file: Path, wanted: Wanted) -> DataTable:
     return _from_rows(file, rows, wanted, "tabs")
 
 
-def read_csv(file: Path, wanted: Wanted = None, separator: str = ",") -> DataTable:
+def read_csv(file: Path, wanted: Wanted = None) -> DataTable:
     """Read a file of any name as CSV. Raises DataError."""
-    name = "commas" if separator == "," else repr(separator)
-    return _from_rows(file, _csv_rows(file, separator), wanted, name)
+    return _from_rows(file, _csv_rows(file), wanted, "commas")
 
 
-def _csv_rows(file: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
+def _csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(sys.maxsize)  # of the whole process: a cell may be of any length
-    reader = csv.reader(io.StringIO(read_text(file), newline=""), strict=True, delimiter=separator)
+    reader = csv.reader(io.StringIO(read_text(file), newline=""), strict=True)
     line = 1
     try:
         for row in reader:
@@ -241,7 +230,7 @@ def _from_rows(
     if repeated := [name for name in picked if names.count(name) > 1]:
         raise DataError(f"{file} has more than one column named {', '.join(repeated)!r}. Rename them.")
     kept = [names.index(name) for name in picked]
-    columns = [Column() for _ in kept]
+    columns: list[list[Cell]] = [[] for _ in kept]
     places = array("q")
     for line, cells in rows:
         if len(cells) != len(names):
@@ -261,7 +250,7 @@ def _read_json_lines(file: Path, wanted: Wanted) -> DataTable:
     if not rows:
         raise DataError(f"{file} is empty. Each line must have a JSON object: a row, values by column.")
     names = list(dict.fromkeys(chain.from_iterable(rows.values())))
-    columns = {name: Column(row.get(name) for row in rows.values()) for name in _picked(file, names, wanted)}
+    columns = {name: [row.get(name) for row in rows.values()] for name in _picked(file, names, wanted)}
     return DataTable(file, columns, list(rows))
 
 
@@ -280,7 +269,7 @@ def _json_object(file: Path, number: int, line: str) -> dict[str, Cell]:
 def _read_parquet(file: Path, wanted: Wanted) -> DataTable:
     pyarrow = optional("pyarrow", "parquet files need")
     parquet = import_module("pyarrow.parquet")
-    columns: dict[str, Column] = {}
+    columns: dict[str, list[Cell]] = {}
     num_rows = 0
     for part in _shards(file):
         try:
@@ -293,7 +282,7 @@ def _read_parquet(file: Path, wanted: Wanted) -> DataTable:
         for name in kept:
             names = dict(enumerate(classes.get(name, ())))
             cells = read.column(name).to_pylist()
-            column = columns.setdefault(name, Column())
+            column = columns.setdefault(name, [])
             column += [names.get(cell, cell) for cell in cells] if names else cells
         num_rows += read.num_rows
     return DataTable(file, columns, range(num_rows), "row")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.data.tables.files import read_table, split_files
+from launcher.data.files import read_table, split_files
 from launcher.errors import ConfigError, DataError
 
 BOM = b"\xef\xbb\xbf"
@@ -138,7 +138,7 @@ def test_a_missing_column_lists_those_that_are_there(tmp_path, name, data):
         (
             "x.csv",
             "a;b\n1;2",
-            "separated by ';': write a .csv with commas and a .tsv with tabs, or set data.separator",
+            "separated by ';': write a .csv with commas and a .tsv with tabs",
         ),
         ("x.csv", "a\tb\n1\t2", r"separated by '\t'"),
         ("x.tsv", "a,b\n1,2", "separated by ','"),

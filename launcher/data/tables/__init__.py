@@ -1,1 +1,0 @@
-"""Tables: rows of files by the names of their columns, and the sets of numbers made of them."""
