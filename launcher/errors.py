@@ -40,10 +40,6 @@ class RecipeError(LauncherError):
     """Code of a recipe raised an exception. Like any unexpected error, it may not recur after a restart."""
 
 
-class CollectiveError(LauncherError):
-    """The ranks called collectives that do not match. The text names the ranks."""
-
-
 class ConfigError(LauncherError):
     """The command line or the config asks for something that cannot be run."""
 

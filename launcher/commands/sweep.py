@@ -203,7 +203,7 @@ def run_in_place(request: Request, configs: Sequence[Config], leader: Leader, fi
             print(f"sweep: job {started} of {len(placed)} {how}", file=sys.stderr, flush=True)
             exit_codes.append(report_failure_of_job(error))
             # In parent mode a rank that is lost is a RunFailed.
-            parted = leader.parted or isinstance(error, errors.StalledError | errors.CollectiveError)
+            parted = leader.parted or isinstance(error, errors.StalledError)
             if stopped or parted:
                 break
         finally:  # for the limits of a process that continues the sweep

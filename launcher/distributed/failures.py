@@ -21,11 +21,9 @@ from typing import TYPE_CHECKING
 from launcher.config.user_code import short_traceback
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv, numbered
-from launcher.distributed.flight_recorder import last_call, latest_calls
 from launcher.distributed.store import LEAVE_S, awaited_in_vain, limit_silence, no_store, unless_lost
 from launcher.errors import (
     ON_REQUEST,
-    CollectiveError,
     LauncherError,
     StalledError,
     described,
@@ -57,7 +55,6 @@ class Departure:
     error: str = ""
     exit_code: int = 0
     shared: bool = False  # the error is about other ranks, which its text names
-    last_call: str = ""  # the collective in which it lost another rank
     lost: bool = False  # the error is that of a rank which lost another one: not the origin
     traceback: str = ""  # of an exception, to be printed before the error
     restart_helps: bool = False  # whatever the exit code
@@ -172,10 +169,9 @@ def departure_of(rank: int, error: BaseException | None = None) -> Departure:
     error = shortage_of(error, f"rank {rank}") or error
     if isinstance(error, LauncherError):
         left = replace(left, error=str(error), exit_code=error.exit_code, traceback=error.traceback)
-        return replace(left, shared=isinstance(error, CollectiveError), restart_helps=error.restart_helps)
+        return replace(left, restart_helps=error.restart_helps)
     left = replace(left, error=described(error, with_notes=True), exit_code=1, lost=is_of_another(error))
-    called = last_call(latest_calls()) if is_loss(error) else ""
-    return replace(left, last_call=called, traceback="" if left.lost else short_traceback(error))
+    return replace(left, traceback="" if left.lost else short_traceback(error))
 
 
 class JobFailed(LauncherError):

@@ -31,7 +31,7 @@ from launcher.distributed.store import (
     open_store,
     unless_lost,
 )
-from launcher.errors import ON_REQUEST, CollectiveError, LauncherError, PreflightError, StalledError
+from launcher.errors import ON_REQUEST, LauncherError, PreflightError, StalledError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -50,7 +50,6 @@ class HandoffTimeouts:
     next_job_s: float = 1800.0  # followers, after a job: rank 0 may still draw plots and upload
     leave_s: float = 60.0  # all ranks, once one has left a job: the others may be writing a checkpoint
     lost_s: float = 3.0  # rank 0, once it has lost a rank that has not claimed to have failed: it is dead
-    abandoned_s: float = 4.0  # followers, after an error that rank 0 has too: twice ASSEMBLE_S
     goodbye_s: float = 10.0  # rank 0: until all ranks have confirmed the end, for which they only read a key
     unmet_s: float = 30.0  # the same, if no job was handed out: the others may still be importing torch
 
@@ -92,8 +91,8 @@ class Leader:
         failure: Exception | None = None
         try:
             self._run_job(config, self.launch, store, job)
-        except (StalledError, CollectiveError):
-            # The rank that hangs or was aborted will never confirm the end.
+        except StalledError:
+            # The rank that hangs will never confirm the end.
             self._goodbye_s = min(self._goodbye_s, ASSEMBLE_S)
             raise
         except Exception as error:
@@ -235,8 +234,6 @@ def follow(
         with unless_lost():  # waiting for the next job raises then
             words_of(store, job).leave(departure_of(launch.rank, failure))
         wait_s = patience.leave_s if failure else patience.next_job_s
-        if isinstance(failure, CollectiveError):
-            wait_s = min(wait_s, patience.abandoned_s)  # rank 0 has the same error, or was aborted
     return message["exit_code"], message["reason"]
 
 

@@ -21,10 +21,9 @@ from launcher.errors import ON_REQUEST
 from launcher.process.lifetime import Orphans, state_of
 from launcher.process.signals import STACKS
 from launcher.supervisor.child import Work
-from launcher.supervisor.root_cause import ASKED, HANGING, OVERRUN, Fate, GenerationReport
+from launcher.supervisor.root_cause import ASKED, HANGING, Fate, GenerationReport
 
 SETTLE_S = 0.5  # for the other workers to record their errors, once one has failed
-OVERRUN_S = 3.0  # if those errors decide which rank is at fault: the ranks compare their collectives
 # For rank 0 to finish its tracker, unless it ends sooner: after the kill of another rank, and after an error,
 # which may come before the tracker has started.
 TRACKED_S, TRACKED_AFTER_ERROR_S = 1.0, 4.0
@@ -108,8 +107,6 @@ class Generation:
             return
         if exit_code in ON_REQUEST:
             self.end_within(self._limits.grace_s)
-        elif exit_code in OVERRUN:
-            self.end_within(OVERRUN_S)
         else:
             if exit_code < 0 and self._killed is None:  # it is known which rank failed first
                 self._killed = self._fates()

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.distributed.failures import Departure, attributed
-from launcher.distributed.flight_recorder import called, of_sizes
 from launcher.distributed.heartbeat import FINISHING, Beat, where
 from launcher.errors import ON_REQUEST, LauncherError, PreemptedError, StalledError
 
 DONE, ASKED, FAILED, HANGING = "done", "asked", "failed", "hanging"  # how the ranks of a machine have ended
 UNEXPECTED, STALLED = 1, StalledError.exit_code
 PREEMPTED = PreemptedError.exit_code
-# Exits of a rank that received more than it expected: Gloo aborts it, or memory was overwritten.
-OVERRUN = frozenset(
-    -number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+# Gloo aborts the rank that receives more than it expects, whichever of the two was wrong.
+OTHER_SIZES = (
+    "If Gloo says there that sizes differ, or nothing says why: look for a collective in the recipe that not "
+    "every rank calls, or not with the same sizes."
 )
 
 
@@ -111,7 +111,7 @@ def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> A
     """
     blamed = min(fates, key=lambda fate: _innocence(fate, fates, first_failure, stall_s))
     if blamed.silent:
-        return _of_silent(blamed, fates)
+        return _of_silent(blamed)
     if left := blamed.failure:
         text = _said_by(left, fates)
         if blamed.host and text.startswith(f"rank {blamed.rank} "):
@@ -149,13 +149,10 @@ def _innocence(
     """A value to compare ranks by: the one with the lowest value is the most likely cause.
 
     SIGABRT is often a consequence: NCCL's watchdog and Gloo's threads abort a process when another rank is
-    lost. SIGSEGV and similar signals are a rank's own fault, unless other ranks have found that the ranks
-    called different collectives.
+    lost. SIGSEGV and similar signals are a rank's own fault.
     """
     if fate.silent:
-        mismatch = any(other.departure is not None and other.departure.shared for other in fates)
-        excused = fate.exit_code == -signal.SIGABRT or (mismatch and fate.exit_code in OVERRUN)
-        return (4 if excused else 0), 0.0, fate.rank
+        return (4 if fate.exit_code == -signal.SIGABRT else 0), 0.0, fate.rank
     failure = fate.failure
     if failure is not None and not fate.blames_another:
         own = 1 if fate.rank == first_failure else 2
@@ -183,24 +180,20 @@ def _said_by(blamed: Departure, fates: Sequence[Fate]) -> str:
     return attributed(blamed, [fate.departure for fate in fates if fate.departure is not None])
 
 
-def _of_silent(fate: Fate, fates: Sequence[Fate]) -> AttemptVerdict:
+def _of_silent(fate: Fate) -> AttemptVerdict:
     assert fate.exit_code is not None
     place = where(fate.beat)
     if fate.exit_code >= 0:
         text = f"{_name(fate)} ended with exit code {fate.exit_code} and no error, {place}"
         return AttemptVerdict(UNEXPECTED, text)
     number = -fate.exit_code
-    departures = (each.departure for each in fates if each.departure is not None)
-    last = {each.rank: each.last_call for each in departures if each.last_call}
-    overrun = " A collective in which another rank sends more than this one expects can cause this too."
     hint = {
         signal.SIGKILL: "If nothing else sent it, the kernel did because memory ran out: see dmesg.",
-        signal.SIGSEGV: f"Its stack is on stderr above.{overrun if last else ''}",
-        signal.SIGABRT: f"Its message is on stderr above.{of_sizes(fate.rank, last, len(fates))}",
+        signal.SIGSEGV: f"Its stack is on stderr above. {OTHER_SIZES}",
+        signal.SIGABRT: f"Its message is on stderr above. {OTHER_SIZES}",
     }.get(number, "")  # type: ignore[call-overload]  # a Signals is an int
-    meanwhile = f", while {called(last)}" if last and fate.exit_code in OVERRUN else ""
     name = {each.value: each.name for each in signal.Signals}.get(number, f"signal {number}")
-    text = f"rank {fate.rank} was killed by {name} ({_process(fate)}) {place}{meanwhile}"
+    text = f"rank {fate.rank} was killed by {name} ({_process(fate)}) {place}"
     return AttemptVerdict(UNEXPECTED, text, hint)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from launcher.distributed.failures import ROW_BYTES, Departure, LastWords, StoredWords, give_reason, reason_of
-from launcher.errors import CollectiveError, DataError, LauncherError, StalledError
+from launcher.errors import DataError, LauncherError, StalledError
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,6 @@ from launcher.errors import CollectiveError, DataError, LauncherError, StalledEr
         (DataError("rank 1 found no file."), "rank 1 found no file."),
         (StalledError("rank 0 did not join a collective."), "rank 0 did not join a collective."),
         (StalledError("rank 0, 2 did not join a collective."), "rank 0, 2 did not join a collective."),
-        (CollectiveError("the ranks called different ones."), "the ranks called different ones."),
     ],
 )
 def test_a_reason_names_the_rank_at_fault_alone(error: LauncherError, said: str) -> None:

@@ -29,8 +29,6 @@ NAMES = tuple(KNOWN[CHECKED[0]])
 # pass, and the others are operators of aten.
 COMPILED = (
     "_cdata",
-    "_distributed_c10d",
-    "_dump_fr_trace_json",
     "_is_mkldnn_bf16_supported",
     "_is_mkldnn_fp16_supported",
     "_local_scalar_dense",

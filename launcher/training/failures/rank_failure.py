@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from launcher.config.schema import Config
 from launcher.config.user_code import innermost, place_of, short_traceback
-from launcher.distributed import flight_recorder, nccl
+from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.failures import Words, failure_of_another, is_loss, is_of_another, stall_of
 from launcher.distributed.heartbeat import Beat, where
 from launcher.engine import UnusableError, works
-from launcher.errors import CollectiveError, ConfigError, LauncherError, UnexpectedError, described
+from launcher.errors import ConfigError, LauncherError, UnexpectedError, described
 from launcher.process import frames
 from launcher.process.shortage import TO_LOWER, shortage_of
 from launcher.run_dir.records import write_failure
@@ -87,31 +87,12 @@ def failure_of(
         (ConfigError(str(error)) if isinstance(error, UnusableError) else None)
         or shortage_of(error, f"rank {launch.rank}", *at_shortage)
         or nccl.failure_of_nccl(error, launch.rank)
-        or _disagreement(error, store, job, launch)
         or stall_of(error, store, job, launch)
         # In a recipe's line that no guard covers, such as in a backward pass.
         or (recipe_failure(error, "code of the recipe", logs) if place_of(error) else None)
         or _of_a_sample(error, logs)
         or _unexpected(error, logs)
     )
-
-
-def _disagreement(
-    error: BaseException, store: dist.Store | None, job: str, launch: LaunchEnv
-) -> LauncherError | None:
-    """Which ranks called another collective, if a rank was lost for that reason.
-
-    Otherwise None, and a note on the error names the lost rank.
-    """
-    if store is None or not is_loss(error):
-        return None
-    release_frames(error)  # or a rank that waits for this one would not notice in time to record its calls
-    said = flight_recorder.exchange_calls(store, job, launch)
-    if text := flight_recorder.disagreement(said, launch.world_size):
-        return CollectiveError(text)
-    if note := flight_recorder.loss(said, launch.world_size):
-        error.add_note(note)
-    return None
 
 
 def of_another_rank(error: BaseException, words: Words, rank: int) -> BaseException:
