@@ -15,15 +15,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import launcher.telemetry.tracker.protocol as protocol
 from launcher.errors import PRUNED, PreemptedError, described
-from launcher.process.ignoring import start_ignoring
-from launcher.process.signals import HEEDED
 from launcher.telemetry.event_log import FILE_NAME, recorded
 from launcher.telemetry.stream import Record
 from launcher.telemetry.tracker.mode import sync_command
@@ -144,22 +140,23 @@ def _init(run: protocol.TrackedRun, online: bool, options: WandbOptions) -> Run:
     """Start wandb, which writes to wandb/ in `run.directory`. Raises wandb's errors."""
     import wandb
 
-    with service_ignoring_signals():
-        return wandb.init(
-            dir=str(run.directory),
-            mode="online" if online else "offline",
-            project=run.project,
-            entity=run.entity,
-            name=run.name,
-            id=run.run_id,
-            group=run.group,
-            tags=list(run.tags),
-            notes=run.notes,
-            config=dict(run.config),
-            # Otherwise a second run in this process, such as the next of a sweep, would get the first one.
-            reinit="finish_previous",
-            settings=own_settings(online, options),
-        )
+    # The service has a session of its own: Ctrl-C in a terminal does not reach it. A scheduler that signals
+    # every process of a job ends it, and the last rows are sent by `wandb sync`.
+    return wandb.init(
+        dir=str(run.directory),
+        mode="online" if online else "offline",
+        project=run.project,
+        entity=run.entity,
+        name=run.name,
+        id=run.run_id,
+        group=run.group,
+        tags=list(run.tags),
+        notes=run.notes,
+        config=dict(run.config),
+        # Otherwise a second run in this process, such as the next of a sweep, would get the first one.
+        reinit="finish_previous",
+        settings=own_settings(online, options),
+    )
 
 
 def _shown(item: protocol.Media, name: str) -> object:
@@ -280,27 +277,6 @@ def quiet_environment() -> Iterator[None]:
         for name in added:
             os.environ.pop(name, None)
         os.environ.update(removed)
-
-
-@contextlib.contextmanager
-def service_ignoring_signals() -> Iterator[None]:
-    """Let a service that is started within the context ignore requests to stop, until its worker has ended.
-
-    A scheduler sends them to all processes of a job. wandb has no option for it: its module that starts the
-    service is given another Popen. If wandb has no such module, the service starts as usual.
-    """
-    try:
-        from wandb.sdk.lib.service import service_process
-    except ImportError:
-        yield
-        return
-
-    starting = SimpleNamespace(Popen=partial(start_ignoring, HEEDED), DEVNULL=subprocess.DEVNULL)
-    vars(service_process)["subprocess"] = starting
-    try:
-        yield
-    finally:
-        vars(service_process)["subprocess"] = subprocess
 
 
 @contextlib.contextmanager

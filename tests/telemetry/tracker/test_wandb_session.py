@@ -351,16 +351,6 @@ def test_a_service_that_dies_or_stops_costs_one_warning_and_a_bounded_wait(tmp_p
     assert read_json(trained.dirs[0] / "status.json")["state"] == "done"
 
 
-@pytest.mark.slow
-def test_a_signal_to_all_processes_of_a_job_does_not_reach_the_service(tmp_path):
-    trained = train(tmp_path, {"steps": 50, "signal": "SIGTERM"})
-    assert trained.code == 0, trained.err
-    assert trained.warnings == [], trained.out
-    records = list(offline_records(trained.dirs[0]))
-    assert [each.exit.exit_code for each in records if each.WhichOneof("record_type") == "exit"] == [0]
-    assert trained.said["services"] == []
-
-
 def test_a_file_that_cannot_grow_is_told_once_for_each_writer(tmp_path):
     trained = train(tmp_path, {"steps": 400, "limit_bytes": 20_000})
     assert trained.code == 0, trained.err
