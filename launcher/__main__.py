@@ -27,19 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from launcher.process import signals
 
     signals.take_early()
-    from launcher.distributed import stranded
-    from launcher.process import guardian, lifetime, streams
+    from launcher.process import lifetime, streams
 
     streams.make_unfailing()
-    lifetime.end_with_starter(os.environ)
-    guardian.start(lifetime.ParentDeathSignal().hangup)
+    lifetime.die_with_launcher(os.environ)
+    lifetime.kill_forks_on_exit()
     try:
         from launcher import cli
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     exit_code = cli.main(argv) or cli.lost_answer(argv)
-    if exit_code:
-        stranded.watch(os.environ)
     # The interpreter collects garbage as it ends, among all objects of torch: 1.0 of 1.6 s on a busy machine,
     # for which another host's torchrun waits.
     gc.freeze()

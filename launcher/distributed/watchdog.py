@@ -24,14 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.config.schema import Config
-from launcher.distributed import stranded
 from launcher.distributed.env import LaunchEnv, numbered
 from launcher.distributed.failures import ASSEMBLE_S, Departure, StoredWords, reason_of, words_of
 from launcher.distributed.heartbeat import IN_A_STEP, Beat, Heartbeat, limit_s
 from launcher.distributed.roll_call import ANSWER_S, RollCall, last_ranks, missing, who_stalls
 from launcher.distributed.store import LEAVE_S, limit_silence, no_store, unless_lost
 from launcher.errors import ON_REQUEST, LauncherError, StalledError
-from launcher.process import guardian
 from launcher.process.signals import STOPPING
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import stacks_path, write_failure
@@ -116,9 +114,6 @@ class Watchdog:
     def tighten(self) -> None:
         """Apply launch.stall_s from now on: the first step is done."""
         self._under_way = True
-        if self._launch.local_world_size < self._launch.world_size:
-            # The other hosts leave then, and this one's torchrun would not notice.
-            guardian.end_if_stopped(self._limits.stall_s + LEEWAY_S)
 
     def _watch(self) -> None:
         from torch.distributed import DistError
@@ -267,7 +262,6 @@ class Watchdog:
         for child in multiprocessing.active_children():
             # os._exit runs no exit handlers, which would end the loader processes.
             child.terminate()
-        stranded.watch(os.environ)
         os._exit(verdict.exit_code)
 
     def _leave_word(self, store: dist.Store, verdict: Ending) -> None:

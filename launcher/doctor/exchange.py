@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from launcher.distributed.links import ring_bytes
 from launcher.engine.flat.layout import MAX_RUN_BYTES
-from launcher.process.lifetime import end_with_starter
+from launcher.process.lifetime import die_with_launcher
 
 COPIED_BYTES = 64 << 20
 KNOWN = 1 << 20  # elements whose sum is compared
@@ -87,6 +87,6 @@ def meet(backend: str, file: str, rank: int, world_size: int) -> None:
 
 
 if __name__ == "__main__":
-    end_with_starter(os.environ)
+    die_with_launcher(os.environ)
     rank, world_size, file, seconds, *devices = sys.argv[1:]
     main(int(rank), int(world_size), file, float(seconds), [*map(torch.device, devices)])

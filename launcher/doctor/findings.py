@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from launcher.errors import LauncherError, described
-from launcher.process.lifetime import end_with
+from launcher.process.lifetime import die_with_parent
 
 OK, NOTE, FAILURE = "ok", "note", "failure"  # a note: runs work, but slower or at a risk
 
@@ -77,7 +77,7 @@ def found_by(check: Check) -> list[Finding]:
 
 def _look(check: Check, writer: Connection, parent: int) -> None:
     """Send what a check finds to the process that has forked this one."""
-    end_with(parent)  # no Ctrl-C reaches another session, and a check that hangs has no other limit
+    die_with_parent(parent)  # no Ctrl-C reaches another session, and a check that hangs has no other limit
     os.setsid()  # so that processes which the check has started are ended with it
     found: list[Finding] = []
     try:

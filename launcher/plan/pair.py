@@ -28,7 +28,7 @@ from launcher.distributed.links import StepSeconds
 from launcher.doctor.exchange import meet
 from launcher.plan.memory import PASSES, PlannedTask, rank_on
 from launcher.process.allocator import keep_freed_memory
-from launcher.process.lifetime import end_with_starter
+from launcher.process.lifetime import die_with_launcher
 
 CPU = torch.device("cpu")
 UNCOUNTED, LEAST, MOST = 2, 5, 40  # steps of each part
@@ -68,6 +68,6 @@ def median(steps: list[StepSeconds]) -> StepSeconds:
 
 
 if __name__ == "__main__":
-    end_with_starter(os.environ)
+    die_with_launcher(os.environ)
     config_file, world_size, rank, _, store, seconds = sys.argv[1:7]
     main(config_file, int(world_size), int(rank), store, float(seconds))

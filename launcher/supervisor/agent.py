@@ -18,7 +18,6 @@ from pathlib import Path
 from launcher.checkpoint.catalog import FOLDER, candidates, step_of
 from launcher.config.messages import directory_override
 from launcher.errors import ON_REQUEST, TO_RESUME, LauncherError, PreemptedError, PrunedError
-from launcher.process.lifetime import Orphans
 from launcher.process.signals import Signals, held_back
 from launcher.run_dir.status import FILE_NAME, state_since
 from launcher.supervisor.attempt import Generation
@@ -45,7 +44,7 @@ class Agent:
             first_rank, world_size = self._nodes.begin(self._num_workers)
             self._work.restart(first_rank)
             processes = self._workers(number, first_rank, world_size)
-            generation = Generation(processes, self._work, Orphans(), self._nodes.host)
+            generation = Generation(processes, self._work, self._nodes.host)
             try:
                 with held_back():
                     for process in processes:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launcher.distributed.heartbeat import PHASES, limit_s
 from launcher.errors import ON_REQUEST
-from launcher.process.lifetime import Orphans, state_of
+from launcher.process.lifetime import kill_group, state_of
 from launcher.process.signals import STACKS
 from launcher.supervisor.child import Work
 from launcher.supervisor.root_cause import ASKED, HANGING, Fate, GenerationReport
@@ -35,10 +35,8 @@ AFTER_A_STEP = frozenset(PHASES[PHASES.index("report") :])
 class Generation:
     """Monitors the workers of one generation. Call `poll` every fraction of a second."""
 
-    def __init__(
-        self, processes: Sequence[BaseProcess], work: Work, orphans: Orphans, host: str = ""
-    ) -> None:
-        self._processes, self._work, self._orphans, self._host = processes, work, orphans, host
+    def __init__(self, processes: Sequence[BaseProcess], work: Work, host: str = "") -> None:
+        self._processes, self._work, self._host = processes, work, host
         self._first_rank, self._limits = work.heartbeats.first_rank, work.config.launch
         self._report: GenerationReport | None = None
         self._is_hanging = False
@@ -75,7 +73,6 @@ class Generation:
         if now - self._polled_s > PAUSE_S:
             self._watched_since_s = now
         self._polled_s = now
-        self._orphans.reap(self._pids())
         for rank, process in enumerate(self._processes):
             if rank not in self._exited and process.exitcode is not None:
                 self._exited.add(rank)
@@ -92,15 +89,12 @@ class Generation:
         for process in self._processes:
             if process.pid is not None:  # it could be started
                 process.join(5)  # seconds: one in uninterruptible sleep cannot be killed
-        self._orphans.end(self._pids())
+                kill_group(process.pid)  # its loader processes, and programs of the recipe
         for rank, _ in enumerate(self._processes, self._first_rank):
             path = self._work.stacks_of(rank)
             with contextlib.suppress(OSError):
                 if path.stat().st_size == 0:
                     path.unlink()
-
-    def _pids(self) -> list[int]:
-        return [process.pid for process in self._processes if process.pid is not None]
 
     def _record_exit(self, exit_code: int) -> None:
         if exit_code == 0:

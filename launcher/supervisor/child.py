@@ -27,7 +27,7 @@ from launcher.distributed.env import LaunchEnv
 from launcher.distributed.failures import departure_of
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.distributed.store import limit_silence, open_store
-from launcher.process.lifetime import ParentDeathSignal, end_with
+from launcher.process.lifetime import die_with_parent
 from launcher.process.signals import FATAL, HEEDED, STACKS
 from launcher.run_dir.atomic import make_folder, open_plain
 from launcher.run_dir.records import stacks_path
@@ -60,8 +60,8 @@ def be_a_rank(work: Work, environ: Mapping[str, str]) -> NoReturn:
 
     So other threads of the process cannot delay the exit of a finished worker. `environ` has its rank.
     """
-    end_with(work.parent)
-    ParentDeathSignal()
+    die_with_parent(work.parent)
+    os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent alone, which passes it on
     os.environ.update(environ)
     _take_signals_back(work.obeyed)
     # A crash in C writes its stack to stderr, which the verdict names.

@@ -16,7 +16,6 @@ from pathlib import Path
 from launcher.config.schema import Config
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.errors import PreemptedError
-from launcher.process.lifetime import adopting
 from launcher.process.signals import heeded, held_back, saving_stops
 from launcher.process.torch_build import warn_if_unchecked
 from launcher.run_dir.lock import Held
@@ -37,7 +36,7 @@ def supervise(config: Config, num_workers: int, nodes: OneMachine | None = None)
     heartbeats, nodes = Heartbeats(num_workers), nodes or OneMachine(config.launch)
     held = Held(Path(config.run.dir))
     try:
-        with heeded(saving_stops(config.launch.preempt_signals)) as signals, adopting():
+        with heeded(saving_stops(config.launch.preempt_signals)) as signals:
             with held_back():  # threads of libraries keep them blocked: only this thread is interrupted
                 warm_up()
             from launcher.supervisor.agent import Agent

@@ -29,7 +29,7 @@ from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import Stepper, StepResult, Wire
 from launcher.process.allocator import keep_freed_memory
-from launcher.process.lifetime import end_with
+from launcher.process.lifetime import die_with_parent
 from launcher.training.parts.bucket_trial import BucketTrial
 from launcher.training.progress import Position
 from scripts.bench.baselines import Batch, Setup, Step, ddp, ddp_with_hook, refuse_disagreement
@@ -331,7 +331,7 @@ def main() -> None:
     parser.add_argument("result", type=Path, help="where rank 0 writes what the ranks have found")
     arguments = parser.parse_args()
     plan = Plan(**{**arguments.plan, "mbits": tuple(arguments.plan["mbits"])})
-    end_with(os.getppid())  # not to keep the namespaces of a killed parent
+    die_with_parent(os.getppid())  # not to keep the namespaces of a killed parent
     torch.set_num_threads(1)
     keep_freed_memory()
     dist.init_process_group("gloo")

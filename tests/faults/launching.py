@@ -218,7 +218,7 @@ def _be_a_rank(
     from launcher.distributed import process_group
     from launcher.process import lifetime
 
-    lifetime.ParentDeathSignal()  # as in launcher.__main__
+    lifetime.kill_forks_on_exit()  # as in launcher.__main__
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)

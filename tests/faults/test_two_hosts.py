@@ -158,26 +158,6 @@ def test_a_rank_that_is_killed_or_stopped_on_the_other_host_is_named(hosts: Host
     assert result["error"].startswith(named)
 
 
-STRANDED = r"error: torchrun \(pid \d+\) waits for its store on a machine that does not answer"
-
-
-@pytest.mark.parametrize("lost", [0, 1])
-def test_torchrun_ends_where_the_machine_of_its_store_is_gone(hosts: Hosts, lost: int) -> None:
-    hosts.start("train.epochs=1000", f"launch.stall_s={STALL_S}", elastic_store_on=lost)
-    hosts.wait_for_step(8)
-    hosts.link("down")
-    began = time.monotonic()
-    for pid in (*workers_of(hosts.processes[lost]), hosts.processes[lost].pid):
-        os.kill(pid, signal.SIGKILL)
-    left = hosts.processes[1 - lost]
-    output = left.communicate(timeout=at_most(STALL_S + 10))[0]
-    assert time.monotonic() - began < at_most(STALL_S + 10)
-    assert left.returncode == -signal.SIGKILL
-    assert re.search(STRANDED, output)
-    named = "error: rank 1 waited .* rank 0's machine" if lost == 0 else "error: rank 1 did not join"
-    assert re.search(named, output)
-
-
 def test_torchrun_with_a_restart_left_restarts_once_the_link_is_up(hosts: Hosts) -> None:
     words = ("train.epochs=1000", f"launch.stall_s={STALL_S}")
     hosts.start(*words, elastic_store_on=0, max_restarts=1)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from launcher.distributed.heartbeat import Heartbeats
-from launcher.process.lifetime import Orphans
 from launcher.supervisor import attempt
 from launcher.supervisor.attempt import Generation
 from launcher.supervisor.child import Work
@@ -52,11 +51,10 @@ def generation(table, tmp_path: Path) -> Iterator[Generation]:
     limits = replace(config.launch, init_timeout_s=INIT_S, stall_s=STALL_S)
     config = replace(config, launch=limits, run=replace(config.run, dir=str(tmp_path)))
     work = Work(config, table, 0, (), -1)
-    orphans = Orphans()
     processes = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) for _ in range(2)]
     for process in processes:
         process.start()
-    generation = Generation(processes, work, orphans)
+    generation = Generation(processes, work)
     yield generation
     generation.kill()
 
@@ -139,10 +137,9 @@ def test_rank_0_may_finish_its_tracker_once_another_rank_was_killed(table, tmp_p
     forking = multiprocessing.get_context("fork")
     finished = tmp_path / "finished"
     ranks = [forking.Process(target=until_there, args=(tmp_path / name,)) for name in ("finished", "never")]
-    orphans = Orphans()
     for process in ranks:
         process.start()
-    generation = Generation(ranks, work, orphans)
+    generation = Generation(ranks, work)
     assert generation.poll() is None
     ranks[1].kill()
     ranks[1].join()

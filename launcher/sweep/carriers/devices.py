@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from launcher.process.lifetime import ParentDeathSignal, end_with
+from launcher.process.lifetime import die_with_parent, kill_group
 from launcher.process.signals import held_back, start_over
 from launcher.run_dir.atomic import open_plain
 from launcher.supervisor.worker_count import visible_gpus
@@ -120,6 +120,7 @@ class Devices(Carrier):
             pid, status = os.waitpid(child, os.WNOHANG)
             if pid == child:
                 del self._children[job], self._parts[job]
+                kill_group(child)  # what its recipe has started and left
                 code = os.waitstatus_to_exitcode(status)
                 reason = "" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
                 found.append(Change(job, code if code >= 0 else 128 - code, reason))
@@ -130,8 +131,7 @@ class Devices(Carrier):
         code = 1
         try:
             os.setsid()  # a Ctrl-C is for the sweep, which stops its jobs
-            end_with(self._parent)
-            ParentDeathSignal()  # loader processes end with this one, if it is killed alone
+            die_with_parent(self._parent)
             start_over()
             if gpus:
                 os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
