@@ -1,6 +1,6 @@
 """The process itself: `python -m launcher`, `torchrun -m launcher`, the command `launcher`.
 
-Owns what must be set up before anything slow is imported: streams that cannot fail a run, signals that arrive
+Owns what must be set up before anything slow is imported: standard streams, signals that arrive
 before there is anything to save, and the ties that end this process and its children with their parent.
 """
 
@@ -29,20 +29,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals.take_early()
     from launcher.process import lifetime, streams
 
-    streams.make_unfailing()
+    streams.prepare()
     lifetime.die_with_launcher(os.environ)
     lifetime.kill_forks_on_exit()
     try:
         from launcher import cli
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    exit_code = cli.main(argv) or cli.lost_answer(argv)
+    exit_code = cli.main(argv)
+    lost = streams.flush_or_drop()
+    if lost is not None and not exit_code:  # of `report`, say: the progress of a run has been dropped before
+        text = f"error: stdout cannot be written: {lost.strerror}. The output is incomplete."
+        streams.write(f"{text}\n", sys.stderr)
+        exit_code = 8
     # The interpreter collects garbage as it ends, among all objects of torch: 1.0 of 1.6 s on a busy machine,
     # for which another host's torchrun waits.
     gc.freeze()
     if exit_code > 128:
-        sys.stdout.flush()
-        sys.stderr.flush()
         signals.end_by(exit_code - 128)
     return exit_code
 

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 from launcher.commands.arguments import Arguments, parse
 from launcher.commands.doctor import doctor
@@ -21,11 +21,12 @@ from launcher.distributed.env import LaunchEnv
 from launcher.distributed.handoff import HandoffTimeouts, Leader, follow
 from launcher.distributed.machines import given, node_of
 from launcher.distributed.slurm import variables_of_rank
-from launcher.errors import INTERRUPTED, Interrupted, LauncherError, StorageError, escaped, in_words
-from launcher.process.streams import lost_output
+from launcher.errors import INTERRUPTED, Interrupted, LauncherError, escaped, in_words
 from launcher.process.terminal import say
 
-ANSWERING = ("doctor", "plan", "recipes", "report", "watch")  # commands whose output is what they are run for
+# Commands and flags whose output is what they are run for
+ANSWERING = ("doctor", "plan", "recipes", "report", "watch")
+QUERIES = frozenset({"--help", "--version", "--cfg", "--info", "--hydra-help"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,23 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Exception as error:
         return report_failure(error)
-
-
-def lost_answer(argv: Sequence[str] | None = None) -> int:
-    """The exit code, with an error printed, of a command whose answer on stdout could not be written; else 0.
-
-    For a run, which prints its progress, the output does not matter.
-    """
-    if (error := lost_output()) is None:
-        return 0
-    from launcher.commands.train import HYDRA_ANSWERS  # loads Hydra
-
-    arguments = parse(sys.argv[1:] if argv is None else argv)
-    flags = {"--help", "--version", *HYDRA_ANSWERS} & arguments.flags.keys()
-    if arguments.command not in ANSWERING and not flags:
-        return 0
-    text = f"stdout cannot be written: {error.strerror}. The output is incomplete: write it to another place."
-    return report_failure(StorageError(text))
 
 
 def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
@@ -123,6 +107,17 @@ def ignore_sigterm() -> None:
 
 
 def run_command(arguments: Arguments, leader: Leader) -> int:
+    with suppress(BrokenPipeError) if answers(arguments) else nullcontext():  # `| head` has read enough
+        return execute(arguments, leader)
+    return 0
+
+
+def answers(arguments: Arguments) -> bool:
+    """Whether the command is run for what it prints."""
+    return arguments.command in ANSWERING or bool(QUERIES & arguments.flags.keys())
+
+
+def execute(arguments: Arguments, leader: Leader) -> int:
     if "--help" in arguments.flags:
         print(escaped(help_text(config_directories(arguments), arguments.command)), end="")
     elif "--version" in arguments.flags:

@@ -28,6 +28,7 @@ from launcher.errors import (
     escaped,
 )
 from launcher.process.shortage import shortage_of
+from launcher.process.streams import write
 from launcher.process.terminal import columns_of, say, wrapped
 from launcher.run_dir.records import write_failure
 from launcher.run_dir.result import Failure
@@ -105,7 +106,7 @@ def report_failure(error: Exception) -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         kind = {PreemptedError.exit_code: "stopped", PRUNED: "pruned"}.get(error.exit_code, "error")
         text = wrapped(f"{kind}: {error}", columns_of(sys.stderr))
-        print(f"{error.traceback}{text}", file=sys.stderr, flush=True)
+        write(f"{error.traceback}{text}\n", sys.stderr)
         return error.exit_code
-    print(escaped("".join(traceback.format_exception(error))), end="", file=sys.stderr, flush=True)
+    write(escaped("".join(traceback.format_exception(error))), sys.stderr)
     return 1

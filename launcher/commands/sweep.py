@@ -23,6 +23,8 @@ from launcher.distributed.env import LaunchEnv
 from launcher.distributed.handoff import Leader
 from launcher.errors import TO_RESUME, LauncherError, counted
 from launcher.process.signals import heeded, held_back, saving_stops
+from launcher.process.streams import write
+from launcher.process.terminal import say
 from launcher.supervisor.supervise import warm_up
 from launcher.supervisor.worker_count import num_workers, refuse_small_batch, visible_gpus
 from launcher.sweep.asha import Pruner
@@ -75,7 +77,7 @@ def run_sweep(request: Request, configs: Sequence[Config], leader: Leader, findi
         progress.erase()
         done = sum(job.state == State.DONE for job in record.jobs)
         took = f"in {duration(record.seconds)}, {record.device_seconds / 3600:.3g} device hours"
-        print(f"sweep: {done} of {counted(len(record.jobs), 'job')} done {took}", flush=True)
+        say(f"sweep: {done} of {counted(len(record.jobs), 'job')} done {took}", sys.stdout)
         if record.left and scheduler.reason:
             say_how_to_continue(scheduler, record, directory)
         compare_jobs(directory)
@@ -161,12 +163,12 @@ def say_how_to_continue(scheduler: Scheduler, record: Record, directory: Path) -
     record.words = (multirun, f"{limit}=null", *(word for word in words if not word.startswith(limit)))
     with suppress(OSError):
         record.write(directory)  # for `watch`
-    print(f"sweep: {scheduler.reason}. {TO_RESUME} {limit}=null {again}", file=sys.stderr, flush=True)
+    write(f"sweep: {scheduler.reason}. {TO_RESUME} {limit}=null {again}\n", sys.stderr)
 
 
 def say_stopped(again: str) -> None:
     rest = "it continues with the jobs that are not done"
-    print(f"sweep: stopped. {TO_RESUME} {again}: {rest}", file=sys.stderr, flush=True)
+    write(f"sweep: stopped. {TO_RESUME} {again}: {rest}\n", sys.stderr)
 
 
 def exit_code_of(record: Record, scheduler: Scheduler, findings: Sequence[int]) -> int:
@@ -192,7 +194,7 @@ def run_in_place(request: Request, configs: Sequence[Config], leader: Leader, fi
     directory, record, placed = prepared_in_place(request, configs)
     for job, config in zip(record.jobs, placed, strict=True):
         started += 1
-        print(f"sweep: job {started} of {len(placed)}: {config.run.dir}", flush=True)
+        say(f"sweep: job {started} of {len(placed)}: {config.run.dir}", sys.stdout)
         job.started, job.nproc = time.time(), leader.launch.world_size
         before_s = job.seconds
         try:
@@ -200,7 +202,7 @@ def run_in_place(request: Request, configs: Sequence[Config], leader: Leader, fi
         except Exception as error:
             stopped = is_stop(error)
             how = "stopped" if stopped else "failed"
-            print(f"sweep: job {started} of {len(placed)} {how}", file=sys.stderr, flush=True)
+            say(f"sweep: job {started} of {len(placed)} {how}", sys.stderr)
             exit_codes.append(report_failure_of_job(error))
             # In parent mode a rank that is lost is a RunFailed.
             parted = leader.parted or isinstance(error, errors.StalledError)
@@ -211,7 +213,7 @@ def run_in_place(request: Request, configs: Sequence[Config], leader: Leader, fi
             record.seconds += job.seconds - before_s
             with suppress(OSError):
                 record.write(directory)
-    print(f"sweep: {started - len(exit_codes)} of {counted(len(placed), 'job')} done", flush=True)
+    say(f"sweep: {started - len(exit_codes)} of {counted(len(placed), 'job')} done", sys.stdout)
     if stopped:
         say_stopped(directory_override("hydra.sweep.dir", directory))
     elif parted and started < len(placed):
@@ -221,7 +223,7 @@ def run_in_place(request: Request, configs: Sequence[Config], leader: Leader, fi
         again = f"{program()} -m {words} {directory_override('sweep.resume', directory)}"
         lost = "a rank failed alone, and the others have lost it: these processes run no further job"
         rest = f"To run the rest, each job on processes of its own: {again}"
-        print(f"sweep: {lost}. {rest}", file=sys.stderr, flush=True)
+        write(f"sweep: {lost}. {rest}\n", sys.stderr)
     compare_jobs(directory)
     return next((code for code in exit_codes if code not in findings), 0)
 
@@ -239,10 +241,11 @@ def compare_jobs(directory: Path) -> None:
             written.append(write_sweep_report(directory, runs))
         for path in written:
             if path.name == SIDE_BY_SIDE:
-                print(f"\n{path.read_text(encoding='utf-8')}")
+                write(f"\n{path.read_text(encoding='utf-8')}\n", sys.stdout)
             elif path.name == TABLE and directory / SIDE_BY_SIDE not in written:
                 rows = path.read_text(encoding="utf-8").splitlines()
-                print("", *(row for row in rows if row.startswith(("|", "Best"))), "", sep="\n")
-            print(f"sweep: {path}", flush=True)
+                shown = "\n".join(row for row in rows if row.startswith(("|", "Best")))
+                write(f"\n{shown}\n\n", sys.stdout)
+            say(f"sweep: {path}", sys.stdout)
     except Exception as error:
-        print(f"warning: the jobs could not be compared: {type(error).__name__}: {error}", file=sys.stderr)
+        say(f"warning: the jobs could not be compared: {type(error).__name__}: {error}", sys.stderr)

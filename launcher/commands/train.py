@@ -5,9 +5,11 @@ Owns the choice between one job, a sweep and a query for Hydra. All jobs are che
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 
 import hydra
 
@@ -92,8 +94,11 @@ def ask_hydra(request: Request, argv: Sequence[str]) -> int:
     main = hydra.main(str(request.directories[0]), request.config_name, HYDRA_VERSION)
     answer = main(lambda composed: None)
     own, sys.argv = sys.argv, ["launcher", *argv]  # which Hydra reads
+    answered = io.StringIO()  # Hydra reports a reader that has left (`| head`) with a traceback
     try:
-        answer()
+        with redirect_stdout(answered):
+            answer()
     finally:
         sys.argv = own
+        sys.stdout.write(answered.getvalue())
     return 0

@@ -12,7 +12,6 @@ Ctrl-Z and `fg`, and after a change of size; not in the background, over what ot
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import time
@@ -74,6 +73,8 @@ def watch(arguments: Arguments, leader: Leader) -> int:
                     follow(source, lambda: screen.draw(lines_for), every_s, stop)
             else:
                 follow(source, lambda: print("\n".join(source.lines()), flush=True), every_s, stop)
+    except BrokenPipeError:
+        raise  # nobody reads what is shown any more
     except OSError as error:
         name = "" if error.filename is None else f"{error.filename}: "
         raise StorageError(f"watch {directory}: {name}{error.strerror or error}.") from error
@@ -85,25 +86,12 @@ def watch(arguments: Arguments, leader: Leader) -> int:
 
 
 def follow(source: Watched | WatchedSweep, show: Callable[[], None], every_s: float, stop: Stop) -> None:
-    """Show the source until it ends, a signal arrives, or nobody reads what is shown."""
+    """Show the source until it ends or a signal arrives."""
     while not source.poll():
         show()
         if stop.wait(every_s):
             return
-        if reader_left():
-            stop.request(0)
-            return
     show()
-
-
-def reader_left() -> bool:
-    """Whether stdout is a pipe without a reader: the streams of this program do not report it."""
-    poll = select.poll()
-    try:
-        poll.register(sys.stdout.fileno(), 0)
-    except (OSError, ValueError):
-        return False
-    return bool(poll.poll(0))
 
 
 def is_interval(seconds: list[float]) -> bool:

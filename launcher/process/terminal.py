@@ -10,6 +10,7 @@ import textwrap
 from typing import TextIO
 
 from launcher.errors import escaped
+from launcher.process.streams import write
 
 USUAL_COLUMNS = 80  # of a terminal that does not report its width
 
@@ -25,8 +26,8 @@ def columns_of(stream: TextIO) -> int | None:
 
 
 def say(text: str, stream: TextIO) -> None:
-    """Print the text, `wrapped` where the stream is a terminal."""
-    print(wrapped(text, columns_of(stream)), file=stream, flush=True)
+    """Write a line of progress, `wrapped` where the stream is a terminal; dropped where that fails."""
+    write(f"{wrapped(text, columns_of(stream))}\n", stream)
 
 
 def wrapped(text: str, columns: int | None) -> str:

@@ -19,6 +19,7 @@ from launcher.checkpoint.catalog import FOLDER, candidates, step_of
 from launcher.config.messages import directory_override
 from launcher.errors import ON_REQUEST, TO_RESUME, LauncherError, PreemptedError, PrunedError
 from launcher.process.signals import Signals, held_back
+from launcher.process.streams import write
 from launcher.run_dir.status import FILE_NAME, state_since
 from launcher.supervisor.attempt import Generation
 from launcher.supervisor.child import Work, be_a_rank
@@ -116,7 +117,7 @@ class Agent:
         count = f"{self._restarts.used} of {self._restarts.allowed}"
         place = f"step {newest} (checkpoint)" if newest else "the start (no checkpoint)"
         text = f"{verdict.traceback}restart {count}: {verdict.text.removesuffix('.')}; resuming from {place}"
-        print(text, file=sys.stderr, flush=True)
+        write(f"{text}\n", sys.stderr)
 
     def _newest_step(self) -> int:
         """Step of the newest checkpoint, by name; 0 if there is none. The workers check if it is intact."""

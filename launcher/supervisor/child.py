@@ -11,7 +11,6 @@ import faulthandler
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +28,7 @@ from launcher.distributed.heartbeat import Heartbeats
 from launcher.distributed.store import limit_silence, open_store
 from launcher.process.lifetime import die_with_parent
 from launcher.process.signals import FATAL, HEEDED, STACKS
+from launcher.process.streams import flush_or_drop
 from launcher.run_dir.atomic import make_folder, open_plain
 from launcher.run_dir.records import stacks_path
 
@@ -87,9 +87,7 @@ def be_a_rank(work: Work, environ: Mapping[str, str]) -> NoReturn:
     for loader in multiprocessing.active_children():
         # os._exit runs no exit handlers, which would end the loader processes.
         loader.terminate()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+    flush_or_drop()
     os._exit(departure.exit_code)
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shlex
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -24,6 +25,7 @@ from launcher.config.resolve import GRID, space_of
 from launcher.config.schema import Config
 from launcher.config.search_space import Space
 from launcher.errors import ConfigError, StorageError
+from launcher.process.terminal import say
 from launcher.run_dir.atomic import clear_away, failing_as_storage_error
 from launcher.run_dir.lock import locked
 from launcher.run_dir.records import JOB, SWEEP, user_shape
@@ -105,7 +107,8 @@ def distinct_jobs_of(request: Request, configs: Sequence[Config]) -> tuple[list[
     space = space_of(request.overrides)
     found = {repr(config): (config, lines) for config, lines in zip(configs, space.grid(), strict=True)}
     if len(found) < len(configs):
-        print(f"sweep: {len(configs) - len(found)} of {len(configs)} jobs equal others and are left out")
+        text = f"sweep: {len(configs) - len(found)} of {len(configs)} jobs equal others and are left out"
+        say(text, sys.stdout)
     overrides = enumerate(lines for _, lines in found.values())
     jobs = [SweepJob(number, job_name(space, number, lines), lines) for number, lines in overrides]
     return jobs, [config for config, _ in found.values()]

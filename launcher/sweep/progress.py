@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.process import terminal
+from launcher.process.streams import write
 from launcher.sweep.record import State, SweepJob
 from launcher.telemetry.formatting import duration, metric
 
@@ -66,13 +67,13 @@ class SweepProgress:
             size = shutil.get_terminal_size()
             lines = self._table(size.columns, max(4, size.lines // 2))
             self.erase()
-            print("\n".join(lines), flush=True)
+            write("".join(f"{line}\n" for line in lines), sys.stdout)
             self._drawn, self._drawn_s = len(lines), time.monotonic()
 
     def erase(self) -> None:
         """Remove the table, where one is drawn."""
         if self._drawn:
-            print(f"\x1b[{self._drawn}A\x1b[J", end="", flush=True)  # up so many lines, clear to the end
+            write(f"\x1b[{self._drawn}A\x1b[J", sys.stdout)  # up so many lines, clear to the end
             self._drawn = 0
 
     def _table(self, columns: int, rows: int) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +40,7 @@ def unread() -> None:
     os.close(reading)
     os.dup2(writing, 1)
     os.dup2(writing, 2)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # the one before takes 1 for a file
 
 
 FAULTS = {"closed": closed, "stdout closed": stdout_closed, "full": full, "unread": unread}
@@ -127,3 +130,18 @@ def test_workers_of_torchrun_end_as_they_would(tmp_path: Path, digest, line) -> 
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert digest(2) in (tmp_path / "run" / "result.json").read_text()
+
+
+def test_what_a_killed_rank_has_printed_is_on_stdout(tmp_path: Path) -> None:
+    """Each process of a container or a Slurm job is unbuffered: PYTHONUNBUFFERED=1."""
+    write_recipe(
+        tmp_path, "if step == 3 and RANK == 1: print('last words'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    with Parent(tmp_path, prepare=unbuffered) as parent:
+        assert parent.end() == 1
+        assert "last words\n" in parent.stdout
+
+
+def unbuffered() -> None:
+    raw: Any = io.FileIO(1, "w", closefd=False)
+    sys.stdout = io.TextIOWrapper(raw, write_through=True)  # as Python makes it under -u

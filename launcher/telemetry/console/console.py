@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 import launcher.telemetry.events as events
+from launcher.process.streams import write
 from launcher.process.terminal import columns_of, wrapped
 from launcher.telemetry.console.progress_bar import Bars
 from launcher.telemetry.formatting import (
@@ -117,7 +118,7 @@ class Console(Sink):
         self._widths = {}
         columns = columns_of(self._out)
         with nullcontext() if self._bars is None else self._bars.aside():
-            print(*(wrapped(line, columns) for line in lines), sep="\n", file=self._out, flush=True)
+            write("".join(f"{wrapped(line, columns)}\n" for line in lines), self._out)
 
 
 def end_lines(

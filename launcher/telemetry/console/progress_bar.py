@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from launcher.process.streams import write
 from launcher.process.terminal import USUAL_COLUMNS, columns_of
 from launcher.telemetry.events import StartEvent, StepEvent
 from launcher.telemetry.formatting import duration, number, rate, scale_text, step_details
@@ -100,8 +101,7 @@ def bar_of(bars: Bars, err: TextIO, steps_per_epoch: int | None) -> object:
         @staticmethod
         def status_printer(file: object) -> Callable[[str], None]:
             def show(text: str) -> None:  # tqdm pads to the previous length, which may exceed the terminal
-                err.write(f"\r{text:<{bars.room()}}")
-                err.flush()
+                write(f"\r{text:<{bars.room()}}", err)
 
             return show
 
