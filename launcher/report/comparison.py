@@ -22,7 +22,6 @@ from launcher.errors import counted
 from launcher.report.pictures import draw_comparison
 from launcher.report.reading import sweep_of
 from launcher.report.run_record import MARKS, RunRecord, is_run, overrides_of
-from launcher.report.search import Search
 from launcher.report.settings import (
     REPEATED,
     RunSetting,
@@ -41,7 +40,6 @@ from launcher.telemetry.formatting import (
     markdown_text,
     metric_title,
     number,
-    percent,
 )
 
 COMPARISON, TABLE, ROWS = "comparison.png", "summary.md", "summary.csv"
@@ -76,9 +74,7 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
     table, rows, picture = (sweep_dir / name for name in (TABLE, ROWS, COMPARISON))
     jobs, record = jobs_of(sweep_dir), sweep_of(sweep_dir)
     flags = tree_flags(record.get("config_dir"), record.get("config_name", "config"))
-    search = Search.read(sweep_dir, runs)
-    below = [effort(jobs), importance_rows(search) if search else ""]
-    write_text(table, markdown(sweep_dir.name, settings, note_of(runs), below, flags))
+    write_text(table, markdown(sweep_dir.name, settings, note_of(runs), effort(jobs), flags))
     write_text(rows, as_csv(runs, jobs))
     written = [draw_comparison(settings, compared_by(runs), picture), table, rows]
     if _only_precision([run.overrides for run in runs]):
@@ -149,10 +145,8 @@ def note_of(runs: Sequence[RunRecord]) -> str:
     return description(choice_file([conf_dir()], "experiment", names.pop()))
 
 
-def markdown(
-    title: str, settings: Sequence[RunSetting], note: str, below: Sequence[str], flags: Sequence[str]
-) -> str:
-    """One row per setting: mean and standard deviation over its seeds; then paragraphs.
+def markdown(title: str, settings: Sequence[RunSetting], note: str, below: str, flags: Sequence[str]) -> str:
+    """One row per setting: mean and standard deviation over its seeds; then the paragraph `below`.
 
     `flags` go before the overrides of the best.
     """
@@ -166,21 +160,12 @@ def markdown(
     lines += markdown_table(head, [cells(setting, settings) for setting in ranked])
     order = "the best first" if len(names) < 2 else "the best of each metric first"
     lines += ["", f"Mean ± standard deviation over the seeds; {order}.", ""]
-    lines += [line for text in below if text for line in (text, "")]
+    lines += [below, ""] if below else []
     for name in names if len(ranked) > 1 else ():
         best = next(setting for setting in ranked if setting.metric_name == name)
         of_name = f" by {metric_title(name)}" if len(names) > 1 else ""
         lines += [f"Best{of_name}: `{command_of(best, flags)}`", ""]
     return "\n".join([*lines, f"![curves]({COMPARISON})", ""])
-
-
-def importance_rows(search: Search) -> str:
-    """The share of each searched key, a row each, or why there is none."""
-    shares = search.importance()
-    if isinstance(shares, str):
-        return markdown_text(shares)
-    rows = [f"- `{key}`: {percent(share)}" for key, share in shares.items()]
-    return "\n".join([f"Parameter importance, from {len(search.best_first)} finished trials:", "", *rows])
 
 
 def command_of(setting: RunSetting, flags: Sequence[str]) -> str:

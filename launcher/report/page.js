@@ -37,7 +37,6 @@ class Plot {
     this.drawn = {low, high, base};
     this.marks = all('.mark', element).map(mark => [mark, parseFloat(mark.style.left) / 100]);
     this.events = all('.event', element);
-    this.names = element.dataset.names?.split('|') || [];
     element.setAttribute('role', 'slider');
     element.setAttribute('aria-orientation', 'horizontal');
     for (const [name, x] of [['min', this.x.low], ['max', this.x.high], ['now', this.x.high]]) element.setAttribute('aria-value' + name, x);
@@ -87,9 +86,8 @@ class Plot {
     this.cursor.style.left = percent + '%';
     this.tip.style.left = part < .5 ? `calc(${percent}% + .6rem)` : 'auto';
     this.tip.style.right = part < .5 ? 'auto' : `calc(${100 - percent}% + .6rem)`;
-    const close = near.filter(([s, k]) => Math.abs(share(this.x, s.x[k]) - part) <= 1 / 40)
-      .sort(([s], [t]) => this.names.length && (s.style === 'faint') - (t.style === 'faint')); // of many trials the best first
-    this.tip.textContent = (this.names[at] ?? this.element.dataset.xTitle + ' ' + at.toLocaleString('en')) + '\n' +
+    const close = near.filter(([s, k]) => Math.abs(share(this.x, s.x[k]) - part) <= 1 / 40);
+    this.tip.textContent = this.element.dataset.xTitle + ' ' + at.toLocaleString('en') + '\n' +
       close.slice(0, 10).map(([s, k]) => s.name + ': ' + s.y[k]).join('\n') + (close.length > 10 ? '\n...' : '');
     this.element.setAttribute('aria-valuenow', at);
     this.element.setAttribute('aria-valuetext', this.tip.textContent.replaceAll('\n', ', '));

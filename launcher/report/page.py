@@ -6,6 +6,7 @@ accepts missing ones, and escapes their content.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,20 +21,20 @@ from launcher.report.charts.gradient_chart import gradient_part
 from launcher.report.charts.run_charts import common_legend, restart_note, run_charts
 from launcher.report.charts.svg import legend, markup
 from launcher.report.charts.time_split import time_split
-from launcher.report.charts.timeline import timeline
 from launcher.report.foretold import foretold
 from launcher.report.overview import MAX_DETAILED, failures, headline, table_of_runs
 from launcher.report.run_record import RunRecord
-from launcher.report.search import Search, search_part
+from launcher.report.search import Search
 from launcher.report.settings import run_settings
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.codec import encoded
 from launcher.run_dir.records import REPORT
 from launcher.telemetry import events
 from launcher.telemetry.event_log import FILE_NAME
-from launcher.telemetry.formatting import evaluation_cells, metric, metric_title, number
+from launcher.telemetry.formatting import duration, evaluation_cells, metric, metric_title, number
 
 MAX_OVERFLOWS = 40  # rows; for more, the chart is enough
+MAX_RESTARTS = 50  # rows
 MAX_PARAMETERS = 4  # names in a row of the overflow table
 TILES = ("metrics", "sets", "classes", "confusion_matrix", "metric", "metric_name", "state", "exit", "error")
 Part = Callable[[RunRecord], str]
@@ -62,7 +63,7 @@ def render(runs: Sequence[RunRecord], title: str = "", sweep_dir: Path | None = 
     parts = [
         headline(runs[0]) if len(runs) == 1 else table_of_runs(runs, settings),
         failures(runs),
-        html.section("Search", search_part(search)) if search else "",
+        html.section("Search", markup(search.chart())) if search else "",
         html.section("Curves", curves),
         _details_of_first(runs),
     ]
@@ -80,7 +81,7 @@ def _details_of_first(runs: Sequence[RunRecord]) -> str:
         _each("Gradients in the range of fp16", runs, gradient_part),
         _each("GPUs", runs, lambda run: _drawn(gpu_charts(run))),
         _each("Mistakes by class", runs, confusion_part),
-        _each("Time line", runs, timeline),
+        _each("Restarts and failures", runs, _restarts),
         _each("Evaluations", runs, _evaluations),
         _each("Shown by the recipe", runs, after_evaluation),
         _each("Foretold and measured", runs, foretold),
@@ -117,6 +118,26 @@ def _subtitle(runs: Sequence[RunRecord]) -> str:
         made,
     ]
     return " · ".join(text for text in known if text)
+
+
+def _restarts(run: RunRecord) -> str:
+    """Each restart and each end that was not done, with its reason."""
+    attempts = run.recording.attempts
+    began = attempts[0].began if attempts else math.nan
+    ends = [end for end in run.recording.of(events.EndEvent).all() if end.state != "done"]
+    what: list[tuple[events.Event, str]] = [
+        *(
+            (each, f"resumed from {each.path} (attempt {each.attempt})")
+            for each in run.recording.of(events.RestartEvent).all()
+        ),
+        *((end, f"{end.state}: {end.error or ''}") for end in ends),
+    ]
+    rows = [
+        {"after": duration(event.time - began), "step": number(event.step), "what": text}
+        for event, text in sorted(what, key=lambda each: each[0].time)
+        if math.isfinite(event.time - began)
+    ]
+    return html.table("Restarts and failures", rows[:MAX_RESTARTS], texts=("what",))
 
 
 def _evaluations(run: RunRecord) -> str:

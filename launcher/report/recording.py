@@ -43,16 +43,14 @@ MAX_DAMAGED = 5  # line numbers that a warning shows
 
 @dataclass
 class Records(Generic[Kind]):
-    """The first and the last events of one kind, how many there were, and when: unix seconds -> step."""
+    """The first and the last events of one kind, and how many there were."""
 
     count: int = 0
-    times: Curve = field(default_factory=Curve)
     first: list[Kind] = field(default_factory=list)
     latest: deque[Kind] = field(default_factory=lambda: deque(maxlen=MAX_RECORDS // 2))
 
     def add(self, event: Kind) -> None:
         self.count += 1
-        self.times.add_point(_sane(event.time), event.step)
         (self.first if len(self.first) < MAX_RECORDS // 2 else self.latest).append(event)
 
     def all(self) -> list[Kind]:
@@ -74,12 +72,10 @@ class Curves(dict[str, Curve]):
 
 @dataclass
 class Attempt:
-    """One process of the run, from its `restart` or `start` to its last event. Times are unix seconds."""
+    """One process of the run, from its `restart` or `start` to its last event, in unix seconds."""
 
     began: float
     ended: float
-    first_step: int
-    last_step: int
 
 
 class Recording:
@@ -183,7 +179,7 @@ class Recording:
             return
         self._extend_attempt(self._latest)
         time = _sane(event.time)
-        self.attempts.append(Attempt(time, time, event.step, event.step))
+        self.attempts.append(Attempt(time, time))
         self._resumes = isinstance(event, events.RestartEvent)
 
     def _extend_attempt(self, line: bytes) -> None:
@@ -197,7 +193,6 @@ class Recording:
             self.last_time = time
         if self.attempts:
             attempt = self.attempts[-1]
-            attempt.last_step = max(attempt.last_step, event.step)
             attempt.ended = max(attempt.ended, time)  # nan is not larger
 
     def _add_steps(self, columns: Columns, last: Record | None) -> None:

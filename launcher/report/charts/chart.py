@@ -34,8 +34,8 @@ UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 class Line:
     """A named series. `style`: line, faint (behind its mean), mean, steps, dots, cross, lane, area or bars.
 
-    A lane has pairs of x. An area reaches from `below` to y. `values` or `texts` are read out instead of y,
-    where y is only a place. `color` also selects the dashes of a line, and `opacity` is that of an area, so
+    A lane has pairs of x. An area reaches from `below` to y. `values` are read out instead of y, where y is
+    only a place. `color` also selects the dashes of a line, and `opacity` is that of an area, so
     that lines differ without colours too.
     """
 
@@ -48,7 +48,6 @@ class Line:
     below: FloatArray | None = None
     opacity: float = 0.75
     setting: int | None = None  # whose line this is, where settings can be chosen
-    texts: Sequence[str] = ()
 
     @property
     def shown(self) -> FloatArray:
@@ -61,7 +60,7 @@ class Line:
 
     def text(self, place: int) -> str:
         """What is read out at one of its points."""
-        return self.texts[place] if self.texts else number(float(self.shown[place]))
+        return number(float(self.shown[place]))
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ class Chart:
     """Lines over one pair of axes.
 
     `unit` is that of y; `marks` are vertical lines: x and what it is; `zones` are ranges of x with a name
-    and a colour; `lanes` are names for y = 0, 1, ... instead of numbers, and `names` those for x. `scales`
-    are vertical axes at x = 0, 1, ..., each with texts and their places from 0 to 1; only `svg` draws them.
+    and a colour; `lanes` are names for y = 0, 1, ... instead of numbers.
     """
 
     title: str
@@ -83,8 +81,6 @@ class Chart:
     note: str = ""
     zones: Sequence[tuple[float, float, str, int]] = ()
     lanes: Sequence[str] = ()
-    names: Sequence[str] = ()
-    scales: Sequence[Sequence[tuple[float, str]]] = ()
     has_legend: bool = True
 
     @property
@@ -103,16 +99,7 @@ class Chart:
         found = {line.name: line for line in self.named}
         return list(found.values()) if self.has_legend and len(found) > 1 else []
 
-    def x_ticks(self) -> list[tuple[float, str]]:
-        middle = BAR_WIDTH / 2 if any(line.style == "bars" for line in self.lines) else 0.0
-        return [(k + middle, name) for k, name in enumerate(self.names)] if self.names else self.x.ticks()
-
-    def x_text(self, value: float) -> str:
-        return self.names[int(value)] if self.names else number(value)
-
     def y_ticks(self) -> list[tuple[float, str]]:
-        if self.scales:
-            return []
         return [(float(k), name) for k, name in enumerate(self.lanes)] if self.lanes else self.y.ticks()
 
     def shapes(self, line: Line) -> list[FloatArray]:
@@ -146,10 +133,7 @@ class Chart:
         return f"{self.title}{f' in {self.unit}' if self.unit else ''}. {'; '.join(texts)}{more}.{marked}"
 
     def _in_words(self, line: Line) -> str:
-        first, last = self.x_text(float(line.x[0])), self.x_text(float(line.x[-1]))
-        if line.texts:
-            read = (f"{self.x_text(float(x))} {text}" for x, text in zip(line.x, line.texts, strict=True))
-            return f"{line.name}: {', '.join(read)}"
+        first, last = number(float(line.x[0])), number(float(line.x[-1]))
         if self.lanes:
             times = f"at {first}" if line.x.size == 1 else f"{line.x.size:,} from {first} to {last}"
             return f"{line.name}: {f'{first} to {last}' if line.style == 'lane' else times}"
@@ -162,7 +146,7 @@ class Chart:
         """The rows of a table with each line at some of its points."""
         value = "step" if self.lanes else self.unit or "value"
         return [
-            {"series": line.name, self.x_title: self.x_text(float(line.x[k])), value: line.text(k)}
+            {"series": line.name, self.x_title: number(float(line.x[k])), value: line.text(k)}
             for line in self.named[:MAX_DESCRIBED]
             for k in np.unique(np.linspace(0, line.x.size - 1, MAX_ROWS).round().astype(int))
         ]

@@ -94,7 +94,7 @@ class _Panel:
             base, _, power = (text[:MAX_NAME], "", "") if chart.lanes else text.partition("^")
             canvas.text((x - 8, y - 4), power, 8, "rm", SOFT)
             canvas.text((x - 8 - text_length(power, 8), y), base, 10 if chart.lanes else 12, "rm", SOFT)
-        for value, text in chart.x_ticks():
+        for value, text in chart.x.ticks():
             x, y = self._placed([chart.x.place(value), 0])
             canvas.text((x, y + 14), text, 12, "mm", SOFT)
         for value, _ in chart.marks:

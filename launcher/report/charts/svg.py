@@ -46,12 +46,11 @@ def legend(lines: Sequence[Line]) -> str:
 
 def _plot(chart: Chart) -> str:
     drawing = "".join([*_behind(chart), *(_path(chart, line) for line in chart.present)])
-    names = f' data-names="{escape("|".join(chart.names))}"' if chart.names else ""
     return (
         f'<div class="plot{" low" if chart.lanes else ""}" tabindex="0" role="img" '
         f'aria-label="{escape(chart.description())}" '
         f'data-low="{chart.x.low:g}" data-high="{chart.x.high:g}" data-x-title="{escape(chart.x_title)}"'
-        f"{_y_axis(chart)}{names}>"
+        f"{_y_axis(chart)}>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">{drawing}</svg>'
         f"{''.join(_labels(chart))}</div>"
     )
@@ -59,7 +58,7 @@ def _plot(chart: Chart) -> str:
 
 def _y_axis(chart: Chart) -> str:
     """The title of the axis; also its range and base, from which the script can draw lines anew."""
-    if chart.lanes or chart.scales:
+    if chart.lanes:
         return ""
     title = f"{chart.title.partition(',')[0]}, {chart.unit}" if chart.unit else chart.title
     shown = title if len(title) <= MAX_AXIS_TITLE else chart.unit
@@ -75,16 +74,12 @@ def _behind(chart: Chart) -> Iterator[str]:
         yield f'<path class="zone" style="--c:var(--s{color})" d="M{left} 0H{right}V{HEIGHT}H{left}Z"/>'
     for value, _ in chart.y_ticks():
         yield f'<path class="grid" d="M0 {(1 - chart.y.place(value)) * HEIGHT:.1f}H{WIDTH}"/>'
-    for place in range(len(chart.scales)):
-        yield f'<path class="grid" d="M{_right(chart.x.place(place))} 0V{HEIGHT}"/>'
     for x, _ in chart.marks:
         yield f'<path class="event" d="M{_right(chart.x.place(x))} 0V{HEIGHT}"/>'
 
 
 def _path(chart: Chart, line: Line) -> str:
     style = line.drawn_as
-    # The script splits the values at spaces.
-    read = " ".join(text.replace(" ", "\N{NO-BREAK SPACE}") for text in line.texts) or _numbers(line.shown)
     # A line of length 0 with round ends is a dot.
     end = "h0" if style in ("dots", "cross") else "Z" if style in FILLED else ""
     places = "".join(
@@ -92,7 +87,7 @@ def _path(chart: Chart, line: Line) -> str:
     )
     return (
         f'<path class="s {style}" style="{_look(line)}" d="{places}"{_of(line)} '
-        f'data-name="{escape(line.name)}" data-x="{_numbers(line.x)}" data-y="{escape(read)}"/>'
+        f'data-name="{escape(line.name)}" data-x="{_numbers(line.x)}" data-y="{_numbers(line.shown)}"/>'
     )
 
 
@@ -128,11 +123,7 @@ def _labels(chart: Chart) -> Iterator[str]:
         yield _label("lane" if chart.lanes else "y", "bottom", chart.y.place(value), raised)
     for low, high, name, _ in chart.zones:
         yield _label("zone-name", "left", (chart.x.place(low) + chart.x.place(high)) / 2, escape(name))
-    for place, ticks in enumerate(chart.scales):
-        side = f"right:{100 - 100 * chart.x.place(place):.1f}%;bottom"
-        for value, text in ticks:
-            yield _label("y scale", side, value, escape(text))
-    for value, text in chart.x_ticks():
+    for value, text in chart.x.ticks():
         yield _label("x", "left", chart.x.place(value), escape(text))
     for x, text in chart.marks:
         yield _label("mark", "left", chart.x.place(x), "", f' title="{escape(text)}"')
