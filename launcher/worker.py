@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 import time
-from contextlib import closing, nullcontext
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from socket import gethostname
@@ -51,7 +51,6 @@ from launcher.training.parts.evaluation import Evaluator
 from launcher.training.parts.initial_weights import InitialWeights, Loaded, load_weights
 from launcher.training.parts.relief import Relief
 from launcher.training.progress import Course, Start
-from launcher.training.recorded_steps import recorded
 from launcher.training.requests import Requests, heeded
 from launcher.training.resume import SavedRun
 from launcher.training.run import Run
@@ -220,10 +219,9 @@ def _train(job: Job, saved: SavedRun, start: Start) -> None:
     began = time.perf_counter()
     run.stepper.clock.on_mark(run.heartbeat.entering(PHASE_AFTER))
     task = Task(run.stepper, network, job.recipe.loss, job.batches, job.answers, parts.of(Relief))
-    # Left in reverse: the last checkpoint is written before the recording is dropped.
-    with recorded(task, run) if steps_left else nullcontext(task) as learner, parts.of(Checkpoints):
-        parts.begin(start.step, learner)
-        end = train(job, start, learner)
+    with parts.of(Checkpoints):
+        parts.begin(start.step)
+        end = train(job, start, task)
     run.heartbeat.beat("finishing")
     ends.finish(job, start.step, end, time.perf_counter() - began)
     run.heartbeat.beat("done")

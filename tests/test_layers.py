@@ -31,7 +31,7 @@ LAYERS = (
     {"__main__"},
 )
 ENGINE_LAYERS = (
-    {"errors", "limits", "works", "recorder", "uncompiled"},
+    {"errors", "limits", "works", "uncompiled"},
     {"precision", "flat"},
     {"wire", "state"},
     {"verdict"},
@@ -41,7 +41,7 @@ ENGINE_LAYERS = (
     {"assembly"},
     {"step"},
     {"stepper"},
-    {"step_graph", "weight_average"},
+    {"weight_average"},
     {"__init__"},
 )
 TRAINING_LAYERS = (
@@ -54,7 +54,7 @@ TRAINING_LAYERS = (
     {"resume"},
     {"parts"},
     {"part_list", "task", "ends"},
-    {"loop", "recorded_steps"},
+    {"loop"},
     {"__init__"},
 )
 ROOT_FILES = {"__init__.py", "__main__.py", "cli.py", "worker.py", "errors.py", "py.typed"}

@@ -90,7 +90,6 @@ class TrainConfig:
     log_every_steps: Count
     on_oom: Literal["halve", "stop"]
     compile: bool | Literal["blocks"]
-    cuda_graph: Auto | bool
     channels_last: Auto | bool
     label_smoothing: Share
     deterministic: bool

@@ -140,17 +140,14 @@ class DeviceBatches(Batches):
 
     def step(self, epoch: int, step: int) -> list[Batch]:
         """This rank's micro-batches. A sample's noise depends only on its position in the epoch."""
-        return [self.batch(indices, noise) for indices, noise in self.inputs(epoch, step)]
-
-    def inputs(self, epoch: int, step: int) -> list[tuple[Tensor, Tensor]]:
-        """What `batch` makes the micro-batches of: indices int64 [n] and noise fp32 [n, 4], views."""
         if epoch != self._latest[0]:
             device = next(iter(self.data.columns.values())).device
             self._order = to_device(self.plan.order(epoch), device)  # int64 [num_samples]
             self._noise = to_device(self.plan.noise(epoch), device)  # fp32 [num_samples, 4]
         self._latest = epoch, step
         parts = [slice(each.start, each.stop) for each in self.plan.micro_positions(step)]
-        return [(self._order[part], self._noise[part]) for part in parts]
+        rows = [(self.data.select(self._order[part]), self._noise[part]) for part in parts]
+        return [transformed("train_transform", self.transform, *each) for each in rows]
 
     def latest_indices(self) -> list[list[int]]:
         """The indices of the samples that the latest `step` returned, one list per micro-batch."""
@@ -159,10 +156,6 @@ class DeviceBatches(Batches):
     def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
         """Divide the following steps by another plan."""
         self.plan = plan
-
-    def batch(self, indices: Tensor, noise: Tensor) -> Batch:
-        """The samples at `indices`, gathered on the device and transformed by their `noise`."""
-        return transformed("train_transform", self.transform, self.data.select(indices), noise)
 
 
 def transformed(name: str, transform: Callable[..., Batch] | None, batch: Batch, *more: Tensor) -> Batch:

@@ -6,9 +6,7 @@ from launcher.engine.optim.fused import SGD, AdamW
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
 from launcher.engine.precision.policy import Policy
-from launcher.engine.recorder import HostRead, NoMemory, RecordingError
 from launcher.engine.state import EngineState
-from launcher.engine.step_graph import StepGraph
 from launcher.engine.step_result import StepReport, StepResult
 from launcher.engine.stepper import Stepper
 from launcher.engine.weight_average import AverageState, WeightAverage
@@ -20,14 +18,10 @@ __all__ = [
     "AverageState",
     "EngineState",
     "EngineWarning",
-    "HostRead",
-    "NoMemory",
     "ParameterGroup",
     "Policy",
-    "RecordingError",
     "ScaleStart",
     "Scaling",
-    "StepGraph",
     "StepReport",
     "StepResult",
     "Stepper",

@@ -49,7 +49,6 @@ class StepperOptions:
     learning_rates: Sequence[float]
     groups: Sequence[ParameterGroup]
     reference_count: Annotated[int, limits.a_reference_count] | None
-    capturable: bool
     micro_batches: Annotated[int, limits.at_least_one]
     emulate: bool | None
     compiled: bool
@@ -64,6 +63,11 @@ class StepperOptions:
     def shared(self) -> dict[str, object]:
         """The choices that must be equal on all ranks, by name."""
         return {name: value for name, value in vars(self).items() if name not in MAY_DIFFER}
+
+
+def decides_on_host(device: torch.device) -> bool:
+    """Whether the host reads a step's numbers; else they stay on the device, and no step waits for it."""
+    return device.type == "cpu"
 
 
 class StepperParts:
@@ -83,7 +87,7 @@ class StepperParts:
             model, policy, wire.dtype, world_size, wire.bucket_bytes, grouping, regroups
         )
         # One contract, two places for a step's numbers: on a CPU the host reads them, which costs less.
-        self.on_host = on_host = layout.device.type == "cpu" and not choices.capturable
+        self.on_host = on_host = decides_on_host(layout.device)
         self.buffers = Buffers(model, group)
         # Once all is in flat memory: one broadcast per segment instead of one per parameter.
         _take_values_of_rank_0(layout, model, self.buffers, group)

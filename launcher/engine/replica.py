@@ -163,7 +163,7 @@ class Replica:
 
     def _start(self) -> None:
         """Reset what `has_trained` and `changed_buffers` compare with."""
-        self.trained.zero_()  # in place: a recorded step writes there
+        self.trained.zero_()
         self._trained_on_host = False
         self._start_bits: dict[str, Tensor | None] = {  # None for a buffer that was found changed
             name: bits_of(buffer) for name, buffer in named_buffers(self.model).items()

@@ -142,7 +142,7 @@ class Step:
         self._sends_early = self.reference.count is not None and self._group not in others
 
     def finish(self) -> tuple[Tensor | Numbers, int]:
-        """Reduce, agree, unscale, clip, update or skip: what a CUDA graph can capture of a step.
+        """Reduce, agree, unscale, clip, update or skip. On a GPU the host waits for nothing.
 
         Returns the step's numbers, as StepResult takes them, and the bytes that this rank sent.
         """
@@ -187,14 +187,6 @@ class Step:
         parts.clock.mark(UPDATE)
         self.restart(verdict.abandoned)
         return verdict.packed, sent_bytes
-
-    def prepare_replay(self) -> None:
-        """What a step does on the host, before the replay of a recorded one. A collective as `finish` is."""
-        self.refuse_within("replay()")
-        self._parts.attachment.check()
-        self._parts.in_place.take()
-        self._parts.in_place.count_update()  # a replay counts nothing
-        self._wait_for_readers()
 
     def _wait_for_readers(self) -> None:
         # A checkpoint may still be copying the weights and states that the update overwrites.

@@ -55,8 +55,7 @@ class Stepper:
     step and rank; None takes it from the counts of the first step, which costs that step one collective.
     `learning_rates` gives one rate per applied step, and the last one after that; None means `optimizer.lr`
     throughout. `compiled` fuses the update into one kernel with torch.compile, on all ranks or on none; if
-    compiling fails, `compilation.reason` says why. `capturable` computes the verdict of a step on the device
-    without a read by the host, as a StepGraph needs: always so on a GPU, where it changes nothing.
+    compiling fails, `compilation.reason` says why.
 
     `groups` give parameters a learning-rate factor, a separate weight decay, or freeze them; a parameter
     belongs to the first group that matches its name. The clip norm is computed over all groups. States do not
@@ -97,7 +96,6 @@ class Stepper:
         reference_count: int | None = None,
         emulate: bool | None = None,
         compiled: bool = False,
-        capturable: bool = False,
         groups: Sequence[ParameterGroup] = (),
     ) -> None:
         own_group = group_of(group)
@@ -115,7 +113,6 @@ class Stepper:
                 learning_rates=rates_of(learning_rates, optimizer.lr),
                 groups=groups,
                 reference_count=reference_count,
-                capturable=capturable,
                 micro_batches=micro_batches,
                 emulate=emulate,
                 compiled=compiled,
@@ -153,9 +150,8 @@ class Stepper:
         """The learning rate of the next applied step. Waits for the device.
 
         Setting it replaces `learning_rates` from the next applied step on, for a schedule in the training
-        loop: `stepper.lr = scheduler.get_last_lr()[0]`. Setting does not wait for the device, and a step
-        captured in a CUDA graph uses the new rate. The rate is not part of state_dict(): set it again after
-        load_state_dict().
+        loop: `stepper.lr = scheduler.get_last_lr()[0]`. Setting does not wait for the device. The
+        rate is not part of state_dict(): set it again after load_state_dict().
         """
         rates, applied = self._step.rates, self.scale.applied
         if isinstance(rates, list):
@@ -168,7 +164,7 @@ class Stepper:
         if isinstance(self._step.rates, list):
             self._step.rates = [float(rate)]
         else:
-            self._step.rates.fill_(float(rate))  # in place: a recorded step reads it
+            self._step.rates.fill_(float(rate))
 
     def forward(self) -> AbstractContextManager[object]:
         """The precision context for a forward pass."""
@@ -195,7 +191,7 @@ class Stepper:
         """Allow up to `micro_batches` backward() calls before each step(), from the next step on.
 
         Several are summed in fp32, which takes 4 bytes per parameter; changes nothing else. Call it on all
-        ranks alike, between steps. Record a StepGraph after it, not before.
+        ranks alike, between steps.
         """
         self._step.refuse_within("set_micro_batches()")
         limits.at_least_one.require("micro_batches", micro_batches)
@@ -223,7 +219,7 @@ class Stepper:
     def set_bucket_bytes(self, bucket_bytes: int) -> None:
         """Send buckets of about this size, one of `bucket_sizes()`, from the next step on. Keeps all bits.
 
-        Between steps, on all ranks alike. A StepGraph keeps the buckets with which it was recorded.
+        Between steps, on all ranks alike.
         """
         self._step.refuse_within("set_bucket_bytes()")
         if bucket_bytes not in (sizes := self.bucket_sizes()):
@@ -328,7 +324,7 @@ class Stepper:
         return not self._step.exchanged
 
     def step_on_device(self) -> tuple[Tensor | Numbers, int]:
-        """`step()` without the report to the host: what a CUDA graph can capture.
+        """`step()` without the report to the host, for which it waits for nothing on a GPU.
 
         Returns the step's numbers, as StepResult takes them, and the bytes that this rank sent.
         """
@@ -339,27 +335,8 @@ class Stepper:
         names, notices, marks = self._parts.names, self._parts.notices, self.clock.take()
         return StepResult(*to_host(packed), names, self.layout.world_size, wire_bytes, marks, notices)
 
-    def prepare_replay(self) -> None:
-        """What a step does on the host, before the replay of a recorded one. A collective as `step()` is."""
-        self._step.prepare_replay()
-
-    def forget_step(self) -> None:
-        """Forget the passes of a step of which nothing was sent, because a recording of it has failed."""
-        # Nothing was sent, so no other rank waits for these buckets.
-        self.reducer.forget_step()
-        self.buffers.restore()
-        self._step.restart()
-
-    def tensors(self) -> list[Tensor]:
-        """All memory that a step changes, for a copy that is put back later."""
-        replica, tally = self._parts.replica, self._parts.tally
-        return [*replica.tensors(), replica.trained, *self.reducer.tensors(), *tally.tensors()]
-
     def hold_update(self, read: torch.cuda.Event) -> None:
-        """Make the next update wait on the device for `read`, while weights and states are being copied.
-
-        The replay of a recorded step waits as a whole: nothing can be put into the middle of it.
-        """
+        """Make the next update wait on the device for `read`, while weights and states are being copied."""
         self._step.read = read
 
     def named_masters(self, rank: int | None = None) -> dict[str, Tensor]:
@@ -441,7 +418,7 @@ class Stepper:
 
     @property
     def decides_on_host(self) -> bool:
-        """Whether the host reads each step's numbers: on a CPU, unless it is `capturable`."""
+        """Whether the host reads each step's numbers: on a CPU, where that costs less."""
         return self._parts.on_host
 
     @property

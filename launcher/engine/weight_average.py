@@ -42,7 +42,7 @@ class WeightAverage:
         average = WeightAverage(stepper, decay=0.999)
         for step in range(1, steps + 1):
             ...
-            stepper.step()                 # or the replay of a recorded step
+            stepper.step()
             average.update(step)
         average.settle()                   # the steps since the last pass, too
         with average.in_model():

@@ -186,7 +186,6 @@ def _labels_with_loss(logits: Tensor, labels: Tensor) -> int | Tensor:
     if labels.is_floating_point():
         return logits.numel() // logits.shape[1]
     # Most batches carry loss throughout, which one operation shows, and 30 us sooner than NumPy's count.
-    # Not item(), which a recorded step takes for a wait on the device.
     if labels.is_cpu and labels.numel() and int(labels.min().numpy()) >= 0:
         return labels.numel()
     counted = (labels != IGNORED).sum()

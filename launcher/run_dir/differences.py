@@ -50,7 +50,6 @@ WITHOUT_A_PART = (
     "train.log_every_steps",
     "train.on_oom",
     "train.compile",
-    "train.cuda_graph",
     "train.channels_last",
     "train.deterministic",
     "data.micro_batch",

@@ -48,7 +48,7 @@ ADVICE = {
     ),
     OVERHEAD: (
         "overhead-bound: {share} of the step{of} is work of the host that does not depend on the size of the "
-        "batch: raise data.batch_size (on a GPU also train.cuda_graph=true)"
+        "batch: raise data.batch_size (on a GPU also train.compile=true)"
     ),
 }
 

@@ -9,10 +9,10 @@ from launcher.training.job import Job
 from launcher.training.parts.evaluation import Evaluator
 from launcher.training.progress import Start
 from launcher.training.reports import DroppedStepError
-from launcher.training.task import Learner
+from launcher.training.task import Task
 
 
-def train(job: Job, start: Start, task: Learner) -> int:
+def train(job: Job, start: Start, task: Task) -> int:
     """Train from `start` to the last step, and return its number. A collective.
 
     Ends earlier where a part says so. Raises PreemptedError, on all ranks after the same step, if any of them

@@ -21,7 +21,7 @@ Kind = TypeVar("Kind")
 class Parts:
     """The parts of a run, each an object with some of these methods:
 
-    - `begin(step, learner)`: before the first step of this process, which comes after `step`;
+    - `begin(step)`: before the first step of this process, which comes after `step`;
     - `vote(position)`: before a step; what is voted is sent with the step's counts;
     - `after_launch(position, result)`: the device has the step in its queue;
     - `after_step(position, report)`: the step has been read, one step late; the same report on all ranks;
@@ -75,9 +75,9 @@ class Parts:
                 return why
         return ""
 
-    def begin(self, step: int, learner: object) -> None:
+    def begin(self, step: int) -> None:
         for begin in self._moments("begin"):
-            begin(step, learner)
+            begin(step)
 
     def vote(self, position: Position) -> None:
         for vote in self._vote:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import nn
 
@@ -19,15 +18,6 @@ from launcher.training.failures.model_mistakes import backward_mistake, unheld_p
 from launcher.training.parts.relief import Relief
 from launcher.training.progress import Position
 from launcher.training.votes import Question, samples_of
-
-
-class Learner(Protocol):
-    """What trains a network, one step at a time."""
-
-    @property
-    def network(self) -> nn.Module: ...
-
-    def train_on(self, position: Position) -> StepResult: ...
 
 
 @dataclass(eq=False)

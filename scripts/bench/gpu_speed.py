@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from launcher.engine import Policy, StepGraph, Stepper, StepResult
+from launcher.engine import Policy, Stepper, StepResult
 from launcher.recipe import registry_of
 from scripts.bench.baselines import OPTIONS, PEERS, Setup, installed
 from scripts.bench.gpu_road import tiny_net
@@ -142,13 +142,6 @@ class Task:
 
         return reading_late(step)
 
-    def ours_in_a_graph(self, bench: Bench) -> Step:
-        """The whole step, loss scale included, recorded once."""
-        stepper, passes = self.ours_in_parts(bench, "fp16", "sgd")
-        graph = StepGraph(stepper)
-        graph.record(passes)
-        return reading_late(graph.replay)
-
     def ours_in_parts(self, bench: Bench, policy: str, optimizer: str) -> tuple[Stepper, Callable[[], None]]:
         """A Stepper, and the forward and backward pass of a step."""
         setup = Setup(device=bench.device, channels_last=True)
@@ -204,14 +197,8 @@ def h2(bench: Bench) -> dict[str, Any]:
 
 def h3(bench: Bench) -> dict[str, Any]:
     task = bench.resnet("resnet18", 32, 128)
-    sides = {"ours": task.ours(bench), "autocast": task.stock(bench)}
-    if bench.device.type == "cuda":
-        sides["ours in a graph"] = task.ours_in_a_graph(bench)
-    rows: dict[str, Any] = dict(bench.times(sides, steps=50))
-    rows["autocast / ours (goal 1.0)"] = ratio(rows, "autocast", "ours")
-    if "ours in a graph" in rows:
-        rows["autocast / graph (goal 1.5)"] = ratio(rows, "autocast", "ours in a graph")
-    return rows
+    rows = bench.times({"ours": task.ours(bench), "autocast": task.stock(bench)}, steps=50)
+    return rows | {"autocast / ours (goal 1.0)": ratio(rows, "autocast", "ours")}
 
 
 def h4(bench: Bench) -> dict[str, Any]:
@@ -326,19 +313,16 @@ def h10(bench: Bench) -> dict[str, Any]:
 
 
 def fast(bench: Bench) -> dict[str, Any]:
-    """CIFAR-10 with recipe=cifar_fast: accuracy and seconds over seeds, and of one without the graph."""
+    """CIFAR-10 with recipe=cifar_fast: accuracy and seconds over seeds."""
     if bench.cifar10 is None and not bench.dry_run:
         raise Skipped("FAST needs --cifar10 DIR")
     words = ["recipe=cifar_fast", *(["model.width=8"] if bench.dry_run else [])]
     seeds = range(1 if bench.dry_run else 5)
     runs = [accuracy_of_run(bench, [*words, f"seed={seed}"]) for seed in seeds]
-    eager = accuracy_of_run(bench, [*words, "train.cuda_graph=false"])
     return {
         "seeds": runs,
-        "without the graph": eager,
         "mean accuracy (goal 0.94)": statistics.mean(run["accuracy"] for run in runs),
         "median seconds": statistics.median(run["seconds"] for run in runs),
-        "seconds without / with the graph": eager["seconds"] / runs[0]["seconds"],
     }
 
 

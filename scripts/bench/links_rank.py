@@ -307,7 +307,7 @@ def measured_size(stepper: Stepper, usual: int, batch: Batch) -> str:
         said.append(text)
 
     trial = BucketTrial(stepper, dist.get_world_size(), ENOUGH, False, decide)
-    trial.begin(0, None)
+    trial.begin(0)
     inputs, labels = batch
     waiting: tuple[Position, StepResult] | None = None
     for number in range(1, ENOUGH):

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor
 
+import launcher.engine.assembly as assembly
 from launcher.engine import Stepper, StepReport
 from tests.models import loss_sum
+
+
+@contextmanager
+def deciding_on_device(wanted: bool = True) -> Iterator[None]:
+    """Steppers that are built within decide as on a GPU: no step reads a value on the host."""
+    with pytest.MonkeyPatch.context() as patch:
+        if wanted:
+            patch.setattr(assembly, "decides_on_host", lambda device: False)
+        yield
 
 
 def state_digest(stepper: Stepper, *, counters: bool = False) -> str:

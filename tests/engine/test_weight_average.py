@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError, WeightAverage
-from tests.engine.observe import state_digest, train
+from tests.engine.observe import deciding_on_device, state_digest, train
 from tests.models import Odd, conv_net, features, loss_sum
 
 SKIPPED = (0, 3, 4, 8)  # steps, by their losses
@@ -23,7 +23,8 @@ def stepper_of(model: nn.Module, optimizer: Any = SGD(0.1, momentum=0.9), **opti
     scaling = Scaling.of(policy) if policy.arithmetic != torch.float16 else Scaling(init=1024)
     if not policy.masters and policy.weights == torch.float16:
         scaling = Scaling(mode="static", init=1024)
-    return Stepper(model, optimizer, policy, scaling=scaling, reference_count=8, **options)
+    with deciding_on_device(options.pop("on_device", False)):
+        return Stepper(model, optimizer, policy, scaling=scaling, reference_count=8, **options)
 
 
 def step(stepper: Stepper, number: int, shape: tuple[int, ...] = (3, 8, 8)) -> bool:
@@ -51,7 +52,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     "options",
     [
         {},
-        {"capturable": True},
+        {"on_device": True},
         {"policy": Policy.fp32(), "optimizer": AdamW(0.01)},
         {"policy": Policy.pure_fp16()},
         {"optimizer": TorchOptimizer(torch.optim.Adam, 0.01)},
@@ -204,11 +205,11 @@ def test_wrong_values_and_states_are_refused() -> None:
     assert not [tensor for tensor in average.tensors() if tensor.requires_grad]
 
 
-@pytest.mark.parametrize("capturable", [False, True], ids=["on the host", "on a device"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["on the host", "on a device"])
 @pytest.mark.parametrize("every_steps", [1, 3])
-def test_a_roll_back_of_the_stepper_leaves_averages_of_weights(every_steps, capturable) -> None:
+def test_a_roll_back_of_the_stepper_leaves_averages_of_weights(every_steps, on_device) -> None:
     """The steps since the latest pass are rolled back too, and each one after the load counts once."""
-    stepper = stepper_of(conv_net(), capturable=capturable)
+    stepper = stepper_of(conv_net(), on_device=on_device)
     average = WeightAverage(stepper, DECAY, every_steps)
     older = stepper.state().clone()
     for number in range(1, 12):
@@ -298,9 +299,9 @@ def test_what_trains_or_saves_is_refused_while_the_model_has_the_averages(policy
         pass
 
 
-@pytest.mark.parametrize("capturable", [False, True], ids=["on the host", "on a device"])
-def test_settling_takes_the_steps_since_the_last_pass_and_no_step_twice(capturable) -> None:
-    stepper = stepper_of(conv_net(), capturable=capturable)
+@pytest.mark.parametrize("on_device", [False, True], ids=["on the host", "on a device"])
+def test_settling_takes_the_steps_since_the_last_pass_and_no_step_twice(on_device) -> None:
+    stepper = stepper_of(conv_net(), on_device=on_device)
     first = masters(stepper)
     average = WeightAverage(stepper, DECAY, every_steps=10)
     for number in (1, 2, 5):

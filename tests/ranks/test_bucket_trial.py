@@ -29,7 +29,7 @@ def chosen(env: WorkerEnv, times: dict[int, list[list[float]]], steps_left: int)
     stepper = stepper_of(env, Policy.fp16(), Wire())
     decide = Telemetry([recorder]).decision
     trial = BucketTrial(stepper, env.world_size, START + steps_left, False, decide)
-    trial.begin(START, None)
+    trial.begin(START)
     waiting, sent = None, []
     for step in range(START + 1, START + 1 + LENGTH + LAG + 2):
         position = Position(0, step - 1, step)

@@ -63,7 +63,6 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
         {"learning_rates": np.float32([0.5, 0.25])},
         "learning_rates is (0.5, 0.25), not (0.1).",
     ),
-    "host": ({"capturable": True}, "capturable is True, not False."),
 }
 
 

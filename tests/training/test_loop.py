@@ -15,7 +15,6 @@ TRAIN = TrainConfig(
     log_every_steps=10,
     on_oom="halve",
     compile=False,
-    cuda_graph=False,
     channels_last=False,
     label_smoothing=0.0,
     deterministic=False,

@@ -263,7 +263,7 @@ REPORTS = Nobody()
 
 # The methods that make a part, with the names of their arguments.
 MOMENTS = {
-    "begin": ("step", "learner"),
+    "begin": ("step",),
     "vote": ("position",),
     "after_launch": ("position", "result"),
     "after_step": ("position", "report"),

@@ -282,15 +282,11 @@ class Reducer:
             # two.
             marks = last.tail.double() / last.transport.after
         sent_bytes = self._sending.bytes
-        self.forget_step()
-        return sums, marks, sent_bytes
-
-    def forget_step(self) -> None:
-        """Forget what has arrived. All of the step was sent, or nothing."""
         for bucket in self.buckets:
             bucket.inbox.drop()
         self.seen.clear()
         self._sending = _Sending()
+        return sums, marks, sent_bytes
 
     def own_gradients(self) -> dict[str, Tensor]:
         """The elements of the reduced gradient that this rank owns, flat, by parameter name.

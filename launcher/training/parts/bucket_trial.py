@@ -52,7 +52,7 @@ class BucketTrial:
     _own_ms: dict[int, float] = field(default_factory=dict)  # by step, of this rank
     _times: dict[int, Times] = field(default_factory=dict)  # by size
 
-    def begin(self, step: int, learner: object) -> None:
+    def begin(self, step: int) -> None:
         """Plan the trial of a run after `step` steps."""
         sizes, self._usual = self.stepper.bucket_sizes(), self.stepper.bucket_bytes
         length, steps_left = len(sizes) * ROUNDS, self.total_steps - step
@@ -60,7 +60,6 @@ class BucketTrial:
             "wire.shard=true: the size determines which rank holds which optimizer states": self.is_sharded,
             f"with {self.world_size} ranks the size changes the result (not with wire.sum=fp32)": not sizes,
             "all sizes make the same buckets": len(sizes) < 2,
-            "a recorded step keeps its buckets": getattr(learner, "is_recorded", False),
             f"{steps_left} steps are too few to measure other sizes": steps_left < PAYS * length,
         }
         reason = next((text for text, applies in obstacles.items() if applies), "")

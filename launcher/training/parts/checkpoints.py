@@ -65,7 +65,7 @@ class Checkpoints:
         finally:
             self.writer.__exit__(*error)
 
-    def begin(self, step: int, learner: object) -> None:
+    def begin(self, step: int) -> None:
         self.due.done()  # the time until the next one counts from here
 
     def vote(self, position: Position) -> None:

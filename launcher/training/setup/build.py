@@ -25,7 +25,6 @@ from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, WeightAverage, Wire
 from launcher.engine.errors import EngineWarning, UnusableError
-from launcher.engine.recorder import recorder_of
 from launcher.engine.sync_batchnorm import synchronised
 from launcher.errors import ConfigError, listed
 from launcher.recipe.contract import Recipe
@@ -199,7 +198,6 @@ def build_stepper(
         micro_batches=plan.micro_batches,
         emulate=None if emulate == "auto" else bool(emulate),
         compiled=compiles_update(env.device, numel, total_steps)[0],
-        capturable=config.train.cuda_graph is not False and recorder_of(env.device) is not None,
         groups=grouped.groups,
     )
     try:

@@ -18,7 +18,7 @@ from launcher.engine import SGD, AdamW, ParameterGroup, Policy, Scaling, Stepper
 from launcher.engine.flat.layout import Layout
 from launcher.engine.optim.compilation import Compilation, _compare_judgements, _Wrong
 from launcher.engine.verdict import Terms
-from tests.engine.observe import state_digest
+from tests.engine.observe import deciding_on_device, state_digest
 from tests.engine.optim.test_fused import planted_step
 from tests.models import Planted
 from tests.ranks.harness import run_ranks
@@ -212,17 +212,17 @@ def test_the_trial_compiles_what_the_steps_run(monkeypatch, clip_norm, reference
         return torch._dynamo.optimize(frames.setdefault(run.__name__, CompileCounter()))(run)
 
     monkeypatch.setattr(torch, "compile", compiling)
-    stepper = Stepper(
-        Planted(32, 1, 32),
-        AdamW(0.01),
-        scaling=Scaling(init=64, growth_interval=3),
-        clip_norm=clip_norm,
-        learning_rates=[0.1, 0.2, 0.3],
-        reference_count=reference_count,
-        compiled=True,
-        capturable=True,
-        groups=groups,
-    )
+    with deciding_on_device():
+        stepper = Stepper(
+            Planted(32, 1, 32),
+            AdamW(0.01),
+            scaling=Scaling(init=64, growth_interval=3),
+            clip_norm=clip_norm,
+            learning_rates=[0.1, 0.2, 0.3],
+            reference_count=reference_count,
+            compiled=True,
+            groups=groups,
+        )
     assert stepper.compilation.used
     tried = {name: frame.frame_count for name, frame in frames.items()}
     assert tried.keys() == {"judge", "_predicated", "factors"}

@@ -23,7 +23,7 @@ from launcher.engine.optim.updater import (
     _whole,
     _widened,
 )
-from tests.engine.observe import state_digest, weights_are_rounded_masters
+from tests.engine.observe import deciding_on_device, state_digest, weights_are_rounded_masters
 from tests.meta_device import META, MetaDevice
 from tests.models import Planted
 
@@ -59,9 +59,8 @@ TORCH = {
 
 
 def stepper_of(form: str, *arguments, **options) -> Stepper:
-    stepper = Stepper(
-        *arguments, compiled=form == "compiled", capturable="GPU" in form, reference_count=1, **options
-    )
+    with deciding_on_device("GPU" in form):
+        stepper = Stepper(*arguments, compiled=form == "compiled", reference_count=1, **options)
     updater = stepper.updater
     assert isinstance(updater, Updater)
     assert stepper.compilation.used == (form == "compiled"), stepper.compilation.reason

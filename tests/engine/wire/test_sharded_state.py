@@ -82,7 +82,7 @@ def test_no_gpu_ever_holds_more_than_a_piece_of_what_is_sharded(world_size, monk
     with fake_group(world_size) as group, MetaDevice():
         with MetaMemory() as building:
             model = large().to(META)
-            options: dict[str, Any] = {"reference_count": 4, "capturable": True, "emulate": True}
+            options: dict[str, Any] = {"reference_count": 4, "emulate": True}
             stepper = Stepper(model, AdamW(0.1), Policy.fp16(), group, wire=Wire(shard=True), **options)
         average = WeightAverage(stepper, 0.9)
         states = from_a_file(stepper.state()), from_a_file(average.state())

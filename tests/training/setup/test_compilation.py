@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import launcher.engine.recorder as recorder
 from launcher.engine import SGD, Policy, Stepper
 from launcher.engine.diagnostics.nonfinite import diagnose, diagnose_backward
 from launcher.engine.uncompiled import uncompiled
 from launcher.errors import ConfigError
 from launcher.training.setup.compilation import compiled, kinds_of_blocks, repeated_blocks
 from tests.models import mlp
-from tests.recording import Tape
-from tests.training.test_recorded_steps import Parts, whole_run
 
 OF_COMPILER = pytest.mark.filterwarnings(
     "ignore:.*torch.jit:DeprecationWarning",  # at its import
@@ -174,25 +171,6 @@ def test_uncompiled_runs_the_hooks_of_what_is_compiled(graphs) -> None:
         handle.remove()
     assert called == [1]
     assert graphs == []
-
-
-@OF_COMPILER
-@pytest.mark.parametrize("how", ["blocks", pytest.param(True, marks=pytest.mark.slow)])
-def test_the_recorded_steps_of_a_compiled_model_are_the_ordinary_ones(graphs, monkeypatch, how) -> None:
-    """train.cuda_graph: the rehearsal compiles, so that nothing is compiled within the recording."""
-    tape = Tape()
-    monkeypatch.setitem(recorder.RECORDERS, "cpu", lambda device: tape)
-
-    def whole(**options: Any) -> str:
-        return str(
-            whole_run(Parts(build=lambda: nn.Sequential(Block(), Block(), nn.Linear(8, 3)), **options))
-        )
-
-    replayed = whole(compiles=how)
-    assert (tape.recordings, tape.replays) == (2, 12)  # the last batch of an epoch is smaller
-    assert graphs
-    assert replayed == whole(compiles=how, cuda_graph=False)
-    assert replayed == whole(cuda_graph=False)
 
 
 def test_what_is_not_asked_for_is_not_compiled() -> None:
