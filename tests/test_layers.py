@@ -36,7 +36,7 @@ ENGINE_LAYERS = (
     {"wire", "state"},
     {"verdict"},
     {"optim", "diagnostics"},
-    {"notices", "arguments", "agreement", "outside_changes", "sync_batchnorm", "fp32_modules"},
+    {"notices", "arguments", "agreement", "outside_changes", "fp32_modules"},
     {"step_result", "replica"},
     {"assembly"},
     {"step"},

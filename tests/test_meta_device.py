@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from launcher import worker
 from launcher.checkpoint.format import load
@@ -26,7 +25,6 @@ from launcher.distributed import process_group
 from launcher.distributed.env import LaunchEnv, WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper, Wire
 from launcher.engine.limits import VOTES
-from launcher.engine.sync_batchnorm import SyncBatchNorm, synchronised
 from launcher.errors import DivergedError
 from launcher.recipe import load_recipe
 from launcher.training import ends
@@ -102,29 +100,16 @@ def test_no_step_reads_a_value_or_waits_for_an_upload(policy, wire) -> None:
             assert device.reads == device.uploads == []
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_batch_norms_of_all_ranks_read_no_value_and_wait_for_no_upload(momentum) -> None:
-    with fake_group(2) as group, MetaDevice() as device:
-        model = synchronised(nn.Sequential(nn.BatchNorm2d(3, momentum=momentum), conv_net()).to(META), group)
-        kinds = Counter(type(module) for module in model.modules() if isinstance(module, _BatchNorm))
-        assert kinds == {SyncBatchNorm: 3}
-        x, _ = batch()
-        device.uploads.clear()
-        model(x).sum().backward()
-        assert device.calls > 50
-        assert device.reads == device.uploads == []
-
-
 def test_with_batch_norms_of_all_ranks_gradients_travel_after_the_backward_pass(tmp_path) -> None:
     """Both use one communicator, and its calls come in one order on all ranks, whatever some leave unused."""
     for sync_bn in (False, True):
         config = composed(*RUN, f"model.sync_bn={str(sync_bn).lower()}")
         with fake_group(2) as group:
-            env = WorkerEnv(0, 2, 0, 2, torch.device("cpu"), group)
+            env = WorkerEnv(0, 2, 0, 2, META, group)
             assert build.build_wire(config, env).overlap is not sync_bn
             model = build.build_model(config, load_recipe(config), env, PLAN)
-            groups = [module._group for module in model.modules() if isinstance(module, SyncBatchNorm)]
-            assert groups == [group] * 20 * sync_bn
+            norms = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
+            assert [norm.process_group for norm in norms] == [group] * 20 * sync_bn
 
 
 def test_reads_and_uploads_are_seen_where_there_are_some() -> None:

@@ -110,13 +110,6 @@ def test_a_loss_scale_is_found_in_fp32_where_only_half_precision_has_room_for_it
     assert said in decision["text"]
 
 
-def test_under_sync_bn_a_shortage_in_that_pass_ends_the_run(tmp_path: Path) -> None:
-    """The other rank waits within its pass: to agree with it there would be another collective."""
-    words = (*SHORT, "precision.scale.mode=auto", "model.sync_bn=true")
-    ended = run(tmp_path / "run", *words, ranks=2, user_code=lacking_memory_in_fp32(2, 1))
-    assert ended.codes == [4, 4], ended
-
-
 # train.on_oom
 
 
@@ -194,14 +187,6 @@ def test_a_second_shortage_ends_the_run_with_exit_4(tmp_path: Path) -> None:
     ("words", "above", "first", "text"),
     [
         (("train.on_oom=stop",), 4, 3, "Lower data.micro_batch"),
-        (
-            ("model.sync_bn=true",),
-            4,
-            3,
-            "in the forward or backward pass of step 4. With model.sync_bn=true on several ranks a step is "
-            "not repeated in smaller pieces (train.on_oom), because their passes wait for each other. What "
-            "helps: data.micro_batch below 8; model.sync_bn=false; a smaller model",
-        ),
         (
             ("data.micro_batch=1",),
             0,

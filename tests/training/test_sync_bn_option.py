@@ -1,6 +1,6 @@
-"""The option `model.sync_bn`: what two ranks train with it, by the command line, and which data it refuses.
+"""The option `model.sync_bn`: which devices, models and data it refuses.
 
-What the module computes is in tests/ranks/test_sync_batchnorm_large_batch.py.
+What two ranks compute with it is in tests/gpu/test_sync_batchnorm.py.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from launcher.data.batch_plan import BatchPlan
+from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError
-from launcher.run_dir.atomic import read_json
-from launcher.training.setup.build import refuse_uneven_micro_batches
+from launcher.training.setup.sync_batchnorm import refuse_uneven_micro_batches, synchronised
 from tests.forked import launch_forked
-from tests.test_end_to_end import launch
 
 RECIPE = """
 from torch import nn
@@ -46,24 +47,23 @@ def directory(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
-def test_two_ranks_train_as_one_process(directory) -> None:
-    losses = []
-    for ranks, sync_bn in ((1, "false"), (2, "true"), (2, "false")):
-        run_dir = directory / f"{ranks}-{sync_bn}"
-        words = ["precision=fp32", "data.batch_size=64", "train.max_steps=30", "data.drop_last=true"]
-        done = launch(directory, [*SMALL, *words, f"model.sync_bn={sync_bn}", f"run.dir={run_dir}"], ranks)
-        assert done.returncode == 0, done.stderr
-        losses.append(read_json(run_dir / "result.json")["metrics"]["loss"])
-    one, synchronised, apart = losses
-    assert synchronised == pytest.approx(one, rel=1e-5)
-    assert apart != pytest.approx(one, rel=1e-3)
+def test_on_cpus_it_is_refused_before_the_first_step(directory) -> None:
+    done = launch_forked(directory, [*SMALL, "launch.nproc=2", "model.sync_bn=true", "run.dir=run"])
+    assert done.returncode == 2
+    assert done.stderr.count("model.sync_bn=true: torch's SyncBatchNorm runs on GPUs only") == 1
 
 
-def test_ranks_that_would_wait_for_each_other_for_ever_are_refused(directory) -> None:
-    words = ["launch.nproc=2", "data.batch_size=479", "data.micro_batch=160", "model.sync_bn=true"]
-    done = launch_forked(directory, [*SMALL, *words])
-    assert done.stderr.count("model.sync_bn=true needs equally many micro-batches on all ranks") == 1
+class WithActivation(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d: torch's conversion would drop the activation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(super().forward(x))
+
+
+def test_a_batch_norm_of_a_custom_class_is_refused() -> None:
+    env = WorkerEnv(0, 2, 0, 2, torch.device("meta"), None)
+    with pytest.raises(ConfigError, match=r"model.sync_bn=true: 0 is a WithActivation, whose arithmetic"):
+        synchronised(nn.Sequential(WithActivation(3)), env, BatchPlan(64, 16, None, 2, 0, 0, False))
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,11 @@ from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, WeightAverage, Wire
 from launcher.engine.errors import EngineWarning, UnusableError
-from launcher.engine.sync_batchnorm import synchronised
 from launcher.errors import ConfigError, listed
 from launcher.recipe.contract import Recipe
 from launcher.recipe.registry import look_up, registry_of
 from launcher.training.setup import compilation, lr_schedule, parameter_groups
+from launcher.training.setup.sync_batchnorm import synchronised
 
 SHOWN = 4  # parameters that an error names
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -67,11 +67,7 @@ def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan)
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if not config.model.sync_bn or env.group is None:
         return model
-    refuse_uneven_micro_batches(plan)
-    try:
-        return synchronised(model, env.group)
-    except ValueError as error:
-        raise ConfigError(f"model.sync_bn=true: {error}") from error
+    return synchronised(model, env, plan)
 
 
 def refuse_switched_off(env: WorkerEnv) -> None:
@@ -87,19 +83,6 @@ def refuse_switched_off(env: WorkerEnv) -> None:
             "the recipe has called torch.distributed.destroy_process_group(). Remove the call: the launcher "
             "ends the process group itself."
         )
-
-
-def refuse_uneven_micro_batches(plan: BatchPlan) -> None:
-    """Raise ConfigError if ranks run different numbers of forward passes, which sync_bn makes collectives."""
-    plans = [dataclasses.replace(plan, rank=rank) for rank in range(plan.world_size)]
-    for step in {0, plan.steps_per_epoch - 1}:  # all other steps are as large as the first
-        passes = [len(each.micro_positions(step)) for each in plans]
-        if len(set(passes)) > 1:
-            raise ConfigError(
-                "model.sync_bn=true needs equally many micro-batches on all ranks, but the "
-                f"{len(plan.global_batch(step))} samples of step {step + 1} of an epoch make {passes}. "
-                "Choose another data.batch_size or data.micro_batch, or set data.drop_last=true."
-            )
 
 
 def build_optimizer(optim: OptimConfig, recipes: str | None) -> SGD | AdamW | TorchOptimizer:
