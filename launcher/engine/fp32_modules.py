@@ -11,7 +11,6 @@ import glob
 import re
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 
 from launcher.engine.errors import require_match
 from launcher.engine.flat.names import named_modules
-from launcher.engine.precision.classes import MARK, widen
+from launcher.engine.precision.classes import widen
 from launcher.engine.precision.emulation import RoundedArithmetic
 
 
@@ -52,11 +51,9 @@ _open = threading.local()  # autograd repeats forward passes of checkpoints in i
 
 
 def _enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-    context: AbstractContextManager[object] = nullcontext()  # outside of a half forward pass
-    if torch.is_autocast_enabled(MARK):
-        # Autocast is off in it, and half weights, which fp32 kernels refuse, are widened where they are used.
-        device_type = next(filter(torch.is_autocast_enabled, ("cuda", "cpu")), "cpu")
-        context = RoundedArithmetic(torch.float32, device_type)
+    # Autocast is off in it, and half weights, which fp32 kernels refuse, are widened where they are used.
+    device_type = next(filter(torch.is_autocast_enabled, ("cuda", "cpu")), "cpu")
+    context = RoundedArithmetic(torch.float32, device_type)
     context.__enter__()
     if not hasattr(_open, "contexts"):
         _open.contexts = []

@@ -1,6 +1,6 @@
-"""The classes of torch's functions in half arithmetic, after those of `torch.autocast`.
+"""The classes of torch's functions in emulated half arithmetic, after those of `torch.autocast`.
 
-Owns the tables that `autocast` and `emulation` share, and the casts of arguments. Computes nothing.
+Owns these tables and the casts of arguments. Computes nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32)
-MARK = "xpu"  # an unused device type, whose autocast flag marks that this engine's arithmetic is on
 
 
 def _functions(names: str, *homes: object) -> Iterable[Callable[..., object]]:
@@ -55,7 +54,7 @@ WIDE = frozenset[Callable[..., object]]().union(
     _functions("binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss ctc_loss"),
     _functions("cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss"),
     _functions("triplet_margin_loss multi_margin_loss multilabel_margin_loss"),
-    # Not in autocast's lists: decompositions, which have no half kernels, and functions that would
+    # Not in autocast's lists: decompositions, for which no CPU has half kernels, and functions that would
     # accumulate rounding errors in half.
     _all_but(torch.linalg, "matmul multi_dot vecdot cross diagonal"),
     _all_but(torch.special, f"{CURVES} round"),
@@ -82,7 +81,8 @@ PROMOTING = frozenset[Callable[..., object]]().union(
     # Not in autocast's lists: kernels for CPUs add in half, and those of CUDA may.
     _functions("index_add index_reduce scatter_reduce segment_reduce"),
 )
-# They copy elements of a table, exactly. Their backward passes add, for elements that were taken twice.
+# They copy elements of a table. Computed as INNER, because the gradients of an element that is taken twice
+# are added: in fp32, as the kernels of GPUs do, and not in half.
 PICKS = frozenset[Callable[..., object]]().union(
     _functions("index_select gather take take_along_dim repeat_interleave"),
     _functions("embedding", torch),

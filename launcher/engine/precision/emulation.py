@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from types import FunctionType
+from types import EllipsisType, FunctionType
 from typing import Any, Self
 
 import torch
@@ -22,8 +22,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import launcher.engine.precision.classes as classes
-from launcher.engine.precision.autocast import register
-from launcher.engine.precision.classes import HALF, MARK, any_fp32, map_tensors, widen
+from launcher.engine.precision.classes import HALF, any_fp32, map_tensors, widen
+
+# A type of device that no model of ours is on. Its autocast flag casts nothing here; it says "emulated half
+# arithmetic is on" where the flag of the device itself is off or does not exist: nn.RNN accepts inputs of
+# another dtype than its weights only where some autocast is on, and devices like meta have none. A flag of
+# torch and not a thread-local of ours, because autograd hands it to its threads, where checkpoints recompute.
+MARK = "xpu"
 
 
 class RoundedArithmetic:
@@ -78,8 +83,6 @@ class Rounding(TorchFunctionMode):
         self._outer: list[bool] = []
 
     def __enter__(self) -> Self:
-        # nn.RNN and similar modules refuse inputs of another dtype than their weights unless some autocast is
-        # on. That of an unused device type has no other effect.
         self._outer.append(torch.is_autocast_enabled(MARK))
         torch.set_autocast_enabled(MARK, True)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -106,18 +109,15 @@ class Rounding(TorchFunctionMode):
             return self._open(func, args, kwargs) if func in classes.BACKWARD else func(*args, **kwargs)
         if func in classes.COMPOSITES:
             return self._open(func, args, kwargs)
-        # On, torch's own kernels would compute in half; those of PICKS are this engine's, and copy.
+        if func is torch.Tensor.__getitem__ and _is_view(args[1]):
+            return func(*args, **kwargs)  # a view, which can be written to
         dtype = torch.float32 if self._wide else torch.get_autocast_dtype(self.device_type)
         narrow = partial(classes.narrow_fp32, dtype)
-        torch.set_autocast_enabled(self.device_type, func in classes.PICKS)
+        torch.set_autocast_enabled(self.device_type, False)  # else torch's kernels would compute in half
         try:  # not a method of its own, which torch.compile would take for a function to compile
             if func in classes.PRODUCTS:
                 args, kwargs = map_tensors(partial(classes.round_to, dtype), (args, kwargs))
                 return map_tensors(narrow, func(*args, **kwargs))
-            if func in classes.PICKS:
-                picked = func(*args, **kwargs)
-                # An index may be a slice, which stays a view that can be written to.
-                return widen(picked) if self._wide and func is not torch.Tensor.__getitem__ else picked
             if func in classes.BACKWARD:
                 return self._open(func, args, kwargs)
             if func is checkpoint:  # only the compiler gets here; it would trace the body without this mode
@@ -125,7 +125,7 @@ class Rounding(TorchFunctionMode):
                     "emulated half arithmetic leaves activation checkpointing uncompiled"
                 )
                 return func(*args, **kwargs)
-            if func in classes.INNER:
+            if func in classes.INNER or func in classes.PICKS:
                 given = kwargs["input"] if "input" in kwargs else next(filter(classes.is_tensor, args))
                 half = given.dtype in HALF
             else:
@@ -142,10 +142,15 @@ class Rounding(TorchFunctionMode):
             return _OPENED[func](*args, **kwargs)
 
 
+def _is_view(index: Any) -> bool:
+    """Whether indexing a tensor by `index` gives a view: by numbers and slices, not by tensors and lists."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or isinstance(part, (int, slice, EllipsisType)) for part in parts)
+
+
 @cache  # two of these modes are made in each step
 def _with_autocast(device_type: str) -> str:
     """The type of device whose autocast flag says what is computed in half on this one."""
-    register(device_type)
     return device_type if torch.amp.is_autocast_available(device_type) else MARK
 
 

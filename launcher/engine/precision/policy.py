@@ -12,7 +12,6 @@ from typing import Literal
 
 import torch
 
-from launcher.engine.precision.autocast import HalfArithmetic, repeating_forward
 from launcher.engine.precision.emulation import RoundedArithmetic, Rounding
 
 ScaleMode = Literal["dynamic", "static", "none"]
@@ -82,13 +81,16 @@ class Policy:
             return nullcontext()
         if emulate:
             return RoundedArithmetic(self.arithmetic, device.type)
-        return HalfArithmetic(device.type, self.arithmetic)
+        return torch.autocast(device.type, dtype=self.arithmetic)
 
     def backward(self, device: torch.device, emulate: bool) -> AbstractContextManager[object]:
-        """The context of a backward pass: activation checkpointing repeats forward passes there."""
-        if self.arithmetic == torch.float32:
+        """The context of a backward pass, in which activation checkpointing repeats forward passes.
+
+        Checkpoints restore torch.autocast by themselves, but not the mode that emulates it.
+        """
+        if self.arithmetic == torch.float32 or not emulate:
             return nullcontext()
-        return Rounding(self.arithmetic, device.type) if emulate else repeating_forward()
+        return Rounding(self.arithmetic, device.type)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Sums of many halves are made in fp32: 4096 ones are 4096, not 2048 as in fp16 or 256 as in bf16."""
+"""Emulated sums of many halves are made in fp32: 4096 ones give 4096, not 2048 as in fp16, 256 as in bf16."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tests.engine.precision.test_emulated_functions import PICKS
 
 MANY = 4096
 ZEROS, INDEX = torch.zeros(2, dtype=torch.int64), torch.zeros(MANY, dtype=torch.int64)
-WAYS = pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "native"])
 DTYPES = pytest.mark.parametrize("name", ["fp16", "bf16"])
 
 # Of 4096 ones, shape [4096]: a result whose elements are all 4096.
@@ -59,23 +58,21 @@ BACKWARD: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce")
-@WAYS
 @DTYPES
 @pytest.mark.parametrize("function", FORWARD)
-def test_a_result_is_the_sum(function: str, name: str, emulate: bool) -> None:
+def test_a_result_is_the_sum(function: str, name: str) -> None:
     policy = Policy.named(name)
-    with policy.forward(torch.device("cpu"), emulate):
+    with policy.forward(torch.device("cpu"), emulate=True):
         found = FORWARD[function](torch.ones(MANY, dtype=policy.weights))
     assert (found == MANY).all()
 
 
-@WAYS
 @DTYPES
 @pytest.mark.parametrize("function", BACKWARD)
-def test_a_gradient_is_the_sum(function: str, name: str, emulate: bool) -> None:
+def test_a_gradient_is_the_sum(function: str, name: str) -> None:
     policy = Policy.named(name)
     p = torch.ones(1, 1, dtype=policy.weights, requires_grad=True)
-    with policy.forward(torch.device("cpu"), emulate):
+    with policy.forward(torch.device("cpu"), emulate=True):
         found = BACKWARD[function](p)
         assert found.numel() == MANY
     found.sum(dtype=torch.float32).backward()
@@ -84,13 +81,12 @@ def test_a_gradient_is_the_sum(function: str, name: str, emulate: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own, in forward mode
-@WAYS
 @pytest.mark.parametrize("pick", PICKS)
-def test_picks_have_second_derivatives_and_transforms(pick: str, emulate: bool) -> None:
+def test_picks_have_second_derivatives_and_transforms(pick: str) -> None:
     table = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float16)
 
     def loss(table: Tensor) -> Tensor:
-        with Policy.fp16().forward(torch.device("cpu"), emulate):
+        with Policy.fp16().forward(torch.device("cpu"), emulate=True):
             return (PICKS[pick](table, torch.tensor([1, 1])).float() ** 3).sum()
 
     leaf = table.clone().requires_grad_()
