@@ -54,7 +54,7 @@ from launcher.training.progress import Course, Start
 from launcher.training.requests import Requests, heeded
 from launcher.training.resume import SavedRun
 from launcher.training.run import Run
-from launcher.training.setup import build, compilation, data_check, trials
+from launcher.training.setup import build, compilation, data_check
 from launcher.training.task import Task
 from launcher.training.warning_log import warnings_logged
 
@@ -208,9 +208,6 @@ def _train(job: Job, saved: SavedRun, start: Start) -> None:
     job.batches = training_batches(
         job.data.train, job.plan, job.recipe.train_transform, job.course.total_steps, saved.stream, say
     )
-    if steps_left and run.config.precision.scale.mode == "auto" and not saved.has_scale:
-        first = job.batches.step(*divmod(start.step, job.course.steps_per_epoch))[:1]
-        trials.calibrate(job, first)
     if steps_left and not start.owes_evaluation:
         if (found := parts.of(Evaluator).rehearse()) is not None:
             parts.check_evaluations(found)

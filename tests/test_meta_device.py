@@ -161,7 +161,6 @@ ANSWERS: dict[str, float | list[float]] = {
     "evaluation/evaluate.py over_ranks": [1.0, 51.0, 0.0, 51.0, 0.0, 0.0, 0.0],  # a fifth of 256 samples
     "metrics/classification.py confusion_matrix": 1.0,
     "engine/wire/step_counts.py agree": 32.0,  # once, in the first step
-    "engine/precision/calibration.py": 0.25,
     "engine/diagnostics/nonfinite.py": 1.0,
     "engine/state.py counters_of": [16.0, 6.0, 1.0, 6.0, 0.0, 0.0, 0.0],
 }
@@ -199,7 +198,7 @@ def small_images(config):
 @pytest.mark.parametrize(
     "words",
     [
-        ("precision=fp16", "precision.scale.mode=auto"),
+        ("precision=fp16",),
         pytest.param(
             ("precision=amp_fp16", "optim=adamw", "optim.clip_norm=1.0"),
             marks=pytest.mark.slow,
@@ -209,7 +208,7 @@ def small_images(config):
     ids=" ".join,
 )
 def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch, words) -> None:
-    """Worker, calibration, loop, telemetry, evaluation, checkpoint: none looks at a value in a step."""
+    """Worker, loop, telemetry, evaluation, checkpoint: none looks at a value in a step."""
     monkeypatch.setattr(process_group, "_device", lambda launch: META)
     monkeypatch.setattr(ends, "write_page", lambda run_dir, telemetry: None)  # from files, with no device
     seen = []

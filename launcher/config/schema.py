@@ -110,7 +110,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class ScaleConfig:
-    mode: Literal["dynamic", "static", "none", "auto"]
+    mode: Literal["dynamic", "static", "none"]
     init: LossScale
     growth_interval: Count
     hysteresis: Count

@@ -7,17 +7,15 @@ collectives, which is the same on all ranks. The Stepper, its only user, checks 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from launcher.engine.assembly import StepperOptions, StepperParts
 from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE
 from launcher.engine.errors import NO_GRADIENT, UnusableError, refuse_backward
 from launcher.engine.optim.fused import Scalars
-from launcher.engine.precision.calibration import Loss, dry_pass, largest_gradient, safe_exponent
 from launcher.engine.verdict import Numbers, Terms
 from launcher.engine.wire.step_counts import Reference
 
@@ -76,36 +74,6 @@ class Step:
         Exact, as both are powers of two. Never the same tensor twice: a hook might write to it.
         """
         return self._parts.scale.over(self.reference.divisor)
-
-    def calibrate(self, model: nn.Module, loss: Loss | None, agree_on_failure: bool) -> int | None:
-        """Do what `Stepper.calibrate` says, where there is a loss scale."""
-        parts, reference = self._parts, self.reference
-        # The wire carries the sum over ranks and micro-batches, less the divisor; never less than one's own.
-        growth = max(1.0, parts.layout.world_size / parts.divisor) * reference.micro_batches
-        gradients_of = parts.reducer.gradients_aside
-        try:
-            with parts.reducer.grad_put_aside():
-                run = None if loss is None else partial(largest_gradient, model, loss, gradients_of, growth)
-                device = parts.layout.device if self._group else None
-                dry = dry_pass(run, device, self._group, agree_on_failure)
-        finally:
-            parts.buffers.restore()
-        if dry is None:
-            return None
-        octave, count = dry
-        if reference.count is None:
-            if count is None:
-                raise UnusableError(
-                    "calibrate() needs the count of the loss: let it return (loss_sum, count), or build the "
-                    "Stepper with reference_count, the usual number of samples per rank and step."
-                )
-            reference.expect(count)
-            reference.agree()
-            # Keeps this n0 even if the first step is abandoned: it was not taken from that step.
-            reference.restart()
-        if octave is None or reference.count is None:
-            return None
-        return parts.scale.start_at(safe_exponent(octave, reference.count))
 
     def backward(self, loss_sum: Tensor, count: float | Tensor) -> None:
         """Back-propagate one micro-batch whose loss and count can be trained on."""

@@ -27,7 +27,6 @@ from launcher.engine.fp32_modules import compute_in_fp32, names_in_fp32
 from launcher.engine.notices import warn_if_alone, warn_of_frequencies
 from launcher.engine.optim.torch_optimizer import AnyOptimizer
 from launcher.engine.outside_changes import refuse_lent
-from launcher.engine.precision.calibration import Loss
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
 from launcher.engine.precision.policy import Policy
 from launcher.engine.replica import size_bytes
@@ -228,24 +227,6 @@ class Stepper:
             )
         self.reducer.regroup(bucket_bytes)
 
-    def calibrate(self, loss: Loss | None, *, agree_on_failure: bool = False) -> int | None:
-        """Choose the initial loss scale from one dry backward pass, before the first step.
-
-        `loss` runs the forward pass on this rank's first micro-batch (without `forward()`) and returns the
-        fp32 sum of its losses, with their count if no `reference_count` was given: n0 then comes from this
-        pass. `loss` is None on a rank without a micro-batch. Returns the exponent of the new scale, or None
-        if there is no loss scale or the gradients give none. A collective. Waits for the device.
-
-        What `loss` raises is raised. With `agree_on_failure` the call then returns None on other ranks, so
-        that all may call it again; not for a model whose passes wait for other ranks, such as one with a
-        synchronised batch norm.
-        """
-        self._step.refuse_within("calibrate()")
-        self._parts.attachment.refuse_other_weights()
-        if self.scale.scaling.mode == "none":
-            return None
-        return self._step.calibrate(self.model, loss, agree_on_failure)
-
     def vote(self, question: int, votes: int = 1) -> None:
         """Vote on one of the caller's questions in the coming step, before its first backward().
 
@@ -279,7 +260,7 @@ class Stepper:
         """The gradients of one micro-batch at the present loss scale, by name, as autograd computes them.
 
         Not part of a step, and changes no state. Raises UnusableError before the first step, unless there is
-        a `reference_count` or calibrate() was called.
+        a `reference_count`.
         """
         if self._step.reference.count is None:
             raise UnusableError(

@@ -186,8 +186,7 @@ def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
     applied = result.applied_steps or 0
     if applied < steps / 2:
         run.telemetry.warn(
-            f"only {applied} of {steps} steps were applied, the others skipped: lower "
-            "precision.scale.init, or start with precision.scale.mode=auto."
+            f"only {applied} of {steps} steps were applied, the others skipped: lower precision.scale.init."
         )
     if run.env.is_leader:
         write_files(run_dir, result, job.parts.of(Evaluator).confusion, run.telemetry)

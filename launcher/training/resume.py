@@ -100,11 +100,6 @@ class SavedRun:
         """Whether the run has started from a checkpoint."""
         return self.scale is not None
 
-    @property
-    def has_scale(self) -> bool:
-        """Whether the loss scale is that of the checkpoint from which the run resumed."""
-        return self.scale is not None and self.scale.restored
-
     def take(self, position: Position, metric: Compared | None) -> Staged | None:
         """The run's state after `position`, on rank 0; the next call overwrites it. A collective."""
         parts, place = self.job.parts.state(), self.job.batches.position()

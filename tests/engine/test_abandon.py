@@ -194,13 +194,12 @@ def test_buffers_are_restored_after_a_forward_pass_that_raised(mood, policy) -> 
 
 
 @pytest.mark.parametrize("failed", [True, False])
-@pytest.mark.parametrize("call", ["state", "load", "calibrate", "vote"])
+@pytest.mark.parametrize("call", ["state", "load", "vote"])
 def test_what_belongs_between_steps_is_refused_within_one(call, failed) -> None:
     stepper = stepper_of(Planted(), 2)
     arguments = {
         "state": [],
         "load": [stepper.state().clone()],
-        "calibrate": [lambda: stepper.model(1.0, 1.0)],
         "vote": [0],
     }[call]
     if failed:

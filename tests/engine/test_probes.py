@@ -111,11 +111,10 @@ def test_a_probe_through_a_checkpointed_layer_stays_out_as_well(micro_batches, u
 
 
 def test_dry_passes_neither_add_to_grad_nor_take_it() -> None:
-    model, fresh = Planted(), Planted()
-    stepper, undisturbed = (Stepper(m, SGD(1.0), Policy.fp16(), reference_count=1) for m in (model, fresh))
+    model = Planted()
+    stepper = Stepper(model, SGD(1.0), Policy.fp16(), scaling=Scaling(init=16), reference_count=1)
     probe(model, 3.0)
     before = [p.grad for p in model.parameters()]
-    assert stepper.calibrate(lambda: model(50.0, 50.0)) == undisturbed.calibrate(lambda: fresh(50.0, 50.0))
     scale = stepper.scale.value().item()
     for name, gradient in stepper.dry_backward(model(1.0, 1.0)).items():
         assert torch.equal(gradient.float(), torch.full_like(gradient, scale, dtype=torch.float32)), name

@@ -370,13 +370,6 @@ def test_a_buffer_that_is_replaced_takes_part_in_the_transaction() -> None:
     assert stepper.state().buffers["passes"].item() == 2
 
 
-def test_a_dry_backward_for_the_loss_scale_leaves_a_replaced_buffer_as_it_was() -> None:
-    model = Remembering()
-    stepper = Stepper(model, SGD(0.1), reference_count=1)
-    stepper.calibrate(lambda: model(1.0))
-    assert model.passes.item() == 0
-
-
 def test_a_buffer_that_is_replaced_by_another_shape_is_refused_by_name() -> None:
     stepper = Stepper(Remembering(lasting=False), SGD(0.1), scaling=Scaling("static", 1), reference_count=1)
     stepper.backward(stepper.model(1.0), 1)

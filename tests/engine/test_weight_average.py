@@ -261,7 +261,6 @@ FORBIDDEN: dict[str, Any] = {
     "load": lambda stepper, average: stepper.load(average),
     "named_masters": lambda stepper, average: stepper.named_masters(),
     "replicas": lambda stepper, average: stepper.replicas(),
-    "calibrate": lambda stepper, average: stepper.calibrate(None),
     "update": lambda stepper, average: average.update(1),
     "settle": lambda stepper, average: average.settle(),
     "restart": lambda stepper, average: average.restart(),

@@ -21,7 +21,6 @@ from tests.faults.usercode import (
     both,
     hungry,
     lacking_memory,
-    lacking_memory_in_fp32,
     send_signal,
     stop_after,
 )
@@ -44,9 +43,9 @@ RUNS = {
     "on two ranks, one of which has less": (2, (), (1,), [[8, False], [2, True], [3, True], [4, False]]),
     "in loader processes": (1, ("recipe.uses=noisy_indexed", "data.workers=1"), (0,), None),
     "from a stream": (1, ("recipe.uses=noisy_streamed", "data.workers=0"), (0,), None),
-    "sharded, its scale found too": (2, ("wire.shard=true", "precision.scale.mode=auto"), (0, 1), None),
+    "sharded": (2, ("wire.shard=true",), (0, 1), None),
 }
-SLOW = ("in loader processes", "from a stream", "sharded, its scale found too")
+SLOW = ("in loader processes", "from a stream", "sharded")
 
 
 @pytest.mark.parametrize(
@@ -90,24 +89,6 @@ def test_where_not_even_one_sample_fits_all_ranks_leave_with_exit_4(tmp_path: Pa
     )
     assert "rank 1: GPU memory: no room for 1 samples. Choose a smaller model" in ended.outputs[0]
     assert ended.result["exit"] == 4
-
-
-@pytest.mark.parametrize(
-    ("above", "said"),
-    [
-        (2, "safe for 1/2 of a micro-batch, because no more fits in fp32"),
-        (0, "starts at precision.scale.init"),
-    ],
-)
-def test_a_loss_scale_is_found_in_fp32_where_only_half_precision_has_room_for_it_all(
-    tmp_path: Path, above, said
-) -> None:
-    """The largest micro-batch in fp16 is too large for the pass that finds the loss scale."""
-    small = both(lacking_memory(6, 0, 1), lacking_memory_in_fp32(above, 1))
-    ended = run(tmp_path / "run", *SHORT, AUTO, "precision.scale.mode=auto", ranks=2, user_code=small)
-    assert ended.codes == [0, 0], ended
-    (decision,) = decisions(ended, "loss scale")
-    assert said in decision["text"]
 
 
 # train.on_oom

@@ -150,7 +150,6 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...], tuple[int, ...]]] = {
     # ranks, words, and after which steps it is stopped: the first, in mid-epoch, an evaluation owed
     "fp16 on two ranks": (2, (), (1, 8, EPOCH, 2 * EPOCH)),
     "fp32 in micro-batches": (1, ("precision=fp32", "data.micro_batch=6"), (7,)),
-    "a scale found by itself": (1, ("precision=amp_fp16", "precision.scale.mode=auto"), (1,)),
     "sharded, adamw, clipped, in groups": (
         2,
         (

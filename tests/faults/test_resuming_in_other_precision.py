@@ -39,13 +39,6 @@ def test_from_fp32_into_fp16_the_scale_starts_as_in_a_new_run(tmp_path: Path) ->
     assert second.result["applied_steps"] == STEPS + 4
 
 
-def test_from_fp32_into_auto_it_is_found_by_a_dry_pass(tmp_path: Path) -> None:
-    second, logged = continued(tmp_path, ("precision=fp32",), ("precision.scale.mode=auto",))
-    assert any(line.startswith("loss scale: auto: starts at 2^") for line in logged)
-    assert len(set(scales(second))) == 1
-    assert scales(second)[0] > 1024
-
-
 def test_from_dynamic_into_static_it_is_the_static_one(tmp_path: Path) -> None:
     static = ("precision.scale.mode=static", "precision.scale.init=128")
     second, logged = continued(tmp_path, (), static)

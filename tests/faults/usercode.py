@@ -92,18 +92,6 @@ def lacking_memory(
     return partial(lack_memory, above=above, ranks=ranks, training=training, passes=passes, once=once)
 
 
-def lack_memory_in_fp32(network: Any, batch: Any, above: int, ranks: tuple[int, ...]) -> None:
-    if network is None or own_rank() not in ranks or len(batch["x"]) <= above:
-        return
-    if network.inner.weight.dtype == torch.float32:
-        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-
-
-def lacking_memory_in_fp32(above: int, *ranks: int) -> UserCode:
-    """As `lacking_memory`, but only a pass in fp32, and in cuBLAS's words."""
-    return partial(lack_memory_in_fp32, above=above, ranks=ranks)
-
-
 SAMPLE_BYTES, ROOM_BYTES = 2**26, 2**28 + 2**27  # room for five samples and what else is allocated
 
 

@@ -7,13 +7,12 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from launcher.checkpoint.host_memory import HostMemory
 from launcher.checkpoint.snapshot import Identity, Origin, Progress, Surroundings, stage
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
+from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
 from launcher.engine.diagnostics.exponents import ExponentCounter
 from launcher.engine.diagnostics.nonfinite import diagnose
 from launcher.engine.flat.layout import Piece
@@ -161,16 +160,6 @@ def test_micro_batches_give_the_gradient_of_the_large_batch(device) -> None:
         masters.append(stepper.named_masters())
     for name, master in masters[0].items():
         torch.testing.assert_close(master, masters[1][name], rtol=1e-4, atol=1e-5)
-
-
-def test_a_calibrated_scale_neither_overflows_nor_wastes_range(device) -> None:
-    stepper = stepper_of(device, Policy.fp16(), scaling=Scaling(init=1))
-    x, classes = batch_of(device, 0)
-    exponent = stepper.calibrate(lambda: F.cross_entropy(stepper.model(x).float(), classes, reduction="sum"))
-    assert exponent is not None
-    assert exponent >= 4
-    forward_backward(stepper, x, classes)
-    assert not stepper.step().read().skipped
 
 
 def test_exponents_are_counted_as_on_a_cpu_and_nobody_waits(device) -> None:

@@ -140,22 +140,6 @@ def test_another_reference_count_on_one_rank_is_caught_at_the_next_check() -> No
     assert all("(reference count)" in text for text in run_ranks(2, given_differently))
 
 
-def calibrated(env: WorkerEnv) -> tuple[int | None, int | None]:
-    """Rank 1 has no micro-batch; the gradient of the sum is 50 x 256."""
-    model = Planted()
-    stepper = Stepper(model, SGD(0.1), group=env.group)
-    loss = None if env.rank else lambda: (model(50.0 * 256, 0.0), 256)
-    return stepper.calibrate(loss), stepper.state().reference_count
-
-
-def test_a_dry_pass_settles_it_too() -> None:
-    (first, n0), other = run_ranks(2, calibrated)
-    assert (first, n0) == other
-    assert n0 == 128
-    assert first is not None
-    assert 65504 / 16 < 2 * 50 * 256 * 2.0**first / 128 <= 65504 / 4  # 2: the ranks' sum
-
-
 TOKENS = """
 import torch
 from torch import nn

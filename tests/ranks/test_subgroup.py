@@ -11,7 +11,7 @@ import torch.distributed as dist
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
 from tests.engine.observe import state_digest, train
-from tests.models import Planted, conv_net, features, loss_sum
+from tests.models import Planted, conv_net, features
 from tests.ranks.harness import run_ranks
 
 WIRES = {"native": Wire(), "fp32": Wire(sum="fp32"), "sharded": Wire(shard=True)}
@@ -24,18 +24,12 @@ def all_that_communicates(group: dist.ProcessGroup) -> dict[str, Any]:
         model = conv_net(seed=rank)  # the first rank's values are taken
         stepper = Stepper(model, AdamW(0.01), Policy.fp16(), group, wire=wire, scaling=Scaling(init=256))
         x, classes = features(4 + rank, rank, (3, 8, 8))
-
-        def dry(model=model, x=x, classes=classes):
-            return loss_sum(model(x), classes), len(x)
-
-        exponent = stepper.calibrate(dry)
         stepper.vote(rank)
         reports = [train(stepper, x, classes)]
         reports.append(train(stepper, x * (float("inf") if rank else 1.0), classes))
         stepper.buffers.average()
         state = stepper.state()
         found[name] = {
-            "exponent": exponent,
             "reference": state.reference_count,
             "votes": reports[0].votes[:2],
             "losses": [report.loss for report in reports][:1],
@@ -96,7 +90,6 @@ def train_in_a_group_of_one(env: WorkerEnv, wire: Wire) -> tuple[bool, torch.Ten
     group = dist.new_group([env.rank], use_local_synchronization=True)
     stepper = Stepper(Planted(), SGD(1.0), group=group, wire=wire, scaling=Scaling(init=64))
     dist.destroy_process_group()
-    stepper.calibrate(lambda: (stepper.model(1.0 + env.rank, 0.0), 1))
     stepper.backward(stepper.model(1.0 + env.rank, 0.0), 1)
     stepper.step()
     stepper.average_buffers()

@@ -113,16 +113,6 @@ class LossScale:
         else:
             self.present = after
 
-    def start_at(self, exponent: int) -> int:
-        """Set s, within its limits, before the first step; returns it."""
-        low, high = _exponent(self.scaling.min), _exponent(self.scaling.max)
-        exponent = min(max(exponent, low), high)
-        if isinstance(self.present, list):
-            self.present[0] = exponent
-        else:
-            self.present[0] = math.ldexp(1.0, exponent)
-        return exponent
-
     def restore(self, counters: Mapping[str, int], mode: ScaleMode | None) -> ScaleStart:
         """Restore the counters of a run with this scaling `mode`; None: unknown, taken for this run's.
 

@@ -73,7 +73,7 @@ class DivergenceCheck:
         if not counters["applied"]:
             raise DivergedError(
                 f"none of {position.step} steps was applied, because every gradient overflowed, {outcome}. "
-                "Lower precision.scale.init, start with precision.scale.mode=auto, or train for more steps."
+                "Lower precision.scale.init, or train for more steps."
                 f"{self._evidence_of_last()}"
             )
         if not math.isfinite(held_out_loss):

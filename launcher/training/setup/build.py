@@ -107,7 +107,7 @@ def build_scaling(config: Config) -> Scaling:
     if Policy.named(config.precision.name).arithmetic != torch.float16:
         return Scaling(mode="none")  # only fp16 needs one for its range
     values = {field.name: getattr(scale, field.name) for field in dataclasses.fields(Scaling)}
-    return Scaling(**values | {"mode": "dynamic" if scale.mode == "auto" else scale.mode})
+    return Scaling(**values)
 
 
 def bucket_bytes(bucket_mb: float | str) -> int:

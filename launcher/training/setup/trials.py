@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits in memory, and the loss scale to start with, both found by trying.
+"""The largest micro-batch that fits in memory, found by trying.
 
 Owns the sizes among which a run may choose for itself, which obey what a size given by hand does
 (data.augment.mixup needs whole pairs), the trials of data.micro_batch=auto, which change nothing of a run,
@@ -6,9 +6,6 @@ and the choice by their results. A trial is a forward and backward pass on real 
 a step of such micro-batches needs, in a step that is dropped on all ranks: weights, BatchNorm statistics,
 loss scale and counters are kept, generators are restored, and the batches are made apart from those of the
 run.
-
-Owns the size of the backward pass of precision.scale.mode=auto as well. It runs in fp32, so that a
-micro-batch which just fits in half precision may be too large for it.
 """
 
 from __future__ import annotations
@@ -18,15 +15,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from launcher.checkpoint.generators import restore_states, states
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import trial_batches
-from launcher.data.tensors import Batch
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import ConfigError, OutOfMemoryError, counted, in_words
 from launcher.process import frames, shortage
@@ -153,47 +147,3 @@ def _shortage(error: Exception, smaller: bool) -> str:
         raise error
     frames.release(error)
     return failure
-
-
-def calibrate(job: Job, first: Sequence[Batch]) -> None:
-    """Choose the loss scale by `first`, this rank's first micro-batch, or none where it has no samples.
-
-    Where a rank runs out of memory, by half as many samples on all ranks, as often as necessary; under
-    model.sync_bn on several ranks the run ends there, because their passes wait for each other. A collective.
-    """
-    run, plan, generators = job.run, job.plan, states(job.run.env.device)
-    alone = run.env.group is None or not run.config.model.sync_bn
-    whole, failure, found = plan.largest_micro_batch, "", None
-    while True:
-        pieces = -(-whole // plan.largest_micro_batch)
-        try:
-            dry = partial(_dry_loss, job, first[0], pieces) if first else None
-            found, failure = run.stepper.calibrate(dry, agree_on_failure=alone), ""
-        except Exception as error:
-            if not alone:
-                raise
-            failure = _shortage(error, smaller=pieces > 1)
-        if failure:
-            free_memory(run.env.device)
-        if not any(exchange_texts(run.env, failure)):
-            return run.telemetry.decision("loss scale", _described(found, pieces))
-        half = half_of(plan, run.config.data.augment.mixup, job.course.total_steps)
-        if half is None:
-            text = "auto: the backward pass that finds it, in fp32, does not fit in memory; starts at"
-            return run.telemetry.decision("loss scale", f"{text} precision.scale.init")
-        plan = replace(plan, micro_batch=half)
-        first = trial_batches(job.data.train, plan, job.recipe.train_transform, 1)[:1]
-        restore_states(generators, run.env.device)
-
-
-def _dry_loss(job: Job, batch: Batch, pieces: int) -> tuple[Tensor, float | Tensor]:
-    """The loss of a micro-batch of which `batch` is one of so many pieces."""
-    of_batch = loss_of(job.recipe.loss, job.model, batch)
-    return of_batch.sum * pieces, of_batch.count * pieces
-
-
-def _described(found: int | None, pieces: int) -> str:
-    if found is None:
-        return "auto: the first batch gives no usable gradient; starts at precision.scale.init"
-    by = "the first batch" if pieces == 1 else f"1/{pieces} of a micro-batch, because no more fits in fp32"
-    return f"auto: starts at 2^{found} = {2**found}, safe for {by}, within scale.min and scale.max"

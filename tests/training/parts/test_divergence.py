@@ -95,7 +95,7 @@ def test_an_overflow_is_no_reason_to_look_at_the_weights() -> None:
     ("mode", "least", "words"),
     [
         ("dynamic", 1, r"at loss scale 1024, the smallest allowed, .*Lower optim.lr or the loss"),
-        ("auto", 64, r"the smallest allowed, .*Lower precision.scale.min, too"),
+        ("dynamic", 64, r"the smallest allowed, .*Lower precision.scale.min, too"),
         ("static", 1, r"at the constant loss scale 1024, .*precision.scale.init.*mode=dynamic"),
         ("none", 1, r"in a row without a loss scale, .*wire.dtype=fp32"),
     ],
