@@ -31,6 +31,11 @@ FREQUENCIES = (
     "{names}: scale_grad_by_freq=True divides by how often an index occurs in a micro-batch of a rank, so "
     "that results depend on the number of ranks and micro-batches. Build the embedding without it."
 )
+SHARED_GROUP = (
+    "this Stepper shares its process group with that of another network, so its gradients are sent in step() "
+    "and not during the backward pass. Give each Stepper a group of its own, group=dist.new_group(), which "
+    "overlaps both; or build both with Wire(overlap=False)."
+)
 
 ALONE = (
     "{variable}={size}, but no process group is initialised: this process trains alone, and so do others. "

@@ -15,6 +15,7 @@ from torch import Tensor
 from launcher.engine.assembly import StepperOptions, StepperParts
 from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE
 from launcher.engine.errors import NO_GRADIENT, UnusableError, refuse_backward
+from launcher.engine.notices import SHARED_GROUP
 from launcher.engine.optim.fused import Scalars
 from launcher.engine.verdict import Numbers, Terms
 from launcher.engine.wire.step_counts import Reference
@@ -99,15 +100,16 @@ class Step:
     def _begin(self, count: float | Tensor) -> None:
         """Prepare the first pass of a step: n0, and whether buckets are sent within the passes.
 
-        Where there are Steppers of other networks, ranks may make their passes in another order, or not at
-        all. What is sent within a pass would meet another network's message on other ranks, or wait for
-        ranks that wait for this one. All ranks call the step()s in one order: there both are right.
+        Not over a group that Steppers share: ranks may make the passes of the networks in another order, or
+        not at all, and messages of two networks would meet. All ranks call the step()s in one order.
         """
-        others = self._parts.reducer.other_groups()
+        reducer = self._parts.reducer
         self.reference.expect(count)
-        if not others:
-            self.reference.agree()
-        self._sends_early = self.reference.count is not None and self._group not in others
+        shared = reducer.shares_group()
+        if shared and reducer.overlap:
+            self._parts.notices.warn(SHARED_GROUP, stacklevel=4)
+        # In a step before the ranks have agreed on n0, finish() corrects what is sent.
+        self._sends_early = self.reference.count is not None and not shared
 
     def finish(self) -> tuple[Tensor | Numbers, int]:
         """Reduce, agree, unscale, clip, update or skip. On a GPU the host waits for nothing.
@@ -119,8 +121,7 @@ class Step:
         if not self.failed:
             parts.buffers.collect()  # may raise, so it comes before anything is sent or written
         failed, self.failed = self.failed, True  # until the step has finished
-        # A rank without a pass agrees on n0 here, the others did in _begin(): on each it comes before any
-        # bucket.
+        # Before any bucket, and not in the backward pass: a rank may have no pass.
         correction = self.reference.agree()
         parts.clock.mark(COMPUTE)
         parts.reducer.flush(failed, correction)

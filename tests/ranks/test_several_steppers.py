@@ -1,4 +1,4 @@
-"""Several Steppers in one group, interleaved as a GAN or an actor-critic does, with ranks that are idle."""
+"""Several Steppers, interleaved as a GAN or an actor-critic does, with ranks that are idle."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from torch import nn
 
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Scaling, Stepper, Wire
+from tests.models import Planted
 from tests.ranks.harness import run_ranks
 
 PAGE = Path(__file__).parents[2] / "launcher/engine/README.md"
-OWN = "native, each in a group of its own"
+SHARED = "in one group, without overlap"
 WIRES: dict[str, Wire] = {
-    "native": Wire(bucket_bytes=1),
-    "fp32": Wire(bucket_bytes=1, sum="fp32"),
-    "sharded": Wire(bucket_bytes=1, shard=True),
-    "without overlap": Wire(bucket_bytes=1, overlap=False),
-    OWN: Wire(bucket_bytes=1),
+    "in groups of their own": Wire(bucket_bytes=1),
+    "in groups of their own, sharded": Wire(bucket_bytes=1, shard=True),
+    SHARED: Wire(bucket_bytes=1, overlap=False),
 }
 # A letter is a pass of that network, `/` its step.
 ORDERS = {
@@ -113,7 +112,7 @@ def some(env: WorkerEnv, cases: list[Any]) -> list[str]:
     # Where the other rank has no samples in the first step, none has a gradient of `second`.
     warnings.filterwarnings("ignore", ".* parameters received no gradient")
     found = []
-    groups = {name: dist.new_group() if cases[0][0] == OWN else env.group for name in "abc"}
+    groups = {name: env.group if cases[0][0] == SHARED else dist.new_group() for name in "abc"}
     for case in cases:
         try:
             interleaved(groups, env, *case)
@@ -122,11 +121,34 @@ def some(env: WorkerEnv, cases: list[Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wire", WIRES)
-def test_steppers_of_one_group_do_not_mix_their_messages(world_size, wire) -> None:
+def test_several_steppers_do_not_mix_their_messages(world_size, wire) -> None:
     cases = [(wire, order, idle, count) for order in ORDERS for idle in IDLE for count in (1, None)]
     assert run_ranks(world_size, some, cases) == [[]] * world_size
+
+
+def sharing_a_group(env: WorkerEnv) -> list[str]:
+    """The warnings of two Steppers that would overlap, and share the default group; both train right."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options: dict[str, Any] = {"scaling": Scaling("static", 1), "reference_count": 1}
+        steppers = [Stepper(Planted(), SGD(1.0), **options) for _ in range(2)]
+        for _ in range(2):
+            for stepper in steppers[:: 1 - 2 * env.rank]:  # in another order on the other rank
+                stepper.backward(stepper.model(1.0, 0.0), 1)
+            for stepper in steppers:
+                assert not stepper.step().read().skipped
+    for stepper in steppers:
+        assert torch.equal(stepper.named_masters()["matrix"], torch.full((2, 3), -2.0))
+    return [str(each.message) for each in caught]
+
+
+def test_steppers_that_cannot_overlap_because_they_share_a_group_say_so_once() -> None:
+    for texts in run_ranks(2, sharing_a_group):
+        assert len(texts) == 2
+        assert all("shares its process group with that of another network" in text for text in texts)
+        assert all("group=dist.new_group()" in text for text in texts)
 
 
 def trains_a_gan(env: WorkerEnv) -> list[torch.Tensor]:
@@ -134,13 +156,14 @@ def trains_a_gan(env: WorkerEnv) -> list[torch.Tensor]:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
     (code,) = [code for code in blocks if "for_critic" in code]
     found = []
-    for wire in ("Wire()", 'Wire(sum="fp32")', "Wire(shard=True)", "Wire(overlap=False)"):
+    wires = ("Wire(overlap=False)", "Wire(overlap=False, shard=True)")
+    for wire in wires:
         for steps in (6, 0):
             torch.manual_seed(0)
             names: dict[str, Any] = {"data": []}
             generator = torch.Generator().manual_seed(env.rank)
             names["data"] = [(torch.randn(8, 4, generator=generator), None) for _ in range(steps)]
-            exec(compile(code.replace("Wire()", wire), "README.md", "exec"), names)
+            exec(compile(code.replace(wires[0], wire), "README.md", "exec"), names)
             masters = [names[name].named_masters().values() for name in ("for_critic", "for_generator")]
             found += [torch.cat([master.flatten() for master in each]) for each in masters]
     return found

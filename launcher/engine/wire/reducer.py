@@ -67,7 +67,7 @@ class Reducer:
     ) -> None:
         self._layout, self._group, self._transports = layout, group, transports
         self._rank = dist.get_rank(group) if group else 0
-        self._sharded, self._overlap, self._tally = is_sharded(transports), overlap, tally
+        self._sharded, self.overlap, self._tally = is_sharded(transports), overlap, tally
         self._sums = SumOfSquares(layout.device, compiled)
         last = layout.segments[-1]
         # The last segment's gradients and one more element per rank.
@@ -161,7 +161,7 @@ class Reducer:
 
         Outside this context a backward pass is plain torch: its gradients stay in `p.grad`.
         """
-        self._sending.early = early and self._overlap
+        self._sending.early = early and self.overlap
         self.seen.clear()
         self.pending[:] = [len(bucket.slots) for bucket in self.buckets]
         with self.grad_put_aside():
@@ -211,11 +211,11 @@ class Reducer:
             refuse_sparse(name, gradient)
         return {name: gradient for name, gradient in found.items() if gradient.numel()}
 
-    def other_groups(self) -> list[dist.ProcessGroup]:
-        """The groups of the reducers of other networks."""
-        if len(_LIVING) == 1:  # usual; a walk through a WeakSet costs 3 us
-            return []
-        return [other._group for other in _LIVING if other is not self and other._group is not None]
+    def shares_group(self) -> bool:
+        """Whether the gradients of another network are sent over the same process group."""
+        if self._group is None or len(_LIVING) == 1:  # usual; a walk through a WeakSet costs 3 us
+            return False
+        return any(other._group is self._group for other in _LIVING if other is not self)
 
     @property
     def has_received(self) -> bool:
