@@ -132,8 +132,8 @@ def pieces_bytes(message: float, ranks: int, sharing: int) -> float:
     return sharing * message * (ranks - sharing) / ranks
 
 
-def seconds_of_wires(model: Model, mbit: float, ranks: int, sharing: int) -> tuple[float, float, float]:
-    """Seconds of a step with native sums, sums in fp32, and shards; `sharing` ranks have one network card.
+def seconds_of_wires(model: Model, mbit: float, ranks: int, sharing: int) -> tuple[float, float]:
+    """Seconds of a step with native sums, and with shards; `sharing` ranks have one network card.
 
     A ring enters and leaves each machine once. In an all-to-all each rank sends to all others itself.
     """
@@ -142,9 +142,8 @@ def seconds_of_wires(model: Model, mbit: float, ranks: int, sharing: int) -> tup
     exchange_s = wire_seconds(pieces_bytes(message, ranks, sharing), mbit)
     gather_s = ring_s / 2
     native = model.step().over(ring_s)
-    in_fp32 = model.step().over(exchange_s + gather_s)
     sharded = model.step(ranks).over(exchange_s) + gather_s  # weights are gathered after the update
-    return native, in_fp32, sharded
+    return native, sharded
 
 
 def young_s(cost_s: float, mtbf_s: float) -> float:
@@ -215,11 +214,10 @@ def _steps(model: Model) -> Rows:
 
 
 def _wires(models: Sequence[Model]) -> Rows:
-    kinds = ("`sum=fp32`", "`shard=true`")
     yield (
         f"step over `native`, {MANY} ranks",
         "ranks per card",
-        *(f"{model.name}, {kind}" for model in models for kind in kinds),
+        *(f"{model.name}, `shard=true`" for model in models),
     )
     for name in SHARED:
         for sharing in (1, 8):

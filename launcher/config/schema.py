@@ -154,7 +154,6 @@ class PrecisionConfig:
 @dataclass(frozen=True)
 class WireConfig:
     dtype: Literal["auto", "fp16", "bf16", "fp32"]
-    sum: Literal["native", "fp32"]
     shard: bool
     bucket_mb: Auto | Positive
     overlap: bool

@@ -29,7 +29,7 @@ SHOWN = 4  # modules that an error names
 KINDS = {
     "policy": (Policy, "Policy.fp16()"),
     "scaling": (Scaling, "Scaling(init=1024)"),
-    "wire": (Wire, 'Wire(sum="fp32")'),
+    "wire": (Wire, "Wire(shard=True)"),
 }
 
 

@@ -29,7 +29,7 @@ from launcher.engine.precision.loss_scale import LossScale, Scaling
 from launcher.engine.precision.policy import Policy, choose_emulation
 from launcher.engine.replica import Replica
 from launcher.engine.verdict import Terms, judge_on
-from launcher.engine.wire.choice import Wire, choose_transports, may_regroup
+from launcher.engine.wire.choice import Wire, choose_transports
 from launcher.engine.wire.reducer import Reducer
 from launcher.engine.wire.shards import Shards
 from launcher.engine.wire.step_counts import Tally
@@ -82,10 +82,7 @@ class StepperParts:
         grouping = Grouping.of(model, choices.groups)
         # Before the layout moves the parameters: a refused model is unchanged.
         refuse_unadaptable(optimizer, model, grouping, policy, wire.shard and world_size > 1)
-        regroups = may_regroup(wire, wire.dtype or policy.wire, world_size)
-        self.layout = layout = Layout(
-            model, policy, wire.dtype, world_size, wire.bucket_bytes, grouping, regroups
-        )
+        self.layout = layout = Layout(model, policy, wire.dtype, world_size, wire.bucket_bytes, grouping)
         # One contract, two places for a step's numbers: on a CPU the host reads them, which costs less.
         self.on_host = on_host = decides_on_host(layout.device)
         self.buffers = Buffers(model, group)

@@ -198,34 +198,10 @@ class Stepper:
         self._step.reference.micro_batches = micro_batches
 
     @property
-    def bucket_bytes(self) -> int:
-        """About how large the buckets are in which matrices are sent; a larger parameter has its own."""
-        return self.reducer.message_bytes
-
-    @property
     def num_buckets(self) -> int:
         """The number of messages in which the gradients of a step are sent."""
         return len(self.reducer.buckets)
 
-    def bucket_sizes(self) -> list[int]:
-        """Sizes in bytes for `set_bucket_bytes`, in rising order; one or none where there is no choice.
-
-        Only with Wire(bucket_bytes=None), and where the bits of a step do not depend on the size: with two
-        ranks, or with sums in fp32 of a half wire, whose optimizer is not sharded.
-        """
-        return self.layout.message_sizes() if self.layout.regroups else []
-
-    def set_bucket_bytes(self, bucket_bytes: int) -> None:
-        """Send buckets of about this size, one of `bucket_sizes()`, from the next step on. Keeps all bits.
-
-        Between steps, on all ranks alike.
-        """
-        self._step.refuse_within("set_bucket_bytes()")
-        if bucket_bytes not in (sizes := self.bucket_sizes()):
-            raise UnusableError(
-                f"bucket_bytes={bucket_bytes!r}: it must be one of bucket_sizes(), which are {sizes}."
-            )
-        self.reducer.regroup(bucket_bytes)
 
     def vote(self, question: int, votes: int = 1) -> None:
         """Vote on one of the caller's questions in the coming step, before its first backward().

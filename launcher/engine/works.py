@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 from collections import deque
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
@@ -40,16 +39,6 @@ def wait_for(work: dist.Work | None, tensor: Tensor) -> None:
     _under_way.discard(work)
     if tensor.device.type == "cpu":
         _finished.append(work)
-
-
-def wait_for_message(work: dist.Work | None, timeout: timedelta) -> None:
-    """Wait for a message to or from one rank over Gloo, none of whose threads holds its work.
-
-    Until then it must be kept: bytes that arrive for a work that was freed block their connection.
-    """
-    assert work is not None
-    work.wait(timeout)
-    _under_way.discard(work)
 
 
 def run(work: dist.Work | None, tensor: Tensor) -> None:

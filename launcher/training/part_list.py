@@ -10,7 +10,6 @@ from launcher.training.job import Job
 from launcher.training.moments import Parts
 from launcher.training.parts.averages import Averages
 from launcher.training.parts.bad_samples import BadSamples
-from launcher.training.parts.bucket_trial import BucketTrial
 from launcher.training.parts.checkpoints import Checkpoints
 from launcher.training.parts.divergence import DivergenceCheck
 from launcher.training.parts.early_stopping import EarlyStopping
@@ -47,15 +46,11 @@ def parts_of(
     run, config, course, several = job.run, job.run.config, job.course, job.run.env.world_size > 1
     inspector, trained, totals = DivergenceInspector(job), TrainingMetrics(job.answers), Totals(job)
     rescue = Rescue(run, inspector)
-    trial = BucketTrial(
-        run.stepper, run.env.world_size, course.total_steps, config.wire.shard, run.telemetry.decision
-    )
     stop, compare_by = config.early_stopping, job.recipe.compare_by
     parts: list[object | None] = [
         Averages(run, run.average) if run.average is not None else None,
         run.reports,  # reads the step before: what follows may use it
         Stragglers(run, [peer.host for peer in peers]) if several else None,
-        trial if several and config.wire.bucket_mb == "auto" else None,
         BadSamples(run),
         trained,
         totals,

@@ -36,7 +36,7 @@ class SavedRun:
         num_samples = 0 if isinstance(job.data.train, StreamData) else job.plan.num_samples
         self._identity = Identity.of(self.run.config, self.run.stepper.model, num_samples)
         wire = self.run.config.wire
-        form = f"{wire.dtype}, summed in {wire.sum}{', sharded' if wire.shard else ''}"
+        form = f"{wire.dtype}{', sharded' if wire.shard else ''}"
         self._origin = Origin(self.run.env.world_size, form)
         self._settings = settings_of(self.run.config)  # once: it takes 1 ms, which each checkpoint would wait
 

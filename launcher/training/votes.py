@@ -23,9 +23,8 @@ class Question(IntEnum):
     MISSING_SAMPLES = 8  # as many votes as a rank lacks of its share, where a stream ends
 
 
-# No questions: the times of one rank, which `stragglers` sends as votes, and the times of all
-# ranks, which `bucket_trial` sends.
-WAIT_SLOT, DATA_SLOT, BUCKET_SLOT = 5, 6, 7
+# No questions: the times of one rank, which `stragglers` sends as votes.
+WAIT_SLOT, DATA_SLOT = 5, 6
 
 
 def time_as_votes(milliseconds: float) -> int:
@@ -33,9 +32,8 @@ def time_as_votes(milliseconds: float) -> int:
     return round(1e3 * milliseconds) + 1
 
 
-def milliseconds_of(votes: int, num_ranks: int = 1) -> float:
-    """The sum of the times of so many ranks."""
-    return (votes - num_ranks) / 1e3
+def milliseconds_of(votes: int) -> float:
+    return (votes - 1) / 1e3
 
 
 # Read in every step: a plain int indexes in a third of the time that an IntEnum takes.

@@ -4,7 +4,7 @@
 
 On torch's fake process group, whose collectives send nothing and hand each rank its own values. A backward
 pass delivers the gradients of 1 M parameters, and step() reduces, judges and updates, on the wire `native`,
-with fp32 sums, and sharded. Every rank reads as many elements whatever the number of ranks, and with shards
+and sharded. Every rank reads as many elements whatever the number of ranks, and with shards
 updates fewer on more. One thread; the numbers of ranks alternate.
 """
 
@@ -26,7 +26,7 @@ from scripts.bench.delivery import loss_delivering
 from scripts.bench.interleaved import Goal, Times, goal_table, interleave, row_of, write
 
 WORLD_SIZES = (8, 64, 512, 4096, 16384)
-WIRES = {"native": Wire(), "sum=fp32": Wire(sum="fp32"), "shard": Wire(shard=True)}
+WIRES = {"native": Wire(), "shard": Wire(shard=True)}
 MATRIX, NUM_LAYERS = (512, 512), 4
 GATHERS = ("all_gather_single", "all_gather_into_tensor")
 GOAL = 1.1  # flat within 10 %

@@ -156,7 +156,6 @@ def wires(device: torch.device, dry_run: bool) -> dict[str, Any]:
         found = {}
         for name, wire in (
             ("native", Wire()),
-            ("fp32", Wire(sum="fp32")),
             ("shard", Wire(shard=True)),
             ("no overlap", Wire(overlap=False)),
         ):

@@ -14,8 +14,7 @@ without a wire. Sharded ranks send half of these bytes beside the update. The fo
 our own step, and for the cost of sending the time that the same step takes longer over the link without a
 limit, as `plan --measure` does over loopback.
 
---buckets compares ours with itself: buckets of given sizes, and of the size that the launcher measures in its
-first steps over that link.
+--buckets compares ours with itself: buckets of given sizes, and of the size that follows from the model's.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ def goals_of_times(mbit: int, found: dict[str, Any], num_parameters: int) -> lis
         tuned = best(times, hook)
         goals.append(Goal.of("P5", f"{mbit} Mbit, {own}", times, own, hook, OF_HOOK_DEFAULT))
         goals.append(Goal.of("P5", f"{mbit} Mbit, {own}, best buckets", times, own, tuned, OF_HOOK_BEST))
-    wires = ("ours, sum=fp32", "ours, shard")
+    wires = ("ours, shard",)
     goals += [Goal.of("wire", f"{mbit} Mbit, {side}", times, side, "ours", OF_NATIVE) for side in wires]
     times["limit"] = limits_of_shards(found["alone"]["fp16"], mbit, num_parameters)
     what = f"{mbit} Mbit, ours, shard"
@@ -197,10 +196,10 @@ def speed_up(mbit: int, times: Times, side: str) -> Goal:
 
 
 def goal_of_buckets(mbit: int, times: Times) -> Goal:
-    """The size that the launcher measures over the best of those that were given."""
+    """The size that the launcher chooses over the best of those that were given."""
     given = [name for name in times if name != AUTO]
     fastest = min(given, key=lambda name: statistics.median(times[name]))
-    return Goal.of("buckets", f"{mbit} Mbit, size as measured", times, AUTO, fastest, OF_BEST_SIZE)
+    return Goal.of("buckets", f"{mbit} Mbit, size as chosen", times, AUTO, fastest, OF_BEST_SIZE)
 
 
 def tell(mbit: int, times: Times, limits: dict[str, list[float]]) -> None:
@@ -246,7 +245,6 @@ def main() -> None:
             found = timed[str(rate)]
             goals.append(goal_of_buckets(rate, found["times"]))
             tell(rate, found["times"], {})
-            print(f"wire.bucket_mb=auto: {found['chosen']}")
             rows[f"buckets, {rate} Mbit"] = {
                 name: row_of(seconds) for name, seconds in found["times"].items()
             }

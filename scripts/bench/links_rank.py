@@ -27,15 +27,13 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import Stepper, StepResult, Wire
+from launcher.engine import Wire
 from launcher.process.allocator import keep_freed_memory
 from launcher.process.lifetime import die_with_parent
-from launcher.training.parts.bucket_trial import BucketTrial
-from launcher.training.progress import Position
 from scripts.bench.baselines import Batch, Setup, Step, ddp, ddp_with_hook, refuse_disagreement
 from scripts.bench.interleaved import Times, interleave
 from scripts.bench.network import bytes_sent, limit_own_link
-from scripts.bench.ours import ours, step_with, stepper_for
+from scripts.bench.ours import ours, stepper_for
 
 HALF = torch.float16
 SETUP = Setup("sgd", half=False, init_scale=2**10)
@@ -46,14 +44,12 @@ TUNED_MB = (1, 2, 4)  # buckets of DistributedDataParallel besides its default o
 OURS = {
     "ours, fp32 arithmetic": Wire(dtype=HALF),
     "ours": Wire(),
-    "ours, sum=fp32": Wire(sum="fp32"),
     "ours, shard": Wire(shard=True),
 }
 # By side of ours: the policy of the same step without a wire.
 ARITHMETIC = {"ours, fp32 arithmetic": "fp32", "ours": "fp16"}
-BUCKETS_MB = (0.25, 0.5, 1, 2, 4, 8, 16)  # of ours, beside the size that it measures
-AUTO = "measured"
-ENOUGH = 1000  # steps that the launcher believes to come, so that measuring pays
+BUCKETS_MB = (0.25, 0.5, 1, 2, 4, 8, 16)  # of ours, beside the size that it chooses
+AUTO = "from the model's size"
 CHECKED_STEPS, TOLERANCE = 10, 0.01
 
 
@@ -274,55 +270,22 @@ def timed(plan: Plan, batch: Batch) -> dict[str, Any]:
 
 
 def timed_buckets(plan: Plan, batch: Batch) -> dict[str, Any]:
-    """Seconds of steps by rate and size of the buckets, and by rate what was measured and chosen."""
+    """Seconds of steps by rate and size of the buckets."""
     model = plan.model()
     sides: dict[str, Step] = {}
     for mb in BUCKETS_MB:
         wire = Wire(bucket_bytes=int(mb * 2**20))
         sides[f"{mb} MB"] = ours(copy.deepcopy(model), SETUP, wire=wire, emulate=True)
-    stepper = stepper_for(copy.deepcopy(model), SETUP, emulate=True)
-    usual = stepper.bucket_bytes
-    sides[AUTO] = step_with(stepper)
+    sides[AUTO] = ours(copy.deepcopy(model), SETUP, emulate=True)
     checked(sides, batch)
     calls = {name: partial(step, batch) for name, step in sides.items()}
     found: dict[str, Any] = {}
     for mbit in plan.mbits:
         dist.barrier()
         limit_own_link(mbit)
-        chosen = measured_size(stepper, usual, batch)
-        times = interleave(calls, plan.repeats, warm_up=1, before=dist.barrier)
-        found[str(mbit)] = {"times": times, "chosen": chosen}
+        found[str(mbit)] = {"times": interleave(calls, plan.repeats, warm_up=1, before=dist.barrier)}
     limit_own_link(None)
     return found
-
-
-def measured_size(stepper: Stepper, usual: int, batch: Batch) -> str:
-    """What the launcher's first steps over this link choose, and why."""
-    said: list[str] = []
-    if len(stepper.bucket_sizes()) < 2:
-        return "nothing: all sizes make the same buckets"  # of the small network of --quick
-    stepper.set_bucket_bytes(usual)  # as at the start of a run
-
-    def decide(topic: str, text: str, **fields: object) -> None:
-        said.append(text)
-
-    trial = BucketTrial(stepper, dist.get_world_size(), ENOUGH, False, decide)
-    trial.begin(0)
-    inputs, labels = batch
-    waiting: tuple[Position, StepResult] | None = None
-    for number in range(1, ENOUGH):
-        position = Position(0, number - 1, number)
-        trial.vote(position)
-        with stepper.forward():
-            loss = F.cross_entropy(stepper.model(inputs).float(), labels, reduction="sum")
-        stepper.backward(loss, len(labels))
-        result = stepper.step()
-        if waiting is not None:
-            trial.after_step(waiting[0], waiting[1].read())
-        waiting = position, result
-        if said:
-            break
-    return said[0]
 
 
 def main() -> None:

@@ -171,7 +171,6 @@ def test_a_rate_of_zero_is_for_own_loops_only() -> None:
         (lambda: Scaling(init=2, min=4), "min <= init <= max"),
         (lambda: Scaling(init=2**20, max=2**16), "min <= init <= max"),
         (lambda: SGD(0.1, nesterov=True), "nesterov=True: it needs momentum above 0"),
-        (lambda: Wire(sum="fp16"), "sum='fp16'"),
         (lambda: Wire(dtype=torch.float64), "dtype=torch.float64: it must be None or one of torch.float16"),
         (lambda: Wire(dtype="fp16"), "dtype='fp16': it must be None or one of torch.float16"),
         (lambda: stepper(learning_rates=[]), "learning_rates is empty"),

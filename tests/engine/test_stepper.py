@@ -292,11 +292,9 @@ def test_settings_that_would_train_wrongly_without_a_word_are_refused(options, t
         Stepper(**{"model": Planted(), "optimizer": SGD(0.1)} | options)
 
 
-def test_a_misspelt_way_of_scaling_or_summing_is_refused() -> None:
+def test_a_misspelt_way_of_scaling_is_refused() -> None:
     with pytest.raises(UnusableError, match="mode='dynmic': it must be one of dynamic, static, none"):
         Scaling(mode="dynmic")
-    with pytest.raises(UnusableError, match="sum='fp64': it must be one of native, fp32"):
-        Wire(sum="fp64")
 
 
 def test_a_negative_count_is_refused() -> None:

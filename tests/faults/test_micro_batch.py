@@ -99,7 +99,12 @@ HALVED: dict[str, tuple[int, tuple[str, ...], tuple[int, ...], int]] = {
     # ranks, words, which of them lack memory, and in which pass first
     "one of two, in mid-run": (2, (), (1,), 6),
     "both, in the first step": (2, ("wire.shard=true",), (0, 1), 0),
-    "the leader, before an evaluation": (2, ("wire.sum=fp32", "train.eval_every_steps=7", AVERAGED), (0,), 6),
+    "the leader, before an evaluation": (
+        2,
+        ("wire.shard=true", "train.eval_every_steps=7", AVERAGED),
+        (0,),
+        6,
+    ),
     "alone, in loader processes": (1, ("recipe.uses=noisy_indexed", "data.workers=2"), (0,), 6),
     "alone, from a stream": (1, ("recipe.uses=noisy_streamed", "data.workers=1"), (0,), 6),
     "one of two, whose first steps draw less": (2, ("recipe.uses=noisy_later",), (1,), 6),

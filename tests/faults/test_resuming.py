@@ -164,7 +164,7 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...], tuple[int, ...]]] = {
     ),
     "fp32 sums, overflows after the stop": (
         2,
-        ("wire.sum=fp32", "precision.scale.init=16777216", "precision.scale.growth_interval=2"),
+        ("wire.shard=true", "precision.scale.init=16777216", "precision.scale.growth_interval=2"),
         (8, 18),
     ),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 
 import pytest
@@ -18,7 +17,6 @@ from launcher.engine.diagnostics.nonfinite import diagnose
 from launcher.engine.flat.layout import Piece
 from launcher.engine.optim.fused import Scalars
 from launcher.engine.optim.updater import DEVICE_CHUNK, Updater
-from launcher.engine.wire.transports import WideSum
 from scripts.bench.baselines import Setup, raw
 from scripts.bench.gpu_road import profiled, resnet_steps
 from tests.configs import composed
@@ -108,9 +106,7 @@ def test_the_plain_update_takes_a_chunk_of_memory(gpu) -> None:
     assert torch.cuda.max_memory_allocated(gpu) - before < 4 * DEVICE_CHUNK + 2**20
 
 
-@pytest.mark.parametrize(
-    "wire", [Wire(), Wire(sum="fp32"), Wire(shard=True), Wire(overlap=False)], ids=lambda wire: str(wire.sum)
-)
+@pytest.mark.parametrize("wire", [Wire(), Wire(shard=True), Wire(overlap=False)], ids=str)
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.usefixtures("same_bits")
 def test_a_group_of_one_gives_the_bits_of_none(device, group_of_one, wire, k) -> None:
@@ -120,26 +116,6 @@ def test_a_group_of_one_gives_the_bits_of_none(device, group_of_one, wire, k) ->
         for step in range(6):
             for part in range(k):
                 forward_backward(stepper, *batch_of(device, 10 * step + part, BATCH // k))
-            stepper.step()
-        states.append(state_on_host(stepper))
-    assert states[0] == states[1]
-
-
-@pytest.mark.usefixtures("same_bits")
-@pytest.mark.parametrize("late", ["side", "current"])
-def test_a_stream_that_is_late_changes_no_bits(device, group_of_one, late) -> None:
-    """Sums and gathers run on a second stream: events order it with the step's, whichever is behind."""
-    wire, states = Wire(sum="fp32", bucket_bytes=256), []
-    for delayed in (False, True):
-        stepper = stepper_of(device, Policy.fp16(), group=group_of_one, wire=wire)
-        assert len(stepper.reducer.buckets) > 2
-        transports = [bucket.transport for bucket in stepper.reducer.buckets]
-        (side,) = {t._side for t in transports if isinstance(t, WideSum)}
-        for step in range(6):
-            if delayed and device.type == "cuda":
-                with side.alone() if late == "side" else contextlib.nullcontext():
-                    torch.cuda._sleep(20_000_000)  # cycles, about 10 ms
-            forward_backward(stepper, *batch_of(device, step))
             stepper.step()
         states.append(state_on_host(stepper))
     assert states[0] == states[1]

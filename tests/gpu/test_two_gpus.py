@@ -23,9 +23,7 @@ def two_gpus() -> None:
         pytest.skip("needs two CUDA devices")
 
 
-@pytest.mark.parametrize(
-    "words", [(), ("wire.sum=fp32",), ("wire.shard=true",), ("data.micro_batch=4",)], ids=" ".join
-)
+@pytest.mark.parametrize("words", [(), ("wire.shard=true",), ("data.micro_batch=4",)], ids=" ".join)
 def test_two_ranks_train_alike(tmp_path, words) -> None:
     """The comparison of the replicas ends a run whose ranks drift apart."""
     launched = [sys.executable, "-m", "launcher", *RUN, *words, "launch.nproc=2", f"run.dir={tmp_path}/run"]

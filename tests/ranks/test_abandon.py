@@ -18,7 +18,6 @@ from tests.ranks.harness import run_ranks
 WIRES: dict[str, dict[str, Any]] = {
     "native": {},
     "predivided": {"predivide": 4},
-    "fp32": {"sum": "fp32"},
     "sharded": {"shard": True},
 }
 

@@ -1,4 +1,4 @@
-"""The native, the fp32-sum and the sharded wire compared: the same step and bytes, their own roundings.
+"""The native and the sharded wire compared: the same step and bytes, their own roundings.
 
 Sharded masters and states belong here; sums and bytes of the native wire alone are in test_native_wire.py.
 """
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import launcher.engine.wire.choice as choice
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, UnusableError, Wire
 from launcher.engine.diagnostics.exponents import ExponentCounter, GradientStatistics
@@ -25,8 +24,8 @@ from tests.ranks.harness import run_ranks
 
 T = TypeVar("T")
 FOUR = pytest.param(4, marks=pytest.mark.slow)  # ranks
-WIRES = {"native": Wire(), "fp32": Wire(sum="fp32"), "sharded": Wire(shard=True)}
-SMALL = {name: Wire(bucket_bytes=256, sum=wire.sum, shard=wire.shard) for name, wire in WIRES.items()}
+WIRES = {"native": Wire(), "sharded": Wire(shard=True)}
+SMALL = {name: Wire(bucket_bytes=256, shard=wire.shard) for name, wire in WIRES.items()}
 
 
 def trained(env: WorkerEnv, wire: Wire, policy: Policy, steps: int, optimizer=None) -> dict:
@@ -89,7 +88,7 @@ def test_fp16_weights_are_the_rounded_masters_on_all_ranks_for_every_wire(world_
 def test_all_wires_send_the_same_bytes_and_shards_divide_the_memory() -> None:
     ranks = run_ranks(2, large_states)
     native, sharded = ranks[0]["native"], ranks[0]["sharded"]
-    assert ranks[0]["fp32"]["bytes"] == native["bytes"] == sharded["bytes"]
+    assert native["bytes"] == sharded["bytes"]
     assert native["state_bytes"] / native["parameters"] <= 16.5
     assert sharded["state_bytes"] / sharded["parameters"] <= 4 + 12 / 2 + 0.5
 
@@ -127,13 +126,12 @@ def plant(env: WorkerEnv, wire: Wire, matrix: float, scale: int = 1) -> dict:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, FOUR])
-def test_60000_on_every_rank_overflows_native_and_gives_the_mean_elsewhere(world_size) -> None:
+def test_60000_on_every_rank_overflows_native_and_gives_the_mean_sharded(world_size) -> None:
     mean_norm = 60000 * 35**0.5
     for rank in run_ranks(world_size, on_every_wire, plant, 60000.0):
         assert rank["native"]["skipped"]
-        for name in ("fp32", "sharded"):
-            assert not rank[name]["skipped"], name
-            assert rank[name]["norm"] == pytest.approx(mean_norm, rel=1e-3), name
+        assert not rank["sharded"]["skipped"]
+        assert rank["sharded"]["norm"] == pytest.approx(mean_norm, rel=1e-3)
 
 
 def plant_inf_on_last_rank(env: WorkerEnv, wire: Wire) -> tuple:
@@ -185,7 +183,7 @@ def count_collectives(env: WorkerEnv, wire: Wire) -> list[str]:
     """The names of the collectives of a second step, in order."""
     calls: list[str] = []
     gathers = ["all_gather_single", "all_gather_into_tensor"]
-    for name in ("all_reduce", "all_to_all_single", "isend", "irecv", *gathers):
+    for name in ("all_reduce", "all_to_all_single", *gathers):
         original = getattr(dist, name, None)
         if original is not None and not (name == gathers[1] and hasattr(dist, gathers[0])):
             setattr(dist, name, recording(original, name, calls))
@@ -214,8 +212,6 @@ def recording(original, name, calls):
     ("world_size", "name", "expected"),
     [
         (2, "native", ["all_reduce"] * 3),
-        (2, "fp32", ["all_reduce", "irecv", "isend", "all_reduce"]),
-        (3, "fp32", ["all_reduce", "all_to_all_single", "all_reduce", "all_gather_single"]),
         (2, "sharded", ["all_to_all_single", "all_reduce", "all_reduce", "all_gather_single"]),
     ],
 )
@@ -226,45 +222,10 @@ def test_no_collective_beyond_the_buckets_and_the_counts(world_size, name, expec
     assert sorted(call.replace("into_tensor", "single") for call in first) == sorted(expected)
 
 
-def both_exchanges(env: WorkerEnv) -> list[torch.Tensor]:
-    """The same gradients reduced in one exchange and in two: equal bits, and nothing held afterwards."""
-    found = []
-    values = torch.randn(64, 48, generator=torch.Generator().manual_seed(env.rank))
-    values = (values * torch.logspace(-8, 5, 64)[:, None]).clamp(-6e4, 6e4)  # down to subnormal ones
-    for two_exchanges in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            if two_exchanges:
-                patch.setattr(choice, "is_pair", lambda layout, group: False)
-            scaling = Scaling("static", init=1)
-            stepper = Stepper(
-                *(Planted(64, 48, 5), SGD(1.0), Policy.fp16(), env.group),
-                wire=SMALL["fp32"],
-                scaling=scaling,
-                reference_count=1,
-            )
-        kinds = {type(bucket.transport).__name__ for bucket in stepper.reducer.buckets}
-        assert kinds == {"NativeSum", "WideSum" if two_exchanges else "WidePair"}
-        with stepper.forward():
-            loss = stepper.model(values, 1.0)
-        stepper.backward(loss, 1)
-        assert not stepper.step().read().skipped
-        assert all(bucket.received is None for bucket in stepper.reducer.buckets)
-        found.append(stepper.layout.gradients()["matrix"].clone())
-    return found
-
-
-def test_two_ranks_have_in_one_exchange_the_bits_of_two() -> None:
-    ranks = run_ranks(2, both_exchanges)
-    for one, two in ranks:
-        assert torch.equal(one, two)
-        assert one.abs().max() > 65504 / 2  # a sum in fp16 would overflow
-        assert torch.equal(one, ranks[0][0])
-
-
 def drop_a_step(env: WorkerEnv) -> float:
     """A stepper goes away while its messages are under way; the group is used again."""
     model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(4)))
-    wire = Wire(sum="fp32", bucket_bytes=1 << 21)
+    wire = Wire(bucket_bytes=1 << 21)
     stepper = Stepper(model, SGD(0.1), Policy.fp16(), env.group, wire=wire, reference_count=1)
     if env.rank:
         time.sleep(0.5)
@@ -344,10 +305,9 @@ def send_subnormals(env: WorkerEnv, wire: Wire) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{"sum": "fp32"}, {"predivide": 4}], ids=str)
-def test_a_gradient_is_widened_before_it_is_multiplied(options, dtype) -> None:
+def test_a_gradient_is_widened_before_it_is_multiplied(dtype) -> None:
     """Halved in fp16, 3 * 2^-24 would be 2 * 2^-24."""
-    for weight in run_ranks(2, send_subnormals, Wire(dtype=dtype, **options)):
+    for weight in run_ranks(2, send_subnormals, Wire(dtype=dtype, predivide=4)):
         assert weight == -3 * 2.0**-24
 
 

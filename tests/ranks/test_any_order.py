@@ -154,7 +154,6 @@ def weights_digest(stepper: Stepper) -> str:
 CASES = {
     "fp16": (3, Policy.fp16(), Wire()),
     "fp32": (2, Policy.fp32(), Wire(overlap=False)),
-    "summed in fp32": (2, Policy.fp16(), Wire(sum="fp32", bucket_bytes=64)),
     "sharded": (3, Policy.fp16(), Wire(shard=True, bucket_bytes=64)),
     "bf16": (3, Policy.bf16(), Wire(bucket_bytes=64)),
 }

@@ -22,7 +22,7 @@ rank, world_size, folder, kind, ending = int(sys.argv[1]), int(sys.argv[2]), *sy
 store = dist.FileStore(folder + "/store", world_size)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 group = dist.new_group([0, 1]) if kind == "subgroup" else dist.group.WORLD
-wire = {"shard": Wire(shard=True), "fp32": Wire(sum="fp32")}.get(kind)
+wire = {"shard": Wire(shard=True)}.get(kind)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
 stepper = Stepper(model, AdamW(lr=3e-4), policy=Policy.fp16(), group=group, wire=wire)
 for step in range(5):
@@ -67,7 +67,6 @@ CASES = [
     ("subgroup", "return"),
     ("shard", "return"),
     ("shard", "exception"),
-    ("fp32", "destroy"),
 ]
 
 

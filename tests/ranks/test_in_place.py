@@ -15,7 +15,7 @@ from tests.engine.observe import state_digest, train
 from tests.models import conv_net, features, loss_sum
 from tests.ranks.harness import run_ranks
 
-WIRES = {"native": Wire(), "fp32 sums": Wire(sum="fp32"), "sharded": Wire(shard=True)}
+WIRES = {"native": Wire(), "sharded": Wire(shard=True)}
 
 
 class Table(nn.Module):

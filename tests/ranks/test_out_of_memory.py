@@ -9,7 +9,6 @@ import torch
 
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Scaling, Stepper, StepReport, Wire
-from launcher.engine.wire.transports import Bucket, WideSum
 from tests.engine.observe import state_digest
 from tests.models import features, loss_sum, mlp
 from tests.ranks.harness import run_ranks
@@ -18,9 +17,8 @@ from tests.shortage import NOWHERE, Shortage
 WIRES: dict[str, Wire] = {
     "native": Wire(bucket_bytes=1),
     "predivided": Wire(bucket_bytes=1, predivide=4),
-    "fp32": Wire(bucket_bytes=1, sum="fp32"),
     "sharded": Wire(bucket_bytes=1, shard=True),
-    "without overlap": Wire(bucket_bytes=1, sum="fp32", overlap=False),
+    "without overlap": Wire(bucket_bytes=1, shard=True, overlap=False),
 }
 
 
@@ -90,25 +88,16 @@ def plant_everywhere(
     return allocations, state_digest(stepper) == expected
 
 
-def can_follow(self: WideSum, bucket: Bucket) -> bool:
-    """Once the exchange has completed, so that each step has the same allocations in the same order."""
-    if self._second is None or bucket.work is None:
-        return False
-    bucket.work.wait()
-    return True
-
-
 def some_cases(env: WorkerEnv, cases: list[tuple[str, int, bool, bool]]) -> list[tuple[int, bool]]:
-    WideSum.can_follow = can_follow  # type: ignore[method-assign]
     return [plant_everywhere(env, *case) for case in cases]
 
 
 CASES = [(wire, 1, every, False) for wire in WIRES for every in (False, True)]
-CASES += [(wire, 2, False, False) for wire in ("native", "fp32")]
+CASES += [(wire, 2, False, False) for wire in ("native", "sharded")]
 CASES += [("native", 1, every, True) for every in (False, True)]
 
 
-FEW = [(wire, 1, wire == "native", wire == "native") for wire in ("native", "fp32", "sharded")]
+FEW = [(wire, 1, wire == "native", wire == "native") for wire in ("native", "sharded")]
 
 
 @pytest.mark.parametrize(

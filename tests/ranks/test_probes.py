@@ -13,7 +13,7 @@ from launcher.engine import SGD, EngineWarning, Policy, Scaling, Stepper, Wire
 from tests.models import Planted
 from tests.ranks.harness import run_ranks
 
-WIRES = {"native": {}, "fp32": {"sum": "fp32"}, "sharded": {"shard": True}}
+WIRES = {"native": {}, "sharded": {"shard": True}}
 Case = tuple[str, bool, int, bool]  # wire, overlap, micro-batches, whether rank 1 has none of them
 
 CASES: list[Case] = [

@@ -55,7 +55,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "rate": ({"learning_rates": [0.1, 0.2]}, "learning_rates is (0.1, 0.2), not (0.1)."),
     "rates": ({"learning_rates": [0.1] * 9 + [0.2]}, "learning_rates is 10 from 0.1 to 0.2 ("),
     "scaling": ({"scaling": Scaling(growth_interval=9)}, "scaling.growth_interval is 9, not 2000."),
-    "sum": ({"wire": Wire(sum="fp32")}, "wire.sum is fp32, not native."),
+    "shard": ({"wire": Wire(shard=True)}, "wire.shard is True, not False."),
     "overlap": ({"wire": Wire(overlap=False)}, "wire.overlap is False, not True."),
     "bucket": ({"wire": Wire(bucket_bytes=99)}, "wire.bucket_bytes is 99, not None."),
     "NumPy's number": ({"clip_norm": np.float32(2.5)}, "clip_norm is 2.5, not None."),

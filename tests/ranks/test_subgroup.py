@@ -14,7 +14,7 @@ from tests.engine.observe import state_digest, train
 from tests.models import Planted, conv_net, features
 from tests.ranks.harness import run_ranks
 
-WIRES = {"native": Wire(), "fp32": Wire(sum="fp32"), "sharded": Wire(shard=True)}
+WIRES = {"native": Wire(), "sharded": Wire(shard=True)}
 
 
 def all_that_communicates(group: dist.ProcessGroup) -> dict[str, Any]:

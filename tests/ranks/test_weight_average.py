@@ -12,7 +12,7 @@ from tests.ranks.harness import run_ranks
 
 
 def averages(env: WorkerEnv, sharded: bool) -> dict[str, torch.Tensor]:
-    wire = Wire(sum="fp32", shard=sharded)
+    wire = Wire(shard=sharded)
     stepper = Stepper(
         conv_net(), AdamW(0.01), Policy.fp16(), env.group, wire=wire, scaling=Scaling(init=1024)
     )

@@ -171,7 +171,7 @@ def test_without_a_gpu_the_parts_are_skipped(tmp_path, capsys) -> None:
 def test_every_wire_gives_a_group_of_one_the_bits_of_no_group(monkeypatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)  # restored: the check sets both
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    assert len(gpu_road.wires(torch.device("cpu"), dry_run=True)) == 8
+    assert len(gpu_road.wires(torch.device("cpu"), dry_run=True)) == 6
 
 
 @pytest.mark.slow

@@ -59,10 +59,7 @@ def test_goals_are_over_the_best_buckets_of_the_hook_and_over_the_default_ones()
     speed_up = found["P4", "ddp"]
     assert (speed_up.value, speed_up.reached) == (pytest.approx(4 / 2.1), True)
     assert not links.goals_of_times(300, {"times": times_of(2.2), "alone": alone} | SENDING, 1)[1].reached
-    assert {goal.what for goal in goals if goal.row == "wire"} == {
-        "300 Mbit, ours, sum=fp32",
-        "300 Mbit, ours, shard",
-    }
+    assert {goal.what for goal in goals if goal.row == "wire"} == {"300 Mbit, ours, shard"}
 
 
 def test_the_forecast_of_a_step_is_compared_with_what_it_took() -> None:
@@ -78,10 +75,10 @@ def test_the_forecast_of_a_step_is_compared_with_what_it_took() -> None:
     assert goal.value == pytest.approx(abs((0.5 + 0.01 + 16 / 956 / 4) / 0.6 - 1))
 
 
-def test_the_measured_size_is_compared_with_the_best_of_the_given_ones() -> None:
-    goal = links.goal_of_buckets(100, {"1 MB": [4.0] * 3, "2 MB": [3.0] * 3, "measured": [3.3] * 3})
+def test_the_chosen_size_is_compared_with_the_best_of_the_given_ones() -> None:
+    goal = links.goal_of_buckets(100, {"1 MB": [4.0] * 3, "2 MB": [3.0] * 3, links.AUTO: [3.3] * 3})
     assert (goal.baseline, goal.value, goal.reached) == ("2 MB", pytest.approx(1.1), False)
-    goal = links.goal_of_buckets(100, {"1 MB": [4.0] * 3, "2 MB": [5.0] * 3, "measured": [3.9] * 3})
+    goal = links.goal_of_buckets(100, {"1 MB": [4.0] * 3, "2 MB": [5.0] * 3, links.AUTO: [3.9] * 3})
     assert (goal.baseline, goal.reached) == ("1 MB", True)
 
 
@@ -93,7 +90,7 @@ def test_bytes_are_in_units_of_what_a_ring_sends() -> None:
     }
     goals = links.goals_of_bytes([rank] * 4)
     assert [goal.value for goal in goals if goal.row == "P1"] == [2.0, 0.5] * len(OURS)
-    assert [goal.reached for goal in goals if goal.row == "P2"] == [True, True, True, False]
+    assert [goal.reached for goal in goals if goal.row == "P2"] == [True, True, False]
 
 
 def test_bookkeeping_is_flat_if_its_slowest_number_of_ranks_is() -> None:
@@ -156,9 +153,9 @@ def test_bookkeeping_compares_numbers_of_ranks(tmp_path) -> None:
     file = tmp_path / "bookkeeping.json"
     printed = run("bookkeeping.py", "--json", str(file))
     content = json.loads(file.read_text())
-    assert content["rows"].keys() == {"native", "sum=fp32", "shard"}
+    assert content["rows"].keys() == {"native", "shard"}
     assert all(row.keys() == {"8 ranks", "64 ranks"} for row in content["rows"].values())
-    assert [goal["row"] for goal in content["goals"]] == ["P15"] * 3
+    assert [goal["row"] for goal in content["goals"]] == ["P15"] * 2
     assert "64 ranks" in printed
 
 

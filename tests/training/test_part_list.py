@@ -86,7 +86,7 @@ def test_the_list_is_equal_on_all_ranks(tmp_path: Path) -> None:
     first, second = (json.loads((tmp_path / f"parts{rank}.json").read_text()) for rank in range(2))
     assert first == second
     assert first.index("averages") < first.index("reports") < first.index("log"), "in this order"
-    assert {"stragglers", "bucket_trial", "early_stopping", "replica_check"} <= set(first)
+    assert {"stragglers", "early_stopping", "replica_check"} <= set(first)
     assert first[-1] == "checkpoints"
 
 

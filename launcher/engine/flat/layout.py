@@ -5,7 +5,6 @@ them. Matrices (two or more dimensions) and vectors form two segments, because h
 in fp32. Offsets follow the reverse order of registration, roughly that in which autograd produces gradients.
 Parameters are also grouped here into runs that are sent together and divide evenly among the ranks. Within a
 run the parameters of one group are adjacent: groups change neither the runs nor their order on the wire.
-Where messages may be regrouped during training, runs are cut finer, and adjacent ones make a message.
 """
 
 from __future__ import annotations
@@ -32,9 +31,6 @@ FIRST_RUN_BYTES = 1 << 20  # small, so that communication starts early
 # 1 MB takes 0.3 ms at 25 Gbit/s, more than the latency of a message; 25 MB is the default of DDP's
 # bucket_cap_mb.
 MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 25 << 20
-# By how much runs are smaller than messages, where messages may be regrouped: the trial of bucket sizes tries
-# this one, half and twice the present size.
-FINER = 4
 T = TypeVar("T")
 # Elements of a flat tensor that are updated alike: its stretches in order, by index into a grouping's rates.
 Stretches = dict[int, list[slice]]
@@ -147,7 +143,6 @@ class Segment(Piece):
 class Layout:
     """The flat form of a model's trainable parameters. Building it moves the parameters there.
 
-    `regroups` cuts the matrices finer, so that `messages` can join their runs to messages of other sizes.
     Freezes the parameters that `grouping` freezes. Raises UnusableError if no parameter is trainable, if
     parameters are on two devices, or for a dtype other than fp32, fp16, bf16.
     """
@@ -160,9 +155,7 @@ class Layout:
         world_size: int = 1,
         run_bytes: int | None = None,
         grouping: Grouping | None = None,
-        regroups: bool = False,
     ) -> None:
-        self.regroups = regroups
         self.grouping = grouping or Grouping()
         frozen = self.grouping.frozen
         named = named_parameters(model)
@@ -183,15 +176,14 @@ class Layout:
         total = sum(self.parameters[n].numel() * wire.itemsize for n in matrices)
         total += sum(self.parameters[n].numel() * 4 for n in vectors)
         smallest = MAX_RUN_BYTES if self._alone else MIN_RUN_BYTES
-        self.message_bytes = run_bytes or min(max(total // 8, smallest), MAX_RUN_BYTES)
+        run_bytes = run_bytes or min(max(total // 8, smallest), MAX_RUN_BYTES)
         self.segments: list[Segment] = []
         for name, members, weight, grad in (
             (MATRICES, matrices, policy.weights, wire),
             (VECTORS, vectors, torch.float32, torch.float32),
         ):
             if members:
-                cut_bytes = self.message_bytes // (FINER if regroups and name == MATRICES else 1)
-                runs = self._cut(members, cut_bytes // grad.itemsize)
+                runs = self._cut(members, run_bytes // grad.itemsize)
                 masters = policy.masters or weight == torch.float32
                 self.segments.append(self._move(name, runs, weight, grad, masters))
         for p in model.parameters():  # frozen ones take part in half arithmetic like trainable ones
@@ -222,28 +214,6 @@ class Layout:
             runs.append(SlotRun(tuple(slots), start, end))
             start = end
         return runs
-
-    def messages(self, segment: Segment, message_bytes: int) -> list[SlotRun]:
-        """The runs of a segment as they are sent: joined to messages of about so many bytes, where allowed.
-
-        The vectors are few, and are sent in one grouping whatever the size.
-        """
-        if not (self.regroups and segment.name == MATRICES):
-            return segment.runs
-        numel = message_bytes // segment.grad.itemsize
-        numels = [run.end - run.start for run in segment.runs]
-        return [
-            SlotRun(tuple(slot for run in runs for slot in run.slots), runs[0].start, runs[-1].end)
-            for runs in _joined(segment.runs, numels, numel, _first_limit(numel))
-        ]
-
-    def message_sizes(self) -> list[int]:
-        """Bytes, in rising order, that make different messages: `message_bytes`, and others about it."""
-        present, found = self.message_bytes, dict[tuple[int, ...], int]()
-        for size_bytes in (present, present // FINER, present // 2, 2 * present):
-            borders = [run.end for segment in self.segments for run in self.messages(segment, size_bytes)]
-            found.setdefault(tuple(borders), size_bytes)
-        return sorted(found.values())
 
     def _move(
         self, name: str, runs: list[SlotRun], weight: torch.dtype, grad: torch.dtype, masters: bool

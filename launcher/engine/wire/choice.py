@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
-import torch.distributed as dist
 
 import launcher.engine.limits as limits
 from launcher.engine.flat.layout import VECTORS, Layout
-from launcher.engine.wire.transports import NativeSum, ShardedSum, Transport, WidePair, WideSum, is_gloo
+from launcher.engine.wire.transports import NativeSum, ShardedSum, Transport
 from launcher.engine.works import Group
 
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -20,17 +19,15 @@ WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class Wire:
     """How gradients are sent. `dtype` None: the policy's; `bucket_bytes` None: from the model's size.
 
-    `sum`: `native`, all-reduced in the dtype of the wire, or `fp32`, exchanged in half and summed in fp32.
-    `shard`: masters and optimizer states are divided among the ranks; sums are then fp32 in any case.
-    `predivide` (native sums) None: 1 up to 8 ranks, else 2^ceil(log2(W) / 2), a power of two that keeps
-    fp16 sums of many ranks in range.
+    They are all-reduced in `dtype`. With `shard` masters and optimizer states are divided among the ranks
+    (ZeRO-1), and gradients are exchanged in `dtype` and summed in fp32. `predivide` (not sharded) None: 1 up
+    to 8 ranks, else 2^ceil(log2(W) / 2), a power of two that keeps fp16 sums of many ranks in range.
     """
 
     dtype: Annotated[torch.dtype | None, limits.none_or_one_of(*WIRE_DTYPES)] = None
     bucket_bytes: Annotated[int, limits.at_least_one] | None = None
     overlap: bool = True
     predivide: Annotated[int, limits.predivide] | None = None
-    sum: Literal["native", "fp32"] = "native"
     shard: bool = False
 
     def __post_init__(self) -> None:
@@ -44,38 +41,13 @@ def choose_transports(wire: Wire, layout: Layout, group: Group) -> tuple[dict[st
     """
     if group is None:
         return {segment.name: NativeSum(None) for segment in layout.segments}, 1
-    divisor = 1
-    own: Transport | None = None  # of segments that are not summed in their dtype
-    shard = wire.shard and layout.world_size > 1  # its sum has twice the bytes of a message
-    if shard:
-        own = ShardedSum(group, layout.device)
-    elif wire.sum == "native":
-        divisor = wire.predivide or default_predivide(layout.world_size)
-    else:
-        divisor = 1 << (layout.world_size - 1).bit_length()  # the smallest power of two >= W
-        pair = is_pair(layout, group)
-        own = WidePair(group) if pair else WideSum(group, layout.device, divisor, wire.overlap)
-    found: dict[str, Transport] = {}
-    for segment in layout.segments:
-        native = segment.name == VECTORS if shard else segment.grad.dtype == torch.float32
-        found[segment.name] = NativeSum(group, divisor) if native or own is None else own
-    return found, divisor
-
-
-def may_regroup(wire: Wire, wire_dtype: torch.dtype, world_size: int) -> bool:
-    """Whether buckets may change size during training: then neither bits nor owners may depend on them.
-
-    A ring sums the pieces of a message in different orders of the ranks, which matters from 3 ranks on.
-    Sums in fp32 have one order, unless the wire is fp32 itself.
-    """
-    if wire.bucket_bytes is not None or wire.shard or world_size == 1:
-        return False
-    return world_size == 2 or (wire.sum == "fp32" and wire_dtype != torch.float32)
-
-
-def is_pair(layout: Layout, group: dist.ProcessGroup) -> bool:
-    """Whether WidePair can be used."""
-    return layout.world_size == 2 and layout.device.type == "cpu" and is_gloo(group)
+    if wire.shard and layout.world_size > 1:  # the fp32 sum of an element has twice the bytes of a message
+        return {
+            segment.name: NativeSum(group) if segment.name == VECTORS else ShardedSum(group)
+            for segment in layout.segments
+        }, 1
+    divisor = wire.predivide or default_predivide(layout.world_size)
+    return {segment.name: NativeSum(group, divisor) for segment in layout.segments}, divisor
 
 
 def default_predivide(world_size: int) -> int:

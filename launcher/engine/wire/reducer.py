@@ -39,7 +39,6 @@ class _Sending:
     """Progress of a step's buckets, in launch order."""
 
     next: int = 0  # first bucket that was not launched
-    followed: int = 0  # first bucket whose second stage was not started
     tallied: bool = False  # whether the tally was sent
     bytes: int = 0  # passed to collectives
     early: bool = False  # within the present backward pass, the last of the step
@@ -80,7 +79,17 @@ class Reducer:
         self.home = [0] * len(layout.parameters)  # by Slot.index, its bucket
         self.pending: list[int] = []  # by bucket, the gradients of this micro-batch that have not arrived
         self._sending = _Sending()
-        self.regroup(layout.message_bytes)
+        self.buckets = self._buckets()  # in launch order, the same on all ranks
+        for together in self._read_together(self.buckets):
+            together[-1].reads_reduced = self._sums.over(_parts(together))
+        whole = [
+            not isinstance(bucket.transport, ShardedSum) for bucket in self.buckets for _ in bucket.slots
+        ]
+        # [parameters] bool: those whose reduced gradient is not sharded
+        self._replicated = torch.tensor(whole, device=layout.device)
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                self.home[slot.index] = bucket.index
         self.accumulate(micro_batches > 1)
         # Before the hooks are registered: those of an older reducer would take the same gradients.
         _take_over(self, layout)
@@ -88,21 +97,6 @@ class Reducer:
         self._hooks = [] if stays else [_hook(self, slot) for slot in layout.slots]
         self.closed = False
         self.lent = False  # the parameters hold other weights than those that are trained
-
-    def regroup(self, message_bytes: int) -> None:
-        """Send the same memory in messages of about so many bytes. Between steps, on all ranks alike."""
-        buckets = self._divided(message_bytes)
-        for group in self._read_together(buckets):
-            group[-1].reads_reduced = self._sums.over(_parts(group))
-        whole = [not isinstance(bucket.transport, ShardedSum) for bucket in buckets for _ in bucket.slots]
-        replicated = torch.tensor(whole, device=self._layout.device)
-        # All at once, after everything that may run out of memory.
-        self.buckets = buckets  # in launch order, the same on all ranks
-        self._replicated = replicated  # [parameters] bool: those whose reduced gradient is not sharded
-        self.message_bytes = message_bytes
-        for bucket in buckets:
-            for slot in bucket.slots:
-                self.home[slot.index] = bucket.index
 
     def accumulate(self, accumulates: bool) -> None:
         """Make room for the fp32 sums of several micro-batches per step, or free it. Between steps only."""
@@ -118,15 +112,15 @@ class Reducer:
         factor, totals = self._transports[segment.name].before, self._accumulated.get(segment.name)
         return Inbox(segment, run, self._layout.parameters, factor, totals)
 
-    def _divided(self, message_bytes: int) -> list[Bucket]:
-        """One bucket per message.
+    def _buckets(self) -> list[Bucket]:
+        """One bucket per run.
 
         The elements beside the last segment's gradients are sent with the last bucket, unless it is sharded:
         no rank would receive them all.
         """
         buckets: list[Bucket] = []
         for segment in self._layout.segments:
-            for run in self._layout.messages(segment, message_bytes):
+            for run in segment.runs:
                 message, transport = segment.grad[run.start : run.end], self._transports[segment.name]
                 own = [slot.flat(segment.grad) for slot in run.slots]
                 reads_own = None if self._group is None else self._sums.finite_over(own)
@@ -261,12 +255,10 @@ class Reducer:
         finite, ABANDONED, or 0. They are None without a group, unless the step is abandoned: the sums then
         say it.
         """
-        self._follow(len(self.buckets), blocking=True)
         found = []
         for bucket in self.buckets:
             bucket.transport.wait(bucket)
             if bucket.reads_reduced is not None:
-                bucket.transport.join()
                 found.append(bucket.reads_reduced())
         # Contiguous in any case: the order in which a stretch of memory is summed depends on its stride.
         sums = torch.cat(found) if len(found) > 1 else found[0].contiguous()
@@ -277,10 +269,7 @@ class Reducer:
             if self._sending.abandoned:
                 marks = torch.full((1,), ABANDONED, dtype=torch.float64, device=sums.device)
         else:
-            last = self.buckets[-1]
-            # The transport has multiplied the marks like the gradients before them; `after` is a power of
-            # two.
-            marks = last.tail.double() / last.transport.after
+            marks = self.buckets[-1].tail.double()
         sent_bytes = self._sending.bytes
         for bucket in self.buckets:
             bucket.inbox.drop()
@@ -364,19 +353,6 @@ class Reducer:
             sending.tallied = True
         sending.bytes += bucket.transport.launch(bucket)
         sending.next = bucket.index + 1
-        self._follow(bucket.index, blocking=False)
-
-    def _follow(self, end: int, blocking: bool) -> None:
-        """Start the second stage of the buckets before `end`, in order: the same on all ranks.
-
-        It comes after the launch of the next bucket: that one is sent while this one is summed. Within
-        backward nothing waits for other ranks, which may wait for this one in a module's own collective.
-        """
-        for bucket in self.buckets[self._sending.followed : end]:
-            if not (blocking or bucket.transport.can_follow(bucket)):
-                return
-            bucket.transport.follow(bucket)
-            self._sending.followed += 1
 
 
 def not_finite(sums: Tensor) -> Tensor:

@@ -4,16 +4,13 @@ Owns the collectives on gradients and, where the optimizer is sharded, on weight
 the ranks; none divides in half precision. They differ in where the sum is rounded:
 
 native   all-reduce in the dtype of the wire; the library rounds at each hop
-fp32     all-to-all, sum in fp32, one rounding, all-gather; of two ranks on CPUs in one exchange
 sharded  all-to-all, the fp32 sum stays with its owner, who updates and gathers the new weights
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -23,9 +20,6 @@ import launcher.engine.works as works
 from launcher.engine.flat.layout import Segment, Slot, SlotRun
 from launcher.engine.wire.grad_norm import ReadSums
 from launcher.engine.wire.inbox import Inbox
-
-CHUNK = 1 << 17  # elements that are summed at once
-PAIR_TAG = 1 << 20  # of the first bucket's messages between two ranks; a user's own tags are small
 
 
 @dataclass
@@ -50,7 +44,6 @@ class Bucket:
     reads_own: ReadSums | None
     reads_reduced: ReadSums | None = None
     work: dist.Work | None = None
-    sent: dist.Work | None = None  # to the other rank of two
     received: Tensor | None = None
     own_look: Tensor | None = None  # not finite if this rank's gradient is not
 
@@ -63,67 +56,18 @@ class Bucket:
         return self.message.numel() * self.message.element_size()
 
 
-class SideStream:
-    """A second CUDA stream, for the work after a collective, concurrent with the backward pass.
-
-    `after_current`, then any number of `alone`, then `join`; the same in a CUDA graph. Events order it with
-    the stream of the training step; the host never waits. Memory allocated within its contexts belongs to it
-    and is used only there, so it can be reused as soon as it is freed. On other devices all calls run inline.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # High priority: its work is short, and the next collective waits for it.
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-
-    @property
-    def is_concurrent(self) -> bool:
-        """Whether there is a second stream: on CUDA."""
-        return self._stream is not None
-
-    def after_current(self) -> AbstractContextManager[object]:
-        """Run on the side stream, after all work queued on the current stream so far."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return self.alone()
-
-    def alone(self) -> AbstractContextManager[object]:
-        """Run on the side stream, after the work queued there before."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def join(self) -> None:
-        """Make the current stream wait for all work queued on the side stream."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-
 class Transport:
-    """Sends buckets of one segment. By itself it says what holds for a single exchange: nothing follows it.
+    """Sends the buckets of one segment; `before`, a power of two, multiplies what is written to a message."""
 
-    `before` multiplies what is written into a message, `after` the sum over the ranks: powers of two.
-    """
-
-    before = after = 1.0
+    before = 1.0
 
     def launch(self, bucket: Bucket) -> int:
         """Start sending; returns the bytes, counted as those of an all-reduce of the same traffic."""
         raise NotImplementedError
 
-    def can_follow(self, bucket: Bucket) -> bool:
-        """Whether `follow` may be called within backward: on CUDA always, else if it would not block."""
-        return True
-
-    def follow(self, bucket: Bucket) -> None:
-        """Start the stage after the first exchange: on CUDA on the side stream, else blocking."""
-
     def wait(self, bucket: Bucket) -> None:
-        """Wait for what `follow` has started. On CUDA `join` must follow."""
+        """Wait for the sum over the ranks (on CUDA: make the current stream wait)."""
         raise NotImplementedError
-
-    def join(self) -> None:
-        """Make the current stream wait for the results of the buckets waited for; only on CUDA."""
 
     def parts(self, bucket: Bucket) -> list[Tensor]:
         """The reduced gradient as this rank holds it, flat, by slot of the bucket."""
@@ -149,112 +93,25 @@ class NativeSum(Transport):
             bucket.work = None
 
 
-class WideSum(Transport):
-    """All-to-all in half, sum in fp32, divided by a power of two and rounded once, all-gather in half.
-
-    With `divisor` >= the number of ranks the result is at most the mean, so it cannot overflow where the
-    parts did not. If exchanges overlap with the backward pass, gathers over Gloo have a group of their own.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, divisor: int, overlaps: bool) -> None:
-        self._group, self._side = group, SideStream(device)
-        self._second = second_group(group) if overlaps and is_gloo(group) else None
-        self.after = 1.0 / divisor
-
-    def launch(self, bucket: Bucket) -> int:
-        with self._side.after_current():
-            exchange(bucket, self._group)
-        return bucket.size_bytes
-
-    def can_follow(self, bucket: Bucket) -> bool:
-        if bucket.message.device.type != "cpu":
-            return True
-        # When an exchange completes differs between ranks, and so does the place of its gather among the
-        # collectives of a group. In a group of their own the gathers are in the order of the buckets.
-        return self._second is not None and bucket.work is not None and bucket.work.is_completed()
-
-    def follow(self, bucket: Bucket) -> None:
-        with self._side.alone():
-            mean = sum_of_received(bucket, self._group).mul_(self.after).to(bucket.message.dtype)
-            bucket.work = start_gather(bucket.message, mean, self._second or self._group)
-            bucket.received = mean  # keep it alive until it is gathered
-
-    def wait(self, bucket: Bucket) -> None:
-        with self._side.alone():
-            works.wait_for(bucket.work, bucket.message)
-            bucket.work = bucket.received = None
-
-    def join(self) -> None:
-        self._side.join()
-
-
-class WidePair(Transport):
-    """The sum of WideSum for two ranks over Gloo: each sends the other its whole message.
-
-    As many bytes and the same bits, in one exchange instead of two: the last of the gathers would start only
-    when the last sum is there.
-    """
-
-    after = 0.5
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._rank = group, dist.get_rank(group)
-
-    def launch(self, bucket: Bucket) -> int:
-        received, tag, other = torch.empty_like(bucket.message), PAIR_TAG + bucket.index, 1 - self._rank
-        receiving = dist.irecv(received, group=self._group, group_src=other, tag=tag)
-        sending = dist.isend(bucket.message, group=self._group, group_dst=other, tag=tag)
-        bucket.work, bucket.sent = works.started(receiving), works.started(sending)
-        bucket.received = received
-        return bucket.size_bytes
-
-    def wait(self, bucket: Bucket) -> None:
-        assert bucket.received is not None
-        limit = timeout_of(self._group)
-        works.wait_for_message(bucket.work, limit)
-        works.wait_for_message(bucket.sent, limit)
-        pairs = zip(*(torch.split(each, CHUNK) for each in (bucket.message, bucket.received)), strict=True)
-        for own, other in pairs:  # in caches; in the order of the ranks, of which a nan has the bits
-            first, second = (other, own) if self._rank else (own, other)
-            own.copy_(first.float().add_(second).mul_(self.after))
-        bucket.work = bucket.sent = bucket.received = None
-
-
 class ShardedSum(Transport):
     """All-to-all in half; each rank keeps the fp32 sum of the elements that it owns, and updates those.
 
     The sum is stored in the memory of the gradients that were sent: twice their size, W times fewer.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._side = group, SideStream(device)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def launch(self, bucket: Bucket) -> int:
         for gap in bucket.run.gaps():
             bucket.segment.grad[gap].zero_()  # may hold the previous step's sum
-        with self._side.after_current():
-            exchange(bucket, self._group)
+        exchange(bucket, self._group)
         return bucket.size_bytes  # the gather of the weights is the other half
 
-    def can_follow(self, bucket: Bucket) -> bool:
-        return self._side.is_concurrent
-
-    def follow(self, bucket: Bucket) -> None:
-        if self._side.is_concurrent:
-            self._sum(bucket)
-
     def wait(self, bucket: Bucket) -> None:
-        if not self._side.is_concurrent:
-            self._sum(bucket)
-
-    def _sum(self, bucket: Bucket) -> None:
-        with self._side.alone():
-            self.owned(bucket.segment, bucket.run).copy_(sum_of_received(bucket, self._group))
-            bucket.work = bucket.received = None
-
-    def join(self) -> None:
-        self._side.join()
+        self.owned(bucket.segment, bucket.run).copy_(sum_of_received(bucket, self._group))
+        bucket.work = bucket.received = None
 
     def owned(self, segment: Segment, run: SlotRun) -> Tensor:
         """This rank's piece of the reduced gradient of a run, fp32, flat."""
@@ -275,29 +132,6 @@ class ShardedSum(Transport):
             gathers.append((start_gather(whole, own, self._group), whole, own))
         for work, whole, _ in gathers:
             works.wait_for(work, whole)
-
-
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    return str(dist.get_backend(group)) == "gloo"
-
-
-def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks over Gloo, whose collectives are ordered among themselves only. A collective.
-
-    There the host waits: on CUDA streams order the stages.
-    """
-    timeout, ranks = timeout_of(group), dist.get_process_group_ranks(group)
-    # Only the members call this: otherwise torch would wait for all ranks of the job.
-    made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a collective of a group over Gloo may take, which can change after its first ones."""
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
-    assert isinstance(timeout, timedelta)
-    return timeout
 
 
 def is_sharded(transports: Mapping[str, Transport]) -> bool:

@@ -46,10 +46,7 @@ def at_shortage(beat: Beat, config: Config, world_size: int) -> tuple[str, str]:
     at_step = beat.phase in PARTS and beat.step
     place = f" in {PARTS[beat.phase]} of step {beat.step}" if at_step else f" {where(beat)}"
     wire, optim = config.wire, config.optim
-    of_the_wire = {
-        "a smaller wire.bucket_mb sends fewer gradients at once": True,
-        "wire.sum=native receives into the same buffer": wire.sum == "fp32" and not wire.shard,
-    }
+    of_the_wire = {"a smaller wire.bucket_mb sends fewer gradients at once": True}
     shardable = world_size > 1 and not wire.shard and optim.name in SHARDABLE
     of_the_states = {
         "wire.shard=true divides masters and optimizer states among the ranks": shardable,

@@ -122,7 +122,6 @@ def build_wire(config: Config, env: WorkerEnv) -> Wire:
         bucket_bytes=None if wire.bucket_mb == "auto" else bucket_bytes(wire.bucket_mb),
         overlap=wire.overlap and not shares_communicator(config, env),
         predivide=None if wire.predivide == "auto" else int(wire.predivide),
-        sum=wire.sum,
         shard=wire.shard,
     )
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from launcher.engine import SGD, Policy, Stepper, Wire
 from launcher.engine.wire.grad_norm import ReadSums
-from launcher.engine.wire.transports import NativeSum, ShardedSum, WideSum
+from launcher.engine.wire.transports import NativeSum, ShardedSum
 from tests.meta_device import fake_group
 
 LAYERS = 4  # a bucket each, and one for their biases
@@ -17,7 +17,7 @@ LAYERS = 4  # a bucket each, and one for their biases
 def order_of(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Waits for buckets and reads of a step, in order."""
     seen: list[str] = []
-    for kind in (NativeSum, WideSum, ShardedSum):
+    for kind in (NativeSum, ShardedSum):
         waited = kind.wait
 
         def wait(self, bucket, waited=waited) -> None:
@@ -46,9 +46,8 @@ def recording(sums: ReadSums, seen: list[str]) -> ReadSums:
     return read
 
 
-@pytest.mark.parametrize("sum_and_shard", [("native", False), ("fp32", False), ("native", True)])
-def test_only_the_last_bucket_of_matrices_is_read_after_it_has_arrived(sum_and_shard, monkeypatch) -> None:
-    how, shard = sum_and_shard
-    order = order_of(Wire(bucket_bytes=64 * 64 * 2, sum=how, shard=shard), monkeypatch)
+@pytest.mark.parametrize("shard", [False, True])
+def test_only_the_last_bucket_of_matrices_is_read_after_it_has_arrived(shard, monkeypatch) -> None:
+    order = order_of(Wire(bucket_bytes=64 * 64 * 2, shard=shard), monkeypatch)
     first = [f"bucket {index}" for index in range(LAYERS - 1)]
     assert order == [*first, "read", f"bucket {LAYERS - 1}", "read", f"bucket {LAYERS}", "read"]

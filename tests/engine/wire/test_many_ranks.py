@@ -13,7 +13,7 @@ from launcher.engine import SGD, Policy, Stepper, Wire
 from launcher.engine.wire.transports import sum_of_rows
 from tests.meta_device import fake_group
 
-WIRES = {"native": Wire(), "fp32": Wire(sum="fp32"), "sharded": Wire(shard=True)}
+WIRES = {"native": Wire(), "sharded": Wire(shard=True)}
 
 
 def calls_of_a_step(wire: Wire, world_size: int) -> int:

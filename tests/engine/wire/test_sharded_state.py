@@ -102,7 +102,7 @@ def test_no_gpu_ever_holds_more_than_a_piece_of_what_is_sharded(world_size, monk
 def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
     """The run's state in each form, by name; what is only on the leader is empty elsewhere."""
     shards.CHUNK = 100  # many pieces for a parameter, and a last one that is shorter
-    wire = Wire(sum="fp32", shard=sharded)
+    wire = Wire(shard=sharded)
     stepper = Stepper(
         conv_net(), AdamW(0.01), Policy.fp16(), env.group, wire=wire, scaling=Scaling(init=1024)
     )

@@ -15,7 +15,7 @@ from launcher.telemetry import Telemetry
 from launcher.training.parts.stragglers import WINDOW, Stragglers
 from launcher.training.progress import Position
 from launcher.training.run import Run
-from launcher.training.votes import BUCKET_SLOT, DATA_SLOT, WAIT_SLOT, Question
+from launcher.training.votes import DATA_SLOT, WAIT_SLOT, Question
 from tests.training.parts.test_log import Recorder
 from tests.training.reports import CLEAN, LIMITS
 from tests.training.runs import run_alone
@@ -131,7 +131,7 @@ def test_a_window_that_was_not_whole_or_not_heard_of_names_nobody():
 
 
 def test_the_times_use_no_question_of_the_votes():
-    slots = {WAIT_SLOT, DATA_SLOT, BUCKET_SLOT}
-    assert len(slots) == 3
+    slots = {WAIT_SLOT, DATA_SLOT}
+    assert len(slots) == 2
     assert not slots & set(Question)
     assert max(*slots, *Question) < VOTES

@@ -1,4 +1,4 @@
-"""Exchange, sum, gather: on a GPU a bucket's second stage follows within backward, in one fixed order."""
+"""When the collectives of a step are called, and that each is called once whatever fails."""
 
 from __future__ import annotations
 
@@ -44,12 +44,6 @@ def collectives_of(wire: Wire) -> tuple[list[str], list[str]]:
     return device.seen[:number], device.seen[number:]
 
 
-def test_a_bucket_is_gathered_as_soon_as_the_next_one_is_sent() -> None:
-    backward, step = collectives_of(Wire(sum="fp32", bucket_bytes=64 * 64 * 2))
-    assert backward == ["all-reduce", "exchange", *(["exchange", "gather"] * (LAYERS - 2))]
-    assert step == ["exchange", "gather", "gather"]
-
-
 def test_a_sharded_bucket_is_exchanged_in_backward_and_its_weights_are_gathered_in_step() -> None:
     """One all-reduce for norms, marks and counts together."""
     backward, step = collectives_of(Wire(shard=True, bucket_bytes=64 * 64 * 2))
@@ -57,18 +51,15 @@ def test_a_sharded_bucket_is_exchanged_in_backward_and_its_weights_are_gathered_
     assert step == ["exchange", "all-reduce", *["gather"] * LAYERS]
 
 
-@pytest.mark.parametrize("wire", [Wire(sum="fp32"), Wire(shard=True)], ids=["fp32 sums", "sharded"])
-def test_nothing_follows_within_backward_without_overlap(wire) -> None:
-    backward, _ = collectives_of(Wire(sum=wire.sum, shard=wire.shard, overlap=False))
+def test_nothing_is_sent_within_backward_without_overlap() -> None:
+    backward, _ = collectives_of(Wire(shard=True, overlap=False))
     assert backward == []
 
 
-@pytest.mark.parametrize(
-    "wire", [Wire(), Wire(sum="fp32"), Wire(shard=True)], ids=["native", "fp32", "sharded"]
-)
+@pytest.mark.parametrize("wire", [Wire(), Wire(shard=True)], ids=["native", "sharded"])
 def test_each_bucket_is_sent_and_gathered_once_wherever_memory_runs_out(wire) -> None:
-    """As on a GPU, with the second stage within the backward pass. The other ranks wait for all."""
-    wire = Wire(sum=wire.sum, shard=wire.shard, bucket_bytes=64 * 64 * 2)
+    """The other ranks wait for all."""
+    wire = Wire(shard=wire.shard, bucket_bytes=64 * 64 * 2)
     with fake_group(2) as group, Collectives() as device:
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(LAYERS))).to(META)
         stepper = Stepper(model, SGD(0.1), Policy.fp16(), group, wire=wire, reference_count=4, emulate=True)
