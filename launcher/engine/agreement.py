@@ -1,8 +1,8 @@
 """Refuses to build a Stepper where ranks have different models or different settings.
 
 Owns what must be equal on all ranks, as texts. Ranks with another policy, clip norm or optimizer would train
-without an error and drift apart. `micro_batches`, `emulate` and `compiled` may differ: no bit that ranks
-share depends on the first two, and the ranks agree on the third by themselves.
+without an error and drift apart. `micro_batches` and `emulate` may differ: no bit that ranks share
+depends on them.
 """
 
 from __future__ import annotations

@@ -22,19 +22,18 @@ from launcher.engine.flat.buffers import Buffers
 from launcher.engine.flat.groups import Grouping, ParameterGroup
 from launcher.engine.flat.layout import Layout
 from launcher.engine.notices import Notices
-from launcher.engine.optim.compilation import choose_compilation
 from launcher.engine.optim.torch_optimizer import AnyOptimizer, refuse_unadaptable, updater_of
 from launcher.engine.outside_changes import Attachment, InPlaceChanges
 from launcher.engine.precision.loss_scale import LossScale, Scaling
 from launcher.engine.precision.policy import Policy, choose_emulation
 from launcher.engine.replica import Replica
-from launcher.engine.verdict import Terms, judge_on
+from launcher.engine.verdict import judge_on
 from launcher.engine.wire.choice import Wire, choose_transports
 from launcher.engine.wire.reducer import Reducer
 from launcher.engine.wire.shards import Shards
 from launcher.engine.wire.step_counts import Tally
 
-MAY_DIFFER = ("micro_batches", "emulate", "compiled")  # between ranks: `agreement` says why
+MAY_DIFFER = ("micro_batches", "emulate")  # between ranks: `agreement` says why
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class StepperOptions:
     reference_count: Annotated[int, limits.a_reference_count] | None
     micro_batches: Annotated[int, limits.at_least_one]
     emulate: bool | None
-    compiled: bool
 
     def __post_init__(self) -> None:
         limits.require_fields(self)
@@ -89,22 +87,16 @@ class StepperParts:
         # Once all is in flat memory: one broadcast per segment instead of one per parameter.
         _take_values_of_rank_0(layout, model, self.buffers, group)
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
-        terms = None if on_host else Terms(1.0, choices.clip_norm, choices.scaling)
-        num_rates = len(choices.learning_rates)
-        self.compilation = choose_compilation(choices.compiled, optimizer, layout, terms, num_rates, group)
-        compiled = self.compilation.used
         transports, self.divisor = choose_transports(wire, layout, group)
         self.tally = Tally(on_host, layout.device, group)
-        self.reducer = Reducer(
-            layout, group, transports, self.tally, choices.micro_batches, wire.overlap, compiled
-        )
+        self.reducer = Reducer(layout, group, transports, self.tally, choices.micro_batches, wire.overlap)
         self.attachment = Attachment(model, layout, self.reducer)
         # After the reducer, which moves a segment's gradients.
         self.shards = Shards(layout, transports, group)
-        self.updater = updater_of(optimizer, layout, self.shards, compiled, on_host)
+        self.updater = updater_of(optimizer, layout, self.shards)
         self.in_place = InPlaceChanges(model, layout, self.shards, group)
         self.scale = LossScale(choices.scaling, layout.device, on_host)
-        self.judge = judge_on(on_host, compiled, layout.device)
+        self.judge = judge_on(on_host, layout.device)
         self.clock = StepClock(layout.device)
         self.names = [slot.name for slot in layout.slots]
         hooked = (lambda: []) if choices.scaling.mode == "none" else self.reducer.hooked

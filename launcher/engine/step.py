@@ -16,7 +16,7 @@ from launcher.engine.assembly import StepperOptions, StepperParts
 from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE
 from launcher.engine.errors import NO_GRADIENT, UnusableError, refuse_backward
 from launcher.engine.notices import SHARED_GROUP
-from launcher.engine.optim.fused import Scalars
+from launcher.engine.optim.updater import StepScalars
 from launcher.engine.verdict import Numbers, Terms
 from launcher.engine.wire.step_counts import Reference
 
@@ -137,9 +137,7 @@ class Step:
         terms = Terms(unit, self._clip_norm, parts.scale.scaling)
         verdict = parts.judge(terms, sums, marks, tally, parts.scale.present, self.rates)
         self._wait_for_readers()
-        parts.updater.step(
-            Scalars(verdict.multiplier, verdict.lr, verdict.number, verdict.skip, narrow=verdict.narrow)
-        )
+        parts.updater.step(StepScalars(verdict.multiplier, verdict.lr, verdict.number, verdict.skip))
         # After a skipped step as well: on a GPU the host does not know the verdict, and all ranks must call
         # it.
         parts.shards.gather_weights()

@@ -53,8 +53,7 @@ class Stepper:
     communication. `reference_count` is n0 of the loss boundary: the usual number of samples (or tokens) per
     step and rank; None takes it from the counts of the first step, which costs that step one collective.
     `learning_rates` gives one rate per applied step, and the last one after that; None means `optimizer.lr`
-    throughout. `compiled` fuses the update into one kernel with torch.compile, on all ranks or on none; if
-    compiling fails, `compilation.reason` says why.
+    throughout.
 
     `groups` give parameters a learning-rate factor, a separate weight decay, or freeze them; a parameter
     belongs to the first group that matches its name. The clip norm is computed over all groups. States do not
@@ -63,7 +62,7 @@ class Stepper:
     Building a Stepper moves the model's parameters and buffers into flat memory and broadcasts rank 0's
     values: load weights before that, or afterwards with `load`. Raises UnusableError for a model that cannot
     be trained, and, with the differences, if ranks hold different parameters or were given different
-    arguments. Only `micro_batches`, `emulate` and `compiled` may differ.
+    arguments. Only `micro_batches` and `emulate` may differ.
 
     Cast, move, freeze, unfreeze and replace parameters before building it: backward(), step(), state() and
     load() raise UnusableError if parameters have changed. Between those calls requires_grad may be False, as
@@ -94,7 +93,6 @@ class Stepper:
         micro_batches: int = 1,
         reference_count: int | None = None,
         emulate: bool | None = None,
-        compiled: bool = False,
         groups: Sequence[ParameterGroup] = (),
     ) -> None:
         own_group = group_of(group)
@@ -114,7 +112,6 @@ class Stepper:
                 reference_count=reference_count,
                 micro_batches=micro_batches,
                 emulate=emulate,
-                compiled=compiled,
             )
         self.model, self.policy, self.group = model, policy, own_group
         if self.group is None:
@@ -129,7 +126,7 @@ class Stepper:
             warn_of_frequencies(model, stacklevel=2)
         self.layout, self.buffers, self.clock = parts.layout, parts.buffers, parts.clock
         self.reducer, self.shards, self.updater = parts.reducer, parts.shards, parts.updater
-        self.scale, self.emulation, self.compilation = parts.scale, parts.emulation, parts.compilation
+        self.scale, self.emulation = parts.scale, parts.emulation
         self._step = Step(choices, parts, self.group)
         # Last: from here on __setattr__ refuses what nothing would read.
         self._built = True
@@ -201,7 +198,6 @@ class Stepper:
     def num_buckets(self) -> int:
         """The number of messages in which the gradients of a step are sent."""
         return len(self.reducer.buckets)
-
 
     def vote(self, question: int, votes: int = 1) -> None:
         """Vote on one of the caller's questions in the coming step, before its first backward().

@@ -203,18 +203,17 @@ def judge_on_host(
     return Verdict(multiplier, lr, after[APPLIED], skip, abandoned, after, packed, None)
 
 
-def judge_on(on_host: bool, compiled: bool, device: torch.device) -> Callable[..., Verdict]:
+def judge_on(on_host: bool, device: torch.device) -> Callable[..., Verdict]:
     """The form of `judge` for the host or for a device, with Terms in place of Rules."""
     if on_host:
         return judge_on_host
-    run, rules_of = torch.compile(judge) if compiled else judge, functools.cache(Rules.of)
+    rules_of = functools.cache(Rules.of)
 
     def judge_on_device(
         terms: Terms, sums: Tensor, marks: Tensor | None, tally: Tensor, state: Tensor, rates: Tensor
     ) -> Verdict:
         # The unit is known from the first step on, and changes only if that is abandoned.
-        verdict: Verdict = run(rules_of(terms, len(rates), device), sums, marks, tally, state, rates)
-        return verdict
+        return judge(rules_of(terms, len(rates), device), sums, marks, tally, state, rates)
 
     return judge_on_device
 

@@ -82,7 +82,7 @@ class PlannedRank:
         default: AbstractContextManager[object] = self.device if self.device == META else nullcontext()
         with default:
             self.model: nn.Module = build.build_model(config, recipe, env, plan)
-        # A short run: neither compiled, which takes long, nor with a rate for each step.
+        # A short run, without a rate for each step.
         self.stepper: Stepper = build.build_stepper(config, env, recipe, self.model, plan, total_steps=1)
         average = build.weight_average(config, self.stepper)
         gc.collect()  # the parameters as they were built

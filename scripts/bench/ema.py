@@ -45,13 +45,13 @@ class WithAverage(Ours):
         self._average.update(self._steps)
 
 
-def measured(shapes: Shapes, optimizer: str, compiled: bool, repeats: int) -> dict[str, float]:
+def measured(shapes: Shapes, optimizer: str, repeats: int) -> dict[str, float]:
     """Processor time of an update in ms, and what the average adds to it."""
     rule = RULES[optimizer].ours
     contenders = {
-        "alone": Ours(shapes, rule, compiled),
-        "every step": WithAverage(shapes, rule, compiled, every_steps=1),
-        "every 10 steps": WithAverage(shapes, rule, compiled, every_steps=EVERY_STEPS),
+        "alone": Ours(shapes, rule),
+        "every step": WithAverage(shapes, rule, every_steps=1),
+        "every 10 steps": WithAverage(shapes, rule, every_steps=EVERY_STEPS),
     }
     sides = {name: contender.step for name, contender in contenders.items()}
     times = interleave(sides, repeats, steps=EVERY_STEPS, warm_up=1, clock=time.process_time)
@@ -72,7 +72,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few repeats, to try the program")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--forms", nargs="+", choices=("plain", "compiled"), default=["plain", "compiled"])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["resnet50"])
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -80,9 +79,8 @@ def main() -> None:
     for model in arguments.models:
         shapes = dict(sorted(MODELS[model][0]().items(), key=lambda item: len(item[1]), reverse=True))
         for optimizer in RULES:
-            for form in arguments.forms:
-                name = f"{model}, {optimizer}, {form}, {arguments.threads} threads"
-                rows[name] = measured(shapes, optimizer, form == "compiled", 1 if arguments.quick else 6)
+            name = f"{model}, {optimizer}, {arguments.threads} threads"
+            rows[name] = measured(shapes, optimizer, 1 if arguments.quick else 6)
     print(table(rows))
     worst = max(row["every_10_steps"] for row in rows.values())
     print(f"\nGoal: at most {GOAL:.0%} with a pass in every tenth step. Measured: at most {worst:.1%}.")

@@ -9,7 +9,6 @@ with one synchronization at their end, as in a training loop.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import subprocess
@@ -146,11 +145,8 @@ class Task:
         """A Stepper, and the forward and backward pass of a step."""
         setup = Setup(device=bench.device, channels_last=True)
         model = setup.laid_out(self.model().to(bench.device))
-        compiled = bench.device.type == "cuda" and importlib.util.find_spec("triton") is not None
         samples = len(self.labels)
-        stepper = Stepper(
-            model, OPTIMIZERS[optimizer], Policy.named(policy), reference_count=samples, compiled=compiled
-        )
+        stepper = Stepper(model, OPTIMIZERS[optimizer], Policy.named(policy), reference_count=samples)
         inputs, labels = setup.laid_out(self.inputs.to(bench.device)), self.labels.to(bench.device)
 
         def passes() -> None:
@@ -224,11 +220,10 @@ def h5(bench: Bench) -> dict[str, Any]:
     """
     shapes = tiny_shapes() if bench.dry_run else bert_shapes(12 if bench.is_small else 24, 1024)
     numel = sum(shape.numel() for shape in shapes.values())
-    compiled = bench.device.type == "cuda"
     with torch.device(bench.device):  # the contenders create their tensors on this device
         sides = {
             "copy": Copy(numel).step,
-            "ours": Ours(shapes, OPTIMIZERS["adamw"], compiled).step,
+            "ours": Ours(shapes, OPTIMIZERS["adamw"]).step,
             "fused alone": FusedAlone(list(shapes.values()), "adamw", OPTIONS["adamw"]).step,
         }
         rows: dict[str, Any] = dict(bench.times(sides)) | {"parameters": numel}

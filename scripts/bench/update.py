@@ -10,8 +10,7 @@ that `scripts/run` starts, also checks its own gradient and runs its collectives
 All contenders run in one process and alternate, in an order that rotates. Those that do the same work must
 end with the same weights. The memory layout of a process changes these ratios by a tenth or more, so each
 case is measured in several processes: reported are the median process, the best and the worst. Bytes per
-parameter are those that a copy would move in the same time. A recompilation after the warm-up ends the
-benchmark with an error.
+parameter are those that a copy would move in the same time.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from torch import Tensor, nn
 from launcher.engine import SGD, AdamW, ParameterGroup, Policy, Stepper, StepResult
 from launcher.engine.optim.fused import Optimizer
 from launcher.process.allocator import keep_freed_memory
-from launcher.training.setup.build import SECONDS_SAVED_PER_PARAMETER, SECONDS_TO_COMPILE
 from scripts.bench.baselines import Disagreement
 from scripts.bench.delivery import loss_delivering
 from scripts.bench.group_of_one import collectives_of_one
@@ -88,7 +86,6 @@ class Ours:
         self,
         shapes: Shapes,
         optimizer: Optimizer,
-        compiled: bool,
         groups: Sequence[ParameterGroup] = (),
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -104,12 +101,9 @@ class Ours:
             clip_norm=CLIP_NORM,
             reference_count=1,
             emulate=False,
-            compiled=compiled,
             groups=groups,
         )
         assert self._stepper.loss_scale == LOSS_SCALE
-        if compiled and not self._stepper.compilation.used:
-            raise RuntimeError(f"the update is not compiled: {self._stepper.compilation.reason}")
         self._parameters = list(holder.parameters())
         self._gradients = gradients_for(sizes)
         self._waiting: list[StepResult] = []
@@ -148,33 +142,26 @@ def contenders_for(case: Case, shapes: Shapes, group: dist.ProcessGroup | None) 
         "fused, flat": FusedAlone(sizes, name, rule.torch_options, flat=True),
         "stock composition": StockComposition(sizes, name, rule.torch_options),
         "flat stock": FlatStock(sizes, name, rule.torch_options, group),
-        "ours, plain": Ours(shapes, rule.ours, False, group=group),
-        "ours, compiled": Ours(shapes, rule.ours, True, group=group),
+        "ours": Ours(shapes, rule.ours, group=group),
     }
     if case.slow:
         contenders["per tensor"] = PerTensor(sizes, name, rule.torch_options)
     if case.groups:
-        for form in ("plain", "compiled"):
-            groups = groups_for(shapes)
-            contenders[f"{form}, groups"] = Ours(shapes, rule.ours, form == "compiled", groups, group)
+        contenders["ours, groups"] = Ours(shapes, rule.ours, groups_for(shapes), group)
     return contenders
 
 
 def measure(contenders: Mapping[str, Contender], repeats: int) -> dict[str, list[float]]:
-    """Seconds by contender, which alternate; without the first two rounds, which touch memory and compile."""
+    """Seconds by contender, which alternate; without the first two rounds, which touch new memory."""
     sides = {name: contender.step for name, contender in contenders.items()}
     interleave(sides, 0)
-    compiled = num_compilations()
-    times = interleave(sides, repeats, warm_up=0)
-    if num_compilations() != compiled:
-        raise RuntimeError(f"{num_compilations() - compiled} graphs were recompiled between steps")
-    return times
+    return interleave(sides, repeats, warm_up=0)
 
 
 def refuse_other_weights(contenders: Mapping[str, Any], shapes: Shapes) -> None:
     """Raise Disagreement where contenders that do the same work have updated otherwise, or not at all."""
     start = initial_values(list(shapes.values()))
-    own = [new - old for new, old in zip(contenders["ours, plain"].masters(), start, strict=True)]
+    own = [new - old for new, old in zip(contenders["ours"].masters(), start, strict=True)]
     scale = _norm(own)
     for name, contender in contenders.items():
         if not hasattr(contender, "masters") or name.endswith(", groups"):
@@ -191,10 +178,6 @@ def _norm(tensors: Sequence[Tensor]) -> float:
     return float(torch.stack(torch._foreach_norm(list(tensors))).norm())
 
 
-def num_compilations() -> int:
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
 def summary(times: Mapping[str, list[float]], num_parameters: int) -> dict[str, dict[str, float]]:
     """By contender; ratios of medians and of minima to each baseline."""
     rows = {}
@@ -202,7 +185,7 @@ def summary(times: Mapping[str, list[float]], num_parameters: int) -> dict[str, 
         row = row_of(seconds)
         row["bytes_per_parameter_at_copy_speed"] = 8 * min(seconds) / min(times["copy"])
         if name.endswith(", groups"):
-            without = times[f"ours, {name.removesuffix(', groups')}"]
+            without = times[name.removesuffix(", groups")]
             row["min_over_no_groups"] = min(seconds) / min(without)
             row["median_over_no_groups"] = statistics.median(
                 one / other for one, other in zip(seconds, without, strict=True)
@@ -260,30 +243,27 @@ class Case:
 
 
 def goals_of(case: Case, processes: Sequence[Mapping[str, Mapping[str, float]]]) -> list[Goal]:
-    """P6 and P7 for both forms of the update. The spread is that of the processes."""
-    numel = MODELS[case.model][1]
-    steps = round(SECONDS_TO_COMPILE / (numel * SECONDS_SAVED_PER_PARAMETER))
+    """P6 and P7. The spread is that of the processes."""
     found = []
-    for form, when in (("plain", f"below {steps} steps"), ("compiled", f"from {steps} steps")):
-        rows = [process[f"ours, {form}"] for process in processes]
-        for row, (baselines, goal, limit) in GOALS.items():
-            for baseline in baselines:
-                ratios = [own[f"median_over_{key_of(baseline)}"] for own in rows]
-                found.append(
-                    Goal(
-                        row=row,
-                        what=f"{case.title}, {form}: {when}",
-                        ours=statistics.median(own["median_ms"] for own in rows),
-                        unit="ms",
-                        baseline=baseline,
-                        theirs=statistics.median(process[baseline]["median_ms"] for process in processes),
-                        value=statistics.median(ratios),
-                        low=median_interval(ratios)[0],
-                        high=median_interval(ratios)[1],
-                        goal=goal,
-                        limit=limit,
-                    )
+    rows = [process["ours"] for process in processes]
+    for row, (baselines, goal, limit) in GOALS.items():
+        for baseline in baselines:
+            ratios = [own[f"median_over_{key_of(baseline)}"] for own in rows]
+            found.append(
+                Goal(
+                    row=row,
+                    what=case.title,
+                    ours=statistics.median(own["median_ms"] for own in rows),
+                    unit="ms",
+                    baseline=baseline,
+                    theirs=statistics.median(process[baseline]["median_ms"] for process in processes),
+                    value=statistics.median(ratios),
+                    low=median_interval(ratios)[0],
+                    high=median_interval(ratios)[1],
+                    goal=goal,
+                    limit=limit,
                 )
+            )
     return found
 
 

@@ -28,7 +28,6 @@ REFUSED = {
     "a function": ({"learning_rates": lambda step: 0.1}, "it must be a sequence of numbers"),
     "emulate": ({"emulate": "auto"}, "emulate='auto': it must be True or False"),
     "emulate as an int": ({"emulate": 1}, "emulate=1: it must be True or False"),
-    "compiled": ({"compiled": None}, "compiled=None: it must be True or False"),
     "group": ({"group": "WORLD"}, "group='WORLD': it must be a process group"),
     "group as a flag": ({"group": True}, "group=True: it must be a process group"),
     "no group": ({"group": 0}, "group=0: it must be a process group"),

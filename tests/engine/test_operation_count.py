@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.engine import SGD, AdamW, Policy, Stepper
 from launcher.engine.flat.layout import Piece
-from launcher.engine.optim.fused import Scalars
-from launcher.engine.optim.updater import Updater
+from launcher.engine.optim.updater import StepScalars, Updater
 from launcher.training.replicas import checksums
 from recipes.resnet import BasicBlock, Bottleneck, ResNet
 from tests.meta_device import META
@@ -226,7 +225,7 @@ class Moved(TorchDispatchMode):
         (SGD(0.1, momentum=0.9), torch.float32, 34),
     ],
 )
-def test_an_update_without_a_compiler_moves_no_more_bytes_a_parameter(
+def test_an_update_moves_no_more_bytes_a_parameter(
     optimizer: SGD | AdamW, wire: torch.dtype, most: int
 ) -> None:
     """Widening the gradient, torch's fused kernel and rounding the weights, each in one pass."""
@@ -234,8 +233,8 @@ def test_an_update_without_a_compiler_moves_no_more_bytes_a_parameter(
     weight = torch.empty(numel, dtype=torch.float16, device=META)
     piece = Piece(weight, torch.empty(numel, device=META), torch.empty(numel, dtype=wire, device=META))
     multiplier, rate, number, skip = torch.empty(4, device=META).unbind()
-    scalars = Scalars(multiplier, rate.double(), number.double(), skip > 0)
-    updater = Updater([piece], optimizer, compiled=False)
+    scalars = StepScalars(multiplier, rate.double(), number.double(), skip > 0)
+    updater = Updater([piece], optimizer)
     with Moved() as moved:
         updater.step(scalars)
     assert moved.bytes / numel <= most + 0.01

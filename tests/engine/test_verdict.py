@@ -119,17 +119,6 @@ def test_without_marks_the_only_rank_is_to_blame(largest) -> None:
     assert_equal(expected, on_host(terms, sums, None, tally, state, rates))
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # by the compiler's first import
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
-@pytest.mark.parametrize("mode", ["dynamic", "none"])
-def test_a_compiler_gives_the_same_bits(mode, clip_norm) -> None:
-    terms = Terms(32.0, clip_norm, Scaling(mode, growth_interval=2))
-    compiled = torch.compile(judge, fullgraph=True)
-    for case in cases():
-        assert_equal(on_device(terms, *case), on_device(terms, *case, judge=compiled))
-
-
 def on_device(terms: Terms, sums, marks, tally: Tensor, state: Tensor, rates: Tensor, judge=judge) -> Verdict:
     """What the device decides, its numbers as the host reads them."""
     rules = Rules.of(terms, len(rates), torch.device("cpu"))

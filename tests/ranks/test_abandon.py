@@ -84,7 +84,7 @@ def abandon_some(env: WorkerEnv, model: type[nn.Module], wire: str, micro_batche
 
 CASES = [(Planted, wire, micro_batches, True) for wire in WIRES for micro_batches in (1, 2)]
 CASES += [(Matrices, wire, 1, True) for wire in WIRES]
-CASES += [(Planted, "native", 1, False), (Matrices, "fp32", 2, False)]
+CASES += [(Planted, "native", 1, False), (Matrices, "sharded", 2, False)]
 
 
 def some_cases(env: WorkerEnv, cases: list[Any]) -> list[Any]:

@@ -25,7 +25,7 @@ from launcher.recipe import Recipe, TensorData, cross_entropy
 from launcher.recipe.checks import checked
 from launcher.training.device import apply_switches
 from launcher.training.failures.recipe_errors import guarded
-from launcher.training.setup.build import build_model, compiles_update, rates_of
+from launcher.training.setup.build import build_model, rates_of
 from launcher.training.setup.decisions import decisions
 from tests.configs import composed
 from tests.models import mlp
@@ -277,18 +277,3 @@ def test_a_model_that_is_no_module_is_refused(built, said) -> None:
     env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
     with pytest.raises(ConfigError, match=f"build_model returned {said}. It must return an nn.Module"):
         build_model(composed(), recipe, env, BatchPlan(64, 8, None, 1, 0, 0, False))
-
-
-@pytest.mark.parametrize(
-    ("numel", "steps", "compiled"),
-    [(11_000_000, 1000, False), (25_000_000, 450_000, True), (350_000_000, 20_000, True), (100, 1, False)],
-)
-def test_on_a_gpu_too_the_update_is_compiled_where_that_pays_within_the_run(
-    monkeypatch, numel, steps, compiled
-) -> None:
-    found = {"triton": object()}
-    monkeypatch.setattr("importlib.util.find_spec", found.get)
-    decided, reason = compiles_update(torch.device("cuda"), numel, steps)
-    assert (decided, reason.partition(":")[0]) == (compiled, "compiled with Triton" if compiled else "plain")
-    found.clear()
-    assert compiles_update(torch.device("cuda"), numel, steps) == (False, "plain: Triton is not installed")

@@ -21,8 +21,8 @@ from launcher.engine.errors import UnusableError
 from launcher.engine.flat.groups import Grouping, Rates
 from launcher.engine.flat.layout import Layout, Piece, half_in
 from launcher.engine.flat.names import named_parameters
-from launcher.engine.optim.fused import Optimizer, Scalars
-from launcher.engine.optim.updater import Collect, Updater
+from launcher.engine.optim.fused import Optimizer
+from launcher.engine.optim.updater import Collect, StepScalars, Updater
 from launcher.engine.precision.policy import Policy
 from launcher.engine.state import forms_of, refuse_misfits
 from launcher.engine.wire.shards import Shards
@@ -143,14 +143,12 @@ def refuse_unadaptable(
 AnyOptimizer = Optimizer | TorchOptimizer
 
 
-def updater_of(
-    optimizer: AnyOptimizer, layout: Layout, shards: Shards, compiled: bool, on_host: bool
-) -> Updater | AdaptedUpdater:
-    """The updater that applies `optimizer` to the shards of `layout`; torch's are never `compiled`."""
+def updater_of(optimizer: AnyOptimizer, layout: Layout, shards: Shards) -> Updater | AdaptedUpdater:
+    """The updater that applies `optimizer` to the shards of `layout`."""
     if isinstance(optimizer, TorchOptimizer):
         return AdaptedUpdater(layout, shards.pieces, optimizer)
     rates = layout.grouping.rates
-    return Updater(shards.pieces, optimizer, compiled, rates, shards.stretches() if rates else (), on_host)
+    return Updater(shards.pieces, optimizer, rates, shards.stretches() if rates else ())
 
 
 def _states_of(optimizer: TorchOptimizer, master: Tensor, after_a_step: bool) -> dict[str, object]:
@@ -202,7 +200,7 @@ class AdaptedUpdater:
             for rates, masters in members.items()
         ]
 
-    def step(self, scalars: Scalars) -> None:
+    def step(self, scalars: StepScalars) -> None:
         """Apply one update, or change nothing if `scalars.skip` is true. Waits for the device."""
         if bool(scalars.skip):
             return

@@ -8,7 +8,6 @@ without a gradient send zeros. `transports` decides how a bucket is sent.
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 import launcher.engine.works as works
 from launcher.engine.errors import UnusableError, refuse_loss
 from launcher.engine.flat.layout import Layout, Segment, Slot, SlotRun
-from launcher.engine.wire.grad_norm import SumOfSquares
+from launcher.engine.wire.grad_norm import SquaresReader, is_not_finite
 from launcher.engine.wire.inbox import Inbox, refuse_sparse
 from launcher.engine.wire.step_counts import FIELDS, Tally
 from launcher.engine.wire.transports import Bucket, ShardedSum, Transport, is_sharded
@@ -49,7 +48,7 @@ class _Sending:
 class Reducer:
     """Sums the gradients of all ranks and micro-batches, in the dtype of the wire.
 
-    `transports` has one transport per segment name; `compiled` compiles the sums that detect overflow.
+    `transports` has one transport per segment name.
     `tally` is sent before the first bucket of a step, or at its end with the norms of sharded gradients.
     Building it moves the last segment's gradients to new memory.
     """
@@ -62,12 +61,10 @@ class Reducer:
         tally: Tally,
         micro_batches: int = 1,
         overlap: bool = True,
-        compiled: bool = False,
     ) -> None:
         self._layout, self._group, self._transports = layout, group, transports
         self._rank = dist.get_rank(group) if group else 0
         self._sharded, self.overlap, self._tally = is_sharded(transports), overlap, tally
-        self._sums = SumOfSquares(layout.device, compiled)
         last = layout.segments[-1]
         # The last segment's gradients and one more element per rank.
         self._whole = torch.zeros(last.numel + layout.world_size, dtype=last.grad.dtype, device=layout.device)
@@ -80,8 +77,8 @@ class Reducer:
         self.pending: list[int] = []  # by bucket, the gradients of this micro-batch that have not arrived
         self._sending = _Sending()
         self.buckets = self._buckets()  # in launch order, the same on all ranks
-        for together in self._read_together(self.buckets):
-            together[-1].reads_reduced = self._sums.over(_parts(together))
+        for together in self._read_together():
+            together[-1].squares = SquaresReader(_parts(together))
         whole = [
             not isinstance(bucket.transport, ShardedSum) for bucket in self.buckets for _ in bucket.slots
         ]
@@ -122,32 +119,24 @@ class Reducer:
         for segment in self._layout.segments:
             for run in segment.runs:
                 message, transport = segment.grad[run.start : run.end], self._transports[segment.name]
-                own = [slot.flat(segment.grad) for slot in run.slots]
-                reads_own = None if self._group is None else self._sums.finite_over(own)
                 inbox = self._inbox(segment, run)
-                buckets.append(
-                    Bucket(len(buckets), segment, run, transport, message, message[:0], inbox, reads_own)
-                )
+                buckets.append(Bucket(len(buckets), segment, run, transport, message, message[:0], inbox))
         last = buckets[-1]
         if not isinstance(last.transport, ShardedSum):
             last.message = self._whole[last.run.start :]
         last.tail = self._whole[last.segment.numel :]
         return buckets
 
-    def _read_together(self, buckets: Sequence[Bucket]) -> Iterator[Sequence[Bucket]]:
+    def _read_together(self) -> list[list[Bucket]]:
         """The buckets by the reads of their reduced gradients.
 
-        One read of a segment costs least, and one of a whole small model. A CPU that waits for the last
-        bucket has time to read the others: the last one alone is what a step on a slow link still has to read
-        at its end.
+        A CPU reads each as soon as it is reduced, while the next one is on its way. On a GPU, where each read
+        is some kernels, there is one read per dtype.
         """
-        if self._group is None and self._sums.are_few(_parts(buckets)):
-            yield buckets
-            return
-        for segment in self._layout.segments:
-            own = [bucket for bucket in buckets if bucket.segment is segment]
-            waits = self._group is not None and self._layout.device.type == "cpu" and len(own) > 1
-            yield from [own[:-1], own[-1:]] if waits else [own]
+        if self._layout.device.type == "cpu":
+            return [[bucket] for bucket in self.buckets]
+        own = [[b for b in self.buckets if b.segment is segment] for segment in self._layout.segments]
+        return own
 
     @contextlib.contextmanager
     def receiving(self, early: bool) -> Iterator[None]:
@@ -258,10 +247,9 @@ class Reducer:
         found = []
         for bucket in self.buckets:
             bucket.transport.wait(bucket)
-            if bucket.reads_reduced is not None:
-                found.append(bucket.reads_reduced())
-        # Contiguous in any case: the order in which a stretch of memory is summed depends on its stride.
-        sums = torch.cat(found) if len(found) > 1 else found[0].contiguous()
+            if bucket.squares is not None:
+                found.append(bucket.squares.read())
+        sums = torch.cat(found)
         marks: Tensor | None = None
         if self._sharded:
             sums, marks = self._share_sums(sums)
@@ -328,7 +316,7 @@ class Reducer:
         """What this rank's slot holds."""
         if self._sending.abandoned:
             return ABANDONED
-        return not_finite(torch.cat([b.own_look for b in self.buckets if b.own_look is not None]))
+        return is_not_finite([extreme for bucket in self.buckets for extreme in bucket.extremes])
 
     def _launch(self, bucket: Bucket) -> None:
         """Look at this rank's gradient, then send the bucket. The last carries the result of all looks.
@@ -343,8 +331,9 @@ class Reducer:
             bucket.inbox.complete()
             if sending.correction != 1.0:
                 bucket.message.mul_(sending.correction)
-            if bucket.reads_own is not None:
-                bucket.own_look = bucket.reads_own()
+            bucket.transport.clear_padding(bucket)
+            if self._group is not None:
+                bucket.extremes = torch.aminmax(bucket.message[: bucket.run.end - bucket.run.start])
         if self._group is not None and bucket.tail.numel():
             bucket.tail.zero_()
             bucket.tail[self._rank] = self._mark()
@@ -353,11 +342,6 @@ class Reducer:
             sending.tallied = True
         sending.bytes += bucket.transport.launch(bucket)
         sending.next = bucket.index + 1
-
-
-def not_finite(sums: Tensor) -> Tensor:
-    """Whether one of these numbers >= 0 is inf or nan: bool, 0-dim."""
-    return ~(sums.sum() < math.inf)
 
 
 def _parts(buckets: Sequence[Bucket]) -> list[Tensor]:

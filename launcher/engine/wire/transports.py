@@ -18,7 +18,7 @@ from torch import Tensor
 
 import launcher.engine.works as works
 from launcher.engine.flat.layout import Segment, Slot, SlotRun
-from launcher.engine.wire.grad_norm import ReadSums
+from launcher.engine.wire.grad_norm import SquaresReader
 from launcher.engine.wire.inbox import Inbox
 
 
@@ -26,9 +26,9 @@ from launcher.engine.wire.inbox import Inbox
 class Bucket:
     """One run of a segment's gradients and its message on the wire.
 
-    `inbox` fills the message. What `reads_own` gives is finite if this rank's gradient is; None without a
-    group. `reads_reduced` sums the squares of the reduced gradient as this rank holds it, of this bucket and
-    of those before it from the last that has such a function.
+    `inbox` fills the message. `extremes` are the least and the greatest element of this rank's gradient.
+    `squares` reads the reduced gradient as this rank holds it, of this bucket and of those before it from the
+    last that has such a reader.
 
     `tail` follows the run's elements and belongs to no parameter. In the last bucket it has one slot per
     rank, in which a rank marks that its own gradient was not finite, or that it abandons the step.
@@ -41,11 +41,10 @@ class Bucket:
     message: Tensor
     tail: Tensor
     inbox: Inbox
-    reads_own: ReadSums | None
-    reads_reduced: ReadSums | None = None
+    squares: SquaresReader | None = None
     work: dist.Work | None = None
     received: Tensor | None = None
-    own_look: Tensor | None = None  # not finite if this rank's gradient is not
+    extremes: Sequence[Tensor] = ()
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -60,6 +59,9 @@ class Transport:
     """Sends the buckets of one segment; `before`, a power of two, multiplies what is written to a message."""
 
     before = 1.0
+
+    def clear_padding(self, bucket: Bucket) -> None:
+        """Zero what a message holds between parameters, where that is not zero anyway."""
 
     def launch(self, bucket: Bucket) -> int:
         """Start sending; returns the bytes, counted as those of an all-reduce of the same traffic."""
@@ -103,9 +105,11 @@ class ShardedSum(Transport):
         self._group = group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
 
-    def launch(self, bucket: Bucket) -> int:
+    def clear_padding(self, bucket: Bucket) -> None:
         for gap in bucket.run.gaps():
             bucket.segment.grad[gap].zero_()  # may hold the previous step's sum
+
+    def launch(self, bucket: Bucket) -> int:
         exchange(bucket, self._group)
         return bucket.size_bytes  # the gather of the weights is the other half
 

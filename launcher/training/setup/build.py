@@ -6,10 +6,7 @@ Owns every translation from config words to engine values. What is printed of th
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
 import pkgutil
-import shutil
 import warnings
 from typing import Any
 
@@ -33,14 +30,6 @@ from launcher.training.setup.sync_batchnorm import synchronised
 
 SHOWN = 4  # parameters that an error names
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-# One thread, 12.3 M parameters: the plain AdamW pass takes 1.3 ns per parameter, the compiled one 0.8.
-# Compiling takes 20 s where nothing is cached, 5 s where it is.
-SECONDS_SAVED_PER_PARAMETER = 0.5e-9
-SECONDS_TO_COMPILE = 30.0
-# On a GPU, computed and not measured: the plain pass moves 12 bytes per parameter more, at 1.5 TB/s, and a
-# step without a compiler launches some 20 kernels of one element more, at 5 us.
-SECONDS_SAVED_PER_PARAMETER_OF_GPU = 8e-12
-SECONDS_SAVED_PER_STEP_OF_GPU = 1e-4
 
 
 def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan) -> nn.Module:
@@ -163,7 +152,6 @@ def build_stepper(
 ) -> Stepper:
     """The Stepper of the config. A collective."""
     optim = config.optim
-    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
     emulate = config.precision.emulate
     grouped = parameter_groups.parameter_groups(optim, recipe.groups, model)
     for text in grouped.idle:
@@ -179,7 +167,6 @@ def build_stepper(
         learning_rates=rates_of(config, recipe, total_steps),
         micro_batches=plan.micro_batches,
         emulate=None if emulate == "auto" else bool(emulate),
-        compiled=compiles_update(env.device, numel, total_steps)[0],
         groups=grouped.groups,
     )
     try:
@@ -193,23 +180,3 @@ def weight_average(config: Config, stepper: Stepper) -> WeightAverage | None:
     """The average of the weights that the config asks for."""
     ema = config.ema
     return None if ema.decay is None else WeightAverage(stepper, ema.decay, ema.every_steps)
-
-
-def compiles_update(device: torch.device, numel: int, steps: int) -> tuple[bool, str]:
-    """Whether compiling the update would pay for itself within this run, and the reason.
-
-    Checks only what can be checked without importing the compiler; the Stepper tries whether it works.
-    """
-    on_gpu = device.type == "cuda"
-    if on_gpu and importlib.util.find_spec("triton") is None:
-        return False, "plain: Triton is not installed"
-    if not on_gpu and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
-        return False, "plain: there is no C++ compiler"
-    saved = numel * steps * SECONDS_SAVED_PER_PARAMETER
-    if on_gpu:
-        saved = steps * (numel * SECONDS_SAVED_PER_PARAMETER_OF_GPU + SECONDS_SAVED_PER_STEP_OF_GPU)
-    if saved < SECONDS_TO_COMPILE:
-        least = f"{SECONDS_TO_COMPILE:.0f} s"
-        return False, f"plain: compiling takes up to {least} and saves {saved:.0f} s of this run"
-    compiler = "Triton" if on_gpu else "C++"
-    return True, f"compiled with {compiler}: saves about {saved:.0f} s of this run"

@@ -42,10 +42,6 @@ def decisions(
     if not is_fused(config.optim.name):
         text = f"{config.optim.name}, a torch.optim.Optimizer on fp32 masters: correct, but not one pass"
         yield "optimizer", text
-    else:
-        reason = build.compiles_update(env.device, stepper.num_trainable, steps)[1]
-        failure = stepper.compilation.reason
-        yield "update", f"plain: {failure}" if failure else reason
     if (decay := config.ema.decay) is not None:
         passes = "" if config.ema.every_steps == 1 else f", one pass every {config.ema.every_steps} steps"
         text = f"evaluated and exported: the average of the weights, decay {decay:g} per applied step{passes}"

@@ -1,4 +1,4 @@
-"""When the reduced gradient is read: before the last bucket has arrived, if the processor waits for it."""
+"""When the reduced gradient is read on a CPU: while the next bucket is on its way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from launcher.engine import SGD, Policy, Stepper, Wire
-from launcher.engine.wire.grad_norm import ReadSums
+from launcher.engine.wire.grad_norm import SquaresReader
 from launcher.engine.wire.transports import NativeSum, ShardedSum
 from tests.meta_device import fake_group
 
@@ -25,12 +25,11 @@ def order_of(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             seen.append(f"bucket {bucket.index}")
 
         monkeypatch.setattr(kind, "wait", wait)
+    read = SquaresReader.read
+    monkeypatch.setattr(SquaresReader, "read", lambda self: (seen.append("read"), read(self))[1])
     with fake_group(2) as group:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(LAYERS)))
         stepper = Stepper(model, SGD(0.1), Policy.fp16(), group, wire=wire, reference_count=4, emulate=True)
-        for bucket in stepper.reducer.buckets:
-            if bucket.reads_reduced is not None:
-                bucket.reads_reduced = recording(bucket.reads_reduced, seen)
         with stepper.forward():
             loss = model(torch.full((4, 64), 0.25)).float().square().sum()
         stepper.backward(loss, 4)
@@ -38,16 +37,8 @@ def order_of(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def recording(sums: ReadSums, seen: list[str]) -> ReadSums:
-    def read() -> torch.Tensor:
-        seen.append("read")
-        return sums()
-
-    return read
-
-
 @pytest.mark.parametrize("shard", [False, True])
-def test_only_the_last_bucket_of_matrices_is_read_after_it_has_arrived(shard, monkeypatch) -> None:
+def test_each_bucket_is_read_as_soon_as_it_has_arrived(shard, monkeypatch) -> None:
     order = order_of(Wire(bucket_bytes=64 * 64 * 2, shard=shard), monkeypatch)
-    first = [f"bucket {index}" for index in range(LAYERS - 1)]
-    assert order == [*first, "read", f"bucket {LAYERS - 1}", "read", f"bucket {LAYERS}", "read"]
+    expected = [(f"bucket {index}", "read") for index in range(LAYERS + 1)]
+    assert order == [each for pair in expected for each in pair]
