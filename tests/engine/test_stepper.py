@@ -143,7 +143,7 @@ def test_checkpointed_layers_have_the_gradients_of_plain_ones(
 
 def test_a_gradient_that_arrives_after_its_bucket_left_is_refused_by_name(monkeypatch) -> None:
     monkeypatch.setattr(reducer, "KEPT_BYTES", 0)
-    stepper = Stepper(Twice(2, True), SGD(0.1), Policy.fp32(), wire=Wire(bucket_bytes=1))
+    stepper = Stepper(Twice(2, True), SGD(0.1), Policy.fp32(), reference_count=4, wire=Wire(bucket_bytes=1))
     x, classes = features(4, 0)
     with pytest.raises(UnusableError, match=r"layer\.(weight|bias) received a gradient twice.*overlap=False"):
         train(stepper, x.requires_grad_(), classes)
