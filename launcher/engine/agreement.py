@@ -84,9 +84,6 @@ def _texts(model: nn.Module, settings: Mapping[str, object]) -> Iterator[tuple[s
     """What is compared, by a name that an error can show; settings first."""
     for name, value in settings.items():
         yield from _of(name, value)
-    for name, module in model.named_modules():
-        if (norm := getattr(module, "max_norm", None)) is not None:  # each step then has a collective for it
-            yield from _of(f"max_norm of {name}", norm)
     tensors = [*named_parameters(model).items(), *named_buffers(model).items()]
     yield "number of parameters and buffers", str(len(tensors))
     for number, (name, t) in enumerate(tensors, 1):

@@ -1,13 +1,11 @@
-"""Checks of a Stepper's arguments, and of attributes that are set on it afterwards.
+"""Checks of a Stepper's arguments.
 
-Owns the errors for arguments of the wrong type, raised before anything reads them. `limits` has the rules for
-numbers.
+Owns the errors for arguments of the wrong type, raised before anything reads them, and for models that cannot
+be trained. `limits` has the rules for numbers.
 """
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -16,7 +14,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from launcher.engine.errors import UnusableError, listed
-from launcher.engine.flat.aliases import refuse_aliases
 from launcher.engine.flat.groups import ParameterGroup
 from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.engine.precision.loss_scale import Scaling
@@ -41,7 +38,6 @@ def refuse_kinds(model: object, optimizer: object, groups: object, given: Mappin
     _refuse_optimizer(optimizer)
     if not isinstance(model, nn.Module):
         raise UnusableError(f"model={model!r}: it must be a torch.nn.Module.")
-    _refuse_model(model)
     for name, value in given.items():
         kind, example = KINDS[name]
         if not (value is None or isinstance(value, kind)):
@@ -96,8 +92,8 @@ def group_of(group: object) -> dist.ProcessGroup | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
-def _refuse_model(model: nn.Module) -> None:
-    """Raise UnusableError for tensors that flat memory cannot hold, or that autograd can never record."""
+def refuse_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Raise UnusableError for a model that flat memory cannot hold, or whose training would go wrong."""
     kind = type(model).__name__
     if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules()):
         raise UnusableError(
@@ -131,7 +127,19 @@ def _refuse_model(model: nn.Module) -> None:
             f"{listed(odd, SHOWN)} of {kind} has sparse=True, but gradients are reduced and applied in flat "
             "memory, which is dense. Build it with sparse=False."
         )
-    refuse_aliases(named_parameters(model), named_buffers(model))
+    if normed := [name for name, each in embeddings if each.max_norm is not None and group is not None]:
+        raise UnusableError(
+            f"{listed(normed, SHOWN)} of {kind} has max_norm, which rescales rows on one rank and not on the "
+            "others, whose weights would differ then. Build it without max_norm, or train on one rank."
+        )
+    places: dict[tuple[torch.device, int], str] = {}
+    for name, p in named_parameters(model).items():
+        place = p.device, p.data_ptr()  # 0: it has no memory, as on meta
+        if p.numel() and place[1] and (other := places.setdefault(place, name)) != name:
+            raise UnusableError(
+                f"{other} and {name} share memory through their data, and would be trained apart. Tie them "
+                "by one object: head.weight = embedding.weight."
+            )
 
 
 def rates_of(learning_rates: object, lr: float) -> list[float]:
@@ -145,15 +153,3 @@ def rates_of(learning_rates: object, lr: float) -> list[float]:
         )
     # A tensor's elements are tensors, which no rule takes for numbers.
     return learning_rates.tolist() if isinstance(learning_rates, torch.Tensor) else list(learning_rates)
-
-
-def refuse_attribute(built: type, name: str) -> None:
-    """Raise AttributeError for an attribute that nothing would read, on an object of the class `built`."""
-    arguments = list(inspect.signature(built).parameters)
-    nearest = difflib.get_close_matches(name, ["lr", *arguments], n=1)
-    where = f"A Stepper is built with {', '.join(arguments)}."
-    if name in arguments:
-        where = f"Build another one with {name}=..."
-    elif nearest:
-        where = f"Nearest: {nearest[0]}."
-    raise AttributeError(f"stepper.{name} cannot be set; only lr can, once it is built. {where}")

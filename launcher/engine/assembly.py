@@ -94,13 +94,12 @@ class StepperParts:
         # After the reducer, which moves a segment's gradients.
         self.shards = Shards(layout, transports, group)
         self.updater = updater_of(optimizer, layout, self.shards)
-        self.in_place = InPlaceChanges(model, layout, self.shards, group)
+        self.in_place = InPlaceChanges(model, layout, self.shards)
         self.scale = LossScale(choices.scaling, layout.device, on_host)
         self.judge = judge_on(on_host, layout.device)
         self.clock = StepClock(layout.device)
         self.names = [slot.name for slot in layout.slots]
-        hooked = (lambda: []) if choices.scaling.mode == "none" else self.reducer.hooked
-        self.notices = Notices(sum(slot.numel > 0 for slot in layout.slots), self.reducer.unused, hooked)
+        self.notices = Notices(sum(slot.numel > 0 for slot in layout.slots), self.reducer.unused)
         self.replica = Replica(model, layout, self.buffers, self.shards, self.updater, self.scale)
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from launcher.engine.errors import EngineWarning, listed
 
@@ -21,15 +21,6 @@ NO_GRADIENTS = (
     "{silent} of {total} parameters received no gradient in the first applied step: {names}. Weight decay "
     "still changes them. Check that the forward pass uses them, and that nothing detaches it (.detach(), "
     ".data, torch.no_grad()), or freeze them before building the Stepper, unless later steps use them."
-)
-HOOKS = (
-    "{names}: hooks on these parameters (register_hook, register_post_accumulate_grad_hook) get the gradient "
-    "of one micro-batch of one rank, scaled by the loss scale. A mask or a factor works; a limit "
-    "such as clamp(-1, 1) stops training. To clip, use the Stepper's clip_norm (optim.clip_norm) instead."
-)
-FREQUENCIES = (
-    "{names}: scale_grad_by_freq=True divides by how often an index occurs in a micro-batch of a rank, so "
-    "that results depend on the number of ranks and micro-batches. Build the embedding without it."
 )
 SHARED_GROUP = (
     "this Stepper shares its process group with that of another network, so its gradients are sent in step() "
@@ -57,30 +48,15 @@ def warn_if_alone(stacklevel: int) -> None:
             return
 
 
-def warn_of_frequencies(model: nn.Module, stacklevel: int) -> None:
-    """Name the embeddings whose gradients are not sums over samples; for several ranks or micro-batches."""
-    kinds = nn.Embedding | nn.EmbeddingBag
-    modules = [(name, each) for name, each in model.named_modules() if isinstance(each, kinds)]
-    if names := [n for n, each in modules if each.scale_grad_by_freq and each.weight.requires_grad]:
-        text = FREQUENCIES.format(names=listed(names, SHOWN))
-        warnings.warn(text, EngineWarning, stacklevel + 1)
-
-
 class Notices:
     """Warnings of one Stepper, each issued once, with `num_parameters` that are not empty.
 
-    `unused` names those for which the backward passes of this rank's first step had no gradient, `hooked`
-    those whose hooks get scaled gradients.
+    `unused` names those for which the backward passes of this rank's first step had no gradient.
     """
 
-    def __init__(
-        self,
-        num_parameters: int,
-        unused: Callable[[], Collection[str]],
-        hooked: Callable[[], Sequence[str]],
-    ) -> None:
+    def __init__(self, num_parameters: int, unused: Callable[[], Collection[str]]) -> None:
         self._given: set[str] = set()
-        self._num_parameters, self._unused, self._hooked = num_parameters, unused, hooked
+        self._num_parameters, self._unused = num_parameters, unused
         self._has_applied = False
 
     def warn(self, text: str, stacklevel: int) -> None:
@@ -88,11 +64,6 @@ class Notices:
         if text not in self._given:
             self._given.add(text)
             warnings.warn(text, EngineWarning, stacklevel=stacklevel + 1)
-
-    def hooks(self, stacklevel: int) -> None:
-        """Name the parameters with hooks: at the build, and after the first step for those added later."""
-        if names := self._hooked():
-            self.warn(HOOKS.format(names=listed(names, SHOWN)), stacklevel + 1)
 
     def gradients(self, names: Sequence[str], sums: Tensor, stacklevel: int) -> None:
         """Name the parameters without a gradient in the first applied step that is read.
@@ -102,7 +73,6 @@ class Notices:
         if self._has_applied:
             return
         self._has_applied = True
-        self.hooks(stacklevel + 1)
         unused = set(self._unused())
         silent = [
             name for name, total in zip(names, sums.tolist(), strict=True) if name in unused and not total

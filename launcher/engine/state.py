@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
-from launcher.engine.flat.aliases import extent
-from launcher.engine.flat.names import named_buffers, named_parameters
+from launcher.engine.flat.names import extent, named_buffers, named_parameters
 from launcher.engine.limits import LARGEST_COUNT, a_reference_count, is_whole
 from launcher.engine.precision.classes import HALF
 from launcher.engine.precision.loss_scale import LossScale
@@ -25,9 +24,7 @@ _TENSORS = ("weights", "optimizer", "buffers")
 _PARTS = (*_TENSORS, "counters")
 _NUMBERS = ("reference_count", "scale_mode")
 Form = tuple[torch.Size, torch.dtype]
-EXPECTED = (
-    "Give what Stepper.state_dict() returned, or EngineState.from_tensors() of what tensors() returned."
-)
+EXPECTED = "Give what Stepper.state_dict() returned."
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,7 @@ class EngineState:
     that are fp64 or not floating-point keep their dtype. `counters` are those of the loss scale: exponent,
     clean steps in a row, lives, applied and skipped steps.
 
-    Two forms can be saved: `as_dict()` with torch.save and torch.load(weights_only=True), `tensors()` with
-    safetensors. `from_dict` and `from_tensors` restore them bit for bit.
+    `as_dict()` can be saved with torch.save, and loaded with torch.load(weights_only=True) and `from_dict`.
     """
 
     weights: dict[str, Tensor]
@@ -68,45 +64,6 @@ class EngineState:
         """The state that `as_dict` was called on. Raises UnusableError for any other mapping."""
         refuse_other_forms(values)
         return cls(**_copied(values))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """One flat dict: `weights/fc.weight`, `optimizer/exp_avg/fc.weight`, `counters/applied` (int64)."""
-        found = {
-            f"{part}/{name}": tensor.detach().contiguous()
-            for part in _TENSORS
-            for name, tensor in getattr(self, part).items()
-        }
-        for name in self.buffers:  # safetensors refuses tensors that share memory, as buffers may
-            found[f"buffers/{name}"] = found[f"buffers/{name}"].clone()
-        found |= {f"counters/{name}": torch.tensor(value) for name, value in self.counters.items()}
-        if self.reference_count is not None:
-            found["reference_count"] = torch.tensor(self.reference_count)
-        if self.scale_mode is not None:
-            found["scale_mode"] = torch.tensor(get_args(ScaleMode).index(self.scale_mode))
-        return found
-
-    @classmethod
-    def from_tensors(cls, flat: Mapping[str, Tensor]) -> EngineState:
-        """The state that `tensors` was called on. Raises UnusableError for any other mapping."""
-        values: dict[str, Any] = {name: {} for name in _PARTS}
-        for key, tensor in flat.items():
-            part, slash, name = key.partition("/")
-            if slash and part in _PARTS:
-                values[part][name] = _whole(key, tensor) if part == "counters" else tensor
-            elif key in _NUMBERS:
-                values[key] = _whole(key, tensor)
-            else:
-                raise UnusableError(f"{key} is no key of EngineState.tensors(). {EXPECTED}")
-        if "scale_mode" in values:
-            values["scale_mode"] = dict(enumerate(get_args(ScaleMode))).get(values["scale_mode"], "unknown")
-        return cls.from_dict(values)
-
-
-def _whole(key: str, tensor: Tensor) -> int:
-    """The number that `tensors` saved under this key."""
-    if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64 or tensor.numel() != 1 or tensor.is_meta:
-        raise UnusableError(f"{key} is {_described(tensor)}: it must be one int64. {EXPECTED}")
-    return int(tensor)
 
 
 def _copied(values: Mapping[str, object]) -> dict[str, Any]:
@@ -138,8 +95,6 @@ def _guess(values: Mapping[str, object]) -> str:
     """What was probably given instead, and how to load it."""
     if set(values) == {"state", "param_groups"}:
         return f"It looks like the state_dict of a torch optimizer. {EXPECTED}"
-    if any(str(name).startswith(tuple(f"{part}/" for part in _PARTS)) for name in values):
-        return "It is the flat form: load it with stepper.load(EngineState.from_tensors(...))."
     if values and all(isinstance(value, Tensor) for value in values.values()):
         return "It looks like the state_dict of a model: load it into the model before building the Stepper."
     return EXPECTED

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 import launcher.engine.limits as limits
 from launcher.engine.agreement import refuse_differences, refusing_together
-from launcher.engine.arguments import group_of, rates_of, refuse_attribute, refuse_kinds
+from launcher.engine.arguments import group_of, rates_of, refuse_kinds, refuse_model
 from launcher.engine.assembly import StepperOptions, StepperParts
 from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
 from launcher.engine.errors import NO_BACKWARD, EngineWarning, UnusableError, refuse_loss
 from launcher.engine.flat.groups import ParameterGroup, idle_groups
 from launcher.engine.fp32_modules import compute_in_fp32, names_in_fp32
-from launcher.engine.notices import warn_if_alone, warn_of_frequencies
+from launcher.engine.notices import warn_if_alone
 from launcher.engine.optim.torch_optimizer import AnyOptimizer
 from launcher.engine.outside_changes import refuse_lent
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
@@ -73,10 +73,8 @@ class Stepper:
     because p.grad is None. Parameters frozen before building are not updated.
 
     Weights may be changed in place between steps, identically on all ranks: `p.clamp_()` or `p.copy_()` under
-    torch.no_grad(), model.load_state_dict(), Embedding(max_norm=...), which the Stepper synchronises. Values
-    that differ from the rounded masters are copied into the masters, even in a skipped step. A change through
-    `p.data` cannot be detected: the next update undoes it, and state() raises UnusableError. With max_norm
-    and a group, named_masters(), state() and replicas() are collectives too.
+    torch.no_grad(), model.load_state_dict(). Values that differ from the rounded masters are copied into the
+    masters, even in a skipped step. A change through `p.data` cannot be detected: the next update undoes it.
     """
 
     def __init__(
@@ -98,6 +96,7 @@ class Stepper:
         own_group = group_of(group)
         with refusing_together(model, own_group):
             refuse_kinds(model, optimizer, groups, {"policy": policy, "scaling": scaling, "wire": wire})
+            refuse_model(model, own_group)
             # After the kinds are known: it reads the parameters of `model`.
             refuse_lent(model)
             policy = policy or Policy.fp16()
@@ -121,25 +120,10 @@ class Stepper:
         self._parts = parts = StepperParts(model, choices, self.group)
         for text in idle_groups(model, groups):
             warnings.warn(text, EngineWarning, stacklevel=2)
-        parts.notices.hooks(stacklevel=2)
-        if self.group is not None or micro_batches > 1:
-            warn_of_frequencies(model, stacklevel=2)
         self.layout, self.buffers, self.clock = parts.layout, parts.buffers, parts.clock
         self.reducer, self.shards, self.updater = parts.reducer, parts.shards, parts.updater
         self.scale, self.emulation = parts.scale, parts.emulation
         self._step = Step(choices, parts, self.group)
-        # Last: from here on __setattr__ refuses what nothing would read.
-        self._built = True
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Refuse to set anything but `lr`: a misspelt name, or a part that others hold, would have no effect.
-
-        A subclass may set what it likes.
-        """
-        own = name == "lr" or (name.startswith("_") and hasattr(self, name))
-        if type(self) is Stepper and getattr(self, "_built", False) and not own:
-            refuse_attribute(Stepper, name)
-        super().__setattr__(name, value)
 
     @property
     def lr(self) -> float:
@@ -312,7 +296,6 @@ class Stepper:
         self._step.refuse_within("state()")
         self._parts.attachment.check()
         self._parts.in_place.take()
-        self._parts.in_place.refuse_unseen()
         return self._parts.replica.state(self._step.reference.count, rank, allocate)
 
     def load(self, state: EngineState) -> ScaleStart:
@@ -338,15 +321,15 @@ class Stepper:
     def state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """`state()` as plain dicts, ints and strings, which torch.load(weights_only=True) can read.
 
-        References, like torch's state dicts: save or copy them before the next step. For safetensors:
-        `save_file(stepper.state().tensors(), path)`. A collective where `state()` is one.
+        References, like torch's state dicts: save or copy them before the next step. A collective where
+        `state()` is one.
         """
         return self.state(rank).as_dict()
 
     def load_state_dict(self, values: Mapping[str, Any]) -> ScaleStart:
-        """Resume from a `state_dict()`; from safetensors: `load(EngineState.from_tensors(...))`.
+        """Resume from a `state_dict()`, as `load()`.
 
-        As `load()`. Raises UnusableError for any other mapping, such as a model's state_dict.
+        Raises UnusableError for any other mapping, such as a model's state_dict.
         """
         return self.load(EngineState.from_dict(values))
 

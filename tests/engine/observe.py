@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import launcher.engine.assembly as assembly
-from launcher.engine import Stepper, StepReport
+from launcher.engine import EngineState, Stepper, StepReport
 from tests.models import loss_sum
 
 
@@ -35,6 +35,13 @@ def state_digest(stepper: Stepper, *, counters: bool = False) -> str:
     for tensor in tensors:
         digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def flat_tensors(state: EngineState) -> dict[str, Tensor]:
+    """All that a state holds, under one name each."""
+    parts = {"weights": state.weights, "optimizer": state.optimizer, "buffers": state.buffers}
+    found = {f"{part}/{name}": tensor for part, named in parts.items() for name, tensor in named.items()}
+    return found | {f"counters/{name}": torch.tensor(value) for name, value in state.counters.items()}
 
 
 def weights_are_rounded_masters(stepper: Stepper) -> bool:

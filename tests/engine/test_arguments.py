@@ -140,3 +140,12 @@ def test_a_model_that_exchanges_gradients_itself_is_refused(within) -> None:
         wrapped = nn.parallel.DistributedDataParallel(mlp())
         with pytest.raises(UnusableError, match=r"DistributedDataParallel.*wrapped\.module"):
             Stepper(nn.Sequential(wrapped) if within else wrapped, SGD(0.1), Policy.fp32())
+
+
+def test_parameters_that_are_tied_through_their_data_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(UnusableError, match=r"^0\.weight and 1\.weight share memory through their data"):
+        Stepper(model, SGD(0.1))
+    model[1].weight = model[0].weight
+    Stepper(model, SGD(0.1))

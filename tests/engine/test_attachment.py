@@ -84,34 +84,25 @@ def swap(model: nn.Module) -> None:
     torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.zeros(8, 3, 3, 3)))
 
 
-CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
-    "float": (
-        lambda model: model.float(),
-        r"0\.weight was cast from torch.float16 to torch.float32|8\.weight",
-    ),
-    "half": (lambda model: model.half(), r"bias was cast from torch.float32 to torch.float16"),
-    "double": (lambda model: model.double(), r"to torch.float64.* and 5 more"),
-    "another device": (lambda model: model.to("meta"), r"was moved from cpu to meta"),
-    "memory format": (
-        lambda model: model.to(memory_format=torch.channels_last),
-        r"3\.weight was given other memory .*0\.weight|0\.weight was given other memory",
-    ),
-    "data": (set_data, r"built: 0\.weight was given other memory \(p.data = \.\.\."),
-    "cut": (cut, r"0\.weight was given the shape \(4, 3, 3, 3\) in place of \(8, 3, 3, 3\)"),
-    "stretched": (stretch, r"8\.weight was given the shape \(4, 8\) in place of \(3, 8\)"),
-    "replaced": (replace, r"built: 0\.weight was replaced by another nn.Parameter\. The Stepper trains"),
-    "replaced layer": (replace_layer, r"8\.weight was cast from torch.float16"),
-    "dropped layer": (drop_layer, r"8\.weight is no longer part of it"),
-    "added layer": (add, r"built: extra\.weight was unfrozen or added; extra\.bias was"),
-    "filled layer": (fill, r"built: 2\.extra\.weight was unfrozen or added; 2\.extra\.bias was"),
-    "registered": (register, r"built: 2\.slope was unfrozen or added"),
-    "assigned": (assign, r"bias was replaced by another nn.Parameter|8\.weight was cast from"),
-    "swapped": (swap, r"0\.weight was (replaced by another|cast from)"),
-    "frozen": (freeze, r"built: 0\.weight was frozen\. The Stepper trains"),
-    "parametrised": (
-        lambda model: parametrizations.weight_norm(model[8]),
-        r"8\.weight is (called|no longer)",
-    ),
+CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {  # with what the error names
+    "float": (lambda model: model.float(), r"0\.weight"),
+    "half": (lambda model: model.half(), r"1\.weight, 1\.bias"),
+    "double": (lambda model: model.double(), r"0\.weight, .* and 3 more"),
+    "another device": (lambda model: model.to("meta"), r"0\.weight"),
+    "memory format": (lambda model: model.to(memory_format=torch.channels_last), r"[03]\.weight"),
+    "data": (set_data, r"0\.weight"),
+    "cut": (cut, r"0\.weight"),
+    "stretched": (stretch, r"8\.weight"),
+    "replaced": (replace, r"0\.weight, 1 that are gone"),
+    "replaced layer": (replace_layer, r"8\.weight, 8\.bias, 2 that are gone"),
+    "dropped layer": (drop_layer, r"2 that are gone"),
+    "added layer": (add, r"extra\.weight, extra\.bias"),
+    "filled layer": (fill, r"2\.extra\.weight, 2\.extra\.bias"),
+    "registered": (register, r"2\.slope"),
+    "assigned": (assign, r"0\.weight"),
+    "swapped": (swap, r"0\.weight"),
+    "frozen": (freeze, r"0\.weight"),
+    "parametrised": (lambda model: parametrizations.weight_norm(model[8]), r"8\.parametrizations\.weight"),
 }
 
 
@@ -122,7 +113,7 @@ def test_a_changed_model_is_refused_at_the_next_moment(change, moment) -> None:
     train(stepper, *IMAGES)
     make, text = CHANGES[change]
     make(stepper.model)
-    with pytest.raises(UnusableError, match=text) as raised:
+    with pytest.raises(UnusableError, match=rf"built: parameters .*{text}.* were cast") as raised:
         MOMENTS[moment](stepper)
     assert "build another Stepper" in str(raised.value)
 
@@ -132,7 +123,7 @@ def test_a_thawed_parameter_is_refused(moment) -> None:
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
     stepper = Stepper(model, SGD(0.1))
     model.requires_grad_(True)
-    with pytest.raises(UnusableError, match=r"0\.weight was unfrozen or added; 0\.bias was unfrozen"):
+    with pytest.raises(UnusableError, match=r"0\.weight, 0\.bias were cast"):
         {**MOMENTS, "backward": lambda s: s.backward(model[1].bias.sum(), 1)}[moment](stepper)
 
 
@@ -142,7 +133,7 @@ def test_a_frozen_parameter_does_not_move_by_decay_and_momentum() -> None:
     train(stepper, *features(4, 0))
     model[0].weight.requires_grad_(False)
     before = model[0].weight.clone()
-    with pytest.raises(UnusableError, match=r"0\.weight was frozen"):
+    with pytest.raises(UnusableError, match=r"0\.weight were cast, moved, frozen"):
         stepper.step()
     assert torch.equal(model[0].weight, before)
     model[0].weight.requires_grad_(True)

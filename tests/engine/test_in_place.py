@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
 from tests.meta_device import META, MetaDevice
 from tests.models import Planted, features, mlp
@@ -153,17 +153,6 @@ def test_values_that_are_not_finite_are_taken_as_they_are() -> None:
     assert torch.equal(weights[0, 1:], torch.tensor([torch.inf, -torch.inf]))
 
 
-@pytest.mark.parametrize("value", [0.01, float("nan")])
-@pytest.mark.parametrize("policy", HALF, ids=lambda policy: policy.name)
-def test_changes_through_data_are_refused_when_a_state_is_taken(policy, value) -> None:
-    stepper = trained(policy)
-    stepper.state()
-    stepper.model[2].weight.data[0, 0] = value
-    with pytest.raises(UnusableError, match=r"^2\.weight: .*changed through `.data`.*no_grad") as raised:
-        stepper.state()
-    assert "0.weight" not in str(raised.value)
-
-
 class Bag(nn.Module):
     """Sums of rows of a table whose rows are kept short; row 5 is never asked for."""
 
@@ -186,6 +175,7 @@ def rows_of(step: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("policy", ["fp32", "amp_fp16", "fp16", "bf16"])
+@pytest.mark.filterwarnings("ignore:table.weight. half weights were written in place")
 def test_a_table_with_a_largest_norm_trains_as_with_torch(policy, kind) -> None:
     stepper = Stepper(Bag(kind), SGD(0.5), Policy.named(policy), scaling=Scaling("static", 64))
     model = Bag(kind)

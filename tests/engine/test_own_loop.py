@@ -64,40 +64,6 @@ def test_torchs_own_clipping_before_a_step_changes_nothing_and_clip_norm_clips()
     assert "clip_grad_norm_" in (Stepper.__doc__ or "")
 
 
-HOOKS = r"^0\.weight: hooks .* scaled by the loss scale.* clip_norm \(optim\.clip_norm\) instead\.$"
-
-
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-@pytest.mark.parametrize("later", [False, True])
-def test_hooks_that_see_scaled_gradients_are_named(kind, later) -> None:
-    def attach() -> None:
-        getattr(model[0].weight, kind)(lambda _: None)
-
-    x, classes = features(4, 0)
-    model = mlp()
-    if not later:
-        attach()
-        with pytest.warns(EngineWarning, match=HOOKS) as caught:
-            stepper = Stepper(model, SGD(0.1), Policy.fp16())
-        assert caught[0].filename == __file__
-        assert not train(stepper, x, classes).skipped
-        Stepper(model, SGD(0.1), Policy.fp32())  # whose gradients are not scaled
-        return
-    stepper = Stepper(model, SGD(0.1), Policy.fp16())
-    attach()
-    with pytest.warns(EngineWarning, match=HOOKS):
-        train(stepper, x, classes)
-    train(stepper, x, classes)  # no second warning
-
-
-def test_an_embedding_that_counts_within_a_micro_batch_is_named() -> None:
-    model = nn.Sequential(nn.Embedding(4, 8, scale_grad_by_freq=True), mlp())
-    Stepper(model, SGD(0.1))  # one micro-batch of one rank is the whole batch
-    with pytest.warns(EngineWarning, match=r"^0: scale_grad_by_freq=True divides") as caught:
-        Stepper(model, SGD(0.1), micro_batches=2)
-    assert caught[0].filename == __file__
-
-
 def test_the_docstring_of_the_rate_says_that_no_state_holds_it() -> None:
     stepper, other = stepper_of(), stepper_of()
     stepper.lr = 0.05
@@ -117,24 +83,6 @@ def test_a_step_without_samples_is_skipped_and_said_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert stepper.step().read().skipped
-
-
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("learning_rate", "Nearest: learning_rates."),
-        ("clip_norm", "Build another one with clip_norm=..."),
-        ("scale", "Nearest: scaling."),
-        ("speed_up_to_eleven", "A Stepper is built with model, optimizer"),
-        ("_nothing", "cannot be set"),
-        ("l_r", "Nearest: lr."),
-    ],
-)
-def test_attributes_that_nothing_reads_are_refused(name, advice) -> None:
-    stepper = stepper_of()
-    with pytest.raises(AttributeError, match=f"stepper.{name} cannot be set; only lr can") as caught:
-        setattr(stepper, name, 1.0)
-    assert advice in str(caught.value)
 
 
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), True, "0.1", None])

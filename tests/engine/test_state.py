@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from launcher.engine import SGD, AdamW, EngineState, Policy, Scaling, Stepper, TorchOptimizer, UnusableError
-from tests.engine.observe import state_digest, train
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError
+from tests.engine.observe import flat_tensors, state_digest, train
 from tests.models import Odd, conv_net, features
 
 SCALING = Scaling(growth_interval=3, init=1024)
@@ -31,36 +30,25 @@ def stepper_of(name: str = "adamw", policy: Policy | None = None, model: nn.Modu
     return Stepper(model or conv_net(), OPTIMIZERS[name], policy, scaling=scaling)
 
 
-def through_torch(stepper: Stepper, folder: Path) -> Callable[[Stepper], object]:
-    torch.save(stepper.state_dict(), folder / "state.pt")
-    return lambda other: other.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
-
-
-def through_safetensors(stepper: Stepper, folder: Path) -> Callable[[Stepper], object]:
-    save_file(stepper.state().tensors(), folder / "state.safetensors")
-    return lambda other: other.load(EngineState.from_tensors(load_file(folder / "state.safetensors")))
-
-
-@pytest.mark.parametrize("through", [through_torch, through_safetensors])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("policy", [Policy.fp16(), Policy.fp32()], ids=lambda policy: policy.name)
-def test_a_run_continues_bit_for_bit_from_a_file(tmp_path: Path, name, policy, through) -> None:
+def test_a_run_continues_bit_for_bit_from_a_file(tmp_path: Path, name, policy) -> None:
     whole, resumed = stepper_of(name, policy), stepper_of(name, policy)
     for step in range(4):
         train(whole, *features(4, step, (3, 8, 8)))
-    through(whole, tmp_path)(resumed)
+    torch.save(whole.state_dict(), tmp_path / "state.pt")
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert resumed.state().reference_count == 4
     for stepper in (whole, resumed):
         for step in range(4, 7):
             train(stepper, *features(4, step, (3, 8, 8)))
-    one, other = whole.state().tensors(), resumed.state().tensors()
+    one, other = flat_tensors(whole.state()), flat_tensors(resumed.state())
     assert one.keys() == other.keys()  # in whatever order a file has them
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.filterwarnings("ignore:.* parameters received no gradient")
-@pytest.mark.parametrize("through", [through_torch, through_safetensors])
-def test_parameters_of_every_kind_come_back(tmp_path: Path, through) -> None:
+def test_parameters_of_every_kind_come_back() -> None:
     steppers = []
     for seed in (0, 1):
         model = Odd(seed)
@@ -68,15 +56,14 @@ def test_parameters_of_every_kind_come_back(tmp_path: Path, through) -> None:
         model.fixed = nn.Parameter(torch.tensor([1 / 3], dtype=torch.float64), requires_grad=False)
         steppers.append(stepper_of(model=model))
     train(steppers[0], *features(4, 0))
-    through(steppers[0], tmp_path)(steppers[1])
+    steppers[1].load_state_dict(steppers[0].state_dict())
     assert state_digest(*steppers[:1], counters=True) == state_digest(*steppers[1:], counters=True)
 
 
-def test_a_fresh_stepper_has_a_state_too(tmp_path: Path) -> None:
-    for through in (through_torch, through_safetensors):
-        stepper = stepper_of()
-        through(stepper_of(), tmp_path)(stepper)
-        assert stepper.state().reference_count is None
+def test_a_fresh_stepper_has_a_state_too() -> None:
+    stepper = stepper_of()
+    stepper.load_state_dict(stepper_of().state_dict())
+    assert stepper.state().reference_count is None
 
 
 def test_what_state_dict_gives_are_references() -> None:
@@ -108,10 +95,6 @@ WRONG: dict[str, tuple[Callable[[Stepper], Any], str]] = {
     "an optimizer's": (
         lambda stepper: torch.optim.SGD(stepper.model.parameters(), 0.1).state_dict(),
         "4 keys are missing .*state_dict of a torch optimizer",
-    ),
-    "flat": (
-        lambda stepper: stepper.state().tensors(),
-        r"flat form: load it with stepper\.load\(EngineState\.from_tensors",
     ),
     "an EngineState": (lambda stepper: stepper.state(), "given as a EngineState"),
     "nothing": (lambda stepper: {}, r"4 keys are missing \(weights, optimizer, buffers, counters\)"),
@@ -199,14 +182,6 @@ def test_counters_that_no_run_has_are_refused_before_anything_is_written(value) 
     assert state_digest(other, counters=True) == before
 
 
-@pytest.mark.parametrize("value", [torch.tensor(1.5), torch.zeros(2, dtype=torch.int64), 3])
-def test_a_flat_counter_that_is_not_one_whole_number_is_refused(value) -> None:
-    flat = stepper_of().state().tensors()
-    for key in ("counters/applied", "scale_mode"):
-        with pytest.raises(UnusableError, match=f"{key} is a .*must be one int64"):
-            EngineState.from_tensors(flat | {key: value})
-
-
 @pytest.mark.parametrize("policy", [Policy.fp16(), Policy.fp32()], ids=lambda policy: policy.name)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_state_of_parameters_that_require_gradients_loads_as_plain_values(name, policy) -> None:
@@ -232,18 +207,8 @@ def test_a_dict_given_to_load_is_sent_to_load_state_dict() -> None:
         stepper.load(stepper.state_dict())
 
 
-@pytest.mark.parametrize("key", ["fc.weight", "weights", "applied", "random/cpu"])
-def test_flat_tensors_of_something_else_are_refused(key) -> None:
-    flat = stepper_of().state().tensors()
-    with pytest.raises(UnusableError, match=rf"{key} is no key of EngineState\.tensors\(\)"):
-        EngineState.from_tensors(flat | {key: torch.zeros(2)})
-
-
 def test_an_unknown_mode_of_the_scale_is_refused() -> None:
     stepper = stepper_of()
-    flat = stepper.state().tensors() | {"scale_mode": torch.tensor(9)}
-    with pytest.raises(ValueError, match="scale_mode is 'unknown'"):
-        stepper.load(EngineState.from_tensors(flat))
     with pytest.raises(ValueError, match="scale_mode is 'magic'"):
         stepper.load(replace(stepper.state(), scale_mode="magic"))
 

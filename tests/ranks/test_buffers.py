@@ -88,20 +88,6 @@ def test_buffers_that_are_no_statistics_are_those_of_rank_0() -> None:
         assert torch.equal(found["running_var"], torch.full((2,), 1.5))
 
 
-def average_under_two_names(env: WorkerEnv) -> torch.Tensor:
-    model = Counting()
-    model.register_buffer("shown", model.running_mean.view(3))
-    stepper = Stepper(model, SGD(0.1), Policy.fp32(), env.group)
-    model.running_mean.fill_(env.rank)
-    stepper.average_buffers()
-    return model.shown.clone()
-
-
-def test_a_running_statistic_is_averaged_under_each_of_its_names() -> None:
-    for found in run_ranks(2, average_under_two_names):
-        assert torch.equal(found, torch.full((3,), 0.5))
-
-
 def test_a_checkpoint_for_other_ranks_has_the_same_values_as_an_evaluation() -> None:
     rows = torch.tensor([[1.0], [2.0]])
     assert of_all_ranks("norm.running_mean", rows) == 1.5

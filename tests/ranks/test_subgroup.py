@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
-from tests.engine.observe import state_digest, train
+from tests.engine.observe import flat_tensors, state_digest, train
 from tests.models import Planted, conv_net, features
 from tests.ranks.harness import run_ranks
 
@@ -35,11 +35,11 @@ def all_that_communicates(group: dist.ProcessGroup) -> dict[str, Any]:
             "losses": [report.loss for report in reports][:1],
             "bad": [report.bad_losses for report in reports],
             "norm": reports[0].grad_norm,
-            "state": {key: value.clone() for key, value in state.tensors().items()},
+            "state": {key: value.clone() for key, value in flat_tensors(state).items()},
             "digest": None if wire.shard else state_digest(stepper, counters=True),
         }
         stepper.load(state)
-        after = stepper.state().tensors()
+        after = flat_tensors(stepper.state())
         assert all(torch.equal(after[key], value) for key, value in found[name]["state"].items())
     return found
 

@@ -6,7 +6,7 @@ Owns their snapshot, their roll-back after a skipped step, and their values in e
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import launcher.engine.works as works
 from launcher.engine.errors import EngineWarning, UnusableError, listed
-from launcher.engine.flat.aliases import extent, neighbourhoods
 from launcher.engine.flat.names import named_buffers, named_modules
 from launcher.engine.precision.classes import HALF
 
@@ -24,22 +23,21 @@ SHOWN = 5  # buffers that a warning names
 class Buffers:
     """All buffers of a model, moved into one flat tensor per dtype so that each operation is one copy.
 
-    Half-precision buffers become fp32 under every policy: statistics over many steps need it. Buffers that
-    share memory still do so there.
+    Half-precision buffers become fp32 under every policy: statistics over many steps need it.
     """
 
     def __init__(self, model: nn.Module, group: works.Group) -> None:
         self._group, self._warned = group, False
-        named = named_buffers(model)
-        statistics = {id(buffer) for name, buffer in named.items() if is_statistic(name)}
-        by_kind: dict[tuple[torch.dtype, bool], list[list[Tensor]]] = {}
-        for buffers in _groups(named):
-            dtype = torch.float32 if buffers[0].dtype in HALF else buffers[0].dtype
-            kind = dtype, dtype.is_floating_point and any(id(each) in statistics for each in buffers)
-            by_kind.setdefault(kind, []).append(buffers)
-            if kind[1]:
-                statistics.update(map(id, buffers))  # also under a name of another kind
-        self.flat = [_flatten(groups, dtype) for (dtype, _), groups in by_kind.items()]
+        # Of a buffer with several names one decides.
+        statistics = {
+            id(each) for m in model.modules() for key, each in m._buffers.items() if is_statistic(key)
+        }
+        by_kind: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+        for buffer in named_buffers(model).values():
+            dtype = torch.float32 if buffer.dtype in HALF else buffer.dtype
+            kind = dtype, dtype.is_floating_point and id(buffer) in statistics
+            by_kind.setdefault(kind, []).append(buffer)
+        self.flat = [_flatten(buffers, dtype) for (dtype, _), buffers in by_kind.items()]
         self._kinds = list(by_kind)
         self._before = [torch.empty_like(flat) for flat in self.flat]
         self._homes = [
@@ -171,30 +169,10 @@ def bits_of(buffer: Tensor) -> Tensor:
     return buffer.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
-def _groups(buffers: Mapping[str, Tensor]) -> Iterator[list[Tensor]]:
-    """Those that share memory, in order of address, and each other one alone, in order of registration."""
-    sharing = {name: names for names in neighbourhoods(buffers) for name in names}
-    done: set[str] = set()
-    for name, buffer in buffers.items():
-        names = sharing.get(name, [name])
-        if names == [name]:
-            buffer.data = buffer.data.contiguous()
-        if name not in done:
-            yield [buffers[each] for each in names]
-        done.update(names)
-
-
-def _flatten(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> Tensor:
+def _flatten(buffers: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """One flat tensor with the values of all, of which they become views."""
-    starts = [int(buffers[0].storage_offset()) for buffers in groups]
-    values = []
-    for buffers, start in zip(groups, starts, strict=True):
-        numel = max(int(t.storage_offset()) + extent(t) for t in buffers) - start
-        values.append(buffers[0].detach().as_strided((numel,), (1,), start).to(dtype))
-    flat, offset = torch.cat(values), 0
-    for buffers, start, held in zip(groups, starts, values, strict=True):
-        for buffer in buffers:
-            place = offset + int(buffer.storage_offset()) - start
-            buffer.data = flat.as_strided(buffer.shape, buffer.stride(), place)
-        offset += len(held)
+    flat = torch.cat([buffer.detach().reshape(-1).to(dtype) for buffer in buffers])
+    parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+    for buffer, values in zip(buffers, parts, strict=True):
+        buffer.data = values.view(buffer.shape)
     return flat

@@ -280,15 +280,6 @@ class Reducer:
         """The parameters for which this rank's first step had no gradient."""
         return [name for bucket in self.buckets for name in bucket.inbox.unused or ()]
 
-    def hooked(self) -> list[str]:
-        """The parameters with hooks of the user, which see this rank's scaled gradients of a micro-batch."""
-        parameters, own = self._layout.parameters.items(), bool(self._hooks)
-        return [
-            name
-            for name, p in parameters
-            if p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > own
-        ]
-
     def tensors(self) -> list[Tensor]:
         """What is held here besides the wire gradients: accumulators and the tail."""
         return [self.buckets[-1].tail, *self._accumulated.values()]

@@ -17,13 +17,11 @@ from torch import Tensor
 import launcher.engine.works as works
 from launcher.engine.flat.allocation import one_thread
 from launcher.engine.flat.layout import Layout, Piece, Segment, Slot, Stretches
-from launcher.engine.flat.words import words_of
 from launcher.engine.wire.transports import ShardedSum, Transport, is_sharded, start_gather
 
 T = TypeVar("T")
 Allocate = Callable[[int, bool], Tensor]  # fp32 host memory for so many elements, pinned or not
 CHUNK = 1 << 24  # elements gathered at once: 64 MB on a device
-CACHED = 1 << 17  # elements compared at once on a CPU: 0.25 MB in half precision
 
 
 def on_host(numel: int, pinned: bool) -> Tensor:
@@ -119,31 +117,6 @@ class Shards:
         """Set this rank's masters of a parameter to its weights where they do not round to them."""
         for master, weight in self._masters_and_weights(segment, slot):
             master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
-
-    def may_differ(self) -> Tensor:
-        """Bool, 0-dim, on the device: False where each owned master rounds to its weight.
-
-        In some operations however many parameters there are. NaNs and padding may make it True: `differs`
-        says for which parameters it really is.
-        """
-        found = torch.zeros((), dtype=torch.bool, device=self._layout.device)
-        for piece in self.pieces:
-            if piece.half and piece.master is not None:
-                # On a CPU in pieces whose rounded copies stay in its caches.
-                size = CACHED if found.is_cpu else CHUNK
-                parts = zip(torch.split(piece.master, size), torch.split(piece.weight, size), strict=True)
-                for master, weight in parts:
-                    rounded = master.to(weight.dtype)
-                    if not (found.is_cpu and all(map(torch.equal, words_of(rounded), words_of(weight)))):
-                        found |= (rounded != weight).any()
-        return found
-
-    def differs(self, segment: Segment, slot: Slot) -> Tensor:
-        """Bool, 0-dim, on the device: whether an owned master does not round to its weight. NaNs match."""
-        found = torch.zeros((), dtype=torch.bool, device=self._layout.device)
-        for master, weight in self._masters_and_weights(segment, slot):
-            found |= ((master.to(weight.dtype) != weight) & ~(master.isnan() & weight.isnan())).any()
-        return found
 
     def gather_weights(self) -> None:
         """Give all ranks the weights of all pieces, after an update. A collective where sharded.
