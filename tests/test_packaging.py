@@ -81,7 +81,7 @@ def test_a_wheel_trains_far_from_the_clone(clone, environment, tmp_path) -> None
     for folder in ("conf", "recipes"):
         sources = {f"launcher/{file.relative_to(clone)}" for file in (clone / folder).rglob("*.*")}
         assert sources <= names
-    assert "launcher/py.typed" in names
+    assert {"launcher/py.typed", "launcher/data/images/digits.npz"} <= names
     assert {name.split("/")[0] for name in names} == {
         "launcher",
         f"{'-'.join(wheel.name.split('-')[:2])}.dist-info",

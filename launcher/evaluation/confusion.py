@@ -36,8 +36,7 @@ class Confusion:
     def report(self) -> str:
         """Precision, recall, F1 and support of each class that occurs, in the form of scikit-learn's report.
 
-        scikit-learn itself takes more than a second to import, at the end of every run. Without samples, such
-        as where every label is ignored, its means are nan.
+        Without samples, such as where every label is ignored, its means are nan.
         """
         rows, total = self.table(), int(self.counts.sum())
         width = max([len(LAST), *(len(row["class"]) for row in rows)])

@@ -6,12 +6,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sklearn import metrics
 
 from launcher.errors import ConfigError
 from launcher.metrics import Regression
+from tests.metrics.figures import FIGURES
 
 
 def measured(outputs: torch.Tensor, targets: torch.Tensor, parts: int = 1) -> dict[str, float]:
@@ -23,18 +21,11 @@ def measured(outputs: torch.Tensor, targets: torch.Tensor, parts: int = 1) -> di
     return dict(whole.compute())
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(2, 40), st.sampled_from([(), (1,), (3,)]), st.integers(1, 50), st.sampled_from([0.0, 1e4]))
-def test_they_equal_those_of_scikit_learn_in_any_number_of_parts(num_samples, columns, parts, offset):
-    generator = torch.Generator().manual_seed(num_samples)
-    targets = torch.randn(num_samples, *columns, generator=generator).double() + offset
-    outputs = targets + torch.randn(num_samples, *columns, generator=generator)
-    expected = {
-        "mae": metrics.mean_absolute_error(targets, outputs),
-        "rmse": metrics.root_mean_squared_error(targets, outputs),
-        "r2": metrics.r2_score(targets, outputs),
-    }
-    assert measured(outputs, targets, parts) == pytest.approx(expected, rel=1e-9)
+@pytest.mark.parametrize("parts", [1, 2, 3, 50])
+@pytest.mark.parametrize("case", FIGURES["regression"])
+def test_they_equal_those_of_scikit_learn_in_any_number_of_parts(case, parts):
+    targets, outputs = (torch.tensor(case[name], dtype=torch.float64) for name in ("targets", "outputs"))
+    assert measured(outputs, targets, parts) == pytest.approx(case["metrics"], rel=1e-9)
 
 
 @pytest.mark.parametrize(("error", "r2"), [(0.0, 1.0), (0.5, 0.0), (math.nan, math.nan)])

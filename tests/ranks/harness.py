@@ -29,7 +29,6 @@ PRELOADED = [
     "launcher.config.resolve",
     "launcher.sweep.prepare",
     "launcher.cli",
-    "sklearn.datasets",
     "PIL.ImageDraw",
     "PIL.ImageFont",
     "pytest",  # of the test's module, which each rank imports

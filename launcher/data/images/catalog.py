@@ -6,19 +6,15 @@ the same set. The modules `folder` and `hugging_face` beside it read the files.
 
 from __future__ import annotations
 
-import gzip
-import importlib.util
-import io
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from launcher.config.messages import install_line, unknown_name
+from launcher.config.messages import unknown_name
 from launcher.config.schema import AugmentConfig, DataConfig
 from launcher.data.augment import Constants, ImageTransform, Normalise
 from launcher.data.batch_plan import generator_for
@@ -30,8 +26,11 @@ from launcher.data.options import Cache, Count, NoOptions, Text, options_of, ref
 from launcher.data.split import parts
 from launcher.data.tensor_cache import cache_folder
 from launcher.data.tensors import Batch, TensorData
-from launcher.errors import ConfigError, PreflightError
+from launcher.errors import ConfigError
 
+# The arrays of load_digits of scikit-learn: the test set of "Optical Recognition of Handwritten Digits" by
+# E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning Repository (doi.org/10.24432/C50P49, CC BY 4.0).
+DIGITS = Path(__file__).with_name("digits.npz")
 DIGITS_MAXIMUM = 16  # the set counts dark pixels of 4 x 4 blocks
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's photographs, as torchvision has them
 
@@ -127,13 +126,13 @@ def load_images(config: DataConfig) -> ImageSet:
 
 
 def digits(config: DataConfig) -> ImageSet:
-    """1,797 handwritten digits of 8 x 8 pixels, one channel, from a file in scikit-learn."""
-    refuse_path(config, "comes with scikit-learn")
+    """1,797 handwritten digits of 8 x 8 pixels, one channel, from the file beside this one."""
+    refuse_path(config, "comes with the launcher")
     options_of(config, NoOptions)
-    table = _digits_table()
-    pixels = np.rint(table[:, :-1] * (255 / DIGITS_MAXIMUM)).astype(np.uint8)
+    with np.load(DIGITS) as arrays:  # images uint8 [1797, 8, 8] in 0..16, labels uint8 [1797]
+        pixels = np.rint(arrays["images"] * (255 / DIGITS_MAXIMUM)).astype(np.uint8)
+        labels = torch.from_numpy(arrays["labels"].astype(np.int64))
     images = torch.from_numpy(pixels).view(-1, 1, 8, 8)
-    labels = torch.from_numpy(table[:, -1].astype(np.int64))
     data = TensorData({"image": images, "label": labels}, config.name)
     train, validation = split(data, config.val_fraction)
     return ImageSet(train, validation, tuple("0123456789"), mean=(0.3053,), std=(0.3761,))
@@ -216,17 +215,6 @@ def split(data: TensorData, val_fraction: float) -> tuple[TensorData, TensorData
     """Hold out `val_fraction` of each class; of 0 the second part is empty."""
     train, validation = (torch.tensor(part) for part in parts(data.columns["label"], val_fraction, "images"))
     return TensorData(data.select(train), data.name), TensorData(data.select(validation.long()), data.name)
-
-
-def _digits_table() -> NDArray[np.float64]:
-    """[1797, 65]: 64 pixels and the digit. Read without importing scikit-learn, which takes a second."""
-    package = importlib.util.find_spec("sklearn")
-    if package is None or package.origin is None:
-        raise PreflightError(
-            f"data=digits needs scikit-learn, which is not installed: {install_line('scikit-learn')}"
-        )
-    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    return np.loadtxt(io.BytesIO(gzip.decompress(file.read_bytes())), delimiter=",")
 
 
 def _bytes_below_128(generator: torch.Generator, *shape: int) -> Tensor:
