@@ -76,7 +76,7 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
         Part("launches", (road, "launches", "--json", "{json}", *dry), 100),
         *(
             Part(name, (speed, name, "--json", "{json}", *dry, *cifar10), limit)
-            for name, limit in (*later, ("FAST", 120), ("H10", 240))
+            for name, limit in (*later, ("H10", 240))
         ),
     ]
     if arguments.wheels:
@@ -201,7 +201,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, without network")
-    parser.add_argument("--cifar10", type=Path, help="folder of CIFAR-10, for H10 and FAST")
+    parser.add_argument("--cifar10", type=Path, help="folder of CIFAR-10, for H10")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART")
     parser.add_argument(
         "--json", type=Path, help=f"where to write the results; default: {RESULTS.name} beside it"

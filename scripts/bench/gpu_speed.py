@@ -1,6 +1,6 @@
 """Training speed on a GPU compared with standard implementations: one measurement per call.
 
-    python scripts/bench/gpu_speed.py H1|H2|H3|H4|H5|H6|H8|H9|H10|FAST [--json FILE] [--dry-run] [--cifar10 D]
+    python scripts/bench/gpu_speed.py H1|H2|H3|H4|H5|H6|H8|H9|H10 [--json FILE] [--dry-run] [--cifar10 D]
 
 Both sides of a ratio run in one process and alternate, A B A B. Reports minimum and median, of several steps
 with one synchronization at their end, as in a training loop.
@@ -307,20 +307,6 @@ def h10(bench: Bench) -> dict[str, Any]:
     return found
 
 
-def fast(bench: Bench) -> dict[str, Any]:
-    """CIFAR-10 with recipe=cifar_fast: accuracy and seconds over seeds."""
-    if bench.cifar10 is None and not bench.dry_run:
-        raise Skipped("FAST needs --cifar10 DIR")
-    words = ["recipe=cifar_fast", *(["model.width=8"] if bench.dry_run else [])]
-    seeds = range(1 if bench.dry_run else 5)
-    runs = [accuracy_of_run(bench, [*words, f"seed={seed}"]) for seed in seeds]
-    return {
-        "seeds": runs,
-        "mean accuracy (goal 0.94)": statistics.mean(run["accuracy"] for run in runs),
-        "median seconds": statistics.median(run["seconds"] for run in runs),
-    }
-
-
 def accuracy_of_run(bench: Bench, words: list[str]) -> dict[str, float]:
     """Accuracy and seconds (training and evaluation, without the start) of a run on CIFAR-10."""
     tiny = ["data=synthetic", "data.num_samples=64", "data.image_size=12", "train.max_steps=2"]
@@ -346,7 +332,7 @@ def allow_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
-ROWS = {row.__name__.upper(): row for row in (h1, h2, h3, h4, h5, h6, h8, h9, h10, fast)}
+ROWS = {row.__name__.upper(): row for row in (h1, h2, h3, h4, h5, h6, h8, h9, h10)}
 
 
 def main() -> int:
