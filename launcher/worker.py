@@ -33,7 +33,6 @@ from launcher.errors import LauncherError, UnexpectedError
 from launcher.process import allocator, signals, torch_build
 from launcher.recipe.contract import Used
 from launcher.recipe.registry import load_recipe
-from launcher.recipe.training_aids import refuse_split_pairs
 from launcher.run_dir.lock import Held
 from launcher.run_dir.records import logs_of_failure, rank_log
 from launcher.telemetry import Telemetry, open_telemetry
@@ -187,7 +186,6 @@ def _assemble(
     fingerprint = data_check.compare_data(recipe, data.train, data.validation, env)
     plan = batch_plan(config, env, data.train, recipe.lengths)
     course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
-    refuse_split_pairs(plan, config.data.augment.mixup, course.total_steps)
     heartbeat.beat("building the model")
     model = build.build_model(config, recipe, env, plan)
     weights = load_weights(config, model, env)

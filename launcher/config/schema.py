@@ -64,7 +64,6 @@ class ModelConfig:
 class AugmentConfig:
     crop_padding: CountOrZero
     flip: bool
-    mixup: Annotated[float, value_rules.number("from 0 to 1000", lambda value: 0 <= value <= 1000)] = 0.0
 
 
 @dataclass(frozen=True)

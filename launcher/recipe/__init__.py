@@ -7,7 +7,7 @@ from launcher.engine import ParameterGroup
 from launcher.errors import ConfigError, DataError
 from launcher.metrics import Classification, LossMetric, Metric, Perplexity, Regression
 from launcher.recipe.checks import require_counts, require_dropout, require_heads
-from launcher.recipe.contract import Loss, Mixed, Recipe, class_loss, cross_entropy
+from launcher.recipe.contract import Loss, Recipe, class_loss, cross_entropy
 from launcher.recipe.images import image_recipe
 from launcher.recipe.registry import (
     load_recipe,
@@ -28,7 +28,6 @@ __all__ = [
     "Loss",
     "LossMetric",
     "Metric",
-    "Mixed",
     "ParameterGroup",
     "Perplexity",
     "Recipe",

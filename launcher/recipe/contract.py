@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -124,26 +123,14 @@ class Used:
         return cls(model, getattr(recipe.train, "name", None) or config.recipe.uses)
 
 
-@dataclass(frozen=True)
-class Mixed:
-    """The second classes of samples that mixup has mixed: labels int64 [n], share of the first fp32 [n]."""
-
-    labels: Tensor
-    share: Tensor
-
-
-def class_loss(
-    logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, mixed: Mixed | None = None
-) -> Tensor:
+def class_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Summed cross-entropy of fp32 logits [n, classes, ...] against labels as of `cross_entropy`.
 
-    `label_smoothing` is the probability that is spread over all classes. `mixed` needs labels [n].
+    `label_smoothing` is the probability that is spread over all classes.
     """
-    measured = partial(F.cross_entropy, logits, ignore_index=IGNORED, label_smoothing=label_smoothing)
-    if mixed is None:
-        return measured(labels, reduction="sum")
-    own, other = (measured(each, reduction="none") for each in (labels, mixed.labels))
-    return torch.lerp(other, own, mixed.share).sum()
+    return F.cross_entropy(
+        logits, labels, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing
+    )
 
 
 def cross_entropy(
@@ -152,13 +139,12 @@ def cross_entropy(
     inputs: str = "image",
     labels: str = "label",
     label_smoothing: float = 0.0,
-    mixed: Mixed | None = None,
 ) -> Loss:
     """Summed cross-entropy of `network(batch[inputs])` [n, classes, ...] against `batch[labels]` [n, ...].
 
     Counts the labels that carry loss: those of int64 that are not IGNORED (-100), or all probabilities of
-    classes (floating-point, of the logits' shape; fp32 is used). The last two are given by
-    train.label_smoothing and data.augment.mixup, as to any loss that has arguments of these names.
+    classes (floating-point, of the logits' shape; fp32 is used). `label_smoothing` is
+    that of train.label_smoothing, as for any loss that has an argument of this name.
     """
     found, expected = network(batch[inputs]), batch[labels]
     if not isinstance(found, Tensor):
@@ -177,7 +163,7 @@ def cross_entropy(
             )
         if expected.is_floating_point():
             expected = expected.float()
-        loss = class_loss(logits, expected, label_smoothing, mixed)
+        loss = class_loss(logits, expected, label_smoothing)
         return Loss(loss, _labels_with_loss(logits, expected), logits.detach())
 
 

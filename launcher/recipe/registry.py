@@ -30,7 +30,7 @@ from launcher.engine import ParameterGroup
 from launcher.errors import ConfigError, LauncherError, described
 from launcher.recipe.checks import checked, refuse_other_arguments
 from launcher.recipe.contract import ModelBuilder, Recipe, Schedule
-from launcher.recipe.training_aids import with_training_aids
+from launcher.recipe.label_smoothing import with_label_smoothing
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Found = TypeVar("Found")
@@ -203,7 +203,7 @@ def load_recipe(config: Config) -> Recipe:
             f"Recipe.groups={built.groups!r}: it must be a list of ParameterGroup, for example "
             '[ParameterGroup("*.bias", weight_decay=0.0)].'
         )
-    built = with_training_aids(built, config)
+    built = with_label_smoothing(built, config)
     return built if named is None else replace(built, schedule=named)
 
 

@@ -17,7 +17,6 @@ from launcher.data.tensors import Batch
 from launcher.distributed.env import WorkerEnv
 from launcher.engine.works import all_reduce
 from launcher.recipe.contract import Loss
-from launcher.recipe.training_aids import MIXED_LABEL
 
 MOST_KEPT = 64  # micro-batches
 AT_ONCE = 2**15  # labels: 0.5 MB with their predictions, if one micro-batch has no more
@@ -62,8 +61,6 @@ class Answers:
         """Add a micro-batch."""
         labels, predicted = batch.get(self.label or ""), loss.outputs
         if labels is None or labels.is_floating_point() or not isinstance(predicted, Tensor):
-            return
-        if MIXED_LABEL in batch:  # a mixed image has no one class
             return
         if predicted.is_floating_point() and predicted.ndim == labels.ndim + 1:
             predicted = predicted.argmax(dim=1)

@@ -31,14 +31,14 @@ VALUES = {
     "tracker.notes": "null",
     "tracker.tags": ["a b", "c,d", "true"],
     "optim.groups": [{"match": ["fc.*", "*.bias"], "lr_scale": 10, "frozen": False}],
-    "data": {"batch_size": 8, "augment": {"mixup": 0.2, "crop": None}},
+    "data": {"batch_size": 8, "augment": {"scale": 0.2, "crop": None}},
     "model.options": {},
 }
 READ = {
     **{key: value for key, value in VALUES.items() if key != "data"},
     "optim.weight_decay": 5e-4,  # YAML reads what was meant as a number as text
     "data.batch_size": 8,
-    "data.augment.mixup": 0.2,
+    "data.augment.scale": 0.2,
     "data.augment.crop": None,
 }
 

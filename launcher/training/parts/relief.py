@@ -94,8 +94,7 @@ class Relief:
     @property
     def _half(self) -> int | None:
         """The size after halving; None where it cannot be smaller."""
-        mixup, course = self._run.config.data.augment.mixup, self._job.course
-        return half_of(self._job.batches.plan, mixup, course.total_steps)
+        return half_of(self._job.batches.plan)
 
     def keep(self, position: Position) -> None:
         """Keep what the passes of a step change besides the state of the Stepper."""

@@ -1,8 +1,7 @@
 """The largest micro-batch that fits in memory, found by trying.
 
-Owns the sizes among which a run may choose for itself, which obey what a size given by hand does
-(data.augment.mixup needs whole pairs), the trials of data.micro_batch=auto, which change nothing of a run,
-and the choice by their results. A trial is a forward and backward pass on real samples, with the buffers that
+Owns the sizes among which a run may choose for itself, the trials of data.micro_batch=auto, which change
+nothing of a run, and the choice by their results. A trial is a forward and backward pass on real samples, with the buffers that
 a step of such micro-batches needs, in a step that is dropped on all ranks: weights, BatchNorm statistics,
 loss scale and counters are kept, generators are restored, and the batches are made apart from those of the
 run.
@@ -10,10 +9,8 @@ run.
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -22,33 +19,26 @@ from launcher.checkpoint.generators import restore_states, states
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import trial_batches
 from launcher.distributed.collectives import exchange_texts
-from launcher.errors import ConfigError, OutOfMemoryError, counted, in_words
+from launcher.errors import OutOfMemoryError, counted, in_words
 from launcher.process import frames, shortage
 from launcher.recipe.contract import loss_of
-from launcher.recipe.training_aids import refuse_split_pairs
 from launcher.training.device import free_memory
 from launcher.training.job import Job
 
 
-def sizes_to_try(plan: BatchPlan, mixup: float = 0.0, total_steps: int = sys.maxsize) -> list[int]:
-    """The sizes that differ in the number of micro-batches per step, largest first.
+def sizes_to_try(plan: BatchPlan) -> list[int]:
+    """The sizes that differ in the number of micro-batches per step, largest first; the last is 1.
 
-    They are about twice the square root of a rank's share, so that few trials by halves decide. The last is
-    1, or larger where `mixup`, the alpha of the config, is not 0. `total_steps` are those of the run.
+    They are about twice the square root of a rank's share, so that few trials by halves decide.
     """
-    share, found = plan.largest_share, list[int]()
-    for size in sorted({-(-share // number) for number in range(1, share + 1)}, reverse=True):
-        with suppress(ConfigError):
-            refuse_split_pairs(replace(plan, micro_batch=size), mixup, total_steps)
-            found.append(size)
-    return found
+    share = plan.largest_share
+    return sorted({-(-share // number) for number in range(1, share + 1)}, reverse=True)
 
 
-def half_of(plan: BatchPlan, mixup: float = 0.0, total_steps: int = sys.maxsize) -> int | None:
+def half_of(plan: BatchPlan) -> int | None:
     """The largest size of at most half of the present one, rounded up; None where there is none."""
     present = plan.largest_micro_batch
-    sizes = sizes_to_try(plan, mixup, total_steps)
-    return next((size for size in sizes if size <= -(-present // 2) and size < present), None)
+    return next((size for size in sizes_to_try(plan) if size <= -(-present // 2) and size < present), None)
 
 
 MOST_TRIALS = 8
@@ -74,7 +64,7 @@ def search(job: Job) -> int:
     """
     tried: dict[int, str] = {}
     config, plan = job.run.config, job.plan
-    sizes = sizes_to_try(plan, config.data.augment.mixup, job.course.total_steps)
+    sizes = sizes_to_try(plan)
     # cuDNN would time its algorithms anew for the shapes of each trial.
     tunes, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from launcher.data.batch_plan import BatchPlan
-from launcher.recipe.training_aids import refuse_split_pairs
 from launcher.training.progress import Course
 from launcher.training.setup import trials
 from launcher.training.setup.trials import MOST_TRIALS, half_of, largest_that_fits, sizes_to_try
@@ -66,20 +64,6 @@ def test_where_eight_trials_do_not_decide_it_takes_one_that_fits() -> None:
 def test_half_is_of_what_the_largest_micro_batch_really_has(share, micro_batch, half) -> None:
     """A share of 10 in pieces of at most 8 is 5 and 5."""
     assert half_of(plan_of(share, micro_batch)) == half
-
-
-def test_samples_that_are_mixed_in_pairs_stay_together() -> None:
-    """As with a number given by hand, which is refused where it would part them."""
-    assert sizes_to_try(plan_of(12), mixup=0.2) == [12, 6, 4, 2]
-    assert sizes_to_try(plan_of(6, ranks=2), mixup=0.2) == [6, 2]
-    assert half_of(plan_of(6, ranks=2), mixup=0.2) == 2, "not 3"
-    assert half_of(plan_of(2, ranks=2), mixup=0.2) is None, "not 1"
-    odd_rest = replace(plan_of(8, ranks=2), num_samples=16 + 3)
-    assert sizes_to_try(odd_rest, mixup=0.2) == []
-    assert sizes_to_try(odd_rest, mixup=0.2, total_steps=1) == sizes_to_try(plan_of(8, ranks=2), mixup=0.2)
-    assert half_of(odd_rest, mixup=0.2, total_steps=1) == 4
-    for size in sizes_to_try(plan_of(36, ranks=3), mixup=0.2):
-        refuse_split_pairs(plan_of(36, size, ranks=3), 0.2, 100)
 
 
 def test_cudnn_times_its_algorithms_only_for_the_size_that_is_chosen(monkeypatch) -> None:
