@@ -42,7 +42,6 @@ _two_shares = Rule(_shares.text, lambda value: _shares.holds(value) and len(valu
 Betas = Annotated[tuple[float, float], _two_shares]
 _groups = Rule("a list of groups", lambda value: isinstance(value, list | tuple))
 Groups = Annotated[tuple[GroupConfig, ...], _groups]
-LayerDecay = Annotated[float, value_rules.number("above 0 and at most 1", lambda value: 0 < value <= 1)]
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class CommonConfig:
     clip_norm: Positive | None
     groups: Groups
     decay_vectors: bool
-    layer_decay: LayerDecay | None
 
 
 @dataclass(frozen=True)

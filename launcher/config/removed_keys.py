@@ -6,6 +6,7 @@ Kept for one release: whoever has an old command or config file reads here what 
 from __future__ import annotations
 
 REMOVED_KEYS: dict[str, str] = {
+    "optim.layer_decay": "Give each layer its rate with optim.groups or Recipe.groups, by lr_scale.",
     "data.augment.mixup": "Mix the samples of a batch in Recipe.train_transform or in its loss.",
     "data.target": "The tabular recipe is gone: read your table in a recipe of your own, as TensorData.",
     "train.cuda_graph": "Steps run without CUDA graphs; train.compile=true launches fewer kernels.",

@@ -160,7 +160,7 @@ def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
             "there is no such key. Nearest: ",
         ),
         ({"optim__groups": [{"match": "a", "frozen": "yes"}]}, "optim.groups[0].frozen", "must be true or"),
-        ({"optim__layer_decay": 1.5}, "optim.layer_decay", ""),
+        ({"optim__weight_decay": -1}, "optim.weight_decay", ""),
         ({"optim__decay_vectors": None}, "optim.decay_vectors", ""),
         ({"schedule__name": 3}, "schedule.name", ""),
         ({"precision__scale__init": 1000}, "precision.scale.init", ""),

@@ -158,7 +158,6 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...], tuple[int, ...]]] = {
             "optim.clip_norm=0.5",
             'optim.groups=[{match:"outer.*",lr_scale:2}]',
             "optim.decay_vectors=false",
-            "optim.layer_decay=0.9",
         ),
         (8,),
     ),

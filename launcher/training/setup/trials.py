@@ -1,10 +1,10 @@
 """The largest micro-batch that fits in memory, found by trying.
 
 Owns the sizes among which a run may choose for itself, the trials of data.micro_batch=auto, which change
-nothing of a run, and the choice by their results. A trial is a forward and backward pass on real samples, with the buffers that
-a step of such micro-batches needs, in a step that is dropped on all ranks: weights, BatchNorm statistics,
-loss scale and counters are kept, generators are restored, and the batches are made apart from those of the
-run.
+nothing of a run, and the choice by their results. A trial is a forward and backward pass on real samples,
+with the buffers that a step of such micro-batches needs, in a step that is dropped on all ranks: weights,
+BatchNorm statistics, loss scale and counters are kept, generators are restored, and the batches are made
+apart from those of the run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a config's and a recipe's groups, the decay of vectors and the layers combine; what is said of them."""
+"""How a config's and a recipe's groups and the decay of vectors combine; what is said of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from launcher.config.optimizers import GroupConfig, OptimConfig
 from launcher.engine import SGD, ParameterGroup, Stepper
 from launcher.errors import ConfigError
-from launcher.training.setup.parameter_groups import layers_of, parameter_groups
+from launcher.training.setup.parameter_groups import parameter_groups
 from tests.configs import composed
 from tests.models import conv_net
 
@@ -53,7 +53,6 @@ def rates(settings: OptimConfig, model: nn.Module, own: tuple[ParameterGroup, ..
     "settings",
     [
         optim(),
-        optim(layer_decay=1.0),
         optim(group("*", weight_decay=DECAY)),
         optim(decay_vectors=False, weight_decay=0.0),
     ],
@@ -61,7 +60,7 @@ def rates(settings: OptimConfig, model: nn.Module, own: tuple[ParameterGroup, ..
 def test_what_the_optimizer_does_anyway_gives_no_groups(settings) -> None:
     found = parameter_groups(settings, (), Encoder())
     assert list(found.groups) == []
-    assert all(topic == "layer decay" for topic, _ in found.sentences)
+    assert list(found.sentences) == []
 
 
 def test_vectors_without_decay_are_norms_and_biases() -> None:
@@ -94,44 +93,6 @@ def test_the_first_group_has_a_parameter_and_the_configs_come_before_the_recipes
 def test_the_configs_groups_may_take_all_that_one_of_the_recipes_has() -> None:
     found = rates(optim(group("head.*", 2.0)), Encoder(1), (ParameterGroup("head.bias", 7.0),))
     assert found["head.bias"] == (2.0, None)
-
-
-def test_layers_are_numbered_modules_with_what_is_below_and_above() -> None:
-    """0.5 ** depth from the highest; a group's factor comes on top of it."""
-    found = rates(optim(group("head.*", 10.0), layer_decay=0.5), Encoder(3))
-    lowest = {scale for name, (scale, _) in found.items() if "embed" in name or "model.norm" in name}
-    assert lowest == {0.0625}
-    for layer, expected in enumerate((0.125, 0.25, 0.5)):
-        assert {scale for name, (scale, _) in found.items() if f"layer.{layer}." in name} == {expected}
-    assert (found["model.pooler.bias"][0], found["head.bias"][0]) == (1.0, 10.0)
-    (sentence,) = parameter_groups(optim(layer_decay=0.5), (), Encoder(3)).sentences
-    assert sentence == (
-        "layer decay",
-        "5 layers by name, from the lowest: model.embeddings, model.norm at 0.0625 x lr, model.layer.0 at "
-        "0.125 x lr, ..., model.layer.2 at 0.5 x lr, model.pooler, head at 1 x lr",
-    )
-
-
-def test_layers_of_models_without_a_stack() -> None:
-    """Stages of blocks are one sequence; without numbers the children are the layers."""
-    stages = nn.Module()
-    stages.stem = nn.Linear(2, 2)
-    stages.first = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    stages.between = nn.LayerNorm(2)
-    stages.second = nn.Sequential(nn.Linear(2, 2))
-    layers = layers_of(stages, 0.5)
-    expected = [("stem", 0.125), ("first.0", 0.25), ("first.2", 0.5), ("second.0", 1.0)]
-    assert [(layer.name, layer.scale) for layer in layers] == expected
-    assert "between.weight" in layers[2].parameters
-    children = nn.Module()
-    children.one, children.two = nn.Linear(2, 2), nn.Linear(2, 2)
-    assert [layer.name for layer in layers_of(children, 0.5)] == ["one", "two"]
-    only = nn.Module()
-    only.one = nn.Linear(2, 2)
-    with pytest.raises(
-        ConfigError, match=r"^optim\.layer_decay=0\.5: the 2 parameters of Module form 1 layer"
-    ):
-        layers_of(only, 0.5)
 
 
 @pytest.mark.parametrize(
