@@ -9,9 +9,13 @@ from __future__ import annotations
 import functools
 import logging
 import mmap
+import multiprocessing.queues
+import multiprocessing.util
 import operator
 import os
+import shutil
 import signal
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +31,14 @@ from launcher.data.labels import Labels
 from launcher.data.random_state import GeneratorsKept
 from launcher.data.reader import TOGETHER, Fetched
 from launcher.data.tensors import Batch, batch_to_device
-from launcher.errors import DataError, LauncherError, LoaderKilledError, StalledError, first_sentence
+from launcher.errors import (
+    DataError,
+    LauncherError,
+    LoaderKilledError,
+    StalledError,
+    described,
+    first_sentence,
+)
 from launcher.process.signals import HEEDED
 
 log = logging.getLogger("launcher")
@@ -36,6 +47,8 @@ PREFETCHED = 2  # micro-batches per loader process
 END_S = 1.0  # for a loader process to end by itself
 LOST = "DataLoader worker (pid"  # in torch's errors for a process that ended
 READING, ENDS = 0, 1  # columns of what a pool shares with its processes
+REASON_BYTES = 2_000  # of the text with which a loader process ends
+LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")  # bytes: a socket's path has at most 107
 
 _pools: list[Pool] = []  # of this process, for their failures to be named
 
@@ -80,6 +93,7 @@ class Pool:
         # 16 bytes: two int64 per process, in memory that a forked process shares.
         self._shared = numpy.frombuffer(mmap.mmap(-1, 16 * max(how.workers, 1)), numpy.int64).reshape(-1, 2)
         self._shared[:, READING] = -1
+        self._reasons = mmap.mmap(-1, REASON_BYTES * max(how.workers, 1))
         self._number = -1  # of this loader process; -1 in any other
         self._iterator: Any = None  # torch's; None without processes
         _pools.append(self)
@@ -150,6 +164,12 @@ class Pool:
         codes = {number: each.exitcode for number, each in enumerate(workers) if each.exitcode is not None}
         if not codes:
             return None
+        if reason := self._reason(next(iter(codes))):
+            advice = (
+                "It takes open files (ulimit -n), room in /dev/shm, a socket in TMPDIR; data.workers=0 none."
+            )
+            what = f"a loader process could not send a batch of the {self.kind} set"
+            return DataError(f"{what}: {reason.rstrip('.')}. {advice}")
         # Torch names the signal only where its handler of SIGCHLD saw the end before its wait did.
         killed = "killed by signal" in str(error) or any(code < 0 for code in codes.values())
         code = ", ".join(map(str, codes.values()))
@@ -199,11 +219,27 @@ class Pool:
             signal.signal(each, self._end if each == signal.SIGTERM else signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
         self._number = number
+        # Else the thread that sends batches prints the exception, and the batch is awaited in vain.
+        hook = staticmethod(lambda error, batch: self._cannot_send(error))
+        multiprocessing.queues.Queue._on_queue_feeder_error = hook  # type: ignore[attr-defined]
+        _use_a_short_directory()
         # Called for each sample: without a function in Python it takes a third of the time.
         self._reader.reading = functools.partial(operator.setitem, memoryview(self._shared[number]), READING)
 
+    def _cannot_send(self, error: Exception) -> None:
+        """End this loader process, with the reason where its pool reads it."""
+        text = described(error).encode()[:REASON_BYTES]
+        begin = self._number * REASON_BYTES
+        self._reasons[begin : begin + len(text)] = text
+        os._exit(1)
+
+    def _reason(self, number: int) -> str:
+        text = self._reasons[number * REASON_BYTES : (number + 1) * REASON_BYTES]
+        return text.rstrip(b"\0").decode(errors="replace")
+
     def _end(self, *signal_and_frame: object) -> None:
         if self._shared[self._number, ENDS]:
+            shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)  # as exit handlers would
             os._exit(0)
 
 
@@ -235,6 +271,14 @@ class LoadedSet:
                 self._evaluation[1].end()
             self._evaluation = key, make()
         return self._evaluation[1]
+
+
+def _use_a_short_directory() -> None:
+    """Put the sockets of this process into /tmp where a path in TMPDIR is too long for them."""
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
+        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        multiprocessing.util.get_temp_dir()  # made once per process
+        tempfile.tempdir = before
 
 
 @contextmanager
