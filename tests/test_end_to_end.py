@@ -72,8 +72,6 @@ def test_the_run_directory_holds_what_the_readme_lists(finished) -> None:
         "checkpoints",
         "classification_report.txt",
         "config.yaml",
-        "confusion_matrix.png",
-        "curves.png",
         "env.json",
         "model",
         "logs",

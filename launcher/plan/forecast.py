@@ -54,7 +54,7 @@ ROOM = {name: USABLE * (gib - CONTEXT_GIB) * GIB for name, gib in GPUS.items()} 
 BACKWARD_SHARE = 2 / 3  # of a pass: each product has two in the backward pass
 FILES = (  # of a run, in its directory
     *("config.yaml", "overrides.txt", "env.json", "status.json", "metrics.jsonl", "result.json"),
-    *("report.html", "curves.png", "logs/rank<k>.log", "checkpoints/step-<n>/"),
+    *("report.html", "logs/rank<k>.log", "checkpoints/step-<n>/"),
 )
 Links = Iterable[tuple[float, int]]  # rates in Mbit/s, with numbers of ranks
 TIMED = 3  # steps, after one that is not

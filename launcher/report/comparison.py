@@ -1,7 +1,7 @@
-"""Comparison of the runs of a sweep: one plot of their curves, and a table.
+"""Comparison of the runs of a sweep in tables.
 
-Owns the grouping of runs (those that differ only in the seed) and the files comparison.png, summary.md,
-summary.csv and, for runs in several precisions, side_by_side.md. Works from the records of the runs, which
+Owns the grouping of runs (those that differ only in the seed) and the files summary.md, summary.csv and, for
+runs in several precisions, side_by_side.md. Works from the records of the runs, which
 hold their files in bounded memory.
 """
 
@@ -19,14 +19,12 @@ from typing import Any
 from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
 from launcher.config.messages import program, tree_flags
 from launcher.errors import counted
-from launcher.report.pictures import draw_comparison
 from launcher.report.reading import sweep_of
 from launcher.report.run_record import MARKS, RunRecord, is_run, overrides_of
 from launcher.report.settings import (
     REPEATED,
     RunSetting,
     best_first,
-    compared_by,
     metric_cell,
     metric_column,
     metric_names,
@@ -42,7 +40,7 @@ from launcher.telemetry.formatting import (
     number,
 )
 
-COMPARISON, TABLE, ROWS = "comparison.png", "summary.md", "summary.csv"
+TABLE, ROWS = "summary.md", "summary.csv"
 SIDE_BY_SIDE = "side_by_side.md"
 RESULT_KEYS = (
     "state",
@@ -69,14 +67,13 @@ def job_directories(sweep_dir: Path) -> list[Path]:
 
 
 def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
-    """Write picture and tables of these runs to the sweep's directory. Raises OSError."""
+    """Write the tables of these runs to the sweep's directory. Raises OSError."""
     settings = settings_of(runs)
-    table, rows, picture = (sweep_dir / name for name in (TABLE, ROWS, COMPARISON))
+    written = [sweep_dir / TABLE, sweep_dir / ROWS]
     jobs, record = jobs_of(sweep_dir), sweep_of(sweep_dir)
     flags = tree_flags(record.get("config_dir"), record.get("config_name", "config"))
-    write_text(table, markdown(sweep_dir.name, settings, note_of(runs), effort(jobs), flags))
-    write_text(rows, as_csv(runs, jobs))
-    written = [draw_comparison(settings, compared_by(runs), picture), table, rows]
+    write_text(written[0], markdown(sweep_dir.name, settings, note_of(runs), effort(jobs), flags))
+    write_text(written[1], as_csv(runs, jobs))
     if _only_precision([run.overrides for run in runs]):
         written.append(sweep_dir / SIDE_BY_SIDE)
         write_text(written[-1], side_by_side(sweep_dir.name, settings))
@@ -165,7 +162,7 @@ def markdown(title: str, settings: Sequence[RunSetting], note: str, below: str, 
         best = next(setting for setting in ranked if setting.metric_name == name)
         of_name = f" by {metric_title(name)}" if len(names) > 1 else ""
         lines += [f"Best{of_name}: `{command_of(best, flags)}`", ""]
-    return "\n".join([*lines, f"![curves]({COMPARISON})", ""])
+    return "\n".join(lines)
 
 
 def command_of(setting: RunSetting, flags: Sequence[str]) -> str:

@@ -1,8 +1,8 @@
 """What a run reports and writes at its start and at its end. All ranks call `announce` and `finish`.
 
-Owns result.json, the report, the plots, and `model/`, which holds what predicting needs besides the weights:
+Owns result.json, the report, and `model/`, which holds what predicting needs besides the weights:
 classes and normalisation, and for a model of `transformers` its config and tokenizer; `export RUN DIR/`
-copies it. A plot that cannot be written does not fail the run; a result does.
+copies it. A report that cannot be written does not fail the run; a result does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 from launcher.errors import StorageError, described
 from launcher.evaluation.confusion import Confusion
 from launcher.recipe.contract import Recipe
-from launcher.report import page, pictures
+from launcher.report import page
 from launcher.report.run_record import RunRecord
 from launcher.run_dir import records, status
 from launcher.run_dir.atomic import write_text
@@ -36,12 +36,6 @@ from launcher.training.run import asked
 from launcher.training.setup.decisions import decisions
 
 SPLIT = "split.csv"
-PAGE_FILES: dict[str, Callable[[RunRecord], object]] = {
-    pictures.CURVES: pictures.draw_curves,
-    pictures.CONFUSION_MATRIX: pictures.draw_confusion_matrix,
-    pictures.GRADIENTS: pictures.draw_gradients,
-    records.REPORT: page.write_report,
-}
 MOST_CLASSES = 100  # in an event; a matrix of 1,000 would be a line of 3 MB: result.json has it
 
 
@@ -64,14 +58,11 @@ def write_files(run_dir: Path, result: Result, confusion: Confusion | None, tele
 
 
 def write_page(run_dir: Path, telemetry: Telemetry) -> None:
-    """Write pictures and report.html, from the files of the run alone; a failure of one is a warning."""
-    run = None
-    for name, write in PAGE_FILES.items():
-        try:
-            run = run or RunRecord.read(run_dir, telemetry.warn)
-            write(run)
-        except Exception as error:  # a plot must not fail a run that is complete, nor cost the other files
-            telemetry.warn(f"{name} could not be drawn: {described(error)}")
+    """Write report.html from the files of the run alone. A failure is a warning."""
+    try:
+        page.write_report(RunRecord.read(run_dir, telemetry.warn))
+    except Exception as error:  # a page must not fail a run that is complete
+        telemetry.warn(f"{records.REPORT} could not be drawn: {described(error)}")
 
 
 def facts_for_prediction(recipe: Recipe) -> dict[str, Any]:

@@ -18,11 +18,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import torch
-from matplotlib.axes import Axes
 from torch import Tensor
 
 from launcher.config.composition import Request
@@ -33,6 +31,9 @@ from launcher.engine import SGD, Policy, Stepper, StepReport
 from launcher.engine.wire.choice import default_predivide
 from launcher.recipe import load_recipe
 from scripts.bench.machine import machine
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WORLD_SIZES = (8, 64, 512, 4096)
 SCALE_EXPONENTS = range(25)  # the exponents of valid loss scales
@@ -238,6 +239,8 @@ def draw(rows: Sequence[dict[str, Any]], captured: Captured, path: Path) -> None
 
     A curve ends where the wire overflows. Equal curves overlap, the first one drawn widest.
     """
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -111,7 +111,6 @@ def test_an_experiment_runs_and_is_compared_without_a_further_flag(tmp_path) -> 
     assert done.returncode == 0, done.stderr
     (sweep,) = (tmp_path / "multirun" / "resnet18").iterdir()
     assert {path.name for path in sweep.iterdir() if path.is_file()} == {
-        "comparison.png",
         "report.html",
         "side_by_side.md",
         "summary.csv",

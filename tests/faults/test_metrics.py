@@ -10,7 +10,6 @@ import pytest
 
 from launcher.checkpoint.export import export
 from launcher.report.page import write_report
-from launcher.report.pictures import draw_curves
 from launcher.report.run_record import RunRecord
 from launcher.telemetry.tracker.rows import row_of
 from tests.faults.launching import Ended, run
@@ -104,7 +103,6 @@ def test_people_and_programs_find_the_first_set_first(ended: Ended) -> None:
     assert not any(key.endswith("/set") for key in row_of(far))
     page = write_report(RunRecord.read(ended.directory)).read_text()
     assert re.search(r"<td[^>]*>far</td>", page)
-    assert draw_curves(RunRecord.read(ended.directory)) is not None
 
 
 REFUSED: dict[str, tuple[str, str, int, str]] = {

@@ -242,13 +242,13 @@ def test_workers_that_ignore_a_request_to_stop_are_killed_at_the_grace(tmp_path:
 
 
 SLOW_PICTURES = """
-from launcher.training.ends import PAGE_FILES
+from launcher.report import page
 
 def draw(run):
     open("drawing", "w").close()
     time.sleep(60)
 
-if GENERATION == 0 and not os.path.exists("drawing"): PAGE_FILES["curves.png"] = draw
+if GENERATION == 0 and not os.path.exists("drawing"): page.write_report = draw
 """
 
 

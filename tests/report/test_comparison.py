@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import csv
 import math
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from launcher.report import comparison, curve, pictures, recording
-from launcher.report.charts.chart import Chart
-from launcher.report.charts.run_charts import mean_of
+from launcher.report import comparison
+from launcher.report.charts.run_charts import mean_of, run_charts
 from launcher.report.comparison import is_sweep, job_directories, settings_of
 from launcher.report.curve import Curve
 from launcher.report.reading import MAX_ITEMS
@@ -80,8 +78,7 @@ def test_several_keys_are_named_and_equal_runs_are_one_setting(tmp_path) -> None
 
 
 def test_the_files_hold_means_spreads_and_every_job(sweep) -> None:
-    picture, table, rows, _ = write_comparison(sweep)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    table, rows, _ = write_comparison(sweep)
     text = table.read_text()
     mean, deviation = 1 - 3.5 / 10, math.sqrt(3.5) / 10
     assert f"| fp32 | 6 | {mean:.2%}".replace("%", " %") + f" ± {deviation:.2%} |".replace("%", " %") in text
@@ -93,9 +90,9 @@ def test_the_files_hold_means_spreads_and_every_job(sweep) -> None:
     assert float(table_rows[7]["accuracy"]) == pytest.approx(0.7)
 
 
-def test_the_picture_has_a_bold_mean_and_a_thin_line_per_seed(sweep, drawn) -> None:
-    write_comparison(sweep)
-    loss, accuracy = drawn
+def test_a_chart_has_a_bold_mean_and_a_thin_line_per_seed(sweep) -> None:
+    charts = run_charts(settings_of(runs_of(sweep)))
+    loss, accuracy = charts["loss"], charts["accuracy"]
     assert len(loss.lines) == len(accuracy.lines) == 2 * (6 + 1)
     bold = [line for line in loss.lines if line.style == "mean"]
     assert [line.name for line in bold] == ["fp32, mean", "fp16, mean"]
@@ -110,7 +107,7 @@ def test_a_failed_and_an_unfinished_job_are_told_and_not_averaged(tmp_path) -> N
     write_job(tmp_path, 1, ["optim.lr=1", "seed=1"], state="failed")
     directory = write_job(tmp_path, 2, ["optim.lr=9", "seed=0"], loss=math.nan)
     (directory / "result.json").unlink()
-    _, table, rows = write_comparison(tmp_path)
+    table, rows = write_comparison(tmp_path)
     assert "| 1 | 1 of 2 done | 90.00 % |" in table.read_text()
     assert "| 9 | 0 of 1 done | - |" in table.read_text()
     assert "ended without a result" in rows.read_text()
@@ -121,7 +118,7 @@ def test_a_job_that_failed_before_its_first_event_is_a_failed_job(tmp_path) -> N
     directory = write_job(tmp_path, 1, ["tracker=tensorboard"], state="failed")
     (directory / "metrics.jsonl").unlink()
     (tmp_path / "notes").mkdir()
-    _, table, rows = write_comparison(tmp_path)
+    table, rows = write_comparison(tmp_path)
     assert "| tensorboard | 0 of 1 done | - |" in table.read_text()
     assert len(rows.read_text().splitlines()) == 3
     assert not is_sweep(directory)
@@ -130,7 +127,7 @@ def test_a_job_that_failed_before_its_first_event_is_a_failed_job(tmp_path) -> N
 def test_an_experiment_says_what_it_shows(tmp_path) -> None:
     write_job(tmp_path, 0, ["experiment=precision_ablation", "precision=fp16"])
     write_job(tmp_path, 1, ["experiment=precision_ablation", "precision=fp32"])
-    _, table, *_ = write_comparison(tmp_path)
+    table, *_ = write_comparison(tmp_path)
     assert "The effect of fp32 masters" in table.read_text()
 
 
@@ -158,56 +155,6 @@ def test_a_run_is_no_sweep(sweep) -> None:
     assert is_sweep(sweep)
     assert not is_sweep(comparison.job_directories(sweep)[0])
     assert not is_sweep(sweep / "nothing")
-
-
-@pytest.fixture
-def drawn(monkeypatch) -> list[Chart]:
-    """What is drawn instead of written."""
-    charts: list[Chart] = []
-    monkeypatch.setattr(pictures, "write_picture", lambda found, path: charts.extend(found) or path)
-    return charts
-
-
-def write_evaluations(directory: Path, metric_name: str | None, **values: float) -> None:
-    """Replace those of a job, and its result's metric."""
-    log = EventLog(directory / "metrics.jsonl")
-    log.rewind(0, evaluates_again=True)
-    log.append({"event": "step", "time": 0.0, "step": 5, "loss": 1.0})
-    if values:
-        log.append({"event": "eval", "time": 0.0, "step": 5, **values})
-    log.close()
-    write_json(
-        directory / "result.json", {"state": "done", "exit": 0, "metric_name": metric_name, "metric": 0.5}
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "titles"),
-    [
-        ("r2", {"loss": 0.5, "mae": 0.4, "r2": 0.5}, ["Loss, training", "R2, held out"]),
-        ("loss", {"loss": 0.5}, ["Loss, training", "Loss, held out"]),
-        ("accuracy", {"loss": 0.5, "accuracy": 0.5}, ["Loss, training", "Accuracy, held out"]),
-        ("loss", {}, ["Loss, training"]),
-    ],
-)
-def test_the_picture_shows_what_the_runs_are_compared_by_and_no_empty_half(
-    tmp_path, drawn, name, values, titles
-) -> None:
-    for number in range(2):
-        write_evaluations(write_job(tmp_path, number, [f"optim.lr={number}"]), name, **values)
-    write_comparison(tmp_path)
-    assert [chart.title for chart in drawn] == titles
-    if values:
-        factor = 100 if "accuracy" in values else 1
-        assert drawn[1].unit == ("%" if factor == 100 else "")
-        assert [list(line.y) for line in drawn[1].lines] == [[factor * 0.5]] * 2
-
-
-def test_a_sweep_without_any_event_has_a_picture_too(tmp_path, drawn) -> None:
-    (write_job(tmp_path, 0, ["optim.lr=1"]) / "metrics.jsonl").unlink()
-    write_comparison(tmp_path)
-    (chart,) = drawn
-    assert chart.present == []
 
 
 def curve_of(*points: tuple[float, float]) -> Curve:
@@ -239,39 +186,6 @@ def test_the_mean_of_thinned_lines_is_that_of_their_values_not_of_their_peaks() 
     assert np.mean(list(means_of(curves).values())) == pytest.approx(1.0, rel=0.02)
 
 
-def peak_bytes(sweep: Path) -> int:
-    tracemalloc.start()
-    try:
-        write_comparison(sweep)
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-def test_the_memory_for_a_sweep_does_not_grow_with_the_length_of_its_runs(
-    tmp_path, drawn, monkeypatch
-) -> None:
-    monkeypatch.setattr(recording, "BLOCK_BYTES", 1 << 16)
-    monkeypatch.setattr(curve, "BUFFERED", 1 << 11)
-    peaks = []
-    for num_events in (6_000, 30_000):  # the first fills all buffers
-        sweep = tmp_path / str(num_events)
-        for seed in range(2):
-            job = write_job(sweep, seed, [f"precision=fp{16 + 16 * seed}"])
-            line = (
-                '{"event": "step", "time": 1.0, "step": %d, "loss": 0.5, "step_ms": 10.0, "data_ms": 1.0}\n'
-            )
-            (job / "metrics.jsonl").write_text("".join(line % step for step in range(num_events)))
-        peaks.append(peak_bytes(sweep))
-    assert peaks[1] < 1.2 * peaks[0], peaks
-
-
-def test_dollars_in_overrides_are_no_formulas(tmp_path) -> None:
-    for number, name in enumerate((r"$\frac{x$", "b")):
-        write_job(tmp_path, number, [f"model.name={name}"])
-    assert tmp_path / comparison.COMPARISON in write_comparison(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("metric_name", "higher", "order"),
     [("accuracy", True, ["2", "3", "1"]), ("rmse", False, ["1", "3", "2"]), ("loss", None, ["1", "3", "2"])],
@@ -285,7 +199,7 @@ def test_the_table_begins_with_the_best_and_says_its_command(tmp_path, metric_na
             directory / "result.json", result | ({} if higher is None else {"higher_is_better": higher})
         )
     write_job(tmp_path, 3, ["recipe=resnet18", "optim.lr=4", "seed=0"], state="failed")
-    text = write_comparison(tmp_path)[1].read_text()
+    text = write_comparison(tmp_path)[0].read_text()
     rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
     assert rows == ["optim.lr", "---", *order, "4"]
     assert "| loss, held out |" in text
@@ -300,7 +214,7 @@ def test_settings_of_different_metrics_are_ranked_apart(tmp_path) -> None:
         directory = write_job(tmp_path, number, ["recipe=mine", f"data={data}", f"optim.lr={lr}"])
         result = {"state": "done", "metric_name": name, "metric": value, "higher_is_better": name != "rmse"}
         write_json(directory / "result.json", result)
-    text = write_comparison(tmp_path)[1].read_text()
+    text = write_comparison(tmp_path)[0].read_text()
     rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("|")]
     assert [[cell.strip() for cell in row] for row in rows if "data=" in row[0]] == [
         ["data=first, optim.lr=2", "1", "accuracy 100.00 %"],
@@ -318,7 +232,7 @@ def test_the_command_of_the_best_has_the_tree_that_the_sweep_was_composed_from(t
         directory = write_job(tmp_path, number, ["recipe=rings", f"optim.lr={number + 1}"])
         write_json(directory / "result.json", {"state": "done", "metric_name": "accuracy", "metric": 0.5})
     write_json(tmp_path / "sweep.json", {"jobs": [], "config_dir": "/my tree", "config_name": "mine"})
-    text = write_comparison(tmp_path)[1].read_text()
+    text = write_comparison(tmp_path)[0].read_text()
     assert (
         "Best: `python -m launcher --config-dir '/my tree' --config-name mine recipe=rings optim.lr=" in text
     )

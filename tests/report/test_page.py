@@ -1,19 +1,20 @@
-"""report.html and the pictures: from files alone, complete, self-contained, and safe to open."""
+"""report.html: from files alone, complete, self-contained, and safe to open."""
 
 import base64
 import hashlib
 import math
 import os
-import struct
 from html.parser import HTMLParser
 
 import pytest
 
 from launcher.cli import main
-from launcher.report import page, pictures
+from launcher.report import page
 from launcher.report.charts import gradient_chart
+from launcher.report.charts.run_charts import run_charts
 from launcher.report.recording import read_recording
 from launcher.report.run_record import RunRecord
+from launcher.report.settings import run_settings
 from launcher.run_dir.atomic import write_json
 from launcher.telemetry import Telemetry
 from launcher.telemetry.event_log import EventLog
@@ -25,20 +26,7 @@ def write_report(run_dir):
     return page.write_report(RunRecord.read(run_dir))
 
 
-def draw_curves(run_dir):
-    return pictures.draw_curves(RunRecord.read(run_dir))
-
-
-def draw_confusion_matrix(run_dir):
-    return pictures.draw_confusion_matrix(RunRecord.read(run_dir))
-
-
-def draw_gradients(run_dir):
-    return pictures.draw_gradients(RunRecord.read(run_dir))
-
-
 HOSTILE = "<script>alert('x')</script> & \"quoted\""
-FORMULA = r"$\frac{x$ price"  # that matplotlib cannot parse
 TIMES = {"step_ms": 10.0, "data_ms": 7.1, "compute_ms": 2.0, "wire_ms": 0.5, "update_ms": 0.4}
 
 
@@ -118,21 +106,11 @@ class Page(HTMLParser):
             self.text += data
 
 
-def size_of(png):
-    """(width, height) of a picture that is whole: signature, header, end chunk."""
-    data = png.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    assert data.endswith(b"IEND\xaeB`\x82")
-    return struct.unpack(">II", data[16:24])
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("outputs") / "run"
     run_dir.mkdir()
     write_run(run_dir)
-    draw_curves(run_dir)
-    draw_confusion_matrix(run_dir)
     return Page(write_report(run_dir))
 
 
@@ -337,90 +315,102 @@ def test_many_overflows_are_cut_and_counted(tmp_path):
 @pytest.mark.parametrize("with_accuracy", [True, False])
 def test_curves_are_drawn_from_whatever_was_recorded(tmp_path, with_scale, with_accuracy):
     write_events(tmp_path, with_scale, with_accuracy)
-    path = draw_curves(tmp_path)
-    assert path == tmp_path / "curves.png"
-    assert size_of(path) == (1200, 792)
+    text = write_report(tmp_path).read_text()
+    assert ('aria-label="Accuracy, held out"' in text) == with_accuracy
+    assert ('aria-label="Loss scale"' in text) == with_scale
     assert [file.name for file in tmp_path.glob("*.tmp")] == []
 
 
 def test_without_a_step_there_are_no_curves(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
-    assert draw_curves(tmp_path) is None
+    assert "<figure" not in write_report(tmp_path).read_text()
 
 
-@pytest.mark.parametrize("num_classes", [2, 10, 31, 100])
-def test_a_confusion_matrix_of_any_size_is_drawn(tmp_path, num_classes):
+class Matrix(HTMLParser):
+    """Rows of the confusion matrix on a page: the share and the text of each cell."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.rows, self.heads, self._in_table, self._text = [], [], False, None
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        if tag == "table":
+            self._in_table = given.get("class", "").startswith("confusion")
+        elif tag == "tr" and self._in_table:
+            self.rows.append([])
+        elif tag == "td" and self._in_table:
+            self.rows[-1].append([given.get("style", ""), ""])
+            self._text = self.rows[-1][-1]
+        elif tag == "th" and self._in_table:
+            self.heads.append(given["title"])
+
+    def handle_endtag(self, tag):
+        self._in_table &= tag != "table"
+        self._text = None
+
+    def handle_data(self, data):
+        if self._text is not None:
+            self._text[1] = data
+
+
+def test_the_confusion_matrix_is_a_table_with_a_colour_and_a_count_in_each_cell(tmp_path):
+    write_json(
+        tmp_path / "result.json", {"confusion_matrix": [[0, 0, 0], [1, 3, 0], [0, 0, 2]], "classes": [*"ab$"]}
+    )
+    found = Matrix(write_report(tmp_path))
+    assert found.heads == [*"ab$", *"ab$"]
+    head, never, *cells = [[(style, text) for style, text in row] for row in found.rows]
+    assert head == [("", "")]
+    assert never == [("", "")] * 3, "a class that never occurs does not divide by zero"
+    assert cells == [
+        [("--share:50", "1"), ("--share:87", "3"), ("", "")],
+        [("", ""), ("", ""), ("--share:100", "2")],
+    ]
+
+
+@pytest.mark.parametrize("num_classes", [27, 100])
+def test_of_many_classes_there_are_colours_alone_and_the_mistakes(tmp_path, num_classes):
     write_run(tmp_path, [f"class {k}" for k in range(num_classes)])
-    width, height = size_of(draw_confusion_matrix(tmp_path))
-    assert 400 < height <= 1700
-    assert height < width
+    path = write_report(tmp_path)
+    rows = Matrix(path).rows
+    assert [len(row) for row in rows] == [num_classes] * num_classes
+    assert {text for row in rows for _, text in row} == {""}
+    assert rows[3][3][0] == "--share:95", "the root of 9 of 10"
+    assert "Most frequent mistakes" in path.read_text()
+    assert path.stat().st_size < 600_000
 
 
-def test_long_names_of_classes_leave_room_for_the_matrix(tmp_path):
-    write_run(tmp_path, [f"{'class ' * 50}{k}" for k in range(3)])
-    width, height = size_of(draw_confusion_matrix(tmp_path))
-    assert width < 2 * height
+def test_a_thousand_classes_have_no_table_of_a_million_cells(tmp_path):
+    write_run(tmp_path, [f"class {k}" for k in range(1000)])
+    assert Matrix(write_report(tmp_path)).rows == []
 
 
-def test_dollars_in_names_are_no_formulas(tmp_path):
-    write_run(tmp_path, (FORMULA, "$5"))
-    write_gradients(tmp_path, {**gradients_event(), "layers": {FORMULA: gradients_event()}})
-    assert size_of(draw_confusion_matrix(tmp_path))
-    assert size_of(draw_gradients(tmp_path))
-
-
-def test_a_picture_that_cannot_be_drawn_costs_neither_the_others_nor_the_page(tmp_path):
+def test_a_page_that_cannot_be_drawn_is_a_warning(tmp_path):
     write_run(tmp_path)
-    (tmp_path / "confusion_matrix.png").mkdir()
     (tmp_path / "report.html").mkdir()
     (tmp_path / "log").mkdir()
-    telemetry = Telemetry([EventLog(tmp_path / "log" / "metrics.jsonl")])
-    write_page(tmp_path, telemetry)
-    warnings = [event.text for event in read_recording(tmp_path / "log").of(WarningEvent).all()]
-    assert [text.partition(" could not be drawn: ")[0] for text in warnings] == [
-        "confusion_matrix.png",
-        "report.html",
-    ]
-    assert all(text.partition("Error: ")[2] for text in warnings), "each with its reason"
-    (tmp_path / "report.html").rmdir()
-    write_page(tmp_path, telemetry)
-    telemetry.close()
-    assert size_of(tmp_path / "curves.png")
-    assert "Loss" in Page(tmp_path / "report.html").text
+    with Telemetry([EventLog(tmp_path / "log" / "metrics.jsonl")]) as telemetry:
+        write_page(tmp_path, telemetry)
+    (warning,) = [event.text for event in read_recording(tmp_path / "log").of(WarningEvent).all()]
+    assert warning.startswith("report.html could not be drawn: NotPlainError: ")
 
 
-def test_a_result_without_a_confusion_matrix_has_no_picture(tmp_path):
-    write_json(tmp_path / "result.json", {"state": "done"})
-    assert draw_confusion_matrix(tmp_path) is None
-
-
-def test_a_class_that_never_occurs_does_not_divide_by_zero(tmp_path):
-    write_json(tmp_path / "result.json", {"confusion_matrix": [[0, 0], [1, 3]], "classes": ["a", "b"]})
-    assert size_of(draw_confusion_matrix(tmp_path))
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The charts of a picture instead of the picture."""
-    charts = []
-    monkeypatch.setattr(pictures, "write_picture", lambda found, path, **size: charts.extend(found) or path)
-    return charts
-
-
-def test_the_curves_show_the_recorded_values(tmp_path, drawn):
+def test_the_curves_show_the_recorded_values(tmp_path):
     """The lines themselves, not pixels: each chart holds what the events say, without non-finite values."""
     write_events(tmp_path)
-    draw_curves(tmp_path)
+    charts = run_charts(run_settings([RunRecord.read(tmp_path)]))
     lines = {
-        chart.title: [list(map(list, zip(line.x, line.y, strict=True))) for line in chart.lines]
-        for chart in drawn
+        name: [list(map(list, zip(line.x, line.y, strict=True))) for line in chart.lines]
+        for name, chart in charts.items()
     }
-    training, held_out = lines["Loss"]
+    training, held_out = lines["loss"]
     assert training == [[step, 2.5 / step] for step in range(5, 61, 5) if step != 20]
     assert held_out == [[30, 0.3], [60, 0.3]]
-    assert lines["Accuracy, held out"] == [[[30, 93.0], [60, 96.0]]]
-    assert drawn[1].note == "Best: 96.00 % at step 60."
-    scale, skipped = lines["Loss scale"]
+    assert lines["accuracy"] == [[[30, 93.0], [60, 96.0]]]
+    assert charts["accuracy"].note == "Best: 96.00 % at step 60."
+    scale, skipped = lines["scale"]
     assert skipped == [[20, 32768.0], [40, 16384.0], [60, 8192.0]]
     assert scale[0] == [5, 65536.0]
     assert scale[-1] == [60, 8192.0]
@@ -442,10 +432,9 @@ def write_gradients(run_dir, *events):
     log.close()
 
 
-def test_the_exponents_are_drawn_where_they_travelled_and_where_scale_1_would_have_them(tmp_path, drawn):
+def test_the_exponents_are_drawn_where_they_travelled_and_where_scale_1_would_have_them(tmp_path):
     write_gradients(tmp_path, gradients_event(scale=1.0), gradients_event())
-    draw_gradients(tmp_path)
-    histogram, zeros = drawn
+    histogram = gradient_chart.histogram(read_recording(tmp_path).gradients)
     bars = [list(zip(line.x, line.y, strict=True)) for line in histogram.lines]
     assert bars == [[(-30, 45), (-29, 50)], [(-20, 45), (-19, 50)]], "the latest event: 2^10 lower at scale 1"
     assert [line.name for line in histogram.legend] == [
@@ -453,30 +442,24 @@ def test_the_exponents_are_drawn_where_they_travelled_and_where_scale_1_would_ha
         "as sent, at scale 2^10: 5.00 % are zero",
     ]
     assert [name for _, _, name, _ in histogram.zones] == ["zero", "subnormal", "normal", "inf"]
-    assert zeros.lanes[-1] == f"layer0.{HOSTILE}"
-    assert [line.x[-2:].tolist() for line in zeros.lines] == [[0, 50], [0, 0]]
 
 
 @pytest.mark.parametrize("event", [gradients_event(), gradients_event(1.0), gradients_event(1.0, [0] * 57)])
 def test_any_gradients_can_be_drawn_and_the_page_shows_them(tmp_path, event):
     write_gradients(tmp_path, event)
-    path = draw_gradients(tmp_path)
-    assert path.read_bytes().startswith(b"\x89PNG")
     assert "Gradients in the range of fp16" in Page(write_report(tmp_path)).text
 
 
-def test_without_a_look_at_the_gradients_there_is_no_picture(tmp_path):
+def test_without_a_look_at_the_gradients_the_page_has_no_part_of_them(tmp_path):
     write_events(tmp_path)
-    assert draw_gradients(tmp_path) is None
     assert "Gradients in the range" not in Page(write_report(tmp_path)).text
 
 
-def test_the_layers_with_most_zeros_come_first(tmp_path, drawn):
+def test_the_layers_with_most_zeros_come_first(tmp_path):
     event = gradients_event()
     for k, shares in enumerate(event["layers"].values()):
         shares["zero_share_at_scale_1"] = k / 100
     write_gradients(tmp_path, event)
-    draw_gradients(tmp_path)
-    lanes = drawn[1].lanes[::-1]  # from the top
-    assert [name.split(".")[0] for name in lanes[:2]] == ["layer39", "layer38"]
-    assert len(lanes) == gradient_chart.MAX_LAYERS
+    worst = gradient_chart.worst_layers(read_recording(tmp_path).gradients)
+    assert [name.split(".")[0] for name, _ in worst[:2]] == ["layer39", "layer38"]
+    assert len(worst) == gradient_chart.MAX_LAYERS

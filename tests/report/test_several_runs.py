@@ -264,7 +264,6 @@ def test_a_sweep_has_a_page_of_its_runs(tmp_path, capsys):
     assert main(["report", str(tmp_path / "sweep")]) == 0
     out = capsys.readouterr().out
     assert str(tmp_path / "sweep" / "report.html") in out
-    assert str(tmp_path / "sweep" / "comparison.png") in out
     assert Page(tmp_path / "sweep" / "report.html").text.strip().startswith("sweep")
 
 

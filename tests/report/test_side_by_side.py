@@ -220,7 +220,7 @@ def test_markup_in_the_name_of_a_metric_is_shown_and_ends_no_cell(tmp_path: Path
         run_dir = write_job(tmp_path, number, [f"precision={precision}"])
         result = read_json(run_dir / "result.json") | {"metric_name": "x<b>|y"}
         write_json(run_dir / "result.json", result)
-    _, summary, _, page = (path.read_text(errors="replace") for path in write_comparison(tmp_path))
+    summary, _, page = (path.read_text(errors="replace") for path in write_comparison(tmp_path))
     for text in (summary, page):
         assert r"x&lt;b&gt;\|y" in text
         assert "<b>" not in text

@@ -91,6 +91,7 @@ def test_an_update_that_changes_the_weights_otherwise_ends_the_benchmark(optimiz
 
 @pytest.mark.slow
 def test_wire_precision_writes_its_table_and_picture(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
     printed = run("wire_precision.py", "--out", str(tmp_path))
     content = json.loads((tmp_path / "wire_precision.json").read_text())
     assert {(row["ranks"], row["wire"]) for row in content["rows"]} == {

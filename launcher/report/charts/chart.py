@@ -1,8 +1,8 @@
-"""What a chart shows: lines over one pair of axes, with marks, zones and lanes, and the same in words.
+"""What a chart shows: lines over one pair of axes, with marks and zones, and the same in words.
 
 Axes have a range, ticks and their texts, on a linear scale or in powers of 2 or 10.
 
-The one description from which `svg` draws on the page, `picture` into a PNG and `characters` in a terminal.
+The one description from which `svg` draws on the page and `characters` in a terminal.
 Pure: knows no markup and no file.
 """
 
@@ -32,11 +32,11 @@ UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 @dataclass(frozen=True)
 class Line:
-    """A named series. `style`: line, faint (behind its mean), mean, steps, dots, cross, lane, area or bars.
+    """A named series. `style`: line, faint (behind its mean), mean, steps, dots, cross, area or bars.
 
-    A lane has pairs of x. An area reaches from `below` to y. `values` are read out instead of y, where y is
-    only a place. `color` also selects the dashes of a line, and `opacity` is that of an area, so
-    that lines differ without colours too.
+    An area reaches from `below` to y. `values` are read out instead of y, where y is only a place. `color`
+    also selects the dashes of a line, and `opacity` is that of an area, so that lines differ without colours
+    too.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Line:
     @property
     def drawn_as(self) -> str:
         """The style. A line of one point would be invisible, so it is drawn as a dot."""
-        return "dots" if self.x.size == 1 and self.style not in ("cross", "lane", *FILLED) else self.style
+        return "dots" if self.x.size == 1 and self.style not in ("cross", *FILLED) else self.style
 
     def text(self, place: int) -> str:
         """What is read out at one of its points."""
@@ -68,7 +68,7 @@ class Chart:
     """Lines over one pair of axes.
 
     `unit` is that of y; `marks` are vertical lines: x and what it is; `zones` are ranges of x with a name
-    and a colour; `lanes` are names for y = 0, 1, ... instead of numbers.
+    and a colour.
     """
 
     title: str
@@ -80,7 +80,6 @@ class Chart:
     marks: Sequence[tuple[float, str]] = ()
     note: str = ""
     zones: Sequence[tuple[float, float, str, int]] = ()
-    lanes: Sequence[str] = ()
     has_legend: bool = True
 
     @property
@@ -99,17 +98,12 @@ class Chart:
         found = {line.name: line for line in self.named}
         return list(found.values()) if self.has_legend and len(found) > 1 else []
 
-    def y_ticks(self) -> list[tuple[float, str]]:
-        return [(float(k), name) for k, name in enumerate(self.lanes)] if self.lanes else self.y.ticks()
-
     def shapes(self, line: Line) -> list[FloatArray]:
         """The line's strokes, dots or outlines, each [points, (x, y)], from (0, 0) lower left to (1, 1)."""
         points = np.stack([self.x.places(line.x), self.y.places(line.y)], axis=1)
         match line.drawn_as:
             case "dots" | "cross":
                 return list(points[:, None])
-            case "lane":
-                return [points[k : k + 2] for k in range(0, len(points) - 1, 2)]
             case "steps":  # across, then up or down
                 return [np.stack([points[:, 0].repeat(2)[1:], points[:, 1].repeat(2)[:-1]], axis=1)]
             case "area":
@@ -134,9 +128,6 @@ class Chart:
 
     def _in_words(self, line: Line) -> str:
         first, last = number(float(line.x[0])), number(float(line.x[-1]))
-        if self.lanes:
-            times = f"at {first}" if line.x.size == 1 else f"{line.x.size:,} from {first} to {last}"
-            return f"{line.name}: {f'{first} to {last}' if line.style == 'lane' else times}"
         return (
             f"{line.name}: {line.text(0)} at {self.x_title} {first}, {line.text(-1)} at {last}, "
             f"lowest {number(float(line.shown.min()))}, highest {number(float(line.shown.max()))}"
@@ -144,7 +135,7 @@ class Chart:
 
     def rows(self) -> list[dict[str, str]]:
         """The rows of a table with each line at some of its points."""
-        value = "step" if self.lanes else self.unit or "value"
+        value = self.unit or "value"
         return [
             {"series": line.name, self.x_title: number(float(line.x[k])), value: line.text(k)}
             for line in self.named[:MAX_DESCRIBED]

@@ -1,4 +1,4 @@
-"""The lanes of the GPUs: one chart for each quantity of the `gpu` events, with a line for each device."""
+"""The charts of the GPUs: one for each quantity of the `gpu` events, with a line for each device."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from launcher.telemetry.formatting import percent
 
 SMALLEST_SUBNORMAL, SMALLEST_NORMAL, END = -24, -14, 16  # exponents of fp16; END is the first that overflows
 VISIBLE_PERCENT = 0.005  # smaller shares are shown as 0.00 %
-MAX_LAYERS = 24  # lanes of 16 pixels in gradients.png
+MAX_LAYERS = 24  # rows of the table
 AS_SENT, AT_SCALE_1 = 0, 7  # colours
 PALE = 0.3  # opacity of the bars behind the others
 
@@ -50,16 +50,10 @@ def gradient_part(run: RunRecord) -> str:
         f"{percent(found.zero_share, 2)} are zero as sent; at scale 1 it would be "
         f"{percent(found.zero_share_at_scale_1, 2)}."
     )
-    return paragraph(text) + markup(_histogram(found)) + _table(found)
+    return paragraph(text) + markup(histogram(found)) + _table(found)
 
 
-def gradient_charts(run: RunRecord) -> list[Chart]:
-    """The exponents of the latest gradients, and the zeros of the worst parameters; none without them."""
-    found = _latest(run)
-    return [] if found is None else [_histogram(found), _zeros(found)]
-
-
-def _histogram(found: GradientsEvent) -> Chart:
+def histogram(found: GradientsEvent) -> Chart:
     """Exponents as sent and at scale 1: the scale shifts them by its logarithm."""
     shift, heights = _shift(found), 100 * np.array(found.histogram, float) / _elements(found)
     highest = max(heights.max(initial=0.0), 0.01)
@@ -85,29 +79,6 @@ def _histogram(found: GradientsEvent) -> Chart:
             (SMALLEST_NORMAL, END, "normal", 2),
             (END, END + 4, "inf", 1),
         ),
-    )
-
-
-def _zeros(found: GradientsEvent) -> Chart:
-    """A lane for each of the worst parameters: its zeros at scale 1, and as sent in front of them."""
-    worst = worst_layers(found)[::-1]
-    places = np.arange(float(len(worst))).repeat(2)
-
-    def bars(name: str, color: int, opacity: float, shares: list[float]) -> Line:
-        x = np.stack([np.zeros(len(shares)), 100 * np.array(shares)], axis=1).reshape(-1)
-        return Line(name, color, x, places, "lane", opacity=opacity)
-
-    return Chart(
-        f"Zeros by parameter, the worst {len(worst)} of {len(found.layers)}",
-        "%",
-        [
-            bars("at scale 1", AT_SCALE_1, PALE, [each.zero_share_at_scale_1 for _, each in worst]),
-            bars("as sent", AS_SENT, 1.0, [each.zero_share for _, each in worst]),
-        ],
-        Axis(0.0, 100.0),
-        Axis(-0.6, len(worst) - 0.4),
-        "elements that are zero in fp16, %",
-        lanes=[name for name, _ in worst],
     )
 
 

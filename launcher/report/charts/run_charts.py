@@ -6,7 +6,7 @@ colour and have a bold line, their mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,11 +28,6 @@ Points = tuple[FloatArray, FloatArray]
 def run_charts(settings: Sequence[RunSetting]) -> dict[str, Chart]:
     """Charts by name: loss, of several runs "held out", each metric, lr, scale, samples_per_s, grad_norm."""
     return _RunCharts(settings).charts()
-
-
-def metric_chart(charts: Mapping[str, Chart], name: str) -> Chart | None:
-    """The chart of this metric, of any set."""
-    return next((charts[key] for key in charts if key == name or key.endswith(f"/{name}")), None)
 
 
 def common_legend(settings: Sequence[RunSetting]) -> list[Line]:

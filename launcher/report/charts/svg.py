@@ -47,7 +47,7 @@ def legend(lines: Sequence[Line]) -> str:
 def _plot(chart: Chart) -> str:
     drawing = "".join([*_behind(chart), *(_path(chart, line) for line in chart.present)])
     return (
-        f'<div class="plot{" low" if chart.lanes else ""}" tabindex="0" role="img" '
+        f'<div class="plot" tabindex="0" role="img" '
         f'aria-label="{escape(chart.description())}" '
         f'data-low="{chart.x.low:g}" data-high="{chart.x.high:g}" data-x-title="{escape(chart.x_title)}"'
         f"{_y_axis(chart)}>"
@@ -57,9 +57,7 @@ def _plot(chart: Chart) -> str:
 
 
 def _y_axis(chart: Chart) -> str:
-    """The title of the axis; also its range and base, from which the script can draw lines anew."""
-    if chart.lanes:
-        return ""
+    """The title of the axis, and its range and base, from which the script can draw lines anew."""
     title = f"{chart.title.partition(',')[0]}, {chart.unit}" if chart.unit else chart.title
     shown = title if len(title) <= MAX_AXIS_TITLE else chart.unit
     has_areas = any(line.style in FILLED for line in chart.lines)
@@ -72,7 +70,7 @@ def _behind(chart: Chart) -> Iterator[str]:
     for low, high, _, color in chart.zones:
         left, right = _right(chart.x.place(low)), _right(chart.x.place(high))
         yield f'<path class="zone" style="--c:var(--s{color})" d="M{left} 0H{right}V{HEIGHT}H{left}Z"/>'
-    for value, _ in chart.y_ticks():
+    for value, _ in chart.y.ticks():
         yield f'<path class="grid" d="M0 {(1 - chart.y.place(value)) * HEIGHT:.1f}H{WIDTH}"/>'
     for x, _ in chart.marks:
         yield f'<path class="event" d="M{_right(chart.x.place(x))} 0V{HEIGHT}"/>'
@@ -117,10 +115,10 @@ def _key(line: Line) -> str:
 
 
 def _labels(chart: Chart) -> Iterator[str]:
-    for value, text in chart.y_ticks():
+    for value, text in chart.y.ticks():
         base, hat, power = escape(text).partition("^")
-        raised = f"{base}<sup>{power}</sup>" if hat and not chart.lanes else escape(text)
-        yield _label("lane" if chart.lanes else "y", "bottom", chart.y.place(value), raised)
+        raised = f"{base}<sup>{power}</sup>" if hat else escape(text)
+        yield _label("y", "bottom", chart.y.place(value), raised)
     for low, high, name, _ in chart.zones:
         yield _label("zone-name", "left", (chart.x.place(low) + chart.x.place(high)) / 2, escape(name))
     for value, text in chart.x.ticks():
