@@ -38,7 +38,7 @@ from launcher.run_dir.records import logs_of_failure, rank_log
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.gpu import measure_gpus
 from launcher.telemetry.tracker.registry import refuse_unknown
-from launcher.training import device, ends
+from launcher.training import after_evaluation, device, ends
 from launcher.training.answers import Answers
 from launcher.training.failures import rank_failure
 from launcher.training.failures.recipe_errors import guarded, guarding
@@ -53,7 +53,7 @@ from launcher.training.progress import Course, Start
 from launcher.training.requests import Requests, heeded
 from launcher.training.resume import SavedRun
 from launcher.training.run import Run
-from launcher.training.setup import build, compilation, data_check
+from launcher.training.setup import build, compilation, data_check, sanity_check
 from launcher.training.task import Task
 from launcher.training.warning_log import warnings_logged
 
@@ -206,14 +206,16 @@ def _train(job: Job, saved: SavedRun, start: Start) -> None:
     job.batches = training_batches(
         job.data.train, job.plan, job.recipe.train_transform, job.course.total_steps, saved.stream, say
     )
+    task = Task(run.stepper, job.model, job.recipe.loss, job.batches, job.answers, parts.of(Relief))
     if steps_left and not start.owes_evaluation:
         if (found := parts.of(Evaluator).rehearse()) is not None:
             parts.check_evaluations(found)
+        sanity_check.try_smallest_batch(job, task)
+        after_evaluation.rehearse(job, start.step)
         run.heartbeat.beat("data")
-    network = compilation.compiled(run.config.train.compile, job.model, run.stepper)
+    task.network = compilation.compiled(run.config.train.compile, job.model, run.stepper)
     began = time.perf_counter()
     run.stepper.clock.on_mark(run.heartbeat.entering(PHASE_AFTER))
-    task = Task(run.stepper, network, job.recipe.loss, job.batches, job.answers, parts.of(Relief))
     with parts.of(Checkpoints):
         parts.begin(start.step)
         end = train(job, start, task)

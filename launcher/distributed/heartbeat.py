@@ -25,6 +25,7 @@ PHASES = (
     "restoring",
     "trying micro-batches",
     "trying the evaluation",
+    "trying the smallest batch",
     "recording the step",
     *STEP_PARTS,
     "report",

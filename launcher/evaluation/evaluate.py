@@ -13,24 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from launcher.config.user_code import defined_at
+from launcher.data.batch_plan import cut, share_of
 from launcher.data.random_state import GeneratorsKept
-from launcher.data.sources import FIRST, Readable
+from launcher.data.sources import FIRST, Readable, length_of
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch, transformed
 from launcher.distributed.env import WorkerEnv
+from launcher.distributed.uneven import UnevenCollectives
 from launcher.engine.works import all_reduce
 from launcher.errors import ConfigError, DataError
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.measuring import Beat, Guard, Measuring, MetricValues, rows_with_nan
 from launcher.metrics.metric import declared_names, direction_of
 from launcher.recipe.contract import Loss, Recipe, loss_of
+
+TO_LEAVE_OUT = "Call it only in training (if network.training:), where each rank has its part of every step."
 
 
 @dataclass(frozen=True)
@@ -217,14 +222,29 @@ def rehearse(over: Pass, data: Readable, batch_size: int) -> MetricValues:
     """
     env = over.env
 
+    def trial_of(size: int) -> Pass:
+        """The pass with a loss that may not call collectives which would fail in the evaluation."""
+        shares = [
+            share_of(range(length_of(data) or 0), rank, env.world_size) for rank in range(env.world_size)
+        ]
+        sizes = [[len(piece) for piece in cut(share, size)] for share in shares]
+        refusing = UnevenCollectives(env, sizes, TO_LEAVE_OUT, is_sample=True)
+
+        @wraps(over.recipe.loss, updated=())
+        def loss(network: nn.Module, batch: Batch) -> Loss:
+            with refusing:
+                return over.recipe.loss(network, batch)
+
+        return replace(over, recipe=replace(over.recipe, loss=loss))
+
     def measure(size: int) -> tuple[_Totals, Measuring]:
         totals, measuring = _Totals(), Measuring(over.recipe, env, over.guard, over.beat, rehearsal=True)
         batch = data.first_batch(env.rank, env.world_size, size, FIRST)
         if batch is not None:
-            totals.add(over.measure_batch(batch, measuring))
+            totals.add(trial_of(size).measure_batch(batch, measuring))
         return totals, measuring
 
-    with evaluating(over.model), torch.no_grad(), _unchanged(over.model, env.device):
+    with evaluating(over.model), torch.no_grad(), unchanged(over.model, env.device):
         total, measuring = over.in_smaller_batches(measure, batch_size)
         found = measuring.conclude(total.loss_sum, total.counted or 1)
     for metric in over.recipe.measures:
@@ -235,13 +255,22 @@ def rehearse(over: Pass, data: Readable, batch_size: int) -> MetricValues:
 
 
 @contextmanager
-def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore the random states of the process and the device, and the model's buffers."""
+def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore the random states of the process and the device, and what the modules hold but parameters.
+
+    That is their buffers, and attributes that a forward pass sets, such as a counter.
+    """
+    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gpus = [device] if device.type == "cuda" else []
     try:
         with GeneratorsKept(), torch.random.fork_rng(gpus):
             yield
     finally:
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        for module, of_module, own_buffers in attributes:
+            vars(module).clear()
+            vars(module).update(of_module)
+            module._buffers.update(own_buffers)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

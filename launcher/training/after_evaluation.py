@@ -10,7 +10,7 @@ import io
 import re
 import time
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from launcher.distributed.collectives import content_of, message_of, send_to_all
 from launcher.distributed.env import LEADER
 from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.errors import ConfigError, RecipeError
-from launcher.evaluation.evaluate import evaluating
+from launcher.evaluation.evaluate import evaluating, unchanged
 from launcher.run_dir.atomic import encodable, make_folder, write_content
 from launcher.run_dir.records import PICTURES
 from launcher.telemetry.events import AfterEvaluationEvent
@@ -34,7 +34,9 @@ from launcher.training.job import Job
 from launcher.training.progress import Position
 from launcher.training.replicas import checksums
 from launcher.training.run import Run
+from launcher.training.setup.sanity_check import found_in_trial
 
+TRIAL = "trying the evaluation"  # the phase of a call before the first step
 STILL_AT_WORK = b"..."  # no message
 BEATS_PER_STALL = 4.0  # several within launch.stall_s, because calls of the model may be far apart
 MAX_STEM_BYTES = 150  # a file name has room for 255, with the step
@@ -45,20 +47,43 @@ def show(job: Job, position: Position) -> None:
 
     Does nothing without one. A collective; raises on all ranks alike.
     """
-    run = job.run
-    if job.recipe.after_evaluation is None:
+    if job.recipe.after_evaluation is not None:
+        _call_while_others_wait(job, partial(_call_and_report, job, position), "evaluation")
+
+
+def rehearse(job: Job, step: int) -> None:
+    """Call the recipe's function before the first step, which comes after `step`, for its mistakes alone.
+
+    It gets the position of the next evaluation; nothing is reported or written. A collective, as `show`.
+    """
+    if job.recipe.after_evaluation is None or not job.data.validation:
         return
+    position = job.course.position_of(job.course.next_evaluation(step))
+
+    def call() -> bytes:
+        with guarding("what the recipe's after_evaluation returned", job.run.logs_of_failure):
+            sorted_by_kind(_call(job, position, TRIAL))
+        return b""
+
+    with found_in_trial("after_evaluation"), unchanged(job.model, job.run.env.device):
+        _call_while_others_wait(job, call, TRIAL)
+
+
+def _call_while_others_wait(job: Job, call: Callable[[], bytes], phase: str) -> None:
+    """Call it on rank 0. Raises its LauncherError on all ranks."""
+    run = job.run
+    run.heartbeat.beat(phase)
     if run.env.is_leader:
-        told = message_of(partial(_call_and_report, job, position))
+        told = message_of(call)
         send_to_all(run.env, told, sender=LEADER)
     else:
         while (told := send_to_all(run.env, b"", sender=LEADER)) == STILL_AT_WORK:
-            run.heartbeat.beat("evaluation")
+            run.heartbeat.beat(phase)
     content_of(told)
 
 
 def _call_and_report(job: Job, position: Position) -> bytes:
-    found, step, epoch = _call(job, position), position.step, position.epoch
+    found, step, epoch = _call(job, position, "evaluation"), position.step, position.epoch
     with guarding("what the recipe's after_evaluation returned", job.run.logs_of_failure):
         texts, numbers, pictures = sorted_by_kind(found)
         files = _written(job.run, pictures, step)
@@ -68,7 +93,7 @@ def _call_and_report(job: Job, position: Position) -> bytes:
     return b""
 
 
-def _call(job: Job, position: Position) -> object:
+def _call(job: Job, position: Position, phase: str) -> object:
     """What the function returns. The model's calls are signs of life: a long text takes many of them."""
     assert job.recipe.after_evaluation is not None
     run, model, device = job.run, job.model, job.run.env.device
@@ -82,7 +107,7 @@ def _call(job: Job, position: Position) -> object:
         nonlocal last
         if time.monotonic() - last >= every_s:
             send_to_all(run.env, STILL_AT_WORK, sender=LEADER)
-            run.heartbeat.beat("evaluation")
+            run.heartbeat.beat(phase)
             last = time.monotonic()
 
     hook = model.register_forward_pre_hook(sign_of_life)

@@ -30,7 +30,7 @@ class Task:
     batches: Batches
     answers: Answers
     relief: Relief
-    _inspected: bool = False  # whether a loss was: the first one is
+    inspected: bool = False  # whether a loss was: the first one is
 
     def train_on(self, position: Position) -> StepResult:
         """One update from this rank's micro-batches, which may be none."""
@@ -73,8 +73,8 @@ class Task:
         """Forward and backward pass of a micro-batch."""
         with self.stepper.forward():
             of_batch = loss_of(self.loss, self.network, batch)
-        if not self._inspected:
-            self._inspected = True
+        if not self.inspected:
+            self.inspected = True
             if text := unheld_parameters(of_batch.sum, self.network):
                 warnings.warn(text, EngineWarning, stacklevel=2)
         try:

@@ -1,0 +1,75 @@
+"""Tries the smallest batch of a run before its first step, so that an epoch does not end with an error.
+
+The last batch of an epoch may have one sample, on which a batch norm raises, or other numbers of samples on
+each rank, on which a collective in the loss fails. The trial is a step that all ranks drop: weights, buffers,
+optimizer, loss scale and random numbers are those of a run without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+
+from torch import nn
+
+from launcher.data.sources import training_batches
+from launcher.data.streamed import StreamData
+from launcher.data.tensors import Batch
+from launcher.distributed.collectives import raised_on_all
+from launcher.distributed.uneven import UnevenCollectives
+from launcher.errors import LauncherError, counted
+from launcher.evaluation.evaluate import unchanged
+from launcher.recipe.contract import Loss
+from launcher.training.job import Job
+from launcher.training.task import Task
+
+TO_EVEN_OUT = (
+    "Set data.drop_last=true, choose a data.batch_size that leaves each rank as many samples, or compute the "
+    "loss of this rank's samples alone."
+)
+
+
+@contextmanager
+def found_in_trial(what: str) -> Iterator[None]:
+    """Say in an error that a trial before the first step found it, and not a step of the run."""
+    try:
+        yield
+    except LauncherError as error:
+        error.args = (f"{error.args[0]} Found before the first step, in a trial of {what}.",)
+        raise
+
+
+def try_smallest_batch(job: Job, task: Task) -> None:
+    """Run the smallest batch of the plan forward and backward, if it is another than the first one.
+
+    A collective: raises on all ranks alike. Not of a stream, whose end is not known, and not where batch
+    norms communicate: a pass that fails on one rank would leave the others waiting in them.
+    """
+    run, plan = job.run, job.plan
+    step = plan.smallest_step(job.course.total_steps)
+    sizes = plan.sizes_by_rank(step)
+    waits_for_others = run.config.model.sync_bn and run.env.group is not None
+    if isinstance(job.data.train, StreamData) or waits_for_others or plan.is_even(step):
+        return
+    run.heartbeat.beat("trying the smallest batch")
+    samples = counted(len(plan.global_batch(step)), "sample")
+    what = f"the smallest batch: {samples} in step {step + 1} of an epoch, by rank {sizes}"
+    refusing = UnevenCollectives(run.env, sizes, TO_EVEN_OUT)
+
+    @wraps(job.recipe.loss, updated=())
+    def loss(network: nn.Module, batch: Batch) -> Loss:
+        with refusing:
+            return job.recipe.loss(network, batch)
+
+    tried = replace(task, network=job.model, loss=loss)
+    batches = training_batches(job.data.train, plan, job.recipe.train_transform, total_steps=0)
+    with found_in_trial(what), raised_on_all(run.env), unchanged(job.model, run.env.device):
+        job.model.train()
+        try:
+            for batch in batches.trial(step, len(sizes[run.env.rank])):
+                tried.learn_from(batch)
+        finally:
+            run.stepper.abandon()  # on all ranks, whether the pass failed or not: by the same collectives
+    task.inspected = tried.inspected

@@ -1,0 +1,108 @@
+"""What would fail at the end of an epoch is found before the first step, without a trace in the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.launching import Ended, run
+
+pytestmark = pytest.mark.timeout(90)
+
+RECIPE = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from launcher.recipe import Recipe, TensorData, cross_entropy, recipe
+
+def loss(network, batch):
+    found = cross_entropy(network, batch, inputs="x")
+    pass  # LOSS
+    return found
+
+def after(model, position):
+    pass  # HOOK
+    return {}
+
+@recipe("small")
+def small(config):
+    x = torch.randn(100, 4)
+    columns = {"x": x, "label": (x[:, 0] > 0).long()}
+    train, validation = (TensorData({key: each[part] for key, each in columns.items()}) for part in PARTS)
+    return Recipe(lambda: NET, train, validation, loss, after_evaluation=after)
+"""
+GATHER = """if WHEN:
+        dist.all_gather([torch.empty_like(found.outputs) for _ in range(2)], found.outputs.detach())"""
+PLAIN, NORM = "nn.Linear(4, 2)", "nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))"
+# Of 100 samples: those to train on, with 16 per step, and those to evaluate on.
+EVEN, ONE_LEFT, THREE_LEFT, ODD = (
+    f"(slice({count}), slice({count}, {end}))" for count, end in ((64, 80), (65, 81), (67, 83), (64, 81))
+)
+
+
+def started(directory: Path, parts: str, net: str = PLAIN, loss: str = "pass", hook: str = "pass") -> Ended:
+    directory.mkdir(exist_ok=True)
+    text = RECIPE.replace("PARTS", parts).replace("NET", net).replace("pass  # LOSS", loss)
+    (directory / "small.py").write_text(text.replace("pass  # HOOK", hook))
+    words = f"recipes.path={directory / 'small.py'}", "recipe.uses=small"
+    return run(directory / "run", *words, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("parts", "given", "code", "words"),
+    [
+        (ONE_LEFT, {"net": NORM}, 7, ["Expected more than 1 value per channel", "data.drop_last=true"]),
+        (
+            THREE_LEFT,
+            {"loss": GATHER.replace("WHEN", "network.training")},
+            2,
+            ["the collective allgather at", "[1, 2] on rank 0, [2, 2] on rank 1", "data.drop_last=true"],
+        ),
+        (
+            ONE_LEFT,
+            {"loss": GATHER.replace("WHEN", "network.training")},
+            2,
+            ["the collective allgather at", "the ranks call it [0, 1] times"],
+        ),
+        (
+            ODD,
+            {"loss": GATHER.replace("WHEN", "not network.training")},
+            2,
+            ["the collective allgather at", "if network.training:"],
+        ),
+        (EVEN, {"hook": "raise ValueError('no picture today')"}, 1, ["no picture today", "after_evaluation"]),
+    ],
+    ids=["one sample under BatchNorm", "uneven", "an empty share", "an uneven evaluation", "a hook"],
+)
+def test_what_would_end_the_first_epoch_is_found_before_the_first_step(
+    tmp_path, parts, given, code, words
+) -> None:
+    ended = started(tmp_path, parts, **given)
+    assert code in ended.codes, ended
+    assert not ended.events("step"), ended
+    for each in words:
+        assert any(each in output for output in ended.outputs), (each, ended)
+
+
+def test_a_collective_that_fits_on_all_ranks_is_none_to_refuse(tmp_path) -> None:
+    ended = started(tmp_path, EVEN, loss=GATHER.replace("WHEN", "True"))
+    assert ended.codes == [0, 0], ended
+
+
+def leave_out_trials() -> None:
+    from launcher.training import after_evaluation
+    from launcher.training.setup import sanity_check
+
+    after_evaluation.rehearse = lambda job, step: None
+    sanity_check.try_smallest_batch = lambda job, task: None
+
+
+def test_the_trials_leave_no_trace(tmp_path) -> None:
+    """Of BatchNorm, dropout, a counter in a buffer, and noise of all generators."""
+    words = ("train.epochs=2", "precision.scale.init=1048576")
+    tried = run(tmp_path / "tried", *words, ranks=2)
+    plain = run(tmp_path / "plain", *words, ranks=2, prepare=leave_out_trials)
+    assert tried.digest == plain.digest
+    losses = [[event["loss"] for event in each.events("step")] for each in (tried, plain)]
+    assert losses[0] == losses[1]
