@@ -165,6 +165,7 @@ class CheckpointConfig:
     every_s: Seconds | None
     keep: Count
     resume: Text
+    allow_other_data: bool
     on_error: Literal["warn", "stop"]
 
 

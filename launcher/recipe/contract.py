@@ -95,6 +95,12 @@ class Recipe:
         return dict(sets) if isinstance(sets, Mapping) else {ONLY_SET: sets}
 
 
+def normalisation_of(recipe: Recipe) -> Mapping[str, Any] | None:
+    """Mean and deviation per channel that its eval_transform applies to images, if it applies any."""
+    transform = recipe.eval_transform and inspect.unwrap(recipe.eval_transform)
+    return getattr(transform, "normalisation", None)
+
+
 @dataclass(frozen=True)
 class ModelBuilder:
     """Builds a new model, registered under `name`, on each call."""

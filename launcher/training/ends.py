@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import nn
 
 from launcher.errors import StorageError, described
 from launcher.evaluation.confusion import Confusion
-from launcher.recipe.contract import Recipe
+from launcher.recipe.contract import Recipe, normalisation_of
 from launcher.report import page
 from launcher.report.run_record import RunRecord
 from launcher.run_dir import records, status
@@ -70,10 +69,9 @@ def facts_for_prediction(recipe: Recipe) -> dict[str, Any]:
 
     Mean and deviation are per channel, for pixels in 0..1.
     """
-    transform = recipe.eval_transform and inspect.unwrap(recipe.eval_transform)
     facts = {
         "classes": None if recipe.classes is None else list(recipe.classes),
-        "normalisation": getattr(transform, "normalisation", None),
+        "normalisation": normalisation_of(recipe),
     }
     return {name: value for name, value in facts.items() if value is not None}
 

@@ -20,7 +20,7 @@ from launcher.run_dir.differences import changed_settings, settings_of
 from launcher.telemetry.events import RestartEvent
 from launcher.training.job import Job
 from launcher.training.progress import Position, Start
-from launcher.training.setup.data_check import changes
+from launcher.training.setup.data_check import refuse_other_meaning
 
 SHOWN = 8  # settings that have changed
 
@@ -81,7 +81,8 @@ class SavedRun:
     def _report(self, saved: Snapshot, path: Path | None, start: Start, restart_count: int) -> None:
         """Report where the run resumes, and what has changed."""
         telemetry = self.run.telemetry
-        if text := changes(saved.extra.data, self.job.fingerprint):
+        allowed = self.run.config.checkpoint.allow_other_data
+        if text := refuse_other_meaning(saved.extra.data, self.job.fingerprint, allowed):
             telemetry.warn(text)
         if others := changed_settings(saved.extra.settings, self._settings):
             text = listed(others, SHOWN, "; ")

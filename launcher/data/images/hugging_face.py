@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -43,7 +42,6 @@ SPLITS = ("train", "test")  # of images of one size
 OF_ONE_SIZE = "train*.parquet and test*.parquet"  # the files of a folder
 OF_ANY_SIZE = "parquet, CSV or JSON files or class folders"
 SHOWN = 10
-READ = 8  # images, at least, whose bytes are compared
 
 
 @dataclass(frozen=True)
@@ -76,18 +74,6 @@ class HubListing:
     def identity(self, index: int) -> str:
         """The place of its row."""
         return str(self.places[index])
-
-    def contents(self, indices: Sequence[int]) -> str:
-        """Digest of the bytes of some of these images, the same wherever the set lies.
-
-        Unlike what the library knows rows by, which depends on the paths and times of files.
-        """
-        digest = hashlib.sha256()
-        for index in indices[:: max(1, len(indices) // READ)]:
-            with suppress(OSError, DataError):  # which are reported where the image is needed
-                source, _ = self.source(index)
-                digest.update(source if isinstance(source, bytes) else source.read_bytes())
-        return digest.hexdigest()[:16]
 
     def source(self, index: int) -> tuple[Source, str]:
         """The image, or the file that holds it. Raises DataError where the cell is empty."""

@@ -150,12 +150,10 @@ class PhotographSet:
             digest.update(text.encode(errors="surrogateescape"))
         return digest.hexdigest()[:16]
 
-    def contents(self) -> str:
-        """Digest of the images themselves where `fingerprint` has only their places; else empty.
-
-        Apart from it, because the fingerprint is that of earlier checkpoints.
-        """
-        return self.listing.contents(self.indices) if isinstance(self.listing, HubListing) else ""
+    @property
+    def labels(self) -> list[int]:
+        """The class of each sample."""
+        return [self.listing.labels[index] for index in self.indices]
 
     def _cut(self, number: int, draws: Sequence[float]) -> UInt8Array:
         """The region from the photograph itself: uint8 [3, image_size, image_size]."""

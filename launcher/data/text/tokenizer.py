@@ -6,7 +6,7 @@ Both are a `Tokenizer` of the `tokenizers` package, a value that its JSON text m
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +35,11 @@ class SentenceTokenizer:
     @property
     def vocab_size(self) -> int:
         """One more than the highest token."""
-        numbers: Iterable[int] = self.library_object().get_vocab(with_added_tokens=True).values()
-        return 1 + max(numbers)
+        return 1 + max(self.get_vocab().values())
+
+    def get_vocab(self) -> dict[str, int]:
+        """The number of each token."""
+        return dict(self.library_object().get_vocab(with_added_tokens=True))
 
     def encode(self, sentences: Sequence[object], max_length: int) -> Iterator[Encoded]:
         """Encode texts or pairs of texts. The longer one of a pair is cut where both do not fit."""

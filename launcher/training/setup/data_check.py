@@ -9,14 +9,15 @@ import hashlib
 import json
 import statistics
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from launcher.config.messages import shortened
 from launcher.data.epochs import EVALUATION
-from launcher.data.images.photograph_set import PhotographSet
 from launcher.data.indexed import IndexedData
 from launcher.data.reader import BatchRequest, Fetched
 from launcher.data.sources import Readable, set_title
@@ -24,11 +25,12 @@ from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import WorkerEnv
-from launcher.errors import DataError, DataWarning
+from launcher.errors import DataError, DataWarning, listed
 from launcher.metrics.metric import name_of
-from launcher.recipe.contract import Recipe
+from launcher.recipe.contract import Recipe, normalisation_of
 
 CHUNK_BYTES = 1 << 26  # hashed at once
+SHOWN = 4  # differences that an error names
 READ = 8  # samples of a data set that has to read them
 FIRST_OF_STREAM = 4  # samples
 
@@ -46,71 +48,124 @@ def compare_data(
     return own
 
 
-def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """A text of what differs from the data that a checkpoint was trained on; empty if nothing does.
+BETWEEN_RANKS = ("the metrics", "the name that runs are compared by")  # a resumed run may have others
+RAW = (
+    "torch.float",
+    "torch.bfloat",
+    "torch.uint8",
+)  # dtypes of inputs that another machine may round otherwise
 
-    `before` is empty for a checkpoint without a fingerprint. Raises DataError where the same samples have
-    permuted labels: the model would have to learn its classes anew.
+
+def refuse_other_meaning(before: Mapping[str, str], now: Mapping[str, str], allowed: bool) -> str:
+    """What differs from the data of a checkpoint and may; empty if nothing does.
+
+    `before` is empty for a checkpoint without a fingerprint. Raises DataError for a difference in what gives
+    the weights their meaning (classes and their order, labels, vocabulary, columns, normalisation, whole
+    numbers such as tokens) unless it is `allowed`, by checkpoint.allow_other_data.
     """
-    # Columns have names of their own: a digest of another form, as of an earlier version, has another name.
-    odd = [key for key in before if before[key] != now.get(key) and (key in now or " column " not in key)]
-    if not odd:
+    known = [key for key in before if key in now and key not in BETWEEN_RANKS]
+    others = [key for key in known if before[key] != now[key]]
+    if not others:
         return ""
-    own, labels = "the classes", f"column {now.get('the label column')}, all bytes"
-    others = [key for key in odd if key != own]
-    # A permutation of names has the same characters.
-    permuted = own in odd and sorted(before[own]) == sorted(now[own])
-    if permuted and others and all(key.endswith(labels) for key in others):
+    advice = "Build the same data in every process: sort what comes from a set() or a folder."
+    meaning = [key for key in others if not _is_raw(key, before, now)]
+    if meaning and not allowed:
+        values = [f"{key} ({shortened(before[key])} there, {shortened(now[key])} now)" for key in meaning]
         raise DataError(
-            f"the checkpoint has the classes {shortened(before[own])}, but now they are "
-            f"{shortened(now[own])}, and the labels are numbered in this order. Sort the classes, or start "
-            "anew with another run.dir."
+            f"the data gives the weights of the checkpoint another meaning: {listed(values, SHOWN, '; ')} "
+            f"differ(s). {advice} If the change is meant: checkpoint.allow_other_data=true; to start anew, "
+            "choose another run.dir."
         )
     return (
-        f"the data is not that of the checkpoint: {', '.join(odd)} differ(s). The run is not bit for bit "
-        "the one that was saved, and samples that were trained on may be held out now. Build the same data "
-        "in every process: sort what comes from a set or a folder, and seed generators of your own."
+        f"the data is not that of the checkpoint: {listed(others, SHOWN)} differ(s). The run is not bit for "
+        f"bit the one that was saved, and samples that were trained on may be held out now. {advice}"
     )
+
+
+def _is_raw(key: str, before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Whether it is about inputs alone, or evaluations, and not about labels, tokens or columns."""
+    about, _, column = key.partition(" column ")
+    if "validation" in about or about.startswith("the fingerprint of"):
+        return True
+    (form, _, _), (form_now, _, _) = before[key].partition(":"), now[key].partition(":")
+    return form == form_now and form.startswith(RAW) and column != before.get("the label column")
 
 
 def fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, Readable]) -> dict[str, str]:
     """What is equal on ranks with the same data, by its name in errors."""
     known = {
-        "the classes": str(recipe.classes),
         "the metrics": ", ".join(name_of(metric) for metric in recipe.measures),
         "the name that runs are compared by": str(recipe.compare_by),
         "the label column": recipe.label,
     }
+    if recipe.classes is not None:
+        known["the classes"] = str(recipe.classes)
+    if (normalisation := normalisation_of(recipe)) is not None:
+        known["the normalisation"] = json.dumps(_rounded(normalisation))
     held_out = [(set_title(name), data) for name, data in validation.items()]
     for name, data in (("training", train), *held_out):
-        if isinstance(data, StreamData):
-            own = own_fingerprint(data.stream)
-            first = None if own else data.first(FIRST_OF_STREAM)
-            if not own and first is None:
-                raise DataError(
-                    f"the {name} stream is empty: its __iter__ ended before its first sample. It is called "
-                    "anew for each pass, so it must not return an iterator that is already used up."
-                )
-            known[f"the {name} stream"] = own or batch_digest(first)
-            continue
-        known[f"the number of {name} samples"] = str(len(data))
         if isinstance(data, TensorData):
-            known[f"the {name} columns"] = ", ".join(sorted(data.columns))
-            for column, values in sorted(data.columns.items()):
-                shape = f"{values.dtype} {list(values.shape)}"
-                known[f"{name} column {column}, all bytes"] = f"{shape}, digest {digest(values)}"
-        elif own := own_fingerprint(data.dataset):
-            known[f"the fingerprint of the {name} set"] = own
-            if isinstance(data.dataset, PhotographSet) and (contents := data.dataset.contents()):
-                known[f"{name} column image, some bytes"] = contents
+            columns = {column: described(values) for column, values in data.columns.items()}
+            known[f"the number of {name} samples"] = str(len(data))
+            known[f"the {name} columns"] = ", ".join(sorted(columns))
+            known |= {f"{name} column {column}": text for column, text in sorted(columns.items())}
         else:
-            warn_unless_repeatable(data)
-            count = min(READ, len(data))
-            # The first, the last, and some between them.
-            for index in (each * (len(data) - 1) // max(count - 1, 1) for each in range(count)):
-                fetched = data.fetch(BatchRequest(EVALUATION, index, (index,)))
-                known[f"{name} sample {index}"] = batch_digest(fetched)
+            known |= of_source(data, name)
     return known
+
+
+def of_source(data: IndexedData | StreamData, name: str) -> dict[str, str]:
+    """What the data set says of itself, and some of its samples; of a stream the first."""
+    source = data.stream if isinstance(data, StreamData) else data.dataset
+    known = {f"the {kind} of the {name} set": text for kind, text in _said_by(source) if text}
+    if isinstance(data, StreamData):
+        first = data.first(FIRST_OF_STREAM)
+        if first is None:
+            raise DataError(
+                f"the {name} stream is empty: its __iter__ ended before its first sample. It is called "
+                "anew for each pass, so it must not return an iterator that is already used up."
+            )
+        return known | of_batch(f"{name} samples 0 to {len(first.kept) - 1}", first)
+    known[f"the number of {name} samples"] = str(len(data))
+    if f"the fingerprint of the {name} set" in known and f"the labels of the {name} set" in known:
+        return known
+    warn_unless_repeatable(data)
+    count = min(READ, len(data))
+    # The first, the last, and some between them.
+    for index in (each * (len(data) - 1) // max(count - 1, 1) for each in range(count)):
+        known |= of_batch(f"{name} sample {index}", data.fetch(BatchRequest(EVALUATION, index, (index,))))
+    return known
+
+
+def _said_by(source: object) -> Iterator[tuple[str, str]]:
+    """What a data set has under the names that those of torchvision, datasets and transformers use."""
+    if callable(own := getattr(source, "fingerprint", None)):
+        yield "fingerprint", str(own())
+    numbers, features = getattr(source, "class_to_idx", None), getattr(source, "features", None)
+    if isinstance(features, Mapping):  # of datasets
+        numbers = {column: each.names for column, each in features.items() if hasattr(each, "names")}
+    if isinstance(numbers, Mapping):
+        yield "classes", str(sorted(numbers.items())) if numbers else ""
+    labels = getattr(source, "labels", getattr(source, "targets", None))
+    labels = labels.tolist() if isinstance(labels, Tensor | ndarray) else labels
+    if isinstance(labels, list | tuple) and all(isinstance(each, int | str) for each in labels):
+        yield "labels", _text_digest(str(labels))
+    tokenizer, vocabulary = getattr(source, "tokenizer", None), getattr(source, "vocab", None)
+    if callable(get := getattr(tokenizer, "get_vocab", None)):
+        vocabulary = get()
+    if isinstance(vocabulary, Mapping):
+        yield "vocabulary", f"{len(vocabulary)} tokens, {_text_digest(str(sorted(vocabulary.items())))}"
+
+
+def _text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:12]
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers that are computed from the data, without the digits that another machine rounds otherwise."""
+    if isinstance(value, Mapping):
+        return {name: _rounded(each) for name, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, Sequence) else f"{float(value):.3g}"
 
 
 def warn_unless_repeatable(data: IndexedData) -> None:
@@ -135,12 +190,6 @@ def _bits(values: Tensor) -> tuple[object, ...]:
     return values.dtype, values.shape, digest(values)
 
 
-def own_fingerprint(data: object) -> str:
-    """What a data set says of itself by its method `fingerprint()`; empty where it has none."""
-    own = getattr(data, "fingerprint", None)
-    return str(own()) if callable(own) else ""
-
-
 def digest(values: Tensor) -> str:
     """A digest of the bits of a tensor, which one thread makes at about 1 GB/s."""
     found = hashlib.sha256()
@@ -151,20 +200,26 @@ def digest(values: Tensor) -> str:
     return found.hexdigest()[:12]
 
 
-def batch_digest(fetched: Fetched | None) -> str:
-    """Columns with dtype and shape; a digest of whole numbers, mean and deviation of others.
+def described(values: Tensor) -> str:
+    """Dtype, shape and digest of a column in memory."""
+    return f"{values.dtype} {list(values.shape)}: digest {digest(values)}"
+
+
+def of_batch(name: str, fetched: Fetched) -> dict[str, str]:
+    """By column, dtype, shape, and a digest of whole numbers, mean and deviation of others.
 
     Floating-point numbers that each rank computes for itself may differ in their last bits between machines.
     """
-    if fetched is None or fetched.batch is None:
-        return "cannot be read"
-    known = []
-    for name, values in sorted(fetched.batch.items()):
-        content = digest(values)
+    if fetched.batch is None:
+        return {name: "cannot be read"}
+    known = {f"{name} columns": ", ".join(sorted(fetched.batch))}
+    for column, values in sorted(fetched.batch.items()):
+        text = described(values)
         if values.is_floating_point() and values.numel():
-            content = f"{values.double().mean():.3g} {values.double().std(correction=0):.3g}"
-        known.append(f"{name} {values.dtype} {list(values.shape)} {content}")
-    return ", ".join(known)
+            mean, deviation = values.double().mean(), values.double().std(correction=0)
+            text = f"{values.dtype} {list(values.shape)}: {mean:.3g} {deviation:.3g}"
+        known[f"{name} column {column}"] = text
+    return known
 
 
 def refuse_other_data(by_rank: Sequence[dict[str, str]]) -> None:

@@ -16,7 +16,7 @@ from launcher.data.indexed import IndexedData
 from launcher.data.loader import Loading
 from launcher.errors import ConfigError, DataError
 from launcher.recipe import Recipe
-from launcher.training.setup.data_check import changes, fingerprint, refuse_other_data
+from launcher.training.setup.data_check import fingerprint
 from tests.data.images.photographs import data_config, num_stored
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -152,19 +152,6 @@ def known(path, **options):
     images = load_images(data_config("hf", path, **options)).train
     recipe = Recipe(lambda: None, images, images, None)
     return fingerprint(recipe, IndexedData(images, None, Loading(0, torch.device("cpu"), 0), "training"), {})
-
-
-def test_images_of_one_rank_that_differ_are_noticed_though_the_labels_are_equal(tmp_path):
-    for name in ("here", "there", "other"):
-        csv(tmp_path / name)
-    before = known(tmp_path / "here", **NAMED)
-    assert known(tmp_path / "there", **NAMED) == before
-    (tmp_path / "other" / "0.png").write_bytes(png(10)[::-1])
-    with pytest.raises(DataError, match=r"Rank 1 differs in: training column image, some bytes \("):
-        refuse_other_data([before, now := known(tmp_path / "other", **NAMED)])
-    assert "training column image, some bytes" in changes(before, now)
-    older = {key: value for key, value in before.items() if "column image" not in key}
-    assert changes(older, now) == "", "the form of earlier checkpoints"
 
 
 @pytest.mark.parametrize("write", [saved, parquet, class_folders, json_lines])
