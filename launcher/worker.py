@@ -38,7 +38,7 @@ from launcher.run_dir.records import logs_of_failure, rank_log
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.gpu import measure_gpus
 from launcher.telemetry.tracker.registry import refuse_unknown
-from launcher.training import after_evaluation, device, ends
+from launcher.training import after_evaluation, device, ends, sanity_check
 from launcher.training.answers import Answers
 from launcher.training.failures import rank_failure
 from launcher.training.failures.recipe_errors import guarded, guarding
@@ -53,7 +53,7 @@ from launcher.training.progress import Course, Start
 from launcher.training.requests import Requests, heeded
 from launcher.training.resume import SavedRun
 from launcher.training.run import Run
-from launcher.training.setup import build, compilation, data_check, sanity_check
+from launcher.training.setup import build, compilation, data_check
 from launcher.training.task import Task
 from launcher.training.warning_log import warnings_logged
 

@@ -54,7 +54,7 @@ TRAINING_LAYERS = (
     {"resume"},
     {"parts"},
     {"part_list", "task", "ends"},
-    {"loop"},
+    {"loop", "sanity_check"},
     {"__init__"},
 )
 ROOT_FILES = {"__init__.py", "__main__.py", "cli.py", "worker.py", "errors.py", "py.typed"}

@@ -29,12 +29,11 @@ from launcher.run_dir.atomic import encodable, make_folder, write_content
 from launcher.run_dir.records import PICTURES
 from launcher.telemetry.events import AfterEvaluationEvent
 from launcher.training.device import seed_generators
-from launcher.training.failures.recipe_errors import guarding
+from launcher.training.failures.recipe_errors import found_in_trial, guarding
 from launcher.training.job import Job
 from launcher.training.progress import Position
 from launcher.training.replicas import checksums
 from launcher.training.run import Run
-from launcher.training.setup.sanity_check import found_in_trial
 
 TRIAL = "trying the evaluation"  # the phase of a call before the first step
 STILL_AT_WORK = b"..."  # no message

@@ -91,8 +91,7 @@ def test_a_collective_that_fits_on_all_ranks_is_none_to_refuse(tmp_path) -> None
 
 
 def leave_out_trials() -> None:
-    from launcher.training import after_evaluation
-    from launcher.training.setup import sanity_check
+    from launcher.training import after_evaluation, sanity_check
 
     after_evaluation.rehearse = lambda job, step: None
     sanity_check.try_smallest_batch = lambda job, task: None

@@ -90,6 +90,16 @@ def guarding(
         raise failure from error
 
 
+@contextmanager
+def found_in_trial(what: str) -> Iterator[None]:
+    """Say in an error that a trial before the first step found it, and not a step of the run."""
+    try:
+        yield
+    except LauncherError as error:
+        error.args = (f"{error.args[0]} Found before the first step, in a trial of {what}.",)
+        raise
+
+
 def recipe_failure(
     error: BaseException,
     what: str,

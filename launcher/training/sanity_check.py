@@ -7,8 +7,6 @@ optimizer, loss scale and random numbers are those of a run without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 
@@ -19,9 +17,10 @@ from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import raised_on_all
 from launcher.distributed.uneven import UnevenCollectives
-from launcher.errors import LauncherError, counted
+from launcher.errors import counted
 from launcher.evaluation.evaluate import unchanged
 from launcher.recipe.contract import Loss
+from launcher.training.failures.recipe_errors import found_in_trial
 from launcher.training.job import Job
 from launcher.training.task import Task
 
@@ -29,16 +28,6 @@ TO_EVEN_OUT = (
     "Set data.drop_last=true, choose a data.batch_size that leaves each rank as many samples, or compute the "
     "loss of this rank's samples alone."
 )
-
-
-@contextmanager
-def found_in_trial(what: str) -> Iterator[None]:
-    """Say in an error that a trial before the first step found it, and not a step of the run."""
-    try:
-        yield
-    except LauncherError as error:
-        error.args = (f"{error.args[0]} Found before the first step, in a trial of {what}.",)
-        raise
 
 
 def try_smallest_batch(job: Job, task: Task) -> None:
