@@ -17,16 +17,13 @@ from torch import Tensor
 from launcher.distributed.collectives import exchange_texts, gather
 from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine import Stepper, WeightAverage
-from launcher.engine.flat.layout import ALIGNMENT
 from launcher.engine.flat.names import named_buffers, named_parameters
-from launcher.engine.flat.words import WORD_BYTES, words_of
 from launcher.engine.precision.classes import widen
 from launcher.engine.works import all_reduce
 from launcher.errors import ReplicaError, listed
 
 ABSTAINS = -2  # a rank that has not trained since the start: below both answers and their negatives
-LARGE = 1 << 20  # words
-CHUNK = 1 << 24  # words that are summed at once: 128 MB, whose rows take 16 MB or less
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 SHOWN = 5  # names in an error; more would bury the rest
 
 
@@ -77,31 +74,9 @@ def _lone_changes(names: list[str], own: Tensor, group: dist.ProcessGroup) -> st
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> Tensor:
-    """int64 [tensors]: a sum of each tensor's bit patterns, modulo 2**64. Any one changed bit changes it.
-
-    Equal tensors must also have equal strides and begin at equal multiples of 8 bytes.
-    """
-    return torch.stack([_sum_of_bits(tensor) for tensor in tensors.values()])
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """Each row counts by its place: parameters that have changed places show, too.
-
-    The factors are odd, so a row that differs changes the sum. A row of ALIGNMENT elements is of one
-    parameter. In large tensors a row has 512 bytes, which a CPU sums in half the time: there, parameters
-    below 256 bytes that have changed places within a row would not show.
-    """
-    words, rest = words_of(tensor)
-    per_row = 64 if len(words) >= LARGE else ALIGNMENT * tensor.element_size() // WORD_BYTES
-    end = len(words) // per_row * per_row
-    found = words[end:].sum()
-    if rest.numel():
-        found += rest.sum(dtype=torch.int64)
-    for number, part in enumerate(torch.split(words[:end], CHUNK) if end else ()):
-        rows = part.view(-1, per_row).sum(dim=1)
-        rows *= torch.arange(1, 2 * len(rows), 2, device=rows.device)
-        found += (2 * number + 1) * rows.sum()
-    return found
+    """int64 [tensors]: a sum of each tensor's bit patterns, modulo 2**64. Any one changed bit changes it."""
+    sums = [each.view(INTEGERS[each.element_size()]).sum(dtype=torch.int64) for each in tensors.values()]
+    return torch.stack(sums)
 
 
 def _refuse_difference(names: list[str], own: Tensor, group: dist.ProcessGroup) -> None:

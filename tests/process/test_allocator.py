@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -38,3 +40,18 @@ def test_freed_memory_is_there_for_the_next_step() -> None:
 def test_the_choice_of_the_user_is_left_alone(monkeypatch, name) -> None:
     monkeypatch.setenv(name, "1")
     assert not keep_freed_memory()
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "1"), ("0", "0")])
+def test_torch_is_asked_for_huge_pages_unless_the_user_has_decided(given, found) -> None:
+    """Before torch is imported, which reads the variable once."""
+    environ = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    environ |= {} if given is None else {"THP_MEM_ALLOC_ENABLE": given}
+    code = (
+        "import os, sys; from launcher.__main__ import main; main(['--version']); "
+        "assert 'torch' not in sys.modules; print(os.environ['THP_MEM_ALLOC_ENABLE'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == found

@@ -1,1 +1,1 @@
-"""Flat memory: layout, allocation, buffers, and the broadcast from rank 0."""
+"""Flat memory: layout, buffers, and the broadcast from rank 0."""

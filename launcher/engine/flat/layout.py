@@ -12,13 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
-from launcher.engine.flat.allocation import flat_zeros, one_thread
 from launcher.engine.flat.groups import Grouping
 from launcher.engine.flat.names import named_parameters
 from launcher.engine.precision.classes import FLOATS
@@ -27,11 +25,10 @@ from launcher.engine.precision.policy import Policy
 MATRICES, VECTORS = "matrices", "vectors"  # the segments
 ALIGNMENT = 32  # elements: 64 bytes in half precision, one cache line
 MAX_ALIGNED_RANKS = 64  # beyond, padding would cost more than alignment gains
-FIRST_RUN_BYTES = 1 << 20  # small, so that communication starts early
+FIRST_RUN_BYTES = 1 << 20
 # 1 MB takes 0.3 ms at 25 Gbit/s, more than the latency of a message; 25 MB is the default of DDP's
 # bucket_cap_mb.
 MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 25 << 20
-T = TypeVar("T")
 # Elements of a flat tensor that are updated alike: its stretches in order, by index into a grouping's rates.
 Stretches = dict[int, list[slice]]
 
@@ -200,9 +197,11 @@ class Layout:
         multiple = ALIGNMENT * self.world_size if aligned else math.lcm(ALIGNMENT, self.world_size)
         runs: list[SlotRun] = []
         index, start = len(list(self.slots)), 0
-        first = run_numel if self.segments or self._alone else _first_limit(run_numel)
-        numels = [self.parameters[member].numel() for member in members]
-        for names in _joined(members, numels, run_numel, first):
+        # The first run of a model is small, so that communication starts early in the backward pass. 2 bytes
+        # per element of a half wire: over an fp32 one it is twice as large.
+        whole = bool(self.segments) or self._alone
+        first_numel = run_numel if whole else min(run_numel, FIRST_RUN_BYTES // 2)
+        for names in self._joined(members, run_numel, first_numel):
             slots, end = [], start
             for name in sorted(names, key=lambda name: self.grouping.index.get(name, 0)):
                 p = self.parameters[name]
@@ -215,27 +214,40 @@ class Layout:
             start = end
         return runs
 
+    def _joined(self, members: Sequence[str], limit: int, first_limit: int) -> list[list[str]]:
+        """The names in order, joined up to `limit` elements, the first of them up to `first_limit`.
+
+        A parameter that is larger is alone.
+        """
+        found: list[list[str]] = []
+        held = 0  # elements of the last group
+        for name in members:
+            numel = self.parameters[name].numel()
+            if not found or held + numel > (first_limit if len(found) == 1 else limit):
+                found.append([])
+                held = 0
+            found[-1].append(name)
+            held += _round_up(numel, ALIGNMENT)
+        return found
+
     def _move(
         self, name: str, runs: list[SlotRun], weight: torch.dtype, grad: torch.dtype, masters: bool
     ) -> Segment:
         """Copy the parameters of these runs into flat memory, and make them views of it."""
-        exact = flat_zeros(runs[-1].end, torch.float32, self.device)
+        exact = torch.zeros(runs[-1].end, dtype=torch.float32, device=self.device)
         slots = [slot for run in runs for slot in run.slots]
         existing = [self.parameters[slot.name].grad for slot in slots]
-        with one_thread():
-            for slot in slots:
-                p, view = self.parameters[slot.name], slot.view(exact)
-                view.copy_(p.detach())
-                p.grad = None  # torch refuses a grad of another dtype than its parameter
-                p.data = view  # frees the memory of the parameter, before more is taken
-        weights = exact
-        if weight != torch.float32:
-            weights = flat_zeros(len(exact), weight, self.device).copy_(exact)
+        for slot in slots:
+            p, view = self.parameters[slot.name], slot.view(exact)
+            view.copy_(p.detach())
+            p.grad = None  # torch refuses a grad of another dtype than its parameter
+            p.data = view  # frees the memory of the parameter, before more is taken
+        weights = exact.to(weight)  # the same tensor for fp32
         for slot, grad_before in zip(slots, existing, strict=True):
             p = self.parameters[slot.name]
             p.data = slot.view(weights)
             p.grad = None if grad_before is None else grad_before.to(weight)
-        grads = flat_zeros(len(exact), grad, self.device)
+        grads = torch.zeros(len(exact), dtype=grad, device=self.device)
         return Segment(weights, exact if masters else None, grads, name, runs)
 
     @property
@@ -267,28 +279,6 @@ class Layout:
     def gradients(self) -> dict[str, Tensor]:
         """Views of the wire gradients by parameter name; scaled, valid from step() to the next backward."""
         return self.named([segment.grad for segment in self.segments])
-
-
-def _joined(members: Sequence[T], numels: Sequence[int], limit: int, first_limit: int) -> list[list[T]]:
-    """The members in order, joined up to `limit` elements, the first of them up to `first_limit`.
-
-    One that is larger is alone.
-    """
-    found: list[list[T]] = []
-    held = 0  # elements of the last group
-    for member, numel in zip(members, numels, strict=True):
-        if not found or held + numel > (first_limit if len(found) == 1 else limit):
-            found.append([])
-            held = 0
-        found[-1].append(member)
-        held += _round_up(numel, ALIGNMENT)
-    return found
-
-
-def _first_limit(run_numel: int) -> int:
-    """Elements of the first run, which is small, so that communication starts early in backward."""
-    # 2 bytes per element of a half wire; over an fp32 one the first run is twice as large.
-    return min(run_numel, FIRST_RUN_BYTES // 2)
 
 
 def _round_up(number: int, multiple: int) -> int:

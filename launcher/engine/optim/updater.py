@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from launcher.engine.flat.allocation import flat_zeros
 from launcher.engine.flat.groups import Rates
 from launcher.engine.flat.layout import Piece, Stretches
 from launcher.engine.optim.fused import KernelScalars, Optimizer
@@ -94,7 +93,7 @@ class Updater:
         self.pieces = list(pieces)
         device = self.pieces[0].weight.device
         self.states = [  # by piece, then by state
-            [flat_zeros(len(piece.weight), torch.float32, device) for _ in optimizer.states]
+            [torch.zeros(len(piece.weight), dtype=torch.float32, device=device) for _ in optimizer.states]
             for piece in self.pieces
         ]
         rates = rates or (Rates(),)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import launcher.engine.works as works
-from launcher.engine.flat.allocation import one_thread
 from launcher.engine.flat.layout import Layout, Piece, Segment, Slot, Stretches
 from launcher.engine.wire.transports import ShardedSum, Transport, is_sharded, start_gather
 
@@ -86,9 +85,8 @@ class Shards:
     def spread(self, named: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> None:
         """The inverse of `collect`: copy values by parameter name into one flat tensor per piece."""
         for segment, own in self._by_segment(tensors):
-            with one_thread():
-                for tensor, part in zip(own, self._parts(segment), strict=True):
-                    _spread(segment.slots, named, tensor, part)
+            for tensor, part in zip(own, self._parts(segment), strict=True):
+                _spread(segment.slots, named, tensor, part)
 
     def load_masters(self, named: Mapping[str, Tensor]) -> None:
         """Take fp32 weights by name, and round the half weights from them. A collective if sharded."""
