@@ -9,6 +9,7 @@ from launcher.metrics import Classification, LossMetric, Metric, Perplexity, Reg
 from launcher.recipe.checks import require_counts, require_dropout, require_heads
 from launcher.recipe.contract import Loss, Recipe, class_loss, cross_entropy
 from launcher.recipe.images import image_recipe
+from launcher.recipe.rank0 import rank0_first
 from launcher.recipe.registry import (
     load_recipe,
     model,
@@ -41,6 +42,7 @@ __all__ = [
     "model",
     "model_builder",
     "optimizer",
+    "rank0_first",
     "recipe",
     "registry_of",
     "require_counts",

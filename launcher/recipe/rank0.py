@@ -1,0 +1,49 @@
+"""Lets one rank of a machine write what all of them read: a download, a cache, a tokenizer's files.
+
+The other ranks wait at the store of the process group and not in a collective, which would time out.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from launcher.errors import RecipeError, described
+
+POLL_S = 0.1
+DONE = "done"
+
+
+@contextmanager
+def rank0_first() -> Iterator[None]:
+    """A context that rank 0 of each machine enters first, and the other ranks once it has left.
+
+    For files that are written if they are missing. All ranks have to enter it equally often. If the block
+    raises on rank 0, the others raise a RecipeError with the text of that exception. A process that trains
+    alone enters at once.
+    """
+    if not dist.is_initialized():
+        yield
+        return
+    store = dist.distributed_c10d._get_default_store()
+    rank, machine = os.environ["RANK"], os.environ.get("GROUP_RANK") or socket.gethostname()
+    entered = store.add(f"rank0_first/entered/{rank}", 1)
+    left = f"rank0_first/left/{machine}/{entered}"
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        try:
+            yield
+        except BaseException as error:
+            store.set(left, described(error))
+            raise
+        store.set(left, DONE)
+        return
+    while not store.check([left]):  # not `wait`, which a signal cannot interrupt
+        time.sleep(POLL_S)
+    if (said := store.get(left).decode()) != DONE:
+        raise RecipeError(f"rank 0 of this machine failed in rank0_first: {said}")
+    yield
