@@ -66,7 +66,6 @@ PACKAGES = (
     "omegaconf",
     "wandb",
     "numpy",
-    "scikit-learn",
     "safetensors",
     "fp16-launcher",
 )
