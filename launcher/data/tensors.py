@@ -28,13 +28,11 @@ class TensorData:
     """A set of samples in memory: named columns [num_samples, ...], one row per sample.
 
     Raises DataError for columns that are no tensors, require grad, or differ in length. `name` is the
-    config's `data.name` for a built-in data set, None for any other. `about` says how the columns were made,
-    for the start of the run.
+    config's `data.name` for a built-in data set, None for any other.
     """
 
     columns: dict[str, Tensor]
     name: str | None = None
-    about: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.columns, Mapping):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import random
 import re
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from launcher.config import composition
 from launcher.config.composition import (
@@ -24,7 +26,7 @@ from launcher.config.composition import (
     resolved,
 )
 from launcher.config.groups import conf_dir, group_choices
-from launcher.config.optimizers import AdamConfig, GroupConfig
+from launcher.config.optimizers import OPTIMIZERS, AdamConfig, GroupConfig
 from launcher.config.resolve import compose_jobs, space_of
 from launcher.config.schema import Config
 from launcher.config.search_space import Choices, Space
@@ -68,11 +70,22 @@ def test_every_choice_gives_a_valid_config(choice: str) -> None:
     group, name = choice.split("=")
     config = composed(*{"recipe": "recipe=resnet18", group: choice}.values())
     chosen = getattr(config, group)
-    assert chosen.name == ("resnet18" if choice == "recipe=resnet" else name)
+    assert chosen.name == {"recipe=resnet": "resnet18", "optim=sgd_nesterov": "sgd"}.get(choice, name)
     if group == "recipe":
         assert config.precision.name == "fp16"
     if choice.startswith("recipe=resnet"):
         assert (config.model.name, config.data.name) == (chosen.name, "digits")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_is_only_named_has_the_defaults_of_torch(name: str) -> None:
+    """A script that is ported trains the same trajectory."""
+    classes = {each.lower(): getattr(torch.optim, each) for each in dir(torch.optim)}
+    defaults = inspect.signature(classes[name]).parameters
+    optim = dataclasses.asdict(composed("recipe=resnet18", f"optim={name}").optim)
+    options = {key: value for key, value in optim.items() if key in defaults}
+    assert options == {key: defaults[key].default for key in options}
+    assert {"lr", "weight_decay"} <= options.keys()
 
 
 def test_the_command_line_has_the_last_word() -> None:
@@ -242,7 +255,7 @@ def test_a_sweep_has_all_combinations_in_hydras_order() -> None:
         (["optim=sgd,adamv"], ["optim=adamv: ", "Nearest: adam"]),
         (
             ["optim=sgd,adamw", "optim.momentum=0.9"],
-            ["optim.momentum=0.9: ", "optim=rmsprop and optim=sgd"],
+            ["optim.momentum=0.9: ", "optim=rmsprop, optim=sgd and optim=sgd_nesterov"],
         ),
         (
             ["seed=0,1", "optim.lrr=1,2"],

@@ -111,17 +111,19 @@ def test_the_start_says_the_micro_batches_as_they_are_cut() -> None:
     assert lines["batch"] == "32 samples per update over 2 ranks, up to 4 micro-batches of at most 4 each"
 
 
-def test_what_was_understood_of_the_data_is_said() -> None:
+def test_the_start_has_the_data_and_the_optimizer_with_all_options() -> None:
     env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
     columns = {"x": torch.zeros(12, 3), "label": torch.arange(12) % 2}
-    data = TensorData(columns, about="numbers: x; target: label, a class")
+    data = TensorData(columns)
     recipe = Recipe(mlp, data, {"near": data, "far": data}, cross_entropy, classes=("a", "b"))
     plan = BatchPlan(12, 8, None, 1, 0, 0, False)
     lines = dict(decisions(composed(), env, ["CPU"], recipe, Stepper(mlp(), SGD(0.1)), plan))
-    assert lines["columns"] == "numbers: x; target: label, a class"
     assert lines["data"] == (
         "12 samples to train on, 12 samples to validate on (near), 12 samples to validate on (far); "
         "2 classes: a, b"
+    )
+    assert lines["optimizer"] == (
+        "sgd: lr=0.1, weight_decay=0.0005, momentum=0.9, nesterov=true, clip_norm=null"
     )
 
 

@@ -5,12 +5,14 @@ Owns the sentences; the modules that build the job make the decisions.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from launcher.config.optimizers import is_fused
+from launcher.config.optimizers import CommonConfig, OptimConfig, is_fused
 from launcher.config.rules import BLOCKS
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
@@ -33,15 +35,11 @@ def decisions(
     backend = "alone" if env.group is None else "over NCCL" if env.device.type == "cuda" else "over Gloo"
     yield "workers", f"{env.world_size} ({kinds}), {backend}{_of_machine(env)}"
     yield "data", _data(recipe)
-    if about := getattr(recipe.train, "about", ""):
-        yield "columns", about
     way = "emulated" if stepper.emulation.used else "native"
     yield "precision", f"{config.precision.name}, {way}: {stepper.emulation.reason}"
     yield "batch", _division(plan)
     steps = config.train.total_steps(plan.steps_per_epoch)
-    if not is_fused(config.optim.name):
-        text = f"{config.optim.name}, a torch.optim.Optimizer on fp32 masters: correct, but not one pass"
-        yield "optimizer", text
+    yield "optimizer", _optimizer(config.optim)
     if (decay := config.ema.decay) is not None:
         passes = "" if config.ema.every_steps == 1 else f", one pass every {config.ema.every_steps} steps"
         text = f"evaluated and exported: the average of the weights, decay {decay:g} per applied step{passes}"
@@ -85,6 +83,20 @@ def _size(data: object) -> str:
     """The number of samples of a data set; a stream does not know it."""
     length = length_of(data)
     return "a stream" if length is None else f"{length:,} samples"
+
+
+def _optimizer(optim: OptimConfig) -> str:
+    """Its name and all its options, so that they can be compared with those of another program."""
+    common = {each.name for each in dataclasses.fields(CommonConfig)} | {"options"}
+    own = {name: value for name, value in dataclasses.asdict(optim).items() if name not in common}
+    options = {"lr": optim.lr, **own, **getattr(optim, "options", {}), "clip_norm": optim.clip_norm}
+    text = f"{optim.name}: {', '.join(f'{name}={_written(value)}' for name, value in options.items())}"
+    return text if is_fused(optim.name) else f"{text}; a torch.optim.Optimizer on fp32 masters, not one pass"
+
+
+def _written(value: object) -> str:
+    """The value as one would write it in a command."""
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
 def _schedule(config: Config, recipe: Recipe, rates: Sequence[float]) -> str:
