@@ -48,7 +48,6 @@ FLAGS: Mapping[str, Flag] = {
     "--link": Flag(values=ANY, commands=("plan",)),
     "--ranks": Flag(values=ANY, commands=("plan",)),
     "--samples-per-s": Flag(values=ANY, commands=("plan",)),
-    "--measure": Flag(commands=("plan",)),
 }
 SHORT = {flag.short: name for name, flag in FLAGS.items() if flag.short} | {"-cp": "--config-path"}
 REFUSED = {

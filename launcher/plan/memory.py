@@ -8,7 +8,6 @@ a kernel takes and returns within one call is not seen.
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,7 +21,6 @@ from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import DataSets, Readable, batch_plan, trial_batches
 from launcher.distributed.env import WorkerEnv
-from launcher.distributed.links import StepSeconds
 from launcher.engine import Stepper
 from launcher.engine.optim.updater import CHUNK as UPDATED_AT_ONCE
 from launcher.plan.meta import META, AllocationTracker, Arithmetic, OnMeta
@@ -95,8 +93,8 @@ class PlannedRank:
         """The bytes that are held all the time, by kind. Of an optimizer of torch complete after a step."""
         return self.stepper.bytes_by_kind() | self._beside
 
-    def step(self, size: int, of_gpu: bool) -> tuple[StepMemory, StepSeconds, int]:
-        """One step of micro-batches of `size`: its bytes, how long its parts took, and the bytes it sent.
+    def step(self, size: int, of_gpu: bool) -> StepMemory:
+        """The bytes of one step of micro-batches of `size`.
 
         `of_gpu`, on `meta`: half arithmetic as a GPU has it instead of the emulation of a CPU.
         """
@@ -105,29 +103,24 @@ class PlannedRank:
         self.model.train()
         tracker.of_cpu = not of_gpu
         tracker.restart()
-        held, activations, seconds = self._now(), 0, [0.0, 0.0, 0.0]
+        held, activations = self._now(), 0
         passes = min(PASSES, self.plan.micro_batches)  # of any size as many, so that sizes compare
         for batch in trial_batches(self.data, plan, self.recipe.train_transform, passes)[:passes]:
-            began = time.perf_counter()
             with self._forward(of_gpu), tracker.without_values():
                 found = loss_of(self.recipe.loss, self.model, batch)
             activations = max(activations, self._now() - held)
-            between = time.perf_counter()
             stepper.backward(found.sum, found.count)
-            seconds[0] += between - began
-            seconds[1] += time.perf_counter() - between
             del found
         states = stepper.bytes_by_kind()["states"]
-        peak, began = tracker.peak[self.device] - held, time.perf_counter()
+        peak = tracker.peak[self.device] - held
         del batch
         tracker.restart()
-        _, sent = stepper.step_on_device()
-        seconds[2] = time.perf_counter() - began
+        stepper.step_on_device()
         made = stepper.bytes_by_kind()["states"] - states
         update = tracker.peak[self.device] - held - made
         # A CPU keeps the widened gradients of one piece of the update, which `meta` does not.
         kept = 4 * min(UPDATED_AT_ONCE, stepper.num_trainable) if self.device == META and not of_gpu else 0
-        return StepMemory(size, activations, peak + kept, update), StepSeconds(*seconds), sent
+        return StepMemory(size, activations, peak + kept, update)
 
     @property
     def num_parameters(self) -> int:
@@ -153,16 +146,15 @@ class PlannedRank:
 
 
 @contextmanager
-def rank_on(
-    device: torch.device, task: PlannedTask, counting: bool = True, group: dist.ProcessGroup | None = None
-) -> Iterator[PlannedRank]:
-    """The rank of the task's plan. Without a `group` the others do not exist, and nothing is sent.
+def rank_on(device: torch.device, task: PlannedTask, counting: bool = True) -> Iterator[PlannedRank]:
+    """The rank of the task's plan. The others do not exist, and nothing is sent.
 
     Without `counting` of bytes its steps take as long as those of a run.
     """
     plan, tracker = task.plan, AllocationTracker()
     with ExitStack() as contexts:
-        if group is None and plan.world_size > 1:
+        group: dist.ProcessGroup | None = None
+        if plan.world_size > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
             contexts.callback(dist.destroy_process_group)
             group = dist.group.WORLD

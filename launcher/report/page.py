@@ -21,7 +21,6 @@ from launcher.report.charts.gradient_chart import gradient_part
 from launcher.report.charts.run_charts import common_legend, restart_note, run_charts
 from launcher.report.charts.svg import legend, markup
 from launcher.report.charts.time_split import time_split
-from launcher.report.foretold import foretold
 from launcher.report.overview import MAX_DETAILED, failures, headline, table_of_runs
 from launcher.report.run_record import RunRecord
 from launcher.report.search import Search
@@ -84,7 +83,6 @@ def _details_of_first(runs: Sequence[RunRecord]) -> str:
         _each("Restarts and failures", runs, _restarts),
         _each("Evaluations", runs, _evaluations),
         _each("Shown by the recipe", runs, after_evaluation),
-        _each("Foretold and measured", runs, foretold),
         _each("Skipped steps", runs, _overflows),
         _each("Ranks that the others waited for", runs, _stragglers),
         _each("Warnings", runs, _warnings),

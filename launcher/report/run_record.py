@@ -20,7 +20,7 @@ from launcher.report.run_state import ENDED, RunState
 from launcher.run_dir.codec import decoded
 from launcher.run_dir.lock import Holder, holder_of
 from launcher.run_dir.records import CONFIG, ENVIRONMENT, OVERRIDES, RESULT
-from launcher.run_dir.result import PLAN, Forecast, Result
+from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.run_dir.status import Status
 from launcher.telemetry.event_log import FILE_NAME
@@ -46,7 +46,6 @@ class RunRecord:
     config: dict[str, str] = field(default_factory=dict)  # by dotted key, as the user asked for it
     overrides: dict[str, str] = field(default_factory=dict)  # of the defaults, by key
     classification_report: str = ""
-    forecast: Forecast | None = None  # of a run that was planned with its run.dir
 
     @classmethod
     def read(cls, run_dir: Path, warn: Warn = silent, recording: Recording | None = None) -> RunRecord:
@@ -55,7 +54,7 @@ class RunRecord:
         recording = read_recording(run_dir) if recording is None else recording
         for text in recording.warnings:
             warn(f"{run_dir}: {text}")
-        config_text, plan = text_of(run_dir / CONFIG), json_of(run_dir, PLAN, warn)
+        config_text = text_of(run_dir / CONFIG)
         found = cls.followed(run_dir, recording, process, warn=warn)
         return replace(
             found,
@@ -64,7 +63,6 @@ class RunRecord:
             config=_as_asked(_flat(config_text, run_dir, warn), recording),
             overrides=overrides_of(run_dir),
             classification_report=text_of(run_dir / "classification_report.txt"),
-            forecast=decoded(Forecast, plan) if plan else None,
         )
 
     @classmethod

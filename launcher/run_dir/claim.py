@@ -17,8 +17,8 @@ from pathlib import Path
 
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, DataError, LauncherError, StorageError, listed
-from launcher.run_dir.atomic import NotPlainError, read_json, write_json
-from launcher.run_dir.codec import decoded, encoded
+from launcher.run_dir.atomic import NotPlainError, read_json
+from launcher.run_dir.codec import decoded
 from launcher.run_dir.differences import another_run, other_training
 from launcher.run_dir.lock import Held, locked
 from launcher.run_dir.pruning import PRUNE
@@ -31,7 +31,7 @@ from launcher.run_dir.records import (
     foreign_to_a_run,
     refuse_links,
 )
-from launcher.run_dir.result import PLAN, Forecast, Result
+from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME, give_up_reserve, keep_reserve, state_since
 
 DEFAULT_ROOT = Path("outputs")
@@ -81,18 +81,6 @@ def claimed(config: Config, overrides: Sequence[str]) -> Iterator[Claim]:
             if present := held.present:
                 give_up_reserve(present)
             held.close()
-
-
-def keep_forecast(config: Config, forecast: Forecast) -> Path:
-    """Write plan.json to the directory that `run.dir` names for a run, which finds it there.
-
-    Raises ConfigError for a directory with other files; StorageError for one that cannot be written.
-    """
-    with _writing(config):
-        directory = _made(Path(config.run.dir or ""))
-        refuse_foreign(directory)
-        write_json(directory / PLAN, encoded(forecast))
-    return directory / PLAN
 
 
 def _says_all(error: LauncherError, directory: Path) -> bool:

@@ -31,7 +31,7 @@ from launcher.run_dir.atomic import (
 )
 from launcher.run_dir.codec import encoded
 from launcher.run_dir.pruning import PRUNE
-from launcher.run_dir.result import PLAN, Failure, Result
+from launcher.run_dir.result import Failure, Result
 from launcher.run_dir.status import FILE_NAME, RESERVE, Status, mark_ended, write_with_reserve
 
 CONFIG, OVERRIDES, ENVIRONMENT = "config.yaml", "overrides.txt", "env.json"
@@ -49,7 +49,6 @@ FILES = (
     "classification_report.txt",
     REPORT,
     JOB,
-    PLAN,
     ".lock",
     RESERVE,
 )

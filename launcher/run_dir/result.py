@@ -1,7 +1,4 @@
-"""The content of `result.json`, and of `plan.json`: what `plan` foretold of a run, in its directory.
-
-Owns the classes with which they are written and read.
-"""
+"""The content of `result.json`: the classes with which it is written and read."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from dataclasses import dataclass
 
 from launcher.errors import LauncherError, PreemptedError, PrunedError, in_words
 
-PLAN = "plan.json"
 ENDS_ON_REQUEST = {PreemptedError.exit_code: "preempted", PrunedError.exit_code: "pruned"}
 
 
@@ -85,18 +81,3 @@ class Result:
     seconds: float | None  # of the last process
     micro_batch: int | None  # the largest, per rank and forward pass
     normalisation: Mapping[str, object] | None = None  # of images
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """Numbers of one rank, as result.json and metrics.jsonl have them of the run itself."""
-
-    steps: int
-    parameters: int  # elements of the model
-    step_ms: float | None = None  # None: not measured, or over links whose rates are not known
-    wire_bytes_per_step: float  # that a rank sends
-    state_bytes: float  # of weights, masters, gradients and optimizer
-    memory_bytes: float  # the peak of a step
-    checkpoint_bytes: int
-    world_size: int | None = None
-    config: Mapping[str, str]  # by dotted key: what it was computed for

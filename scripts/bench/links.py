@@ -10,9 +10,9 @@ alternate and must have the same losses. Peers compute in fp32, as ours does bes
 ours as the launcher runs it emulates fp16. The lower limit of a step is T_fwd + max(T_bwd, wire) + T_update,
 with 2 bytes per parameter over 95.6 % of the link's rate, less the burst that a link saves while it is idle.
 Its parts are those of torch alone, in fp32 with the fused optimizer; for emulated fp16 those of our own step
-without a wire. Sharded ranks send half of these bytes beside the update. The forecast of `plan` has those of
+without a wire. Sharded ranks send half of these bytes beside the update. The computed step has those of
 our own step, and for the cost of sending the time that the same step takes longer over the link without a
-limit, as `plan --measure` does over loopback.
+limit.
 
 --buckets compares ours with itself: buckets of given sizes, and of the size that follows from the model's.
 """
@@ -171,7 +171,7 @@ def goals_of_times(mbit: int, found: dict[str, Any], num_parameters: int) -> lis
 
 
 def goal_of_forecast(mbit: int, found: dict[str, Any], num_parameters: int, side: str) -> Goal:
-    """P27: how far the step that `plan` foretells from the parts of a step alone is from the measured one."""
+    """P27: how far the step that is computed from the parts of a step alone is from the measured one."""
     policy, median = ARITHMETIC[side], statistics.median
     parts = [median(part) for part in zip(*found["alone"][policy], strict=True)]
     cost = median(found["unlimited"][side]) - median(found["unlimited"][f"alone, {policy}"])
@@ -180,7 +180,12 @@ def goal_of_forecast(mbit: int, found: dict[str, Any], num_parameters: int, side
     measured = median(found["times"][side])
     off = abs(foretold / measured - 1)
     return Goal(
-        *("P27", f"{mbit} Mbit, {side}, step foretold by plan: share that it is off", 1000 * foretold, "ms"),
+        *(
+            "P27",
+            f"{mbit} Mbit, {side}, step computed as by plan: share that it is off",
+            1000 * foretold,
+            "ms",
+        ),
         *("measured", 1000 * measured, off, off, off, OF_FORECAST, 0.0),
     )
 
