@@ -27,8 +27,7 @@ from launcher.distributed.env import LaunchEnv, WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.distributed.watchdog import Watchdog
 from launcher.doctor.machine import warn_of_machine
-from launcher.engine.diagnostics.host_cost import host_ms_per_layer
-from launcher.engine.diagnostics.step_timer import PARTS
+from launcher.engine.step_timer import PARTS
 from launcher.errors import LauncherError, UnexpectedError
 from launcher.process import allocator, signals, torch_build
 from launcher.recipe.contract import Used
@@ -40,6 +39,7 @@ from launcher.telemetry.gpu import measure_gpus
 from launcher.telemetry.tracker.registry import refuse_unknown
 from launcher.training import after_evaluation, device, ends, sanity_check
 from launcher.training.answers import Answers
+from launcher.training.diagnostics.host_cost import host_ms_per_layer
 from launcher.training.failures import rank_failure
 from launcher.training.failures.recipe_errors import guarded, guarding
 from launcher.training.job import Job

@@ -31,11 +31,11 @@ LAYERS = (
     {"__main__"},
 )
 ENGINE_LAYERS = (
-    {"errors", "limits", "works", "uncompiled"},
+    {"errors", "limits", "works", "step_timer", "mean_loss"},
     {"precision", "flat"},
     {"wire", "state"},
     {"verdict"},
-    {"optim", "diagnostics"},
+    {"optim"},
     {"notices", "arguments", "agreement", "outside_changes", "fp32_modules"},
     {"step_result", "replica"},
     {"assembly"},
@@ -45,8 +45,9 @@ ENGINE_LAYERS = (
     {"__init__"},
 )
 TRAINING_LAYERS = (
-    {"votes", "progress", "pruning", "requests", "warning_log"},
-    {"device", "step_times", "answers"},
+    {"votes", "progress", "pruning", "requests", "warning_log", "uncompiled"},
+    {"device", "diagnostics", "answers"},
+    {"step_times"},
     {"reports", "replicas"},
     {"run", "moments", "failures"},
     {"job", "after_evaluation", "rerun"},

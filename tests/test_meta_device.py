@@ -161,7 +161,7 @@ ANSWERS: dict[str, float | list[float]] = {
     "evaluation/evaluate.py over_ranks": [1.0, 51.0, 0.0, 51.0, 0.0, 0.0, 0.0],  # a fifth of 256 samples
     "metrics/classification.py confusion_matrix": 1.0,
     "engine/wire/step_counts.py agree": 32.0,  # once, in the first step
-    "engine/diagnostics/nonfinite.py": 1.0,
+    "training/diagnostics/nonfinite.py": 1.0,
     "engine/state.py counters_of": [16.0, 6.0, 1.0, 6.0, 0.0, 0.0, 0.0],
 }
 RUN = (

@@ -16,7 +16,6 @@ from torch import nn
 
 import launcher.engine.limits as limits
 import launcher.engine.works as works
-from launcher.engine.diagnostics.step_timer import StepClock
 from launcher.engine.errors import UnusableError
 from launcher.engine.flat.buffers import Buffers
 from launcher.engine.flat.groups import Grouping, ParameterGroup
@@ -27,6 +26,7 @@ from launcher.engine.outside_changes import Attachment, InPlaceChanges
 from launcher.engine.precision.loss_scale import LossScale, Scaling
 from launcher.engine.precision.policy import Policy, choose_emulation
 from launcher.engine.replica import Replica
+from launcher.engine.step_timer import StepClock
 from launcher.engine.verdict import judge_on
 from launcher.engine.wire.choice import Wire, choose_transports
 from launcher.engine.wire.reducer import Reducer

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.engine.assembly import StepperOptions, StepperParts
-from launcher.engine.diagnostics.step_timer import COMPUTE, UPDATE, WIRE
 from launcher.engine.errors import NO_GRADIENT, UnusableError, refuse_backward
 from launcher.engine.notices import SHARED_GROUP
 from launcher.engine.optim.updater import StepScalars
+from launcher.engine.step_timer import COMPUTE, UPDATE, WIRE
 from launcher.engine.verdict import Numbers, Terms
 from launcher.engine.wire.step_counts import Reference
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher.engine.diagnostics.step_timer import Mark, spans_ms
 from launcher.engine.limits import VOTES
 from launcher.engine.notices import NO_SAMPLES, Notices
+from launcher.engine.step_timer import Mark, spans_ms
 from launcher.engine.verdict import Numbers
 from launcher.engine.wire.reducer import ABANDONED
 

@@ -20,10 +20,10 @@ import launcher.engine.limits as limits
 from launcher.engine.agreement import refuse_differences, refusing_together
 from launcher.engine.arguments import group_of, rates_of, refuse_kinds, refuse_model
 from launcher.engine.assembly import StepperOptions, StepperParts
-from launcher.engine.diagnostics.mean_loss import WARNING, is_mean
 from launcher.engine.errors import NO_BACKWARD, EngineWarning, UnusableError, refuse_loss
 from launcher.engine.flat.groups import ParameterGroup, idle_groups
 from launcher.engine.fp32_modules import compute_in_fp32, names_in_fp32
+from launcher.engine.mean_loss import WARNING, is_mean
 from launcher.engine.notices import warn_if_alone
 from launcher.engine.optim.torch_optimizer import AnyOptimizer
 from launcher.engine.outside_changes import refuse_lent

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from launcher.engine import StepReport, StepResult
-from launcher.engine.diagnostics.step_timer import PARTS
+from launcher.engine.step_timer import PARTS
 from launcher.telemetry import Telemetry
 from launcher.training.progress import Position
 from launcher.training.votes import Votes

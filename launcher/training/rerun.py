@@ -17,10 +17,10 @@ from torch import Tensor
 
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import exchange_texts
-from launcher.engine.diagnostics import nonfinite
-from launcher.engine.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
 from launcher.engine.flat.names import named_parameters
 from launcher.errors import described, listed
+from launcher.training.diagnostics import nonfinite
+from launcher.training.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
 from launcher.training.job import Job
 from launcher.training.progress import Position
 

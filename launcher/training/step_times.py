@@ -13,7 +13,7 @@ from typing import Any
 
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import WorkerEnv
-from launcher.engine.diagnostics.step_timer import PARTS, UPDATE, WIRE
+from launcher.engine.step_timer import PARTS, UPDATE, WIRE
 
 AROUND_THE_LAYERS = 3  # loss, its scaling, and what is counted take as long as so many small layers
 # Per parameter, what the plain form of AdamW moves; bytes per second of one core with slow memory. Both err

@@ -10,7 +10,7 @@ from torch import nn
 
 from launcher.data.tensors import Batch, Batches
 from launcher.engine import EngineWarning, Stepper, StepResult
-from launcher.engine.diagnostics.step_timer import DATA
+from launcher.engine.step_timer import DATA
 from launcher.errors import DataError
 from launcher.recipe.contract import Loss, loss_of
 from launcher.training.answers import Answers

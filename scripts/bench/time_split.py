@@ -26,7 +26,7 @@ from launcher.data.tensors import DeviceBatches, TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine import SGD, Policy, Stepper, StepResult
-from launcher.engine.diagnostics.step_timer import DATA, Mark
+from launcher.engine.step_timer import DATA, Mark
 from launcher.telemetry import Telemetry
 from launcher.training.answers import Answers
 from launcher.training.job import Job

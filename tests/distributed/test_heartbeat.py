@@ -8,7 +8,7 @@ import time
 import pytest
 
 from launcher.distributed.heartbeat import PHASES, STEP_PARTS, Heartbeat, Heartbeats
-from launcher.engine.diagnostics.step_timer import PARTS
+from launcher.engine.step_timer import PARTS
 
 
 def test_the_parent_reads_what_each_forked_rank_wrote_last() -> None:

@@ -12,10 +12,10 @@ from launcher.checkpoint.host_memory import HostMemory
 from launcher.checkpoint.snapshot import Identity, Origin, Progress, Surroundings, stage
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
-from launcher.engine.diagnostics.exponents import ExponentCounter
-from launcher.engine.diagnostics.nonfinite import diagnose
 from launcher.engine.flat.layout import Piece
 from launcher.engine.optim.updater import DEVICE_CHUNK, StepScalars, Updater
+from launcher.training.diagnostics.exponents import ExponentCounter
+from launcher.training.diagnostics.nonfinite import diagnose
 from scripts.bench.baselines import Setup, raw
 from scripts.bench.gpu_road import profiled, resnet_steps
 from tests.configs import composed

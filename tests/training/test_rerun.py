@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher.engine.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
+from launcher.training.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
 from launcher.training.rerun import (
     NOTHING,
     Evidence,

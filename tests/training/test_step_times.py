@@ -9,7 +9,7 @@ import torch
 
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import Policy
-from launcher.engine.diagnostics.host_cost import host_ms_per_layer, num_layers
+from launcher.training.diagnostics.host_cost import host_ms_per_layer, num_layers
 from launcher.training.step_times import StepTimes, of_the_slowest, overhead_ms, parts_of
 from tests.models import Odd
 from tests.ranks.harness import run_ranks

@@ -18,7 +18,6 @@ from launcher.checkpoint.snapshot import Compared
 from launcher.config.rules import BLOCKS
 from launcher.data.sources import ONLY_SET, set_title
 from launcher.data.tensors import Batch
-from launcher.engine.uncompiled import uncompiled
 from launcher.errors import counted
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.confusion import Confusion
@@ -33,6 +32,7 @@ from launcher.training.job import Job
 from launcher.training.parts.bad_samples import report_unreadable
 from launcher.training.parts.training_metrics import HIGHER_IS_BETTER, TrainingMetrics
 from launcher.training.progress import Measured, Position
+from launcher.training.uncompiled import uncompiled
 from launcher.training.votes import Question
 
 log = logging.getLogger("launcher")

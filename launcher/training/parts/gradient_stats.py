@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from launcher.engine import StepReport, StepResult
-from launcher.engine.diagnostics.exponents import FIRST_EXPONENT, ExponentCounter, ExponentCounts
 from launcher.telemetry.events import GradientsEvent, LayerShares
+from launcher.training.diagnostics.exponents import FIRST_EXPONENT, ExponentCounter, ExponentCounts
 from launcher.training.progress import Position
 from launcher.training.run import Run
 

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 
 from launcher.engine import StepReport
-from launcher.engine.diagnostics.step_timer import DATA, WIRE
+from launcher.engine.step_timer import DATA, WIRE
 from launcher.telemetry.events import StragglerEvent
 from launcher.training.progress import Position
 from launcher.training.run import Run

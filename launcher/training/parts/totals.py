@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from launcher.engine import StepReport
-from launcher.engine.diagnostics.host_cost import num_layers
 from launcher.run_dir.result import Result, StepTime
+from launcher.training.diagnostics.host_cost import num_layers
 from launcher.training.job import Job
 from launcher.training.progress import Position
 from launcher.training.step_times import StepTimes, of_the_slowest, overhead_ms

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine import SGD, Policy, Stepper
-from launcher.engine.diagnostics.nonfinite import diagnose, diagnose_backward
-from launcher.engine.uncompiled import uncompiled
 from launcher.errors import ConfigError
+from launcher.training.diagnostics.nonfinite import diagnose, diagnose_backward
 from launcher.training.setup.compilation import compiled, kinds_of_blocks, repeated_blocks
+from launcher.training.uncompiled import uncompiled
 from tests.models import mlp
 
 OF_COMPILER = pytest.mark.filterwarnings(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from launcher.engine import SGD, Policy, Scaling, Stepper
-from launcher.engine.diagnostics.exponents import (
+from launcher.training.diagnostics.exponents import (
     FIRST_EXPONENT,
     LAST_EXPONENT,
     ExponentCounter,

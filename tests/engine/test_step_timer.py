@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher.engine.diagnostics.step_timer import StepClock, spans_ms
+from launcher.engine.step_timer import StepClock, spans_ms
 
 
 @pytest.fixture
 def elapse(monkeypatch):
     """Moves the host's clock by so many seconds."""
     now = [100.0]
-    monkeypatch.setattr("launcher.engine.diagnostics.step_timer.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("launcher.engine.step_timer.time.perf_counter", lambda: now[0])
 
     def move(seconds: float) -> None:
         now[0] += seconds

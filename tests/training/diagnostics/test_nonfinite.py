@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from launcher.engine import SGD, Policy, Stepper
-from launcher.engine.diagnostics.nonfinite import (
+from launcher.training.diagnostics.nonfinite import (
     MAX_ROWS,
     buffers_kept,
     diagnose,

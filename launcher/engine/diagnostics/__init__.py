@@ -1,1 +1,0 @@
-"""Diagnostics of a step: non-finite values, gradient exponents, timing, mean losses."""
