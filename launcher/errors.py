@@ -26,6 +26,7 @@ class LauncherError(Exception):
 
     exit_code = 1
     restart_helps = False  # although its exit code is not one of those that a restart may cure
+    shared = False  # one rank has sent it to all: no fault of the rank that reports it
     traceback = ""  # of the exception behind it, where the text alone does not explain it; printed before it
 
     def __str__(self) -> str:

@@ -90,7 +90,7 @@ def of_leader(env: WorkerEnv, make: Callable[[], bytes]) -> bytes:
 def _error_of(message: bytes) -> LauncherError:
     kind, text, traceback = json.loads(message[1:])
     error: LauncherError = getattr(launcher.errors, kind, LauncherError)(text)
-    error.traceback = traceback
+    error.traceback, error.shared = traceback, True
     return error
 
 

@@ -54,7 +54,7 @@ class Departure:
     time_s: float
     error: str = ""
     exit_code: int = 0
-    shared: bool = False  # the error is about other ranks, which its text names
+    shared: bool = False  # the error is not this rank's alone: its text names those whose it is, if any
     lost: bool = False  # the error is that of a rank which lost another one: not the origin
     traceback: str = ""  # of an exception, to be printed before the error
     restart_helps: bool = False  # whatever the exit code
@@ -169,7 +169,7 @@ def departure_of(rank: int, error: BaseException | None = None) -> Departure:
     error = shortage_of(error, f"rank {rank}") or error
     if isinstance(error, LauncherError):
         left = replace(left, error=str(error), exit_code=error.exit_code, traceback=error.traceback)
-        return replace(left, restart_helps=error.restart_helps)
+        return replace(left, restart_helps=error.restart_helps, shared=error.shared)
     left = replace(left, error=described(error, with_notes=True), exit_code=1, lost=is_of_another(error))
     return replace(left, traceback="" if left.lost else short_traceback(error))
 

@@ -5,8 +5,18 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from launcher.distributed.failures import ROW_BYTES, Departure, LastWords, StoredWords, give_reason, reason_of
-from launcher.errors import DataError, LauncherError, StalledError
+from launcher.distributed.collectives import content_of, message_of
+from launcher.distributed.failures import (
+    ROW_BYTES,
+    Departure,
+    LastWords,
+    StoredWords,
+    attributed,
+    departure_of,
+    give_reason,
+    reason_of,
+)
+from launcher.errors import ConfigError, DataError, LauncherError, StalledError
 
 
 @pytest.mark.parametrize(
@@ -36,3 +46,16 @@ def test_a_departure_without_room_for_its_text_leaves_those_of_other_ranks_alone
     assert own.error.startswith("an error an error")
     assert own.error.endswith("an error and its cause")
     assert own.exit_code == 4
+
+
+def test_an_error_that_rank_0_has_sent_is_not_blamed_on_the_rank_that_reports_it() -> None:
+    """Rank 0 calls a recipe's hook, say; whichever rank is first to leave has the same error."""
+    message = message_of(lambda: fail(ConfigError("the recipe's after_evaluation failed")))
+    with pytest.raises(ConfigError) as caught:
+        content_of(message)
+    left = departure_of(1, caught.value)
+    assert (attributed(left, [left]), left.exit_code) == ("the recipe's after_evaluation failed", 2)
+
+
+def fail(error: LauncherError) -> bytes:
+    raise error

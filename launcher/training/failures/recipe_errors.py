@@ -135,11 +135,11 @@ def recipe_failure(
     is_shape = not rule and isinstance(error, RuntimeError | ValueError) and SHAPES.search(whole_text(error))
     if is_shape and (given := module_given(error)):
         where += f"{'' if place or not built_at else f' with the model of {built_at}'}: {given}"
-    lacks_module = isinstance(error, ModuleNotFoundError)
+    of_setup = isinstance(error, ModuleNotFoundError) or _is_of_wandb(error)
     kind = DataError if rule else ConfigError if of_metric else RecipeError
     if beyond:
         rule = "fp16 ends at 65504: use torch.finfo(x.dtype).min and .max for x, or compute it in x.float()."
-    failure = (ConfigError if lacks_module or is_shape or beyond else kind)(
+    failure = (ConfigError if of_setup or is_shape or beyond else kind)(
         f"{what} failed{where}: {described(error).removesuffix('.')}.{' ' if rule else ''}{rule} "
         f"{IN_LOG} {logs}."
     )
@@ -221,6 +221,11 @@ def _rule(error: Exception, batch: Mapping[str, object]) -> str:
             f"The package that has {error.name} must be installed in the environment of {sys.executable}: "
             f"{install_line('PACKAGE')}."
         )
+    if _is_of_wandb(error):
+        return (
+            "The launcher owns the run of the tracker: return {name: value} from after_evaluation or a "
+            "metric, and every tracker gets it, with the step."
+        )
     if isinstance(error, RuntimeError) and batch and LABELS.search(whole_text(error)):
         return "Labels of classes must be int64: convert them with .long() in the recipe's TensorData."
     if isinstance(error, ValueError):
@@ -231,6 +236,10 @@ def _rule(error: Exception, batch: Mapping[str, object]) -> str:
             "reads with .float() in the recipe's TensorData (NumPy's numbers are float64)."
         )
     return ""
+
+
+def _is_of_wandb(error: Exception) -> bool:
+    return type(error).__module__.partition(".")[0] == "wandb"
 
 
 def _not_fp32(batch: Mapping[str, object]) -> str:

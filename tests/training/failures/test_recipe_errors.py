@@ -80,6 +80,12 @@ def test_a_module_that_is_not_installed_is_no_failure_that_a_restart_mends() -> 
         import absent_one  # noqa: F401
 
 
+def test_the_tracker_of_a_hook_is_the_launchers() -> None:
+    wandb = pytest.importorskip("wandb")
+    with pytest.raises(ConfigError, match=r"return \{name: value\} from"), guarding("the hook", LOG):
+        wandb.log({"mine": 1.0})
+
+
 def recipe_with(loss: Callable[[nn.Module, Batch], Loss]) -> Recipe:
     data = TensorData({"x": torch.ones(4, 3)})
     return guarded(Recipe(lambda: nn.Linear(3, 1), data, data, loss), LOG)
