@@ -54,6 +54,7 @@ from launcher.training.requests import Requests, heeded
 from launcher.training.resume import SavedRun
 from launcher.training.run import Run
 from launcher.training.setup import build, compilation, data_check
+from launcher.training.setup.memory_format import choose_memory_format
 from launcher.training.task import Task
 from launcher.training.warning_log import warnings_logged
 
@@ -188,6 +189,7 @@ def _assemble(
     course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
     heartbeat.beat("building the model")
     model = build.build_model(config, recipe, env, plan)
+    choose_memory_format(config, env, recipe, model, data.train, plan, telemetry.decision)
     weights = load_weights(config, model, env)
     heartbeat.beat("comparing the models")
     stepper = build.build_stepper(config, env, recipe, model, plan, course.total_steps)

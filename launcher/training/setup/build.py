@@ -51,9 +51,6 @@ def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan)
     if config.train.compile == BLOCKS:
         compilation.repeated_blocks(built)  # raises before training if there are none
     model = built.to(env.device)
-    last = config.train.channels_last
-    if last is True or (last == "auto" and env.device.type == "cuda"):
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if not config.model.sync_bn or env.group is None:
         return model
     return synchronised(model, env, plan)

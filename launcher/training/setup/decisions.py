@@ -65,8 +65,6 @@ def decisions(
             "whole model returns them at its end (train.compile=false or blocks reduces them during the pass)"
         )
         yield "compile", text
-    if config.train.channels_last == "auto" and env.device.type == "cpu":
-        yield "memory format", "contiguous: channels_last is slower on a CPU"
 
 
 def _data(recipe: Recipe) -> str:
