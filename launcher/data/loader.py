@@ -151,7 +151,8 @@ class Pool:
         busy = [row for row in self._shared if row[READING] != -1]
         return StalledError(
             f"no batch came from the loader processes for {self._how.timeout_s:g} s; they were "
-            f"{self._at(busy, 'reading')}. Check what these read from, or raise launch.stall_s."
+            f"{self._at(busy, 'reading')}. Check what these read from, set data.workers=0 if their data set "
+            "does not work in a forked process, or raise launch.stall_s."
         )
 
     def _ended(self, error: Exception) -> DataError | None:
@@ -222,6 +223,8 @@ class Pool:
         # Else the thread that sends batches prints the exception, and the batch is awaited in vain.
         hook = staticmethod(lambda error, batch: self._cannot_send(error))
         multiprocessing.queues.Queue._on_queue_feeder_error = hook  # type: ignore[attr-defined]
+        # Sockets get a directory of its own, since `_end` removes it: not that of the process before the fork.
+        multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
         _use_a_short_directory()
         # Called for each sample: without a function in Python it takes a third of the time.
         self._reader.reading = functools.partial(operator.setitem, memoryview(self._shared[number]), READING)
