@@ -209,6 +209,8 @@ def _train(job: Job, saved: SavedRun, start: Start) -> None:
         job.data.train, job.plan, job.recipe.train_transform, job.course.total_steps, saved.stream, say
     )
     task = Task(run.stepper, job.model, job.recipe.loss, job.batches, job.answers, parts.of(Relief))
+    if steps_left:
+        sanity_check.try_loader_processes(job)
     if steps_left and not start.owes_evaluation:
         if (found := parts.of(Evaluator).rehearse()) is not None:
             parts.check_evaluations(found)

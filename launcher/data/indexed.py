@@ -45,6 +45,23 @@ class IndexedData(LoadedSet):
         """The answer to one request, read in this process."""
         return self._reader.read_here(request)
 
+    def failure_of_processes(self) -> str:
+        """What a loader process raises at the first sample, which this process can read; empty if nothing.
+
+        As of a data set whose samples are made on a GPU, which a forked process cannot use.
+        """
+        request = BatchRequest(EVALUATION, 0, (0,))
+        pool = Pool(self._reader, [request], replace(self.how, workers=1), self.kind)
+        fetched = next(iter(pool))
+        pool.end()
+        if not fetched.bad or self.fetch(request).bad:
+            return ""
+        return fetched.bad[0].error
+
+    def read_in_this_process(self) -> None:
+        """Start no loader processes from here on."""
+        self.how = replace(self.how, workers=0)
+
     def usable(self, fetched: Fetched, request: BatchRequest) -> Batch | None:
         """The answer to the request, on the device. Raises DataError for what may not be left out."""
         if self._photographs is not None and fetched.batch is not None:

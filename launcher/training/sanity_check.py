@@ -1,4 +1,4 @@
-"""Tries the smallest batch of a run before its first step, so that an epoch does not end with an error.
+"""Tries what a run needs later before its first step, so that it does not fail at the end of an epoch.
 
 The last batch of an epoch may have one sample, on which a batch norm raises, or other numbers of samples on
 each rank, on which a collective in the loss fails. The trial is a step that all ranks drop: weights, buffers,
@@ -12,12 +12,13 @@ from functools import wraps
 
 from torch import nn
 
+from launcher.data.indexed import IndexedData
 from launcher.data.sources import training_batches
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import raised_on_all
 from launcher.distributed.uneven import UnevenCollectives
-from launcher.errors import counted
+from launcher.errors import ConfigError, counted
 from launcher.evaluation.evaluate import unchanged
 from launcher.recipe.contract import Loss
 from launcher.training.failures.recipe_errors import found_in_trial
@@ -28,6 +29,27 @@ TO_EVEN_OUT = (
     "Set data.drop_last=true, choose a data.batch_size that leaves each rank as many samples, or compute the "
     "loss of this rank's samples alone."
 )
+
+
+def try_loader_processes(job: Job) -> None:
+    """Have a loader process read a sample: not every data set can be used in a forked process.
+
+    Under data.workers=auto such a set is read in the training process; a number is a ConfigError.
+    """
+    data, config = job.data.train, job.run.config
+    if (
+        not isinstance(data, IndexedData)
+        or not data.how.workers
+        or not (failure := data.failure_of_processes())
+    ):
+        return
+    found = f"in a loader process sample 0 of the training set raises {failure}, in the training process not"
+    if config.data.workers != "auto":
+        raise ConfigError(f"data.workers={config.data.workers}: {found}. Set data.workers=0.")
+    for each in (data, *job.data.validation.values()):
+        if isinstance(each, IndexedData):
+            each.read_in_this_process()
+    job.run.telemetry.decision("loader processes", f"none: {found}")
 
 
 def try_smallest_batch(job: Job, task: Task) -> None:

@@ -131,15 +131,18 @@ def recipe_failure(
     if is_of_another(error) or loader.is_of_loader_process(error):
         return None
     rule = _rule(error, batch or {})
+    compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
     beyond = OVER_FP16.search(whole_text(error)) is not None
     is_shape = not rule and isinstance(error, RuntimeError | ValueError) and SHAPES.search(whole_text(error))
     if is_shape and (given := module_given(error)):
         where += f"{'' if place or not built_at else f' with the model of {built_at}'}: {given}"
     of_setup = isinstance(error, ModuleNotFoundError) or _is_of_wandb(error)
     kind = DataError if rule else ConfigError if of_metric else RecipeError
+    if compiler:
+        rule = "It is torch's compiler that failed: set train.compile=false."
     if beyond:
         rule = "fp16 ends at 65504: use torch.finfo(x.dtype).min and .max for x, or compute it in x.float()."
-    failure = (ConfigError if of_setup or is_shape or beyond else kind)(
+    failure = (ConfigError if of_setup or is_shape or beyond or compiler else kind)(
         f"{what} failed{where}: {described(error).removesuffix('.')}.{' ' if rule else ''}{rule} "
         f"{IN_LOG} {logs}."
     )

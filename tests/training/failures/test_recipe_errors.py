@@ -136,3 +136,10 @@ def test_a_lost_loader_process_is_not_blamed_on_what_was_running() -> None:
     with pytest.raises(RuntimeError) as caught:
         recipe.loss(nn.Linear(1, 1), {})
     assert caught.value is lost
+
+
+def test_a_failure_of_torchs_compiler_names_the_key() -> None:
+    from torch._dynamo.exc import InternalTorchDynamoError
+
+    with pytest.raises(ConfigError, match=r"failed: set train\.compile=false\."), guarding("the loss", LOG):
+        raise InternalTorchDynamoError("no compiler")
