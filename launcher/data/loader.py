@@ -223,7 +223,7 @@ class Pool:
         # Else the thread that sends batches prints the exception, and the batch is awaited in vain.
         hook = staticmethod(lambda error, batch: self._cannot_send(error))
         multiprocessing.queues.Queue._on_queue_feeder_error = hook  # type: ignore[attr-defined]
-        # Sockets get a directory of its own, since `_end` removes it: not that of the process before the fork.
+        # Sockets get a directory of its own, which `_end` removes: not that of the process before the fork.
         multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
         _use_a_short_directory()
         # Called for each sample: without a function in Python it takes a third of the time.
