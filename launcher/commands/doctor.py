@@ -1,4 +1,4 @@
-"""`doctor`: whether this machine, or all hosts of a launch, can run what is to be trained.
+"""`doctor`: whether this machine can run what is to be trained.
 
 Owns what is printed and the exit code.
 """
@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
+from socket import gethostname
 from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
@@ -17,18 +18,20 @@ from launcher.errors import PreflightError
 from launcher.process.terminal import say
 
 if TYPE_CHECKING:
-    from launcher.doctor.findings import Finding
+    from launcher.config.schema import Config
+    from launcher.distributed.env import LaunchEnv
+    from launcher.doctor.findings import Check, Finding
 
 ANY_RECIPE = "recipe=resnet18"  # what is looked at hardly depends on it
 
 
 def doctor(arguments: Arguments, leader: Leader) -> int:
-    """doctor [key=value ...] [--json]: looks at GPUs, links, disk, network and tracker
+    """doctor [key=value ...] [--json]: checks GPUs, links, disk, network and tracker
 
-    Looks at this machine: GPUs and the links between them, disk, memory, limits, network and tracker. It
+    Checks this machine: GPUs and the links between them, disk, memory, limits, network and tracker. It
     prints a line for each: ok, note (runs work, but slower or at a risk) or failure, and what to do. Keys
     such as run.dir, data.path and launch.nproc say what a run would use. Started by torchrun on several
-    hosts, it looks at each, compares them and measures the links between them.
+    hosts, it checks each by itself.
 
       --json             print JSON
 
@@ -38,43 +41,41 @@ def doctor(arguments: Arguments, leader: Leader) -> int:
     """
     from launcher.config.composition import Request
     from launcher.config.resolve import compose_jobs
-    from launcher.doctor import gpus, links, machine
-    from launcher.doctor.findings import FAILURE, Finding, found_by
-    from launcher.doctor.hosts import consult
-    from launcher.supervisor.worker_count import count_gpus, num_workers
+    from launcher.doctor.findings import FAILURE, found_by
 
+    if leader.launch.local_rank > 0:
+        return 0
     chosen = () if any(word.startswith("recipe=") for word in arguments.words) else (ANY_RECIPE,)
     (config,) = compose_jobs(Request((*chosen, *arguments.words), arguments.config_dir))
-    launch, says_json = leader.launch, "--json" in arguments.flags
-
-    def look() -> list[Finding]:
-        try:
-            count, found = count_gpus(), []
-        except PreflightError as error:  # a driver that does not start
-            count, found = 0, [Finding("driver", "does not start", FAILURE, str(error))]
-        found.append(Finding("GPUs", str(count)))
-        ranks = launch.local_world_size if launch.launched else num_workers(config.launch, launch) or 1
-        subject = machine.Subject(config, ranks, count)
-        of_links = links.checks(count, 1 if launch.launched else ranks)
-        for check in (*machine.checks(subject), *gpus.checks(count), *of_links):
-            now = found_by(check)
-            found += now
-            if not says_json and not launch.launched:
-                print_findings(now)
-        return found
-
-    hosts = consult(launch, machine.place_of(config), look, config.launch.init_timeout_s)
-    if hosts is None:
-        return 0
-    found = [finding for host in hosts for finding in host.found]
+    says_json, host = "--json" in arguments.flags, gethostname()
+    if leader.launch.launched and not says_json:
+        say(f"{host}:", sys.stdout)
+    found, checks = planned_checks(config, leader.launch)
+    if not says_json:
+        print_findings(found)
+    for check in checks:
+        found += (of_check := found_by(check))
+        if not says_json:
+            print_findings(of_check)
     if says_json:
-        said = [{"host": host.name, "findings": [*map(asdict, host.found)]} for host in hosts]
-        print(json.dumps({"hosts": said}))
-    elif launch.launched:
-        for host in hosts:
-            print(f"{host.name}:")
-            print_findings(host.found)
+        print(json.dumps({"hosts": [{"host": host, "findings": [*map(asdict, found)]}]}))
     return PreflightError.exit_code if any(finding.verdict == FAILURE for finding in found) else 0
+
+
+def planned_checks(config: Config, launch: LaunchEnv) -> tuple[list[Finding], list[Check]]:
+    """What is known at once, and the checks. A driver that does not start leaves those without a GPU."""
+    from launcher.doctor import gpus, links, machine
+    from launcher.doctor.findings import FAILURE, Finding
+    from launcher.supervisor.worker_count import count_gpus, num_workers
+
+    try:
+        count = count_gpus()
+        ranks = launch.local_world_size if launch.launched else num_workers(config.launch, launch) or 1
+        found = [Finding("GPUs", str(count))]
+    except PreflightError as error:  # also for more workers than GPUs
+        count, ranks, found = 0, 1, [Finding("driver", "no worker could start", FAILURE, str(error))]
+    of_machine = machine.checks(machine.Subject(config, ranks, count))
+    return found, [*of_machine, *gpus.checks(count), *links.checks(count, ranks)]
 
 
 def print_findings(found: Iterable[Finding]) -> None:

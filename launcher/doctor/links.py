@@ -19,14 +19,12 @@ from pathlib import Path
 
 from launcher.distributed import nccl
 from launcher.doctor.findings import FAILURE, Check, Finding, judged
-from launcher.doctor.gpus import slowest_link
 from launcher.errors import counted
 from launcher.process.lifetime import ENDS_WITH_STARTER
 
 PAIR_S = 90.0  # interpreters that import torch and start CUDA and NCCL take 15 s, beside other jobs a minute
 MEASURED_S = 2.0
 PROGRAM = (sys.executable, "-m", "launcher.doctor.exchange")
-SLOW_SHARE = 0.3  # of PCIe: through the host's memory a copy takes the link twice
 WITHOUT_PEERS = {"NCCL_P2P_DISABLE": "1"}
 
 
@@ -49,24 +47,14 @@ def bandwidth(devices: Sequence[str]) -> Iterator[Finding]:
         advice = "The ranks of a run would not get further. NCCL_DEBUG=INFO says more in a run."
         yield judged("all-reduce", said, advice, FAILURE)
         return
-    link = 0.0
-    if devices[0] != "cpu":
-        import pynvml
-
-        link = slowest_link(pynvml)
-    yield judged_exchange(said, len(devices), link)
+    yield judged_exchange(said, len(devices))
 
 
-def judged_exchange(said: Mapping[str, float], ranks: int, link_bytes_per_s: float = 0.0) -> Finding:
-    """The finding of an exchange between `ranks` ranks, over links of this rate; 0 if it is not known."""
-    rate, link = said["bytes_per_s"], link_bytes_per_s
-    value = f"{rate / 1e9:.2f} GB/s on each link of a ring of {counted(ranks, 'rank')}"
-    value += f", of {link / 1e9:.1f} that the slowest PCIe link gives" if link else ""
-    if not said["summed"]:
-        wrong = "Sums are wrong: do not train here before that is mended."
-        return judged("all-reduce", value, wrong, FAILURE)
-    slow = "See the lines of PCIe, peer access and GPU pairs; NCCL_DEBUG=INFO names the path of each ring."
-    return judged("all-reduce", value, slow if rate < SLOW_SHARE * link else "")
+def judged_exchange(said: Mapping[str, float], ranks: int) -> Finding:
+    """The finding of an exchange between `ranks` ranks."""
+    value = f"{said['bytes_per_s'] / 1e9:.2f} GB/s on each link of a ring of {counted(ranks, 'rank')}"
+    wrong = "" if said["summed"] else "Sums are wrong: do not train here before that is fixed."
+    return judged("all-reduce", value, wrong, FAILURE)
 
 
 def pairs(gpus: int, program: Sequence[str] = PROGRAM) -> Iterator[Finding]:

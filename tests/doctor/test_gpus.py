@@ -13,22 +13,13 @@ from launcher.process.torch_build import Driver
 from launcher.telemetry.gpu.devices import Gpu
 from launcher.telemetry.gpu.readings import GpuLostError
 
-CARD = Gpu(0, "GPU-a", object(), (), False)
+CARD = Gpu(0, "GPU-a", object())
 HEALTHY = {
     "Name": "Tesla T4",
     "MemoryInfo": SimpleNamespace(free=15.5e9, total=16e9, used=0.1e9),
     "ComputeRunningProcesses": [],
     "TotalEccErrors": 0,
-    "RemappedRows": (0, 0, 0, 0),
     "PersistenceMode": 1,
-    "NvLinkState": 1,
-    "ClockInfo": 1500,
-    "MaxClockInfo": 1590,
-    "CurrPcieLinkGeneration": 3,
-    "MaxPcieLinkGeneration": 3,
-    "CurrPcieLinkWidth": 16,
-    "MaxPcieLinkWidth": 16,
-    "CurrentClocksEventReasons": 0x4,  # the power cap, under full load
 }
 
 
@@ -55,7 +46,7 @@ def nvml(**answers: Any) -> Any:
     names = ("CLOCK_SM", "CLOCK_MEM", "MEMORY_ERROR_TYPE_UNCORRECTED", "VOLATILE_ECC", "TEMPERATURE_GPU")
     constants = {f"NVML_{name}": number for number, name in enumerate(names)}
     calls["nvmlInit"] = asked(None)
-    return SimpleNamespace(**calls, **constants, NVMLError=NVMLError, NVML_SUCCESS=0, NVML_NVLINK_MAX_LINKS=2)
+    return SimpleNamespace(**calls, **constants, NVMLError=NVMLError, NVML_SUCCESS=0)
 
 
 def wrong(found: list[Finding]) -> list[Finding]:
@@ -63,7 +54,7 @@ def wrong(found: list[Finding]) -> list[Finding]:
 
 
 def test_a_healthy_card_is_ok() -> None:
-    assert not wrong([*gpus.state(nvml(), CARD), *gpus.loaded(nvml(), CARD)])
+    assert not wrong([*gpus.state(nvml(), CARD)])
     (about, *_) = gpus.state(nvml(), CARD)
     assert about.value == "Tesla T4, 15.5 of 16.0 GB free"
 
@@ -74,17 +65,11 @@ def test_a_healthy_card_is_ok() -> None:
         ({"ComputeRunningProcesses": [SimpleNamespace(pid=7)]}, NOTE, "1 other process of this GPU"),
         ({"MemoryInfo": SimpleNamespace(free=8e9, total=16e9, used=8e9)}, NOTE, "Something of this GPU"),
         ({"TotalEccErrors": 3}, FAILURE, "3 uncorrected ECC errors"),
-        ({"RemappedRows": (0, 1, 1, 0)}, NOTE, "1 row to be remapped"),
-        ({"RemappedRows": (0, 1, 0, 1)}, FAILURE, "a row remapping has failed"),
         ({"PersistenceMode": 0}, NOTE, "nvidia-smi -pm 1"),
-        ({"NvLinkState": 0}, NOTE, "2 of its NVLinks are down"),
-        ({"CurrentClocksEventReasons": 0x40}, NOTE, "hw_thermal"),
-        ({"ClockInfo": 600}, NOTE, "600 of 1590 MHz"),
-        ({"CurrPcieLinkWidth": 4}, NOTE, "It could have generation 3 x16"),
     ],
 )
 def test_a_fault_of_a_card_is_found(answers, verdict, says) -> None:
-    (found,) = wrong([*gpus.state(nvml(**answers), CARD), *gpus.loaded(nvml(**answers), CARD)])
+    (found,) = wrong([*gpus.state(nvml(**answers), CARD)])
     assert found.verdict == verdict
     assert says in found.sentence
 
@@ -92,7 +77,7 @@ def test_a_fault_of_a_card_is_found(answers, verdict, says) -> None:
 def test_a_card_that_supports_nothing_has_no_fault() -> None:
     deaf = nvml(**dict.fromkeys(HEALTHY, NVMLError("Not Supported")))
     assert [each.value for each in gpus.state(deaf, CARD)] == ["deaf"]
-    assert not wrong([*gpus.state(deaf, CARD), *gpus.loaded(deaf, CARD)])
+    assert not wrong([*gpus.state(deaf, CARD)])
 
 
 def test_a_card_that_is_gone_is_told() -> None:
@@ -101,20 +86,13 @@ def test_a_card_that_is_gone_is_told() -> None:
 
 
 def test_cards_without_fp16_or_bf16_hardware_say_so() -> None:
-    def about(major: int, minor: int) -> Finding:
-        (found,) = gpus._arithmetic(0, SimpleNamespace(major=major, minor=minor), 50e12)
-        return found
-
-    assert "no bf16" in about(7, 5).value
-    assert about(7, 5).verdict == OK
-    assert about(6, 1).verdict == NOTE
-    assert "bf16" not in about(8, 0).value
-
-
-def test_the_slowest_link_is_that_of_the_fewest_and_slowest_lanes(monkeypatch) -> None:
-    monkeypatch.setattr(gpus, "gpus_of", lambda *_: [CARD, CARD])
-    assert gpus.slowest_link(nvml(MaxPcieLinkGeneration=3)) == pytest.approx(16 * 0.985e9)
-    assert gpus.slowest_link(nvml(MaxPcieLinkGeneration=NVMLError("not supported"))) == 0.0
+    turing, pascal, ampere = (
+        gpus.arithmetic(0, SimpleNamespace(major=major, minor=minor))
+        for major, minor in ((7, 5), (6, 1), (8, 0))
+    )
+    assert ("no bf16" in turing.value, turing.verdict) == (True, OK)
+    assert pascal.verdict == NOTE
+    assert "bf16" not in ampere.value
 
 
 @pytest.mark.parametrize(

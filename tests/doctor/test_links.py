@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.doctor import links
-from launcher.doctor.findings import FAILURE, NOTE, OK, Finding
-from launcher.doctor.hosts import Host, compared
+from launcher.doctor.findings import FAILURE, OK
 
 STANDIN = """
 import json, os, sys, time
@@ -36,20 +35,6 @@ def program(tmp_path):
         return [sys.executable, "-S", str(script)]
 
     return of
-
-
-@pytest.mark.parametrize(
-    ("rate", "summed", "verdict", "says"),
-    [
-        (11e9, True, OK, "11.00 GB/s on each link of a ring of 2 ranks, of 15.8 that the slowest PCIe"),
-        (2e9, True, NOTE, "NCCL_DEBUG=INFO"),
-        (2e9, False, FAILURE, "Sums are wrong"),
-    ],
-)
-def test_an_exchange_is_judged_by_what_the_slowest_link_gives(rate, summed, verdict, says) -> None:
-    found = links.judged_exchange({"bytes_per_s": rate, "summed": summed}, 2, 15.76e9)
-    assert found.verdict == verdict
-    assert says in found.sentence
 
 
 @pytest.mark.parametrize("gpus", [2, 3, 4, 7, 8])
@@ -92,33 +77,6 @@ def test_two_ranks_over_loopback_sum_exactly_and_have_a_rate(monkeypatch) -> Non
     (found,) = links.bandwidth(["cpu", "cpu"])
     assert found.verdict == OK, found
     assert float(found.value.split()[0]) > 0
-
-
-def host(name: str, rate: float = 1e9, time: float = 0.0, sees: bool = True, torch: str = "2.13.0") -> Host:
-    return Host(name, [Finding("torch", torch), Finding("GPUs", "2")], time, sees, rate)
-
-
-@pytest.mark.parametrize(
-    ("other", "verdict", "says"),
-    [
-        (host("b", torch="2.12.0"), FAILURE, "2.13.0 on a, c; 2.12.0 on b"),
-        (host("b", time=30.0), NOTE, "30.0 s apart"),
-        (host("b", time=-90.0), FAILURE, "90.0 s apart"),
-        (host("b", sees=False), NOTE, "not seen by b"),
-        (host("b", rate=1e8), NOTE, "a to b, 0.10 GB/s"),
-    ],
-)
-def test_hosts_that_differ_are_named(other, verdict, says) -> None:
-    assert all(each.verdict == OK for each in compared([host("a"), host("b"), host("c")]))
-    (found,) = [each for each in compared([host("a"), other, host("c")]) if each.verdict != OK]
-    assert found.verdict == verdict
-    assert says in found.value
-
-
-def test_clocks_that_differ_to_both_sides_of_the_first_are_as_far_apart_as_they_are() -> None:
-    hosts = [host("a"), host("b", time=50.0), host("c", time=-50.0)]
-    (found,) = [each for each in compared(hosts) if each.verdict != OK]
-    assert (found.verdict, found.value) == (FAILURE, "100.0 s apart at most")
 
 
 def test_the_program_is_a_file_of_the_launcher() -> None:
