@@ -22,7 +22,6 @@ from launcher.report.curve import Curve, FloatArray, Means, Spread
 from launcher.report.reading import MAX_TEXT, bounded
 from launcher.report.step_lines import PREFIX, Columns, columns_of_events, columns_of_lines
 from launcher.run_dir.codec import decoded, encoded
-from launcher.run_dir.records import LOGS
 from launcher.telemetry import events
 from launcher.telemetry.event_log import FILE_NAME, LAST_BYTES, lines_of, opened, parsed
 from launcher.telemetry.step_time import PARTS, TIMES, TimeShares, TimeTotals, time_at_end
@@ -30,7 +29,6 @@ from launcher.telemetry.stream import Record
 
 Kind = TypeVar("Kind", bound=events.Event)
 
-NODE_FILES = "gpu-rank*.jsonl"  # of nodes without rank 0, in logs/
 BLOCK_BYTES = 1 << 20  # added at once, about 3,000 lines: what a call of numpy costs is spread over them
 STEP_FIELDS = ("loss", "lr", "grad_norm", "scale", "samples_per_s", "step_ms", "memory_bytes")
 NO_METRICS = ("samples", "tokens", "seconds")
@@ -317,14 +315,9 @@ class Follower:
 
 
 def read_recording(run_dir: Path) -> Recording:
-    """Everything recorded of a run, also the GPUs of other nodes; empty before it starts. Raises OSError."""
+    """Everything recorded of a run; empty before it starts. Raises OSError."""
     follower = Follower(run_dir / FILE_NAME)
     follower.poll()
-    for path in sorted((run_dir / LOGS).glob(NODE_FILES)):
-        node = Follower(path)
-        node.poll()
-        rank = path.stem.removeprefix("gpu-")
-        follower.recording.gpus |= {f"{rank}, {name}": found for name, found in node.recording.gpus.items()}
     return follower.recording
 
 

@@ -151,17 +151,10 @@ class GpuNumbers:
     memory_clock_mhz: float | None = None
     memory_bytes: float | None = None
     temperature_c: float | None = None
-    pcie_gen: float | None = None
-    pcie_width: float | None = None
     ecc_errors: float | None = None
-    remapped_rows: float | None = None
     energy_j: float | None = None
     incomplete: bool | None = None
     throttled_s: Mapping[str, float] | None = None  # by reason
-    pcie_tx_bytes_per_s: float | None = None
-    pcie_rx_bytes_per_s: float | None = None
-    nvlink_tx_bytes_per_s: float | None = None
-    nvlink_rx_bytes_per_s: float | None = None
     other_processes: int | None = None
 
 

@@ -181,17 +181,14 @@ def test_processes_of_a_run_are_told_apart():
     assert [(each.began, each.ended) for each in found.attempts] == [(2.0, 9.0), (51.0, 60.0)]
 
 
-def test_each_gpu_has_its_lanes_and_other_nodes_have_theirs(tmp_path):
+def test_each_gpu_has_its_curves(tmp_path):
     gpu = {"index": 1, "uuid": "GPU-x", "power_w": 200.0, "throttled_s": {"power": 1.0, "heat": 0.5}}
     event = {"event": "gpu", "time": 1.0, "step": 5, "power_w": 400.0, "gpus": [gpu, None, 3]}
     (tmp_path / "metrics.jsonl").write_bytes(json_line(event))
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "gpu-rank4.jsonl").write_bytes(json_line(event))
-    found = read_recording(tmp_path).gpus
-    assert list(found) == ["GPU 1", "rank4, GPU 1"]
-    for curves in found.values():
-        points = {field: [values.tolist() for values in curve.points()] for field, curve in curves.items()}
-        assert points == {"power_w": [[5.0], [200.0]], "throttled_s": [[5.0], [1.5]]}
+    ((name, curves),) = read_recording(tmp_path).gpus.items()
+    assert name == "GPU 1"
+    points = {field: [values.tolist() for values in curve.points()] for field, curve in curves.items()}
+    assert points == {"power_w": [[5.0], [200.0]], "throttled_s": [[5.0], [1.5]]}
 
 
 def test_many_events_of_a_kind_are_counted_and_bounded():

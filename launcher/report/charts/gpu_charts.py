@@ -9,7 +9,7 @@ import numpy as np
 from launcher.report.charts.chart import Chart, Line, axis_of, steps_axis
 from launcher.report.run_record import RunRecord
 
-FIRST = ("util", "memory", "power", "temperature", "clock", "throttl", "energy", "pcie", "nvlink")
+FIRST = ("util", "memory", "power", "temperature", "clock", "throttl", "energy")
 UNITS = {
     "percent": "%",
     "w": "W",
@@ -18,7 +18,6 @@ UNITS = {
     "bytes": "bytes",
     "j": "J",
     "s": "s",
-    "bytes_per_s": "bytes/s",
 }
 MAX_CHARTS = 12  # the first in the order of FIRST: the others say little of a training
 

@@ -1,4 +1,4 @@
-"""What is wrong with a GPU: throttled, a slower link than it could have, shared, gone.
+"""What is wrong with a GPU: throttled, memory errors, shared, gone.
 
 Owns the conditions, their texts and how often they are reported: at the first window, and at the end with the
 number of windows.
@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from launcher.errors import counted
 from launcher.telemetry.events import GpuNumbers
 from launcher.telemetry.gpu.devices import Gpu
-from launcher.telemetry.gpu.readings import Values
 
 # A GPU under full load is at its power cap (sw_power_cap) by design: recorded, no warning.
 FAULTS = ("hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake")
 LEAST_SHARE = 0.05  # of a window for which clocks are lowered: for less the step is hardly longer
-BUSY_PERCENT = 50  # an idle GPU lowers its link to save power
 
 
 class Conditions:
@@ -30,12 +28,12 @@ class Conditions:
         self._windows = 0
         self._ecc: dict[str, tuple[float, float]] = {}  # by GPU: errors at its first window, and as reported
 
-    def after(self, windows: Sequence[tuple[Gpu, GpuNumbers, Values]], seconds: float) -> None:
-        """Check a window: `windows` has each GPU with its numbers and the limits of its link."""
+    def after(self, windows: Sequence[tuple[Gpu, GpuNumbers]], seconds: float) -> None:
+        """Check a window: `windows` has each GPU with its numbers."""
         self._windows += 1
-        for gpu, numbers, limits in windows:
+        for gpu, numbers in windows:
             self._after_ecc(gpu, numbers.ecc_errors)
-            for kind, short, advice in _conditions(gpu, numbers, limits, seconds):
+            for kind, short, advice in _conditions(numbers, seconds):
                 key = gpu.uuid, kind
                 self._counts[key] += 1
                 if key not in self._first:
@@ -84,9 +82,7 @@ def other_processes(gpu: Gpu, pids: list[int]) -> int:
     return max(0, len(set(pids)) - len(own))
 
 
-def _conditions(
-    gpu: Gpu, numbers: GpuNumbers, limits: Values, seconds: float
-) -> Iterator[tuple[str, str, str]]:
+def _conditions(numbers: GpuNumbers, seconds: float) -> Iterator[tuple[str, str, str]]:
     """Kind, text and advice of each condition."""
     throttled_s = numbers.throttled_s or {}
     slowed = {reason: throttled_s.get(reason, 0.0) for reason in FAULTS}
@@ -96,20 +92,6 @@ def _conditions(
             "throttled",
             f"lowers its clocks ({worst}, {slowed[worst]:.1f} of {seconds:.1f} s)",
             "Check its cooling and power supply: it slows down all ranks.",
-        )
-    link = [
-        f"{word}{now:.0f} instead of {word}{limits[key]:.0f}"
-        for key, now, word in (
-            ("pcie_gen", numbers.pcie_gen, "PCIe generation "),
-            ("pcie_width", numbers.pcie_width, "x"),
-        )
-        if now is not None and now < limits.get(key, 0)
-    ]
-    if link and (numbers.utilisation_percent or 0.0) >= BUSY_PERCENT:
-        yield (
-            "link",
-            f"has a slower link than it could ({', '.join(link)})",
-            "Reseat it, or check the slot, the riser and the BIOS.",
         )
     if numbers.incomplete:
         yield (

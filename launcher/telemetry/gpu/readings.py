@@ -15,7 +15,6 @@ from typing import Any
 
 Values = dict[str, float]
 Timed = Sequence[tuple[float, float]]  # readings of one quantity, each with the seconds for which it stands
-ALL_LINKS = 0xFFFFFFFF  # NVML's scope for the sum over all NVLinks of a GPU
 NOT_HERE = ("NVMLError_NotSupported", "NVMLError_FunctionNotFound", "NVMLError_NoPermission")
 GONE = ("NVMLError_GpuIsLost", "NVMLError_ResetRequired")
 
@@ -54,37 +53,21 @@ MOMENTARY = {
     "temperature_c": NvmlCall("Temperature", ("TEMPERATURE_GPU",), over=largest),
     "sm_clock_mhz": NvmlCall("ClockInfo", ("CLOCK_SM",), over=mean),
     "memory_clock_mhz": NvmlCall("ClockInfo", ("CLOCK_MEM",), over=mean),
-    "pcie_gen": NvmlCall("CurrPcieLinkGeneration"),
-    "pcie_width": NvmlCall("CurrPcieLinkWidth"),
     "reasons": NvmlCall("CurrentClocksEventReasons"),
-}
-LIMITS = {  # the most that the GPU in this slot can have
-    "pcie_gen": NvmlCall("MaxPcieLinkGeneration"),
-    "pcie_width": NvmlCall("MaxPcieLinkWidth"),
 }
 COUNTERS = {
     "energy_j": NvmlCall("TotalEnergyConsumption", value=lambda mj: mj / 1e3),
     "ecc_errors": NvmlCall("TotalEccErrors", ("MEMORY_ERROR_TYPE_UNCORRECTED", "VOLATILE_ECC")),
-    "remapped_rows": NvmlCall("RemappedRows", value=lambda rows: sum(rows[:2])),  # corrected, uncorrected
-}
-RATES = {  # for GPUs without byte counters; NVML takes 20 ms for each, and gives KB per second
-    "pcie_tx_bytes_per_s": NvmlCall("PcieThroughput", ("PCIE_UTIL_TX_BYTES",), lambda kb: kb * 1e3),
-    "pcie_rx_bytes_per_s": NvmlCall("PcieThroughput", ("PCIE_UTIL_RX_BYTES",), lambda kb: kb * 1e3),
 }
 PROCESSES = NvmlCall("ComputeRunningProcesses")
 FIELD_VALUES = NvmlCall("FieldValues")
-# Counters that FIELD_VALUES reads together: NVML_FI_DEV_<field>, and the factor to the unit of the name. NVML
-# counts times in ns, data of NVLink in KiB, of PCIe in bytes.
+# Counters of ns that FIELD_VALUES reads together: NVML_FI_DEV_<field>.
 FIELDS = {
-    "throttled_sw_power_cap_s": ("CLOCKS_EVENT_REASON_SW_POWER_CAP", 1e-9),
-    "throttled_sync_boost_s": ("CLOCKS_EVENT_REASON_SYNC_BOOST", 1e-9),
-    "throttled_sw_thermal_s": ("CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN", 1e-9),
-    "throttled_hw_thermal_s": ("CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN", 1e-9),
-    "throttled_hw_power_brake_s": ("CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN", 1e-9),
-    "pcie_tx_bytes": ("PCIE_COUNT_TX_BYTES", 1.0),
-    "pcie_rx_bytes": ("PCIE_COUNT_RX_BYTES", 1.0),
-    "nvlink_tx_bytes": ("NVLINK_THROUGHPUT_DATA_TX", 1024.0),
-    "nvlink_rx_bytes": ("NVLINK_THROUGHPUT_DATA_RX", 1024.0),
+    "throttled_sw_power_cap_s": "CLOCKS_EVENT_REASON_SW_POWER_CAP",
+    "throttled_sync_boost_s": "CLOCKS_EVENT_REASON_SYNC_BOOST",
+    "throttled_sw_thermal_s": "CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN",
+    "throttled_hw_thermal_s": "CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN",
+    "throttled_hw_power_brake_s": "CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN",
 }
 MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal"}  # by nvmlValueType_t
 # Why clocks are lowered, with the bit of NVML's momentary flag.
@@ -109,13 +92,8 @@ class NvmlReader:
         self._nvml = nvml
         self._handle = handle
         self._unsupported: set[NvmlCall] = set()
-        numbers = {name: getattr(nvml, f"NVML_FI_DEV_{field}", None) for name, (field, _) in FIELDS.items()}
-        self._fields = {
-            name: (number, ALL_LINKS) if name.startswith("nvlink") else number
-            for name, number in numbers.items()
-            if number is not None
-        }
-        self.limits = self.read(LIMITS)
+        numbers = {name: getattr(nvml, f"NVML_FI_DEV_{field}", None) for name, field in FIELDS.items()}
+        self._fields = {name: number for name, number in numbers.items() if number is not None}
 
     def momentary(self) -> Values:
         """The values of `MOMENTARY`."""
@@ -148,7 +126,7 @@ class NvmlReader:
         for name, answer in zip(list(self._fields), answers, strict=False):  # no answers: not supported
             if answer.nvmlReturn == self._nvml.NVML_SUCCESS:
                 member = MEMBERS.get(answer.valueType, "ullVal")
-                found[name] = float(getattr(answer.value, member)) * FIELDS[name][1]
+                found[name] = float(getattr(answer.value, member)) * 1e-9
             else:
                 del self._fields[name]
         return found

@@ -1,4 +1,4 @@
-"""Measures the GPUs of this node in a thread of its own, and emits one `gpu` event per logging interval.
+"""Measures the GPUs of the first node in a thread of its own, and emits one `gpu` event per logging interval.
 
 Owns the thread, the alignment of windows to logged steps, and the energy of the run. The training thread only
 appends a step number. Quiet where there is no driver; never raises into the run.
@@ -19,12 +19,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from launcher.config.schema import Config
-from launcher.run_dir.records import LOGS, METRICS
-from launcher.telemetry.event_log import EventLog, recorded
-from launcher.telemetry.events import Event, GpuEvent, GpuNumbers, StepEvent, WarningEvent
+from launcher.run_dir.records import METRICS
+from launcher.telemetry.event_log import recorded
+from launcher.telemetry.events import Event, GpuEvent, GpuNumbers, StepEvent
 from launcher.telemetry.gpu.conditions import Conditions, name, other_processes
 from launcher.telemetry.gpu.devices import Gpu, RankDevice, gpus_of
-from launcher.telemetry.gpu.readings import RATES, GpuLostError, NvmlReader
+from launcher.telemetry.gpu.readings import GpuLostError, NvmlReader
 from launcher.telemetry.gpu.window import Window
 from launcher.telemetry.stream import Record, Sink, Telemetry
 
@@ -66,12 +66,11 @@ class _Lane:
     def close(self) -> GpuNumbers:
         """The numbers of the window, which ends here; the next one begins."""
         counters = self.reader.counters()
-        rates = {} if "pcie_tx_bytes" in counters else self.reader.read(RATES)
         now_s = time.monotonic()
         self._window.add(self.reader.momentary(), now_s)
-        numbers = self._window.closed(counters, rates, now_s, self.reader.tells_power)
+        numbers = self._window.closed(counters, now_s, self.reader.tells_power)
         self._window = Window(counters, now_s)
-        pids = None if self.gpu.is_sliced else self.reader.processes()
+        pids = self.reader.processes()
         others = None if pids is None else other_processes(self.gpu, pids)
         return replace(numbers, index=self.gpu.index, uuid=self.gpu.uuid, other_processes=others)
 
@@ -179,7 +178,7 @@ class GpuSampler(Sink):
         found = [(lane, numbers) for lane in lanes if (numbers := self._asked(lane.gpu, lane.close))]
         if found:
             self._emit(step, samples, seconds, found)
-            self._conditions.after([(lane.gpu, each, lane.reader.limits) for lane, each in found], seconds)
+            self._conditions.after([(lane.gpu, each) for lane, each in found], seconds)
         return now_s, [lane for lane, _ in found]
 
     def _emit(self, step: int, samples: float, seconds: float, found: list[tuple[_Lane, GpuNumbers]]) -> None:
@@ -224,32 +223,17 @@ def energy_before_j(metrics: Path) -> float:
     return max((float(value) for value in joules if isinstance(value, int | float)), default=0.0)
 
 
-class NodeLog(EventLog):
-    """logs/gpu-rank<k>.jsonl: `gpu` events and warnings of a node without rank 0, which has metrics.jsonl."""
-
-    def __init__(self, run_dir: Path, rank: int) -> None:
-        super().__init__(run_dir / LOGS / f"gpu-rank{rank}.jsonl")
-
-    def write(self, event: Event) -> None:
-        if isinstance(event, GpuEvent | WarningEvent):
-            super().write(event)
-
-
 def measure_gpus(
     config: Config, env: WorkerEnv, peers: Sequence[Peer], telemetry: Telemetry
 ) -> GpuSampler | None:
-    """One sampler on each node, at its first rank; it is closed with the telemetry. None elsewhere."""
+    """A sampler of the GPUs of the first node, at rank 0; it is closed with the telemetry. None elsewhere."""
     nvml = config.telemetry.nvml
     is_wanted = nvml is True or (nvml == "auto" and any(peer.gpu is not None for peer in peers))
-    if env.local_rank != 0 or not is_wanted:
+    if not env.is_leader or not is_wanted:
         return None
-    run_dir = Path(config.run.dir)
     before_j = 0.0
     with contextlib.suppress(OSError):
-        if env.is_leader:
-            before_j = energy_before_j(run_dir / METRICS)
-        else:
-            telemetry.add(NodeLog(run_dir, env.rank))
+        before_j = energy_before_j(Path(config.run.dir) / METRICS)
     ranks = [RankDevice(number, peer.gpu, peer.pid) for number, peer in enumerate(peers)]
     sampler = GpuSampler(telemetry, ranks, required=nvml is True, energy_before_j=before_j)
     telemetry.add(sampler)

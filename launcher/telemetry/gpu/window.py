@@ -10,9 +10,7 @@ from typing import Any
 from launcher.telemetry.events import GpuNumbers
 from launcher.telemetry.gpu.readings import MOMENTARY, REASONS, Timed, Values, integral
 
-LINKS = ("pcie_tx_bytes", "pcie_rx_bytes", "nvlink_tx_bytes", "nvlink_rx_bytes")
 COMPLETE = 0.95  # of a window in which the power was told; the rest may be the time that NVML takes to answer
-SINCE_DRIVER = ("ecc_errors", "remapped_rows")
 
 
 class Window:
@@ -27,18 +25,20 @@ class Window:
         self._readings.append((reading, now_s - self._latest_s))
         self._latest_s = now_s
 
-    def closed(self, counters: Values, rates: Values, now_s: float, tells_power: bool) -> GpuNumbers:
+    def closed(self, counters: Values, now_s: float, tells_power: bool) -> GpuNumbers:
         """The numbers of the window. What the GPU does not report is absent.
 
         `incomplete` where a GPU that tells its power did so for a part of the window only.
         """
         seconds = now_s - self._began_s
         moved = self._moved(counters)
-        numbers: dict[str, Any] = dict(rates)
         timed = {key: [(r[key], s) for r, s in self._readings if key in r] for key in MOMENTARY}
         flags = timed.pop("reasons")
-        numbers |= {key: MOMENTARY[key].over(readings) for key, readings in timed.items() if readings}
-        numbers |= {key: counters[key] for key in SINCE_DRIVER if key in counters}
+        numbers: dict[str, Any] = {
+            key: MOMENTARY[key].over(readings) for key, readings in timed.items() if readings
+        }
+        if "ecc_errors" in counters:
+            numbers["ecc_errors"] = counters["ecc_errors"]
         power = timed["power_w"]
         if "energy_j" in moved or power:
             numbers["energy_j"] = moved.get("energy_j", integral(power))
@@ -47,8 +47,6 @@ class Window:
             numbers["incomplete"] = True
         if throttled_s := _throttled_s(moved, flags):
             numbers["throttled_s"] = throttled_s
-        if seconds > 0:
-            numbers |= {f"{key}_per_s": moved[key] / seconds for key in LINKS if key in moved}
         return GpuNumbers(**numbers)
 
     def _moved(self, counters: Values) -> Values:

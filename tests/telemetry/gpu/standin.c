@@ -1,6 +1,6 @@
 /* A stand-in for NVIDIA's libnvidia-ml.so.1: two GPUs whose behaviour the file $NVML_STANDIN sets, read at each call.
-   It holds words: "lost1" (GPU 1 falls off the bus), "hot0", "narrow0", "shared0", "old" (no energy counter, no field
-   values), "nodriver", "ecc0", "deaf0" (no power and no energy for now), "mig" (GPU 1 is sliced). Power is 100 W and 200 W; counters follow the clock. */
+   It holds words: "lost1" (GPU 1 falls off the bus), "hot0", "shared0", "old" (no energy counter, no field
+   values), "nodriver", "ecc0", "deaf0" (no power and no energy for now). Power is 100 W and 200 W; counters follow the clock. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,9 +9,8 @@
 #include <unistd.h>
 
 typedef struct { int index; } Device;
-static Device devices[3] = {{0}, {1}, {2}};  /* 2: the slice of GPU 1 */
-static const char *uuids[3] = {"GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-0000-0000-0000-000000000000",
-                               "MIG-cccccccc-0000-0000-0000-000000000000"};
+static Device devices[2] = {{0}, {1}};
+static const char *uuids[2] = {"GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-0000-0000-0000-000000000000"};
 enum { OK = 0, NOT_SUPPORTED = 3, NOT_FOUND = 6, SHORT = 7, DRIVER_NOT_LOADED = 9, TIMED_OUT = 10, LOST = 15 };
 
 static int set(const char *word) {
@@ -40,15 +39,6 @@ const char *nvmlErrorString(int code) { return code == LOST ? "GPU is lost" : "s
 int nvmlDeviceGetCount_v2(unsigned *n) { *n = 2; return OK; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned i, Device **d) { *d = &devices[i]; return i < 2 ? OK : NOT_FOUND; }
 int nvmlDeviceGetUUID(Device *d, char *text, unsigned n) { snprintf(text, n, "%s", uuids[d->index]); return OK; }
-int nvmlDeviceGetMigMode(Device *d, unsigned *now_, unsigned *later) {
-    if (!set("mig")) return NOT_SUPPORTED;
-    *now_ = *later = d->index == 1;
-    return OK;
-}
-int nvmlDeviceGetMigDeviceHandleByIndex(Device *d, unsigned i, Device **part) {
-    *part = &devices[2];
-    return i == 3 ? OK : NOT_FOUND;
-}
 typedef struct { unsigned gpu, memory; } Utilization;
 int nvmlDeviceGetUtilizationRates(Device *d, Utilization *u) { ALIVE(d); u->gpu = 80 + d->index; return OK; }
 typedef struct { unsigned long long total, free, used; } Memory;
@@ -57,10 +47,6 @@ static int deaf(Device *d) { return d->index == 0 && set("deaf0"); }
 int nvmlDeviceGetPowerUsage(Device *d, unsigned *mw) { ALIVE(d); if (deaf(d)) return TIMED_OUT; *mw = (d->index + 1) * 100000; return OK; }
 int nvmlDeviceGetTemperature(Device *d, int sensor, unsigned *c) { ALIVE(d); *c = 60 + d->index; return OK; }
 int nvmlDeviceGetClockInfo(Device *d, int type, unsigned *mhz) { ALIVE(d); *mhz = type == 1 ? 1500 : 2600; return OK; }
-int nvmlDeviceGetCurrPcieLinkGeneration(Device *d, unsigned *v) { ALIVE(d); *v = 4; return OK; }
-int nvmlDeviceGetMaxPcieLinkGeneration(Device *d, unsigned *v) { ALIVE(d); *v = 4; return OK; }
-int nvmlDeviceGetCurrPcieLinkWidth(Device *d, unsigned *v) { ALIVE(d); *v = d->index == 0 && set("narrow0") ? 8 : 16; return OK; }
-int nvmlDeviceGetMaxPcieLinkWidth(Device *d, unsigned *v) { ALIVE(d); *v = 16; return OK; }
 int nvmlDeviceGetCurrentClocksEventReasons(Device *d, unsigned long long *bits) {
     ALIVE(d);
     *bits = d->index == 0 && set("hot0") ? 0x40 : 0;
@@ -79,11 +65,6 @@ int nvmlDeviceGetTotalEccErrors(Device *d, int type, int counter, unsigned long 
     *n = set("ecc0") ? 3 : 0;
     return OK;
 }
-int nvmlDeviceGetRemappedRows(Device *d, unsigned *a, unsigned *b, unsigned *c, unsigned *e) {
-    ALIVE(d);
-    *a = 1, *b = 2, *c = *e = 0;
-    return OK;
-}
 typedef struct {
     unsigned fieldId, scopeId;
     long long timestamp, latencyUsec;
@@ -98,12 +79,10 @@ int nvmlDeviceGetFieldValues(Device *d, int n, Field *fields) {
         f->nvmlReturn = OK;
         f->valueType = 3;
         if (f->fieldId == 270) f->value.ull = d->index == 0 && set("hot0") ? (unsigned long long)(now() * 5e8) : 7;
-        else if (f->fieldId == 138 && f->scopeId == 0xFFFFFFFF) f->value.ull = (unsigned long long)(now() * 1000);
         else f->nvmlReturn = NOT_SUPPORTED;
     }
     return OK;
 }
-int nvmlDeviceGetPcieThroughput(Device *d, int counter, unsigned *kb) { ALIVE(d); *kb = 1000 + counter; return OK; }
 typedef struct { unsigned pid; unsigned long long memory; unsigned gi, ci; } Process;
 int nvmlDeviceGetComputeRunningProcesses_v3(Device *d, unsigned *n, Process *found) {
     ALIVE(d);
