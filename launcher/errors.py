@@ -54,9 +54,13 @@ class PreflightError(LauncherError):
 
 
 class OutOfMemoryError(LauncherError):
-    """The device has too little memory for this model and batch."""
+    """The device has too little memory for this model and batch.
+
+    `halved` is the micro-batch with which the parent may restart the run, where that can help.
+    """
 
     exit_code = 4
+    halved: int | None = None
 
 
 class DivergedError(LauncherError):

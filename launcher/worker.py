@@ -48,7 +48,7 @@ from launcher.training.part_list import parts_of
 from launcher.training.parts.checkpoints import Checkpoints
 from launcher.training.parts.evaluation import Evaluator
 from launcher.training.parts.initial_weights import InitialWeights, Loaded, load_weights
-from launcher.training.parts.relief import Relief
+from launcher.training.parts.micro_batch import MicroBatch
 from launcher.training.progress import Course, Start
 from launcher.training.requests import Requests, heeded
 from launcher.training.resume import SavedRun
@@ -153,9 +153,9 @@ def _join_and_run(
         saved, first_step_done = SavedRun(assembled), partial(_first_step_done, assembled.run, watchdog)
         parts = assembled.parts = parts_of(assembled, saved, loaded, peers, gpus, first_step_done)
         heartbeat.beat("restoring")
-        start = saved.resume(launch.restart_count)
+        start = saved.resume(launch)
         parts.of(InitialWeights).check(saved.resumed)
-        parts.of(Relief).choose(start.step < assembled.course.total_steps)
+        parts.of(MicroBatch).choose(start.step < assembled.course.total_steps, launch.halved)
         heartbeat.beat("data", start.step)
         ends.announce(assembled, [peer.device for peer in peers], start)
         _train(assembled, saved, start)
@@ -208,7 +208,8 @@ def _train(job: Job, saved: SavedRun, start: Start) -> None:
     job.batches = training_batches(
         job.data.train, job.plan, job.recipe.train_transform, job.course.total_steps, saved.stream, say
     )
-    task = Task(run.stepper, job.model, job.recipe.loss, job.batches, job.answers, parts.of(Relief))
+    micro_batch = parts.of(MicroBatch)
+    task = Task(run.stepper, job.model, job.recipe.loss, job.batches, job.answers, micro_batch)
     if steps_left:
         sanity_check.try_loader_processes(job)
     if steps_left and not start.owes_evaluation:
@@ -222,7 +223,8 @@ def _train(job: Job, saved: SavedRun, start: Start) -> None:
     run.stepper.clock.on_mark(run.heartbeat.entering(PHASE_AFTER))
     with parts.of(Checkpoints):
         parts.begin(start.step)
-        end = train(job, start, task)
+        with micro_batch.explained():
+            end = train(job, start, task)
     run.heartbeat.beat("finishing")
     ends.finish(job, start.step, end, time.perf_counter() - began)
     run.heartbeat.beat("done")

@@ -109,10 +109,7 @@ class LoadedBatches(Batches):
         self._next = -1  # the step, of all epochs, that is read ahead next; -1 before the first
         self._bad = 0
         self._latest: list[tuple[BatchRequest, Sequence[int]]] = []  # with the offsets of what was kept
-        self._divide_by(self.plan)
-
-    def _divide_by(self, plan: BatchPlan) -> None:
-        self.plan = plan
+        plan = self.plan
         self._noise = lru_cache(1)(plan.noise)  # of an epoch
         self._order = lru_cache(1)(lambda epoch: plan.order(epoch).numpy())  # NumPy's: sliced in less time
         self._requests = lru_cache(LATEST)(
@@ -155,13 +152,6 @@ class LoadedBatches(Batches):
 
     def latest_bad(self) -> int:
         return self._bad
-
-    def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
-        """Divide by another plan: what was read ahead is dropped, and other loader processes begin here."""
-        self._divide_by(plan)
-        if self._pool is not None:
-            self._pool.end()
-        self._pool = None
 
     def _finished(self, batch: Batch, request: BatchRequest, kept: Sequence[int]) -> Batch:
         if self.transform is None:

@@ -215,7 +215,6 @@ class StreamBatches(Batches):
 
     def __post_init__(self) -> None:
         self._stands = self._resumed()
-        self._before: dict[int, Standpoint] = {}  # the latest two steps
         self._pool: Pool | None = None
         self._fetched: Iterator[Fetched] = iter(())
         self._ahead: Fetched | None = None
@@ -225,8 +224,6 @@ class StreamBatches(Batches):
     def step(self, epoch: int, step: int) -> list[Batch]:
         """This rank's micro-batches: of the next step, or again of the one before."""
         if step != self._latest[0]:
-            self._before[step] = self._stands
-            self._before.pop(step - 2, None)
             self._latest = step, self._take()
         return [self._finished(self.data.usable(fetched), noise) for fetched, noise in self._latest[1]]
 
@@ -256,19 +253,6 @@ class StreamBatches(Batches):
         stands = self._stands
         self._stands = Standpoint(stands.ranks, stands.processes, stands.passes + 1)
         self._read_ahead()
-
-    def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
-        """Divide by another plan: the stream is read again from this step on, as by a resume before it.
-
-        The samples of the step are the same, unless the stream divides itself among several processes.
-        """
-        self.plan = plan
-        self._stands = self._before.pop(step)
-        self._before.clear()
-        self._latest = (-1, [])
-        if self._pool is not None:
-            self._pool.end()
-        self._pool, self._fetched, self._ahead = None, iter(()), None
 
     def position(self) -> str:
         """Where this rank stands after the latest step, for `saved`."""

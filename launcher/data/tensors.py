@@ -114,9 +114,6 @@ class Batches(Protocol):
         """Start the data again, on all ranks after the same step. Only of a stream."""
         return
 
-    def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
-        """Divide the batches by another plan from this step on, which may be one of the latest two."""
-
     def position(self) -> str:
         """Where this rank stands in a stream, for a resume; empty for data that needs no position."""
         return ""
@@ -150,10 +147,6 @@ class DeviceBatches(Batches):
     def latest_indices(self) -> list[list[int]]:
         """The indices of the samples that the latest `step` returned, one list per micro-batch."""
         return self.plan.sample_indices(*self._latest)
-
-    def divide(self, plan: BatchPlan, epoch: int, step: int) -> None:
-        """Divide the following steps by another plan."""
-        self.plan = plan
 
 
 def transformed(name: str, transform: Callable[..., Batch] | None, batch: Batch, *more: Tensor) -> Batch:

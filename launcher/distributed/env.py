@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 RANKS_SHOWN = 16  # in an error, which may be about thousands
 NODE = "node"  # LaunchEnv.noun
+HALVED = "LAUNCHER_MICRO_BATCH"  # set by our parent process, for the workers that it starts again
 LEADER = 0  # the rank that writes files, and has what is gathered for them
 
 
@@ -33,6 +34,7 @@ class LaunchEnv:
     run_id: str = "none"
     launched: bool = False  # by a launcher that sets RANK
     noun: str = "rank"  # or "node": this process is the parent on one of several machines
+    halved: int | None = None  # the micro-batch with which the parent has restarted a run out of memory
 
     @property
     def name(self) -> str:
@@ -73,6 +75,7 @@ class LaunchEnv:
             restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
             run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
             launched=True,
+            halved=_number(environ, HALVED) if environ.get(HALVED) else None,
         )
         if launch.rank >= launch.world_size:
             raise PreflightError(

@@ -25,6 +25,7 @@ from launcher.distributed.store import LEAVE_S, awaited_in_vain, limit_silence, 
 from launcher.errors import (
     ON_REQUEST,
     LauncherError,
+    OutOfMemoryError,
     StalledError,
     described,
     visible,
@@ -58,6 +59,7 @@ class Departure:
     lost: bool = False  # the error is that of a rank which lost another one: not the origin
     traceback: str = ""  # of an exception, to be printed before the error
     restart_helps: bool = False  # whatever the exit code
+    halved: int | None = None  # the micro-batch to restart with, after a shortage of memory
 
 
 class LastWords:
@@ -169,7 +171,8 @@ def departure_of(rank: int, error: BaseException | None = None) -> Departure:
     error = shortage_of(error, f"rank {rank}") or error
     if isinstance(error, LauncherError):
         left = replace(left, error=str(error), exit_code=error.exit_code, traceback=error.traceback)
-        return replace(left, restart_helps=error.restart_helps, shared=error.shared)
+        left = replace(left, restart_helps=error.restart_helps, shared=error.shared)
+        return replace(left, halved=error.halved) if isinstance(error, OutOfMemoryError) else left
     left = replace(left, error=described(error, with_notes=True), exit_code=1, lost=is_of_another(error))
     return replace(left, traceback="" if left.lost else short_traceback(error))
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from launcher.checkpoint.catalog import FOLDER, candidates, step_of
 from launcher.config.messages import directory_override
+from launcher.distributed.env import HALVED
 from launcher.errors import ON_REQUEST, TO_RESUME, LauncherError, PreemptedError, PrunedError
 from launcher.process.signals import Signals, held_back
 from launcher.process.streams import write
@@ -36,6 +37,7 @@ class Agent:
     def __init__(self, work: Work, num_workers: int, signals: Signals, nodes: OneMachine) -> None:
         self._work, self._num_workers = work, num_workers
         self._signals, self._nodes = signals, nodes
+        self._halved: int | None = None  # the micro-batch of a run that has run out of memory
         self._run_dir, self._began = Path(work.config.run.dir), time.time()
         self._restarts = Restarts(work.config.launch.max_restarts, self._newest_step())
 
@@ -57,6 +59,7 @@ class Agent:
                 generation.kill()
             if verdict.exit_code != RESTART:
                 return
+            self._halved = verdict.halved or self._halved
 
     def _workers(self, number: int, first_rank: int, world_size: int) -> list[ForkProcess]:
         """The processes of a generation, each with the variables by which torchrun tells a rank its place."""
@@ -72,6 +75,7 @@ class Agent:
             "TORCHELASTIC_MAX_RESTARTS": str(self._restarts.allowed),
             "TORCHELASTIC_RUN_ID": "run",
             "TORCHELASTIC_USE_AGENT_STORE": str(several),
+            HALVED: str(self._halved or ""),
         }
         own = ({"RANK": str(first_rank + each), "LOCAL_RANK": str(each)} for each in range(self._num_workers))
         return [ForkProcess(target=be_a_rank, args=(self._work, shared | places)) for places in own]
@@ -83,7 +87,7 @@ class Agent:
             verdict = self._nodes.verdict(generation.poll(), generation)
             if verdict is not None and verdict.exit_code not in (0, RESTART):
                 self._restart_or_raise(verdict)
-                verdict = AttemptVerdict(RESTART)
+                verdict = AttemptVerdict(RESTART, halved=verdict.halved)
         except LauncherError as error:
             self._nodes.decide(AttemptVerdict(error.exit_code, str(error)))
             raise
@@ -116,6 +120,7 @@ class Agent:
         self._restarts.allow(verdict, newest)
         count = f"{self._restarts.used} of {self._restarts.allowed}"
         place = f"step {newest} (checkpoint)" if newest else "the start (no checkpoint)"
+        place += f" with data.micro_batch={verdict.halved}" if verdict.halved else ""
         text = f"{verdict.traceback}restart {count}: {verdict.text.removesuffix('.')}; resuming from {place}"
         write(f"{text}\n", sys.stderr)
 

@@ -28,9 +28,11 @@ class Restarts:
         """Count a restart after this verdict; `newest_step` is that of the newest checkpoint now, 0 if none.
 
         Raises if no further one is allowed: RunFailed, or NoProgressError after three generations in a row
-        that have published no new checkpoint.
+        that have published no new checkpoint. One that is restarted with half the micro-batch is not the
+        same again, so it counts as progress; the size, which halves, bounds how often.
         """
-        self.fruitless = 0 if newest_step > self.newest_step else self.fruitless + 1
+        progress = newest_step > self.newest_step or verdict.halved is not None
+        self.fruitless = 0 if progress else self.fruitless + 1
         self.newest_step = newest_step
         can_help = verdict.restart_helps or verdict.exit_code in RECOVERABLE
         if not can_help or self.used == self.allowed:

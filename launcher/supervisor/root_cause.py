@@ -63,6 +63,7 @@ class AttemptVerdict:
     last_step: int | None = None  # of a run that was ended while it wrote its result and report
     traceback: str = ""  # of the exception behind it, printed before the text
     restart_helps: bool = False  # whatever the exit code
+    halved: int | None = None  # the micro-batch to restart with, after a shortage of memory
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> A
         if blamed.host and text.startswith(f"rank {blamed.rank} "):
             text = f"{text} (on {blamed.host})"
         verdict = AttemptVerdict(left.exit_code, text, traceback=left.traceback)
-        return replace(verdict, restart_helps=left.restart_helps)
+        return replace(verdict, restart_helps=left.restart_helps, halved=left.halved)
     alive = [fate for fate in fates if fate.exit_code is None]
     if any(fate.failure for fate in fates):
         return hang([blamed])

@@ -132,11 +132,12 @@ class CheckpointEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RestartEvent(Event):
-    """A process resumes the run from a checkpoint."""
+    """A process resumes the run from a checkpoint, or begins it again with a smaller micro-batch."""
 
     kind = "restart"
-    path: str
+    path: str  # empty: from the beginning
     attempt: int  # restarts by the parent process
+    micro_batch: int | None = None  # half of what did not fit in memory, where the parent has chosen it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,16 +207,6 @@ class StragglerEvent(Event):
     first_step: int  # of the steps that were compared
     last_step: int
     cause: str  # data or compute
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutOfMemoryEvent(Event):
-    """Ranks ran out of memory: the micro-batch was halved, and the step is repeated."""
-
-    kind = "out_of_memory"
-    ranks: Sequence[int]
-    micro_batch: int  # from here on
-    dropped: int  # the step that is repeated
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from launcher.training.job import Job
 from launcher.training.parts.evaluation import Evaluator
 from launcher.training.progress import Start
-from launcher.training.reports import DroppedStepError
 from launcher.training.task import Task
 
 
@@ -29,14 +28,8 @@ def train(job: Job, start: Start, task: Task) -> int:
     while done < course.total_steps and not parts.ends:
         position = course.position_of(done + 1)
         run.heartbeat.beat("data", position.step)
-        try:
-            parts.vote(position)
-            parts.after_launch(position, task.train_on(position))
-            parts.end_step(position, evaluator.after(position))
-            done = position.step
-        except DroppedStepError as error:
-            # All ranks read at the same step that one was dropped, and take it again together.
-            parts.retake(error.position)
-            run.reports.restart_timer()
-            done = error.position.step - 1
+        parts.vote(position)
+        parts.after_launch(position, task.train_on(position))
+        parts.end_step(position, evaluator.after(position))
+        done = position.step
     return done

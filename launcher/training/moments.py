@@ -30,7 +30,6 @@ class Parts:
     - `after_evaluation(position, measured)`: the same result on all ranks;
     - `at_end(position, measured)`: the run is about to be saved for the last time;
     - `end_step(position, measured)`: after everything else of a step; None where nothing was evaluated;
-    - `retake(position)`: all ranks have dropped this step, which is taken again;
     - `state()`: the JSON values that it keeps from step to step, saved with every checkpoint; may be a
       collective;
     - `load_state(values)`: the inverse, before the first step; not called where a checkpoint has none of it;
@@ -103,10 +102,6 @@ class Parts:
                     at_end(position, measured)
         for end in self._end_step:
             end(position, measured)
-
-    def retake(self, position: Position) -> None:
-        for retake in self._moments("retake"):
-            retake(position)
 
     def state(self) -> dict[str, Mapping[str, Any]]:
         """What the parts keep, by name. A collective."""

@@ -19,8 +19,8 @@ from launcher.training.parts.first_step import FirstStep
 from launcher.training.parts.gradient_stats import GradientStats
 from launcher.training.parts.initial_weights import InitialWeights, Loaded
 from launcher.training.parts.log import Log
+from launcher.training.parts.micro_batch import MicroBatch
 from launcher.training.parts.plateau import Plateau
-from launcher.training.parts.relief import Relief
 from launcher.training.parts.replica_check import ReplicaCheck
 from launcher.training.parts.rescue import Rescue
 from launcher.training.parts.skipped_steps import SkippedSteps
@@ -50,6 +50,7 @@ def parts_of(
     parts: list[object | None] = [
         Averages(run, run.average) if run.average is not None else None,
         run.reports,  # reads the step before: what follows may use it
+        MicroBatch(job),  # ends a run whose step was abandoned before anything is made of the step
         Stragglers(run, [peer.host for peer in peers]) if several else None,
         BadSamples(run),
         trained,
@@ -62,7 +63,6 @@ def parts_of(
         Log(run, totals),  # after those that may end the run by the same step
         ReplicaCheck(run, course) if config.consistency.every_steps else None,
         InitialWeights(run, loaded),
-        Relief(job),  # before the votes are cast again
         Evaluator(job, trained),
         EarlyStopping(stop, compare_by, course, run.telemetry) if stop.patience is not None else None,
         Plateau(run, config.plateau, job.recipe) if config.plateau.factor is not None else None,

@@ -19,14 +19,6 @@ from launcher.training.votes import Votes
 log = logging.getLogger("launcher")
 
 
-class DroppedStepError(Exception):
-    """Raised on all ranks where they read that a rank has abandoned a step, which is to be taken again."""
-
-    def __init__(self, position: Position) -> None:
-        super().__init__(f"step {position.step} was dropped")
-        self.position = position
-
-
 class Reports:
     """Passes each step's report to `readers`, in order, while `seconds` is how long it took on the host."""
 
@@ -49,13 +41,11 @@ class Reports:
         self._previous = now
 
     def flush(self) -> None:
-        """Pass on the last step; waits for the device. Raises DroppedStepError for one to be taken again."""
+        """Pass on the last step; waits for the device."""
         if self._waiting is None:
             return
         (position, result, self.seconds), self._waiting = self._waiting, None
         report = result.read()
-        if report.abandoned_ranks:
-            raise DroppedStepError(position)
         if any(report.votes):
             self._votes.count(report)
         self._telemetry.advance(position.epoch, position.step)

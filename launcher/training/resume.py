@@ -14,6 +14,7 @@ from launcher.checkpoint.host_memory import HostMemory
 from launcher.checkpoint.snapshot import Compared, Identity, Origin, Progress, Snapshot, Staged, Surroundings
 from launcher.data.streamed import StreamData
 from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.env import LaunchEnv
 from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.errors import ConfigError, listed
 from launcher.run_dir.differences import changed_settings, settings_of
@@ -45,14 +46,14 @@ class SavedRun:
         """The directory of this run's checkpoints."""
         return Path(self.run.config.run.dir) / FOLDER
 
-    def resume(self, restart_count: int) -> Start:
+    def resume(self, launch: LaunchEnv) -> Start:
         """Load the checkpoint to resume from, if there is one. A collective.
 
         After a restart that is always the newest of this run. Raises, on all ranks, ConfigError for another
         run's checkpoint or one beyond the end, StorageError if none is intact although one was requested.
         """
         wish = self.run.config.checkpoint.resume
-        if restart_count and (wish == NEVER or Path(wish).is_relative_to(self.run.config.run.dir)):
+        if launch.restart_count and (wish == NEVER or Path(wish).is_relative_to(self.run.config.run.dir)):
             wish = AUTO  # its first start has already set the others aside
         own_disks = self.run.config.launch.hosts == "mixed"
         found = catalog.resume(self.run.env, self.directory, wish, self._identity, own_disks)
@@ -60,6 +61,9 @@ class SavedRun:
             self.run.telemetry.warn(f"a damaged checkpoint is skipped and set aside: {name} ({problems})")
         if found.snapshot is None:
             self.run.telemetry.rewind(0, evaluates_again=False)
+            if launch.halved is not None:
+                event = RestartEvent(0, path="", attempt=launch.restart_count, micro_batch=launch.halved)
+                self.run.telemetry.emit(event)
             return Start()
         step = found.snapshot.progress.step
         course = self.job.course
@@ -75,10 +79,10 @@ class SavedRun:
         # Killed before its result was written, or to be saved again with the evaluation that is due.
         at_end = step == course.total_steps or bool(self.job.parts.ends)
         start = Start(step, at_end or (course.evaluates_after(step) and not extra.evaluated))
-        self._report(found.snapshot, found.path, start, restart_count)
+        self._report(found.snapshot, found.path, start, launch)
         return start
 
-    def _report(self, saved: Snapshot, path: Path | None, start: Start, restart_count: int) -> None:
+    def _report(self, saved: Snapshot, path: Path | None, start: Start, launch: LaunchEnv) -> None:
         """Report where the run resumes, and what has changed."""
         telemetry = self.run.telemetry
         allowed = self.run.config.checkpoint.allow_other_data
@@ -88,7 +92,9 @@ class SavedRun:
             text = listed(others, SHOWN, "; ")
             telemetry.warn(f"resumed with other settings than the checkpoint's: {text}")
         telemetry.rewind(start.step, evaluates_again=start.owes_evaluation)
-        telemetry.emit(RestartEvent(start.step, path=str(path), attempt=restart_count))
+        telemetry.emit(
+            RestartEvent(start.step, path=str(path), attempt=launch.restart_count, micro_batch=launch.halved)
+        )
         telemetry.decision("resume", f"after step {start.step}, from {path}")
         if self.run.average is not None and saved.average is None:
             text = f"starts from the weights after step {start.step}: the checkpoint has none"

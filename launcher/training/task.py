@@ -15,7 +15,7 @@ from launcher.errors import DataError
 from launcher.recipe.contract import Loss, loss_of
 from launcher.training.answers import Answers
 from launcher.training.failures.model_mistakes import backward_mistake, unheld_parameters
-from launcher.training.parts.relief import Relief
+from launcher.training.parts.micro_batch import MicroBatch
 from launcher.training.progress import Position
 from launcher.training.votes import Question, samples_of
 
@@ -29,19 +29,18 @@ class Task:
     loss: Callable[[nn.Module, Batch], Loss]
     batches: Batches
     answers: Answers
-    relief: Relief
+    micro_batch: MicroBatch
     inspected: bool = False  # whether a loss was: the first one is
 
     def train_on(self, position: Position) -> StepResult:
         """One update from this rank's micro-batches, which may be none."""
-        if self.relief.dropping:
+        if self.micro_batch.abandons:
             return self.stepper.abandon()
-        self.relief.keep(position)
         try:
             ends = self._learn(position)
             result = self.stepper.step()
         except Exception as error:
-            if not (self.stepper.can_abandon and self.relief.accepts(error, position)):
+            if not self.micro_batch.abandons_after(error):
                 raise
             return self.stepper.abandon()
         if not ends:

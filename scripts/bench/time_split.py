@@ -1,4 +1,4 @@
-"""Cost of two parts of the loop: timing the parts of a step, and saving the state that train.on_oom needs.
+"""What it costs to time the parts of a step.
 
     python scripts/bench/time_split.py [--quick] [--json FILE]
 
@@ -13,27 +13,12 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from launcher.config.composition import Request
-from launcher.config.resolve import compose_jobs
-from launcher.data.batch_plan import BatchPlan
-from launcher.data.tensors import DeviceBatches, TensorData
-from launcher.distributed.env import WorkerEnv
-from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine import SGD, Policy, Stepper, StepResult
 from launcher.engine.step_timer import DATA, Mark
-from launcher.telemetry import Telemetry
-from launcher.training.answers import Answers
-from launcher.training.job import Job
-from launcher.training.parts.relief import Relief
-from launcher.training.progress import Position
-from launcher.training.requests import Requests
-from launcher.training.run import Run
 from launcher.training.step_times import StepTimes, parts_of
 from scripts.bench.interleaved import Goal, Times, goal_table, interleave, median_interval, row_of, write
 
@@ -56,22 +41,17 @@ class NoClock:
 class Steps:
     """Steps of a small network, each read one step late, as the launcher does."""
 
-    def __init__(self, split: bool, relieved: bool) -> None:
+    def __init__(self, split: bool) -> None:
         torch.manual_seed(0)
         self._stepper = Stepper(nn.Linear(8, 2), SGD(1e-3), Policy.fp32())
         if not split:
             object.__setattr__(self._stepper, "clock", NoClock())
         self._times = StepTimes(1) if split else None
-        self._relief = relief_of(self._stepper) if relieved else None
         self._batch = torch.ones(4, 8)
-        self._number = 0
         self._waiting: StepResult | None = None
         self._before = time.perf_counter()
 
     def step(self) -> None:
-        self._number += 1
-        if self._relief is not None:
-            self._relief.keep(Position(0, self._number - 1, self._number))
         clock = self._stepper.clock
         clock.restart()
         batch = self._batch
@@ -90,16 +70,6 @@ class Steps:
         with self._stepper.forward():
             loss = self._stepper.model(batch).square().sum()
         self._stepper.backward(loss, len(batch))
-
-
-def relief_of(stepper: Stepper) -> Relief:
-    env = WorkerEnv(0, 1, 0, 1, CPU, None)
-    (config,) = compose_jobs(Request(("recipe=resnet18",)))
-    run = Run(config, env, stepper, Telemetry(), Heartbeat(), Requests())
-    plan = BatchPlan(64, 4, None, 1, 0, 0, drop_last=False)
-    batches = DeviceBatches(TensorData({"x": torch.ones(64, 8)}), plan, None)
-    of_job = SimpleNamespace(run=run, batches=batches, answers=Answers(env, None))
-    return Relief(cast(Job, of_job))
 
 
 def added(times: Times, ours: str, baseline: str) -> float:
@@ -130,18 +100,14 @@ def main() -> None:
     torch.set_num_threads(1)
     repeats, steps = (2, 5) if arguments.quick else (arguments.repeats, arguments.steps)
     sides: dict[str, Callable[[], object]] = {
-        "neither": Steps(split=False, relieved=False).step,
-        "split": Steps(split=True, relieved=False).step,
-        "on_oom": Steps(split=False, relieved=True).step,
+        "neither": Steps(split=False).step,
+        "split": Steps(split=True).step,
     }
     times = interleave(sides, repeats, steps=steps, clock=time.process_time)
     rows = {name: row_of(seconds) for name, seconds in times.items()}
     for name, row in rows.items():
         print(f"{name:10} {1e3 * row['min_ms']:8.1f} us {1e3 * row['median_ms']:8.1f} us")
-    goals = [
-        goal_of("CPU time of the split", times, "split", "neither"),
-        goal_of("CPU time of what train.on_oom=halve keeps", times, "on_oom", "neither"),
-    ]
+    goals = [goal_of("CPU time of the split", times, "split", "neither")]
     print(f"\n{goal_table(goals)}")
     write(arguments.json, "what the split of a step's time costs", repeats, rows, goals, steps=steps)
 

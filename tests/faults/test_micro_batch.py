@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,12 @@ import yaml
 from launcher.engine.optim.updater import Updater
 from launcher.engine.wire.reducer import Reducer
 from launcher.engine.wire.transports import Bucket
-from launcher.report.run_record import RunRecord
+from tests.faults import parent
 from tests.faults.launching import Ended, run
 from tests.faults.usercode import (
     both,
     hungry,
     lacking_memory,
-    send_signal,
     stop_after,
 )
 
@@ -91,105 +88,50 @@ def test_where_not_even_one_sample_fits_all_ranks_leave_with_exit_4(tmp_path: Pa
     assert ended.result["exit"] == 4
 
 
-# train.on_oom
+# train.on_oom, under torchrun: no parent restarts the run.
 
 
-AVERAGED = "ema={decay: 0.9, every_steps: 2}"
-HALVED: dict[str, tuple[int, tuple[str, ...], tuple[int, ...], int]] = {
-    # ranks, words, which of them lack memory, and in which pass first
-    "one of two, in mid-run": (2, (), (1,), 6),
-    "both, in the first step": (2, ("wire.shard=true",), (0, 1), 0),
-    "the leader, before an evaluation": (
-        2,
-        ("wire.shard=true", "train.eval_every_steps=7", AVERAGED),
-        (0,),
-        6,
-    ),
-    "alone, in loader processes": (1, ("recipe.uses=noisy_indexed", "data.workers=2"), (0,), 6),
-    "alone, from a stream": (1, ("recipe.uses=noisy_streamed", "data.workers=1"), (0,), 6),
-    "one of two, whose first steps draw less": (2, ("recipe.uses=noisy_later",), (1,), 6),
-    "alone, in micro-batches already": (1, ("data.micro_batch=8", "precision=fp32"), (0,), 13),
-}
-IN_THE_DEFAULT_SET = "one of two, in mid-run"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == IN_THE_DEFAULT_SET else [pytest.mark.slow]) for name in HALVED],
-)
-def test_a_halved_run_ends_as_one_that_starts_halved_from_the_step_before(tmp_path: Path, name) -> None:
-    ranks, words, lacking, first = HALVED[name]
-    micro = 8 if "already" in name else 16 // ranks
-    step = first // (16 // ranks // micro) + 1
-    common = ("train.max_steps=12", f"checkpoint.every_steps={step - 1 or 100}", *words)
-    # Once only: the rank that ran out has to abandon the next step, in which it would have room again.
-    small = lacking_memory(micro // 2, *lacking, passes=range(first, 100), once="mid-run" in name)
-    ended = run(tmp_path / "run", *common, ranks=ranks, user_code=small)
-    assert ended.codes == [0] * ranks, ended
-    assert ended.result["micro_batch"] == written(ended) == micro // 2
-    assert RunRecord.read(ended.directory).config["data.micro_batch"] == (
-        "8" if "already" in name else "null"
-    )
-    (event,) = ended.events("out_of_memory")
-    assert (event["ranks"], event["dropped"], event["micro_batch"]) == (list(lacking), step, micro // 2)
-    (warning,) = ended.warnings
-    assert f"rank {lacking[0]} ran out of GPU memory: no room for {micro} samples" in warning
-    steps = [each["step"] for each in ended.events("step")]
-    assert steps == sorted(set(steps)) == [*range(1, 13)]
-    assert ended.result["skipped_steps"] == 0
-
-    from_there = () if step == 1 else (f"checkpoint.resume={ended.checkpoints[step - 1]}",)
-    halved = (*common, f"data.micro_batch={micro // 2}", *from_there)
-    from_the_start = run(tmp_path / "halved", *halved, ranks=ranks)
-    assert from_the_start.digest == ended.digest
-    assert from_the_start.result.get("ema_sha256") == ended.result.get("ema_sha256")
-    assert ("ema_sha256" in ended.result) == (AVERAGED in words)
-
-
-@pytest.mark.slow
-def test_a_resume_after_it_uses_the_halved_micro_batch(tmp_path: Path) -> None:
-    small = lacking_memory(8, 0, passes=range(4, 100))
-    whole = run(tmp_path / "whole", "train.max_steps=12", user_code=small)
-    stopped = run(tmp_path / "run", "train.max_steps=12", user_code=both(small, stop_after(14)))
-    assert stopped.codes == [75], stopped
-    resumed = run(tmp_path / "run", "train.max_steps=12", user_code=lacking_memory(8, 0))
-    assert resumed.digest == whole.digest
-    assert resumed.result["micro_batch"] == 8
-    assert len(resumed.warnings) == 1, "of the first process: the second did not run out"
-    assert decisions(resumed, "micro-batch")[-1]["text"] == "8 per rank, as in the run so far"
-
-
-def test_a_second_shortage_ends_the_run_with_exit_4(tmp_path: Path) -> None:
-    ended = run(tmp_path / "run", "train.max_steps=12", user_code=lacking_memory(4, 0, passes=range(3, 100)))
-    assert ended.codes == [4], ended
-    assert (
-        "step 4. The micro-batch was halved from 16 to 8 in step 4, and that is done once" in ended.outputs[0]
-    )
-    assert "Set data.micro_batch=auto" in ended.outputs[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "above", "first", "text"),
-    [
-        (("train.on_oom=stop",), 4, 3, "Lower data.micro_batch"),
-        (
-            ("data.micro_batch=1",),
-            0,
-            0,
-            "The micro-batch is 1 already, which cannot be halved. What helps",
-        ),
-    ],
-)
-def test_a_run_that_cannot_be_halved_or_may_not_ends_with_exit_4(
-    tmp_path: Path, words, above, first, text
-) -> None:
-    ended = run(
-        tmp_path / "run", *words, ranks=2, user_code=lacking_memory(above, 0, 1, passes=range(first, 100))
-    )
+def test_a_shortage_in_the_pass_of_one_rank_ends_all_ranks_after_the_same_step(tmp_path: Path) -> None:
+    """Over NCCL a rank that raised alone would leave the others waiting in the exchange of gradients."""
+    small = lacking_memory(4, 1, passes=range(6, 100))
+    ended = run(tmp_path / "run", "train.max_steps=12", ranks=2, user_code=small)
     assert ended.codes == [4, 4], ended
-    assert text in ended.outputs[0]
-    assert ended.events("out_of_memory") == []
+    error = ended.result["error"]
+    assert error.startswith("rank 1 ran out of GPU memory: no room for 8 samples, in the forward or backward")
+    assert "of step 7. The micro-batch is 8 per rank and forward pass; data.micro_batch=4 needs less" in error
+    assert error.endswith(f"To resume: the same command with run.dir={ended.directory} data.micro_batch=4")
+    assert (ended.status["exit"], ended.result["exit"]) == (4, 4)
+    assert [sorted(ended.checkpoints), ended.events("restart")] == [[5], []]
+    assert all("ended by another" not in output for output in ended.outputs)
+
+
+ENDED: dict[str, tuple[int, tuple[str, ...], tuple[int, ...], int, str]] = {
+    # ranks, words, which of them lack memory, for more samples than that, and what is said
+    "both, in the first step": (2, ("wire.shard=true",), (0, 1), 4, "rank 1 ran out of GPU memory: no room"),
+    "alone, in loader processes": (1, ("recipe.uses=noisy_indexed", "data.workers=2"), (0,), 8, "=8 needs"),
+    "alone, from a stream": (1, ("recipe.uses=noisy_streamed", "train.max_steps=6"), (0,), 8, "=8 needs"),
+    "in a last step": (2, ("train.max_steps=1",), (1,), 4, "data.micro_batch=4 needs less memory"),
+    "before an evaluation": (2, ("train.eval_every_steps=1",), (1,), 4, "data.micro_batch=4 needs less"),
+    "in micro-batches of one": (
+        1,
+        ("data.micro_batch=1",),
+        (0,),
+        0,
+        "which cannot be halved: choose a",
+    ),
+    "as a stop": (2, ("train.on_oom=stop",), (1,), 4, "=4 needs less memory for the same update."),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENDED)
+def test_a_run_without_a_parent_ends_with_exit_4(tmp_path: Path, name) -> None:
+    ranks, words, lacking, above, text = ENDED[name]
+    ended = run(tmp_path / "run", *words, ranks=ranks, user_code=lacking_memory(above, *lacking))
+    assert ended.codes == [4] * ranks, ended
+    assert text in ended.result["error"], ended
+    said = "No parent process restarts this run" in ended.result["error"]
+    assert said == (name not in ("in micro-batches of one", "as a stop"))
 
 
 def no_room(*values: object, **options: object) -> None:
@@ -255,23 +197,10 @@ def lack_memory_once_for_the_last_bucket() -> None:
     Reducer._launch = launching  # type: ignore[method-assign]
 
 
-def test_a_shortage_in_the_exchange_of_one_rank_halves_the_micro_batch(tmp_path: Path) -> None:
+def test_a_shortage_in_the_exchange_of_one_rank_ends_all_ranks(tmp_path: Path) -> None:
     ended = run(tmp_path / "run", "train.max_steps=3", ranks=2, prepare=lack_memory_once_for_the_last_bucket)
-    assert ended.codes == [0, 0], ended
-    (event,) = ended.events("out_of_memory")
-    assert (event["ranks"], event["dropped"], event["micro_batch"]) == ([1], 1, 4)
-    assert ended.result["skipped_steps"] == 0
-
-
-@pytest.mark.slow
-def test_a_request_to_save_in_a_dropped_step_is_kept(tmp_path: Path) -> None:
-    """By the rank that is not short: its vote is in the dropped step."""
-    save = partial(send_signal, number=signal.SIGUSR1, passes=2, rank=0)
-    small = lacking_memory(4, 1, passes=range(3, 100))
-    words = ("train.max_steps=12", "checkpoint.every_steps=null")
-    ended = run(tmp_path / "run", *words, ranks=2, user_code=both(save, small))
-    assert ended.codes == [0, 0], ended
-    assert sorted(ended.checkpoints) == [5, 12]
+    assert ended.codes == [4, 4], ended
+    assert ended.result["error"].startswith("rank 1 ran out of GPU memory: no room for 8 GiB")
 
 
 @pytest.mark.slow
@@ -292,10 +221,104 @@ def test_an_evaluation_that_lacks_memory_begins_again_in_smaller_batches(tmp_pat
 def test_an_allocator_that_is_refused_memory_is_a_shortage_too(tmp_path: Path) -> None:
     """RLIMIT_AS on one of two ranks: 8 samples do not fit, and 4 do."""
     ended = run(tmp_path / "run", "train.max_steps=6", ranks=2, user_code=hungry(1, from_pass=3))
-    assert ended.codes == [0, 0], ended
-    assert ended.result["micro_batch"] == 4
-    assert "rank 1 ran out of memory: [enforce fail" in ended.warnings[0]
-    assert "DefaultCPUAllocator: can't allocate memory" in ended.warnings[0]
+    assert ended.codes == [4, 4], ended
+    assert "rank 1 ran out of memory: [enforce fail" in ended.result["error"]
+    assert "DefaultCPUAllocator: can't allocate memory" in ended.result["error"]
     found = run(tmp_path / "auto", "train.max_steps=6", AUTO, ranks=2, user_code=hungry(1, from_pass=0))
     assert found.result["micro_batch"] == 4
     assert found.digest == run(tmp_path / "hand", "train.max_steps=6", "data.micro_batch=4", ranks=2).digest
+
+
+# train.on_oom=halve, in parent mode.
+
+# Rank 1 has room for three samples in a step, and is given four: what is allocated for them is refused.
+FORWARD = """
+if RANK == 1 and step > 5:
+    import resource
+    from pathlib import Path
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + 7 * 2**26
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    torch.empty(len(batch["image"]) * 2**27, dtype=torch.uint8)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+"""
+BACKWARD = """
+if RANK == 1 and step > 5 and len(batch["image"]) > 3:
+    def no_room(grad):
+        raise torch.OutOfMemoryError("no room for 8 GiB")
+    network.weight.register_hook(no_room)
+"""
+UPDATE = """
+if RANK == 1 and step > 5 and len(batch["image"]) > 3:
+    def no_room(*given):
+        raise torch.OutOfMemoryError("no room for 8 GiB")
+    from launcher.engine.optim.updater import Updater
+    Updater.step = no_room
+"""
+OF_PARENT = (
+    "checkpoint.every_steps=2",
+    "checkpoint.keep=100",
+    "train.max_steps=12",
+    "train.log_every_steps=1",
+)
+
+
+@pytest.mark.parametrize(
+    ("in_step", "place"),
+    [
+        (FORWARD, "in the forward or backward pass of step 6"),
+        pytest.param(BACKWARD, "in the forward or backward pass of step 6", marks=pytest.mark.slow),
+        pytest.param(UPDATE, "in the update of step 6", marks=pytest.mark.slow),
+    ],
+    ids=["forward", "backward", "update"],
+)
+def test_the_parent_restarts_a_run_with_half_the_micro_batch(tmp_path: Path, in_step, place) -> None:
+    parent.write_recipe(tmp_path, in_step)
+    with parent.Parent(tmp_path, *OF_PARENT, "launch.max_restarts=3", "run.dir=run") as started:
+        assert started.end() == 0, started.stderr
+        stderr = started.stderr
+    assert "restart 1 of 3: rank 1 ran out of" in stderr
+    assert place in stderr
+    ended = Ended(tmp_path / "run", [0], [], 0.0)
+    (restart,) = ended.events("restart")
+    assert (restart["micro_batch"], restart["attempt"]) == (2, 1)
+    assert restart["step"] in (2, 4), "the newest checkpoint"
+    assert f"resuming from step {restart['step']} (checkpoint) with data.micro_batch=2" in stderr
+    assert ended.result["micro_batch"] == written(ended) == 2
+    assert ended.result["steps"] == 12
+
+    by_hand = (f"checkpoint.resume={restart['path']}", "data.micro_batch=2", "run.dir=hand")
+    parent.write_recipe(tmp_path)
+    with parent.Parent(tmp_path, *OF_PARENT, *by_hand, name="hand") as started:
+        assert started.end() == 0, started.stderr
+    assert Ended(tmp_path / "hand", [0], [], 0.0).digest == ended.digest
+
+
+@pytest.mark.slow
+def test_a_run_is_halved_as_often_as_may_be_restarted(tmp_path: Path) -> None:
+    """Before its first checkpoint as well: each time it is another run than the one that failed."""
+    lacking = 'if len(batch["image"]) > 0: raise torch.OutOfMemoryError("no room for 8 GiB")'
+    parent.write_recipe(tmp_path, lacking)
+    with parent.Parent(tmp_path, *OF_PARENT, "launch.max_restarts=5", "run.dir=run") as started:
+        assert started.end() == 4, started.stderr
+        stderr = started.stderr
+    assert "restart 1 of 5" in stderr
+    assert "resuming from the start (no checkpoint) with data.micro_batch=1" in stderr
+    assert "restart 3" not in stderr, "a micro-batch of 1 cannot be halved"
+    ended = Ended(tmp_path / "run", [4], [], 0.0)
+    assert [(each["path"], each["micro_batch"]) for each in ended.events("restart")] == [("", 2), ("", 1)]
+    assert ended.result["exit"] == 4
+    assert "cannot be halved: choose a smaller model" in ended.result["error"]
+
+
+@pytest.mark.slow
+def test_a_resume_after_a_restart_uses_the_halved_micro_batch(tmp_path: Path) -> None:
+    parent.write_recipe(tmp_path, BACKWARD)
+    words = (*OF_PARENT, "run.dir=run")
+    with parent.Parent(tmp_path, *words, "launch.max_restarts=1") as started:
+        assert started.end() == 0, started.stderr
+    with parent.Parent(tmp_path, *words, "train.max_steps=14", name="again") as started:
+        assert started.end() == 0, started.stderr
+    ended = Ended(tmp_path / "run", [0], [], 0.0)
+    assert ended.result["micro_batch"] == 2
+    assert decisions(ended, "micro-batch")[-1]["text"] == "2 per rank, as in the run so far"

@@ -52,8 +52,7 @@ OF_THIS_PROCESS = {
     "skipped_steps": {"_bad_loss_steps"},  # how often a warning was given
     "divergence": {"_scales", "_last"},  # evidence
     "evaluation": {"latest"},  # a run resumed after its end evaluates again
-    "relief": {"_before"},  # what a step that is taken again needs
-    "checkpoints": {"_voted", "_best_step", "due", "writer", "_checked_s", "_is_moved"},
+    "checkpoints": {"_best_step", "due", "writer", "_checked_s", "_is_moved"},
 }
 REPORTED = """
 import json
@@ -272,7 +271,6 @@ MOMENTS = {
     "after_evaluation": ("position", "measured"),
     "at_end": ("position", "measured"),
     "end_step": ("position", "measured"),
-    "retake": ("position",),
     "state": (),
     "load_state": ("values",),
     "add_to": ("result",),
@@ -283,7 +281,7 @@ OFFERED = {
     "PruneCheck": {"asked"},
     "Evaluator": {"after", "evaluate", "is_best", "rehearse"},
     "InitialWeights": {"check"},
-    "Relief": {"choose", "keep", "accepts"},
+    "MicroBatch": {"choose", "abandons_after", "explained"},
     "TrainingMetrics": {"metrics"},
 }
 

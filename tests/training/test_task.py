@@ -77,9 +77,9 @@ def trained_on_stream(size: int, steps: int, weight: float) -> list[tuple[int, f
 
     model = mlp()
     answers = SimpleNamespace(count=lambda of_batch, batch: None)
-    relief = SimpleNamespace(dropping=False, keep=lambda position: None)
+    micro_batch = SimpleNamespace(abandons=False)
     stepper = Stepper(model, SGD(0.1), Policy.fp32())
-    task = Task(stepper, model, loss, batches, cast(Any, answers), cast(Any, relief))
+    task = Task(stepper, model, loss, batches, cast(Any, answers), cast(Any, micro_batch))
     positions = [Position(0, step, step + 1) for step in range(steps)]
     reports = [task.train_on(position).read() for position in positions]
     return [

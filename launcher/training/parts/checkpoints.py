@@ -24,7 +24,6 @@ from launcher.telemetry.events import CheckpointEvent
 from launcher.training.progress import Measured, Position
 from launcher.training.pruning import request_of_agent
 from launcher.training.replicas import check_replicas
-from launcher.training.reports import DroppedStepError
 from launcher.training.run import Run
 from launcher.training.votes import Question
 
@@ -49,8 +48,6 @@ class Checkpoints:
         self.writer = Writer(directory, wish.keep)
         self.due = Due(wish.every_steps, wish.every_s)
         self._failure = ""  # of the latest checkpoint, on the leader
-        self._voted = 0  # the latest step in which this rank has voted for saving
-        self._again = False  # that vote was lost
         self._is_moved, self._checked_s = False, 0.0  # the run's directory, on the leader
         self._best_step = -1  # of the latest checkpoint that is the best so far
 
@@ -75,20 +72,15 @@ class Checkpoints:
         if run.is_asked_to_end():
             run.stepper.vote(Question.STOP)
         by_clock = run.env.is_leader and self.due.by_clock()
-        if run.requests.take_save() or by_clock or self._again:
+        if run.requests.take_save() or by_clock:
             self.due.done()  # requested now, saved after the next step
             run.stepper.vote(Question.SAVE)
-            self._voted, self._again = position.step, False
         if run.env.is_leader and time.monotonic() - self._checked_s > CHECK_EVERY_S:
             self._checked_s = time.monotonic()
             if moved := self.writer.held.problem():
                 self._is_moved, self._failure = True, str(moved)
         if self._is_moved or (self._failure and run.config.checkpoint.on_error == "stop"):
             run.stepper.vote(Question.GIVE_UP)
-
-    def retake(self, position: Position) -> None:
-        """The step at `position` and those after it were dropped, and with them this rank's votes."""
-        self._again = self._voted >= position.step
 
     def end_step(self, position: Position, measured: Measured | None) -> None:
         """Save and stop as voted and as due, the same on all ranks.
@@ -112,12 +104,7 @@ class Checkpoints:
         if stops or done or is_best or Question.SAVE in agreed or self.due.after_step(position.step):
             if is_best:
                 self._best_step = position.step
-            try:
-                self._save(position, None if measured is None else measured.metric)
-            except DroppedStepError:  # the step is taken again: what was agreed on before it still holds
-                for question in agreed:
-                    self.run.votes.agree(question)
-                raise
+            self._save(position, None if measured is None else measured.metric)
         run_dir = directory_override("run.dir", self.writer.directory.parent)
         if stops or done:
             self._report(self.writer.wait())
@@ -148,7 +135,7 @@ class Checkpoints:
 
     def _discard(self) -> None:
         """Remove the checkpoints of a run that is given up; the last one is not written."""
-        self.run.reports.drain()  # raises for a step that has to be taken again: the ranks then vote again
+        self.run.reports.drain()
         self._report(self.writer.wait())
         if self.run.env.is_leader:
             shutil.rmtree(self.writer.directory, ignore_errors=True)

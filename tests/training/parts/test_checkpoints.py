@@ -1,4 +1,4 @@
-"""What Checkpoints does with votes: a save after a dropped step, the end of a run that was moved."""
+"""What Checkpoints does with votes: the end of a run that was moved."""
 
 from __future__ import annotations
 
@@ -13,25 +13,16 @@ from launcher.errors import StorageError
 from launcher.run_dir.lock import locked
 from launcher.training.parts.checkpoints import Checkpoints
 from launcher.training.progress import Measured, Position
-from launcher.training.reports import DroppedStepError
-from launcher.training.votes import Question, Votes
+from launcher.training.votes import Votes
 
 
 class Reports:
-    """Reads a dropped step once."""
-
-    def __init__(self) -> None:
-        self.dropped: Position | None = None
+    """Has read all steps."""
 
     def drain(self) -> None:
-        dropped, self.dropped = self.dropped, None
-        if dropped is not None:
-            raise DroppedStepError(dropped)
+        """No step is waiting."""
 
-    flush = drain
-
-    def restart_timer(self) -> None:
-        """No step is timed here."""
+    flush = restart_timer = drain
 
 
 def nothing(*values: object, **named: object) -> None:
@@ -53,25 +44,6 @@ def run_of(votes: Votes, reports: Reports) -> Any:
         heartbeat=SimpleNamespace(beat=nothing),
         average=None,
     )
-
-
-def test_an_agreed_save_is_made_after_the_step_that_is_taken_again(tmp_path: Path) -> None:
-    votes, reports, saved = Votes(), Reports(), []
-
-    def take(position: Position, metric: object) -> Any:
-        saved.append(position.step)
-
-    second = Position(0, 1, 2)
-    with Checkpoints(run_of(votes, reports), tmp_path / "checkpoints", take) as checkpoints:
-        votes.agree(Question.SAVE)  # voted on in step 1, and read after step 2 was launched
-        reports.dropped = second
-        try:
-            checkpoints.end_step(second, None)
-        except DroppedStepError as dropped:
-            checkpoints.retake(dropped.position)
-        assert saved == []
-        checkpoints.end_step(second, None)
-    assert saved == [2]
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -10,8 +10,8 @@ import pytest
 
 from launcher.config.schema import PlateauConfig
 from launcher.telemetry import Telemetry
+from launcher.training.parts.micro_batch import MicroBatch
 from launcher.training.parts.plateau import Plateau
-from launcher.training.parts.relief import Relief
 from tests.training.parts.test_log import Recorder
 from tests.training.parts.test_plateau import Own
 from tests.training.reports import LIMITS
@@ -29,6 +29,6 @@ def test_a_plateau_continues_from_an_earlier_checkpoint(best) -> None:
 
 @pytest.mark.parametrize("chosen", [None, {"wish": "auto", "size": 4}])
 def test_a_micro_batch_found_continues_from_an_earlier_checkpoint(chosen) -> None:
-    part = Relief(cast(Any, SimpleNamespace(run=run_alone(Telemetry([Recorder()]), LIMITS, 1))))
+    part = MicroBatch(cast(Any, SimpleNamespace(run=run_alone(Telemetry([Recorder()]), LIMITS, 1))))
     part.load_state({"micro_batch": chosen})
     assert json.loads(json.dumps(part.state())) == {"micro_batch": chosen}
