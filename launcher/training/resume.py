@@ -5,7 +5,9 @@ Owns the choice of the start, its report, and the copy of everything in a run's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from launcher.checkpoint import catalog, snapshot
@@ -21,9 +23,11 @@ from launcher.run_dir.differences import changed_settings, settings_of
 from launcher.telemetry.events import RestartEvent
 from launcher.training.job import Job
 from launcher.training.progress import Position, Start
+from launcher.training.setup import build
 from launcher.training.setup.data_check import refuse_other_meaning
 
 SHOWN = 8  # settings that have changed
+SAME_RATE = 0.1  # relative: a schedule changes by less from one step to the next
 
 
 class SavedRun:
@@ -91,6 +95,7 @@ class SavedRun:
         if others := changed_settings(saved.extra.settings, self._settings):
             text = listed(others, SHOWN, "; ")
             telemetry.warn(f"resumed with other settings than the checkpoint's: {text}")
+        self._warn_of_another_rate(saved.extra, start.step)
         telemetry.rewind(start.step, evaluates_again=start.owes_evaluation)
         telemetry.emit(
             RestartEvent(start.step, path=str(path), attempt=launch.restart_count, micro_batch=launch.halved)
@@ -101,6 +106,32 @@ class SavedRun:
             telemetry.decision("ema", text)
         if self.scale is not None and not self.scale.restored:
             telemetry.decision("loss scale", self.scale.reason)
+
+    def _warn_of_another_rate(self, saved: Surroundings, step: int) -> None:
+        """Warn where the schedule of a longer or shorter run jumps to another learning rate."""
+        total, config = self.job.course.total_steps, self.run.config
+        if saved.total_steps in (None, total) or saved.learning_rate is None or step == total:
+            return
+        rate, before = self._rates[min(self._applied, total - 1)], saved.learning_rate
+        if math.isclose(rate, before, rel_tol=SAME_RATE):
+            return
+        optim_lr = before * config.optim.lr / build.peak_rate(config)
+        keep = f"schedule=constant schedule.warmup_fraction=0 optim.lr={optim_lr:.3g}"
+        if self.job.recipe.schedule is not None:
+            keep = f"have the recipe's schedule return {before / build.peak_rate(config):.3g}"
+        self.run.telemetry.warn(
+            f"the schedule was for {saved.total_steps} steps and is for {total} now: the learning rate "
+            f"was {before:.3g} in the last step, and is {rate:.3g} in step {step + 1}. "
+            f"To keep the old one: {keep}"
+        )
+
+    @cached_property
+    def _rates(self) -> list[float]:
+        return build.rates_of(self.run.config, self.job.recipe, self.job.course.total_steps)
+
+    @property
+    def _applied(self) -> int:
+        return self.run.stepper.counters()["applied"]
 
     @property
     def resumed(self) -> bool:
@@ -117,6 +148,8 @@ class SavedRun:
             data=self.job.fingerprint,
             settings=self._settings,
             stream=exchange_texts(self.run.env, place) if place else None,
+            total_steps=self.job.course.total_steps,
+            learning_rate=self._rates[max(0, self._applied - 1)],
         )
         about = self._identity, self._origin, progress, metric, extra
         return snapshot.stage(self.run.stepper, self.run.env, *about, self._memory, self.run.average)
