@@ -122,6 +122,9 @@ FILES = sorted(
     file for file in (ROOT / "launcher").rglob("*.py") if file != ROOT / "launcher" / "__init__.py"
 )
 OF_ENGINE = [file for file in FILES if file.is_relative_to(ROOT / "launcher" / "engine")]
+CORE_OF_DATA = [
+    file for file in sorted((ROOT / "launcher" / "data").glob("*.py")) if file.name != "__init__.py"
+]
 OF_TRAINING = [file for file in FILES if file.is_relative_to(ROOT / "launcher" / "training")]
 
 
@@ -189,6 +192,12 @@ def test_the_engine_imports_torch_and_itself_alone(file: Path) -> None:
     for name in imports(file):
         assert name.split(".")[0] not in foreign
         assert not name.startswith("launcher") or name.startswith("launcher.engine")
+
+
+@pytest.mark.parametrize("file", CORE_OF_DATA, ids=lambda file: file.name)
+def test_the_core_of_data_knows_neither_images_nor_text(file: Path) -> None:
+    kinds = ("launcher.data.images", "launcher.data.text")
+    assert not [name for name in imports(file) if name.startswith(kinds)]
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "recipes").rglob("*.py")), ids=lambda file: file.name)

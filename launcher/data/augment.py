@@ -38,28 +38,6 @@ def crop_and_flip(images: Tensor, noise: Tensor, padding: int, flip: bool) -> Te
     return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
-def cut_regions(images: Tensor, regions: Tensor, size: int) -> Tensor:
-    """Regions of images [n, 3, h, w], resized by bilinear interpolation: fp32 [n, 3, size, size], 0..255.
-
-    regions fp32 [n, 5]: left, top, width and height in pixels, and 1 where the result is mirrored. Without
-    antialiasing: from a cached image a region shrinks by 256/224 at most.
-    """
-    height, width = images.shape[-2:]
-    left, top, across, down, mirrored = regions.unbind(1)
-    sign = 1 - 2 * mirrored
-    zero = torch.zeros_like(left)
-    # grid_sample's coordinates are -1 and 1 at the outer edges of the image
-    to_image = torch.stack(
-        [
-            torch.stack([sign * across / width, zero, (2 * left + across) / width - 1], dim=1),
-            torch.stack([zero, down / height, (2 * top + down) / height - 1], dim=1),
-        ],
-        dim=1,
-    )  # [n, 2, 3]
-    grid = F.affine_grid(to_image, [len(images), 3, size, size], align_corners=False)
-    return F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
-
-
 @dataclass(frozen=True)
 class Normalise:
     """uint8 images [n, c, h, w] -> fp32 with the set's mean 0 and standard deviation 1 per channel."""
@@ -82,23 +60,17 @@ class Normalise:
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """batch -> the same with normalised fp32 images, of an evaluation where no noise fp32 [n, >= 3] is given.
-
-    With a `size`, `region` is the part of each image that is cut, to this size. Else noise crops and mirrors.
-    """
+    """batch -> the same with normalised fp32 images, cropped and mirrored by noise [n, >= 3] where given."""
 
     normalise: Normalise
-    size: int = 0
     padding: int = 0
     flip: bool = False
 
     def __call__(self, batch: Batch, noise: Tensor | None = None) -> Batch:
-        made = dict(batch)
-        if self.size and "region" in batch:
-            made["image"] = cut_regions(made["image"], made.pop("region"), self.size)
-        elif noise is not None:
-            made["image"] = crop_and_flip(made["image"], noise, self.padding, self.flip)
-        return {**made, "image": self.normalise(made["image"])}
+        images = batch["image"]
+        if noise is not None:
+            images = crop_and_flip(images, noise, self.padding, self.flip)
+        return {**batch, "image": self.normalise(images)}
 
     @property
     def normalisation(self) -> dict[str, Constants]:

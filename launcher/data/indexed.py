@@ -12,7 +12,6 @@ from typing import Any
 
 from launcher.data.batch_plan import BatchPlan, cut, share_of
 from launcher.data.epochs import EVALUATION
-from launcher.data.images.photograph_set import PhotographSet
 from launcher.data.loader import LoadedSet, Loading, Pool
 from launcher.data.reader import BatchRequest, Collate, Fetched, Indexed, Reader
 from launcher.data.tensors import Batch, Batches, Transform, to_device, transformed
@@ -27,11 +26,7 @@ class IndexedData(LoadedSet):
     def __init__(self, dataset: Indexed, collate: Collate | None, how: Loading, kind: str) -> None:
         super().__init__(how, kind, f"{kind} set", CORRECT)
         self.dataset = dataset
-        self._photographs = dataset if collate is None and isinstance(dataset, PhotographSet) else None
-        if self._photographs is not None:
-            self._reader = Reader(dataset, self._photographs.collate, how.seed, self._photographs.reference)
-        else:
-            self._reader = Reader(dataset, collate, how.seed)
+        self._reader = Reader(dataset, collate, how.seed)
         self._reader.reading = how.reading
 
     def __len__(self) -> int:
@@ -64,9 +59,6 @@ class IndexedData(LoadedSet):
 
     def usable(self, fetched: Fetched, request: BatchRequest) -> Batch | None:
         """The answer to the request, on the device. Raises DataError for what may not be left out."""
-        if self._photographs is not None and fetched.batch is not None:
-            batch = self._photographs.complete(fetched.batch, pinned=self.how.device.type == "cuda")
-            fetched = replace(fetched, batch=batch)
         return self.on_device(fetched, request.indices)
 
     def first_batch(self, rank: int, world_size: int, batch_size: int, most: int) -> Batch | None:

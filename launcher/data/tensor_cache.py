@@ -76,7 +76,7 @@ def cached(folder: Path | None, key: Mapping[str, object], make: Callable[[], St
     try:
         folder.mkdir(parents=True, exist_ok=True)
         prune(folder)
-        with _locked(path):
+        with locked(path):
             return _read(path, text) or _written(path, text, make())
     except OSError as error:
         log.warning("nothing is kept in %s: %s. data.cache=DIR names another folder.", folder, error)
@@ -116,7 +116,7 @@ def _written(path: Path, key: str, made: Stored) -> Stored:
 
 
 @contextlib.contextmanager
-def _locked(made: Path) -> Iterator[None]:
+def locked(made: Path) -> Iterator[None]:
     """Context in which this process alone may write the file `made`."""
     lock = FileLock(made.with_suffix(".lock"), timeout=PROGRESS_S)
     began = time.monotonic()

@@ -6,8 +6,7 @@ Rows, in images per second over the same cores:
 - PIL alone: one process per core, nothing but open, draft, crop, resize, and the copy into an array; no
   order, no collation, no way to another process. The most that decoding can give.
 - data.cache=none: the launcher's batches with as many loader processes, as the training loop receives them.
-- first epoch with a cache: the same, decoding to the cached size and storing it.
-- from the cache: the same, once all is stored.
+- from the cache: the same from decoded images (data.cache=DIR).
 
 The contenders take turns, so that they see the same machine. Without --path, 256 photographs of 500 x 375
 pixels are made: noise of several sizes, as JPEG of quality 90.
@@ -19,7 +18,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -57,20 +55,10 @@ def main() -> None:
 def measure(folder: Path, cache: Path, arguments: argparse.Namespace) -> dict[str, list[float]]:
     size, workers = arguments.image_size, arguments.workers
     files = [path for path in sorted(folder.rglob("*")) if path.suffix in (".jpg", ".png")]
-    load_images(config(folder, size, str(cache / "kept")))
-    fill(folder, size, cache / "kept")
-
-    def fresh() -> float:
-        shutil.rmtree(cache / "fresh", ignore_errors=True)
-        return batches_per_second(folder, size, str(cache / "fresh"), workers, rounds=1)
-
     contenders: dict[str, Callable[[], float]] = {
         "PIL alone": lambda: pil_alone(files, size, workers),
         "data.cache=none": lambda: batches_per_second(folder, size, "none", workers, arguments.rounds),
-        "first epoch with a cache": fresh,
-        "from the cache": lambda: batches_per_second(
-            folder, size, str(cache / "kept"), workers, 8 * arguments.rounds
-        ),
+        "from the cache": lambda: batches_per_second(folder, size, str(cache), workers, 8 * arguments.rounds),
     }
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(arguments.repeats):
@@ -92,13 +80,6 @@ def config(folder: Path, size: int, cache: str) -> DataConfig:
         augment=AugmentConfig(crop_padding=0, flip=True),
         options={"image_size": size, "cache": cache},
     )
-
-
-def fill(folder: Path, size: int, cache: Path) -> None:
-    images = load_images(config(folder, size, str(cache)))
-    for part in (images.train, images.validation):
-        for index in range(len(part)):
-            part[index]  # type: ignore[index]
 
 
 def batches_per_second(folder: Path, size: int, cache: str, workers: int, rounds: int) -> float:

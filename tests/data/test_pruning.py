@@ -4,15 +4,13 @@ import os
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from launcher.data.images.cache import open_cache
+from launcher.data.images.cache import decoded_images
 from launcher.data.tensor_cache import KEPT_DAYS, Stored, cached, prune
-from tests.data.images.photographs import num_stored
+from tests.data.images.test_cache import Images
 
-SHAPE = (3, 2, 2)
 OLD_S = (KEPT_DAYS + 1) * 86400
 
 
@@ -22,9 +20,10 @@ def age(path: Path, seconds: float = OLD_S) -> Path:
 
 
 def images(folder: Path, key: str = "k") -> Path:
-    cache = open_cache(folder, key, 1, SHAPE)
-    cache.put(0, np.zeros(SHAPE, np.uint8))
-    return cache.path
+    before = set(folder.iterdir())
+    decoded_images(folder, Images((2, 2), key=key), 2)
+    (path,) = set(folder.iterdir()) - before or before
+    return path
 
 
 def tensors(folder: Path) -> Path:
@@ -46,22 +45,20 @@ def test_a_new_cache_removes_one_that_nobody_has_used_for_long(tmp_path, make):
 def test_use_makes_it_young(tmp_path, make):
     path = age(make(tmp_path))
     if make is images:
-        assert num_stored(open_cache(tmp_path, "k", 1, SHAPE)) == 1
+        decoded_images(tmp_path, Images((2, 2)), 2)
     else:
         cached(tmp_path, {"key": "k"}, lambda: pytest.fail("it is there"))
     prune(tmp_path)
     assert path.exists()
 
 
-@pytest.mark.parametrize("count", [1, 2], ids=["whole", "unfinished"])
-def test_what_is_open_is_kept_however_old(tmp_path, count):
-    images(tmp_path)
-    cache = open_cache(tmp_path, "k", count, SHAPE)
-    (path,) = tmp_path.glob("*.images" if count == 1 else "*.partial")
+def test_what_is_open_is_kept_however_old(tmp_path):
+    path = age(images(tmp_path))
+    decoded = decoded_images(tmp_path, Images((2, 2)), 2)
     age(path)
     prune(tmp_path)
     assert path.exists()
-    del cache
+    del decoded
     prune(tmp_path)
     assert not path.exists()
 

@@ -22,8 +22,8 @@ SMALL = (
 
 
 @pytest.mark.slow
-def test_two_ranks_train_on_photographs_and_the_cache_changes_no_bit(tmp_path: Path) -> None:
-    """The first run decodes in a process of each rank; the second maps, in its own, what that one left."""
+def test_two_ranks_train_on_photographs_from_a_cache_that_is_built_once(tmp_path: Path) -> None:
+    """The first run builds it; the second maps what that one left, with other loader processes."""
     words = (f"data.path={write_classes(tmp_path / 'set')}", f"data.cache={tmp_path / 'cache'}", *SMALL)
     cold = run(tmp_path / "cold", *words, "data.workers=1", ranks=2)
     assert cold.codes == [0, 0], cold

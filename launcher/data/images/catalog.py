@@ -18,9 +18,11 @@ from launcher.config.messages import unknown_name
 from launcher.config.schema import AugmentConfig, DataConfig
 from launcher.data.augment import Constants, ImageTransform, Normalise
 from launcher.data.batch_plan import generator_for
-from launcher.data.images.cache import open_cache
+from launcher.data.images.cache import decoded_images
+from launcher.data.images.cifar_batches import batch_files, read_batches
 from launcher.data.images.folder import COLUMNS, list_csv, list_folder
-from launcher.data.images.hugging_face import list_rows, load_parquet_splits
+from launcher.data.images.hugging_face import list_rows
+from launcher.data.images.one_size import load_parquet_splits
 from launcher.data.images.photograph_set import Listing, PhotographOptions, PhotographSet, refuse_padding
 from launcher.data.options import Cache, Count, NoOptions, Text, options_of, refuse_path
 from launcher.data.split import parts
@@ -32,6 +34,7 @@ from launcher.errors import ConfigError
 # E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning Repository (doi.org/10.24432/C50P49, CC BY 4.0).
 DIGITS = Path(__file__).with_name("digits.npz")
 DIGITS_MAXIMUM = 16  # the set counts dark pixels of 4 x 4 blocks
+CIFAR_FILES = "data_batch_1 to 5 and test_batch, the same as .bin, or train*.parquet and test*.parquet"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's photographs, as torchvision has them
 
 
@@ -108,8 +111,8 @@ class ImageSet:
     def train_transform(self, augment: AugmentConfig) -> Callable[[Batch, Tensor], Batch]:
         """(batch, noise fp32 [n, >= 3]) -> batch with randomly cropped, mirrored, normalised fp32 images."""
         normalise = Normalise(self.mean, self.std)
-        if isinstance(self.train, PhotographSet):  # cut and mirrored where it is decoded, or by its region
-            return ImageTransform(normalise, self.height)
+        if isinstance(self.train, PhotographSet):  # cut and mirrored where it is read
+            return ImageTransform(normalise)
         return ImageTransform(normalise, padding=augment.crop_padding, flip=augment.flip)
 
     def eval_transform(self) -> Callable[[Batch], Batch]:
@@ -156,8 +159,16 @@ def synthetic(config: DataConfig) -> ImageSet:
 def cifar10(config: DataConfig) -> ImageSet:
     """50,000 + 10,000 photographs of 32 x 32 pixels, or other images of one size in parquet files."""
     options = options_of(config, CifarOptions)
-    columns = options.image_column, options.label_column
-    train, validation, classes = load_parquet_splits(config, "uoft-cs/cifar10", options.cache, columns)
+    folder = None if config.path is None else Path(config.path)
+    if folder is not None and not folder.is_dir():
+        kind = "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(f"data.path={folder} {kind}. Give the folder with {CIFAR_FILES}.")
+    if folder is not None and (files := batch_files(folder)):
+        train, validation, classes = read_batches(files, config.name)
+    else:
+        columns = options.image_column, options.label_column
+        found = load_parquet_splits(folder, "uoft-cs/cifar10", config.name, options.cache, columns)
+        train, validation, classes = found
     return ImageSet(train, validation, classes, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 
 
@@ -190,13 +201,12 @@ def hf(config: DataConfig) -> ImageSet:
 
 def photographs(config: DataConfig, listing: Listing, options: PhotographOptions) -> ImageSet:
     """The set of a listing, with one cache for both parts."""
-    indices = range(len(listing.labels))
-    shape = (3, options.base_size, options.base_size)
+    indices = range(len(listing))
     folder = cache_folder(options.cache)
-    cache = None if folder is None else open_cache(folder, listing.key, len(indices), shape)
+    decoded = None if folder is None else decoded_images(folder, listing, options.base_size)
     parts = (indices[: listing.num_train], True), (indices[listing.num_train :], False)
     train, validation = (
-        PhotographSet(config.name, listing, part, options, cache, training, config.augment.flip)
+        PhotographSet(config.name, listing, part, options, decoded, training, config.augment.flip)
         for part, training in parts
     )
     return ImageSet(train, validation, listing.classes, MEAN, STD)

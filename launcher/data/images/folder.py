@@ -69,6 +69,9 @@ class FolderListing:
             digest.update(f"{file.path}\0{file.size}\0{file.mtime_ns}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
+    def __len__(self) -> int:
+        return len(self.labels)
+
     def identity(self, index: int) -> str:
         """Path within the set, and size."""
         return f"{self.files[index].path}\0{self.files[index].size}"

@@ -1,45 +1,35 @@
 """Images and labels from what the Hugging Face `datasets` library reads.
 
 Owns the choice of reader (a folder that was saved, parquet, CSV or JSON files, a folder of images, a name of
-the hub), of splits, and of the two columns. Photographs are decoded when they are needed, images of one size
-at once, into uint8 tensors: from a folder with train*.parquet and test*.parquet, beside which nothing is
-written, so that it may be read-only and several ranks may read it at once.
+the hub), of splits, and of the two columns. Images are decoded when they are needed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from launcher.config.messages import nearest, suggestion
-from launcher.config.schema import DataConfig
 from launcher.data.files import begins_with_word
 from launcher.data.images.folder import TRAIN, VALIDATION
-from launcher.data.images.photograph import Source, as_rgb, read_image
+from launcher.data.images.photograph import Source
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.libraries import datasets_library, offline_if_unreachable
 from launcher.data.split import class_numbers, parts, refuse_one_class
-from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
-from launcher.data.tensors import TensorData
+from launcher.data.tensor_cache import size_and_time
 from launcher.errors import ConfigError, DataError, first_line, listed
 
 READERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"}
 SAVED = ("state.json", "dataset_dict.json")  # by save_to_disk
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "labels", "class", "target")
-SPLITS = ("train", "test")  # of images of one size
-OF_ONE_SIZE = "train*.parquet and test*.parquet"  # the files of a folder
 OF_ANY_SIZE = "parquet, CSV or JSON files or class folders"
 SHOWN = 10
 
@@ -71,6 +61,9 @@ class HubListing:
                 digest.update(f"{source}\0{size_and_time(source)}\n".encode())
         return digest.hexdigest()
 
+    def __len__(self) -> int:
+        return len(self.labels)
+
     def identity(self, index: int) -> str:
         """The place of its row."""
         return str(self.places[index])
@@ -79,10 +72,10 @@ class HubListing:
         """The image, or the file that holds it. Raises DataError where the cell is empty."""
         which, row = self.places[index]
         name = f"{self.where}, row {row}{' of the validation split' if which else ''}"
-        return _source(self.rows[which][row][self.image_column], name, self.image_column, self.base)
+        return image_of(self.rows[which][row][self.image_column], name, self.image_column, self.base)
 
 
-def _source(cell: object, name: str, column: str, base: Path | None) -> tuple[Source, str]:
+def image_of(cell: object, name: str, column: str, base: Path | None) -> tuple[Source, str]:
     """The image of a cell, or the file below `base` that it names; None: it may not name one."""
     content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
     if isinstance(content, bytes):
@@ -102,13 +95,13 @@ def list_rows(
     """
     library = datasets_library("data=hf")
     where = f"data.path={path}"
-    splits = _splits(_loaded(library, path, where, named=image_column is not None), where)
+    splits = _splits(load(library, path, where, named=image_column is not None), where)
     file = Path(path)
     base = file if file.is_dir() else file.parent
-    return _listing(library, splits, (image_column, label_column), where, base, val_fraction)
+    return listing_of(library, splits, (image_column, label_column), where, base, val_fraction)
 
 
-def _listing(
+def listing_of(
     library: ModuleType,
     splits: Sequence[Any],
     columns: tuple[str | None, str | None],
@@ -146,63 +139,7 @@ def _listing(
     )
 
 
-def load_parquet_splits(
-    config: DataConfig, hub_name: str, cache: str, columns: tuple[str | None, str | None]
-) -> tuple[TensorData, TensorData, tuple[str, ...]]:
-    """Train and test with columns image uint8 [n, 3, h, w] and label int64 [n], and the names of the classes.
-
-    From data.path, a folder with train*.parquet and test*.parquet; without it `hub_name` from the hub or its
-    cache.
-    cache: where the decoded images of a folder are kept: none, auto or a folder.
-    columns: the names of those of images and labels; None: by their types, but for labels first `label`.
-    """
-    path = None if config.path is None else Path(os.path.expanduser(config.path))
-    files = {} if path is None else {name: _split_files(path, name) for name in SPLITS}
-    about = [[str(file.resolve()), *size_and_time(file)] for each in files.values() for file in each]
-    stored = cached(
-        cache_folder(cache) if files else None,
-        {"images and labels of": about, "columns": columns, "decoded by": as_rgb.__name__},
-        lambda: _decoded(files, config.path or hub_name, columns),
-    )
-    train, test = (TensorData(stored.part(name), config.name) for name in SPLITS)
-    return train, test, tuple(json.loads(stored.texts["classes"]))
-
-
-def _decoded(
-    files: Mapping[str, Sequence[Path]], where: str, columns: tuple[str | None, str | None]
-) -> Stored:
-    """The images and labels of both splits, and the names of the classes."""
-    library = datasets_library("data=cifar10")
-    loaded = _in_memory(library, files) if files else _loaded(library, where, where, OF_ONE_SIZE)
-    splits = [loaded[name] for name in SPLITS]
-    image, label = columns
-    if label is None and LABEL_COLUMNS[0] in splits[0].features:
-        label = LABEL_COLUMNS[0]
-    listing = _listing(library, splits, (image, label), where, Path(), numbered=True)
-    labels = torch.tensor(listing.labels)
-    tensors = {"train/label": labels[: listing.num_train], "test/label": labels[listing.num_train :]}
-    for name, rows in zip(SPLITS, listing.rows, strict=True):
-        cells = rows.with_format("arrow")[:][listing.image_column]
-        tensors[f"{name}/image"] = _one_size(cells, f"{where} ({name})", listing.image_column)
-    in_train, in_test = (_size(tensors[f"{name}/image"]) for name in SPLITS)
-    if in_train != in_test:
-        raise DataError(f"{where}: images are {in_train} in train, {in_test} in test.")
-    return Stored(tensors, {"classes": json.dumps(listing.classes)})
-
-
-def _in_memory(library: ModuleType, files: Mapping[str, Sequence[Path]]) -> dict[str, Any]:
-    """Parquet files as rows of `datasets`, without the copy that its own reader would write."""
-    parquet = import_module("pyarrow.parquet")
-    try:
-        tables = {name: library.table.InMemoryTable(parquet.read_table(each)) for name, each in files.items()}
-    except (OSError, ValueError) as error:  # pyarrow's errors are one of these
-        folder = files["train"][0].parent
-        raise DataError(f"{folder}: a parquet file cannot be read: {first_line(error)}") from error
-    # With a fingerprint, or the library would make one of all bytes.
-    return {name: library.Dataset(table, fingerprint=name) for name, table in tables.items()}
-
-
-def _loaded(library: ModuleType, path: str, where: str, holds: str = OF_ANY_SIZE, named: bool = False) -> Any:
+def load(library: ModuleType, path: str, where: str, holds: str = OF_ANY_SIZE, named: bool = False) -> Any:
     """What the library reads: a set, or a mapping of splits.
 
     `holds`: what a folder in its place has to hold. `named`: the config names the column of images.
@@ -331,35 +268,3 @@ def _numbers(values: Sequence[Any], classes: Sequence[object], kind: object, whe
             f"{where}: {values.count(UNLABELLED):,} of {len(values):,} labels are -1. {OF_UNLABELLED}"
         )
     return class_numbers([names.get(value, value) for value in values], classes, lambda row: where)
-
-
-def _split_files(folder: Path, name: str) -> list[Path]:
-    if not folder.is_dir():
-        kind = "is a file" if folder.exists() else "does not exist"
-        raise ConfigError(f"data.path={folder} {kind}. Give the folder with {OF_ONE_SIZE}.")
-    files = sorted(folder.glob(f"{name}*.parquet"))
-    if not files:
-        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
-        raise DataError(f"data.path={folder} has no {name}*.parquet. It has: {found}.")
-    return files
-
-
-def _one_size(cells: Collection[Any], where: str, column: str) -> Tensor:
-    """Images, of which there is at least one, as one tensor: uint8 [n, 3, h, w]."""
-    for row, cell in enumerate(cells):
-        # No other file is read: what is decoded is kept by the size and time of the parquet files alone.
-        source, name = _source(cell.as_py(), f"{where}, row {row}", column, base=None)
-        pixels = torch.from_numpy(read_image(source, name, as_rgb))
-        if row == 0:
-            images = torch.empty(len(cells), *pixels.shape, dtype=torch.uint8)
-        if pixels.shape != images.shape[1:]:
-            raise DataError(
-                f"{where}: row {row} is {_size(pixels)} pixels, row 0 {_size(images)}. All images must have "
-                "the same size: resize them first."
-            )
-        images[row] = pixels
-    return images
-
-
-def _size(images: Tensor) -> str:
-    return f"{images.shape[-1]} x {images.shape[-2]}"

@@ -70,37 +70,68 @@ def read_photograph(source: Source, name: str, choose: Choice, side: int) -> UIn
 
     Raises DataError, naming the image, where it cannot be read.
     """
-    return read_image(source, name, lambda image: _square(image, choose, side))
+    return read_image(source, name, lambda image: cut(image, choose, side))
 
 
-def read_image(source: Source, name: str, decode: Callable[[Image.Image], Image.Image]) -> UInt8Array:
-    """What `decode` makes of the opened image, in RGB: uint8 [3, h, w]. Raises DataError, naming it."""
+def read_image(source: Source, name: str, change: Callable[[Image.Image], Image.Image]) -> UInt8Array:
+    """What `change` makes of the opened image, in RGB: uint8 [3, h, w]. Raises DataError, naming it."""
+    return channels_first(decode(source, name, change))
+
+
+def decode(source: Source, name: str, change: Callable[[Image.Image], Image.Image]) -> UInt8Array:
+    """What `change` makes of the opened image, in RGB: uint8 [h, w, 3]. Raises DataError, naming it."""
     try:
         with warnings.catch_warnings():
             # Of odd metadata; beyond twice Pillow's limit of pixels it raises.
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-                return np.asarray(decode(image)).transpose(2, 0, 1).copy()
+                return np.asarray(change(image))
     except DAMAGED as error:
         raise DataError(f"{name} cannot be read as an image: {first_line(error)}") from error
 
 
-def _square(image: Image.Image, choose: Choice, side: int) -> Image.Image:
-    orientation = image.getexif().get(ORIENTATION, 1)
-    lies_down = orientation in LIES_DOWN
-    width, height = reversed(image.size) if lies_down else image.size
+def channels_first(pixels: UInt8Array) -> UInt8Array:
+    """uint8 [h, w, 3] -> [3, h, w], contiguous."""
+    return pixels.transpose(2, 0, 1).copy()
+
+
+def cut(image: Image.Image, choose: Choice, side: int) -> Image.Image:
+    """The chosen region of an opened image, upright, in RGB, resized to side x side."""
+    width, height = upright_size(image)
     region = choose(width, height)
-    needed = math.ceil(width * side / region.width), math.ceil(height * side / region.height)
-    # A JPEG is decoded at a half, a quarter or an eighth, if that is still no smaller than what is needed.
-    image.draft(None, needed[::-1] if lies_down else needed)
-    upright = as_rgb(image)
-    if orientation in UPRIGHT:
-        upright = upright.transpose(UPRIGHT[orientation])
+    upright = _upright(
+        image, math.ceil(width * side / region.width), math.ceil(height * side / region.height)
+    )
     across, down = upright.width / width, upright.height / height
     right = min((region.left + region.width) * across, upright.width)
     bottom = min((region.top + region.height) * down, upright.height)
     box = (region.left * across, region.top * down, right, bottom)
     return upright.resize((side, side), Image.Resampling.BILINEAR, box=box)
+
+
+def shrunk(image: Image.Image, side: int) -> Image.Image:
+    """The whole opened image, upright, in RGB, its shorter side at most `side` pixels long."""
+    width, height = upright_size(image)
+    shorter = min(width, height)
+    if shorter <= side:
+        return _upright(image, width, height)
+    size = round(width * side / shorter), round(height * side / shorter)
+    return _upright(image, *size).resize(size, Image.Resampling.BILINEAR)
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Width and height as its EXIF orientation shows it."""
+    width, height = image.size
+    return (height, width) if image.getexif().get(ORIENTATION, 1) in LIES_DOWN else (width, height)
+
+
+def _upright(image: Image.Image, width: int, height: int) -> Image.Image:
+    """The image in RGB, of at least this size if it has it, turned as its EXIF orientation says."""
+    orientation = image.getexif().get(ORIENTATION, 1)
+    # A JPEG is decoded at a half, a quarter or an eighth, if that is still no smaller than what is needed.
+    image.draft(None, (height, width) if orientation in LIES_DOWN else (width, height))
+    turned = as_rgb(image)
+    return turned.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else turned
 
 
 def as_rgb(image: Image.Image) -> Image.Image:

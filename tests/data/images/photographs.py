@@ -10,6 +10,7 @@ from PIL import Image
 
 from launcher.config.schema import AugmentConfig, DataConfig
 
+ANTS_BEES = Path(__file__).resolve().parents[4] / "shared" / "data" / "ants_bees"
 QUARTERS = [[(250, 0, 0), (0, 250, 0)], [(0, 0, 250), (250, 250, 250)]]  # colours of the four corners
 ORIENTATION = 0x0112
 
@@ -62,8 +63,3 @@ def write_classes(folder: Path, classes=("cat", "dog"), count=4, kind="PNG"):
             grey = 20 + 20 * index + 100 * number
             Image.new("RGB", (20 + index, 30), (grey,) * 3).save(folder / name / f"{index}.{kind.lower()}")
     return folder
-
-
-def num_stored(cache):
-    """The images of a cache that need not be decoded."""
-    return sum(cache.get(index) is not None for index in range(len(cache._states)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from launcher.config.schema import AugmentConfig
-from launcher.data.augment import ImageTransform, Normalise
+from launcher.data.augment import Normalise
 from launcher.data.images.catalog import ImageSet
 from launcher.data.tensors import TensorData
 
@@ -19,11 +19,3 @@ def test_a_column_called_region_is_left_alone_where_nothing_is_cut(crop_padding)
     for made in (train(batch, torch.full((2, 4), 0.5)), images.eval_transform()(batch)):
         assert made["image"].shape == (2, 1, 4, 4)
         assert made["region"].tolist() == [0, 1]
-
-
-def test_a_region_is_cut_only_to_a_size():
-    """As of a set of photographs whose training samples an evaluation takes, without augmentation."""
-    batch = {"image": torch.zeros(1, 1, 4, 4, dtype=torch.uint8), "region": torch.tensor([[0.0, 0, 2, 2, 0]])}
-    whole, cut = ImageTransform(NORMALISE)(batch), ImageTransform(NORMALISE, size=2)(batch, torch.zeros(1, 4))
-    assert (whole["image"].shape, "region" in whole) == ((1, 1, 4, 4), True)
-    assert (cut["image"].shape, "region" in cut) == ((1, 1, 2, 2), False)

@@ -1,284 +1,174 @@
-import logging
-import multiprocessing
+"""The cache of decoded photographs: built once, whole or not at all, and with the pixels that crops need."""
+
 import os
-import resource
-import shutil
-import warnings
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate
+from PIL import Image
 
-from launcher.data.batch_plan import BatchPlan, generator_for
-from launcher.data.images.cache import open_cache
+from launcher.data.images import cache
+from launcher.data.images.cache import decoded_images
 from launcher.data.images.catalog import load_images
-from launcher.data.indexed import IndexedData, LoadedBatches
-from launcher.data.loader import Loading, loader_processes
-from launcher.data.reader import BatchRequest
+from launcher.data.images.photograph import ORIENTATION
 from launcher.errors import DataWarning
-from tests.data.images.photographs import corners, data_config, encoded, num_stored, write_classes
-
-SHAPE = (3, 4, 5)
+from tests.data.images.photographs import ANTS_BEES, data_config, encoded, write_classes
 
 
-def image(index):
-    return np.full(SHAPE, index, np.uint8)
+class Images:
+    """Greys of some sizes in memory, which count how often they are decoded."""
+
+    def __init__(self, *sizes, key="k"):
+        self.key, self.read = key, 0
+        self.files = [encoded(Image.new("RGB", size, (10 * n,) * 3)) for n, size in enumerate(sizes)]
+
+    def __len__(self):
+        return len(self.files)
+
+    def source(self, index):
+        self.read += 1
+        return self.files[index], f"image {index}"
 
 
-def in_child(work):
-    """The exit code of a forked process that does the work."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
-        process = multiprocessing.get_context("fork").Process(target=work)
-        process.start()
-    process.join(30)
-    code = process.exitcode
-    process.close()
-    return code
+def test_nothing_is_cut_off_and_the_shorter_side_is_resized(tmp_path):
+    found = decoded_images(tmp_path, Images((40, 80), (30, 20), (8, 4)), side=10)
+    assert [found[index].size for index in range(3)] == [(10, 20), (15, 10), (8, 4)]
+    assert [found[index].getpixel((0, 0)) for index in range(3)] == [(0, 0, 0), (10, 10, 10), (20, 20, 20)]
 
 
-def filled(folder, count=3, key="k"):
-    cache = open_cache(folder, key, count, SHAPE)
-    for index in range(count):
-        cache.put(index, image(index))
-    return cache
+def test_an_image_lies_as_its_orientation_says(tmp_path):
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    images = Images((4, 4))
+    images.files = [encoded(Image.new("RGB", (40, 20)), "JPEG", exif=exif)]
+    assert decoded_images(tmp_path, images, side=10)[0].size == (10, 20)
 
 
-def test_images_come_back_and_the_file_gets_its_name_when_it_is_whole(tmp_path):
-    cache = open_cache(tmp_path, "k", 3, SHAPE)
-    for index in range(3):
-        assert not cache.path.exists()
-        assert cache.get(index) is None
-        cache.put(index, image(index))
-        assert (cache.get(index) == index).all()
-    assert list(tmp_path.iterdir()) == [cache.path]
-    again = open_cache(tmp_path, "k", 3, SHAPE)
-    assert num_stored(again) == 3
-    assert all((again.get(index) == index).all() for index in range(3))
+def test_it_is_built_once_by_whoever_is_first(tmp_path):
+    images = Images(*[(12, 12)] * 20)
+    threads = [threading.Thread(target=decoded_images, args=(tmp_path, images, 8)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert images.read == 20
+    assert [file.suffix for file in tmp_path.iterdir()] == [".images"]
 
 
-def test_what_cannot_be_decoded_is_no_reason_to_stay_unfinished(tmp_path):
-    cache = open_cache(tmp_path, "k", 2, SHAPE)
-    cache.give_up(0)
-    cache.put(1, image(1))
-    assert cache.path.exists()
-    again = open_cache(tmp_path, "k", 2, SHAPE)
-    assert again.get(0) is None
-    assert (again.get(1) == 1).all()
+@pytest.mark.parametrize("other", [Images((9, 9), key="other"), Images((9, 9), (9, 9))], ids=["key", "count"])
+def test_another_listing_has_another_file(tmp_path, other):
+    decoded_images(tmp_path, Images((9, 9)), 8)
+    decoded_images(tmp_path, other, 8)
+    decoded_images(tmp_path, other, 4)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_another_set_has_another_file(tmp_path):
-    filled(tmp_path, 3, "k")
-    for count, key, shape in ((3, "other", SHAPE), (4, "k", SHAPE), (3, "k", (3, 5, 4))):
-        assert num_stored(open_cache(tmp_path, key, count, shape)) == 0
+def test_an_image_that_cannot_be_read_is_left_out(tmp_path):
+    images = Images((9, 9), (9, 9))
+    images.files[0] = b"no image"
+    found = decoded_images(tmp_path, images, 8)
+    assert (found[0], found[1].size) == (None, (8, 8))
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda path: os.truncate(path, 5000),
-        lambda path: os.truncate(path, 0),
-        lambda path: path.write_bytes(bytes(path.stat().st_size)),
-        lambda path: path.write_bytes(path.read_bytes() + b"more"),
-    ],
-    ids=["cut off", "empty", "zeros", "longer"],
-)
-def test_a_file_that_is_not_what_it_should_be_is_replaced(tmp_path, spoil):
-    cache = filled(tmp_path)
-    spoil(cache.path)
-    assert num_stored(open_cache(tmp_path, "k", 3, SHAPE)) == 0
-    assert num_stored(filled(tmp_path)) == 3
-    assert num_stored(open_cache(tmp_path, "k", 3, SHAPE)) == 3
+def test_a_build_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
+    def stop(descriptor):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.os, "fsync", stop)
+        with pytest.raises(KeyboardInterrupt):
+            decoded_images(tmp_path, Images((9, 9)), 8)
+    assert [file.suffix for file in tmp_path.iterdir()] in ([], [".lock"])
+    assert decoded_images(tmp_path, Images((9, 9)), 8) is not None
 
 
-def test_a_link_in_its_place_is_not_followed(tmp_path):
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    cache = filled(tmp_path / "cache")
-    cache.path.unlink()
-    cache.path.symlink_to(victim)
-    with pytest.warns(DataWarning, match="symbolic link"):
-        assert open_cache(tmp_path / "cache", "k", 3, SHAPE) is None
-    assert victim.read_text() == "precious"
-
-
-def test_processes_fill_it_together_and_another_run_goes_on_where_one_was_killed(tmp_path):
-    cache = open_cache(tmp_path, "k", 4, SHAPE)
-
-    def store():
-        cache.put(0, image(0))
-        open_cache(tmp_path, "k", 4, SHAPE).put(1, image(1))
-        os.kill(os.getpid(), 9)
-
-    in_child(store)
-    assert num_stored(cache) == 2
-    again = open_cache(tmp_path, "k", 4, SHAPE)
-    assert (again.get(0) == 0).all()
-    again.put(2, image(2))
-    cache.put(3, image(3))
-    assert cache.path.exists()
-    assert (again.get(3) == 3).all()
-
-
-def test_where_no_file_names_the_boot_images_are_kept_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr("launcher.data.images.cache.BOOT_ID", tmp_path / "none")
-    filled(tmp_path)
-    assert num_stored(open_cache(tmp_path, "k", 3, SHAPE)) == 3
-
-
-def test_what_an_earlier_boot_left_unfinished_is_not_used(tmp_path, monkeypatch):
-    open_cache(tmp_path, "k", 2, SHAPE).put(0, image(0))
-    (tmp_path / "boot").write_text("another-boot")
-    monkeypatch.setattr("launcher.data.images.cache.BOOT_ID", tmp_path / "boot")
-    cache = filled(tmp_path, 2)
-    assert cache.path.exists()
-    assert list(tmp_path.glob("*.partial")) == []
-
-
-def test_a_disk_that_is_too_small_is_a_warning_before_anything_is_written(tmp_path):
-    free = shutil.disk_usage(tmp_path).free
-    with pytest.warns(DataWarning, match=r"takes .* GB, more than half of what is free"):
-        assert open_cache(tmp_path, "k", free // 60, SHAPE) is None
-
-
-def test_a_disk_that_fills_up_ends_the_storing_and_not_the_run(tmp_path):
-    cache = open_cache(tmp_path, "k", 3, SHAPE)
-    cache.put(0, image(0))
-
-    def fill():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8200, 8200))
-        logging.getLogger("launcher").addHandler(logging.NullHandler())
-        cache.put(2, image(2))
-        assert cache.get(2) is None
-        assert (cache.get(0) == 0).all()
-
-    assert in_child(fill) == 0
-    assert num_stored(cache) == 1
+@pytest.mark.parametrize("spoil", [lambda file: os.truncate(file, 100), lambda file: os.truncate(file, 0)])
+def test_a_damaged_file_is_built_again(tmp_path, spoil):
+    images = Images((9, 9))
+    decoded_images(tmp_path, images, 8)
+    (file,) = tmp_path.iterdir()
+    spoil(file)
+    assert decoded_images(tmp_path, images, 8)[0].size == (8, 8)
+    assert images.read == 2
 
 
 def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.warns(DataWarning, match=r"no cache of decoded images in .*: (Not a directory|File exists)"):
-        assert open_cache(tmp_path / "file", "k", 3, SHAPE) is None
+    with pytest.warns(DataWarning, match=r"no cache of decoded images in .*data\.cache=DIR"):
+        assert decoded_images(tmp_path / "file", Images((9, 9)), 8) is None
 
 
-# -- of photographs
+# -- as a set of photographs uses it
 
 
 def samples(images):
-    return [
-        {name: torch.as_tensor(value) for name, value in part.sample(index, generator_for(index)).items()}
-        for part in (images.train, images.validation)
-        for index in range(len(part))
-    ]
-
-
-def batches(images, workers):
-    """Two epochs of training batches, and an evaluation, as the training process gets them."""
-    how = Loading(workers, torch.device("cpu"), seed=0)
-    train, validation = (IndexedData(part, None, how, "any") for part in (images.train, images.validation))
-    plan = BatchPlan(len(images.train), 2, None, world_size=1, rank=0, seed=0, drop_last=False)
-    with loader_processes():
-        loaded = LoadedBatches(train, plan, None, 2 * plan.steps_per_epoch)
-        found = [loaded.step(epoch, step)[0] for epoch in range(2) for step in range(plan.steps_per_epoch)]
-        return found + [batch for _, batch in validation.evaluation_batches(0, 1, 2)]
-
-
-def equal(one, other):
-    return all(torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a)
-
-
-def test_the_second_epoch_decodes_nothing_and_sees_the_same(tmp_path):
-    write_classes(tmp_path / "set")
-    config = data_config(path=tmp_path / "set", cache=str(tmp_path / "cache"))
-    first = load_images(config)
-    decoded = samples(first)
-    for file in (tmp_path / "set").rglob("*.png"):
-        file.rename(file.with_suffix(".gone"))  # nothing is left that could be decoded
-    assert equal(samples(first), decoded)
-    for file in (tmp_path / "set").rglob("*.gone"):
-        file.rename(file.with_suffix(".png"))
-    assert equal(samples(load_images(config)), decoded)
-
-
-def test_without_space_the_same_pixels_come_out(tmp_path):
-    write_classes(tmp_path / "set")
-    (tmp_path / "file").write_text("")
-    with pytest.warns(DataWarning, match="no cache"):
-        without = load_images(data_config(path=tmp_path / "set", cache=str(tmp_path / "file")))
-    with_cache = load_images(data_config(path=tmp_path / "set", cache=str(tmp_path / "cache")))
-    assert equal(samples(without), samples(with_cache))
-    assert equal(samples(without), samples(with_cache))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_are_the_same_with_pixels_from_the_cache_and_decoded(tmp_path, workers):
-    write_classes(tmp_path / "set")
-    config = data_config(path=tmp_path / "set", cache=str(tmp_path / "cache"))
-    (tmp_path / "file").write_text("")
-    with pytest.warns(DataWarning, match="no cache"):
-        decoded = batches(load_images(data_config(path=tmp_path / "set", cache=str(tmp_path / "file"))), 0)
-    half = load_images(config)
-    for index in range(0, len(half.train), 2):
-        half.train[index]
-    assert equal(batches(half, workers), decoded), "the other half is stored on the way"
-    assert num_stored(half.train.cache) == len(half.train) + len(half.validation)
-    assert equal(batches(load_images(config), workers), decoded)
-
-
-def test_batches_of_images_of_which_some_could_not_be_stored(tmp_path):
-    write_classes(tmp_path / "set")
-    config = data_config(path=tmp_path / "set", cache=str(tmp_path / "cache"))
-    decoded = batches(load_images(data_config(path=tmp_path / "set", cache=str(tmp_path / "other"))), 0)
-    partly = load_images(config)
-    partly.train[0]
-    partly.train.cache._writable = False  # as after an error
-    found = batches(partly, 0)
-    assert equal(found, decoded)
-    assert num_stored(partly.train.cache) == 1
-
-
-def test_loader_processes_hand_over_numbers_and_no_pixels(tmp_path):
-    images = load_images(data_config(path=write_classes(tmp_path / "set"), cache=str(tmp_path / "cache")))
-    data = IndexedData(images.train, None, Loading(0, torch.device("cpu"), seed=0), "training")
-    request = BatchRequest(0, 0, (0, 1))
-    fetched = data.fetch(request)
-    assert set(fetched.batch) == {"stored", "label", "region"}
-    assert set(data.usable(fetched, request)) == {"image", "label", "region"}
-
-
-def test_a_collate_of_ones_own_gets_pixels(tmp_path):
-    images = load_images(data_config(path=write_classes(tmp_path / "set"), cache=str(tmp_path / "cache")))
-    data = IndexedData(images.train, default_collate, Loading(0, torch.device("cpu"), seed=0), "training")
-    assert set(data.fetch(BatchRequest(0, 0, (0, 1))).batch) == {"image", "label", "region"}
-
-
-def test_what_is_written_into_a_sample_is_in_no_later_one(tmp_path):
-    images = load_images(data_config(path=write_classes(tmp_path / "set"), cache=str(tmp_path / "cache")))
+    """All samples of both parts, each with random numbers of its own."""
+    found = []
     for part in (images.train, images.validation):
-        before = part[0]["image"].clone()
-        part[0]["image"].zero_()
-        assert torch.equal(part[0]["image"], before)
+        for index in range(len(part)):
+            torch.manual_seed(index)
+            found.append(part[index]["image"])
+    return found
+
+
+def loaded(folder: Path, where: str):
+    return load_images(data_config(path=folder, cache=where, image_size=16))
+
+
+def test_an_epoch_from_the_cache_decodes_nothing(tmp_path):
+    folder = write_classes(tmp_path / "set")
+    images = loaded(folder, str(tmp_path / "cache"))
+    found = samples(images)
+    for file in folder.rglob("*.png"):
+        file.unlink()
+    assert all(map(torch.equal, samples(images), found))
+
+
+def test_images_that_need_no_resizing_are_the_same_from_the_cache(tmp_path):
+    folder = tmp_path / "set"
+    generator = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(parents=True)
+        for index in range(4):
+            pixels = generator.integers(0, 256, (18, 24, 3), np.uint8)  # 18 = 256 / 224 of 16 pixels
+            Image.fromarray(pixels).save(folder / name / f"{index}.png")
+    assert all(
+        map(torch.equal, samples(loaded(folder, "none")), samples(loaded(folder, str(tmp_path / "c"))))
+    )
 
 
 @pytest.mark.parametrize("change", ["content", "time", "name"])
 def test_a_file_that_changed_is_decoded_again(tmp_path, change):
-    write_classes(tmp_path / "set")
-    config = data_config(path=tmp_path / "set", cache=str(tmp_path / "cache"))
-    samples(load_images(config))
-    file = tmp_path / "set" / "cat" / "0.png"
+    folder = write_classes(tmp_path / "set")
+    loaded(folder, str(tmp_path / "cache"))
+    file = folder / "cat" / "0.png"
     if change == "content":
-        file.write_bytes(encoded(corners()))
+        file.write_bytes(encoded(Image.new("RGB", (21, 31))))
     elif change == "time":
         os.utime(file, ns=(1, 1))
     else:
         file.rename(file.with_name("other.png"))
-    assert num_stored(load_images(config).train.cache) == 0
+    loaded(folder, str(tmp_path / "cache"))
+    assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_auto_lies_below_the_users_cache(tmp_path, monkeypatch):
+def test_nothing_is_kept_unless_it_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    images = load_images(data_config(path=write_classes(tmp_path / "set"), cache="auto"))
-    samples(images)
+    folder = write_classes(tmp_path / "set")
+    loaded(folder, "none")
+    assert not (tmp_path / "home").exists()
+    loaded(folder, "auto")
     assert [file.suffix for file in (tmp_path / "home" / "fp16-launcher").iterdir()] == [".images"]
+
+
+@pytest.mark.skipif(not ANTS_BEES.is_dir(), reason=f"no photographs in {ANTS_BEES}")
+def test_real_photographs_look_alike_from_the_cache(tmp_path):
+    """Resized twice instead of once: a little smoother."""
+    with_cache, without = (
+        load_images(data_config(path=ANTS_BEES, cache=where, image_size=64)).validation
+        for where in (str(tmp_path), "none")
+    )
+    pairs = [(with_cache[n]["image"].float(), without[n]["image"].float()) for n in range(0, 90, 9)]
+    assert max(float((one - other).abs().mean()) for one, other in pairs) < 8

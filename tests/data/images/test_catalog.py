@@ -308,7 +308,10 @@ def damaged(file):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda d: (d / "test.parquet").unlink(), r"no test\*\.parquet. It has: train\.parquet"),
+        (
+            lambda d: (d / "test.parquet").unlink(),
+            r"no test\*\.parquet, and none of the batches.* It has: train\.parquet",
+        ),
         (lambda d: (d / "test.parquet").write_bytes(b"not a parquet file"), r"cannot be read"),
         (lambda d: (d / "train.parquet").write_bytes(b""), r"cannot be read"),
         (lambda d: os.truncate(d / "train.parquet", 300), r"cannot be read"),

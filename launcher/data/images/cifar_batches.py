@@ -1,0 +1,162 @@
+"""CIFAR-10 as its authors publish it: the pickled batches of the Python version and the binary batches.
+
+Owns the two formats (https://www.cs.toronto.edu/~kriz/cifar.html) and the folders around them. A batch is
+unpickled by a reader that admits what these files hold, and nothing that could run code.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from launcher.data.tensors import TensorData
+from launcher.errors import DataError, described, listed
+
+TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
+TEST = ("test_batch",)
+FOLDERS = ("", "cifar-10-batches-py", "cifar-10-batches-bin")  # torchvision's root has the second
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+SHAPE = (3, 32, 32)
+PIXELS = 3 * 32 * 32
+
+Columns = tuple[Any, Any]  # images uint8 [n, 3072], labels of integers [n]
+
+
+def batch_files(folder: Path) -> list[Path] | None:
+    """The six files in the folder or in the one that the archives unpack to; None if there is none of them.
+
+    Raises DataError if some of the six are missing.
+    """
+    for place in (folder / name for name in FOLDERS):
+        for suffix in ("", ".bin"):
+            files = [place / f"{name}{suffix}" for name in (*TRAIN, *TEST)]
+            missing = [file.name for file in files if not file.is_file()]
+            if not missing:
+                return files
+            if len(missing) < len(files):
+                raise DataError(
+                    f"data.path={folder}: {place} has some files of CIFAR-10, but not {listed(missing, 6)}. "
+                    "Unpack the archive again."
+                )
+    return None
+
+
+def read_batches(files: Sequence[Path], name: str) -> tuple[TensorData, TensorData, tuple[str, ...]]:
+    """Train and test with columns image uint8 [n, 3, 32, 32] and label int64 [n], and the classes."""
+    read = read_binary if files[0].suffix == ".bin" else read_pickled
+    parts = [_checked(file, read) for file in files]
+    train, test = parts[: len(TRAIN)], parts[len(TRAIN) :]
+    return _joined(train, name), _joined(test, name), CLASSES
+
+
+def read_binary(file: Path) -> Columns:
+    """A batch of the binary version: rows of a label's byte and 3,072 bytes of pixels."""
+    content = np.fromfile(file, np.uint8)
+    if not len(content) or len(content) % (1 + PIXELS):
+        raise ValueError(f"its {len(content):,} bytes are not rows of {1 + PIXELS:,}")
+    rows = content.reshape(-1, 1 + PIXELS)
+    return rows[:, 1:], rows[:, 0]
+
+
+def read_pickled(file: Path) -> Columns:
+    """A batch of the Python version: a pickled dictionary with `data` and `labels`."""
+    with open(file, "rb") as opened:
+        content = Unpickler(opened, encoding="bytes").load()
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}, not a dictionary")
+    columns = {key.decode() if isinstance(key, bytes) else key: each for key, each in content.items()}
+    if lacking := [key for key in ("data", "labels") if key not in columns]:
+        raise ValueError(f"it has no {' and no '.join(lacking)}, but {listed(list(columns), 8)}")
+    data, labels = columns["data"], columns["labels"]
+    if not isinstance(data, _Array) or not isinstance(labels, list):
+        raise ValueError(f"its data is a {type(data).__name__}, its labels a {type(labels).__name__}")
+    return data.values, labels
+
+
+class Unpickler(pickle.Unpickler):
+    """Admits numpy's arrays besides what pickle holds without any class: bytes, lists, dicts, numbers.
+
+    A pickle can name any function of any module to call; all other names raise UnpicklingError.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        return ADMITTED.get((module, name)) or _refuse(module, name)
+
+
+def _refuse(module: str, name: str) -> NoReturn:
+    raise pickle.UnpicklingError(f"it names {module}.{name}, which no batch of CIFAR-10 does")
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    """Bytes as Python 3 writes them into the old protocols of pickle."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"it encodes by {encoding!r}, which no batch of CIFAR-10 does")
+    return text.encode("latin1")
+
+
+class _Dtype:
+    """Takes what a pickle says of numpy's dtype of bytes, the only one that is admitted."""
+
+    def __init__(self, name: str | bytes, *more: object) -> None:
+        self.name = name.decode() if isinstance(name, bytes) else name
+        if self.name != "u1":
+            raise pickle.UnpicklingError(f"it has an array of {self.name}, which no batch of CIFAR-10 does")
+
+    def __setstate__(self, state: object) -> None:
+        """Ignore the byte order, which bytes do not have."""
+
+
+class _Array:
+    """Takes what a pickle says of an array, in place of numpy's own code, which trusts it."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.values = np.zeros(0, np.uint8)
+
+    def __setstate__(self, state: tuple[int, tuple[int, ...], _Dtype, bool, bytes]) -> None:
+        _, shape, _, by_columns, content = state
+        self.values = np.frombuffer(content, np.uint8).reshape(shape, order="F" if by_columns else "C")
+
+
+ADMITTED: dict[tuple[str, str], Callable[..., Any]] = {
+    ("numpy.core.multiarray", "_reconstruct"): _Array,
+    ("numpy._core.multiarray", "_reconstruct"): _Array,
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _Dtype,
+    ("_codecs", "encode"): _latin1,
+}
+
+
+def _checked(file: Path, read: Callable[[Path], Columns]) -> tuple[Tensor, Tensor]:
+    """Images uint8 [n, 3, 32, 32] and labels int64 [n] of a file. Raises DataError, naming it."""
+    try:
+        data, labels = read(file)
+        images, classes = np.asarray(data), np.asarray(labels, np.int64)
+        if images.dtype != np.uint8 or images.ndim != 2 or images.shape[1] != PIXELS:
+            raise ValueError(f"its images are {images.dtype} {list(images.shape)}, not uint8 [n, {PIXELS}]")
+        if classes.shape != images.shape[:1]:
+            raise ValueError(f"it has {len(images)} images and labels of shape {list(classes.shape)}")
+        if len(odd := classes[(classes < 0) | (classes >= len(CLASSES))]):
+            raise ValueError(f"it has the label {odd[0]}, which is not one of 0 to {len(CLASSES) - 1}")
+    # A damaged pickle raises any of these.
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        pickle.PickleError,
+    ) as error:
+        raise DataError(f"{file} cannot be read as a batch of CIFAR-10: {described(error)}") from error
+    return torch.from_numpy(images.copy()).view(-1, *SHAPE), torch.from_numpy(classes)
+
+
+def _joined(parts: Sequence[tuple[Tensor, Tensor]], name: str) -> TensorData:
+    images, labels = (torch.cat(column) for column in zip(*parts, strict=True))
+    return TensorData({"image": images, "label": labels}, name)
