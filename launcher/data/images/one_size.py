@@ -86,7 +86,7 @@ def _split_files(folder: Path, name: str) -> list[Path]:
     if not files:
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10]) or "nothing"
         raise DataError(
-            f"data.path={folder} has no {name}*.parquet, and none of the batches of CIFAR-10 (data_batch_1 to "
+            f"data.path={folder} has no {name}*.parquet, and no batches of CIFAR-10 (data_batch_1 to "
             f"5 and test_batch, or the same as .bin). It has: {found}."
         )
     return files

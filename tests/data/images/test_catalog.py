@@ -310,7 +310,7 @@ def damaged(file):
     [
         (
             lambda d: (d / "test.parquet").unlink(),
-            r"no test\*\.parquet, and none of the batches.* It has: train\.parquet",
+            r"no test\*\.parquet, and no batches.* It has: train\.parquet",
         ),
         (lambda d: (d / "test.parquet").write_bytes(b"not a parquet file"), r"cannot be read"),
         (lambda d: (d / "train.parquet").write_bytes(b""), r"cannot be read"),

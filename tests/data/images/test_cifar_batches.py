@@ -215,5 +215,5 @@ def test_a_binary_batch_that_is_cut_off_is_named(tmp_path):
 
 def test_a_folder_of_something_else_has_all_forms_in_its_error(tmp_path):
     (tmp_path / "cat.png").write_bytes(png())
-    with pytest.raises(DataError, match=r"no train\*\.parquet, and none of the batches .* It has: cat\.png"):
+    with pytest.raises(DataError, match=r"no train\*\.parquet, and no batches .* It has: cat\.png"):
         load_images(data_config("cifar10", tmp_path))
