@@ -36,7 +36,7 @@ ENGINE_LAYERS = (
     {"wire", "state"},
     {"verdict"},
     {"optim"},
-    {"notices", "arguments", "agreement", "outside_changes", "fp32_modules"},
+    {"notices", "port_checks", "arguments", "agreement", "outside_changes", "fp32_modules"},
     {"step_result", "replica"},
     {"assembly"},
     {"step"},

@@ -7,6 +7,7 @@ never), then step() or abandon(); all ranks reach the same verdict and the same 
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,8 +26,10 @@ from launcher.engine.flat.groups import ParameterGroup, idle_groups
 from launcher.engine.fp32_modules import compute_in_fp32, names_in_fp32
 from launcher.engine.mean_loss import WARNING, is_mean
 from launcher.engine.notices import warn_if_alone
+from launcher.engine.optim.lr_optimizer import LrOptimizer
 from launcher.engine.optim.torch_optimizer import AnyOptimizer
 from launcher.engine.outside_changes import refuse_lent
+from launcher.engine.port_checks import clipping_beside, note_calls_outside, refuse_scaler
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
 from launcher.engine.precision.policy import Policy
 from launcher.engine.replica import size_bytes
@@ -124,15 +127,21 @@ class Stepper:
         self.reducer, self.shards, self.updater = parts.reducer, parts.shards, parts.updater
         self.scale, self.emulation = parts.scale, parts.emulation
         self._step = Step(choices, parts, self.group)
+        self.clip_norm = clip_norm
+        self._inspected = False  # whether the first step was looked at for what is left of another loop
+        self._lr_optimizer: LrOptimizer | None = None
+        note_calls_outside(model)
 
     @property
     def lr(self) -> float:
         """The learning rate of the next applied step. Waits for the device.
 
         Setting it replaces `learning_rates` from the next applied step on, for a schedule in the training
-        loop: `stepper.lr = scheduler.get_last_lr()[0]`. Setting does not wait for the device. The
-        rate is not part of state_dict(): set it again after load_state_dict().
+        loop; `lr_optimizer` is for schedulers of torch. Setting does not wait for the device. The rate is
+        not part of state_dict(): set it again after load_state_dict().
         """
+        if self._lr_optimizer is not None:
+            return self._lr_optimizer.lr
         rates, applied = self._step.rates, self.scale.applied
         if isinstance(rates, list):
             return rates[min(int(applied), len(rates) - 1)]
@@ -141,10 +150,23 @@ class Stepper:
     @lr.setter
     def lr(self, rate: float) -> None:
         limits.rate.require("lr", rate)
+        if self._lr_optimizer is not None:
+            self._lr_optimizer.param_groups[0]["lr"] = float(rate)
         if isinstance(self._step.rates, list):
             self._step.rates = [float(rate)]
         else:
             self._step.rates.fill_(float(rate))
+
+    @property
+    def lr_optimizer(self) -> LrOptimizer:
+        """What a scheduler of torch takes as optimizer; its rate is that of the next step from now on.
+
+        `scheduler = CosineAnnealingLR(stepper.lr_optimizer, T_max=100)`, and scheduler.step() after each
+        step(). A skipped step counts for the scheduler, unless the loop leaves its step() out.
+        """
+        if self._lr_optimizer is None:
+            self._lr_optimizer = LrOptimizer(self.lr)
+        return self._lr_optimizer
 
     def forward(self) -> AbstractContextManager[object]:
         """The precision context for a forward pass."""
@@ -208,6 +230,8 @@ class Stepper:
         """
         self._step.refuse_detached()
         refuse_loss(loss_sum, count, self.device)
+        if not self._inspected:
+            refuse_scaler(loss_sum)
         if is_mean(loss_sum, count):
             self._parts.notices.warn(WARNING, stacklevel=2)
         self._step.backward(loss_sum, count)
@@ -235,6 +259,13 @@ class Stepper:
         """
         if not self._step.failed:
             self._refuse_missed_backward()
+        if not self._inspected:
+            self._inspected = True
+            if self.clip_norm is None and (text := clipping_beside(sys._getframe(1))):
+                self._parts.notices.warn(text, stacklevel=2)
+        if self._lr_optimizer is not None:
+            self.lr = self._lr_optimizer.lr
+            self._lr_optimizer.step()
         return self.report(*self.step_on_device())
 
     def abandon(self) -> StepResult:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import time
 from collections import deque
 
 import torch.distributed as dist
@@ -20,9 +21,11 @@ from torch import Tensor
 
 Group = dist.ProcessGroup | None  # None: one process
 
-# Per process, as interpreter shutdown is. A group has two threads, each at most one work behind.
+KEPT_S = 1.0  # longer than a thread of Gloo takes to drop a finished work, on a loaded machine too
+
+# Per process, as interpreter shutdown is.
 _under_way: set[dist.Work] = set()
-_finished: deque[dist.Work] = deque(maxlen=8)
+_finished: deque[tuple[float, dist.Work]] = deque()  # with when
 
 
 def started(work: dist.Work | None) -> dist.Work:
@@ -38,7 +41,10 @@ def wait_for(work: dist.Work | None, tensor: Tensor) -> None:
     work.wait()
     _under_way.discard(work)
     if tensor.device.type == "cpu":
-        _finished.append(work)
+        now = time.monotonic()
+        _finished.append((now, work))
+        while now - _finished[0][0] > KEPT_S:
+            _finished.popleft()
 
 
 def run(work: dist.Work | None, tensor: Tensor) -> None:
@@ -70,5 +76,5 @@ def release() -> None:
 @atexit.register
 def _keep_all() -> None:
     """Leak a reference to each work, so that nothing frees one during interpreter shutdown."""
-    for work in (*_under_way, *_finished):
+    for work in (*_under_way, *(work for _, work in _finished)):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))

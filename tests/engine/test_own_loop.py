@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Callable
@@ -47,6 +48,7 @@ def test_a_step_beside_another_networks_pass_names_both_cases() -> None:
     assert "call model.zero_grad() before step(), or skip step() on all ranks" in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:clip_grad_norm_.. is called beside")
 def test_torchs_own_clipping_before_a_step_changes_nothing_and_clip_norm_clips() -> None:
     moved = []
     for clip_norm, clips in ((None, False), (None, True), (1e-3, False)):
@@ -69,7 +71,7 @@ def test_the_docstring_of_the_rate_says_that_no_state_holds_it() -> None:
     stepper.lr = 0.05
     other.load_state_dict(stepper.state_dict())
     assert other.lr == pytest.approx(0.1)
-    assert "not part of state_dict()" in (type(stepper).lr.__doc__ or "")
+    assert "not part of state_dict()" in " ".join((type(stepper).lr.__doc__ or "").split())
 
 
 def test_a_step_without_samples_is_skipped_and_said_once() -> None:
@@ -223,3 +225,62 @@ def test_a_stepper_that_decides_on_the_device_reports_the_same_norm() -> None:
             stepper = Stepper(model, SGD(0.1), Policy.fp32())
         norms.append([train(stepper, *features(8, step)).grad_norm for step in range(40)])
     assert norms[0] == norms[1]
+
+
+def test_a_grad_scaler_that_is_left_in_place_is_refused() -> None:
+    stepper, scaler = stepper_of(), torch.amp.GradScaler("cpu")
+    x, classes = features(4, 0)
+    with pytest.raises(UnusableError, match=r"multiplied by a GradScaler.*remove scaler.scale\(\)"):
+        stepper.backward(scaler.scale(loss_sum(stepper.model(x), classes)), 4)
+    stepper.backward(loss_sum(stepper.model(x), classes) * torch.tensor(65536.0), 4)  # a factor of the user's
+    assert not stepper.step().read().skipped
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_clip_grad_norm_that_is_left_in_place_is_named_once(clips) -> None:
+    stepper = stepper_of(clip_norm=None if clips else 1.0)
+    x, classes = features(4, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            stepper.backward(loss_sum(stepper.model(x), classes), 4)
+            torch.nn.utils.clip_grad_norm_(stepper.model.parameters(), 1.0)
+            stepper.step()
+    assert ["clip_grad_norm_() is called beside stepper.step()" in str(each.message) for each in caught] == (
+        [True] * clips
+    )
+    assert all(each.filename == __file__ for each in caught)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("emulate", [False, True])
+def test_a_model_that_is_called_outside_of_forward_says_where_to_call_it(copied, emulate) -> None:
+    stepper = Stepper(mlp(), SGD(0.1), Policy.fp16(), emulate=emulate)
+    model = copy.deepcopy(stepper.model) if copied else stepper.model
+    x = features(4, 0)[0]
+    with pytest.raises(RuntimeError) as caught, torch.no_grad():
+        model(x)
+    (note,) = caught.value.__notes__
+    assert "The weights of this model are torch.float16" in note
+    assert "within `with stepper.forward():`" in note
+    with stepper.forward(), torch.no_grad():
+        assert model(x).isfinite().all()
+    with stepper.forward(), pytest.raises(RuntimeError) as caught:  # of its own: it has other shapes
+        model(x[:, :3])
+    assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_of_torch_takes_the_lr_optimizer(name) -> None:
+    """The rates of a torch optimizer under the same scheduler, without a dummy and without a warning."""
+    stepper = stepper_of()
+    theirs = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    schedulers = SCHEDULERS[name](stepper.lr_optimizer), SCHEDULERS[name](theirs)
+    x, classes = features(8, 0)
+    for _ in range(19):
+        assert stepper.lr == theirs.param_groups[0]["lr"] == train(stepper, x, classes).lr
+        theirs.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    stepper.lr = 0.25
+    assert train(stepper, x, classes).lr == 0.25

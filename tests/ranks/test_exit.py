@@ -21,19 +21,25 @@ torch.set_num_threads(1)
 rank, world_size, folder, kind, ending = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 store = dist.FileStore(folder + "/store", world_size)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-group = dist.new_group([0, 1]) if kind == "subgroup" else dist.group.WORLD
+own_groups = kind in ("subgroup", "two Steppers")
 wire = {"shard": Wire(shard=True)}.get(kind)
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
-stepper = Stepper(model, AdamW(lr=3e-4), policy=Policy.fp16(), group=group, wire=wire)
+if kind == "two Steppers, one group":
+    wire = Wire(overlap=False)
+steppers = []
+for _ in range(2 if "two" in kind else 1):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+    group = dist.new_group([0, 1]) if own_groups else dist.group.WORLD
+    steppers.append(Stepper(model, AdamW(lr=3e-4), policy=Policy.fp16(), group=group, wire=wire))
 for step in range(5):
-    inputs, labels = torch.randn(4, 8), torch.randint(3, (4,))
-    with stepper.forward():
-        logits = model(inputs).float()
-    loss_sum = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-    stepper.backward(loss_sum, len(labels))
-    if ending == "exception" and step == 3:
-        raise RuntimeError("of the loop")
-    report = stepper.step().read()
+    for stepper in steppers:
+        inputs, labels = torch.randn(4, 8), torch.randint(3, (4,))
+        with stepper.forward():
+            logits = stepper.model(inputs).float()
+        loss_sum = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        stepper.backward(loss_sum, len(labels))
+        if ending == "exception" and step == 3:
+            raise RuntimeError("of the loop")
+        report = stepper.step().read()
 if ending == "destroy":
     dist.destroy_process_group()
 """
@@ -67,6 +73,9 @@ CASES = [
     ("subgroup", "return"),
     ("shard", "return"),
     ("shard", "exception"),
+    ("two Steppers", "return"),
+    ("two Steppers", "exception"),
+    ("two Steppers, one group", "return"),
 ]
 
 
