@@ -13,7 +13,6 @@ import multiprocessing.queues
 import multiprocessing.util
 import operator
 import os
-import shutil
 import signal
 import tempfile
 import warnings
@@ -242,7 +241,6 @@ class Pool:
 
     def _end(self, *signal_and_frame: object) -> None:
         if self._shared[self._number, ENDS]:
-            shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)  # as exit handlers would
             os._exit(0)
 
 
