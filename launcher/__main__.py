@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from launcher.process import signals
 
-    signals.take_early()
+    signals.install_startup_handlers()
     from launcher.process import lifetime, streams
 
     streams.prepare()
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # for which another host's torchrun waits.
     gc.freeze()
     if exit_code > 128:
-        signals.end_by(exit_code - 128)
+        signals.kill_self_with(exit_code - 128)
     return exit_code
 
 

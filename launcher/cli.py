@@ -7,7 +7,6 @@ and without torch; workers get the resolved config as data.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -22,6 +21,7 @@ from launcher.distributed.handoff import HandoffTimeouts, Leader, follow
 from launcher.distributed.machines import given, node_of
 from launcher.distributed.slurm import variables_of_rank
 from launcher.errors import INTERRUPTED, Interrupted, LauncherError, escaped, in_words
+from launcher.process.signals import ignore_sigterm_of_torchrun
 from launcher.process.terminal import say
 
 # Commands and flags whose output is what they are run for
@@ -64,7 +64,7 @@ def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
         # Printed before the others are dismissed: torchrun kills the remaining ranks once one has failed.
         exit_code, reason = report_failure(error), in_words(error)
     if launch.world_size > 1:
-        ignore_sigterm()
+        ignore_sigterm_of_torchrun()
         leader.dismiss(exit_code, reason)
     return exit_code
 
@@ -72,7 +72,9 @@ def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
 def follow_leader(launch: LaunchEnv, argv: Sequence[str]) -> int:
     patience = HandoffTimeouts(first_job_s=init_timeout_s(argv))
     run_job = run_node if launch.is_node else run_worker
-    exit_code, reason = follow(launch, run_job, patience, on_end=ignore_sigterm, arguments=without_rank(argv))
+    exit_code, reason = follow(
+        launch, run_job, patience, on_end=ignore_sigterm_of_torchrun, arguments=without_rank(argv)
+    )
     if reason and launch.local_rank == 0:  # on other machines than rank 0's nothing has been printed yet
         say(f"error on {launch.noun} 0: {reason}", sys.stderr)
     return exit_code
@@ -98,12 +100,6 @@ def init_timeout_s(argv: Sequence[str]) -> float:
     with suppress(ValueError):
         return float(given(argv, "init_timeout_s"))
     return HandoffTimeouts.first_job_s
-
-
-def ignore_sigterm() -> None:
-    """Keep our exit code: torchrun sends SIGTERM to all ranks as soon as the first has exited."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def run_command(arguments: Arguments, leader: Leader) -> int:

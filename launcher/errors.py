@@ -25,7 +25,8 @@ class LauncherError(Exception):
     """A failure with a clear text (what happened, the rule, what to do now) and an exit code."""
 
     exit_code = 1
-    restart_helps = False  # although its exit code is not one of those that a restart may cure
+    restart_helps: bool | None = None  # None: as the exit code says
+    by_scheduler = False  # of a run that was stopped: preempted, not stopped by a person
     shared = False  # one rank has sent it to all: no fault of the rank that reports it
     traceback = ""  # of the exception behind it, where the text alone does not explain it; printed before it
 
@@ -38,7 +39,9 @@ class UnexpectedError(LauncherError):
 
 
 class RecipeError(LauncherError):
-    """Code of a recipe raised an exception. Like any unexpected error, it may not recur after a restart."""
+    """Code of a recipe raised an exception, which it would do again after a restart."""
+
+    restart_helps = False
 
 
 class ConfigError(LauncherError):

@@ -22,14 +22,15 @@ from launcher.config.schema import Config
 from launcher.data.labels import Labels
 from launcher.data.loader import loader_processes
 from launcher.data.sources import DataSets, batch_plan, training_batches
-from launcher.distributed import failures, preflight, process_group
+from launcher.distributed import preflight, process_group
 from launcher.distributed.env import LaunchEnv, WorkerEnv
+from launcher.distributed.hang_timer import HangTimer
 from launcher.distributed.heartbeat import Heartbeat
-from launcher.distributed.watchdog import Watchdog
 from launcher.doctor.machine import warn_of_machine
 from launcher.engine.step_timer import PARTS
-from launcher.errors import LauncherError, UnexpectedError
-from launcher.process import allocator, signals, torch_build
+from launcher.errors import UnexpectedError
+from launcher.process import allocator, torch_build
+from launcher.process.signals import RankStopSignal, save_means_stop, signal_handlers_installed
 from launcher.recipe.contract import Used
 from launcher.recipe.registry import load_recipe
 from launcher.run_dir.lock import Held
@@ -50,7 +51,6 @@ from launcher.training.parts.evaluation import Evaluator
 from launcher.training.parts.initial_weights import InitialWeights, Loaded, load_weights
 from launcher.training.parts.micro_batch import MicroBatch
 from launcher.training.progress import Course, Start
-from launcher.training.requests import Requests, heeded
 from launcher.training.resume import SavedRun
 from launcher.training.run import Run
 from launcher.training.setup import build, compilation, data_check
@@ -80,16 +80,12 @@ def run(
     """
     alone = launch.world_size == 1
     heartbeat = heartbeat or Heartbeat()
-    words = heartbeat.words or failures.words_of(store, job)
-    try:
-        run_dir = preflight.prepare_directory(config, launch)
-    except LauncherError:
-        words.fail(launch.rank)
-        raise
+    run_dir = preflight.prepare_directory(config, launch)
     held = Held(run_dir)
+    stop_signal = RankStopSignal(save_means_stop(config.launch.preempt_signals))
     with (
         # Left in reverse: the telemetry may still log, and signals stay requests until both are closed.
-        heeded(alone, signals.saving_stops(config.launch.preempt_signals)) as requests,
+        signal_handlers_installed(stop_signal, alone),
         closing(held),
         rank_log(run_dir, launch.rank, config.launch.log_level),
         # All sinks on rank 0, none elsewhere, so that callers need not check their rank.
@@ -103,21 +99,19 @@ def run(
         try:
             with warnings_logged(telemetry, launch.rank):
                 torch_build.warn_if_unchecked(torch.__version__)
-                _join_and_run(config, launch, store, job, telemetry, requests, heartbeat)
+                _join_and_run(config, launch, store, job, telemetry, stop_signal, heartbeat)
         except BaseException as error:
             # First, because explaining a failure takes time, and other ranks fail of this one meanwhile.
-            words.fail(launch.rank)
+            if heartbeat.exit_records is not None:
+                heartbeat.exit_records.mark_failed(launch.rank)
             rank_failure.log_traceback(launch.rank, error)
             logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
             at_shortage = rank_failure.at_shortage(heartbeat.latest, config, launch.world_size)
-            failure = rank_failure.failure_of(error, store, job, launch, logs, at_shortage)
+            failure = rank_failure.failure_of(error, launch, logs, at_shortage)
             if launch.rank == 0 and isinstance(failure, UnexpectedError):
                 failure = held.problem() or failure  # its files were not where they had been
-            if not heartbeat.watched:  # else the parent reads how this rank leaves
-                failures.give_reason(words, launch.rank, failure or error)
             steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
-            cause = rank_failure.of_another_rank(failure or error, words, launch.rank)
-            rank_failure.report_failure(telemetry, steps, held.present, launch, cause)
+            rank_failure.report_failure(telemetry, steps, held.present, launch, failure or error)
             rank_failure.release_frames(error)
             if failure is not None:
                 raise failure from error
@@ -130,17 +124,16 @@ def _join_and_run(
     store: dist.Store | None,
     job: str,
     telemetry: Telemetry,
-    requests: Requests,
+    stop_signal: RankStopSignal,
     heartbeat: Heartbeat,
 ) -> None:
     heartbeat.beat("meeting the other ranks")
-    timeout_s = config.launch.init_timeout_s + _leeway_s(heartbeat)
+    steps_ahead = int(torch.cuda.is_available())
     with (
-        # Left in reverse: the loader processes end, a failure is recorded for the other ranks, the group is
-        # closed.
-        Watchdog(config, launch, store, job, heartbeat) as watchdog,
-        process_group.join(launch, store, job, timeout_s) as env,
-        watchdog.announcing(),
+        # Left in reverse: the loader processes end, a failure is recorded, the group is closed.
+        HangTimer(config, launch, store, job, heartbeat, steps_ahead) as timer,
+        process_group.join(launch, store, job, config.launch.init_timeout_s) as env,
+        timer.bounding_clean_up(),
         loader_processes(),
     ):
         device.apply_switches(config)
@@ -149,9 +142,9 @@ def _join_and_run(
         warn_of_machine(config, env)
         peers = preflight.meet(config, env, store, job)
         gpus = measure_gpus(config, env, peers, telemetry)
-        assembled, loaded = _assemble(config, env, telemetry, heartbeat, requests)
-        saved, first_step_done = SavedRun(assembled), partial(_first_step_done, assembled.run, watchdog)
-        parts = assembled.parts = parts_of(assembled, saved, loaded, peers, gpus, first_step_done)
+        assembled, loaded = _assemble(config, env, telemetry, heartbeat, stop_signal)
+        saved = SavedRun(assembled)
+        parts = assembled.parts = parts_of(assembled, saved, loaded, peers, gpus, heartbeat.first_step_done)
         heartbeat.beat("restoring")
         start = saved.resume(launch)
         parts.of(InitialWeights).check(saved.resumed)
@@ -161,22 +154,14 @@ def _join_and_run(
         _train(assembled, saved, start)
 
 
-def _leeway_s(heartbeat: Heartbeat) -> float:
-    """How much longer a collective may take than a phase, if phases are monitored.
-
-    A rank that only waits must not fail before the rank that it waits for has been identified.
-    """
-    return 10.0 if heartbeat.watched else 0.0
-
-
 def _assemble(
-    config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat, requests: Requests
+    config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat, stop_signal: RankStopSignal
 ) -> tuple[Job, Loaded | None]:
     """The job, and the weights of the file that the config names."""
     device.seed_generators(config.seed)  # the same on all ranks: they build the same data and model
     heartbeat.beat("loading data")
     logs = logs_of_failure(Path(config.run.dir), env.rank, env.world_size)
-    with requests.ending_at_once(env.group is None):
+    with stop_signal.interruptible(env.group is None), heartbeat.in_user_code():
         with guarding(f'the function under @recipe("{config.recipe.uses}")', logs):
             recipe = guarded(load_recipe(config), logs)
         refuse_unknown(config.tracker)
@@ -188,14 +173,15 @@ def _assemble(
     plan = batch_plan(config, env, data.train, recipe.lengths)
     course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
     heartbeat.beat("building the model")
-    model = build.build_model(config, recipe, env, plan)
+    with heartbeat.in_user_code():
+        model = build.build_model(config, recipe, env, plan)
     choose_memory_format(config, env, recipe, model, data.train, plan, telemetry.decision)
     weights = load_weights(config, model, env)
     heartbeat.beat("comparing the models")
     stepper = build.build_stepper(config, env, recipe, model, plan, course.total_steps)
     device.seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
     average = build.weight_average(config, stepper)
-    run = Run(config, env, stepper, telemetry, heartbeat, requests, average)
+    run = Run(config, env, stepper, telemetry, heartbeat, stop_signal, average)
     host_ms = host_ms_per_layer(stepper.forward, env.device, stepper.policy.weights)
     used, answers = Used.of(config, recipe, model), Answers(env, None if labels is None else recipe.label)
     return Job(run, recipe, data, fingerprint, used, plan, course, model, answers, host_ms), weights
@@ -210,6 +196,7 @@ def _train(job: Job, saved: SavedRun, start: Start) -> None:
     )
     micro_batch = parts.of(MicroBatch)
     task = Task(run.stepper, job.model, job.recipe.loss, job.batches, job.answers, micro_batch)
+    task.stop_requested = run.is_asked_to_end
     if steps_left:
         sanity_check.try_loader_processes(job)
     if steps_left and not start.owes_evaluation:
@@ -228,10 +215,3 @@ def _train(job: Job, saved: SavedRun, start: Start) -> None:
     run.heartbeat.beat("finishing")
     ends.finish(job, start.step, end, time.perf_counter() - began)
     run.heartbeat.beat("done")
-
-
-def _first_step_done(run: Run, watchdog: Watchdog) -> None:
-    """All ranks have started and compiled: from now on they wait for launch.stall_s at most."""
-    process_group.tighten(run.env, run.config.launch.stall_s + _leeway_s(run.heartbeat))
-    watchdog.tighten()
-    run.heartbeat.first_step_done()

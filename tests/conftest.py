@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from launcher.process.signals import FATAL, HEEDED
+from launcher.process.signals import HANDLED
 from tests.golden import WRITE, message
 from tests.leaks import no_leak_of_a_module, no_leak_of_a_test
 
@@ -45,7 +45,7 @@ for name in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 @pytest.fixture(autouse=True)
 def _signal_handlers_restored() -> Iterator[None]:
     """A run that a signal has stopped leaves signals ignored: its process is about to end."""
-    before = {number: signal.getsignal(number) for number in (*HEEDED, *FATAL)}
+    before = {number: signal.getsignal(number) for number in HANDLED}
     yield
     for number, handler in before.items():
         if signal.getsignal(number) != handler:

@@ -11,7 +11,7 @@ import launcher.errors
 from launcher.commands.run import report_failure
 from launcher.config.user_code import short_traceback
 from launcher.data.reader import BadSample
-from launcher.distributed.failures import departure_of
+from launcher.distributed.exit_records import exit_record
 from launcher.errors import LauncherError, RecipeError
 
 
@@ -50,7 +50,7 @@ class Unreadable(ValueError):
 def test_an_exception_of_any_code_is_one_line_for_people(error, text) -> None:
     assert launcher.errors.described(error) == text
     assert "\x1b" not in short_traceback(error)
-    assert departure_of(1, error).error == BadSample.of(0, error).error == text
+    assert exit_record(1, error).error == BadSample.of(0, error).error == text
 
 
 def test_a_long_text_is_cut_in_the_middle_everywhere_but_in_the_log() -> None:

@@ -45,7 +45,7 @@ ENGINE_LAYERS = (
     {"__init__"},
 )
 TRAINING_LAYERS = (
-    {"votes", "progress", "pruning", "requests", "warning_log", "uncompiled"},
+    {"votes", "progress", "pruning", "warning_log", "uncompiled"},
     {"device", "diagnostics", "answers"},
     {"step_times"},
     {"reports", "replicas"},
@@ -77,7 +77,7 @@ FOUND_AT_IMPORT = (
     "sweep",
     "telemetry",
     "distributed/env.py",
-    "distributed/failures.py",
+    "distributed/exit_records.py",
     "distributed/process_group.py",
     "distributed/handoff.py",
     "distributed/store.py",

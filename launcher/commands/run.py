@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.failures import JobFailed
+from launcher.distributed.exit_records import JobFailed
 from launcher.distributed.handoff import Leader
 from launcher.errors import (
     ON_REQUEST,

@@ -22,7 +22,7 @@ from launcher.config.schema import Config, SweepConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.handoff import Leader
 from launcher.errors import TO_RESUME, LauncherError, counted
-from launcher.process.signals import heeded, held_back, saving_stops
+from launcher.process.signals import StopSignal, save_means_stop, signal_handlers_installed, signals_blocked
 from launcher.process.streams import write
 from launcher.process.terminal import say
 from launcher.supervisor.supervise import warm_up
@@ -58,15 +58,18 @@ def run_sweep(request: Request, configs: Sequence[Config], leader: Leader, findi
         return nproc
 
     carrier, alone = carrier_of(settings, min(map(devices_of, configs)))  # also refused before that
-    searches, saving = settings.name != "grid", saving_stops(configs[0].launch.preempt_signals)
-    with prepared(request, configs) as (directory, record, placed), heeded(saving) as signals:
+    searches, signals = (
+        settings.name != "grid",
+        StopSignal(save_means_stop(configs[0].launch.preempt_signals)),
+    )
+    with prepared(request, configs) as (directory, record, placed), signal_handlers_installed(signals):
         for job, config in zip(record.jobs, placed, strict=False):  # of a search each has its own already
             job.nproc = devices_of(config)
         pruner = None if settings.prune == "none" else Pruner(directory, settings.patience, record.jobs)
         search = None
         if searches:
             search = Searching(request, directory, record, configs[0], devices_of, carrier.has_room)
-        with held_back():
+        with signals_blocked():
             # Other carriers start processes elsewhere.
             if (record.left or searches) and settings.on == "devices":
                 warm_up(FOR_JOBS)

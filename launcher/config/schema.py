@@ -210,6 +210,7 @@ class LaunchConfig:
     max_restarts: CountOrZero
     init_timeout_s: Seconds
     stall_s: Seconds
+    user_code_timeout_s: Seconds | None
     grace_s: Seconds
     preempt_signals: Literal["auto", "save", "stop"]
     log_level: Literal["debug", "info", "warning", "error"]

@@ -49,6 +49,16 @@ def calling_line() -> tuple[str, int] | None:
     return None
 
 
+def place_of_thread(thread: int) -> str:
+    """`file:line, in function` of the innermost line of the user's in a thread; empty where there is none."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if is_the_users(frame.f_code) and frame.f_back is not None:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
 def _innermost_first(error: BaseException) -> list[tuple[CodeType, str]]:
     frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
     return [(code, f"{code.co_filename}:{line}, in {code.co_name}") for code, line in reversed(frames)]

@@ -38,7 +38,7 @@ from launcher.errors import (
     described,
     first_sentence,
 )
-from launcher.process.signals import HEEDED
+from launcher.process.signals import HANDLED
 
 log = logging.getLogger("launcher")
 
@@ -125,8 +125,12 @@ class Pool:
             return
         with _starting():
             self._iterator = iter(self._loader)
+        # The first batch may take as long as it likes: the user's data set may only now open its files.
+        self._iterator._timeout, limit_s = 0, self._iterator._timeout
         with self._failures_explained():
-            yield from self._iterator
+            for fetched in self._iterator:
+                self._iterator._timeout = limit_s
+                yield fetched
 
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:
@@ -215,9 +219,9 @@ class Pool:
     def _begin(self, number: int) -> None:
         """Set up a loader process, once. A signal to all processes of a job is for the worker to act on."""
         signal.set_wakeup_fd(-1)  # it is the worker's
-        for each in HEEDED:
+        for each in HANDLED:
             signal.signal(each, self._end if each == signal.SIGTERM else signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
         self._number = number
         # Else the thread that sends batches prints the exception, and the batch is awaited in vain.
         hook = staticmethod(lambda error, batch: self._cannot_send(error))
@@ -285,7 +289,7 @@ def _use_a_short_directory() -> None:
 @contextmanager
 def _starting() -> Iterator[None]:
     """Context in which processes are started: a signal waits until they can ignore it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of a fork beside threads

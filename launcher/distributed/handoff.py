@@ -22,16 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import Config, from_dict, to_dict
 from launcher.distributed.env import LaunchEnv, numbered
-from launcher.distributed.failures import ASSEMBLE_S, Departure, JobFailed, attributed, departure_of, words_of
+from launcher.distributed.exit_records import ExitRecord, JobFailed, StoreExitRecords, exit_record, with_rank
 from launcher.distributed.store import (
-    awaited,
-    awaited_in_vain,
-    limit_silence,
-    memory,
+    ignore_store_errors,
+    missing_ranks,
     open_store,
-    unless_lost,
+    restart_store,
+    set_tcp_timeouts,
+    wait_for_key,
 )
 from launcher.errors import ON_REQUEST, LauncherError, PreflightError, StalledError
+from launcher.process.signals import ignore_sigterm_of_torchrun
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -49,9 +50,16 @@ class HandoffTimeouts:
     first_job_s: float = 300.0  # followers, for the config: thousands of ranks import from one file system
     next_job_s: float = 1800.0  # followers, after a job: rank 0 may still draw plots and upload
     leave_s: float = 60.0  # all ranks, once one has left a job: the others may be writing a checkpoint
-    lost_s: float = 3.0  # rank 0, once it has lost a rank that has not claimed to have failed: it is dead
+    lost_s: float = 3.0  # after an error of one rank: for the others to record why they end
     goodbye_s: float = 10.0  # rank 0: until all ranks have confirmed the end, for which they only read a key
     unmet_s: float = 30.0  # the same, if no job was handed out: the others may still be importing torch
+
+    def after(self, record: ExitRecord) -> float:
+        """How long to wait for the other side after a job that ended so."""
+        # All ranks have the other errors alike. After one of this rank alone, the others may wait for it in a
+        # collective, where they read nothing.
+        is_alone = record.error and record.exit_code == LauncherError.exit_code
+        return self.lost_s if is_alone else self.leave_s
 
 
 PATIENCE = HandoffTimeouts()
@@ -73,7 +81,9 @@ class Leader:
         self.launch, self._run_job, self._arguments = launch, run_job, arguments
         self._patience, self._goodbye_s = patience, patience.unmet_s
         self._others = range(1, launch.world_size)
-        self._gone: list[int] = []  # ranks that were awaited in vain: they will not confirm the end either
+        self._gone: list[
+            int
+        ] = []  # ranks that have not come or not left: they will not confirm the end either
         self.parted = False  # the latest job failed on some ranks alone, and the others have lost them
         self._store: dist.Store | None = None
         self._jobs = 0  # that have been handed out, each by a message
@@ -87,30 +97,26 @@ class Leader:
         store = self._send({"job": job, "config": to_dict(config)})
         self._jobs += 1
         self._gather(store, config.launch.init_timeout_s)
-        limit_silence(config.launch.stall_s)
+        set_tcp_timeouts(config.launch.stall_s)
         failure: Exception | None = None
         try:
             self._run_job(config, self.launch, store, job)
-        except StalledError:
-            # The rank that hangs will never confirm the end.
-            self._goodbye_s = min(self._goodbye_s, ASSEMBLE_S)
-            raise
         except Exception as error:
             failure = error
-        own = departure_of(self.launch.rank, failure)
-        self.parted = True  # unless all ranks say how they have left
-        departures = self._departures(job, own, config.launch.stall_s)
-        left_with_errors = {bool(each.error) for each in departures}
-        self.parted = len(left_with_errors) > 1 or any(each.lost for each in departures)
-        # A rank that fails because of another may leave before it: the claim decides, then the time.
-        claimed, failed = words_of(store, job).first_failure(), [each for each in departures if each.error]
-        first = min(failed, key=lambda each: (each.rank != claimed, each.time_s), default=own)
-        text = attributed(first, departures)
-        needs_no_rank = len(departures) == 1 or first.exit_code in ON_REQUEST
-        if failure is not None and (text == own.error or (first is own and needs_no_rank)):
+            ignore_sigterm_of_torchrun()  # it is sent as soon as another rank has ended
+        own = exit_record(self.launch.rank, failure)
+        self.parted = True  # unless all ranks record how they have ended
+        records = self._records(store, job, own)
+        self.parted = bool(self._gone) or len({bool(each.error) for each in records}) > 1
+        failed = [each for each in records if each.error]
+        # The clocks of machines differ: of several errors, that of rank 0 counts where it has one.
+        cause = min(failed, key=lambda each: (each.is_secondary, each is not own, each.time_s), default=own)
+        text = with_rank(cause, records)
+        needs_no_rank = len(records) == 1 or cause.exit_code in ON_REQUEST
+        if failure is not None and (text == own.error or (cause is own and needs_no_rank)):
             raise failure
-        if first.error:
-            raise JobFailed(text, first.exit_code, first.traceback) from failure
+        if cause.error:
+            raise JobFailed(text, cause.exit_code, cause.traceback) from failure
 
     def recalled(self, config: Config) -> Config:
         """The config with the directory that an earlier attempt of this launch gave to the job.
@@ -119,25 +125,25 @@ class Leader:
         """
         if config.run.dir or not self.launch.restart_count:
             return config
-        store, key = memory(self._opened(), self.launch), f"directory/{self._jobs}"
+        store, key = restart_store(self._opened(), self.launch), f"directory/{self._jobs}"
         if store is None or not store.check([key]):
             return config
         return replace(config, run=replace(config.run, dir=json.loads(store.get(key))))
 
     def remember(self, config: Config) -> None:
         """Record the directory of the job for restarts."""
-        store = memory(self._opened(), self.launch)
+        store = restart_store(self._opened(), self.launch)
         if store is not None:
             store.set(f"directory/{self._jobs}", json.dumps(config.run.dir))
 
     def dismiss(self, exit_code: int, reason: str = "") -> None:
         """Send the other ranks the exit code to leave with, and wait for their confirmation."""
         # If the store is gone, or could not be opened before either, no rank can be reached.
-        with unless_lost(), contextlib.suppress(LauncherError):
+        with ignore_store_errors(), contextlib.suppress(LauncherError):
             store = self._send({"end": True, "exit_code": exit_code, "reason": reason})
             if store is not None:  # a rank that does not confirm has died
                 left = [rank for rank in self._others if rank not in self._gone]
-                awaited_in_vain(store, "heard/{}", left, self._goodbye_s)
+                missing_ranks(store, "heard/{}", left, self._goodbye_s)
 
     def _send(self, message: dict[str, object]) -> dist.Store | None:
         store = self._opened()
@@ -157,7 +163,7 @@ class Leader:
         if store is None:
             return
         self._goodbye_s = self._patience.goodbye_s
-        self._gone = awaited_in_vain(store, "here/{}", self._others, wait_s)
+        self._gone = missing_ranks(store, "here/{}", self._others, wait_s)
         if self._gone:
             silent = numbered(self._gone, self.launch.noun)
             text = (
@@ -167,37 +173,31 @@ class Leader:
             )
             raise JobFailed(text, StalledError.exit_code)
 
-    def _departures(self, job: str, own: Departure, stall_s: float) -> list[Departure]:
-        """How each rank left the job, in rank order.
+    def _records(self, store: dist.Store | None, job: str, own: ExitRecord) -> list[ExitRecord]:
+        """How each rank ended the job, this one first, as far as they have recorded it.
 
         Raises StalledError if one does not leave, JobFailed if it is the one that this rank has lost.
         """
-        words = words_of(self._store, job)
-        # In training the collectives of the others time out after stall_s; 5 s more for them to leave.
-        wait_s = min(self._patience.leave_s, stall_s + 5 if own.error else self._patience.leave_s)
-        soon_s = min(wait_s, self._patience.lost_s) if own.lost else wait_s
-        self._gone = words.absent(self._others, soon_s)
-        if self._gone and own.lost:
-            # A rank that fails by itself claims so before the others lose it, and may need longer to leave.
-            first = words.first_failure()
-            left = own if first == own.rank else None if first is None else words.of(first)
-            if first is None or (left is not None and left.lost):
-                wait_s = soon_s
-            else:
-                self._gone = words.absent(self._others, wait_s - soon_s)
-        if not self._gone:
-            return [own, *filter(None, map(words.of, self._others))]
-        silent = numbered(self._gone, self.launch.noun)
-        if own.lost:
-            text = (
-                f"{silent} was lost, and has not said why within {wait_s:g} s: it was killed, hangs, or its "
-                f"machine or the link to it is gone. The connection: {own.error}"
-            )
-            raise JobFailed(text, own.exit_code, own.traceback)
-        after = f"failed: {own.error}" if own.error else "did"
-        raise StalledError(
-            f"{silent} did not leave job {job} within {wait_s:g} s after {self.launch.noun} 0 {after}."
-        )
+        if store is None:
+            return [own]
+        wait_s = self._patience.after(own)
+        records = StoreExitRecords(store, job)
+        with ignore_store_errors():
+            self._gone = records.missing(self._others, wait_s)
+            found = records.read(self._others)
+            silent = numbered(self._gone, self.launch.noun)
+            if self._gone and own.is_secondary and all(each.is_secondary for each in found):
+                text = (
+                    f"{silent} was lost, and has not said why within {wait_s:g} s: it was killed, hangs, or "
+                    f"its machine or the link to it is gone. The connection: {own.error}"
+                )
+                raise JobFailed(text, own.exit_code, own.traceback)
+            if self._gone and not own.error:
+                raise StalledError(
+                    f"{silent} did not leave job {job} within {wait_s:g} s after {self.launch.noun} 0 did."
+                )
+            return [own, *found]
+        return [own]
 
 
 def follow(
@@ -220,20 +220,21 @@ def follow(
     wait_s = patience.first_job_s
     for number in itertools.count():
         what = "the next job" if number else "the job"
-        message = json.loads(awaited(store, f"message/{number}", wait_s, launch, what, failure))
+        message = json.loads(wait_for_key(store, f"message/{number}", wait_s, launch, what, failure))
         if "end" in message:
             on_end()
             store.set(f"heard/{launch.rank}", "")
             break
         job, config, failure = message["job"], from_dict(message["config"]), None
-        limit_silence(config.launch.stall_s)
+        set_tcp_timeouts(config.launch.stall_s)
         try:
             run_job(config, launch, store, job)
         except Exception as error:
             failure = error
-        with unless_lost():  # waiting for the next job raises then
-            words_of(store, job).leave(departure_of(launch.rank, failure))
-        wait_s = patience.leave_s if failure else patience.next_job_s
+        record = exit_record(launch.rank, failure)
+        with ignore_store_errors():  # waiting for the next job raises then
+            StoreExitRecords(store, job).write(record)
+        wait_s = patience.after(record) if failure else patience.next_job_s
     return message["exit_code"], message["reason"]
 
 
@@ -246,7 +247,7 @@ def origin(arguments: Sequence[str]) -> dict[str, Any]:
 def join_launch(store: dist.Store, launch: LaunchEnv, arguments: Sequence[str], wait_s: float) -> None:
     """Tell rank 0 that this rank is here; raises PreflightError if one of the two is of another launch."""
     own, noun = origin(arguments), launch.noun
-    leader = json.loads(awaited(store, "leader", wait_s, launch, "the job", None))
+    leader = json.loads(wait_for_key(store, "leader", wait_s, launch, "the job", None))
     given, theirs = Counter(own["given"]), Counter(leader["given"])
     only = (given - theirs, f"this {noun}"), (theirs - given, f"{noun} 0")
     differences = [f"only {who} was given {' '.join(words)}" for words, who in only if words]

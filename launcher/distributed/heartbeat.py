@@ -9,10 +9,11 @@ from __future__ import annotations
 import mmap
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from launcher.distributed.failures import LastWords
+from launcher.distributed.exit_records import SharedExitRecords
 
 STEP_PARTS = ("data", "compute", "wire", "update")  # step_timer.PARTS, whose module imports torch
 PHASES = (
@@ -36,10 +37,14 @@ PHASES = (
     "done",
 )
 IN_A_STEP = frozenset(STEP_PARTS)
+# Phases that are mostly a wait for other ranks.
+WAITING = frozenset(
+    {"meeting the other ranks", "comparing the data", "comparing the models", "wire", "consistency check"}
+)
 # Five minutes for pictures, uploads and the digest of the weights, on a loaded machine too.
 FINISHING, FINISHING_S = frozenset({"finishing", "done"}), 300.0
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
-_PLACE = struct.Struct("=qqd?")  # phase, step, seconds of the machine's monotonic clock, Beat.under_way
+_PLACE = struct.Struct("=qqd??")  # phase, step, seconds of the machine's monotonic clock, two of Beat's flags
 _SAMPLE = struct.Struct("=q")  # after it; written for each sample, and the place for each phase
 _ROW = struct.Struct(f"{_PLACE.format}q")  # both
 
@@ -52,6 +57,7 @@ class Beat:
     step: int
     age_s: float
     under_way: bool = False  # whether the rank has completed a step since it started
+    user_code: bool = False  # whether the rank runs code of the user that may take as long as it likes
     sample: int = -1  # that it reads itself, by its index; negative: none, or several at once
 
     @property
@@ -76,24 +82,41 @@ def where(beat: Beat) -> str:
     return "after its last step" if beat.phase == "done" else f"while {beat.phase}"
 
 
+def stop_notice(beat: Beat, steps_ahead: int = 0) -> str:
+    """The answer to a request to stop, printed at once. `steps_ahead`: steps that a device has queued."""
+    in_step = beat.phase in (*STEP_PARTS, "report") and beat.step and beat.under_way
+    when = f"after step {beat.step + steps_ahead}" if in_step else f"as soon as possible ({where(beat)})"
+    return f"stopping {when}, then saving; Ctrl-C again ends without saving"
+
+
 def steps_done(beat: Beat) -> int:
     """Steps completed by a rank; the one that it is in does not count."""
     return max(0, beat.step - (beat.phase in IN_A_STEP))
 
 
 def _beat_of(row: memoryview) -> Beat:
-    phase, step, since_s, under_way, sample = _ROW.unpack(row)
-    return Beat(PHASES[phase], step, time.monotonic() - since_s, under_way, sample)
+    phase, step, since_s, under_way, user_code, sample = _ROW.unpack(row)
+    # The first batch is read by the user's data set, which may only now open its files.
+    user_code = user_code or (PHASES[phase] == "data" and not under_way)
+    return Beat(PHASES[phase], step, time.monotonic() - since_s, under_way, user_code, sample)
 
 
 class Heartbeat:
-    """One rank's row. Without `words` it is this process's alone: no other one reads it."""
+    """One rank's row. Without `records` it is this process's alone: no other one reads it."""
 
-    def __init__(self, row: memoryview | None = None, words: LastWords | None = None) -> None:
+    def __init__(
+        self,
+        row: memoryview | None = None,
+        records: SharedExitRecords | None = None,
+        printed: memoryview | None = None,
+    ) -> None:
         self._row = memoryview(bytearray(_ROW.size)) if row is None else row
-        self.words = words  # of all ranks
-        self._number, self._step, self._since_s, self._under_way = 0, 0, time.monotonic(), False
-        if words is None:
+        # When a rank of this machine has last printed a line for all, by the monotonic clock.
+        self._printed = (memoryview(bytearray(8)) if printed is None else printed).cast("d")
+        self.exit_records = records  # of all ranks
+        self._number, self._step, self._since_s = 0, 0, time.monotonic()
+        self._under_way = self._user_code = False
+        if records is None:
             self._write()
             self.reading(-1)
 
@@ -110,7 +133,7 @@ class Heartbeat:
     @property
     def watched(self) -> bool:
         """Whether another process monitors the heartbeats and detects hangs."""
-        return self.words is not None
+        return self.exit_records is not None
 
     def beat(self, phase: str, step: int | None = None) -> None:
         """Record that this rank enters `phase`, one of PHASES, of `step` (None: unchanged).
@@ -139,6 +162,31 @@ class Heartbeat:
         """Record that this rank's own process reads a sample; a negative number: none any more."""
         self._row[_PLACE.size :] = _SAMPLE.pack(index)
 
+    @contextmanager
+    def in_user_code(self) -> Iterator[None]:
+        """Within the context this rank runs code of the user, for which no other limit than
+        launch.user_code_timeout_s holds, and the others wait. Both ends are signs of life.
+
+        No collective may be called within it: a rank that waits there for a lost one would not be missed.
+        """
+        self._set_user_code(True)
+        try:
+            yield
+        finally:
+            self._set_user_code(False)
+
+    def _set_user_code(self, inside: bool) -> None:
+        self._user_code, self._since_s = inside, time.monotonic()
+        self._write()
+
+    def may_print(self, every_s: float) -> bool:
+        """Whether no rank of this machine has printed a line for all for so long. If so, this rank does."""
+        now = time.monotonic()
+        if now - self._printed[0] < every_s:
+            return False
+        self._printed[0] = now
+        return True
+
     def first_step_done(self) -> None:
         """Record that this rank has completed a step since it started: other limits hold from then on."""
         self._under_way = True
@@ -146,7 +194,7 @@ class Heartbeat:
 
     def _write(self) -> None:
         # Not pack_into: it clears the row first, and a reader could see a rank that never started.
-        place = _PLACE.pack(self._number, self._step, self._since_s, self._under_way)
+        place = _PLACE.pack(self._number, self._step, self._since_s, self._under_way, self._user_code)
         self._row[: _PLACE.size] = place
 
 
@@ -156,19 +204,20 @@ class Heartbeats:
     def __init__(self, num_ranks: int) -> None:
         memory = memoryview(mmap.mmap(-1, num_ranks * _ROW.size))  # anonymous and shared: no file, no name
         self._rows = [memory[at : at + _ROW.size] for at in range(0, len(memory), _ROW.size)]
-        self.words = LastWords(num_ranks)
+        self._printed = memoryview(mmap.mmap(-1, 8))
+        self.exit_records = SharedExitRecords(num_ranks)
         self.restart()
 
     def restart(self, first_rank: int = 0) -> None:
         """Reset all ranks to starting, as of now. Those of this machine are numbered from `first_rank` on."""
         self.first_rank = first_rank
-        self.words.restart(first_rank)
+        self.exit_records.restart(first_rank)
         for rank in range(first_rank, first_rank + len(self._rows)):
             self.of(rank).beat("starting", 0)
             self.of(rank).reading(-1)
 
     def of(self, rank: int) -> Heartbeat:
-        return Heartbeat(self._rows[rank - self.first_rank], self.words)
+        return Heartbeat(self._rows[rank - self.first_rank], self.exit_records, self._printed)
 
     def read(self) -> list[Beat]:
         """The latest heartbeat of each rank of this machine, in their order."""

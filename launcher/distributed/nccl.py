@@ -15,7 +15,7 @@ from launcher.config.user_code import short_traceback
 from launcher.errors import LauncherError, PreflightError, UnexpectedError, whole_text
 from launcher.process.shortage import LAST_OF_NCCL
 
-# Torch's watchdog then only logs timeouts, and its monitor ends no process: `watchdog` does, and names the
+# Torch's watchdog then only logs timeouts, and its monitor ends no process: `hang_timer` does, and names the
 # rank. torchrun sets the first variable to 1, so its value is not the user's choice.
 FIXED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 # Loader processes are forked when memory is already registered with a network card: without these, of

@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+UNLIMITED_S = 365 * 24 * 3600.0
+
 
 @contextmanager
 def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float) -> Iterator[WorkerEnv]:
     """Join a job as one rank: bind the device, divide threads, open the process group; always close it.
 
-    `timeout_s` holds until `tighten` shortens it: start-up and compiling may take minutes, a step may not.
+    `timeout_s` is the longest wait until all ranks have opened it. No collective has a timeout after that:
+    `hang_timer` or the parent end a rank that makes no progress, and know whom it waits for.
     """
     import torch.distributed as dist
 
@@ -49,11 +52,13 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
         store=dist.PrefixStore(f"group/{job}", store),
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timedelta(seconds=timeout_s),
+        # The hang timer, which names a phase, comes first.
+        timeout=timedelta(seconds=timeout_s + 10),
         # Opens NCCL's communicator now, on this device, instead of within the first collective.
         device_id=device if device.type == "cuda" else None,
     )
     try:
+        _set_timeout(dist.group.WORLD, UNLIMITED_S)
         yield WorkerEnv(*places, device, dist.group.WORLD)
     except BaseException as error:
         _close_after(error, device)
@@ -78,14 +83,13 @@ def _close_after(error: BaseException, device: torch.device) -> None:
         error.add_note(f"Its process group could not be closed either: {described(another)}")
 
 
-def tighten(env: WorkerEnv, timeout_s: float) -> None:
-    """Set the timeout of collectives from now on."""
-    if env.group is not None:
-        import torch.distributed as dist
+def _set_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
+    """Set the timeout of a group's collectives from now on."""
+    import torch.distributed as dist
 
-        # torch 2.14 made it public and warns about the old name.
-        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-        set_timeout(timedelta(seconds=timeout_s), env.group)
+    # torch 2.14 made it public and warns about the old name.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=timeout_s), group)
 
 
 def _device(launch: LaunchEnv) -> torch.device:

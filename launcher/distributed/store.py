@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 LEAVE_S = 4.0  # for an answer of the store, after this rank has failed
 
 
-def unless_lost() -> suppress:
+def ignore_store_errors() -> suppress:
     """Within the context nothing is raised if the store is gone."""
     from torch.distributed import DistError
 
     return suppress(DistError)
 
 
-def no_store() -> str:
+def store_lost_text() -> str:
     """That nothing answers, as part of a sentence."""
     return (
         f"rank 0's machine ({os.environ.get('MASTER_ADDR')}), which hosts the store, does not answer: that "
@@ -122,7 +122,7 @@ def _wait_for_listener(address: str, port: int, timeout_s: float) -> None:
             time.sleep(0.1)
 
 
-def memory(store: dist.Store | None, launch: LaunchEnv) -> dist.Store | None:
+def restart_store(store: dist.Store | None, launch: LaunchEnv) -> dist.Store | None:
     """A store that outlives an attempt, for keys that a restart must find again.
 
     Only under torchrun, whose agent keeps its store between attempts, also for a single process.
@@ -136,7 +136,7 @@ def memory(store: dist.Store | None, launch: LaunchEnv) -> dist.Store | None:
     return None if store is None else dist.PrefixStore(f"launcher/{launch.run_id}/memory", store)
 
 
-def limit_silence(seconds: float) -> None:
+def set_tcp_timeouts(seconds: float) -> None:
     """Limit how long the store's machine may stay silent before a store call fails.
 
     The timeouts of a TCPStore apply to waiting for a key. For the answer to a request it waits as long as the
@@ -149,10 +149,10 @@ def limit_silence(seconds: float) -> None:
         with suppress(OSError):
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 # A copy: the socket object closes its descriptor, and the store keeps using its own.
-                _limit_silence(os.dup(descriptor), int(port), seconds)
+                _set_tcp_timeouts(os.dup(descriptor), int(port), seconds)
 
 
-def _limit_silence(descriptor: int, port: int, seconds: float) -> None:
+def _set_tcp_timeouts(descriptor: int, port: int, seconds: float) -> None:
     """Limit the silence of a socket if it is connected to that port. Closes the descriptor."""
     with socket.socket(fileno=descriptor) as end:
         if end.family in (socket.AF_INET, socket.AF_INET6) and end.getpeername()[1] == port:
@@ -164,7 +164,7 @@ def _limit_silence(descriptor: int, port: int, seconds: float) -> None:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
-def awaited(
+def wait_for_key(
     store: dist.Store, key: str, wait_s: float, launch: LaunchEnv, what: str, failure: Exception | None
 ) -> bytes:
     """The value that rank 0 sets. Raises `failure`, or else StalledError, if it does not."""
@@ -173,7 +173,7 @@ def awaited(
     first = f"{launch.noun} 0"
     began = time.monotonic()
     try:
-        if arrived(store, [key], wait_s):
+        if wait_for_keys(store, [key], wait_s):
             return store.get(key)
         text = f"{first.capitalize()} is still starting, hangs, or has died: its output says which."
     except DistError:
@@ -184,18 +184,18 @@ def awaited(
     )
 
 
-def awaited_in_vain(store: dist.Store, key: str, ranks: Iterable[int], wait_s: float) -> list[int]:
+def missing_ranks(store: dist.Store, key: str, ranks: Iterable[int], wait_s: float) -> list[int]:
     """The ranks of which `key`, with a place for the number, is not set within the time.
 
     Raises DistError if the store is gone.
     """
     keys = {rank: key.format(rank) for rank in ranks}
-    if arrived(store, list(keys.values()), wait_s):
+    if wait_for_keys(store, list(keys.values()), wait_s):
         return []
     return [rank for rank in keys if not store.check([keys[rank]])]
 
 
-def arrived(store: dist.Store, keys: list[str], wait_s: float) -> bool:
+def wait_for_keys(store: dist.Store, keys: list[str], wait_s: float) -> bool:
     """Whether all keys are set within the time. Raises DistError if the store is gone.
 
     Asks again and again: a wait of the store's own would handle no signal, and print C++ frames at its end.

@@ -99,7 +99,8 @@ class Pass:
     """What a pass over a set measures, and what it calls.
 
     `guard` is the context of each call of a metric. `beat` is called before each batch and each message to
-    rank 0. `smaller` gives the size of the batches with which a rank begins again after an error.
+    rank 0. `reading` is the context in which a rank reads its first batch, which may take long to open files.
+    `smaller` gives the size of the batches with which a rank begins again after an error.
     """
 
     recipe: Recipe
@@ -109,6 +110,7 @@ class Pass:
     guard: Guard = lambda what, batch: nullcontext()
     beat: Beat = lambda: None
     smaller: Smaller = never_smaller
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def measure_batch(self, batch: Batch, measuring: Measuring) -> Loss:
         """The loss of a batch, which the metrics are updated with."""
@@ -239,7 +241,8 @@ def rehearse(over: Pass, data: Readable, batch_size: int) -> MetricValues:
 
     def measure(size: int) -> tuple[_Totals, Measuring]:
         totals, measuring = _Totals(), Measuring(over.recipe, env, over.guard, over.beat, rehearsal=True)
-        batch = data.first_batch(env.rank, env.world_size, size, FIRST)
+        with over.reading():
+            batch = data.first_batch(env.rank, env.world_size, size, FIRST)
         if batch is not None:
             totals.add(trial_of(size).measure_batch(batch, measuring))
         return totals, measuring

@@ -1,36 +1,218 @@
-"""Which signals request what of a run: to stop, or to save and continue. Each process has its own handlers.
+"""Signals as requests to a run: to stop, or to save and continue. The one table, and every handler.
 
-Owns those of a parent, which only record the signal; the loop that monitors the workers acts on it. Imports
-no torch: parent and workers take the same signals.
+A handler only sets a flag. In a parent the loop that watches the workers passes it on; in a rank it travels
+with the totals of the step in progress, and all ranks act on it after the same step. Imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
+import functools
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from enum import Enum
 from types import FrameType
 
-# SIGXCPU is sent by schedulers before a time limit ends a job.
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
-SAVING = (signal.SIGUSR1, signal.SIGUSR2)
-HEEDED = (*STOPPING, *SAVING)
-STACKS = signal.SIGRTMIN  # to a worker of parent mode: write the stacks of all its threads
-# Others that would end a process: the one that a run is started from takes them for a request to stop. Left
-# out are those of a crash, which no handler in Python can survive. abort() ends the process after a handler.
-FATAL = tuple(
-    signal.Signals[f"SIG{name}"] for name in ("ALRM", "VTALRM", "PROF", "IO", "PWR", "TRAP", "STKFLT", "ABRT")
-)
+from launcher.errors import Interrupted, LauncherError
+
+
+class Action(Enum):
+    """What a signal asks for."""
+
+    STOP = "save, then stop with exit code 75"
+    SAVE = "save, then continue"
+
+
+ACTION = {
+    signal.SIGTERM: Action.STOP,
+    signal.SIGINT: Action.STOP,
+    signal.SIGHUP: Action.STOP,
+    signal.SIGXCPU: Action.STOP,  # schedulers send it before a time limit ends a job
+    signal.SIGUSR1: Action.SAVE,
+    signal.SIGUSR2: Action.SAVE,
+}
+HANDLED = tuple(ACTION)
+STOPPING = tuple(number for number, action in ACTION.items() if action is Action.STOP)
+SAVING = tuple(number for number, action in ACTION.items() if action is Action.SAVE)
+DUMP_STACKS_SIGNAL = signal.SIGRTMIN  # to a worker of parent mode: write the stacks of all its threads
 ONE_REQUEST_S = 1.0  # a terminal and torchrun both pass the same Ctrl-C on
+SECOND = "Ctrl-C again ends without saving"
+# Set by schedulers for a job, which end it by a signal.
+SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST")
 
 
-def obeyed() -> tuple[signal.Signals, ...]:
-    """HEEDED, except a SIGHUP that was ignored when this process was started, as under nohup."""
+def handled_signals() -> tuple[signal.Signals, ...]:
+    """HANDLED, except a SIGHUP that was ignored when this process was started, as under nohup."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return tuple(number for number in HEEDED if not (ignored and number == signal.SIGHUP))
+    return tuple(number for number in HANDLED if not (ignored and number == signal.SIGHUP))
+
+
+def save_means_stop(preempt_signals: str) -> bool:
+    """Whether SAVING ask to stop, as launch.preempt_signals says: schedulers send them before the end."""
+    return preempt_signals == "stop" or (preempt_signals == "auto" and "SLURM_JOB_ID" in os.environ)
+
+
+def is_preemption(stop: signal.Signals | None) -> bool:
+    """Whether a stop is a scheduler's doing rather than a person's. `stop` None: another rank received it."""
+    return stop != signal.SIGINT and any(name in os.environ for name in SCHEDULERS)
+
+
+class StopSignal:
+    """The requests by signals that this process has received."""
+
+    def __init__(self, save_means_stop: bool = False) -> None:
+        self.stop: signal.Signals | None = None  # the first signal that asked for it
+        self.force_quit = False  # Ctrl-C was pressed again
+        self._save_means_stop = save_means_stop
+        self._received: list[signal.Signals] = []
+        self._save = False
+        self._interruptible = False
+        self._stopped_s = 0.0
+
+    def handler(self, number: int, frame: FrameType | None = None) -> None:
+        """Record a signal. A second Ctrl-C, and any stop within `interruptible`, are acted on at once."""
+        received = signal.Signals(number)
+        self._received.append(received)
+        if ACTION[received] is Action.SAVE and not self._save_means_stop:
+            self._save = True
+        elif self.stop is None:
+            self.stop, self._stopped_s = received, time.monotonic()
+            if self._interruptible:
+                raise Interrupted
+        elif received == signal.SIGINT and time.monotonic() - self._stopped_s > ONE_REQUEST_S:
+            self._on_second_interrupt()
+
+    def _on_second_interrupt(self) -> None:
+        self.force_quit = True
+
+    def pop_received(self) -> list[signal.Signals]:
+        """The signals received since the last call, for a parent to pass on."""
+        received, self._received = self._received, []
+        return received
+
+    def pop_save(self) -> bool:
+        """Whether a checkpoint was requested since the last call."""
+        requested, self._save = self._save, False
+        return requested
+
+
+class RankStopSignal(StopSignal):
+    """Those of a rank, whose main thread may be in code of the user when a request arrives."""
+
+    def _on_second_interrupt(self) -> None:
+        if not self.force_quit:
+            self.force_quit = True
+            raise Interrupted
+
+    @contextlib.contextmanager
+    def interruptible(self, alone: bool) -> Iterator[None]:
+        """End a process that is `alone` within the context as soon as it is asked to stop.
+
+        For code of the user before the first step, such as a data set that waits for a process of its own: it
+        never reaches the step after which a request is acted on. Nothing is lost there. Raises LauncherError.
+        """
+        self._interruptible = alone
+        try:
+            if alone and self.stop is not None:
+                raise Interrupted
+            yield
+        except Interrupted:  # no Exception until here: code of the user may catch all of them
+            assert self.stop is not None
+            stopped = LauncherError(
+                f"stopped by {self.stop.name} while the data was being loaded; no progress is lost. To start "
+                "or resume, run the same command again."
+            )
+            stopped.exit_code = 128 + self.stop
+            raise stopped from None
+        finally:
+            self._interruptible = False
+
+
+@contextlib.contextmanager
+def signal_handlers_installed(stop_signal: StopSignal, alone: bool = True) -> Iterator[None]:
+    """Record signals in `stop_signal` within the context, in the main thread.
+
+    Processes that code of the user forks get the default handlers. After a request to stop, a process that is
+    `alone`, or a parent, ignores further ones until it ends: its exit code and its files are being written.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # no other thread may set handlers
+        return
+    _restore_in_forks()
+    before = {number: signal.signal(number, stop_signal.handler) for number in handled_signals()}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # the parent may have blocked them until now
+    try:
+        yield
+    finally:
+        ignored = alone and stop_signal.stop is not None
+        for number, handler in before.items():
+            usual = signal.SIG_DFL if handler is None else handler
+            signal.signal(number, signal.SIG_IGN if ignored else usual)
+
+
+@functools.cache
+def _restore_in_forks() -> None:
+    """Take the handlers of this module from forked children: they would swallow what is to end a child.
+
+    `multiprocessing.Pool.terminate` sends SIGTERM and waits. A request to save is not for them: ignored.
+    The signals are blocked during a fork, because one that reached a child before its handlers are restored
+    would be swallowed too, and the pool would wait forever.
+    """
+    masks = threading.local()  # of the threads that are forking
+
+    def block() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
+
+    def restore() -> None:
+        for number in HANDLED:
+            if isinstance(getattr(signal.getsignal(number), "__self__", None), StopSignal):
+                usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                signal.signal(number, signal.SIG_IGN if number in SAVING else usual)
+        unblock()
+
+    os.register_at_fork(before=block, after_in_child=restore, after_in_parent=unblock)
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Block the handled signals, in this process and in those that it forks, within the context.
+
+    A forked worker keeps them blocked until it installs its own handlers.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def install_startup_handlers() -> None:
+    """Handle signals that arrive while nothing is trained: a job installs its own handlers."""
+    # Before the config is read. To save is no request while there is nothing to save.
+    for number in SAVING:
+        signal.signal(number, signal.SIG_IGN)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return  # torchrun reports it, and a handler would have to wait for store calls
+    for number in set(STOPPING) - {signal.SIGINT} | set(SAVING if save_means_stop("auto") else ()):
+        # nohup ignores SIGHUP
+        if number in SAVING or signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, exit_early)
+
+
+def reset_handlers() -> None:
+    """Handle signals as at the start of a program, in a process that was forked with HANDLED blocked."""
+    for number in HANDLED:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+    install_startup_handlers()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
 
 def exit_early(number: int, frame: FrameType | None) -> None:
@@ -44,11 +226,17 @@ def exit_early(number: int, frame: FrameType | None) -> None:
     )
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
-    end_by(number)
+    kill_self_with(number)
     os._exit(128 + number)
 
 
-def end_by(number: int) -> None:
+def ignore_sigterm_of_torchrun() -> None:
+    """Keep this process's exit code: torchrun sends SIGTERM to all ranks as soon as the first has exited."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def kill_self_with(number: int) -> None:
     """Under `wandb agent` end this process by the signal itself; elsewhere do nothing.
 
     A shell shows the same exit code, 128 + number. The agent counts each exit code above 0 as a failure of
@@ -58,95 +246,3 @@ def end_by(number: int) -> None:
         signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
         os.kill(os.getpid(), number)
-
-
-def take_early() -> None:
-    """Handle signals that arrive while nothing is trained: a job installs its own handlers."""
-    # Before the config is read. To save is no request while there is nothing to save.
-    stopping = set(STOPPING) - {signal.SIGINT} | set(SAVING if saving_stops("auto") else ())
-    for number in SAVING:
-        signal.signal(number, signal.SIG_IGN)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return  # torchrun reports it, and a handler would have to wait for store calls
-    for number in (*stopping, *FATAL):
-        # nohup ignores SIGHUP
-        if number in SAVING or signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, exit_early)
-
-
-def start_over() -> None:
-    """Handle signals as at the start of a program, in a process that was forked with HEEDED blocked."""
-    for number in (*HEEDED, *FATAL):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            is_interrupt = number == signal.SIGINT
-            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
-    take_early()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
-
-
-def unhandled() -> tuple[signal.Signals, ...]:
-    """The signals of FATAL for which nobody, such as a profiler or the user's timer, has a handler."""
-    free = [number for number in FATAL if signal.getsignal(number) in (signal.SIG_DFL, exit_early)]
-    # A worker's faulthandler writes the stack of an abort(), and is not in Python's table of handlers.
-    return tuple(number for number in free if not (number == signal.SIGABRT and faulthandler.is_enabled()))
-
-
-def saving_stops(preempt_signals: str) -> bool:
-    """Whether SAVING ask to stop, as launch.preempt_signals says: schedulers send them before the end."""
-    return preempt_signals == "stop" or (preempt_signals == "auto" and "SLURM_JOB_ID" in os.environ)
-
-
-class Signals:
-    """The signals that have arrived, and the first of them that asked to stop."""
-
-    def __init__(self, saving_stops: bool = False) -> None:
-        self.stop: signal.Signals | None = None
-        self._saving_stops = saving_stops
-        self._arrived: list[signal.Signals] = []
-        self.obeyed = obeyed()
-        self._asked_s = 0.0
-        self.impatient = False  # Ctrl-C was pressed again: do not wait for the workers
-
-    def receive(self, number: int, frame: FrameType | None = None) -> None:
-        """The handler."""
-        arrived = signal.Signals(number)
-        now = time.monotonic()
-        if self.stop is None and (self._saving_stops or arrived not in SAVING):
-            self.stop, self._asked_s = arrived, now
-        elif arrived == signal.SIGINT and now - self._asked_s > ONE_REQUEST_S:
-            self.impatient = True
-        self._arrived.append(arrived if arrived in HEEDED else signal.SIGTERM)
-
-    def take(self) -> list[signal.Signals]:
-        """What the workers are to be sent for the signals that have arrived since the last call."""
-        taken, self._arrived = self._arrived, []
-        return taken
-
-
-@contextlib.contextmanager
-def heeded(saving_stops: bool = False) -> Iterator[Signals]:
-    """Record signals within the context; those not taken by its end are dropped.
-
-    After a request to stop they stay ignored: the run's end is being written, and another Ctrl-C would
-    replace its exit code.
-    """
-    signals = Signals(saving_stops)
-    before = {number: signal.signal(number, signals.receive) for number in (*signals.obeyed, *unhandled())}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if signals.stop is None else signal.SIG_IGN)
-
-
-@contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Block the heeded signals, in this process and in those that it forks, within the context.
-
-    A forked worker keeps them blocked until it can take them as requests.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

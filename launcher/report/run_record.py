@@ -96,7 +96,7 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """done, failed, preempted, pruned, killed, starting, running, or that it ended without a result."""
+        """One of ENDED, killed, starting, running, or that the run ended without a result."""
         return self.life.name
 
     @property

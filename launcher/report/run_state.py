@@ -21,7 +21,7 @@ from launcher.telemetry.formatting import duration
 
 BLANK = Status(state="")  # of a file that says nothing
 GOING = ("starting", "running")
-ENDED = ("done", "failed", "preempted", "pruned")
+ENDED = ("done", "failed", "stopped", "preempted", "pruned")
 KILLED, NO_RESULT = "killed", "ended without a result"
 EXIT_KILLED = 1  # the exit code of a run that could not report one
 SILENT_S = 60.0  # without a change of status.json, which is due every 10 s: a run shows no sign of life
@@ -55,7 +55,7 @@ class RunState:
 
     @property
     def name(self) -> str:
-        """done, failed, preempted, pruned, killed, running, starting, or that it ended without a result."""
+        """One of ENDED, killed, running, starting, or that the run ended without a result."""
         if self.ending is not None:
             return self.ending.state
         if self.holder_has_ended:

@@ -22,6 +22,7 @@ from launcher.report.recording import Follower
 from launcher.report.run_record import RunRecord, process_of
 from launcher.report.run_state import ENDED, GOING, KILLED, NO_RESULT
 from launcher.run_dir.records import CONFIG
+from launcher.run_dir.result import PREEMPTED, STOPPED
 from launcher.telemetry.event_log import FILE_NAME
 from launcher.telemetry.events import WarningEvent
 from launcher.telemetry.formatting import duration, metric, number, percent, step_details
@@ -203,9 +204,8 @@ def rest_of_sweep(directory: Path, views: Mapping[str, Watched]) -> list[str]:
     Jobs that have failed are not left: the same command would fail again.
     """
     jobs, words = jobs_of(directory), sweep_of(directory).get("words")
-    left = [
-        name for name in jobs if name not in views or views[name].state in (KILLED, NO_RESULT, "preempted")
-    ]
+    unfinished = (KILLED, NO_RESULT, STOPPED, PREEMPTED)
+    left = [name for name in jobs if name not in views or views[name].state in unfinished]
     if not left or not isinstance(words, list):
         return []
     return [

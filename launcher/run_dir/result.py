@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from launcher.errors import LauncherError, PreemptedError, PrunedError, in_words
 
-ENDS_ON_REQUEST = {PreemptedError.exit_code: "preempted", PrunedError.exit_code: "pruned"}
+STOPPED, PREEMPTED, PRUNED = "stopped", "preempted", "pruned"  # by a person; by a scheduler; by a sweep
+ENDS_ON_REQUEST = (STOPPED, PREEMPTED, PRUNED)  # states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +30,18 @@ class StepTime:
 class Failure:
     """The result of a run that is not done: it failed, or was asked to end."""
 
-    state: str  # failed, preempted, pruned
+    state: str  # failed, stopped, preempted, pruned
     exit: int
     error: str
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """The result of a run that this error ended."""
-        code = error.exit_code if isinstance(error, LauncherError) else 1
-        return cls(ENDS_ON_REQUEST.get(code, "failed"), code, in_words(error))
+        if not isinstance(error, LauncherError):
+            return cls("failed", 1, in_words(error))
+        stopped = PREEMPTED if error.by_scheduler else STOPPED
+        states = {PreemptedError.exit_code: stopped, PrunedError.exit_code: PRUNED}
+        return cls(states.get(error.exit_code, "failed"), error.exit_code, in_words(error))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ FILE_NAME = "status.json"
 class Status:
     """The content of the file. `epoch` counts from 0, `step` is the number of steps done."""
 
-    state: str = "starting"  # starting, running, done, preempted, pruned, failed
+    state: str = "starting"  # starting, running, done, stopped, preempted, pruned, failed
     epoch: int | None = None
     step: int = 0
     total_steps: int | None = None

@@ -18,15 +18,18 @@ from pathlib import Path
 from launcher.checkpoint.catalog import FOLDER, candidates, step_of
 from launcher.config.messages import directory_override
 from launcher.distributed.env import HALVED
-from launcher.errors import ON_REQUEST, TO_RESUME, LauncherError, PreemptedError, PrunedError
-from launcher.process.signals import Signals, held_back
+from launcher.distributed.heartbeat import stop_notice
+from launcher.errors import ON_REQUEST, TO_RESUME, LauncherError, PreemptedError, PrunedError, counted
+from launcher.process.signals import StopSignal, signals_blocked
 from launcher.process.streams import write
+from launcher.run_dir.result import PREEMPTED, STOPPED
 from launcher.run_dir.status import FILE_NAME, state_since
 from launcher.supervisor.attempt import Generation
 from launcher.supervisor.child import Work, be_a_rank
 from launcher.supervisor.nodes import RESTART, OneMachine
 from launcher.supervisor.restart_policy import Restarts
-from launcher.supervisor.root_cause import PREEMPTED, AttemptVerdict, RunFailed
+from launcher.supervisor.root_cause import SAVED, AttemptVerdict, RunFailed
+from launcher.supervisor.worker_count import count_gpus
 
 POLL_EVERY_S = 0.05  # a failure is noticed well before SETTLE_S; each poll reads some rows of memory
 
@@ -34,10 +37,11 @@ POLL_EVERY_S = 0.05  # a failure is noticed well before SETTLE_S; each poll read
 class Agent:
     """Runs the workers of one run to its end. `run` raises the LauncherError of a run that fails."""
 
-    def __init__(self, work: Work, num_workers: int, signals: Signals, nodes: OneMachine) -> None:
+    def __init__(self, work: Work, num_workers: int, signals: StopSignal, nodes: OneMachine) -> None:
         self._work, self._num_workers = work, num_workers
         self._signals, self._nodes = signals, nodes
         self._halved: int | None = None  # the micro-batch of a run that has run out of memory
+        self._answered = False  # whether a request to stop has been answered
         self._run_dir, self._began = Path(work.config.run.dir), time.time()
         self._restarts = Restarts(work.config.launch.max_restarts, self._newest_step())
 
@@ -49,7 +53,7 @@ class Agent:
             processes = self._workers(number, first_rank, world_size)
             generation = Generation(processes, self._work, self._nodes.host)
             try:
-                with held_back():
+                with signals_blocked():
                     for process in processes:
                         process.start()
                 self._nodes.forked()
@@ -96,12 +100,20 @@ class Agent:
         return verdict
 
     def _obey_signals(self, generation: Generation) -> None:
-        for arrived in self._signals.take():
-            generation.send(arrived)
+        for received in self._signals.pop_received():
+            generation.send(received)
         if self._signals.stop is not None:
             generation.end_within(self._work.config.launch.grace_s)
-        if self._signals.impatient:
+            self._answer_stop(generation)
+        if self._signals.force_quit:
             generation.end_within(0)
+
+    def _answer_stop(self, generation: Generation) -> None:
+        """Print at once what a request to stop leads to: a step may take long."""
+        if not self._answered and self._nodes.leads:
+            self._answered = True
+            ahead = int(count_gpus() > 0)  # GPUs have the next step in their queues already
+            write(f"{stop_notice(generation.furthest, ahead)}\n", sys.stderr)
 
     def _restart_or_raise(self, verdict: AttemptVerdict) -> None:
         if not self._nodes.leads:
@@ -110,19 +122,31 @@ class Agent:
             self._signals.stop = signal.Signals(asked)
         newest = self._newest_step()
         state = state_since(self._run_dir / FILE_NAME, self._began)
-        if self._signals.stop is not None and state == "preempted":
+        if self._signals.stop is not None and state in (STOPPED, PREEMPTED):
             # Rank 0 has saved the run, and was killed before it had left.
             again = directory_override("run.dir", self._run_dir)
             text = f"after step {newest}, on request; checkpoint saved. {TO_RESUME} {again}"
-            raise RunFailed(AttemptVerdict(PREEMPTED, text))
+            raise RunFailed(AttemptVerdict(SAVED, text))
         if verdict.exit_code in ON_REQUEST or self._signals.stop is not None:
             raise stopped(verdict, self._signals.stop, newest)
-        self._restarts.allow(verdict, newest)
+        self._restarts.allow(verdict, newest, self._how_to_resume(newest))
         count = f"{self._restarts.used} of {self._restarts.allowed}"
         place = f"step {newest} (checkpoint)" if newest else "the start (no checkpoint)"
         place += f" with data.micro_batch={verdict.halved}" if verdict.halved else ""
         text = f"{verdict.traceback}restart {count}: {verdict.text.removesuffix('.')}; resuming from {place}"
         write(f"{text}\n", sys.stderr)
+
+    def _how_to_resume(self, newest: int) -> str:
+        """What to do after a failure that a restart may fix, and what restarts have been made."""
+        again = f"the same command with {directory_override('run.dir', self._run_dir)}"
+        resume = (
+            f"To resume from step {newest}: {again}."
+            if newest
+            else f"There is no checkpoint: {again} begins anew."
+        )
+        used, allowed = self._restarts.used, self._restarts.allowed
+        restarts = f"Restarted {counted(used, 'time')}" if used else "Not restarted"
+        return f"{resume} {restarts} (launch.max_restarts={allowed})."
 
     def _newest_step(self) -> int:
         """Step of the newest checkpoint, by name; 0 if there is none. The workers check if it is intact."""
@@ -132,7 +156,7 @@ class Agent:
 def stopped(verdict: AttemptVerdict, asked: signal.Signals | None, newest_step: int) -> LauncherError:
     """The error for a run that was asked to end. `newest_step` is that of its checkpoints."""
     if verdict.exit_code in ON_REQUEST:
-        return (PreemptedError if verdict.exit_code == PREEMPTED else PrunedError)(verdict.text)
+        return (PreemptedError if verdict.exit_code == SAVED else PrunedError)(verdict.text)
     assert asked is not None
     if verdict.last_step is not None and newest_step >= verdict.last_step:
         text = (
@@ -140,6 +164,6 @@ def stopped(verdict: AttemptVerdict, asked: signal.Signals | None, newest_step: 
             f"checkpoint of step {verdict.last_step} is saved. The same command with this run.dir completes "
             "the run."
         )
-        return RunFailed(AttemptVerdict(PREEMPTED, text))
+        return RunFailed(AttemptVerdict(SAVED, text))
     text = f"stopped by {asked.name} before a checkpoint could be written: {verdict.text}"
     return RunFailed(AttemptVerdict(128 + asked, text, verdict.hint))

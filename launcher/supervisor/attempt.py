@@ -16,10 +16,10 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from launcher.distributed.heartbeat import PHASES, limit_s
+from launcher.distributed.heartbeat import PHASES, Beat, limit_s
 from launcher.errors import ON_REQUEST
 from launcher.process.lifetime import kill_group, state_of
-from launcher.process.signals import STACKS
+from launcher.process.signals import DUMP_STACKS_SIGNAL
 from launcher.supervisor.child import Work
 from launcher.supervisor.root_cause import ASKED, HANGING, Fate, GenerationReport
 
@@ -115,9 +115,9 @@ class Generation:
         fates = self._killed or self._fates()
         self.kill()
         # Read after the kill: what a rank has recorded until its end counts.
-        words = self._work.heartbeats.words
-        fates = [replace(fate, departure=words.of(fate.rank)) for fate in fates]
-        return GenerationReport(fates, words.first_failure())
+        records = self._work.heartbeats.exit_records
+        fates = [replace(fate, record=records.read(fate.rank)) for fate in fates]
+        return GenerationReport(fates, records.first_failure())
 
     def _hanging(self) -> GenerationReport:
         """Make live workers write their stacks, and stop them."""
@@ -128,7 +128,7 @@ class Generation:
         tgkill = getattr(ctypes.CDLL(None), "tgkill", lambda pid, thread, number: os.kill(pid, number))
         for fate in fates:
             if fate.exit_code is None:
-                tgkill(fate.pid, fate.pid, STACKS)
+                tgkill(fate.pid, fate.pid, DUMP_STACKS_SIGNAL)
         self.send(signal.SIGCONT)  # a stopped process handles no signal
         time.sleep(STACKS_S)
         # Killed by the caller, once all machines know: ranks of others end as soon as a connection breaks,
@@ -137,13 +137,22 @@ class Generation:
         return GenerationReport(fates, hanging=True)
 
     @property
+    def furthest(self) -> Beat:
+        """The heartbeat of the rank that is furthest ahead."""
+        return max(self._work.heartbeats.read(), key=lambda beat: beat.order)
+
+    @property
     def stacks(self) -> Path:
         """The files with the stacks of workers that hang."""
         return self._work.stacks_of(0).with_name("stacks-rank*.txt")
 
     def _is_overdue(self, now: float) -> bool:
         every = self._work.heartbeats.read()
-        beats = [every[rank] for rank in range(len(self._processes)) if rank not in self._exited]
+        left = [rank for rank in range(len(self._processes)) if rank not in self._exited]
+        if any(self._is_in_user_code(every[rank], self._processes[rank]) for rank in left):
+            self._watched_since_s = now  # for as long as it takes: the others wait for it
+            return False
+        beats = [every[rank] for rank in left]
         # A rank that evaluates before its first step beats with each batch.
         done = any(beat.under_way or beat.phase in AFTER_A_STEP for beat in beats)
         self._under_way |= done or bool(self._exited)
@@ -151,6 +160,10 @@ class Generation:
         if not self._under_way:
             return longest >= self._limits.init_timeout_s
         return any(min(beat.age_s, longest) >= limit_s(beat.phase, self._limits.stall_s) for beat in beats)
+
+    def _is_in_user_code(self, beat: Beat, process: BaseProcess) -> bool:
+        """Whether a rank runs code of the user. Its own hang timer limits that, unless it was stopped."""
+        return beat.user_code and (beat.age_s < self._limits.stall_s or not _is_stopped(process))
 
     def _fates(self) -> list[Fate]:
         beats = self._work.heartbeats.read()

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from launcher import worker
 from launcher.config.schema import Config
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.failures import departure_of
+from launcher.distributed.exit_records import exit_record
 from launcher.distributed.heartbeat import Heartbeats
-from launcher.distributed.store import limit_silence, open_store
+from launcher.distributed.store import open_store, set_tcp_timeouts
 from launcher.process.lifetime import die_with_parent
-from launcher.process.signals import FATAL, HEEDED, STACKS
+from launcher.process.signals import DUMP_STACKS_SIGNAL, HANDLED
 from launcher.process.streams import flush_or_drop
 from launcher.run_dir.atomic import make_folder, open_plain
 from launcher.run_dir.records import stacks_path
@@ -40,7 +40,7 @@ class Work:
     config: Config
     heartbeats: Heartbeats
     parent: int  # process id
-    obeyed: tuple[signal.Signals, ...]  # those of HEEDED that are not ignored
+    handled: tuple[signal.Signals, ...]  # those of HANDLED that are not ignored
     store: int  # descriptor of the file in which the ranks meet, if all are on this machine
 
     def restart(self, first_rank: int) -> None:
@@ -63,7 +63,7 @@ def be_a_rank(work: Work, environ: Mapping[str, str]) -> NoReturn:
     die_with_parent(work.parent)
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent alone, which passes it on
     os.environ.update(environ)
-    _take_signals_back(work.obeyed)
+    _hold_signals(work.handled)
     # A crash in C writes its stack to stderr, which the verdict names.
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # without a stderr
         faulthandler.enable(all_threads=True)
@@ -73,34 +73,31 @@ def be_a_rank(work: Work, environ: Mapping[str, str]) -> NoReturn:
     file = dist.FileStore(f"/proc/self/fd/{work.store}")
     file.set_timeout(timedelta(seconds=work.config.launch.init_timeout_s))
     store: dist.Store | None = file if launch.world_size > 1 else None
+    heartbeat = work.heartbeats.of(launch.rank)
     try:
         if launch.local_world_size < launch.world_size:  # several machines, whose parents share a store
             store = open_store(launch, work.config.launch.init_timeout_s)
-            limit_silence(work.config.launch.stall_s)
-        heartbeat = work.heartbeats.of(launch.rank)
+            set_tcp_timeouts(work.config.launch.stall_s)
         worker.run(work.config, launch, store, str(launch.restart_count), heartbeat)
     except BaseException as error:
-        departure = departure_of(launch.rank, error)
+        record = exit_record(launch.rank, error, heartbeat.latest.phase)
     else:
-        departure = departure_of(launch.rank)
-    work.heartbeats.words.leave(departure)
+        record = exit_record(launch.rank)
+    work.heartbeats.exit_records.write(record)
     for loader in multiprocessing.active_children():
         # os._exit runs no exit handlers, which would end the loader processes.
         loader.terminate()
     flush_or_drop()
-    os._exit(departure.exit_code)
+    os._exit(record.exit_code)
 
 
-def _take_signals_back(obeyed: Sequence[signal.Signals]) -> None:
-    """Undo the handlers of the parent.
+def _hold_signals(handled: Sequence[signal.Signals]) -> None:
+    """Keep signals, which are still blocked, until the worker installs its own handlers and unblocks them.
 
-    The obeyed signals are still blocked. They get a handler that does nothing, because ignoring them would
-    drop pending ones; the worker installs its own while it runs, and unblocks them.
+    They get a handler that does nothing, because ignoring them would drop pending ones.
     """
-    for number in HEEDED:
-        signal.signal(number, _too_late if number in obeyed else signal.SIG_IGN)
-    for number in FATAL:
-        signal.signal(number, signal.SIG_DFL)
+    for number in HANDLED:
+        signal.signal(number, _too_late if number in handled else signal.SIG_IGN)
 
 
 def _too_late(number: int, frame: FrameType | None) -> None:
@@ -108,8 +105,9 @@ def _too_late(number: int, frame: FrameType | None) -> None:
 
 
 def _write_stacks_on_request(path: Path) -> None:
-    """Append the stacks of all threads to `path` on STACKS, even while C code holds the interpreter."""
+    """Append all threads' stacks to `path` on DUMP_STACKS_SIGNAL, even while C code holds the interpreter."""
     with contextlib.suppress(OSError):  # the worker will report it
         make_folder(path.parent)
         file = open(open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")  # noqa: SIM115
-        faulthandler.register(STACKS, file=file, all_threads=True)  # keeps it open until the process ends
+        # It keeps the file open until the process ends.
+        faulthandler.register(DUMP_STACKS_SIGNAL, file=file, all_threads=True)

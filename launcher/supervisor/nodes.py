@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import LEADER, LaunchEnv, numbered
-from launcher.distributed.store import LEAVE_S, limit_silence
+from launcher.distributed.store import LEAVE_S, set_tcp_timeouts
 from launcher.errors import StalledError
 from launcher.run_dir.codec import decoded, encoded
 from launcher.supervisor.root_cause import DONE, AttemptVerdict, GenerationReport, RunFailed, verdict_of
@@ -60,7 +60,7 @@ class OneMachine:
 
     def verdict(self, own: GenerationReport | None, generation: Generation) -> AttemptVerdict | None:
         """The verdict on all ranks, once all have ended."""
-        return None if own is None else verdict_of([own], self._limits.stall_s, generation.stacks)
+        return None if own is None else verdict_of([own], generation.stacks)
 
     def decide(self, verdict: AttemptVerdict) -> None:
         """Tell other parents how the run ends, or RESTART."""
@@ -157,7 +157,7 @@ class Nodes(OneMachine):
         reports = [] if own is None else [own]
         reports += [decoded(GenerationReport, word["report"]) for word in said.values() if "report" in word]
         if len(reports) == self._num_nodes:
-            return verdict_of(reports, self._limits.stall_s, generation.stacks)
+            return verdict_of(reports, generation.stacks)
         quiet_s = self._limits.stall_s
         if ends := [report.end for report in reports if report.end != DONE]:
             self._ended_s = min(self._ended_s, time.monotonic())
@@ -190,7 +190,7 @@ class Nodes(OneMachine):
             raise self._gone(silent or [LEADER])
 
     def _gone(self, nodes: Sequence[int]) -> StalledError:
-        limit_silence(LEAVE_S)  # of what this process still asks the store
+        set_tcp_timeouts(LEAVE_S)  # of what this process still asks the store
         hosts = [self._words[node]["host"] for node in nodes if node in self._words]
         named = f" ({', '.join(hosts)})" if hosts else ""
         return StalledError(
@@ -214,7 +214,7 @@ class Nodes(OneMachine):
         before: list[bytes] = [b""] * len(others)
         try:
             store = self._connection
-            limit_silence(self._limits.stall_s)
+            set_tcp_timeouts(self._limits.stall_s)
             beat, over = 0, False
             while not over:
                 over = self._over.wait(EXCHANGE_EVERY_S)

@@ -5,7 +5,7 @@ Owns which failures a restart can fix, and the count of restarts and of those wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.errors import NoProgressError
 from launcher.supervisor.root_cause import STALLED, UNEXPECTED, AttemptVerdict, RunFailed
@@ -24,8 +24,10 @@ class Restarts:
     used: int = 0
     fruitless: int = 0
 
-    def allow(self, verdict: AttemptVerdict, newest_step: int) -> None:
+    def allow(self, verdict: AttemptVerdict, newest_step: int, advice: str = "") -> None:
         """Count a restart after this verdict; `newest_step` is that of the newest checkpoint now, 0 if none.
+
+        `advice` ends the error where a restart might help but is not allowed.
 
         Raises if no further one is allowed: RunFailed, or NoProgressError after three generations in a row
         that have published no new checkpoint. One that is restarted with half the micro-batch is not the
@@ -34,9 +36,13 @@ class Restarts:
         progress = newest_step > self.newest_step or verdict.halved is not None
         self.fruitless = 0 if progress else self.fruitless + 1
         self.newest_step = newest_step
-        can_help = verdict.restart_helps or verdict.exit_code in RECOVERABLE
-        if not can_help or self.used == self.allowed:
+        can_help = verdict.restart_helps
+        if can_help is None:
+            can_help = verdict.exit_code in RECOVERABLE
+        if not can_help:
             raise RunFailed(verdict)
+        if self.used == self.allowed and self.fruitless < FRUITLESS:
+            raise RunFailed(replace(verdict, hint=f"{verdict.hint} {advice}".strip()))
         if self.fruitless == FRUITLESS:
             error = NoProgressError(
                 f"the workers were started {FRUITLESS} times in a row and have failed each time before they "

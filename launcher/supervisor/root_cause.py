@@ -1,4 +1,4 @@
-"""What ended a set of workers: one sentence from exit codes, recorded errors and heartbeats.
+"""What ended a set of workers: one sentence from exit codes, exit records and heartbeats.
 
 Owns the choice of the rank at fault. Pure: it reads no clock, no file and no process.
 """
@@ -6,17 +6,16 @@ Owns the choice of the rank at fault. Pure: it reads no clock, no file and no pr
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.distributed.failures import Departure, attributed
+from launcher.distributed.exit_records import ExitRecord, with_rank
 from launcher.distributed.heartbeat import FINISHING, Beat, where
 from launcher.errors import ON_REQUEST, LauncherError, PreemptedError, StalledError
 
 DONE, ASKED, FAILED, HANGING = "done", "asked", "failed", "hanging"  # how the ranks of a machine have ended
-UNEXPECTED, STALLED = 1, StalledError.exit_code
-PREEMPTED = PreemptedError.exit_code
+UNEXPECTED, STALLED, SAVED = 1, StalledError.exit_code, PreemptedError.exit_code
 # Gloo aborts the rank that receives more than it expects, whichever of the two was wrong.
 OTHER_SIZES = (
     "If Gloo says there that sizes differ, or nothing says why: look for a collective in the recipe that not "
@@ -32,25 +31,20 @@ class Fate:
     pid: int
     beat: Beat
     exit_code: int | None = None  # negative: the signal that killed it; None: alive until then
-    departure: Departure | None = None  # how it ended, if it had time to record it
+    record: ExitRecord | None = None  # how it ended, if it had time to record it
     stopped: bool = False  # by SIGSTOP, a terminal or a debugger
     host: str = ""  # its name, where there are several
 
     @property
-    def silent(self) -> bool:
-        return self.exit_code is not None and self.departure is None
+    def is_silent(self) -> bool:
+        """Whether it has ended without a record."""
+        return self.exit_code is not None and self.record is None
 
     @property
-    def failure(self) -> Departure | None:
-        """How it left, if with an error. A run that ended as asked has not failed."""
-        left = self.departure
-        return left if left is not None and left.exit_code not in (0, *ON_REQUEST) else None
-
-    @property
-    def blames_another(self) -> bool:
-        """Whether its error is that it lost another rank, or waited for one without success."""
-        departure = self.departure
-        return departure is not None and (departure.exit_code == STALLED or departure.lost)
+    def failure(self) -> ExitRecord | None:
+        """Its record, if of an error. A run that ended as asked has not failed."""
+        record = self.record
+        return record if record is not None and record.exit_code not in (0, *ON_REQUEST) else None
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class AttemptVerdict:
     hint: str = ""  # printed after the text
     last_step: int | None = None  # of a run that was ended while it wrote its result and report
     traceback: str = ""  # of the exception behind it, printed before the text
-    restart_helps: bool = False  # whatever the exit code
+    restart_helps: bool | None = None  # None: as the exit code says
     halved: int | None = None  # the micro-batch to restart with, after a shortage of memory
 
 
@@ -83,7 +77,17 @@ class GenerationReport:
         return HANGING if self.hanging else ASKED if codes <= {0, *ON_REQUEST} else FAILED
 
 
-def verdict_of(reports: Sequence[GenerationReport], stall_s: float, stacks: Path) -> AttemptVerdict:
+class RunFailed(LauncherError):
+    """The workers of a run have ended without a result."""
+
+    def __init__(self, verdict: AttemptVerdict) -> None:
+        text = verdict.text
+        super().__init__(f"{text.removesuffix('.')}. {verdict.hint}" if verdict.hint else text)
+        self.exit_code = verdict.exit_code
+        self.traceback = verdict.traceback
+
+
+def verdict_of(reports: Sequence[GenerationReport], stacks: Path) -> AttemptVerdict:
     """The verdict on the ranks of all machines."""
     fates = sorted((fate for report in reports for fate in report.fates), key=lambda fate: fate.rank)
     if any(report.hanging for report in reports):
@@ -91,43 +95,52 @@ def verdict_of(reports: Sequence[GenerationReport], stall_s: float, stacks: Path
         return replace(verdict, text=f"{verdict.text}; stacks of all ranks: {stacks}")
     # Each machine knows which of its ranks failed first; between machines their clocks have to decide.
     claims = {report.first_failure for report in reports}
-    left_s = {fate.rank: fate.departure.time_s for fate in fates if fate.departure and fate.rank in claims}
-    return judge(fates, min(left_s, key=left_s.__getitem__, default=None), stall_s)
+    ended_s = {fate.rank: fate.record.time_s for fate in fates if fate.record and fate.rank in claims}
+    return judge(fates, min(ended_s, key=ended_s.__getitem__, default=None))
 
 
-class RunFailed(LauncherError):
-    """The workers of a run have ended without a result."""
-
-    def __init__(self, verdict: AttemptVerdict) -> None:
-        super().__init__(f"{verdict.text}. {verdict.hint}".strip() if verdict.hint else verdict.text)
-        self.exit_code = verdict.exit_code
-        self.traceback = verdict.traceback
-
-
-def judge(fates: Sequence[Fate], first_failure: int | None, stall_s: float) -> AttemptVerdict:
+def judge(fates: Sequence[Fate], first_failure: int | None) -> AttemptVerdict:
     """The verdict on a generation that has ended, or was ended after the first of its ranks had failed.
 
-    `first_failure` is the rank that claimed to be the first, if one did. `stall_s` is the longest time that
-    a rank may stay in one phase: who fails because it waited so long for another is not the culprit.
+    `first_failure` is the rank that claimed to be the first, if one did.
     """
-    blamed = min(fates, key=lambda fate: _innocence(fate, fates, first_failure, stall_s))
-    if blamed.silent:
+    blamed = rank_at_fault(fates, first_failure)
+    if blamed.is_silent:
         return _of_silent(blamed)
-    if left := blamed.failure:
-        text = _said_by(left, fates)
+    if record := blamed.failure:
+        text = _said_by(record, fates)
         if blamed.host and text.startswith(f"rank {blamed.rank} "):
             text = f"{text} (on {blamed.host})"
-        verdict = AttemptVerdict(left.exit_code, text, traceback=left.traceback)
-        return replace(verdict, restart_helps=left.restart_helps, halved=left.halved)
-    alive = [fate for fate in fates if fate.exit_code is None]
-    if any(fate.failure for fate in fates):
-        return hang([blamed])
-    if alive:
+        verdict = AttemptVerdict(record.exit_code, text, traceback=record.traceback)
+        return replace(verdict, restart_helps=record.restart_helps, halved=record.halved)
+    if alive := [fate for fate in fates if fate.exit_code is None]:
         finishing = all(fate.beat.phase in FINISHING for fate in fates)
         text = "; ".join(f"{_name(fate)} did not stop, {where(fate.beat)}" for fate in alive)
         return AttemptVerdict(UNEXPECTED, text, last_step=alive[0].beat.step if finishing else None)
-    asked = [fate.departure for fate in fates if fate.departure and fate.departure.exit_code in ON_REQUEST]
+    asked = [fate.record for fate in fates if fate.record and fate.record.exit_code in ON_REQUEST]
     return AttemptVerdict(asked[0].exit_code, asked[0].error) if asked else AttemptVerdict(0)
+
+
+def rank_at_fault(fates: Sequence[Fate], first_failure: int | None) -> Fate:
+    """The rank to blame: of the first rule that holds for any, the one that ended first."""
+
+    def failed_itself(fate: Fate) -> bool:
+        return fate.failure is not None and not fate.failure.is_secondary
+
+    rules: tuple[Callable[[Fate], bool], ...] = (
+        # Killed, or gone without a word: nothing that another rank does ends a rank so, but an abort.
+        lambda fate: fate.is_silent and fate.exit_code != -signal.SIGABRT,
+        lambda fate: failed_itself(fate) and fate.rank == first_failure,
+        failed_itself,
+        # NCCL's watchdog and Gloo's threads abort a process when another rank is lost.
+        lambda fate: fate.is_silent,
+        # It lost another rank, and none has said why.
+        lambda fate: fate.failure is not None and fate.rank == first_failure,
+        lambda fate: fate.failure is not None,
+        lambda fate: True,
+    )
+    blamed = next(found for rule in rules if (found := [fate for fate in fates if rule(fate)]))
+    return min(blamed, key=lambda fate: (fate.failure.time_s if fate.failure else 0.0, fate.rank))
 
 
 def hang(fates: Sequence[Fate]) -> AttemptVerdict:
@@ -144,41 +157,12 @@ def hang(fates: Sequence[Fate]) -> AttemptVerdict:
     return AttemptVerdict(STALLED, "; ".join(hanging))
 
 
-def _innocence(
-    fate: Fate, fates: Sequence[Fate], first_failure: int | None, stall_s: float
-) -> tuple[int, float, int]:
-    """A value to compare ranks by: the one with the lowest value is the most likely cause.
-
-    SIGABRT is often a consequence: NCCL's watchdog and Gloo's threads abort a process when another rank is
-    lost. SIGSEGV and similar signals are a rank's own fault.
-    """
-    if fate.silent:
-        return (4 if fate.exit_code == -signal.SIGABRT else 0), 0.0, fate.rank
-    failure = fate.failure
-    if failure is not None and not fate.blames_another:
-        own = 1 if fate.rank == first_failure else 2
-        return (3 if failure.shared else own), failure.time_s, fate.rank
-    if fate.exit_code is None and _is_waited_for(fate, fates, stall_s):
-        return 5, -fate.beat.age_s, fate.rank
-    if failure is not None:
-        return (6 if fate.rank == first_failure else 7), failure.time_s, fate.rank
-    return 8, 0.0, fate.rank
-
-
-def _is_waited_for(fate: Fate, fates: Sequence[Fate], stall_s: float) -> bool:
-    """Whether a live rank has kept others waiting so long that they have given up."""
-    gave_up = [other for other in fates if other.blames_another]
-    # About as long as those have waited that gave up after stall_s.
-    long = fate.beat.age_s >= max(stall_s - 2, stall_s / 2)
-    return long and bool(gave_up) and all(fate.beat.order < other.beat.order for other in gave_up)
-
-
-def _said_by(blamed: Departure, fates: Sequence[Fate]) -> str:
+def _said_by(cause: ExitRecord, fates: Sequence[Fate]) -> str:
     """The error of a rank, without its number if other ranks have raised the same one."""
-    if len(fates) == 1 and not blamed.lost:
-        of_rank, error = f"rank {blamed.rank} ", blamed.error
+    if len(fates) == 1 and not cause.is_secondary:
+        of_rank, error = f"rank {cause.rank} ", cause.error
         return f"this process {error.removeprefix(of_rank)}" if error.startswith(of_rank) else error
-    return attributed(blamed, [fate.departure for fate in fates if fate.departure is not None])
+    return with_rank(cause, [fate.record for fate in fates if fate.record is not None])
 
 
 def _of_silent(fate: Fate) -> AttemptVerdict:

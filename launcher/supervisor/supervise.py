@@ -16,7 +16,13 @@ from pathlib import Path
 from launcher.config.schema import Config
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.errors import PreemptedError
-from launcher.process.signals import heeded, held_back, saving_stops
+from launcher.process.signals import (
+    StopSignal,
+    handled_signals,
+    save_means_stop,
+    signal_handlers_installed,
+    signals_blocked,
+)
 from launcher.process.torch_build import warn_if_unchecked
 from launcher.run_dir.lock import Held
 from launcher.run_dir.records import write_failure
@@ -34,10 +40,11 @@ def supervise(config: Config, num_workers: int, nodes: OneMachine | None = None)
     """
     assert threading.current_thread() is threading.main_thread()
     heartbeats, nodes = Heartbeats(num_workers), nodes or OneMachine(config.launch)
-    held = Held(Path(config.run.dir))
+    held, handled = Held(Path(config.run.dir)), handled_signals()
+    signals = StopSignal(save_means_stop(config.launch.preempt_signals))
     try:
-        with heeded(saving_stops(config.launch.preempt_signals)) as signals:
-            with held_back():  # threads of libraries keep them blocked: only this thread is interrupted
+        with signal_handlers_installed(signals):
+            with signals_blocked():  # threads of libraries keep them blocked: only this thread is interrupted
                 warm_up()
             from launcher.supervisor.agent import Agent
             from launcher.supervisor.child import Work
@@ -49,7 +56,7 @@ def supervise(config: Config, num_workers: int, nodes: OneMachine | None = None)
             # A file without a name, in memory: other users cannot open it, no full disk can cut its records
             # short, and it is gone with the processes.
             with open(os.memfd_create("launcher-store"), "rb") as store, nodes:
-                work = Work(config, heartbeats, os.getpid(), signals.obeyed, store.fileno())
+                work = Work(config, heartbeats, os.getpid(), handled, store.fileno())
                 Agent(work, num_workers, signals, nodes).run()
     except Exception as error:
         # The leader has written that it was preempted, with the checkpoint. Else it may have been killed, or

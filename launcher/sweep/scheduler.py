@@ -23,7 +23,7 @@ from launcher.errors import (
     StorageError,
     counted,
 )
-from launcher.process.signals import SAVING, Signals
+from launcher.process.signals import SAVING, StopSignal
 from launcher.run_dir.pruning import PruneRequest, ask_to_prune
 from launcher.run_dir.records import SWEEP
 from launcher.sweep.asha import Pruner
@@ -54,7 +54,7 @@ class Scheduler:
         carrier: Carrier,
         settings: SweepConfig,
         progress: SweepProgress,
-        signals: Signals,
+        signals: StopSignal,
         pruner: Pruner | None = None,
         search: Searching | None = None,
     ) -> None:
@@ -179,13 +179,13 @@ class Scheduler:
         return State.WAITING if again else State.FAILED
 
     def _obey_signals(self) -> None:
-        arrived = self._signals.take()
+        arrived = self._signals.pop_received()
         if self._signals.stop is None and any(number in SAVING for number in arrived):
             for job in self._running.values():
                 self._carrier.save(job)
         if self._signals.stop is not None and not self.asked:
             self._stop(f"stopped by {self._signals.stop.name}")
-        if self._signals.impatient and not self.asked_at_once:
+        if self._signals.force_quit and not self.asked_at_once:
             self.asked_at_once = True
             for job in self._running.values():
                 self._carrier.stop(job, at_once=True)

@@ -236,7 +236,7 @@ class EndEvent(Event):
     """The process ends; only one that is done has more than state, exit and error."""
 
     kind = "end"
-    state: str  # done, failed, preempted, pruned
+    state: str  # done, failed, stopped, preempted, pruned
     exit: int
     error: str | None = None
     seconds: float | None = None  # of this process, for the steps after `since_step`

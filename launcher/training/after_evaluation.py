@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import re
-import time
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -20,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.checkpoint.generators import restore_states, states
-from launcher.distributed.collectives import content_of, message_of, send_to_all
-from launcher.distributed.env import LEADER
+from launcher.distributed.collectives import of_leader
 from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.errors import ConfigError, RecipeError
 from launcher.evaluation.evaluate import evaluating, unchanged
@@ -36,8 +34,6 @@ from launcher.training.replicas import checksums
 from launcher.training.run import Run
 
 TRIAL = "trying the evaluation"  # the phase of a call before the first step
-STILL_AT_WORK = b"..."  # no message
-BEATS_PER_STALL = 4.0  # several within launch.stall_s, because calls of the model may be far apart
 MAX_STEM_BYTES = 150  # a file name has room for 255, with the step
 
 
@@ -61,7 +57,7 @@ def rehearse(job: Job, step: int) -> None:
 
     def call() -> bytes:
         with guarding("what the recipe's after_evaluation returned", job.run.logs_of_failure):
-            sorted_by_kind(_call(job, position, TRIAL))
+            sorted_by_kind(_call(job, position))
         return b""
 
     with found_in_trial("after_evaluation"), unchanged(job.model, job.run.env.device):
@@ -70,19 +66,12 @@ def rehearse(job: Job, step: int) -> None:
 
 def _call_while_others_wait(job: Job, call: Callable[[], bytes], phase: str) -> None:
     """Call it on rank 0. Raises its LauncherError on all ranks."""
-    run = job.run
-    run.heartbeat.beat(phase)
-    if run.env.is_leader:
-        told = message_of(call)
-        send_to_all(run.env, told, sender=LEADER)
-    else:
-        while (told := send_to_all(run.env, b"", sender=LEADER)) == STILL_AT_WORK:
-            run.heartbeat.beat(phase)
-    content_of(told)
+    job.run.heartbeat.beat(phase)
+    of_leader(job.run.env, call)
 
 
 def _call_and_report(job: Job, position: Position) -> bytes:
-    found, step, epoch = _call(job, position, "evaluation"), position.step, position.epoch
+    found, step, epoch = _call(job, position), position.step, position.epoch
     with guarding("what the recipe's after_evaluation returned", job.run.logs_of_failure):
         texts, numbers, pictures = sorted_by_kind(found)
         files = _written(job.run, pictures, step)
@@ -92,29 +81,17 @@ def _call_and_report(job: Job, position: Position) -> bytes:
     return b""
 
 
-def _call(job: Job, position: Position, phase: str) -> object:
-    """What the function returns. The model's calls are signs of life: a long text takes many of them."""
+def _call(job: Job, position: Position) -> object:
+    """What the function returns. The other ranks wait for as long as it takes."""
     assert job.recipe.after_evaluation is not None
     run, model, device = job.run, job.model, job.run.env.device
     generators, before = states(device), _digests(model)
     # By the step, so that a resumed run shows the same.
     seed_generators(run.config.seed + position.step)
-    every_s, last = run.config.launch.stall_s / BEATS_PER_STALL, time.monotonic()
-
-    def sign_of_life(module: nn.Module, arguments: object) -> None:
-        """Let the other ranks know now and then, before a forward pass, that rank 0 is still at work."""
-        nonlocal last
-        if time.monotonic() - last >= every_s:
-            send_to_all(run.env, STILL_AT_WORK, sender=LEADER)
-            run.heartbeat.beat(phase)
-            last = time.monotonic()
-
-    hook = model.register_forward_pre_hook(sign_of_life)
     try:
-        with evaluating(model), torch.no_grad(), run.stepper.forward():
+        with evaluating(model), torch.no_grad(), run.stepper.forward(), run.heartbeat.in_user_code():
             found = job.recipe.after_evaluation(model, position)
     finally:
-        hook.remove()
         restore_states(generators, device)
     if _digests(model) != before:
         raise ConfigError(

@@ -24,7 +24,8 @@ class Reports:
 
     name = "reports"
 
-    def __init__(self, telemetry: Telemetry, votes: Votes) -> None:
+    def __init__(self, telemetry: Telemetry, votes: Votes, reads_late: bool = True) -> None:
+        self._reads_late = reads_late  # a CPU has finished a step as soon as it is launched
         self.seconds = 0.0
         self.readers: Sequence[Callable[[Position, StepReport], None]] = ()
         self.pauses: Sequence[Callable[[], None]] = ()
@@ -39,6 +40,8 @@ class Reports:
         now = time.perf_counter()
         self._waiting = (position, result, now - self._previous)
         self._previous = now
+        if not self._reads_late:
+            self.flush()
 
     def flush(self) -> None:
         """Pass on the last step; waits for the device."""

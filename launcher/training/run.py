@@ -11,11 +11,11 @@ from launcher.config.schema import Config
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine import Stepper, WeightAverage
+from launcher.process.signals import StopSignal
 from launcher.run_dir.records import logs_of_failure, write_config
 from launcher.telemetry import Telemetry
 from launcher.training.pruning import PruneCheck
 from launcher.training.reports import Reports
-from launcher.training.requests import Requests
 from launcher.training.votes import Votes
 
 
@@ -39,18 +39,18 @@ class Run:
     stepper: Stepper
     telemetry: Telemetry
     heartbeat: Heartbeat
-    requests: Requests
+    stop_signal: StopSignal
     average: WeightAverage | None = None  # of the weights, where ema.decay asks for one
     votes: Votes = field(default_factory=Votes)
 
     def __post_init__(self) -> None:
-        self.reports = Reports(self.telemetry, self.votes)
+        self.reports = Reports(self.telemetry, self.votes, self.env.device.type != "cpu")
         self.pruning = PruneCheck(Path(self.config.run.dir), self.env.is_leader, self.config.sweep.prune)
         self._recorded = self.config
 
     def is_asked_to_end(self) -> bool:
         """Whether this rank has a request to stop, by a signal or by a sweep that prunes the run."""
-        return self.requests.stop is not None or self.pruning.asked()
+        return self.stop_signal.stop is not None or self.pruning.asked()
 
     @property
     def logs_of_failure(self) -> str:

@@ -31,6 +31,7 @@ class Task:
     answers: Answers
     micro_batch: MicroBatch
     inspected: bool = False  # whether a loss was: the first one is
+    stop_requested: Callable[[], bool] = lambda: False
 
     def train_on(self, position: Position) -> StepResult:
         """One update from this rank's micro-batches, which may be none."""
@@ -64,14 +65,23 @@ class Task:
             self.stepper.vote(Question.MISSING_SAMPLES, missing)
         if ends := self.batches.at_end():
             self.stepper.vote(Question.STREAM_END)
-        for batch in micro_batches:
-            self.answers.count(self.learn_from(batch), batch)
+        if not micro_batches:
+            self._vote_to_stop()
+        for number, batch in enumerate(micro_batches):
+            self.answers.count(self.learn_from(batch, is_first=number == 0), batch)
         return ends
 
-    def learn_from(self, batch: Batch) -> Loss:
-        """Forward and backward pass of a micro-batch."""
+    def _vote_to_stop(self) -> None:
+        """Pass a request to stop on, as late as this step can: all ranks stop after it."""
+        if self.stop_requested():
+            self.stepper.vote(Question.STOP)
+
+    def learn_from(self, batch: Batch, is_first: bool = False) -> Loss:
+        """Forward and backward pass of a micro-batch, the first of its step or not."""
         with self.stepper.forward():
             of_batch = loss_of(self.loss, self.network, batch)
+        if is_first:
+            self._vote_to_stop()  # before the backward pass, with which the votes may be sent
         if not self.inspected:
             self.inspected = True
             if text := unheld_parameters(of_batch.sum, self.network):

@@ -61,7 +61,7 @@ def simulate(directory: Path, jobs: int, kind: str, shortest_s: float) -> dict[s
     """How busy eight devices are with jobs of one to four times this length, and the parent's memory."""
     from launcher.config.composition import Request
     from launcher.config.resolve import compose_jobs
-    from launcher.process.signals import Signals
+    from launcher.process.signals import StopSignal
     from launcher.run_dir.atomic import write_json
     from launcher.supervisor.supervise import warm_up
     from launcher.sweep.carriers.devices import DevicePool, Devices
@@ -90,7 +90,7 @@ def simulate(directory: Path, jobs: int, kind: str, shortest_s: float) -> dict[s
         progress = SweepProgress(folder, record.jobs, False, jobs)
         began = time.monotonic()
         settings = configs[0].sweep
-        scheduler = Scheduler(folder, record, carrier, settings, progress, Signals(), search=searching)
+        scheduler = Scheduler(folder, record, carrier, settings, progress, StopSignal(), search=searching)
         scheduler.run()
         took = time.monotonic() - began
     worked = [float((folder / job.name / "worked").read_text()) for job in record.jobs]

@@ -285,7 +285,7 @@ def _stopped(run: Run, asked_s: float) -> float:
     if code != PREEMPTED:
         raise Failed(f"the run was asked to stop, but its exit code is {code}")
     status, newest = run.status(), run.newest_checkpoint()
-    if (status["state"], status["exit"], status["step"]) != ("preempted", PREEMPTED, newest):
+    if (status["state"], status["exit"], status["step"]) != ("stopped", PREEMPTED, newest):
         raise Failed(f"status.json of the stopped run, whose newest checkpoint is {newest}: {status}")
     return _given_again(run, asked_s)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.failures import departure_of
+from launcher.distributed.exit_records import exit_record
 from launcher.distributed.store import open_store
 from launcher.errors import DataError
 from tests.forked import Forked, be_script
@@ -69,8 +69,6 @@ def work(config, launch, store, job):
     if case == "lost":
         if launch.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        if launch.rank == 2:
-            StoredWords(store, job).fail(2)  # as every rank that loses another one does
         time.sleep(0.5)
         raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
     if case == "fails alone":
@@ -235,10 +233,10 @@ def test_a_rank_that_lost_another_one_is_not_the_origin(error: Exception, lost: 
 
     with pytest.raises(type(error)) as caught:
         nccl_gloo()
-    departure = departure_of(1, caught.value)
-    assert departure.lost == lost, "by its text, not by the code that raised it"
-    assert str(error) in departure.error
-    assert bool(departure.traceback) == isinstance(error, ValueError)
+    record = exit_record(1, caught.value)
+    assert record.is_secondary == lost, "by its text, not by the code that raised it"
+    assert str(error) in record.error
+    assert bool(record.traceback) == isinstance(error, ValueError)
 
 
 def test_a_rank_that_stays_in_a_job_is_named(start) -> None:

@@ -129,12 +129,12 @@ def test_a_meeting_place_that_is_none_is_one_sentence(start, key, value, text) -
     assert line.startswith(f"error: {text}")
 
 
-# The watchdog of a rank whose store is gone, after rank 0 has written how the run ended.
+# The hang timer of a rank whose store is gone, after rank 0 has written how the run ended.
 STRAY = """
 import os, sys, time
 from pathlib import Path
 from launcher.config.schema import Config
-from launcher.distributed import watchdog
+from launcher.distributed.hang_timer import HangTimer
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.distributed.env import LaunchEnv
 from launcher.run_dir.records import write_failure
@@ -144,9 +144,9 @@ from dataclasses import replace
 
 config = composed()
 config = replace(config, run=replace(config.run, dir=os.getcwd()))
-dog = watchdog.Watchdog(config, LaunchEnv(1, 2), None, "0", Heartbeat())
+timer = HangTimer(config, LaunchEnv(0, 2), None, "0", Heartbeat())
 write_failure(Path.cwd(), Failure(sys.argv[1], 0, ""))
-dog._leave(watchdog.Ending("the store is gone", 6, writer=1), None)
+timer._abort("rank 0 hangs.", 6, Heartbeat().latest)
 """
 
 

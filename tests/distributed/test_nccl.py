@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from launcher.distributed import nccl, process_group
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.failures import departure_of, is_loss
+from launcher.distributed.exit_records import exit_record, is_secondary
 from launcher.distributed.process_group import join
 from launcher.errors import PreflightError, UnexpectedError
 from launcher.training.failures.rank_failure import failure_of
@@ -54,13 +54,13 @@ OF_ANOTHER = [
 
 
 def explained(error: Exception) -> Exception | None:
-    return failure_of(error, None, "job", ALL_HERE, "logs/rank1.log", ("", ""))
+    return failure_of(error, ALL_HERE, "logs/rank1.log", ("", ""))
 
 
 @pytest.mark.parametrize(("error", "kind", "text"), OWN)
 def test_an_error_of_nccl_on_this_rank_is_the_origin_and_says_what_to_do(error, kind, text) -> None:
-    assert not is_loss(error), "Gloo's explanation would follow"
-    assert not departure_of(1, error).lost
+    assert not is_secondary(error)
+    assert not exit_record(1, error).is_secondary
     failure = explained(error)
     assert type(failure) is kind
     assert text in str(failure)
@@ -69,8 +69,8 @@ def test_an_error_of_nccl_on_this_rank_is_the_origin_and_says_what_to_do(error, 
 
 @pytest.mark.parametrize("error", OF_ANOTHER)
 def test_an_error_that_a_lost_rank_explains_is_not_the_origin(error) -> None:
-    assert is_loss(error)
-    assert departure_of(1, error).lost
+    assert is_secondary(error)
+    assert exit_record(1, error).is_secondary
     assert explained(error) is None
 
 
@@ -105,7 +105,13 @@ def over_nccl(monkeypatch):
     """`join` as on a GPU, with a group that sends nothing. Its variables go to a copy of the environment."""
     init = dist.init_process_group
     monkeypatch.setattr(process_group, "_device", lambda launch: torch.device("cuda", 0))
-    for name in ("refuse_unusable_driver", "refuse_missing_kernels", "_refuse_shared_gpu", "divide_threads"):
+    for name in (
+        "refuse_unusable_driver",
+        "refuse_missing_kernels",
+        "_refuse_shared_gpu",
+        "divide_threads",
+        "_set_timeout",
+    ):
         monkeypatch.setattr(process_group, name, lambda *given: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(

@@ -44,6 +44,7 @@ WORDS = (
     "checkpoint.every_steps=5",
     "checkpoint.keep=100",
     "consistency.every_steps=null",
+    "launch.max_restarts=0",
 )
 
 _NUMBERS = itertools.count()

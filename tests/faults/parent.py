@@ -72,6 +72,7 @@ WORDS = (
     "tracker=none",
     "data.batch_size=8",
     "train.eval_every_epochs=100000",
+    "launch.max_restarts=0",
 )
 ENDLESS = "time.sleep(0.01)"
 BUFFERED = "a line that waits in the buffer of the parent's stdout when it forks"

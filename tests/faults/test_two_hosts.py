@@ -123,10 +123,8 @@ def test_both_hosts_end_where_the_link_is_down_for_good(hosts: Hosts) -> None:
     outputs = [process.communicate(timeout=at_most(STALL_S + 10))[0] for process in hosts.processes]
     assert time.monotonic() - began < at_most(STALL_S + 10)
     assert [process.returncode for process in hosts.processes] == [1, 1]
-    assert "error: rank 1 did not join a collective in time" in outputs[0]
-    assert re.search(
-        r"error: rank 1 waited .* rank 0's machine \(10\.99\.0\.1\).* does not answer", outputs[1]
-    )
+    for rank, output in enumerate(outputs):
+        assert re.search(rf"error: rank {rank} hangs: in \w+ of step \d+ for", output), output
     assert "launcher/distributed/handoff.py" not in outputs[1], "a traceback of ours"
 
 
@@ -139,23 +137,20 @@ def test_a_host_ends_where_the_machine_of_rank_0_is_gone(hosts: Hosts) -> None:
         os.kill(pid, signal.SIGKILL)
     output = hosts.processes[1].communicate(timeout=at_most(STALL_S + 10))[0]
     assert time.monotonic() - began < at_most(STALL_S + 10)
-    assert re.search(r"error: rank 1 waited .* rank 0's machine \(10\.99\.0\.1\).* does not answer", output)
+    assert re.search(r"error: rank 1 hangs: in \w+ of step \d+ for", output), output
 
 
-@pytest.mark.parametrize(
-    ("number", "named"), [(signal.SIGKILL, "rank 1 was lost"), (signal.SIGSTOP, "rank 1 ")]
-)
-def test_a_rank_that_is_killed_or_stopped_on_the_other_host_is_named(hosts: Hosts, number, named) -> None:
+def test_a_rank_that_is_killed_on_the_other_host_is_named(hosts: Hosts) -> None:
     hosts.start("train.epochs=1000", f"launch.stall_s={STALL_S}")
     hosts.wait_for_step(8)
     began = time.monotonic()
     (rank,) = workers_of(hosts.processes[1])
-    os.kill(rank, number)
+    os.kill(rank, signal.SIGKILL)
     outputs = [process.communicate(timeout=at_most(STALL_S + 10))[0] for process in hosts.processes]
     assert time.monotonic() - began < at_most(STALL_S + 10)
-    assert f"error: {named}" in outputs[0], outputs
+    assert "error: rank 1 was lost" in outputs[0], outputs
     result = json.loads((hosts.run_dir / "result.json").read_text())
-    assert result["error"].startswith(named)
+    assert result["error"].startswith("rank 1 was lost")
 
 
 def test_torchrun_with_a_restart_left_restarts_once_the_link_is_up(hosts: Hosts) -> None:

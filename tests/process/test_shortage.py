@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from launcher.cli import main
-from launcher.distributed.failures import departure_of
+from launcher.distributed.exit_records import exit_record
 from launcher.errors import ConfigError, OutOfMemoryError, StorageError
 from launcher.process.shortage import NO_ROOM, ran_out, shortage_of
 from launcher.run_dir.atomic import read_json
@@ -135,8 +135,8 @@ def test_a_rank_that_lacks_something_leaves_with_its_exit_code(error, kind):
     found = shortage_of(error, "rank 3")
     assert type(found) is kind
     assert str(found).startswith("rank 3 ")
-    departure = departure_of(3, error)
-    assert (departure.exit_code, departure.error) == (kind.exit_code, str(found))
+    record = exit_record(3, error)
+    assert (record.exit_code, record.error) == (kind.exit_code, str(found))
 
 
 @pytest.mark.parametrize(

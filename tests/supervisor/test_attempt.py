@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ def generation(table, tmp_path: Path) -> Iterator[Generation]:
 
 def verdict_on(generation: Generation) -> AttemptVerdict | None:
     report = generation.poll()
-    return None if report is None else verdict_of([report], STALL_S, generation.stacks)
+    return None if report is None else verdict_of([report], generation.stacks)
 
 
 def until_there(path: Path) -> None:
@@ -115,7 +116,7 @@ def test_a_hang_has_a_verdict_with_a_c_library_that_lacks_tgkill(
     assert verdict.exit_code == 6
 
 
-@pytest.mark.parametrize("phase", ["loading data", "data", "compute"])
+@pytest.mark.parametrize("phase", ["loading data", "compute"])
 def test_before_the_first_step_all_phases_together_may_take_init_timeout_s(
     phase, generation, table, clock
 ) -> None:
@@ -126,6 +127,37 @@ def test_before_the_first_step_all_phases_together_may_take_init_timeout_s(
     verdict = verdict_on(generation)
     assert verdict is not None
     assert verdict.exit_code == 6
+
+
+def test_while_a_rank_runs_code_of_the_user_none_hangs_and_then_the_time_starts_again(
+    generation, table, clock
+) -> None:
+    beat(table, "evaluation", 8, under_way=True)
+    rank0 = table.of(0)
+    rank0.first_step_done()
+    rank0.beat("evaluation", 8)
+    with rank0.in_user_code():
+        for _ in range(5):
+            clock.ahead_s += STALL_S
+            assert generation.poll() is None
+    rank0.beat("data", 9)
+    assert generation.poll() is None, "rank 1 has waited for long, and not for nothing"
+    clock.ahead_s += STALL_S
+    verdict = verdict_on(generation)
+    assert verdict is not None
+    assert verdict.text.startswith("rank 1 (pid")
+
+
+def test_a_rank_that_is_stopped_in_code_of_the_user_hangs(generation, table, clock) -> None:
+    beat(table, "loading data", 0)
+    with table.of(1).in_user_code():
+        os.kill(generation._processes[1].pid, signal.SIGSTOP)
+        while not attempt._is_stopped(generation._processes[1]):
+            time.sleep(0.01)
+        clock.ahead_s += max(INIT_S, STALL_S)
+        verdict = verdict_on(generation)
+    assert verdict is not None
+    assert "(stopped by SIGSTOP)" in verdict.text
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "none"])

@@ -9,10 +9,9 @@ import pytest
 
 from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.failures import Departure
+from launcher.distributed.exit_records import ExitRecord
 from launcher.distributed.heartbeat import PHASES, Beat, where
 from launcher.errors import ConfigError, LauncherError, NoProgressError, PreflightError
-from launcher.process.signals import HEEDED, Signals, heeded, held_back
 from launcher.supervisor import worker_count
 from launcher.supervisor.restart_policy import Restarts
 from launcher.supervisor.root_cause import AttemptVerdict, Fate, RunFailed, hang, judge
@@ -20,7 +19,6 @@ from launcher.supervisor.root_cause import AttemptVerdict, Fate, RunFailed, hang
 LOST = (
     "RuntimeError: [third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
 )
-LATE = "RuntimeError: [third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 9000ms"
 KILL, SEGV, ABRT = (-getattr(signal, f"SIG{name}") for name in ("KILL", "SEGV", "ABRT"))
 
 
@@ -34,10 +32,10 @@ def fate(
     time_s: float = 0.0,
     stopped: bool = False,
 ) -> Fate:
-    """A rank with last words where `error` is given, "" for a rank that ended well."""
-    lost = error in (LOST, LATE)
-    departure = None if error is None else Departure(rank, time_s, error, exit_code or 0, lost=lost)
-    return Fate(rank, 100 + rank, Beat(phase, step, age_s), exit_code, departure, stopped)
+    """A rank with a record where `error` is given, "" for a rank that ended well."""
+    lost = error == LOST
+    record = None if error is None else ExitRecord(rank, time_s, error, exit_code or 0, is_secondary=lost)
+    return Fate(rank, 100 + rank, Beat(phase, step, age_s), exit_code, record, stopped)
 
 
 def lost(rank: int, time_s: float = 0.0) -> Fate:
@@ -99,32 +97,14 @@ def lost(rank: int, time_s: float = 0.0) -> Fate:
     ],
 )
 def test_the_culprit_is_named(fates: Sequence[Fate], first, exit_code, text) -> None:
-    verdict = judge(fates, first, stall_s=9)
+    verdict = judge(fates, first)
     assert verdict.exit_code == exit_code
     assert verdict.text.startswith(text)
 
 
-@pytest.mark.parametrize(
-    ("waited_for", "exit_code"),
-    [
-        (fate(1, step=7, phase="compute", age_s=8), 6),
-        (fate(1, step=6, phase="evaluation", age_s=8), 6),
-        (fate(1, step=7, phase="compute", age_s=3), 1),  # at work until just now: nobody waited long for it
-        (fate(1, step=7, phase="wire", age_s=8), 1),  # it waits like the other
-        (fate(1, step=8, phase="compute", age_s=8), 1),  # it is ahead
-    ],
-)
-def test_who_gave_up_waiting_is_not_blamed_for_who_hangs(waited_for, exit_code) -> None:
-    gave_up = fate(0, 1, LATE)
-    verdict = judge([gave_up, waited_for], 0, stall_s=9)
-    assert verdict.exit_code == exit_code
-    assert verdict.text.startswith("rank 1 (pid 101) hangs: in" if exit_code == 6 else "rank 0 failed")
-
-
 def test_an_error_of_its_own_is_not_excused_by_a_slow_rank() -> None:
     assert (
-        judge([fate(0, 1, "KeyError: 1"), fate(1, step=3, age_s=9)], 0, 9).text
-        == "rank 0 failed: KeyError: 1"
+        judge([fate(0, 1, "KeyError: 1"), fate(1, step=3, age_s=9)], 0).text == "rank 0 failed: KeyError: 1"
     )
 
 
@@ -183,7 +163,8 @@ def test_only_what_a_restart_can_mend_is_restarted(exit_code) -> None:
     ("allowed", "before", "steps", "expected"),
     [
         (0, 0, [0], ["RunFailed 1"]),
-        (2, 0, [0, 0, 0], ["restart", "restart", "RunFailed 1"]),  # its own code: it was the last one anyway
+        (1, 0, [0, 0], ["restart", "RunFailed 1"]),
+        (2, 0, [0, 0, 0], ["restart", "restart", "NoProgressError 10"]),
         (3, 0, [0, 0, 0], ["restart", "restart", "NoProgressError 10"]),
         (50, 0, [0, 0, 100, 100, 100, 100], [*["restart"] * 5, "NoProgressError 10"]),
         (50, 80, [80, 80, 80], ["restart", "restart", "NoProgressError 10"]),  # a run that was continued
@@ -195,54 +176,20 @@ def test_three_generations_without_a_new_checkpoint_end_a_run(allowed, before, s
     assert [fate_of(restarts, AttemptVerdict(1, "it failed"), step) for step in steps] == expected
 
 
+@pytest.mark.parametrize(
+    ("restart_helps", "code", "expected"), [(False, 1, "RunFailed 1"), (True, 7, "restart")]
+)
+def test_an_error_may_say_whether_a_restart_helps(restart_helps, code, expected) -> None:
+    """That of the recipe's code does not, a loader process that was killed does."""
+    verdict = AttemptVerdict(code, "it failed", restart_helps=restart_helps)
+    assert fate_of(Restarts(3), verdict, 0) == expected
+
+
 def test_errors_carry_the_hint_to_the_end() -> None:
     with pytest.raises(RunFailed, match=r"^it failed\. Look there\.$"):
         Restarts(0).allow(AttemptVerdict(1, "it failed", "Look there."), 0)
     with pytest.raises(NoProgressError, match=r"The last time it failed\. Look there\.$"):
         Restarts(9, fruitless=2).allow(AttemptVerdict(1, "it failed", "Look there."), 0)
-
-
-# Signals
-
-
-def test_signals_are_noted_and_handlers_put_back() -> None:
-    before = [signal.getsignal(number) for number in HEEDED]
-    with heeded() as signals:
-        with held_back():
-            signal.raise_signal(signal.SIGUSR1)
-            assert signals.take() == []
-        assert signals.take() == [signal.SIGUSR1]
-        assert signals.stop is None
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)
-        assert signals.take() == [signal.SIGTERM, signal.SIGINT]
-        assert signals.take() == []
-        assert signals.stop == signal.SIGTERM
-    assert {signal.getsignal(number) for number in HEEDED} == {signal.SIG_IGN}, "its end is being written"
-    with heeded() as signals:
-        assert signals.stop is None
-        before = [signal.SIG_IGN] * len(HEEDED)
-    assert [signal.getsignal(number) for number in HEEDED] == before
-
-
-@pytest.mark.parametrize(
-    ("numbers", "pause_s", "impatient"),
-    [
-        ([signal.SIGINT], 2, False),
-        ([signal.SIGTERM, signal.SIGTERM], 2, False),
-        ([signal.SIGINT, signal.SIGUSR1, signal.SIGINT], 2, True),
-        ([signal.SIGTERM, signal.SIGINT], 2, True),
-        ([signal.SIGINT, signal.SIGINT], 0.1, False),  # one request, passed on by a terminal and a script
-    ],
-)
-def test_a_second_interrupt_is_impatience(monkeypatch, numbers, pause_s, impatient) -> None:
-    signals, now_s = Signals(), 100.0
-    for number in numbers:
-        now_s += pause_s
-        monkeypatch.setattr("launcher.process.signals.time.monotonic", lambda at=now_s: at)
-        signals.receive(number)
-    monkeypatch.undo()
-    assert signals.impatient == impatient
 
 
 # Workers
@@ -258,6 +205,7 @@ def wish(nproc: str | int = "auto", max_restarts: int = 0) -> LaunchConfig:
         max_restarts,
         init_timeout_s=1,
         stall_s=1,
+        user_code_timeout_s=None,
         grace_s=1,
         preempt_signals="auto",
         log_level="info",

@@ -17,7 +17,7 @@ from launcher.commands import sweep
 from launcher.config.resolve import Request, compose_jobs
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import ConfigError, PreflightError
-from launcher.process.signals import Signals
+from launcher.process.signals import StopSignal
 from launcher.supervisor import worker_count
 from launcher.sweep.carriers.devices import DevicePool, Devices
 from launcher.sweep.progress import SweepProgress
@@ -166,7 +166,7 @@ def test_devices_are_busy_and_no_file_stays_open(tmp_path) -> None:
     began = time.monotonic()
     with Devices(DevicePool(EIGHT, sorted(os.sched_getaffinity(0))), work, alone=False) as carrier:
         progress = SweepProgress(tmp_path, jobs, alone=False)
-        Scheduler(tmp_path, record, carrier, composed().sweep, progress, Signals()).run()
+        Scheduler(tmp_path, record, carrier, composed().sweep, progress, StopSignal()).run()
     took = time.monotonic() - began
     busy = sum(float((tmp_path / each.name / "worked").read_text()) for each in jobs) / (8 * took)
     print(f"busy {busy:.3f} of {took:.1f} s")

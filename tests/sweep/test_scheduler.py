@@ -14,7 +14,7 @@ import pytest
 from launcher.commands.sweep import exit_code_of
 from launcher.config.schema import SweepConfig
 from launcher.errors import PreflightError, StorageError
-from launcher.process.signals import Signals
+from launcher.process.signals import StopSignal
 from launcher.report.recording import Recording
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import write_result
@@ -90,7 +90,7 @@ class Run:
         settings: SweepConfig = dataclasses.replace(composed().sweep, stop=stop, **keys)  # type: ignore[arg-type]
         jobs = [SweepJob(each, f"{each}_seed={each}", (f"seed={each}",)) for each in range(number)]
         self.directory, self.carrier, self.record = directory, carrier, Record(jobs, ())
-        self.signals = Signals()
+        self.signals = StopSignal()
         if on_poll is not None:
             carrier.on_poll = lambda: on_poll(self)
         self.progress = SweepProgress(directory, jobs, alone=False)
@@ -186,12 +186,12 @@ def test_a_limit_starts_no_further_job_and_ends_none(tmp_path, stop, done, words
 def test_a_signal_stops_all_jobs_and_the_next_process_runs_the_rest(tmp_path) -> None:
     def interrupt(run: Run) -> None:
         if run.signals.stop is None:
-            run.signals.receive(signal.SIGINT)
+            run.signals.handler(signal.SIGINT)
 
     run = Run(tmp_path, Scripted(2), 4, on_poll=interrupt)
     assert run.states == ["done", "stopped", "waiting", "waiting"]
     assert run.carrier.stopped == {1: False}
-    run.carrier.on_poll, run.carrier.stopped, run.signals = lambda: None, {}, Signals()
+    run.carrier.on_poll, run.carrier.stopped, run.signals = lambda: None, {}, StopSignal()
     recover(run.record, tmp_path)
     run.again()
     assert run.states == ["done"] * 4
@@ -202,7 +202,7 @@ def test_a_signal_stops_all_jobs_and_the_next_process_runs_the_rest(tmp_path) ->
 def test_a_request_to_save_reaches_the_jobs_that_run_and_stops_none(tmp_path, number) -> None:
     def ask(run: Run) -> None:
         if len(run.carrier.order) == 3:
-            run.signals.receive(number)
+            run.signals.handler(number)
 
     run = Run(tmp_path, Scripted(2), 4, on_poll=ask)
     assert run.carrier.saved == [2]  # job 1 has ended with that look, and job 3 has not started
@@ -211,8 +211,8 @@ def test_a_request_to_save_reaches_the_jobs_that_run_and_stops_none(tmp_path, nu
 
 def test_a_second_interrupt_kills_them(tmp_path) -> None:
     def interrupt(run: Run) -> None:
-        run.signals.receive(signal.SIGINT)
-        run.signals._asked_s = -10.0  # not the same keystroke, which several processes may pass on
+        run.signals.handler(signal.SIGINT)
+        run.signals._stopped_s = -10.0  # not the same keystroke, which several processes may pass on
 
     run = Run(tmp_path, Scripted(3), 3, on_poll=interrupt)
     assert run.carrier.stopped == {1: False, 2: True}
@@ -256,7 +256,7 @@ def test_a_pruned_job_frees_its_place_and_is_no_failure(tmp_path) -> None:
     record = Record(jobs, ())
     progress = SweepProgress(tmp_path, jobs, alone=False)
     pruner = OfOne(tmp_path, 1, [])
-    scheduler = Scheduler(tmp_path, record, run_carrier, composed().sweep, progress, Signals(), pruner)
+    scheduler = Scheduler(tmp_path, record, run_carrier, composed().sweep, progress, StopSignal(), pruner)
     scheduler.run()
     assert [job.state for job in jobs] == ["done", "pruned", "done"]
     assert run_carrier.stopped == {}, "the job ends by the request in its folder"
@@ -316,7 +316,7 @@ def test_a_job_that_cannot_be_asked_to_end_runs_on(tmp_path) -> None:
     jobs = [SweepJob(number, str(number), ()) for number in range(3)]  # whose folders do not exist
     progress, pruner = SweepProgress(tmp_path, jobs, alone=False), OfAll(tmp_path, 1, [])
     carrier, settings = Scripted(2), composed().sweep
-    Scheduler(tmp_path, Record(jobs, ()), carrier, settings, progress, Signals(), pruner).run()
+    Scheduler(tmp_path, Record(jobs, ()), carrier, settings, progress, StopSignal(), pruner).run()
     assert [job.state for job in jobs] == ["done"] * 3
 
 
@@ -405,7 +405,7 @@ def test_a_search_that_cannot_record_a_job_draws_it_again(
     record, carrier = Record([], ()), Scripted(2)
     progress = SweepProgress(tmp_path, record.jobs, alone=False)
     search = Search(record.jobs)
-    parts = (tmp_path, record, carrier, composed().sweep, progress, Signals(), None, search)
+    parts = (tmp_path, record, carrier, composed().sweep, progress, StopSignal(), None, search)
     made = Scheduler(*parts)  # type: ignore[arg-type]
     if failing == 3:
         made.run()

@@ -11,8 +11,9 @@ from launcher.config.schema import ScaleConfig
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine import SGD, Stepper
+from launcher.process.signals import StopSignal
 from launcher.telemetry import Telemetry
-from launcher.training.requests import Requests
+from launcher.training.reports import Reports
 from launcher.training.run import Run
 from tests.configs import composed
 
@@ -26,4 +27,6 @@ def run_alone(telemetry: Telemetry, limits: ScaleConfig, log_every_steps: int) -
     )
     stepper = Stepper(nn.Linear(2, 2), SGD(lr=0.1))
     env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
-    return Run(config, env, stepper, telemetry, Heartbeat(), Requests())
+    run = Run(config, env, stepper, telemetry, Heartbeat(), StopSignal())
+    run.reports = Reports(telemetry, run.votes)  # one step late, as on a GPU
+    return run

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from launcher.process.lifetime import die_with_parent, kill_group
-from launcher.process.signals import held_back, start_over
+from launcher.process.signals import reset_handlers, signals_blocked
 from launcher.run_dir.atomic import open_plain
 from launcher.supervisor.worker_count import visible_gpus
 from launcher.sweep.carriers import Carrier, Change
@@ -73,7 +73,7 @@ class Devices(Carrier):
         job.devices = gpus or [f"core {core}" for core in cores]
         sys.stdout.flush()  # else the child would print it again
         sys.stderr.flush()
-        with held_back():
+        with signals_blocked():
             child = os.fork()
             if child == 0:
                 self._be_the_job(directory, gpus, cores)
@@ -132,7 +132,7 @@ class Devices(Carrier):
         try:
             os.setsid()  # a Ctrl-C is for the sweep, which stops its jobs
             die_with_parent(self._parent)
-            start_over()
+            reset_handlers()
             if gpus:
                 os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
                 visible_gpus.cache_clear()

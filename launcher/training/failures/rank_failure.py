@@ -10,13 +10,12 @@ import gc
 import logging
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from launcher.config.schema import Config
 from launcher.config.user_code import innermost, place_of, short_traceback
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.failures import Words, failure_of_another, is_loss, is_of_another, stall_of
+from launcher.distributed.exit_records import is_secondary
 from launcher.distributed.heartbeat import Beat, where
 from launcher.engine import UnusableError, works
 from launcher.errors import ConfigError, LauncherError, UnexpectedError, described
@@ -27,9 +26,6 @@ from launcher.run_dir.result import Failure
 from launcher.telemetry import Telemetry
 from launcher.telemetry.events import EndEvent
 from launcher.training.failures.recipe_errors import IN_LOG, recipe_failure
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 PARTS = {
     "compute": "the forward or backward pass",
@@ -68,12 +64,7 @@ log = logging.getLogger("launcher")
 
 
 def failure_of(
-    error: BaseException,
-    store: dist.Store | None,
-    job: str,
-    launch: LaunchEnv,
-    logs: str,
-    at_shortage: tuple[str, str],
+    error: BaseException, launch: LaunchEnv, logs: str, at_shortage: tuple[str, str]
 ) -> LauncherError | None:
     """The error for users, caused by `error`; None where it is to be raised as it is.
 
@@ -84,20 +75,11 @@ def failure_of(
         (ConfigError(str(error)) if isinstance(error, UnusableError) else None)
         or shortage_of(error, f"rank {launch.rank}", *at_shortage)
         or nccl.failure_of_nccl(error, launch.rank)
-        or stall_of(error, store, job, launch)
         # In a recipe's line that no guard covers, such as in a backward pass.
         or (recipe_failure(error, "code of the recipe", logs) if place_of(error) else None)
         or _of_a_sample(error, logs)
         or _unexpected(error, logs)
     )
-
-
-def of_another_rank(error: BaseException, words: Words, rank: int) -> BaseException:
-    """The error for rank 0's files: that of the rank whose connection was lost, if it recorded one."""
-    if rank != 0 or not is_loss(error):
-        return error
-    release_frames(error)  # or the others that wait for this rank would not notice
-    return failure_of_another(words, rank) or error
 
 
 def _of_a_sample(error: BaseException, logs: str) -> LauncherError | None:
@@ -111,7 +93,7 @@ def _of_a_sample(error: BaseException, logs: str) -> LauncherError | None:
 
 def _unexpected(error: BaseException, logs: str) -> UnexpectedError | None:
     """The error for an exception that nobody has foreseen. That of a lost rank is not the origin."""
-    if not isinstance(error, Exception) or isinstance(error, LauncherError) or is_of_another(error):
+    if not isinstance(error, Exception) or isinstance(error, LauncherError) or is_secondary(error):
         return None
     failure = UnexpectedError(f"unexpected error at {innermost(error)}: {described(error)}. {IN_LOG} {logs}.")
     failure.traceback = short_traceback(error)

@@ -24,7 +24,7 @@ from launcher.config.messages import install_line
 from launcher.config.user_code import defined_at, innermost, is_the_users, place_of, short_traceback
 from launcher.data import labels, loader
 from launcher.distributed.alone import Alone
-from launcher.distributed.failures import is_of_another
+from launcher.distributed.exit_records import is_secondary
 from launcher.engine import EngineWarning, UnusableError
 from launcher.errors import ConfigError, DataError, LauncherError, RecipeError, described, whole_text
 from launcher.process.shortage import TO_LOWER, shortage_of
@@ -128,7 +128,7 @@ def recipe_failure(
     advice = TO_LOWER if batch is not None else "Hold fewer or smaller samples, or choose a smaller model."
     if (shortage := shortage_of(error, what, where, advice)) is not None:
         return shortage
-    if is_of_another(error) or loader.is_of_loader_process(error):
+    if is_secondary(error) or loader.is_of_loader_process(error):
         return None
     rule = _rule(error, batch or {})
     compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))

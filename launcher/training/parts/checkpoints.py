@@ -19,6 +19,7 @@ from launcher.checkpoint.snapshot import Compared, Staged
 from launcher.config.messages import directory_override
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import TO_RESUME, PreemptedError, PrunedError, StorageError
+from launcher.process.signals import is_preemption
 from launcher.run_dir.pruning import PruneRequest
 from launcher.telemetry.events import CheckpointEvent
 from launcher.training.progress import Measured, Position
@@ -69,10 +70,8 @@ class Checkpoints:
         """Cast this rank's votes before a step; they are sent with the counts of the step."""
         run = self.run
         self._report(self.writer.poll())
-        if run.is_asked_to_end():
-            run.stepper.vote(Question.STOP)
         by_clock = run.env.is_leader and self.due.by_clock()
-        if run.requests.take_save() or by_clock:
+        if run.stop_signal.pop_save() or by_clock:
             self.due.done()  # requested now, saved after the next step
             run.stepper.vote(Question.SAVE)
         if run.env.is_leader and time.monotonic() - self._checked_s > CHECK_EVERY_S:
@@ -123,13 +122,15 @@ class Checkpoints:
                     f"after step {position.step}: {pruned.reason}; checkpoint saved. To train it "
                     f"further: the same command with {run_dir}"
                 )
-            raise PreemptedError(
+            stopped = PreemptedError(
                 f"after step {position.step}, on request; checkpoint saved. {TO_RESUME} {run_dir}"
             )
+            stopped.by_scheduler = is_preemption(self.run.stop_signal.stop)
+            raise stopped
 
     def _request_to_prune(self) -> PruneRequest | None:
         """The request that the leader has found, the same on all ranks. A collective."""
-        found = self.run.pruning.request or request_of_agent(self.run.requests.stop, os.environ)
+        found = self.run.pruning.request or request_of_agent(self.run.stop_signal.stop, os.environ)
         text = self._of_leader("" if found is None else json.dumps(asdict(found)))
         return PruneRequest(**json.loads(text)) if text else None
 

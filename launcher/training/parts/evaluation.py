@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -215,9 +215,21 @@ class Evaluator:
         """
         run = self.run
 
-        def guard(what: str, batch: Batch | None) -> AbstractContextManager[None]:
+        @contextmanager
+        def guard(what: str, batch: Batch | None) -> Iterator[None]:
+            """Of each call of a metric, which may take long while the other ranks wait for this one."""
             what = f"{what} on the {set_title(name)} set"
-            return guarding(what, run.logs_of_failure, batch, of_metric=True)
+            with guarding(what, run.logs_of_failure, batch, of_metric=True), run.heartbeat.in_user_code():
+                yield
 
         beat = partial(run.heartbeat.beat, phase)
-        return Pass(self.recipe, self.model, run.stepper.forward, run.env, guard, beat, self._smaller)
+        return Pass(
+            self.recipe,
+            self.model,
+            run.stepper.forward,
+            run.env,
+            guard,
+            beat,
+            self._smaller,
+            run.heartbeat.in_user_code,
+        )

@@ -121,7 +121,7 @@ def test_parts_of_the_network_may_have_another_mode() -> None:
 def test_the_error_of_a_sample_is_a_sentence_before_its_log(text: str) -> None:
     error = DataError(text)
     error.traceback = "Traceback"
-    found = failure_of(error, None, "job", LaunchEnv(), "logs/rank0.log", ("reading", "Read less."))
+    found = failure_of(error, LaunchEnv(), "logs/rank0.log", ("reading", "Read less."))
     assert str(found) == f"{text.rstrip('.')}. The full traceback is in logs/rank0.log."
 
 

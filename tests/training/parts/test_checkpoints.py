@@ -36,7 +36,7 @@ def run_of(votes: Votes, reports: Reports) -> Any:
         ),
         votes=votes,
         reports=reports,
-        requests=SimpleNamespace(stop=None, take_save=lambda: False),
+        stop_signal=SimpleNamespace(stop=None, pop_save=lambda: False),
         is_asked_to_end=lambda: False,
         env=SimpleNamespace(is_leader=True, group=None, world_size=1, rank=0),
         stepper=SimpleNamespace(vote=votes.agree, group=None),

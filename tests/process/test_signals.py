@@ -1,4 +1,4 @@
-"""Signals become requests; one that comes too late to be heeded is not swallowed where others wait for it."""
+"""Signals become requests: flags, of which nothing else is done in a handler."""
 
 from __future__ import annotations
 
@@ -14,9 +14,26 @@ from pathlib import Path
 
 import pytest
 
-from launcher.errors import DivergedError, Interrupted, LauncherError, PreemptedError
-from launcher.process.signals import SAVING, saving_stops
-from launcher.training.requests import Requests, heeded
+from launcher.errors import Interrupted, LauncherError
+from launcher.process.signals import (
+    ACTION,
+    HANDLED,
+    SAVING,
+    RankStopSignal,
+    StopSignal,
+    is_preemption,
+    save_means_stop,
+    signal_handlers_installed,
+    signals_blocked,
+)
+
+
+@contextlib.contextmanager
+def installed(alone: bool = True, save_means_stop: bool = False):
+    """The handlers of a rank."""
+    stop_signal = RankStopSignal(save_means_stop)
+    with signal_handlers_installed(stop_signal, alone):
+        yield stop_signal
 
 
 @pytest.fixture
@@ -29,10 +46,10 @@ def usual_course():
 
 
 def test_requests_are_flags(usual_course) -> None:
-    with heeded(alone=False) as requests:
-        assert (requests.stop, requests.take_save()) == (None, False)
+    with installed(alone=False) as requests:
+        assert (requests.stop, requests.pop_save()) == (None, False)
         signal.raise_signal(signal.SIGUSR1)
-        assert (requests.take_save(), requests.take_save()) == (True, False)
+        assert (requests.pop_save(), requests.pop_save()) == (True, False)
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             signal.raise_signal(number)
         assert requests.stop == signal.SIGTERM
@@ -41,9 +58,9 @@ def test_requests_are_flags(usual_course) -> None:
     assert usual_course == [signal.SIGTERM]
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGVTALRM])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGXCPU])
 def test_what_would_end_a_process_is_a_request_to_stop(number) -> None:
-    with heeded(alone=True) as requests:
+    with installed() as requests:
         signal.raise_signal(number)
         assert requests.stop == number
     assert signal.getsignal(number) == signal.SIG_IGN, "its exit code and its files are being written"
@@ -60,50 +77,42 @@ def test_a_request_to_save_is_one_to_stop_where_a_scheduler_is_about_to_end_the_
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if under_slurm:
         monkeypatch.setenv("SLURM_JOB_ID", "7")
-    with heeded(alone=True, saving_stops=saving_stops(chosen)) as requests:
+    with installed(save_means_stop=save_means_stop(chosen)) as requests:
         signal.raise_signal(number)
-        assert (requests.stop, requests.take_save()) == ((number, False) if stops else (None, True))
+        assert (requests.stop, requests.pop_save()) == ((number, False) if stops else (None, True))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_alone_ends_at_once_while_code_of_the_user_loads_data(number) -> None:
-    def load(requests: Requests) -> None:
-        with requests.ending_at_once(alone=True), contextlib.suppress(Exception):  # as a data set may do
+    def load(requests: RankStopSignal) -> None:
+        with requests.interruptible(alone=True), contextlib.suppress(Exception):  # as a data set may do
             signal.raise_signal(number)
 
-    with heeded(alone=True) as requests, pytest.raises(LauncherError) as caught:
+    with installed() as requests, pytest.raises(LauncherError) as caught:
         load(requests)
     assert caught.value.exit_code == 128 + number
     assert f"stopped by {number.name} while the data was being loaded" in str(caught.value)
 
 
 def test_a_request_before_data_are_loaded_is_heeded_there_and_one_after_it_at_a_step() -> None:
-    with heeded(alone=True) as requests:
-        with requests.ending_at_once(alone=True):
+    with installed() as requests:
+        with requests.interruptible(alone=True):
             pass
         signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(LauncherError), requests.ending_at_once(alone=True):
+        with pytest.raises(LauncherError), requests.interruptible(alone=True):
             pytest.fail("it began to load")
 
 
 def test_with_other_ranks_loading_goes_on_until_all_have_agreed() -> None:
-    with heeded(alone=False) as requests, requests.ending_at_once(alone=False):
+    with installed(alone=False) as requests, requests.interruptible(alone=False):
         signal.raise_signal(signal.SIGTERM)
         assert requests.stop == signal.SIGTERM
-
-
-def test_a_timer_of_the_users_own_stays_theirs() -> None:
-    own = signal.signal(signal.SIGVTALRM, lambda number, frame: None)
-    mine = signal.getsignal(signal.SIGVTALRM)
-    with heeded(alone=True):
-        assert signal.getsignal(signal.SIGVTALRM) == mine
-    signal.signal(signal.SIGVTALRM, own)
 
 
 def test_a_hangup_that_was_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with heeded(alone=True) as requests:
+        with installed() as requests:
             signal.raise_signal(signal.SIGHUP)
             assert requests.stop is None
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -136,7 +145,7 @@ def test_a_request_to_save_during_the_start_kills_nothing() -> None:
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_during_the_start_has_a_reason(number) -> None:
     process = subprocess.Popen(START, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     wait_for_handler(process, number, "SigCgt")
@@ -156,11 +165,11 @@ def test_a_hangup_that_is_ignored_stops_no_start() -> None:
 
 
 def test_a_second_ctrl_c_interrupts_unless_it_is_the_first_one_passed_on() -> None:
-    with heeded(alone=True) as requests:
+    with installed() as requests:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert requests.stop == signal.SIGINT
-        requests._since_s -= 2
+        requests._stopped_s -= 2
         with pytest.raises(Interrupted):
             signal.raise_signal(signal.SIGINT)
 
@@ -168,7 +177,7 @@ def test_a_second_ctrl_c_interrupts_unless_it_is_the_first_one_passed_on() -> No
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_process_forked_by_user_code_has_the_usual_handlers(number) -> None:
     """Pool.terminate() sends SIGTERM and waits: a child that only took a note of it was never gone."""
-    with heeded(alone=False) as requests:
+    with installed(alone=False) as requests:
         pipe, ends = multiprocessing.Pipe()
         child = multiprocessing.get_context("fork").Process(target=say_and_sleep, args=(ends,))
         child.start()
@@ -192,7 +201,7 @@ def say_and_sleep(pipe) -> None:
 
 
 def test_pools_of_processes_end(tmp_path) -> None:
-    with heeded(alone=True):
+    with installed():
         for _ in range(5):
             with multiprocessing.get_context("fork").Pool(2) as pool:
                 assert pool.map(abs, range(-3, 0)) == [3, 2, 1]
@@ -201,9 +210,9 @@ def test_pools_of_processes_end(tmp_path) -> None:
 SLOW_FORK = """
 import os, signal, time
 os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # before the handlers of the child are restored
-from launcher.training.requests import heeded
+from launcher.process.signals import RankStopSignal, signal_handlers_installed
 
-with heeded(alone=True):
+with signal_handlers_installed(RankStopSignal()):
     child = os.fork()
     if not child:
         time.sleep(60)
@@ -220,22 +229,60 @@ def test_a_process_that_is_ended_while_it_is_forked_ends() -> None:
     subprocess.run([sys.executable, "-c", SLOW_FORK], check=True, timeout=20)
 
 
-def fail_after_a_sigterm(error: Exception, alone: bool) -> None:
-    with heeded(alone):
+def test_a_parent_passes_signals_on_and_ignores_further_ones_after_a_stop() -> None:
+    before = [signal.getsignal(number) for number in HANDLED]
+    signals = StopSignal()
+    with signal_handlers_installed(signals):
+        with signals_blocked():
+            signal.raise_signal(signal.SIGUSR1)
+            assert signals.pop_received() == []
+        assert signals.pop_received() == [signal.SIGUSR1]
+        assert signals.stop is None
+    assert [signal.getsignal(number) for number in HANDLED] == before
+    with signal_handlers_installed(signals):
         signal.raise_signal(signal.SIGTERM)
-        raise error
+        signal.raise_signal(signal.SIGINT)
+        assert signals.pop_received() == [signal.SIGTERM, signal.SIGINT]
+        assert signals.stop == signal.SIGTERM
+    assert {signal.getsignal(number) for number in HANDLED} == {signal.SIG_IGN}, "its end is being written"
 
 
 @pytest.mark.parametrize(
-    ("error", "alone", "passed_on"),
+    ("numbers", "pause_s", "force_quit"),
     [
-        (RuntimeError("connection reset by peer"), False, True),
-        (RuntimeError("a bug"), True, False),
-        (PreemptedError("saved"), False, False),
-        (DivergedError("on all ranks alike"), False, False),
+        ([signal.SIGINT], 2, False),
+        ([signal.SIGTERM, signal.SIGTERM], 2, False),
+        ([signal.SIGINT, signal.SIGUSR1, signal.SIGINT], 2, True),
+        ([signal.SIGTERM, signal.SIGINT], 2, True),
+        ([signal.SIGINT, signal.SIGINT], 0.1, False),  # one request, passed on by a terminal and a script
     ],
 )
-def test_a_sigterm_that_comes_too_late(usual_course, error, alone, passed_on) -> None:
-    with pytest.raises(type(error)):
-        fail_after_a_sigterm(error, alone)
-    assert usual_course == [signal.SIGTERM] * passed_on
+def test_a_second_interrupt_ends_at_once(monkeypatch, numbers, pause_s, force_quit) -> None:
+    signals, now_s = StopSignal(), 100.0
+    for number in numbers:
+        now_s += pause_s
+        monkeypatch.setattr("launcher.process.signals.time.monotonic", lambda at=now_s: at)
+        signals.handler(number)
+    monkeypatch.undo()
+    assert signals.force_quit == force_quit
+
+
+def test_the_table_has_every_signal_once() -> None:
+    assert set(ACTION) == set(HANDLED)
+    assert set(SAVING) == {signal.SIGUSR1, signal.SIGUSR2}
+
+
+@pytest.mark.parametrize(
+    ("stop", "variable", "expected"),
+    [
+        (signal.SIGTERM, "SLURM_JOB_ID", True),
+        (signal.SIGTERM, "KUBERNETES_SERVICE_HOST", True),
+        (signal.SIGINT, "SLURM_JOB_ID", False),  # a person's Ctrl-C under salloc
+        (signal.SIGTERM, "HOME", False),
+    ],
+)
+def test_only_a_scheduler_preempts(monkeypatch, stop, variable, expected) -> None:
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "7")
+    assert is_preemption(stop) == expected

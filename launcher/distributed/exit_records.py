@@ -1,0 +1,165 @@
+"""How each rank of a job ended: its exit record, where it is kept, and which record is the cause.
+
+A rank that ends writes one record: into memory that it shares with its parent, or into the store of the
+ranks where there is no parent. In memory a rank writes its own row, without a lock, a file or a wait, so that
+it can be read whatever killed the rank: a text counts only once its length is written, which comes last.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from launcher.config.user_code import short_traceback
+from launcher.distributed import nccl
+from launcher.distributed.store import missing_ranks
+from launcher.errors import LauncherError, OutOfMemoryError, described, visible, whole_text
+from launcher.process.shortage import shortage_of
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+OWN_RANK = re.compile(r"\brank ?\d+")
+# Errors of a rank that failed because another one did: of Gloo, NCCL or the store.
+OF_ANOTHER = re.compile(
+    r"(?i)gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|Wait timeout|Broken pipe|"
+    r"Application timeout|Connection (closed|reset)"
+)
+ROW_BYTES, _TEXT_AT = 1 << 20, 16  # memory is used only where it is written to
+
+
+@dataclass(frozen=True)
+class ExitRecord:
+    """How one rank ended a job; `error` is empty if it ended well."""
+
+    rank: int
+    time_s: float  # unix seconds
+    error: str = ""
+    exit_code: int = 0
+    shared: bool = False  # the error is not this rank's alone: its text names those whose it is, if any
+    is_secondary: bool = False  # the error is that of a rank which lost another one: not the cause
+    traceback: str = ""  # of an exception, to be printed before the error
+    restart_helps: bool | None = None  # None: as the exit code says
+    halved: int | None = None  # the micro-batch to restart with, after a shortage of memory
+    phase: str = ""  # where in the run the rank was
+    stacks: str = ""  # the file with the stacks of all its threads, of a rank that hung
+
+
+class SharedExitRecords:
+    """The records of a machine's ranks. Created before the ranks are forked, which inherit its memory."""
+
+    def __init__(self, num_ranks: int) -> None:
+        # Anonymous and shared.
+        self._rows = {rank: memoryview(mmap.mmap(-1, ROW_BYTES)) for rank in range(num_ranks)}
+        self.restart()
+
+    def restart(self, first_rank: int = 0) -> None:
+        """Forget all ranks, before they are started again; `first_rank` is the lowest of this machine."""
+        self._rows = dict(enumerate(self._rows.values(), first_rank))
+        for row in self._rows.values():
+            row[:_TEXT_AT] = bytes(_TEXT_AT)
+
+    def mark_failed(self, rank: int) -> None:
+        """Record that a rank fails now, unless it has done so: its record follows once it is explained."""
+        head = self._head(rank)
+        head[0] = head[0] or time.monotonic()
+
+    def first_failure(self) -> int | None:
+        """The rank that failed first, if any has failed."""
+        failed_s = {rank: self._head(rank)[0] for rank in self._rows}
+        return min(filter(failed_s.get, failed_s), key=failed_s.__getitem__, default=None)
+
+    def write(self, record: ExitRecord) -> None:
+        """Record how a rank ends. Without room: no traceback, and an error without its middle."""
+        row, text = self._rows[record.rank], json.dumps(asdict(record)).encode()
+        if len(text) > len(row) - _TEXT_AT:
+            short = visible(record.error, ROW_BYTES // 16)  # a character of JSON takes up to 12 bytes
+            text = json.dumps(asdict(replace(record, error=short, traceback=""))).encode()
+        # The text first: a reader takes it for complete once there is a length.
+        row[_TEXT_AT : _TEXT_AT + len(text)] = text
+        self._head(record.rank)[1] = len(text)
+
+    def read(self, rank: int) -> ExitRecord | None:
+        """The record of a rank; None if it has none, or was killed before it was complete."""
+        text = self._rows[rank][_TEXT_AT : _TEXT_AT + int(self._head(rank)[1])]
+        return ExitRecord(**json.loads(bytes(text))) if text else None
+
+    def _head(self, rank: int) -> memoryview[float]:
+        """When the rank failed, by the machine's monotonic clock, and the bytes of its text; 0: not yet."""
+        return self._rows[rank][:_TEXT_AT].cast("d")
+
+
+class StoreExitRecords:
+    """The same in the store of a job, of ranks without a parent. Raises DistError if the store is gone."""
+
+    def __init__(self, store: dist.Store, job: str) -> None:
+        self._store, self._key = store, f"job/{job}/exit/{{}}"
+
+    def write(self, record: ExitRecord) -> None:
+        """Record how a rank ends."""
+        self._store.set(self._key.format(record.rank), json.dumps(asdict(record)))
+
+    def read(self, ranks: Iterable[int]) -> list[ExitRecord]:
+        """The records of those of the ranks that have one."""
+        keys = [key for key in map(self._key.format, ranks) if self._store.check([key])]
+        return [ExitRecord(**json.loads(self._store.get(key))) for key in keys]
+
+    def missing(self, ranks: Iterable[int], wait_s: float) -> list[int]:
+        """Those of the ranks that have no record within the time."""
+        return missing_ranks(self._store, self._key, ranks, wait_s)
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether an exception, by its class and text, is that of a rank which lost another one."""
+    text = f"{type(error).__name__}: {whole_text(error)}"
+    return bool(OF_ANOTHER.search(text)) and not nccl.is_own(text)
+
+
+def exit_record(rank: int, error: BaseException | None = None, phase: str = "") -> ExitRecord:
+    """How this rank ends: the error as a sentence, and the traceback of one that needs it."""
+    record = ExitRecord(rank, time.time(), phase=phase)
+    if error is None:
+        return record
+    error = shortage_of(error, f"rank {rank}") or error
+    if isinstance(error, LauncherError):
+        record = replace(record, error=str(error), exit_code=error.exit_code, traceback=error.traceback)
+        record = replace(record, restart_helps=error.restart_helps, shared=error.shared)
+        return replace(record, halved=error.halved) if isinstance(error, OutOfMemoryError) else record
+    secondary = is_secondary(error)
+    record = replace(record, error=described(error, with_notes=True), exit_code=1, is_secondary=secondary)
+    return replace(record, traceback="" if secondary else short_traceback(error))
+
+
+class JobFailed(LauncherError):
+    """The job failed on some rank, which has recorded the reason."""
+
+    def __init__(self, text: str, exit_code: int, traceback: str = "") -> None:
+        super().__init__(text)
+        self.exit_code, self.traceback = exit_code, traceback
+
+
+def with_rank(cause: ExitRecord, records: Sequence[ExitRecord]) -> str:
+    """The error of `cause` with its rank, or without it if other ranks ended with the same message.
+
+    `records` are those of all ranks that have one, including `cause`.
+    """
+    error, of_rank = cause.error, f"rank {cause.rank} "
+    if cause.shared:
+        return error
+    alike = [each for each in records if _without_ranks(each.error) == _without_ranks(error)]
+    if not cause.is_secondary and len(alike) > 1:
+        # Parents of several machines may end with one error, of one rank.
+        of_each = all(each.error.startswith(f"rank {each.rank} ") for each in alike)
+        return f"each rank {error.removeprefix(of_rank)}" if of_each else error
+    return error if error.startswith("rank ") else f"{of_rank}failed: {error}"
+
+
+def _without_ranks(error: str) -> str:
+    """The error without rank numbers, to compare errors of different ranks."""
+    return OWN_RANK.sub("rank", error)

@@ -1,0 +1,273 @@
+"""Two threads of each rank: one ends a rank that makes no progress, one keeps waiting ranks alive.
+
+Over NCCL a lost rank raises no error in ranks that wait for it: they block in C code, where no Python signal
+handler runs. So no collective has a timeout; instead each rank times its own main thread by its heartbeats,
+and one without progress for launch.stall_s writes its phase and the stacks of all its threads and exits with
+code 6, without waking the main thread. Where there is a parent it times the ranks, and can tell them apart;
+under torchrun each rank speaks for itself, and torchelastic ends the others.
+
+Code of the user before the first step and in evaluation hooks may take as long as it likes. Meanwhile its
+rank gives signs of life through the store, and for a rank that sees them the time starts again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import logging
+import multiprocessing
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.config.schema import Config
+from launcher.config.user_code import place_of_thread
+from launcher.distributed.env import LaunchEnv
+from launcher.distributed.exit_records import ExitRecord, StoreExitRecords
+from launcher.distributed.heartbeat import IN_A_STEP, WAITING, Beat, Heartbeat, limit_s, stop_notice, where
+from launcher.distributed.store import LEAVE_S, ignore_store_errors, set_tcp_timeouts
+from launcher.errors import LauncherError, StalledError
+from launcher.process.signals import SAVING, STOPPING, save_means_stop
+from launcher.run_dir.atomic import open_plain
+from launcher.run_dir.records import stacks_path, write_failure
+from launcher.run_dir.result import ENDS_ON_REQUEST, Failure
+from launcher.run_dir.status import FILE_NAME, state_since
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+POLL_EVERY_S = 0.5  # of the heartbeat, in memory
+SIGN_EVERY_S = (
+    5.0  # between signs of life: a message to the store from each rank that waits; limits are longer
+)
+SIGNS_PER_LIMIT = 8  # where launch.stall_s is short
+LINE_EVERY_S = 60.0  # that says for whose code the ranks wait
+PAUSE_S = 3.0  # after a longer pause this process itself was stopped
+CLEAN_UP_S = 15.0  # for the main thread, once it has failed: aborting a communicator may hang
+SAVED_UNTIL = 0.8  # of launch.grace_s: before torchrun or the scheduler kills the rank
+WRITE_S = 10.0  # for files and the store, once this rank has decided to exit
+
+log = logging.getLogger("launcher")
+
+
+class HangTimer:
+    """Times the main thread of this rank within the context. `store` is None for a process alone.
+
+    A process alone, which waits for nobody, has no limit but that of the user's code: it may be debugged.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        launch: LaunchEnv,
+        store: dist.Store | None,
+        job: str,
+        heartbeat: Heartbeat,
+        steps_ahead: int = 0,
+    ) -> None:
+        self._steps_ahead = steps_ahead
+        self._run_dir, self._limits = Path(config.run.dir), config.launch
+        self._launch, self._job, self._heartbeat = launch, job, heartbeat
+        self._store = None if heartbeat.watched else store  # a parent times the ranks itself
+        self._main_thread = threading.get_ident()
+        self._began = time.time()
+        self._since_s = time.monotonic()  # of the limits: this process's start, or the latest sign of life
+        self._failed: tuple[float, BaseException] | None = None
+        self._stopped: tuple[float, signal.Signals] | None = None
+        self._over = threading.Event()
+        self._pipe = (-1, -1)
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> HangTimer:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and not self._heartbeat.watched:  # else the parent answers signals
+            # Python accepts only a descriptor that does not block for signal numbers.
+            self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            _reset_wakeup_in_forks()
+            self._woken_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        # A separate connection: a wait of the main thread holds the lock of the other one.
+        self._connection = self._store.clone() if self._store else None  # type: ignore[attr-defined]
+        for name, target in (("hang timer", self._watch), ("signs of life", self._give_signs)):
+            self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+            self._threads[-1].start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        if self._pipe[1] >= 0:
+            signal.set_wakeup_fd(self._woken_before)
+            os.write(self._pipe[1], b"\0")  # wakes the thread
+        for thread in self._threads:
+            thread.join(LEAVE_S)  # longer if the store is silent: it ends by itself
+        if self._pipe[1] >= 0:
+            for descriptor in self._pipe:
+                os.close(descriptor)
+
+    @contextlib.contextmanager
+    def bounding_clean_up(self) -> Iterator[None]:
+        """After an error of the code within, end the rank if cleaning up takes long, as over NCCL it may."""
+        try:
+            yield
+        except BaseException as error:
+            self._failed = time.monotonic(), error
+            if self._heartbeat.exit_records is not None:
+                self._heartbeat.exit_records.mark_failed(self._launch.rank)
+            raise
+
+    def _watch(self) -> None:
+        polled_s = time.monotonic()
+        while not self._over.is_set():
+            self._wait_for_signals()
+            now, beat = time.monotonic(), self._heartbeat.latest
+            if now - polled_s > POLL_EVERY_S + PAUSE_S or beat.user_code:
+                self._since_s = now
+            polled_s = now
+            if not self._over.is_set() and (problem := self._problem(beat, now)):
+                self._abort(*problem, beat)
+
+    def _wait_for_signals(self) -> None:
+        """Wait for the next poll. Answers a request to stop at once, while the main thread may be in C."""
+        if self._pipe[0] < 0:
+            self._over.wait(POLL_EVERY_S)
+            return
+        select.select([self._pipe[0]], [], [], POLL_EVERY_S)
+        stops = (*STOPPING, *(SAVING if save_means_stop(self._limits.preempt_signals) else ()))
+        with contextlib.suppress(BlockingIOError):  # there were none
+            received = [number for number in os.read(self._pipe[0], 4096) if number in stops]
+            if received and self._stopped is None:
+                self._stopped = time.monotonic(), signal.Signals(received[0])
+                text = stop_notice(self._heartbeat.latest, self._steps_ahead)
+                log.info("rank %d received %s: %s", self._launch.rank, self._stopped[1].name, text)
+                if self._launch.rank == 0:
+                    _print(text)
+
+    def _problem(self, beat: Beat, now: float) -> tuple[str, int] | None:
+        """Why this rank is to be ended, with the exit code; None while all is well."""
+        rank, limits = self._launch.rank, self._limits
+        if beat.user_code:
+            allowed_s = limits.user_code_timeout_s
+            if allowed_s is None or beat.age_s < allowed_s:
+                return None
+            text = f"rank {rank} hangs: {where(beat)} for {beat.age_s:.0f} s, in the recipe's code"
+            return f"{text}{self._place()}. launch.user_code_timeout_s limits how long it may take.", 6
+        if self._store is None:
+            return None
+        if self._failed is not None:
+            since_s, error = self._failed
+            code = error.exit_code if isinstance(error, LauncherError) else 1
+            return (f"rank {rank} failed: {error}", code) if now - since_s >= CLEAN_UP_S else None
+        quiet_s = now - self._since_s
+        if beat.under_way:
+            quiet_s = min(quiet_s, beat.age_s)
+        key, limit = "launch.init_timeout_s", limits.init_timeout_s
+        if beat.under_way:
+            key, limit = "launch.stall_s", limit_s(beat.phase, limits.stall_s)
+        waits = " It waits for another rank, whose own output says where that is." * (beat.phase in WAITING)
+        if quiet_s >= limit:
+            text = f"rank {rank} hangs: {where(beat)} for {quiet_s:.0f} s.{waits}"
+            return f"{text} {key} says how long a rank may be without progress.", StalledError.exit_code
+        if self._stopped is not None and beat.phase in IN_A_STEP | {"report"}:
+            stopped_s, number = self._stopped
+            if min(beat.age_s, now - stopped_s) >= SAVED_UNTIL * limits.grace_s:
+                text = f"stopped by {number.name} before a checkpoint could be written: rank {rank} was"
+                return f"{text} {where(beat)} for {beat.age_s:.0f} s.{waits}", 128 + number
+        return None
+
+    def _place(self) -> str:
+        place = place_of_thread(self._main_thread)
+        return f" at {place}" if place else ""
+
+    def _give_signs(self) -> None:
+        """While this rank runs code of the user, say so to the others and to the user; else look for theirs.
+
+        A thread of its own, because a store that does not answer holds it for ever: no more signs come then.
+        """
+        every_s = min(SIGN_EVERY_S, self._limits.stall_s / SIGNS_PER_LIMIT)
+        key, seen, lines = f"job/{self._job}/signs_of_life", 0, 0
+        with ignore_store_errors():
+            if self._connection is not None:
+                set_tcp_timeouts(self._limits.stall_s)
+            while not self._over.wait(every_s):
+                beat = self._heartbeat.latest
+                lines = lines if beat.user_code and beat.age_s >= LINE_EVERY_S * lines else 0
+                if beat.user_code and beat.age_s >= LINE_EVERY_S * (lines + 1):
+                    lines += 1
+                    self._say_what_is_waited_for(beat, lines)
+                if self._connection is not None and (beat.user_code or beat.age_s > every_s):
+                    signs = self._connection.add(key, int(beat.user_code))
+                    if signs > seen:
+                        seen, self._since_s = signs, time.monotonic()
+
+    def _say_what_is_waited_for(self, beat: Beat, number: int) -> None:
+        limit = self._limits.user_code_timeout_s
+        limited = (
+            "is not limited (launch.user_code_timeout_s=null)"
+            if limit is None
+            else (f"is limited by launch.user_code_timeout_s={limit:g}")
+        )
+        text = (
+            f"rank {self._launch.rank} has been in the recipe's code for {beat.age_s:.0f} s, {where(beat)}"
+            f"{self._place()}. This {limited}."
+        )
+        log.info(text)
+        if self._connection is None:
+            first = self._heartbeat.may_print(LINE_EVERY_S / 2)
+        else:  # all ranks may build their data at the same time
+            first = self._connection.add(f"job/{self._job}/lines/{beat.phase}/{beat.step}/{number}", 1) == 1
+        if first:
+            _print(text)
+
+    def _abort(self, text: str, exit_code: int, beat: Beat) -> None:
+        """Record why, and end this process. All is bounded in time: the main thread may hold any lock."""
+        # In C, without the GIL: ends the process even if a write below never returns.
+        faulthandler.dump_traceback_later(WRITE_S, exit=True, file=2)  # sys.stderr may be None
+        rank, stacks = self._launch.rank, stacks_path(self._run_dir, self._launch.rank)
+        with contextlib.suppress(OSError):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            with open(open_plain(stacks, flags), "ab") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+        text = f"{text} Stacks: {stacks}."
+        log.error("rank %d: %s", rank, text)
+        record = ExitRecord(rank, time.time(), text, exit_code, phase=beat.phase, stacks=str(stacks))
+        if self._heartbeat.exit_records is not None:
+            self._heartbeat.exit_records.write(record)  # the parent prints it
+        else:
+            # A rank that has missed the end of the run must not write over it.
+            ended = state_since(self._run_dir / FILE_NAME, self._began) in ("done", *ENDS_ON_REQUEST)
+            if rank == 0 and not ended:
+                failure = Failure("failed", exit_code, text)
+                write_failure(self._run_dir, failure, self._heartbeat.steps_done)
+            _print(f"error: {text}")
+        if self._store is not None:
+            # In a thread, because a store that does not answer may hold it for ever.
+            writer = threading.Thread(target=self._write_to_store, args=(record,), daemon=True)
+            writer.start()
+            writer.join(LEAVE_S)
+        for child in multiprocessing.active_children():
+            # os._exit runs no exit handlers, which would end the loader processes.
+            child.terminate()
+        os._exit(exit_code)
+
+    def _write_to_store(self, record: ExitRecord) -> None:
+        assert self._store is not None
+        with ignore_store_errors():
+            store = self._store.clone()  # type: ignore[attr-defined]  # other connections may be in use
+            StoreExitRecords(store, self._job).write(record)
+
+
+def _print(line: str) -> None:
+    """Write to stderr without the stream's lock, which the main thread may hold."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode(errors="backslashreplace"))
+
+
+@functools.cache
+def _reset_wakeup_in_forks() -> None:
+    """Forked children would write their signals to the same pipe."""
+    os.register_at_fork(after_in_child=functools.partial(signal.set_wakeup_fd, -1))

@@ -1,0 +1,61 @@
+"""What a rank records as it ends, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from launcher.distributed.collectives import content_of, message_of
+from launcher.distributed.exit_records import (
+    ROW_BYTES,
+    ExitRecord,
+    SharedExitRecords,
+    StoreExitRecords,
+    exit_record,
+    with_rank,
+)
+from launcher.errors import ConfigError, DataError, LauncherError, StalledError
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (DataError("there is no such file."), "rank 1 failed: there is no such file."),
+        (DataError("rank 1 found no file."), "rank 1 found no file."),
+        (StalledError("rank 0, 2 did not come."), "rank 0, 2 did not come."),
+    ],
+)
+def test_a_record_in_the_store_names_the_rank_at_fault_alone(error: LauncherError, said: str) -> None:
+    records = StoreExitRecords(dist.HashStore(), "0")
+    assert records.missing([1], 0) == [1]
+    records.write(exit_record(1, error))
+    assert records.missing([1], 0) == []
+    (found,) = records.read([0, 1])
+    assert (with_rank(found, [found]), found.exit_code) == (said, error.exit_code)
+
+
+def test_an_error_that_rank_0_has_sent_is_not_blamed_on_the_rank_that_reports_it() -> None:
+    """Rank 0 calls a recipe's hook, say; whichever rank is first to leave has the same error."""
+    message = message_of(lambda: fail(ConfigError("the recipe's after_evaluation failed")))
+    with pytest.raises(ConfigError) as caught:
+        content_of(message)
+    record = exit_record(1, caught.value)
+    assert (with_rank(record, [record]), record.exit_code) == ("the recipe's after_evaluation failed", 2)
+
+
+def fail(error: LauncherError) -> bytes:
+    raise error
+
+
+def test_a_record_without_room_for_its_text_leaves_those_of_other_ranks_alone() -> None:
+    records = SharedExitRecords(2)
+    other = ExitRecord(1, 2.0, "its own error", 1)
+    records.write(other)
+    records.write(ExitRecord(0, 1.0, "an error " * ROW_BYTES + "and its cause", 4, traceback="a line"))
+    records.write(other)
+    assert records.read(1) == other
+    own = records.read(0)
+    assert own is not None
+    assert own.error.startswith("an error an error")
+    assert own.error.endswith("an error and its cause")
+    assert own.exit_code == 4
