@@ -34,7 +34,6 @@ ENGINE_LAYERS = (
     {"errors", "limits", "works", "step_timer", "mean_loss"},
     {"precision", "flat"},
     {"wire", "state"},
-    {"verdict"},
     {"optim"},
     {"notices", "port_checks", "arguments", "agreement", "outside_changes", "fp32_modules"},
     {"step_result", "replica"},

@@ -146,23 +146,20 @@ def tensors_in(snapshot: Snapshot) -> list[Tensor]:
     return [tensor for group in groups for tensor in group.values()]
 
 
+def packed(skipped: bool, bad_losses: float, applied_steps: float, skipped_steps: float) -> list[float]:
+    """The numbers of a step as `StepNumbers` packs them: 64 samples, of a mean loss of 0.5."""
+    step = [0.5, 1.0, 65536.0, 0.1, 64.0, skipped, bad_losses, applied_steps, skipped_steps, 0.0, bad_losses]
+    return [*step, *[0.0] * VOTES]
+
+
 # What the host is given to read: a loss scale, no skip, samples; a count to divide by; finite weights.
-BEFORE = [65536.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-
-
-def packed(bad_losses: float, after: list[float]) -> list[float]:
-    """The numbers of a step in the order of `engine.verdict.judge`: 64 samples, of a mean loss of 0.5."""
-    step = [64.0, 32.0, bad_losses, *[0.0] * VOTES, 1.0, 0.0]
-    return [1.0, 0.1, bad_losses, *after, 1.0, *BEFORE, BEFORE[0], *step]
-
-
 ANSWERS: dict[str, float | list[float]] = {
-    "engine/verdict.py unpacked": packed(0.0, [65536.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]),
+    "engine/step_result.py unpacked": packed(False, 0.0, 1.0, 0.0),
     "evaluation/evaluate.py over_ranks": [1.0, 51.0, 0.0, 51.0, 0.0, 0.0, 0.0],  # a fifth of 256 samples
     "metrics/classification.py confusion_matrix": 1.0,
-    "engine/wire/step_counts.py agree": 32.0,  # once, in the first step
+    "engine/wire/loss_normaliser.py agree": 32.0,  # once, in the first step
     "training/diagnostics/nonfinite.py": 1.0,
-    "engine/state.py counters_of": [16.0, 6.0, 1.0, 6.0, 0.0, 0.0, 0.0],
+    "engine/precision/loss_scale.py counters": [65536.0, 6.0, 1.0, 6.0, 0.0, 0.0, 0.0],
 }
 RUN = (
     "data=synthetic",
@@ -221,7 +218,7 @@ def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch
         # A report is read one step late; on a GPU the host holds it by then.
         late = (
             "engine/step_result.py read",
-            "engine/verdict.py unpacked",
+            "engine/step_result.py unpacked",
             "engine/notices.py gradients",
         )
         reads = [read for read in device.reads if not read.startswith(late)]
@@ -233,7 +230,7 @@ def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch
 def test_a_run_that_diverges_is_looked_into_on_another_device(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(process_group, "_device", lambda launch: META)
     config = run_config(tmp_path, "precision=fp16", "precision.scale.max_bad_losses=1", "train.max_steps=2")
-    answers = ANSWERS | {"engine/verdict.py unpacked": packed(1.0, [65536.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0])}
+    answers = ANSWERS | {"engine/step_result.py unpacked": packed(True, 1.0, 0.0, 1.0)}
     with (
         MetaDevice(answers),
         pytest.raises(DivergedError, match="The batch of that step, run again") as failure,

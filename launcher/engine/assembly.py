@@ -23,15 +23,16 @@ from launcher.engine.flat.layout import Layout
 from launcher.engine.notices import Notices
 from launcher.engine.optim.torch_optimizer import AnyOptimizer, refuse_unadaptable, updater_of
 from launcher.engine.outside_changes import Attachment, InPlaceChanges
+from launcher.engine.precision.found_inf import ON_DEVICE, ON_HOST
 from launcher.engine.precision.loss_scale import LossScale, Scaling
 from launcher.engine.precision.policy import Policy, choose_emulation
 from launcher.engine.replica import Replica
 from launcher.engine.step_timer import StepClock
-from launcher.engine.verdict import judge_on
 from launcher.engine.wire.choice import Wire, choose_transports
 from launcher.engine.wire.reducer import Reducer
 from launcher.engine.wire.shards import Shards
-from launcher.engine.wire.step_counts import Tally
+from launcher.engine.wire.step_totals import TotalsReducer
+from launcher.engine.wire.transports import ShardedSum
 
 MAY_DIFFER = ("micro_batches", "emulate")  # between ranks: `agreement` says why
 
@@ -88,15 +89,18 @@ class StepperParts:
         _take_values_of_rank_0(layout, model, self.buffers, group)
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
         transports, self.divisor = choose_transports(wire, layout, group)
-        self.tally = Tally(on_host, layout.device, group)
-        self.reducer = Reducer(layout, group, transports, self.tally, choices.micro_batches, wire.overlap)
+        self.reducer = Reducer(layout, group, transports, choices.micro_batches, wire.overlap)
+        sharded = [
+            isinstance(transports[each.name], ShardedSum) for each in layout.segments for _ in each.slots
+        ]
+        self.totals = TotalsReducer(on_host, layout.device, group, sharded)
         self.attachment = Attachment(model, layout, self.reducer)
         # After the reducer, which moves a segment's gradients.
         self.shards = Shards(layout, transports, group)
         self.updater = updater_of(optimizer, layout, self.shards)
         self.in_place = InPlaceChanges(model, layout, self.shards)
         self.scale = LossScale(choices.scaling, layout.device, on_host)
-        self.judge = judge_on(on_host, layout.device)
+        self.operations = ON_HOST if on_host else ON_DEVICE
         self.clock = StepClock(layout.device)
         self.names = [slot.name for slot in layout.slots]
         self.notices = Notices(sum(slot.numel > 0 for slot in layout.slots), self.reducer.unused)

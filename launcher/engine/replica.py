@@ -100,10 +100,9 @@ class Replica:
 
     def comparable(self, reference_count: int | None, by_parameter: bool) -> dict[str, Tensor]:
         """The tensors that `Stepper.replicas` returns, without the learning rate."""
-        state = self.scale.state
-        found = {"reference count": torch.tensor([reference_count or 0], device=self.layout.device)} | {
-            f"loss scale ({field})": state[i : i + 1] for i, field in enumerate(self.scale.FIELDS)
-        }
+        numbers = {"reference count": reference_count or 0}
+        numbers |= {f"loss scale ({name})": value for name, value in self.scale.counters().items()}
+        found = {name: torch.tensor([each], device=self.layout.device) for name, each in numbers.items()}
         for segment in self.layout.segments:
             # The unsharded flat tensors: a sharded segment is no piece itself, and has no master.
             kinds = {"weight": segment.weight}
@@ -144,7 +143,7 @@ class Replica:
     def tensors(self) -> list[Tensor]:
         """All that is kept between steps, wire gradients included."""
         start = [bits for bits in self._start_bits.values() if bits is not None]
-        return [self.scale.memory, *start, *itertools.chain.from_iterable(self._by_kind().values())]
+        return [*self.scale.tensors(), *start, *itertools.chain.from_iterable(self._by_kind().values())]
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes of what `tensors` has, by kind, and of frozen parameters, which are weights."""

@@ -102,7 +102,7 @@ def _guess(values: Mapping[str, object]) -> str:
 
 def counters_of(scale: LossScale) -> dict[str, int]:
     """The loss scale's counters by name. Waits for the device."""
-    return dict(zip(LossScale.FIELDS, scale.state.tolist(), strict=True))
+    return scale.counters()
 
 
 def refuse_numbers(state: EngineState) -> None:

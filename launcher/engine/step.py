@@ -15,10 +15,12 @@ from torch import Tensor
 from launcher.engine.assembly import StepperOptions, StepperParts
 from launcher.engine.errors import NO_GRADIENT, UnusableError, refuse_backward
 from launcher.engine.notices import SHARED_GROUP
+from launcher.engine.optim.learning_rates import LearningRates
 from launcher.engine.optim.updater import StepScalars
+from launcher.engine.precision.found_inf import judge
+from launcher.engine.step_result import StepNumbers
+from launcher.engine.wire.loss_normaliser import LossNormaliser
 from launcher.engine.step_timer import COMPUTE, UPDATE, WIRE
-from launcher.engine.verdict import Numbers, Terms
-from launcher.engine.wire.step_counts import Reference
 
 
 class Step:
@@ -26,12 +28,10 @@ class Step:
 
     def __init__(self, choices: StepperOptions, parts: StepperParts, group: dist.ProcessGroup | None) -> None:
         self._parts, self._policy, self._group = parts, choices.policy, group
-        self.reference = Reference(choices.reference_count, choices.micro_batches, parts.layout.device, group)
+        device = parts.layout.device
+        self.reference = LossNormaliser(choices.reference_count, choices.micro_batches, device, group)
+        self.rates = LearningRates(choices.learning_rates, None if parts.on_host else device)
         self._clip_norm = choices.clip_norm
-        rates = [float(rate) for rate in choices.learning_rates]  # or a report would have NumPy's numbers
-        self.rates: Tensor | list[float] = rates
-        if not parts.on_host:
-            self.rates = torch.tensor(rates, dtype=torch.float64, device=parts.layout.device)
         self.read: torch.cuda.Event | None = None  # when a copy of weights and states is made
         self.restart()
 
@@ -41,9 +41,10 @@ class Step:
         self.done = 0  # backward() calls of this step
         self._sends_early = False  # whether buckets are sent within them
         self.failed = False  # whether one of them, or the step, raised: it can then only be abandoned
-        self.exchanged = False  # whether all gradients have been sent: it can then not be abandoned
+        self.exchanged = False  # whether the totals have been sent: it can then not be abandoned
         self.reference.restart(abandoned)
-        self._parts.tally.restart()
+        self._parts.reducer.restart()
+        self._parts.totals.restart()
 
     def refuse_within(self, call: str) -> None:
         """Raise UnusableError for a call that belongs between two steps."""
@@ -58,7 +59,7 @@ class Step:
         self._parts.attachment.refuse_other_weights()
         if self.exchanged:
             raise RuntimeError(
-                "a step() raised an error after this rank had sent its gradients: the other ranks may have "
+                "a step() raised an error after this rank had agreed to it: the other ranks may have "
                 "applied it. It can be neither repeated nor abandoned: end the process, and resume from a "
                 "checkpoint."
             )
@@ -83,8 +84,6 @@ class Step:
         self.failed = True  # until the pass has finished
         if not self.done:
             self._begin(count)
-        # Before the pass: the tally is sent ahead of the first bucket, which may go within it.
-        parts.tally.add(loss_sum, count)
         # A step may end with fewer passes than that: finish() then sends every bucket.
         last = self.done + 1 == self.reference.micro_batches
         with self.during_backward(), parts.reducer.receiving(early=last and self._sends_early):
@@ -92,8 +91,8 @@ class Step:
             # Within the context, whose end drains p.grad.
             if not parts.reducer.has_received:
                 self.failed = False
-                parts.tally.take_back()
                 raise UnusableError(NO_GRADIENT)
+        parts.totals.add(loss_sum, count)
         self.failed = False
         self.done += 1
 
@@ -111,49 +110,51 @@ class Step:
         # In a step before the ranks have agreed on n0, finish() corrects what is sent.
         self._sends_early = self.reference.count is not None and not shared
 
-    def finish(self) -> tuple[Tensor | Numbers, int]:
+    def finish(self) -> tuple[StepNumbers, int]:
         """Reduce, agree, unscale, clip, update or skip. On a GPU the host waits for nothing.
 
-        Returns the step's numbers, as StepResult takes them, and the bytes that this rank sent.
+        Returns the step's numbers, and the bytes of gradients that this rank sent.
         """
         parts = self._parts
         self.refuse_detached()
         if not self.failed:
             parts.buffers.collect()  # may raise, so it comes before anything is sent or written
-        failed, self.failed = self.failed, True  # until the step has finished
+        abandoned, self.failed = self.failed, True  # until the step has finished
         # Before any bucket, and not in the backward pass: a rank may have no pass.
         correction = self.reference.agree()
         parts.clock.mark(COMPUTE)
-        parts.reducer.flush(failed, correction)
+        parts.reducer.start_grad_sync(abandoned, correction)
+        squares, status = parts.reducer.finish_grad_sync(abandoned)
+        message = parts.totals.message(squares, status)
         # From here on other ranks can apply the step without this one.
         self.exchanged = True
-        sums, marks, sent_bytes = parts.reducer.finish()
-        # After finish(): with a sharded optimizer its collective of the norms brings the tally, too.
-        tally = parts.tally.totals()
+        totals = parts.totals.reduce(message)
         parts.in_place.take()
         parts.clock.mark(WIRE)
 
-        unit = float(parts.divisor * self.reference.divisor)
-        terms = Terms(unit, self._clip_norm, parts.scale.scaling)
-        verdict = parts.judge(terms, sums, marks, tally, parts.scale.present, self.rates)
+        scale, unit = parts.scale, float(parts.divisor * self.reference.divisor)
+        verdict = judge(parts.operations, totals, scale.state, scale.scaling, unit, self._clip_norm)
+        lr = self.rates.at(scale.state.applied_steps)
+        numbers = StepNumbers.of(totals, verdict, scale.state.scale, lr)
         self._wait_for_readers()
-        parts.updater.step(StepScalars(verdict.multiplier, verdict.lr, verdict.number, verdict.skip))
+        parts.updater.step(StepScalars(verdict.multiplier, lr, verdict.state.applied_steps, verdict.skip))
         # After a skipped step as well: on a GPU the host does not know the verdict, and all ranks must call
         # it.
         parts.shards.gather_weights()
         if verdict.skip is not True:  # a tensor where the device decides: counted as an update, as by torch
             parts.in_place.count_update()
-        if failed:
-            parts.buffers.restore()
+        if abandoned:
+            parts.buffers.restore()  # a pass that failed may have replaced one
         else:
             parts.buffers.restore_if(verdict.skip)
-        parts.scale.become(verdict.state)
+        scale.state = verdict.state
         # Only where this rank had samples; its weights move in any case.
         if self.done:
             parts.replica.count_update(verdict.skip)
         parts.clock.mark(UPDATE)
+        sent_bytes = parts.reducer.sent_bytes
         self.restart(verdict.abandoned)
-        return verdict.packed, sent_bytes
+        return numbers, sent_bytes
 
     def _wait_for_readers(self) -> None:
         # A checkpoint may still be copying the weights and states that the update overwrites.

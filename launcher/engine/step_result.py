@@ -5,8 +5,10 @@ Owns the copy of a step's numbers to the host and their decoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +16,7 @@ from torch import Tensor
 from launcher.engine.limits import VOTES
 from launcher.engine.notices import NO_SAMPLES, Notices
 from launcher.engine.step_timer import Mark, spans_ms
-from launcher.engine.verdict import Numbers
-from launcher.engine.wire.reducer import ABANDONED
+from launcher.engine.precision.found_inf import ABANDONED, StepTotals, Verdict
 
 
 @dataclass(frozen=True)
@@ -46,32 +47,66 @@ class StepReport:
     abandoned_ranks: tuple[int, ...] = ()  # ranks that called abandon(), or step() after a failed backward()
 
 
-def to_host(packed: Tensor | Numbers) -> tuple[Tensor | Numbers, torch.cuda.Event | None]:
-    """Start copying a step's numbers, and when they are there; None if they are at once.
+@dataclass(frozen=True)
+class StepNumbers:
+    """What a step has decided and counted: numbers of the host where it decides, else 0-dim on the device."""
 
-    `packed`: Numbers, or all of them in one tensor on the device, fp64.
-    """
-    # A meta tensor has nothing to copy: a step on meta is only traced for host reads.
-    if isinstance(packed, Numbers) or packed.is_meta:
-        return packed, None
-    host, ready = packed.to("cpu", non_blocking=True), None
-    if packed.is_cuda:
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record()
-    return host, ready
+    numbers: Mapping[str, Any]
+    votes: Any  # [VOTES], a list or a tensor
+    status: Tensor  # [ranks]
+    squares_by_parameter: Tensor
+
+    @classmethod
+    def of(cls, totals: StepTotals, verdict: Verdict, scale: Any, lr: Any) -> StepNumbers:
+        """`scale` and `lr` are those that the step used."""
+        numbers = {
+            "loss": verdict.loss,
+            "grad_norm": verdict.grad_norm,
+            "scale": scale,
+            "lr": lr,
+            "count": totals.samples,
+            "skipped": verdict.skip,
+            "bad_losses": totals.bad_losses,
+            "applied_steps": verdict.state.applied_steps,
+            "skipped_steps": verdict.state.skipped_steps,
+            "floor_skips": verdict.state.skips_at_min_scale,
+            "bad_loss_steps": verdict.state.bad_loss_steps,
+        }
+        return cls(numbers, totals.votes, totals.status, totals.squares_by_parameter)
+
+    def packed(self) -> Tensor:
+        """One fp64 tensor, so that one copy brings all of them to the host."""
+        numbers = torch.stack([number.double() for number in self.numbers.values()])
+        return torch.cat([numbers, self.votes, self.status, self.squares_by_parameter])
+
+    def unpacked(self, packed: Tensor) -> StepNumbers:
+        """The same on the host, from a copy of `packed()` there."""
+        lengths = [len(self.numbers) + VOTES, len(self.status), len(self.squares_by_parameter)]
+        few, status, squares = torch.split(packed, lengths)
+        numbers = few.tolist()
+        named = dict(zip(self.numbers, numbers[:-VOTES], strict=True))
+        return StepNumbers(named, numbers[-VOTES:], status, squares)
 
 
 @dataclass(eq=False)
 class StepResult:
     """A step's numbers being copied to the host. `read()` one step late does not wait for the device."""
 
-    _packed: Tensor | Numbers
-    _ready: torch.cuda.Event | None
-    _names: list[str]
-    _num_ranks: int
-    _wire_bytes: int
+    _numbers: StepNumbers
+    _names: list[str]  # of the parameters, in the order of their squares
+    wire_bytes: int  # of gradients, passed to collectives by this rank
     _marks: Sequence[Mark]
     _notices: Notices
+    _copy: Tensor | None = None  # None where the numbers are on the host, and on meta, where there are none
+    _ready: torch.cuda.Event | None = None  # when the copy is there
+
+    def __post_init__(self) -> None:
+        loss = self._numbers.numbers["loss"]
+        if isinstance(loss, Tensor) and not loss.is_meta:
+            self._copy = self._numbers.packed().to("cpu", non_blocking=True)
+            if loss.is_cuda:
+                self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._ready.record()
 
     def read(self) -> StepReport:
         """The numbers. Waits until the step is done on the device, so read one step late.
@@ -81,40 +116,33 @@ class StepResult:
         """
         if self._ready is not None:
             self._ready.synchronize()
-        numbers = self._packed
-        if not isinstance(numbers, Numbers):
-            numbers = Numbers.unpacked(numbers, self._num_ranks, len(self._names))
-        head, marks, sums = numbers
-        loss, grad_norm, scale, lr, skipped, count, _, bad_losses, *more = head
-        votes = tuple(map(int, more[:VOTES]))
-        _, _, _, applied, skips, floor_skips, bad_loss_steps = map(int, more[VOTES:])
-        culprits: list[int] = []
-        abandoned: list[int] = []
-        parameters: list[str] = []
-        if skipped:  # else there are none
-            for rank in marks.nonzero().flatten().tolist():
-                (abandoned if marks[rank] == ABANDONED else culprits).append(rank)
-            parameters = [self._names[index] for index in (~sums.isfinite()).nonzero().flatten().tolist()]
+        found = self._numbers if self._copy is None else self._numbers.unpacked(self._copy)
+        numbers, squares = dict(found.numbers), found.squares_by_parameter
+        ranks = found.status.nonzero().flatten().tolist()
+        abandoned = tuple(rank for rank in ranks if found.status[rank] == ABANDONED)
+        votes = tuple(map(int, found.votes))
+        culprits: tuple[int, ...] = ()
+        parameters: tuple[str, ...] = ()
+        if abandoned:  # what the other ranks have counted is of no step
+            numbers |= {"loss": math.nan, "grad_norm": math.nan, "count": 0.0, "bad_losses": 0}
+            votes = (0,) * VOTES
+        elif numbers["skipped"]:
+            bad = (~squares.isfinite()).nonzero().flatten().tolist()
+            parameters = tuple(self._names[index] for index in bad)
+            # A rank alone has no status: what is not finite is its own.
+            culprits = tuple(ranks) if len(found.status) > 1 else (0,) * bool(bad)
         else:
-            self._notices.gradients(self._names, sums, stacklevel=2)
-        if count == 0 and not abandoned:
+            self._notices.gradients(self._names, squares, stacklevel=2)
+        if numbers["count"] == 0 and not abandoned:
             self._notices.warn(NO_SAMPLES, stacklevel=2)
+        whole = ("bad_losses", "applied_steps", "skipped_steps", "floor_skips", "bad_loss_steps")
+        numbers |= {name: int(numbers[name]) for name in whole} | {"skipped": bool(numbers["skipped"])}
         return StepReport(
-            loss=loss,
-            grad_norm=grad_norm,
-            scale=scale,
-            lr=lr,
-            count=count,
-            skipped=bool(skipped),
-            bad_losses=int(bad_losses),
-            applied_steps=applied,
-            skipped_steps=skips,
-            floor_skips=floor_skips,
-            bad_loss_steps=bad_loss_steps,
-            wire_bytes=self._wire_bytes,
-            culprit_ranks=tuple(culprits),
-            culprit_parameters=tuple(parameters),
+            **numbers,
+            wire_bytes=self.wire_bytes,
+            culprit_ranks=culprits,
+            culprit_parameters=parameters,
             votes=votes,
             spans_ms=spans_ms(self._marks),
-            abandoned_ranks=tuple(abandoned),
+            abandoned_ranks=abandoned,
         )

@@ -35,8 +35,7 @@ from launcher.engine.precision.policy import Policy
 from launcher.engine.replica import size_bytes
 from launcher.engine.state import EngineState, counters_of
 from launcher.engine.step import Step
-from launcher.engine.step_result import StepResult, to_host
-from launcher.engine.verdict import Numbers, next_rate
+from launcher.engine.step_result import StepResult
 from launcher.engine.wire.choice import Wire
 from launcher.engine.wire.shards import Allocate, on_host
 
@@ -142,20 +141,14 @@ class Stepper:
         """
         if self._lr_optimizer is not None:
             return self._lr_optimizer.lr
-        rates, applied = self._step.rates, self.scale.applied
-        if isinstance(rates, list):
-            return rates[min(int(applied), len(rates) - 1)]
-        return float(next_rate(rates, applied))
+        return float(self._step.rates.at(self.scale.state.applied_steps))
 
     @lr.setter
     def lr(self, rate: float) -> None:
         limits.rate.require("lr", rate)
         if self._lr_optimizer is not None:
             self._lr_optimizer.param_groups[0]["lr"] = float(rate)
-        if isinstance(self._step.rates, list):
-            self._step.rates = [float(rate)]
-        else:
-            self._step.rates.fill_(float(rate))
+        self._step.rates.replace(rate)
 
     @property
     def lr_optimizer(self) -> LrOptimizer:
@@ -213,7 +206,7 @@ class Stepper:
         """
         limits.question.require("vote question", question)
         self._step.refuse_within("vote()")
-        self._parts.tally.vote(question, votes)
+        self._parts.totals.vote(question, votes)
 
     def backward(self, loss_sum: Tensor, count: float | Tensor) -> None:
         """Back-propagate one micro-batch.
@@ -266,7 +259,9 @@ class Stepper:
         if self._lr_optimizer is not None:
             self.lr = self._lr_optimizer.lr
             self._lr_optimizer.step()
-        return self.report(*self.step_on_device())
+        numbers, wire_bytes = self._step.finish()
+        names, notices, marks = self._parts.names, self._parts.notices, self.clock.take()
+        return StepResult(numbers, names, wire_bytes, marks, notices)
 
     def abandon(self) -> StepResult:
         """Drop this step on all ranks, as if backward() had not been called; in place of step().
@@ -290,18 +285,6 @@ class Stepper:
     def can_abandon(self) -> bool:
         """Whether the step can still be dropped on all ranks: until this rank has sent all its gradients."""
         return not self._step.exchanged
-
-    def step_on_device(self) -> tuple[Tensor | Numbers, int]:
-        """`step()` without the report to the host, for which it waits for nothing on a GPU.
-
-        Returns the step's numbers, as StepResult takes them, and the bytes that this rank sent.
-        """
-        return self._step.finish()
-
-    def report(self, packed: Tensor | Numbers, wire_bytes: int) -> StepResult:
-        """Start copying to the host what `step_on_device` returned. Ends the step's timing."""
-        names, notices, marks = self._parts.names, self._parts.notices, self.clock.take()
-        return StepResult(*to_host(packed), names, self.layout.world_size, wire_bytes, marks, notices)
 
     def hold_update(self, read: torch.cuda.Event) -> None:
         """Make the next update wait on the device for `read`, while weights and states are being copied."""

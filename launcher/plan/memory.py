@@ -115,7 +115,7 @@ class PlannedRank:
         peak = tracker.peak[self.device] - held
         del batch
         tracker.restart()
-        stepper.step_on_device()
+        stepper.step()
         made = stepper.bytes_by_kind()["states"] - states
         update = tracker.peak[self.device] - held - made
         # A CPU keeps the widened gradients of one piece of the update, which `meta` does not.

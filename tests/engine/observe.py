@@ -30,7 +30,8 @@ def state_digest(stepper: Stepper, *, counters: bool = False) -> str:
     tensors += [segment.weight for segment in stepper.layout.segments]
     tensors += [piece.master for piece in stepper.shards.pieces if piece.master is not None]
     tensors += stepper.updater.tensors()
-    tensors += [stepper.scale.state] if counters else [stepper.scale.applied]
+    numbers = stepper.counters() if counters else {"applied": stepper.counters()["applied"]}
+    tensors += [torch.tensor([*numbers.values()])]
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

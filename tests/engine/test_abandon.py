@@ -126,12 +126,12 @@ def test_gradients_that_arrived_are_dropped_and_the_rate_is_not_consumed(calls) 
 def test_an_overflow_or_a_bad_loss_of_an_abandoned_step_does_not_count(gradient) -> None:
     stepper = stepper_of(Planted(), 1, scaling=Scaling(init=256, growth_interval=2))
     clean_step(stepper, 1)
-    before = stepper.scale.state.clone()
+    before = stepper.scale.state
     loss = stepper.model(gradient, gradient)
     stepper.backward(loss, 1)
     report = stepper.abandon().read()
     assert (report.bad_losses, report.culprit_ranks, report.culprit_parameters) == (0, (), ())
-    assert torch.equal(stepper.scale.state, before)
+    assert stepper.scale.state == before
     clean_step(stepper, 1)
     assert stepper.scale.value() == 512  # two clean steps in a row
 
@@ -215,12 +215,12 @@ def test_what_belongs_between_steps_is_refused_within_one(call, failed) -> None:
 
 
 def test_a_count_on_the_device_that_is_no_number_skips_the_step() -> None:
-    """It cannot be refused without waiting; a CPU's can, so the tally is filled by hand."""
+    """It cannot be refused without waiting; a CPU's can, so the totals are filled by hand."""
     stepper = stepper_of(Planted(), 2)
     for count in (torch.nan, torch.inf, -4.0):
         loss = stepper.model(1.0, 1.0)
         stepper.backward(loss, 1)
-        stepper._parts.tally.add(loss, torch.tensor(count))
+        stepper._parts.totals.add(loss, torch.tensor(count))
         assert stepper.step().read().skipped
     clean_step(stepper, 2)
     assert_moved_by(stepper, 1.0)
@@ -235,7 +235,7 @@ def test_a_step_that_failed_after_the_exchange_is_neither_repeated_nor_abandoned
         stepper.step()
     assert not stepper.can_abandon
     for call in (stepper.step, stepper.abandon, lambda: stepper.backward(stepper.model(1.0, 1.0), 1)):
-        with pytest.raises(RuntimeError, match="after this rank had sent its gradients"):
+        with pytest.raises(RuntimeError, match="after this rank had agreed to it"):
             call()
     with pytest.raises(UnusableError, match="within a step"):
         stepper.state()

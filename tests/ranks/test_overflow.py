@@ -66,7 +66,7 @@ def plant_everywhere(env: WorkerEnv, policy: Policy, optimizer: SGD | AdamW, ove
     for number, place in enumerate(tried):
         before, applied = state_digest(stepper), int(stepper.scale.applied)
         report = train_planted(env, stepper, place, seed=100 * number)
-        exponent = int(stepper.scale.state[0])
+        exponent = stepper.counters()["exponent"]
         expected = (True, (place[0],), (place[1],), applied, 0)
         seen = (
             report.skipped,

@@ -30,8 +30,8 @@ def flip_one_bit(stepper: Stepper, fault: str) -> None:
         stepper.lr = math.nextafter(stepper.lr, 1.0)
         return
     if fault == "scale":
-        *others, bad_losses = stepper.scale.state.tolist()
-        stepper.scale.become([*others, bad_losses ^ 1])
+        state = stepper.scale.state
+        stepper.scale.state = state._replace(bad_loss_steps=state.bad_loss_steps + 1)
         return
     matrices = stepper.shards.pieces[0]
     last = next(slot for slot in stepper.layout.slots if slot.name == "0.weight")

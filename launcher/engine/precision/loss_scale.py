@@ -1,16 +1,15 @@
-"""The loss-scale state machine: on the device, or where the host decides in Python's numbers.
+"""The loss scale S = 2^s: how it starts, what is kept of it between steps, and what is restored.
 
-Owns how the scale S = 2^s changes and the counters that must survive a crash. S is a power of two within the
-range of fp32, so S and 1/S are exact: neither can become 0 or inf. Nothing here waits for the device.
+S is a power of two within the range of fp32, so S and 1/S are exact: neither can become 0 or inf.
+`found_inf.next_state` has the rule by which it changes.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ from torch import Tensor
 import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
 from launcher.engine.precision.policy import Policy, ScaleMode
-
-APPLIED = 3  # of LossScale.FIELDS
 
 
 @dataclass(frozen=True)
@@ -68,50 +65,59 @@ class ScaleStart:
     reason: str = ""
 
 
-class LossScale:
-    """The state machine's state, by field: a list of ints on the host, or one fp64 tensor on the device.
+class ScaleState(NamedTuple):
+    """What a loss scale keeps between steps: numbers of the host, or 0-dim fp64 tensors.
 
-    exponent s; clean steps in a row `t`; lives `h`; applied and skipped steps; overflows in a row at the
-    smallest scale; non-finite losses in a row. The device holds 2^s in place of s, which saves a step the
-    kernels that compute it; the counts are exact in fp64.
+    `found_inf.next_state` says how it changes.
     """
 
+    scale: Any  # S = 2^s
+    growth_tracker: Any  # clean steps in a row
+    hysteresis_tracker: Any  # overflows that are left until one halves the scale
+    applied_steps: Any
+    skipped_steps: Any
+    skips_at_min_scale: Any  # overflows in a row at the smallest scale
+    bad_loss_steps: Any  # steps in a row with a non-finite loss
+
+
+class LossScale:
+    """The loss scale of the coming step and its counters, where the step is decided: host or device.
+
+    Nothing here waits for the device but `counters`.
+    """
+
+    # The counters' names in a saved state, in the order of ScaleState; there the scale is s.
     FIELDS = ("exponent", "clean", "lives", "applied", "skipped", "floor_skips", "bad_losses")
 
     def __init__(self, scaling: Scaling, device: torch.device, on_host: bool | None = None) -> None:
-        """`on_host`: whether the host decides each step, and holds the state; None: on a CPU."""
+        """`on_host` None: on a CPU."""
         self.scaling = scaling
-        fields = [scaling.exponent, 0, scaling.hysteresis, 0, 0, 0, 0]
-        self.present: Tensor | list[int] = fields
-        if not (device.type == "cpu" if on_host is None else on_host):
-            self.present = torch.tensor(with_scale(fields), dtype=torch.float64, device=device)
+        on_host = device.type == "cpu" if on_host is None else on_host
+        self._device = None if on_host else device
+        self.state = self._placed(ScaleState(2.0**scaling.exponent, 0, scaling.hysteresis, 0, 0, 0, 0))
         self.loads, self.loaded = 0, 0  # how often counters were restored, and the applied steps of the last
 
-    @property
-    def state(self) -> Tensor:
-        """int64 [FIELDS]. A copy."""
-        if isinstance(self.present, list):
-            return torch.tensor(self.present)
-        state = self.present.long()
-        state[0] = (self.present[0].view(torch.int64) >> 52) - 1023  # the exponent of a power of two
-        return state
+    def _placed(self, state: ScaleState) -> ScaleState:
+        if self._device is None:
+            return state
+        return ScaleState(*torch.tensor(state, dtype=torch.float64, device=self._device).unbind())
 
-    @property
-    def memory(self) -> Tensor:
-        """What is held on the device; a copy where the host holds it."""
-        return self.present if isinstance(self.present, Tensor) else torch.tensor(self.present)
+    def counters(self) -> dict[str, int]:
+        """By name, with the scale's exponent. Waits for the device."""
+        numbers: Sequence[float] = self.state
+        if self._device is not None:
+            numbers = torch.stack([*self.state]).tolist()
+        exponent = math.frexp(numbers[0])[1] - 1
+        return dict(zip(self.FIELDS, [exponent, *map(int, numbers[1:])], strict=True))
+
+    def tensors(self) -> list[Tensor]:
+        """What is held on the device."""
+        return [] if self._device is None else [*self.state]
 
     @property
     def applied(self) -> Tensor:
-        """0-dim; fp64 on the device, where it is a view."""
-        return torch.as_tensor(self.present[APPLIED])
-
-    def become(self, after: Any) -> None:
-        """Take the next state in the form of the present one, on the device in its memory."""
-        if isinstance(self.present, Tensor):
-            self.present.copy_(after)
-        else:
-            self.present = after
+        """The count of applied steps, 0-dim; fp64 on the device."""
+        return torch.as_tensor(self.state.applied_steps)
 
     def restore(self, counters: Mapping[str, int], mode: ScaleMode | None) -> ScaleStart:
         """Restore the counters of a run with this scaling `mode`; None: unknown, taken for this run's.
@@ -131,9 +137,8 @@ class LossScale:
             fields["lives"] = min(counters["lives"], scaling.hysteresis)
         if not reason and (scaling.mode != "dynamic" or fields["exponent"] == _exponent(scaling.min)):
             fields["floor_skips"] = counters["floor_skips"]
-        after = [fields[name] for name in self.FIELDS]
-        on_host = isinstance(self.present, list)
-        self.become(after if on_host else torch.tensor(with_scale(after), dtype=torch.float64))
+        scale, *others = (fields[name] for name in self.FIELDS)
+        self.state = self._placed(ScaleState(2.0**scale, *others))
         self.loads, self.loaded = self.loads + 1, counters["applied"]
         return ScaleStart(fields["exponent"], not reason, reason)
 
@@ -159,83 +164,10 @@ class LossScale:
 
     def over(self, divisor: int) -> Tensor:
         """S / divisor, exact for a power of two: fp32, 0-dim, in one operation."""
-        if isinstance(self.present, list):
-            return torch.full((), math.ldexp(1.0, self.present[0]) / divisor, dtype=torch.float32)
-        scale = self.present[0]
+        scale = self.state.scale
+        if not isinstance(scale, Tensor):
+            return torch.full((), scale / divisor, dtype=torch.float32)
         return torch.div(scale, divisor, out=scale.new_empty((), dtype=torch.float32))
-
-
-def next_fields(
-    scaling: Scaling, fields: Sequence[int], skipped: bool, bad_loss: bool, overflow: bool, abandoned: bool
-) -> list[int]:
-    """The state after one step, FIELDS numbers. All flags are equal on all ranks.
-
-    `overflow` is a step whose gradient is not finite although every loss was; only that lowers the scale. A
-    non-finite loss (`bad_loss`) cannot be the scale's fault. An `abandoned` step changes nothing, and is not
-    counted.
-    """
-    if abandoned:
-        return list(fields)
-    s, t, h, applied, skips, floor, bad = fields
-    clean, at_floor = not skipped, overflow
-    if scaling.mode == "dynamic":
-        low, high = _exponent(scaling.min), _exponent(scaling.max)
-        at_floor = overflow and s == low
-        grown = clean and t >= scaling.growth_interval - 1
-        lowered = overflow and h <= 1
-        s = min(max(s + grown - lowered, low), high)
-        t = 0 if grown or overflow else t + clean
-        h = scaling.hysteresis if clean else h - overflow
-    floor, bad = (floor + at_floor) * skipped, (bad + bad_loss) * skipped
-    return [s, t, h, applied + clean, skips + skipped, floor, bad]
-
-
-def with_scale(fields: Sequence[int]) -> list[float]:
-    """The fields as a device holds them: 2^s in place of s."""
-    return [math.ldexp(1.0, fields[0]), *fields[1:]]
-
-
-@dataclass(frozen=True)
-class Transitions:
-    """`next_fields` as a table for a device, which computes the next state in one operation.
-
-    The next state is `factors * state + terms`, where these depend only on some yes-or-no questions about the
-    state and the step. Each is whether a number is outside of two bounds, both allowed.
-    """
-
-    bounds: list[tuple[float, float]]  # of the state's fields
-    highest: float  # above this scale it cannot grow
-    rows: list[list[float]]  # factors, terms and whether the step is skipped, by the answers
-
-    @classmethod
-    def of(cls, scaling: Scaling) -> Transitions:
-        """The table of `next_fields` for all answers, so that the rule is written once."""
-        low, high, due = _exponent(scaling.min), _exponent(scaling.max), scaling.growth_interval - 1
-        bounds = [(-math.inf, math.inf)] * len(LossScale.FIELDS)
-        bounds[0] = (math.ldexp(1.0, low + 1), math.inf)  # outside: it cannot fall
-        bounds[1] = (-math.inf, due - 1)  # outside: it grows after this step, if that is clean
-        bounds[2] = (2.0, math.inf)  # outside: an overflow takes the last life
-        rows = []
-        for outside in itertools.product((False, True), repeat=NUM_QUESTIONS):
-            at_low, is_due, last, at_high, *step = outside
-            no_samples, bad_loss, not_finite, abandoned = step
-            overflow = not_finite and not bad_loss
-            skipped = no_samples or bad_loss or not_finite or abandoned
-            exponent = low if at_low else high if at_high else low + 1
-            # Two states with these answers: one gives the sum, the other the product.
-            states = [
-                [exponent, due + n if is_due else due - 1 - n, 1 - n if last else 2 + n, n, n, n, n]
-                for n in (0, 1)
-            ]
-            one, other = (next_fields(scaling, s, skipped, bad_loss, overflow, abandoned) for s in states)
-            pairs = list(zip(states[0][1:], states[1][1:], one[1:], other[1:], strict=True))
-            factors = [(to - at) / (x - b) for b, x, at, to in pairs]
-            terms = [at - factor * b for factor, (b, _, at, _) in zip(factors, pairs, strict=True)]
-            rows.append([math.ldexp(1.0, one[0] - exponent), *factors, 0.0, *terms, float(skipped)])
-        return cls(bounds, math.ldexp(1.0, high - 1), rows)
-
-
-NUM_QUESTIONS = 8  # of Transitions: four about the state, four about the step
 
 
 def nearest_power_of_two(value: float) -> int:

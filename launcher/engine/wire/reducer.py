@@ -21,36 +21,30 @@ from torch.utils.hooks import RemovableHandle
 import launcher.engine.works as works
 from launcher.engine.errors import UnusableError, refuse_loss
 from launcher.engine.flat.layout import Layout, Segment, Slot, SlotRun
+from launcher.engine.precision.found_inf import ABANDONED
 from launcher.engine.wire.grad_norm import SquaresReader, is_not_finite
 from launcher.engine.wire.inbox import Inbox, refuse_sparse
-from launcher.engine.wire.step_counts import FIELDS, Tally
-from launcher.engine.wire.transports import Bucket, ShardedSum, Transport, is_sharded
+from launcher.engine.wire.transports import Bucket, ShardedSum, Transport
 
-# What a rank's slot in the tail of the last bucket holds, if not 0.
-CULPRIT, ABANDONED = 1, 2
 # Gradients of one process that may stay in `p.grad` until the backward pass ends: nothing waits for them, and
 # hooks on 1000 parameters cost 3 ms of a step of 15.
 KEPT_BYTES = 1 << 24
 
 
 @dataclass
-class _Sending:
-    """Progress of a step's buckets, in launch order."""
+class _Sync:
+    """How far the buckets of the present step have been sent, in their fixed order."""
 
-    next: int = 0  # first bucket that was not launched
-    tallied: bool = False  # whether the tally was sent
-    bytes: int = 0  # passed to collectives
-    early: bool = False  # within the present backward pass, the last of the step
-    abandoned: bool = False
-    correction: float = 1.0  # of this rank's gradients
+    next: int = 0  # first bucket that was not sent
+    sent_bytes: int = 0  # passed to collectives
+    early: bool = False  # whether buckets are sent within the present backward pass, the last of the step
+    correction: float = 1.0  # of this rank's gradients, a power of two
 
 
 class Reducer:
-    """Sums the gradients of all ranks and micro-batches, in the dtype of the wire.
+    """Sums the gradients of all ranks and micro-batches, in the dtype of the exchange.
 
     `transports` has one transport per segment name.
-    `tally` is sent before the first bucket of a step, or at its end with the norms of sharded gradients.
-    Building it moves the last segment's gradients to new memory.
     """
 
     def __init__(
@@ -58,32 +52,22 @@ class Reducer:
         layout: Layout,
         group: works.Group,
         transports: Mapping[str, Transport],
-        tally: Tally,
         micro_batches: int = 1,
         overlap: bool = True,
     ) -> None:
         self._layout, self._group, self._transports = layout, group, transports
         self._rank = dist.get_rank(group) if group else 0
-        self._sharded, self.overlap, self._tally = is_sharded(transports), overlap, tally
-        last = layout.segments[-1]
-        # The last segment's gradients and one more element per rank.
-        self._whole = torch.zeros(last.numel + layout.world_size, dtype=last.grad.dtype, device=layout.device)
-        last.grad = self._whole[: last.numel]
+        self.overlap = overlap
         self._accumulated: dict[str, Tensor] = {}  # by segment; none for one micro-batch
         # What the hooks read and write. These lists and the set stay the same objects: a hook keeps them.
         self.listens = False
         self.seen: set[int] = set()  # by Slot.index, the gradients of this micro-batch
         self.home = [0] * len(layout.parameters)  # by Slot.index, its bucket
         self.pending: list[int] = []  # by bucket, the gradients of this micro-batch that have not arrived
-        self._sending = _Sending()
+        self._sync = _Sync()
         self.buckets = self._buckets()  # in launch order, the same on all ranks
         for together in self._read_together():
             together[-1].squares = SquaresReader(_parts(together))
-        whole = [
-            not isinstance(bucket.transport, ShardedSum) for bucket in self.buckets for _ in bucket.slots
-        ]
-        # [parameters] bool: those whose reduced gradient is not sharded
-        self._replicated = torch.tensor(whole, device=layout.device)
         for bucket in self.buckets:
             for slot in bucket.slots:
                 self.home[slot.index] = bucket.index
@@ -110,21 +94,13 @@ class Reducer:
         return Inbox(segment, run, self._layout.parameters, factor, totals)
 
     def _buckets(self) -> list[Bucket]:
-        """One bucket per run.
-
-        The elements beside the last segment's gradients are sent with the last bucket, unless it is sharded:
-        no rank would receive them all.
-        """
+        """One bucket per run."""
         buckets: list[Bucket] = []
         for segment in self._layout.segments:
             for run in segment.runs:
                 message, transport = segment.grad[run.start : run.end], self._transports[segment.name]
                 inbox = self._inbox(segment, run)
-                buckets.append(Bucket(len(buckets), segment, run, transport, message, message[:0], inbox))
-        last = buckets[-1]
-        if not isinstance(last.transport, ShardedSum):
-            last.message = self._whole[last.run.start :]
-        last.tail = self._whole[last.segment.numel :]
+                buckets.append(Bucket(len(buckets), segment, run, transport, message, inbox))
         return buckets
 
     def _read_together(self) -> list[list[Bucket]]:
@@ -135,8 +111,7 @@ class Reducer:
         """
         if self._layout.device.type == "cpu":
             return [[bucket] for bucket in self.buckets]
-        own = [[b for b in self.buckets if b.segment is segment] for segment in self._layout.segments]
-        return own
+        return [[b for b in self.buckets if b.segment is each] for each in self._layout.segments]
 
     @contextlib.contextmanager
     def receiving(self, early: bool) -> Iterator[None]:
@@ -144,7 +119,7 @@ class Reducer:
 
         Outside this context a backward pass is plain torch: its gradients stay in `p.grad`.
         """
-        self._sending.early = early and self.overlap
+        self._sync.early = early and self.overlap
         self.seen.clear()
         self.pending[:] = [len(bucket.slots) for bucket in self.buckets]
         with self.grad_put_aside():
@@ -206,13 +181,13 @@ class Reducer:
         held = (p.grad is not None for p in self._layout.parameters.values())
         return bool(self.seen) or any(held)
 
-    def arrive(self, slot: Slot, again: bool) -> None:
-        """All gradients of a slot's bucket have arrived. Send all buckets that are next in the fixed order.
+    def register_grad_ready(self, slot: Slot, again: bool) -> None:
+        """All gradients of a slot's bucket are ready. Send all buckets that are next in the fixed order.
 
-        `again`: another gradient of this slot has. Raises UnusableError where the first one was sent.
+        `again`: another gradient of this slot is. Raises UnusableError where the first one was sent.
         """
-        bucket, sending = self.home[slot.index], self._sending
-        if again and bucket < sending.next:
+        bucket, sync = self.home[slot.index], self._sync
+        if again and bucket < sync.next:
             raise UnusableError(
                 f"parameter {slot.name} received a gradient twice in one backward pass, as re-entrant "
                 "activation checkpointing does: use use_reentrant=False, or Wire(overlap=False)."
@@ -220,50 +195,50 @@ class Reducer:
         if again:
             return
         self.buckets[bucket].inbox.drain()
-        # The last bucket waits for flush(), because it carries the marks.
-        while sending.early and sending.next < len(self.buckets) - 1 and not self.pending[sending.next]:
-            self._launch(self.buckets[sending.next])
+        while sync.early and sync.next < len(self.buckets) and not self.pending[sync.next]:
+            self._launch(self.buckets[sync.next])
 
-    def flush(self, abandoned: bool = False, correction: float = 1.0) -> None:
-        """Send the remaining buckets: the last, and those of parameters without a gradient, with zeros.
+    def start_grad_sync(self, abandoned: bool = False, correction: float = 1.0) -> None:
+        """Send the remaining buckets, and those of parameters without a gradient, with zeros.
 
-        Every rank calls this in each step, so all ranks launch all buckets, in the same order. `abandoned`
-        if this rank drops its gradients: the last bucket carries that, so it is never sent earlier. What this
-        rank sends is multiplied by `correction`, a power of two; other than 1 only if nothing was sent early.
-        After an error here or in a backward pass another call sends what is missing, and nothing twice.
+        Every rank calls this in each step, so all ranks send all buckets, in the same order; where the step
+        is `abandoned`, whatever they hold. What this rank sends is multiplied by `correction`, a power of
+        two; other than 1 only if nothing was sent early. After an error, here or in a backward pass, another
+        call sends what is missing, and nothing twice.
         """
-        self._sending.abandoned, self._sending.correction = abandoned, correction
-        for bucket in self.buckets[self._sending.next :]:
-            self._launch(bucket)
+        self._sync.correction = correction
+        for bucket in self.buckets[self._sync.next :]:
+            self._launch(bucket, abandoned)
 
-    def finish(self) -> tuple[Tensor, Tensor | None, int]:
-        """Wait for the buckets in order, and sum their squares in a few reads.
+    def finish_grad_sync(self, abandoned: bool = False) -> tuple[Tensor, Tensor | int]:
+        """Wait for the buckets in order, and read their squares.
 
-        Returns the sums, fp64 [parameters], in the order of Slot.index; the marks, fp64 [ranks]; and the
-        bytes that this rank passed to collectives. A mark is CULPRIT where a rank's own gradient was not
-        finite, ABANDONED, or 0. They are None without a group, unless the step is abandoned: the sums then
-        say it.
+        Returns the sums of squares, fp64 [parameters], in the order of Slot.index, and the status of this
+        rank (see `step_totals`). Where it has `abandoned` the step, nothing is read.
         """
         found = []
         for bucket in self.buckets:
             bucket.transport.wait(bucket)
-            if bucket.squares is not None:
+            if bucket.squares is not None and not abandoned:
                 found.append(bucket.squares.read())
-        sums = torch.cat(found)
-        marks: Tensor | None = None
-        if self._sharded:
-            sums, marks = self._share_sums(sums)
-        elif self._group is None:
-            if self._sending.abandoned:
-                marks = torch.full((1,), ABANDONED, dtype=torch.float64, device=sums.device)
-        else:
-            marks = self.buckets[-1].tail.double()
-        sent_bytes = self._sending.bytes
+        if abandoned:
+            return torch.zeros(len(self.home), dtype=torch.float64, device=self._layout.device), ABANDONED
+        if self._group is None:
+            return torch.cat(found), 0  # a rank alone checks nothing before it sends
+        extremes = [extreme for bucket in self.buckets for extreme in bucket.extremes]
+        return torch.cat(found), is_not_finite(extremes)
+
+    def restart(self) -> None:
+        """Begin the next step."""
         for bucket in self.buckets:
             bucket.inbox.drop()
         self.seen.clear()
-        self._sending = _Sending()
-        return sums, marks, sent_bytes
+        self._sync = _Sync()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has passed to collectives in this step."""
+        return self._sync.sent_bytes
 
     def own_gradients(self) -> dict[str, Tensor]:
         """The elements of the reduced gradient that this rank owns, flat, by parameter name.
@@ -281,8 +256,8 @@ class Reducer:
         return [name for bucket in self.buckets for name in bucket.inbox.unused or ()]
 
     def tensors(self) -> list[Tensor]:
-        """What is held here besides the wire gradients: accumulators and the tail."""
-        return [self.buckets[-1].tail, *self._accumulated.values()]
+        """What is held here besides the gradients: the sums of several micro-batches."""
+        return list(self._accumulated.values())
 
     def close(self) -> None:
         """Remove the hooks: a newer reducer receives the gradients from now on."""
@@ -290,49 +265,24 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
 
-    def _share_sums(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the sums of the ranks' pieces, and the tally. A SUM, because a MAX may drop a NaN."""
-        world_size = self._layout.world_size
-        own = torch.zeros(world_size, dtype=torch.float64, device=self._layout.device)
-        own[self._rank] = self._mark()
-        if self._rank:
-            sums = sums.masked_fill(self._replicated, 0.0)  # rank 0 counts those that all ranks hold
-        shared = torch.cat([sums, own, self._tally.give()])
-        works.all_reduce(shared, self._group)
-        sums, marks, tally = torch.split(shared, [len(sums), world_size, FIELDS])
-        self._tally.receive(tally)
-        return sums, marks
+    def _launch(self, bucket: Bucket, abandoned: bool = False) -> None:
+        """Check this rank's gradient, then send the bucket.
 
-    def _mark(self) -> Tensor | int:
-        """What this rank's slot holds."""
-        if self._sending.abandoned:
-            return ABANDONED
-        return is_not_finite([extreme for bucket in self.buckets for extreme in bucket.extremes])
-
-    def _launch(self, bucket: Bucket) -> None:
-        """Look at this rank's gradient, then send the bucket. The last carries the result of all looks.
-
-        Memory may run out anywhere in here, and the other ranks wait for what this rank has not sent. So
-        each collective is noted as soon as it is called, and `flush` begins with the first that was not.
+        Memory may run out anywhere in here, and the other ranks wait for what this rank has not sent. So a
+        bucket counts as sent only once its collective has been called, and `start_grad_sync` begins with the
+        first that was not.
         """
-        sending = self._sending
-        if sending.abandoned:  # only this rank's mark is read
+        if abandoned:
             bucket.inbox.drop()
         else:
             bucket.inbox.complete()
-            if sending.correction != 1.0:
-                bucket.message.mul_(sending.correction)
+            if self._sync.correction != 1.0:
+                bucket.message.mul_(self._sync.correction)
             bucket.transport.clear_padding(bucket)
             if self._group is not None:
-                bucket.extremes = torch.aminmax(bucket.message[: bucket.run.end - bucket.run.start])
-        if self._group is not None and bucket.tail.numel():
-            bucket.tail.zero_()
-            bucket.tail[self._rank] = self._mark()
-        if not (sending.tallied or self._sharded):
-            self._tally.send()
-            sending.tallied = True
-        sending.bytes += bucket.transport.launch(bucket)
-        sending.next = bucket.index + 1
+                bucket.extremes = torch.aminmax(bucket.message)
+        self._sync.sent_bytes += bucket.transport.launch(bucket)
+        self._sync.next = bucket.index + 1
 
 
 def _parts(buckets: Sequence[Bucket]) -> list[Tensor]:
@@ -361,7 +311,7 @@ def _hook(reducer: Reducer, slot: Slot) -> RemovableHandle:
                 return
         # Emulated half arithmetic would look at each call in here, all of which it would leave alone.
         with torch._C.DisableTorchFunction():
-            reducer.arrive(slot, again)
+            reducer.register_grad_ready(slot, again)
 
     register: Any = reducer._layout.parameters[slot.name].register_post_accumulate_grad_hook
     handle: RemovableHandle = register(receive)

@@ -29,9 +29,6 @@ class Bucket:
     `inbox` fills the message. `extremes` are the least and the greatest element of this rank's gradient.
     `squares` reads the reduced gradient as this rank holds it, of this bucket and of those before it from the
     last that has such a reader.
-
-    `tail` follows the run's elements and belongs to no parameter. In the last bucket it has one slot per
-    rank, in which a rank marks that its own gradient was not finite, or that it abandons the step.
     """
 
     index: int  # position in the order of launching
@@ -39,7 +36,6 @@ class Bucket:
     run: SlotRun
     transport: Transport
     message: Tensor
-    tail: Tensor
     inbox: Inbox
     squares: SquaresReader | None = None
     work: dist.Work | None = None
@@ -114,8 +110,9 @@ class ShardedSum(Transport):
         return bucket.size_bytes  # the gather of the weights is the other half
 
     def wait(self, bucket: Bucket) -> None:
-        self.owned(bucket.segment, bucket.run).copy_(sum_of_received(bucket, self._group))
-        bucket.work = bucket.received = None
+        if bucket.received is not None:  # else it has been waited for, before memory ran out elsewhere
+            self.owned(bucket.segment, bucket.run).copy_(sum_of_received(bucket, self._group))
+            bucket.work = bucket.received = None
 
     def owned(self, segment: Segment, run: SlotRun) -> Tensor:
         """This rank's piece of the reduced gradient of a run, fp32, flat."""

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from launcher.engine.errors import UnusableError
-from launcher.engine.precision.loss_scale import (
-    LossScale,
-    Scaling,
-    Transitions,
-    nearest_power_of_two,
-    next_fields,
-    with_scale,
-)
+from launcher.engine.precision.found_inf import ON_DEVICE, ON_HOST, next_state
+from launcher.engine.precision.loss_scale import LossScale, Scaling, nearest_power_of_two
 
 CLEAN, OVERFLOW, BAD_LOSS, NO_SAMPLES = "clean", "overflow", "bad loss", "no samples"
 
@@ -54,23 +49,14 @@ class Reference:
         return [self.s, self.t, self.h, self.applied, self.skipped, self.floor_skips, self.bad_losses]
 
 
-def advance(scale: LossScale, event: str) -> None:
-    step(scale, event != CLEAN, event == BAD_LOSS, event == OVERFLOW, False)
-
-
-def step(scale: LossScale, skipped: bool, bad_loss: bool, overflow: bool, abandoned: bool) -> None:
-    """Both forms of the state machine, which must agree."""
-    fields = scale.state.tolist()
-    after = next_fields(scale.scaling, fields, skipped, bad_loss, overflow, abandoned)
-    own = Transitions.of(scale.scaling)
-    state = with_scale(fields)
-    outside = [not low <= value <= high for value, (low, high) in zip(state, own.bounds, strict=True)]
-    no_samples = skipped and not (bad_loss or overflow or abandoned)
-    answers = [*outside[:3], state[0] > own.highest, no_samples, bad_loss, overflow, abandoned]
-    *pairs, in_row = own.rows[int("".join(str(int(answer)) for answer in answers), 2)]
-    moved = [x * factor + term for x, factor, term in zip(state, pairs[:7], pairs[7:], strict=True)]
-    assert (moved, in_row) == (with_scale(after), skipped)
-    scale.become(torch.tensor(moved) if isinstance(scale.present, Tensor) else after)
+def advance(scale: LossScale, event: str, abandoned: bool = False) -> None:
+    """By the form of the rule that the scale's state has: numbers, or tensors."""
+    skip = event != CLEAN or abandoned
+    flags: list[Any] = [skip, event == OVERFLOW, event == BAD_LOSS, skip and not abandoned]
+    if isinstance(scale.state.scale, torch.Tensor):
+        flags = [torch.tensor(flag) for flag in flags]
+    ops = ON_DEVICE if isinstance(scale.state.scale, torch.Tensor) else ON_HOST
+    scale.state = next_state(ops, scale.state, scale.scaling, *flags)
 
 
 @settings(deadline=None)
@@ -91,7 +77,7 @@ def test_dynamic_scale_follows_the_written_out_rule(
     for event in events:
         advance(scale, event)
         reference.step(event)
-        assert scale.state.tolist() == reference.state()
+        assert list(scale.counters().values()) == reference.state()
         assert scale.value().item() == 2.0**reference.s
 
 
@@ -101,7 +87,7 @@ def test_static_scale_and_none_never_move_but_count(mode, expected) -> None:
     for event in (CLEAN, OVERFLOW, OVERFLOW, BAD_LOSS, OVERFLOW, CLEAN, CLEAN):
         advance(scale, event)
         assert scale.value().item() == expected
-    fields = dict(zip(LossScale.FIELDS, scale.state.tolist(), strict=True))
+    fields = scale.counters()
     assert (fields["applied"], fields["skipped"]) == (3, 4)
 
 
@@ -110,7 +96,7 @@ def test_overflows_in_a_row_are_counted_where_the_scale_cannot_fall(mode) -> Non
     scale, counts = LossScale(Scaling(mode=mode), torch.device("cpu")), []
     for event in (OVERFLOW, BAD_LOSS, OVERFLOW, NO_SAMPLES, CLEAN, OVERFLOW):
         advance(scale, event)
-        counts.append(int(scale.state[LossScale.FIELDS.index("floor_skips")]))
+        counts.append(scale.counters()["floor_skips"])
     assert counts == [1, 1, 2, 2, 0, 1], "only a clean step ends the row"
 
 
@@ -129,7 +115,7 @@ def test_each_of_the_three_scales_is_a_power_of_two(field, value) -> None:
 def test_scales_are_exact_over_the_whole_range(on_host) -> None:
     for exponent in range(128):
         scale = LossScale(Scaling(init=2**exponent, max=2**127), torch.device("cpu"), on_host)
-        assert (scale.state[0].item(), scale.value().item()) == (exponent, 2.0**exponent)
+        assert (scale.counters()["exponent"], scale.value().item()) == (exponent, 2.0**exponent)
         assert scale.over(4).item() == 2.0 ** (exponent - 2)
 
 
@@ -140,15 +126,14 @@ def test_nearest_power_of_two(value, power) -> None:
 
 def test_a_run_that_goes_on_with_a_shorter_interval_grows() -> None:
     scale = LossScale(Scaling(init=8, growth_interval=4), torch.device("cpu"))
-    scale.become([3, 9, 1, 0, 0, 0, 0])  # clean steps counted under a longer one
+    scale.state = scale.state._replace(growth_tracker=9)  # clean steps counted under a longer one
     advance(scale, CLEAN)
     assert scale.value().item() == 16
 
 
-@pytest.mark.parametrize("event", [OVERFLOW, BAD_LOSS, NO_SAMPLES])
-def test_an_abandoned_step_changes_nothing(event) -> None:
+def test_an_abandoned_step_changes_nothing() -> None:
     scale = LossScale(Scaling(init=8, growth_interval=4), torch.device("cpu"))
     advance(scale, CLEAN)
-    before = scale.state.clone()
-    step(scale, True, event == BAD_LOSS, event == OVERFLOW, True)
-    assert torch.equal(scale.state, before)
+    before = scale.state
+    advance(scale, CLEAN, abandoned=True)
+    assert scale.state == before

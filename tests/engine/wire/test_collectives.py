@@ -45,10 +45,10 @@ def collectives_of(wire: Wire) -> tuple[list[str], list[str]]:
 
 
 def test_a_sharded_bucket_is_exchanged_in_backward_and_its_weights_are_gathered_in_step() -> None:
-    """One all-reduce for norms, marks and counts together."""
+    """One all-reduce for norms, statuses and counts together."""
     backward, step = collectives_of(Wire(shard=True, bucket_bytes=64 * 64 * 2))
-    assert backward == ["exchange"] * (LAYERS - 1)
-    assert step == ["exchange", "all-reduce", *["gather"] * LAYERS]
+    assert backward == ["exchange"] * LAYERS
+    assert step == ["all-reduce", *["gather"] * LAYERS]
 
 
 def test_nothing_is_sent_within_backward_without_overlap() -> None:

@@ -1,0 +1,73 @@
+"""The loss normaliser n0: the usual number of samples (or tokens) per step and rank, a power of two.
+
+The backward pass starts with S / n0, so that gradients are of the size of a mean whatever the batch. Owns the
+agreement of the ranks on it, from the counts of the first step, where it was not given.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import launcher.engine.works as works
+from launcher.engine.precision.loss_scale import nearest_power_of_two
+
+
+class LossNormaliser:
+    """n0 of the loss boundary: the usual number of samples (or tokens) per step and rank.
+
+    `count` is None until the ranks have agreed on it, and 0 during a first step without samples.
+    """
+
+    def __init__(
+        self, count: int | None, micro_batches: int, device: torch.device, group: works.Group
+    ) -> None:
+        self.count = count
+        self.micro_batches = micro_batches  # the largest number of backward() calls of a step
+        self._device = device
+        self._group = group
+        self._is_new = False  # whether the ranks agreed on it in this step
+        self._expected = 0.0  # samples of this rank in a first step that has not been agreed on yet
+
+    @property
+    def divisor(self) -> int:
+        """The divisor of the loss before the backward pass."""
+        if self.count is None:
+            return nearest_power_of_two(self._expected) if self._expected else 1
+        return max(1, self.count)
+
+    def expect(self, count: float | Tensor) -> None:
+        """Take this rank's own n0 until `agree`, unless the ranks have agreed. Waits for the device then.
+
+        `count` is that of this rank's first micro-batch; the others are assumed to be as large.
+        """
+        if self.count is None and not self._expected:
+            # In fp64: one of few bits, such as a sum of booleans as uint8, would wrap or become inf.
+            counted = count.double() if isinstance(count, Tensor) else count
+            self._expected = float(counted * self.micro_batches)
+
+    def agree(self) -> float:
+        """Agree on n0, unless that is done: then a collective, which waits for the device.
+
+        It is the power of two nearest to the mean of the ranks' counts, 0 if no rank had a sample. Returns by
+        what to multiply the gradients that this rank has: a power of two, 1 in nearly all steps.
+        """
+        if self.count is not None:
+            return 1.0
+        own = self.divisor
+        total = torch.zeros((), dtype=torch.float64, device=self._device) + self._expected
+        works.all_reduce(total, self._group)
+        mean = float(total) / (dist.get_world_size(self._group) if self._group else 1)
+        self.count = nearest_power_of_two(mean) if mean else 0
+        self._is_new = True
+        return own / self.divisor
+
+    def restart(self, abandoned: Tensor | bool = False) -> None:
+        """Begin the next step. An n0 from an `abandoned` step is dropped."""
+        # Reading the flag waits for the device, as agree() already did in this step.
+        if self._is_new and bool(abandoned):
+            self.count = None
+        self._is_new, self._expected = False, 0.0
+        # 0: no rank had a sample, so the next step agrees again.
+        self.count = self.count or None
