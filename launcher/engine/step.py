@@ -19,8 +19,8 @@ from launcher.engine.optim.learning_rates import LearningRates
 from launcher.engine.optim.updater import StepScalars
 from launcher.engine.precision.found_inf import judge
 from launcher.engine.step_result import StepNumbers
-from launcher.engine.wire.loss_normaliser import LossNormaliser
 from launcher.engine.step_timer import COMPUTE, UPDATE, WIRE
+from launcher.engine.wire.loss_normaliser import LossNormaliser
 
 
 class Step:

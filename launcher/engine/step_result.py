@@ -15,8 +15,8 @@ from torch import Tensor
 
 from launcher.engine.limits import VOTES
 from launcher.engine.notices import NO_SAMPLES, Notices
-from launcher.engine.step_timer import Mark, spans_ms
 from launcher.engine.precision.found_inf import ABANDONED, StepTotals, Verdict
+from launcher.engine.step_timer import Mark, spans_ms
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,19 @@ class StepResult:
     wire_bytes: int  # of gradients, passed to collectives by this rank
     _marks: Sequence[Mark]
     _notices: Notices
-    _copy: Tensor | None = None  # None where the numbers are on the host, and on meta, where there are none
+    _copy: Tensor | None = None  # None where the numbers are on the host
     _ready: torch.cuda.Event | None = None  # when the copy is there
 
     def __post_init__(self) -> None:
-        loss = self._numbers.numbers["loss"]
-        if isinstance(loss, Tensor) and not loss.is_meta:
-            self._copy = self._numbers.packed().to("cpu", non_blocking=True)
-            if loss.is_cuda:
-                self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._ready.record()
+        if not isinstance(self._numbers.numbers["loss"], Tensor):
+            return
+        self._copy = packed = self._numbers.packed()
+        # A meta tensor has nothing to copy: a step on meta is only traced for host reads.
+        if not packed.is_meta:
+            self._copy = packed.to("cpu", non_blocking=True)
+        if packed.is_cuda:
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready.record()
 
     def read(self) -> StepReport:
         """The numbers. Waits until the step is done on the device, so read one step late.

@@ -37,6 +37,7 @@ class TotalsReducer:
         rank = dist.get_rank(group) if group else 0
         own = [float(rank == each) for each in range(self._world_size)]
         self._own_slot = torch.tensor(own, dtype=torch.float64).to(device)  # [ranks]: 1 for this one
+        self._no_votes = torch.zeros(VOTES, dtype=torch.float64, device=device)
         self.restart()
 
     def restart(self) -> None:
@@ -109,7 +110,7 @@ class TotalsReducer:
                 # x - x is nan where x is inf or nan, and takes fewer kernels than isfinite().
                 ((losses - losses) != 0).sum(dtype=torch.float64).view(1),
             ]
-        votes = torch.zeros(VOTES, dtype=torch.float64, device=self._device)
+        votes = self._no_votes.clone() if any(self._votes) else self._no_votes
         for question, number in enumerate(self._votes):
             if number:
                 votes[question] = number
