@@ -35,14 +35,14 @@ class Step:
         self.read: torch.cuda.Event | None = None  # when a copy of weights and states is made
         self.restart()
 
-    def restart(self, abandoned: Tensor | bool = False) -> None:
-        """Begin the next step; `abandoned` says whether the one before was."""
+    def restart(self, kept: Tensor | bool = True) -> None:
+        """Begin the next step; `kept`: no rank has abandoned the one before."""
         self._parts.buffers.snapshot()  # before any forward pass, which updates BatchNorm statistics
         self.done = 0  # backward() calls of this step
         self._sends_early = False  # whether buckets are sent within them
         self.failed = False  # whether one of them, or the step, raised: it can then only be abandoned
         self.exchanged = False  # whether the totals have been sent: it can then not be abandoned
-        self.reference.restart(abandoned)
+        self.reference.restart(kept)
         self._parts.reducer.restart()
         self._parts.totals.restart()
 
@@ -153,7 +153,7 @@ class Step:
             parts.replica.count_update(verdict.skip)
         parts.clock.mark(UPDATE)
         sent_bytes = parts.reducer.sent_bytes
-        self.restart(verdict.abandoned)
+        self.restart(verdict.kept)
         return numbers, sent_bytes
 
     def _wait_for_readers(self) -> None:

@@ -99,7 +99,9 @@ class Updater:
         rates = rates or (Rates(),)
         self._lr_scales = [each.lr_scale for each in rates]
         # On the device the rates of all groups are computed at once, in as many kernels as for one.
-        self._scales_on_device = torch.tensor(self._lr_scales, dtype=torch.float64).to(device)
+        self._scales_on_device: Tensor | None = None  # None where there is one group, with the rate itself
+        if self._lr_scales != [1.0]:
+            self._scales_on_device = torch.tensor(self._lr_scales, dtype=torch.float64).to(device)
         whole: list[Stretches] = [{0: [slice(0, len(piece.weight))]} for piece in self.pieces]
         self._batches = [
             batch
@@ -155,7 +157,9 @@ class Updater:
             return [KernelScalars(scalars.lr * scale, applied, None) for scale in self._lr_scales]
         assert isinstance(scalars.applied, Tensor)
         assert isinstance(scalars.skip, Tensor)
-        rates = scalars.lr * self._scales_on_device
+        rates = scalars.lr.view(1)
+        if self._scales_on_device is not None:
+            rates = scalars.lr * self._scales_on_device
         applied, found_inf = scalars.applied.float(), scalars.skip.float()
         own = rates if rates.is_cpu else rates.float()
         return [KernelScalars(rate, applied, found_inf) for rate in own.unbind()]

@@ -60,7 +60,7 @@ class Verdict(NamedTuple):
     """What all ranks do with a step, and two numbers for its report."""
 
     skip: Number
-    abandoned: Number
+    kept: Number  # no rank has abandoned it
     multiplier: Number  # fp32: turns the reduced gradient into the clipped mean gradient
     state: ScaleState  # of the loss scale, after the step
     loss: Number  # mean over the samples; nan without any
@@ -84,9 +84,10 @@ def judge(
     finite = totals.squares < math.inf  # False for nan, too
     # False for a count that is nan. On a device it has not been validated.
     has_samples = (totals.samples > 0) & (totals.samples < math.inf)
-    applied = finite & clean_losses & kept & has_samples
+    sound = clean_losses & kept
+    applied = finite & sound & has_samples
     # Only this lowers the scale: a non-finite loss, before scaling, cannot be the scale's fault.
-    overflow = (finite == 0) & clean_losses & kept
+    overflow = (finite == 0) & sound
     skip = applied == 0
 
     unscale = ops.divide(unit, state.scale * totals.samples)
@@ -97,7 +98,7 @@ def judge(
         multiplier = unscale * ops.clamp(ops.divide(clip_norm, grad_norm + 1e-6), 0.0, 1.0)
     return Verdict(
         skip=skip,
-        abandoned=kept == 0,
+        kept=kept,
         multiplier=ops.to_fp32(multiplier),
         state=next_state(ops, state, scaling, skip, overflow, (clean_losses == 0) & kept, skip & kept),
         loss=ops.divide(totals.loss_sum, totals.samples),

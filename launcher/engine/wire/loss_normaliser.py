@@ -63,10 +63,10 @@ class LossNormaliser:
         self._is_new = True
         return own / self.divisor
 
-    def restart(self, abandoned: Tensor | bool = False) -> None:
-        """Begin the next step. An n0 from an `abandoned` step is dropped."""
+    def restart(self, kept: Tensor | bool = True) -> None:
+        """Begin the next step. An n0 from a step that was abandoned, and not `kept`, is dropped."""
         # Reading the flag waits for the device, as agree() already did in this step.
-        if self._is_new and bool(abandoned):
+        if self._is_new and not bool(kept):
             self.count = None
         self._is_new, self._expected = False, 0.0
         # 0: no rank had a sample, so the next step agrees again.

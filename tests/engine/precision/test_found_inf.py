@@ -70,7 +70,7 @@ def decide(
         unit,
         clip_norm,
     )
-    assert (found.skip, found.abandoned) == (bool(other.skip), bool(other.abandoned))
+    assert (found.skip, found.kept) == (bool(other.skip), bool(other.kept))
     assert [float(number) for number in found.state] == [number.item() for number in other.state]
     if not found.skip:
         values = [other.multiplier.item(), other.loss.item(), other.grad_norm.item()]
@@ -85,12 +85,12 @@ def test_only_a_finite_gradient_of_finite_losses_of_some_samples_is_applied() ->
         found = decide(totals_of(counts, squares, statuses), state, scaling)
         clean = math.isfinite(squares) and not counts[2] and 0 < counts[0] < math.inf
         assert found.skip == (not clean or ABANDONED in statuses)
-        assert found.abandoned == (ABANDONED in statuses)
+        assert found.kept == (ABANDONED not in statuses)
         if not found.skip:
             assert found.multiplier == UNIT / (state.scale * 64)
             assert found.grad_norm == found.multiplier * math.sqrt(squares)
             assert found.loss == 0.5
-        if found.abandoned:
+        if not found.kept:
             assert found.state == state
 
 
