@@ -21,6 +21,7 @@ import torch
 from launcher.config.schema import Config
 from launcher.data.labels import Labels
 from launcher.data.loader import loader_processes
+from launcher.data.seeding import derive_seed, seed_all
 from launcher.data.sources import DataSets, batch_plan, training_batches
 from launcher.distributed import preflight, process_group
 from launcher.distributed.env import LaunchEnv, WorkerEnv
@@ -158,7 +159,7 @@ def _assemble(
     config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat, stop_signal: RankStopSignal
 ) -> tuple[Job, Loaded | None]:
     """The job, and the weights of the file that the config names."""
-    device.seed_generators(config.seed)  # the same on all ranks: they build the same data and model
+    seed_all(config.seed, env.device)  # the same on all ranks: they make the same data
     heartbeat.beat("loading data")
     logs = logs_of_failure(Path(config.run.dir), env.rank, env.world_size)
     with stop_signal.interruptible(env.group is None), heartbeat.in_user_code():
@@ -173,13 +174,13 @@ def _assemble(
     plan = batch_plan(config, env, data.train, recipe.lengths)
     course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
     heartbeat.beat("building the model")
+    seed_all(derive_seed(config.seed, "model"), env.device)  # whatever was drawn while the data was read
     with heartbeat.in_user_code():
         model = build.build_model(config, recipe, env, plan)
     choose_memory_format(config, env, recipe, model, data.train, plan, telemetry.decision)
     weights = load_weights(config, model, env)
     heartbeat.beat("comparing the models")
     stepper = build.build_stepper(config, env, recipe, model, plan, course.total_steps)
-    device.seed_generators(config.seed + 1 + env.rank)  # from here on each rank draws its own dropout
     average = build.weight_average(config, stepper)
     run = Run(config, env, stepper, telemetry, heartbeat, stop_signal, average)
     host_ms = host_ms_per_layer(stepper.forward, env.device, stepper.policy.weights)

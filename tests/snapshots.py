@@ -59,7 +59,6 @@ def snapshot(
         progress=Progress(epoch=step // 10, step=step, samples=step * 10),
         identity=IDENTITY,
         origin=Origin(world_size=2, wire="fp16 native"),
-        random={"cpu": torch.randint(256, (2, 64), generator=generator).to(torch.uint8)},
         names={"fc.weight": "fc.weight", "fc.bias": "fc.bias", "norm.count": "norm.count"},
         rank_buffers={"norm.count": torch.tensor([step, step + 1])},
         metric=None if metric is None else Compared("accuracy", metric, lower_is_better),

@@ -142,7 +142,7 @@ def test_nothing_of_a_snapshot_stays_on_the_device(policy, wire) -> None:
 
 def tensors_in(snapshot: Snapshot) -> list[Tensor]:
     engine = snapshot.engine
-    groups = (engine.weights, engine.optimizer, engine.buffers, snapshot.rank_buffers, snapshot.random)
+    groups = (engine.weights, engine.optimizer, engine.buffers, snapshot.rank_buffers)
     return [tensor for group in groups for tensor in group.values()]
 
 

@@ -7,7 +7,6 @@ it reads.
 
 from __future__ import annotations
 
-import base64
 import ctypes
 import json
 import math
@@ -197,10 +196,6 @@ def _state_values(snapshot: Snapshot) -> dict[str, object]:
         "buffers": described(engine.buffers),
         "rest": described(_rest(snapshot)),
         "average": None if snapshot.average is None else snapshot.average.counters,
-        "random": {
-            name: [base64.b64encode(row.numpy().tobytes()).decode() for row in rows]
-            for name, rows in snapshot.random.items()
-        },
     }
 
 
@@ -229,7 +224,6 @@ def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str,
         progress=Progress(**_whole(state["progress"])),
         identity=Identity(**state["identity"]),
         origin=Origin(**state["origin"]),
-        random={name: _random_rows(rows) for name, rows in state["random"].items()},
         names=state["names"],
         rank_buffers=_of(BY_RANK, rest),
         average=average,
@@ -256,12 +250,6 @@ def _exactly(listed: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Te
             there, should = found.get(name, "missing"), listed.get(name, "that there is none")
             raise ValueError(f"{name} is {there}, but {STATE} says {should}")
     return {name: tensors[name] for name in listed}
-
-
-def _random_rows(rows: list[str]) -> Tensor:
-    """Generator states by rank: uint8 [ranks, bytes]."""
-    decoded = [bytearray(base64.b64decode(row, validate=True)) for row in rows]
-    return torch.stack([torch.frombuffer(row, dtype=torch.uint8) for row in decoded])
 
 
 def _same_state(one: Snapshot, other: Snapshot) -> bool:

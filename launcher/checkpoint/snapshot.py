@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-import launcher.checkpoint.generators as generators
 from launcher.checkpoint.host_memory import HostMemory
 from launcher.config.schema import Config
 from launcher.distributed.collectives import gather
@@ -142,8 +141,6 @@ class Snapshot:
 
     `engine.buffers` are averaged over the ranks, as for an evaluation. `rank_buffers` [world_size, ...] hold
     the values of each rank where they differ, as BatchNorm statistics do between evaluations.
-    `random` holds the states of the generators: `cpu` and, on GPUs, `cuda` of torch, `numpy` and `python`,
-    uint8 [world_size, bytes].
     `names` maps each key of the model's state_dict to the name of its tensor: tied weights are stored once.
     `metric` is None where these weights have not been evaluated.
     `average` is the moving average of the weights; its buffers are averaged over the ranks, and
@@ -154,7 +151,6 @@ class Snapshot:
     progress: Progress
     identity: Identity
     origin: Origin
-    random: dict[str, Tensor]
     names: dict[str, str]
     rank_buffers: dict[str, Tensor] = field(default_factory=dict)
     metric: Compared | None = None
@@ -187,7 +183,6 @@ def stage(
     state = stepper.state(LEADER, memory.allocate)
     averages = None if average is None else average.state(LEADER, memory.allocate)
     own = {
-        "random": generators.states(env.device),
         "buffers": state.buffers,
         "average": {} if averages is None else averages.buffers,
     }
@@ -210,7 +205,7 @@ def stage(
     def finished() -> Snapshot:
         copies.wait()
         rows = by_rank()
-        random, buffers, average_buffers = (
+        buffers, average_buffers = (
             {name: rows[f"{kind}/{name}"] for name in found} for kind, found in own.items()
         )
         return Snapshot(
@@ -225,7 +220,6 @@ def stage(
             progress=progress,
             identity=identity,
             origin=origin,
-            random=random,
             names=names,
             rank_buffers={name: rows for name, rows in buffers.items() if not _alike(rows)},
             metric=metric,
@@ -250,7 +244,7 @@ def restore(
     Returns whether the loss scale is that of the snapshot, as `Stepper.load` does. Where it has no average,
     `average` starts from its weights. Raises ConfigError on all
     ranks for the state of another model or optimizer. On another number of ranks, all start with the same
-    buffers, and additional ranks reuse the saved random states from rank 0 on.
+    buffers.
     """
     engine = snapshot.engine
     if env.world_size == snapshot.origin.world_size:
@@ -262,8 +256,6 @@ def restore(
             _restore_average(average, snapshot, env)
     except ValueError as error:
         raise ConfigError(f"the checkpoint of step {snapshot.progress.step} does not fit: {error}") from error
-    states = {name: rows[env.rank % len(rows)].clone() for name, rows in snapshot.random.items()}
-    generators.restore_states(states, env.device)
     return scale
 
 

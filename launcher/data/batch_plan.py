@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from launcher.data.random_state import spread_seed
+from launcher.data.seeding import derive_seed
 from launcher.errors import DataError
 
 NOISE_COLUMNS = 4  # random numbers per sample and epoch; a transform takes as many as it needs
@@ -24,7 +24,7 @@ def generator_for(*key: int | str) -> torch.Generator:
 
     The key is hashed, because torch keeps 32 bits of a CPU generator's seed.
     """
-    return torch.Generator().manual_seed(spread_seed(*key) % 2**32)
+    return torch.Generator().manual_seed(derive_seed(*key) % 2**32)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
-from launcher.data.random_state import seed_all, spread_seed
+from launcher.data.seeding import derive_seed, seed_all
 
 EVALUATION = -1  # the epoch of samples that are evaluated: their random numbers are always the same
 
@@ -40,7 +40,7 @@ def enter_epoch(datasets: list[Any], epoch: int, seed: int) -> None:
         known = _set.get(id(dataset))
         if known is not None and known[0]() is dataset and known[1] == epoch:
             continue
-        seed_all(spread_seed("set_epoch", seed, epoch))
+        seed_all(derive_seed("set_epoch", seed, epoch))
         dataset.set_epoch(epoch)
         try:
             _set[id(dataset)] = weakref.ref(dataset), epoch

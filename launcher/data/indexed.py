@@ -14,6 +14,7 @@ from launcher.data.batch_plan import BatchPlan, cut, share_of
 from launcher.data.epochs import EVALUATION
 from launcher.data.loader import LoadedSet, Loading, Pool
 from launcher.data.reader import BatchRequest, Collate, Fetched, Indexed, Reader
+from launcher.data.seeding import seed_transform
 from launcher.data.tensors import Batch, Batches, Transform, to_device, transformed
 
 CORRECT = "Correct or remove it, or set data.max_bad=N to leave out up to N of them."
@@ -38,7 +39,7 @@ class IndexedData(LoadedSet):
 
     def fetch(self, request: BatchRequest) -> Fetched:
         """The answer to one request, read in this process."""
-        return self._reader.read_here(request)
+        return self._reader[request]
 
     def failure_of_processes(self) -> str:
         """What a loader process raises at the first sample, which this process can read; empty if nothing.
@@ -148,6 +149,7 @@ class LoadedBatches(Batches):
     def _finished(self, batch: Batch, request: BatchRequest, kept: Sequence[int]) -> Batch:
         if self.transform is None:
             return batch
+        seed_transform(self.plan.seed, request.epoch, request.position, self.data.how.device)
         noise = self._noise(request.epoch)[request.position : request.position + len(request.indices)]
         if len(kept) < len(request.indices):
             noise = noise[list(kept)]

@@ -27,7 +27,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from launcher.data.labels import Labels
-from launcher.data.random_state import GeneratorsKept
 from launcher.data.reader import TOGETHER, Fetched
 from launcher.data.tensors import Batch, batch_to_device
 from launcher.errors import (
@@ -120,7 +119,7 @@ class Pool:
         requests = self._requests
         reader.begin()
         if not self._how.workers:  # without torch's loader, which would only add its own time
-            answers = _each_kept(iter(reader)) if requests is None else map(reader.read_here, requests)
+            answers = iter(reader) if requests is None else map(reader.__getitem__, requests)
             yield from map(Fetched.pin_memory, answers) if self._how.device.type == "cuda" else answers
             return
         with _starting():
@@ -317,13 +316,3 @@ def loader_processes() -> Iterator[None]:
 def is_of_loader_process(error: BaseException) -> bool:
     """Whether it is of a lost loader process: torch raises it wherever the main thread then is."""
     return isinstance(error, RuntimeError) and LOST in str(error)
-
-
-def _each_kept(answers: Iterator[Fetched]) -> Iterator[Fetched]:
-    """What each of them draws leaves the generators of this process as they were."""
-    while True:
-        with GeneratorsKept():
-            fetched = next(answers, None)
-        if fetched is None:
-            return
-        yield fetched

@@ -1,25 +1,22 @@
 """One micro-batch of a map-style data set, read and collated in whatever process this runs.
 
-Owns the random state of a sample, which depends on (seed, epoch, position) alone, and what becomes of a
-sample that cannot be read. Never raises for one: a loader process hands over what was wrong.
+Owns what becomes of a sample that cannot be read. Never raises for one: a loader process hands over what was
+wrong.
 """
 
 from __future__ import annotations
 
-import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from launcher.config.user_code import place_of, short_traceback
 from launcher.data.epochs import enter_epoch, reads_together, with_epochs
-from launcher.data.random_state import GeneratorsKept, sample_seeds, seed_all, spread_seed, states
+from launcher.data.seeding import seed_reading
 from launcher.data.tensors import Batch
 from launcher.errors import DataError, LauncherError, counted, described, listed
 
@@ -30,7 +27,6 @@ SHOWN_SHAPES = 4
 TOGETHER = -2  # in place of an index: several samples are read at once
 
 Collate = Callable[[Sequence[Any]], Mapping[str, Tensor]]
-Drawing = Callable[[int, torch.Generator], Any]  # the sample of an index, its random numbers of the generator
 
 
 class MissingError(DataError):
@@ -123,29 +119,20 @@ class Reader:
     """Answers requests from a data set. What torch's DataLoader holds as its data set.
 
     `reading(index)` is called before each sample, with TOGETHER before several at once, and with -1 after the
-    last of a request. All generators are seeded before each sample. A data set with `__getitems__(indices)`
-    is asked for all samples of a request at once, as torch's DataLoader does, unless they draw random
-    numbers: these depend on the sample. `sample` is called in place of the set's own `sample`.
+    last of a request. The generators are seeded before each request. A data set with `__getitems__(indices)`
+    is asked for all samples of a request at once, as by torch's DataLoader.
     """
 
-    def __init__(
-        self, dataset: Indexed, collate: Collate | None, seed: int, sample: Drawing | None = None
-    ) -> None:
+    def __init__(self, dataset: Indexed, collate: Collate | None, seed: int) -> None:
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
         self.reading: Callable[[int], None] = lambda index: None
-        self._drawing = sample or drawing(dataset)
-        self._together = self._drawing is None and reads_together(dataset)
+        self._together = reads_together(dataset)
         self._with_epochs = with_epochs(dataset)
 
     def begin(self) -> None:
         """Do nothing: an iteration needs no preparation."""
-
-    def read_here(self, request: BatchRequest) -> Fetched:
-        """Answer in the process that trains, whose generators are as before at the end."""
-        with GeneratorsKept():
-            return self[request]
 
     def __getitem__(self, request: BatchRequest) -> Fetched:
         try:
@@ -154,56 +141,45 @@ class Reader:
             return Fetched.failed(f"set_epoch failed{_at(error)}", error)
         bad: list[BadSample] = []
         kept: Sequence[int] = range(len(request.indices))
+        seed_reading(self._seed, request.epoch, request.position)
         samples = self._read_together(request)
         if samples is None:
+            seed_reading(self._seed, request.epoch, request.position)  # as if it had not been tried
             samples, kept, bad = self._read_each(request)
         self.reading(-1)
         if not samples:
             return Fetched(None, (), tuple(bad))
         try:
-            return Fetched(self._collated(request, samples), kept, tuple(bad))
+            return Fetched(collated(samples, self._collate), kept, tuple(bad))
         except RAISED as error:
             return self._without_odd(request, dict(zip(kept, samples, strict=True)), bad, error)
 
     def _read_together(self, request: BatchRequest) -> Sequence[Any] | None:
-        """Read all samples by one call; None where the data set has none for it, or it fails or draws."""
+        """Read all samples by one call; None where the data set has none for it, or it fails."""
         if not self._together:
             return None
         self.reading(TOGETHER)
-        before = states()
         try:
             samples = self._dataset.__getitems__(list(request.indices))  # type: ignore[attr-defined]
         except RAISED:  # a user's data set may fail in any way; read one by one, the sample is named
             return None
-        self._together = before.undrawn()
         whole = isinstance(samples, list | tuple) and len(samples) == len(request.indices)
-        return samples if self._together and whole else None
+        return samples if whole else None
 
     def _read_each(self, request: BatchRequest) -> tuple[Sequence[Any], tuple[int, ...], list[BadSample]]:
         """The samples, their offsets in the request, and those that cannot be read."""
         samples, kept = [], []
         bad: list[BadSample] = []
-        seeds = sample_seeds(self._seed, request.epoch, request.position, len(request.indices))
-        for offset, (index, seed) in enumerate(zip(request.indices, seeds, strict=True)):
+        for offset, index in enumerate(request.indices):
             self.reading(index)
             try:
-                if self._drawing is not None:
-                    sample = self._drawing(index, torch.Generator().manual_seed(seed % 2**32))
-                else:
-                    seed_all(seed)
-                    sample = self._dataset[index]
+                sample = self._dataset[index]
             except RAISED as error:  # a user's data set may fail in any way
                 bad.append(BadSample.of(index, error))
             else:
                 samples.append(sample)
                 kept.append(offset)
         return samples, tuple(kept), bad
-
-    def _collated(self, request: BatchRequest, samples: Sequence[Any]) -> Batch:
-        """The recipe's collate may draw: its numbers depend on (seed, epoch, position of the request)."""
-        if self._collate is not None:
-            seed_all(spread_seed("collate", self._seed, request.epoch, request.position))
-        return collated(samples, self._collate)
 
     def _without_odd(
         self, request: BatchRequest, samples: Mapping[int, Any], bad: list[BadSample], error: BaseException
@@ -215,7 +191,7 @@ class Reader:
         if errors and (good or missing):  # otherwise the collate itself may be wrong
             odd = [BadSample.of(request.indices[offset], why) for offset, why in errors.items()]
             try:
-                batch = self._collated(request, [*good.values()]) if good else None
+                batch = collated([*good.values()], self._collate) if good else None
                 return Fetched(batch, tuple(good), (*bad, *odd))
             except RAISED as again:
                 error = again
@@ -232,15 +208,6 @@ class Reader:
             missing = _none_in(sample)
             return MissingError(f"{missing} is None") if missing else error
         return None
-
-
-def drawing(dataset: Indexed) -> Drawing | None:
-    """Its method `sample(index, generator)`, if it has one: then nothing is seeded, which is faster."""
-    method: Any = getattr(dataset, "sample", None)
-    with suppress(TypeError, ValueError):  # of C, without a signature
-        if inspect.isroutine(method) and list(inspect.signature(method).parameters) == ["index", "generator"]:
-            return method
-    return None
 
 
 def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:

@@ -28,8 +28,8 @@ from torch.utils.data._utils import worker as torch_worker
 from launcher.data.batch_plan import BatchPlan, generator_for
 from launcher.data.epochs import EVALUATION
 from launcher.data.loader import LoadedSet, Loading, Pool
-from launcher.data.random_state import GeneratorsKept, seed_all, spread_seed
 from launcher.data.reader import RAISED, BadSample, Collate, Fetched, InStream, collated
+from launcher.data.seeding import derive_seed, seed_all, seed_transform
 from launcher.data.tensors import Batch, Batches, Transform, to_device, transformed
 from launcher.errors import ConfigError, counted
 
@@ -110,8 +110,8 @@ class StreamReader(IterableDataset[Fetched]):
         self, parts: Iterator[range], state: dict[str, Any] | None, number: int, current_pass: int
     ) -> Iterator[Fetched]:
         began = time.monotonic()
-        # What set_epoch() draws: the same on all ranks, whose own generators stand elsewhere.
-        seed_all(spread_seed("stream begins", self.seed, current_pass, self._reader))
+        # What set_epoch() draws is the same on all ranks.
+        seed_all(derive_seed("stream begins", self.seed, current_pass, self._reader))
         if not self.divided:
             self._set_epoch(current_pass)
         at = skipped = 0
@@ -120,7 +120,7 @@ class StreamReader(IterableDataset[Fetched]):
             self.stream.load_state_dict(state["stream"])  # type: ignore[attr-defined]
             at = stood
         # What it draws before its first sample: the same in every process that reads it whole.
-        seed_all(spread_seed("stream begins", self.seed, current_pass, self._reader))
+        seed_all(derive_seed("stream begins", self.seed, current_pass, self._reader))
         source = iter(self.stream)
         for part in parts:
             goal = max(at, stood) if self.divided else part.start
@@ -128,7 +128,9 @@ class StreamReader(IterableDataset[Fetched]):
             samples: list[object] = []
             while len(samples) < len(part):
                 self.reading(at)
-                seed_all(spread_seed("stream", self.seed, current_pass, self._reader, at))
+                # For each sample, not each micro-batch: ranks, processes and a resume that skips forward read
+                # other parts of it, and must find the same order where the stream shuffles by what it draws.
+                seed_all(derive_seed("stream", self.seed, current_pass, self._reader, at))
                 try:
                     sample = next(source)
                 except StopIteration:
@@ -176,8 +178,7 @@ class StreamData(LoadedSet):
         stream = copy.copy(self.stream)  # it may remember where it stands
         whole, start = [range(samples)], Standpoint(1, 0)
         reader = StreamReader(stream, self._collate, self.how.seed, 0, False, lambda step: iter(whole), start)
-        with GeneratorsKept():
-            return next(iter(reader), None)
+        return next(iter(reader), None)
 
     def usable(self, fetched: Fetched) -> Batch:
         """The batch, on the device. Raises DataError where there is none."""
@@ -203,6 +204,16 @@ class StreamData(LoadedSet):
             yield len(fetched.kept), self.usable(fetched)
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A micro-batch of a stream as it was read; its first sample is at `position` of so many `passes`."""
+
+    fetched: Fetched
+    noise: Tensor  # of its samples, for the transform: fp32 [n, 4]
+    passes: int
+    position: int
+
+
 @dataclass(eq=False)
 class StreamBatches(Batches):
     """Training batches of a stream, in order. Where it ends on all ranks it starts again."""
@@ -218,14 +229,14 @@ class StreamBatches(Batches):
         self._pool: Pool | None = None
         self._fetched: Iterator[Fetched] = iter(())
         self._ahead: Fetched | None = None
-        self._latest: tuple[int, list[tuple[Fetched, Tensor]]] = (-1, [])
+        self._latest: tuple[int, list[Taken]] = (-1, [])
         self._missing = 0
 
     def step(self, epoch: int, step: int) -> list[Batch]:
         """This rank's micro-batches: of the next step, or again of the one before."""
         if step != self._latest[0]:
             self._latest = step, self._take()
-        return [self._finished(self.data.usable(fetched), noise) for fetched, noise in self._latest[1]]
+        return [self._finished(taken) for taken in self._latest[1]]
 
     def trial(self, step: int, most: int) -> list[Batch]:
         """A micro-batch of the first samples of the whole stream, if there are any. Reads nothing ahead."""
@@ -233,11 +244,11 @@ class StreamBatches(Batches):
         if fetched is None:
             return []
         noise = self._noise(Standpoint(0, 0))[: len(fetched.kept)]
-        return [self._finished(self.data.usable(fetched), noise)]
+        return [self._finished(Taken(fetched, noise, 0, 0))]
 
     def latest_indices(self) -> list[list[int]]:
         """Numbers of the samples that the latest `step` returned, within their micro-batch."""
-        return [list(fetched.kept) for fetched, _ in self._latest[1]]
+        return [list(taken.fetched.kept) for taken in self._latest[1]]
 
     def missing(self) -> int:
         """How many samples of its share this rank lacks in the latest step."""
@@ -297,7 +308,7 @@ class StreamBatches(Batches):
         self._fetched = iter(self._pool)
         self._ahead = next(self._fetched, None)
 
-    def _take(self) -> list[tuple[Fetched, Tensor]]:
+    def _take(self) -> list[Taken]:
         if self._pool is None:
             self._start()
         stands = self._stands
@@ -308,7 +319,8 @@ class StreamBatches(Batches):
             if self._ahead is None:
                 break
             offset = part.start - stands.step * self.plan.batch_size
-            taken.append((self._ahead, noise[offset : offset + len(self._ahead.kept)]))
+            rows = noise[offset : offset + len(self._ahead.kept)]
+            taken.append(Taken(self._ahead, rows, stands.passes, part.start))
             if made := self._ahead.stands:
                 stands = replace(
                     stands,
@@ -317,7 +329,7 @@ class StreamBatches(Batches):
                 )
             self._ahead = next(self._fetched, None)
         self._stands = replace(stands, step=stands.step + 1)
-        self._missing = sum(map(len, parts)) - sum(len(fetched.kept) for fetched, _ in taken)
+        self._missing = sum(map(len, parts)) - sum(len(each.fetched.kept) for each in taken)
         return taken
 
     def _noise(self, stands: Standpoint) -> Tensor:
@@ -326,8 +338,12 @@ class StreamBatches(Batches):
         generator = generator_for("noise of a stream", self.plan.seed, stands.passes, stands.step)
         return torch.rand(self.plan.batch_size, 4, generator=generator)
 
-    def _finished(self, batch: Batch, noise: Tensor) -> Batch:
-        return transformed("train_transform", self.transform, batch, to_device(noise, self.data.how.device))
+    def _finished(self, taken: Taken) -> Batch:
+        batch, device = self.data.usable(taken.fetched), self.data.how.device
+        if self.transform is None:
+            return batch
+        seed_transform(self.plan.seed, taken.passes, taken.position, device)
+        return transformed("train_transform", self.transform, batch, to_device(taken.noise, device))
 
 
 def present(number: int, processes: int, divides_itself: bool) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from launcher.data.batch_plan import BatchPlan, cut, share_of
+from launcher.data.seeding import seed_transform
 from launcher.errors import DataError
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -140,9 +141,16 @@ class DeviceBatches(Batches):
             self._order = to_device(self.plan.order(epoch), device)  # int64 [num_samples]
             self._noise = to_device(self.plan.noise(epoch), device)  # fp32 [num_samples, 4]
         self._latest = epoch, step
-        parts = [slice(each.start, each.stop) for each in self.plan.micro_positions(step)]
-        rows = [(self.data.select(self._order[part]), self._noise[part]) for part in parts]
-        return [transformed("train_transform", self.transform, *each) for each in rows]
+        return [self._batch(epoch, part) for part in self.plan.micro_positions(step)]
+
+    def _batch(self, epoch: int, part: range) -> Batch:
+        """The samples at these positions of the epoch's order, gathered and transformed on the device."""
+        rows = slice(part.start, part.stop)
+        batch = self.data.select(self._order[rows])
+        if self.transform is None:
+            return batch
+        seed_transform(self.plan.seed, epoch, part.start, self._noise.device)
+        return transformed("train_transform", self.transform, batch, self._noise[rows])
 
     def latest_indices(self) -> list[list[int]]:
         """The indices of the samples that the latest `step` returned, one list per micro-batch."""

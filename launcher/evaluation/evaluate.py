@@ -4,9 +4,11 @@ Owns the pass over a set, in which every sample counts exactly once; `measuring`
 Communicates only after the pass: ranks may have unequal shares, or none. Requires the same weights and
 buffers on all ranks. Never changes them, and restores the mode of each module.
 
-The trial, on a few samples, finds mistakes of a recipe. It changes nothing of a run: generators, buffers and
-the order of the data are as before. Its metrics have seen other samples, and another model, than in an
-evaluation: what depends on these is reported and not raised.
+Before each batch is computed the generators are seeded, so that each evaluation draws the same numbers.
+
+The trial, on a few samples, finds mistakes of a recipe. It changes nothing of a run: buffers and the order of
+the data are as before. Its metrics have seen other samples, and another model, than in an evaluation: what
+depends on these is reported and not raised.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 
 from launcher.config.user_code import defined_at
 from launcher.data.batch_plan import cut, share_of
-from launcher.data.random_state import GeneratorsKept
+from launcher.data.seeding import seed_evaluation
 from launcher.data.sources import FIRST, Readable, length_of
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch, transformed
@@ -111,10 +113,12 @@ class Pass:
     beat: Beat = lambda: None
     smaller: Smaller = never_smaller
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
+    seed: int = 0
 
-    def measure_batch(self, batch: Batch, measuring: Measuring) -> Loss:
-        """The loss of a batch, which the metrics are updated with."""
+    def measure_batch(self, batch: Batch, measuring: Measuring, number: int = 0) -> Loss:
+        """The loss of a batch, which the metrics are updated with. `number` counts those of this rank."""
         self.beat()
+        seed_evaluation(self.seed, self.env.rank, number, self.env.device)
         with self.forward_context():
             transform = self.recipe.eval_transform
             made = batch if transform is None else transformed("eval_transform", transform, batch)
@@ -154,7 +158,9 @@ def evaluate(
     def measure(size: int) -> tuple[_Totals, Measuring]:
         """This rank's share, up to a batch before which it is interrupted."""
         totals, measuring = _Totals(), Measuring(over.recipe, env, over.guard, over.beat)
-        for num_samples, batch in data.evaluation_batches(env.rank, env.world_size, size):
+        for number, (num_samples, batch) in enumerate(
+            data.evaluation_batches(env.rank, env.world_size, size)
+        ):
             if interrupted():
                 totals.stopped = 1
                 break
@@ -162,7 +168,7 @@ def evaluate(
             if batch is None:  # samples that could not be read and may be left out
                 totals.unreadable += num_samples
             else:
-                totals.add(over.measure_batch(batch, measuring))
+                totals.add(over.measure_batch(batch, measuring, number))
         return totals, measuring
 
     with evaluating(over.model), torch.no_grad():
@@ -247,7 +253,7 @@ def rehearse(over: Pass, data: Readable, batch_size: int) -> MetricValues:
             totals.add(trial_of(size).measure_batch(batch, measuring))
         return totals, measuring
 
-    with evaluating(over.model), torch.no_grad(), unchanged(over.model, env.device):
+    with evaluating(over.model), torch.no_grad(), unchanged(over.model):
         total, measuring = over.in_smaller_batches(measure, batch_size)
         found = measuring.conclude(total.loss_sum, total.counted or 1)
     for metric in over.recipe.measures:
@@ -258,17 +264,15 @@ def rehearse(over: Pass, data: Readable, batch_size: int) -> MetricValues:
 
 
 @contextmanager
-def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore the random states of the process and the device, and what the modules hold but parameters.
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore what the modules hold but parameters.
 
     That is their buffers, and attributes that a forward pass sets, such as a counter.
     """
     attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    gpus = [device] if device.type == "cuda" else []
     try:
-        with GeneratorsKept(), torch.random.fork_rng(gpus):
-            yield
+        yield
     finally:
         for module, of_module, own_buffers in attributes:
             vars(module).clear()

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
+from launcher.data.seeding import seed_all
 from launcher.data.sources import DataSets, Readable, batch_plan, trial_batches
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import Stepper
@@ -26,7 +27,6 @@ from launcher.engine.optim.updater import CHUNK as UPDATED_AT_ONCE
 from launcher.plan.meta import META, AllocationTracker, Arithmetic, OnMeta
 from launcher.recipe.contract import Recipe, loss_of
 from launcher.recipe.registry import load_recipe
-from launcher.training.device import seed_generators
 from launcher.training.failures.recipe_errors import guarding
 from launcher.training.progress import Course
 from launcher.training.setup import build
@@ -57,7 +57,7 @@ class PlannedTask:
     @classmethod
     def of(cls, config: Config, world_size: int) -> PlannedTask:
         """Loads the recipe and its data, as a run does. Raises what a run raises."""
-        seed_generators(config.seed)
+        seed_all(config.seed)
         with guarding(f'the function under @recipe("{config.recipe.uses}")', LOG):
             recipe = load_recipe(config)
         env = WorkerEnv(0, world_size, 0, world_size, torch.device("cpu"), None)

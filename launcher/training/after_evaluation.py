@@ -1,7 +1,7 @@
 """What a recipe shows after an evaluation: texts, numbers and pictures, made on rank 0.
 
 Owns the call of `Recipe.after_evaluation`, the wait of the other ranks, and the files of the pictures. The
-function cannot change the run: the random generators are restored, and changed weights are an error.
+function cannot change the run: changed weights are an error, and what it draws is drawn by nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from launcher.checkpoint.generators import restore_states, states
+from launcher.data.seeding import derive_seed, seed_all
 from launcher.distributed.collectives import of_leader
 from launcher.engine.flat.names import named_buffers, named_parameters
 from launcher.errors import ConfigError, RecipeError
@@ -26,7 +26,6 @@ from launcher.evaluation.evaluate import evaluating, unchanged
 from launcher.run_dir.atomic import encodable, make_folder, write_content
 from launcher.run_dir.records import PICTURES
 from launcher.telemetry.events import AfterEvaluationEvent
-from launcher.training.device import seed_generators
 from launcher.training.failures.recipe_errors import found_in_trial, guarding
 from launcher.training.job import Job
 from launcher.training.progress import Position
@@ -60,7 +59,7 @@ def rehearse(job: Job, step: int) -> None:
             sorted_by_kind(_call(job, position))
         return b""
 
-    with found_in_trial("after_evaluation"), unchanged(job.model, job.run.env.device):
+    with found_in_trial("after_evaluation"), unchanged(job.model):
         _call_while_others_wait(job, call, TRIAL)
 
 
@@ -84,15 +83,12 @@ def _call_and_report(job: Job, position: Position) -> bytes:
 def _call(job: Job, position: Position) -> object:
     """What the function returns. The other ranks wait for as long as it takes."""
     assert job.recipe.after_evaluation is not None
-    run, model, device = job.run, job.model, job.run.env.device
-    generators, before = states(device), _digests(model)
+    run, model = job.run, job.model
+    before = _digests(model)
     # By the step, so that a resumed run shows the same.
-    seed_generators(run.config.seed + position.step)
-    try:
-        with evaluating(model), torch.no_grad(), run.stepper.forward(), run.heartbeat.in_user_code():
-            found = job.recipe.after_evaluation(model, position)
-    finally:
-        restore_states(generators, device)
+    seed_all(derive_seed(run.config.seed, position.step, "after_evaluation"), run.env.device)
+    with evaluating(model), torch.no_grad(), run.stepper.forward(), run.heartbeat.in_user_code():
+        found = job.recipe.after_evaluation(model, position)
     if _digests(model) != before:
         raise ConfigError(
             "the recipe's after_evaluation has changed weights or buffers of the model, on rank 0 alone. "

@@ -1,14 +1,12 @@
-"""Switches, generators and memory of a process."""
+"""Switches and memory of a process."""
 
 from __future__ import annotations
 
 import gc
 import os
-import random
 import warnings
 from pathlib import Path
 
-import numpy
 import torch
 
 from launcher.config.schema import Config
@@ -36,13 +34,6 @@ def apply_switches(config: Config) -> None:
         torch.backends.cudnn.benchmark = not config.train.deterministic
         # It advises flatten_parameters(), which would take the weights out of the Stepper's flat memory.
         warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the generators that recipes draw from without naming one: Python's, NumPy's and torch's."""
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)  # NumPy accepts no larger seed
-    torch.manual_seed(seed)
 
 
 def free_memory(device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """Runs the batch of the step that ended a run again, to find the rank, samples and module at fault.
 
 Owns that second pass, and the texts about what it shows, ordered by position in the pass and equal on all
-ranks. All ranks enter it at the same step, because all read the same numbers; only the random state of the
-run changes. Called only after a failure.
+ranks. All ranks enter it at the same step, because all read the same numbers. The generators are seeded as in
+the step, so that dropout masks are the same. Called only after a failure.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from launcher.data.seeding import seed_compute
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import exchange_texts
 from launcher.engine.flat.names import named_parameters
@@ -101,7 +102,9 @@ class DivergenceInspector:
         """Evidence without a module where the cause is something else."""
         found = [Evidence(NOTHING, "")]
         for number, batch in enumerate(self._job.batches.step(position.epoch, position.step_of_epoch)):
-            origin = self._run(batch)[0].origin  # of all micro-batches: collectives within modules match
+            origin = self._run(batch, position, number)[
+                0
+            ].origin  # of all micro-batches: collectives within modules match
             if any(map(nonfinite_rows, batch.values())):
                 found.append(Evidence(number << 32, ""))
             elif origin is not None:
@@ -115,19 +118,25 @@ class DivergenceInspector:
         found: list[Evidence] = []
         by_batch = zip(micro_batches, batches.latest_indices(), strict=True)
         for number, (batch, indices) in enumerate(by_batch):
-            forward, loss_finite = self._run(batch)
+            forward, loss_finite = self._run(batch, position, number)
             # Even if forward failed, so that collectives within modules match on all ranks.
-            back = self._run_back(batch) if backward else None
+            back = self._run_back(batch, position, number) if backward else None
             found.append(evidence_of(forward, loss_finite, back, number, batch, indices))
         return min(found, default=Evidence(NOTHING, "no samples"))
 
-    def _run(self, batch: Batch) -> tuple[Diagnosis, bool]:
+    def _run(self, batch: Batch, position: Position, number: int) -> tuple[Diagnosis, bool]:
         """One micro-batch through the model, in training mode, uncompiled; and whether its loss is finite."""
+        self._seed(position, number)
         losses: list[Tensor] = []
         diagnosis = nonfinite.diagnose(self._stepper.model, lambda: losses.append(self._loss_sum(batch)))
         return diagnosis, bool(losses[0].isfinite())
 
-    def _run_back(self, batch: Batch) -> BackwardDiagnosis:
+    def _seed(self, position: Position, number: int) -> None:
+        plan = self._job.batches.plan
+        seed_compute(plan.seed, position.step, plan.rank, number, self._stepper.device)
+
+    def _run_back(self, batch: Batch, position: Position, number: int) -> BackwardDiagnosis:
+        self._seed(position, number)
         model, back = self._stepper.model, self._stepper.dry_backward
         return nonfinite.diagnose_backward(model, lambda: back(self._loss_sum(batch)))
 

@@ -2,7 +2,7 @@
 
 The last batch of an epoch may have one sample, on which a batch norm raises, or other numbers of samples on
 each rank, on which a collective in the loss fails. The trial is a step that all ranks drop: weights, buffers,
-optimizer, loss scale and random numbers are those of a run without it.
+optimizer and loss scale are those of a run without it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def try_smallest_batch(job: Job, task: Task) -> None:
 
     tried = replace(task, network=job.model, loss=loss)
     batches = training_batches(job.data.train, plan, job.recipe.train_transform, total_steps=0)
-    with found_in_trial(what), raised_on_all(run.env), unchanged(job.model, run.env.device):
+    with found_in_trial(what), raised_on_all(run.env), unchanged(job.model):
         job.model.train()
         try:
             for batch in batches.trial(step, len(sizes[run.env.rank])):

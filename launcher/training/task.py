@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from launcher.data.seeding import seed_compute
 from launcher.data.tensors import Batch, Batches
 from launcher.engine import EngineWarning, Stepper, StepResult
 from launcher.engine.step_timer import DATA
@@ -67,7 +68,9 @@ class Task:
             self.stepper.vote(Question.STREAM_END)
         if not micro_batches:
             self._vote_to_stop()
+        plan = self.batches.plan
         for number, batch in enumerate(micro_batches):
+            seed_compute(plan.seed, position.step, plan.rank, number, self.stepper.device)
             self.answers.count(self.learn_from(batch, is_first=number == 0), batch)
         return ends
 

@@ -186,12 +186,6 @@ def test_the_order_is_the_same_in_every_process_whatever_was_drawn_before():
     assert order == epoch_order(12, 3, 5).tolist()
 
 
-def test_the_global_generator_is_left_alone():
-    before = torch.get_rng_state()
-    DeviceBatches(numbered(20), plan(20, 4), with_noise).step(0, 0)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_noise_is_uniform_below_one():
     noise = epoch_noise(20_000, 0, 0)
     assert noise.dtype == torch.float32

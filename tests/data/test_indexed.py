@@ -13,7 +13,7 @@ from multiprocessing import resource_sharer
 import numpy
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset
 
 from launcher.data.batch_plan import BatchPlan, by_length
 from launcher.data.indexed import IndexedData, LoadedBatches
@@ -44,6 +44,11 @@ class Noisy(Dataset):
             self.at[index]()
         drawn = [random.random(), numpy.random.rand(), torch.rand(()).item()]
         return {"index": index, "drawn": torch.tensor(drawn, dtype=torch.float64)}
+
+
+class Rows(IterableDataset):
+    def __iter__(self):
+        return (Noisy(50)[index] for index in range(50))
 
 
 def torn():
@@ -86,16 +91,27 @@ def digests_of(world_size, workers, start=0, steps=14, micro_batch=None):
         return found
 
 
-def test_the_batches_are_the_same_on_any_number_of_ranks_and_loader_processes():
-    expected = digests_of(1, 0)
-    assert len(set(expected)) == 14
-    for world_size, workers, micro_batch in ((1, 1, None), (1, 4, 3), (2, 0, 2), (2, 1, None), (3, 4, 2)):
-        assert digests_of(world_size, workers, micro_batch=micro_batch) == expected, (world_size, workers)
+def test_the_batches_are_the_same_on_any_number_of_loader_processes():
+    for split in ({"world_size": 1}, {"world_size": 2, "micro_batch": 3}):
+        expected = digests_of(workers=0, **split)
+        assert len(set(expected)) == 14
+        for workers in (1, 3):
+            assert digests_of(workers=workers, **split) == expected, (split, workers)
+
+
+def test_the_samples_of_a_step_are_the_same_on_any_number_of_ranks():
+    def indices(world_size, micro_batch):
+        ranks = [batches(Noisy(50), world_size, rank, 0, micro_batch) for rank in range(world_size)]
+        return [flat(each["index"].tolist() for b in ranks for each in b.step(0, step)) for step in range(7)]
+
+    assert sorted(flat(indices(1, None))) == list(range(50))
+    for world_size, micro_batch in ((1, 3), (2, None), (3, 2)):
+        assert indices(world_size, micro_batch) == indices(1, None)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resume_within_an_epoch_reads_the_same_batches(workers):
-    assert digests_of(2, workers, start=10) == digests_of(1, 0)[10:]
+    assert digests_of(2, workers, start=10) == digests_of(2, 0)[10:]
 
 
 def test_a_resume_reads_nothing_of_what_was_trained_on():
@@ -116,12 +132,26 @@ def test_a_step_may_be_asked_for_again(workers):
         assert loaded.step(0, 3)[0]["index"].tolist() == batches(Noisy(50)).step(0, 3)[0]["index"].tolist()
 
 
-def test_reading_in_this_process_does_not_touch_the_generators_of_the_run():
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
-    batches(Noisy(50)).step(0, 0)
-    assert torch.equal(torch.rand(4), expected)
+@pytest.mark.parametrize("kind", ["indexed", "in memory", "streamed"])
+def test_a_transform_that_draws_draws_the_same_in_every_process_and_after_any_draws(kind):
+    def draws(batch, noise):
+        drawn = torch.tensor([random.random(), numpy.random.rand(), torch.rand(()).item()])
+        return {**batch, "own": drawn.expand(len(noise), 3)}
+
+    def drawn(workers, steps):
+        sets = {"indexed": Noisy(50), "in memory": TensorData({"index": torch.arange(50)})}
+        data = readable(sets.get(kind) or Rows(), None, loading(workers), "training")
+        loaded = training_batches(data, BatchPlan(50, 8, 4, 1, 0, 5, False), draws, 14)
+        with loader_processes():
+            return [batch["own"][0].tolist() for step in steps for batch in loaded.step(0, step)]
+
+    expected = drawn(0, range(5))
+    assert len(set(flat(expected))) == len(flat(expected)) == 30
+    torch.rand(3), random.random(), numpy.random.rand()
+    for workers in (0, 2):
+        assert drawn(workers, range(5)) == expected, workers
+    if kind != "streamed":  # which is read from its start on
+        assert drawn(2, range(2, 5)) == expected[12 // 3 :]
 
 
 def test_a_transform_gets_the_noise_of_the_sample_whatever_the_rank():

@@ -5,7 +5,7 @@ import numpy
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from launcher.data.epochs import EVALUATION
 from launcher.data.reader import TOGETHER, BatchRequest, Reader, collated, columns
@@ -20,11 +20,6 @@ class Drawn(Dataset):
 
     def __getitem__(self, index):
         return {"drawn": torch.tensor([random.random(), numpy.random.rand(), torch.rand(()).item()])}
-
-
-class FromGenerator(Drawn):
-    def sample(self, index, generator):
-        return {"drawn": torch.rand(3, generator=generator)}
 
 
 class Listed(Dataset):
@@ -45,15 +40,14 @@ def read(dataset, *indices, epoch=0, position=0, seed=0, collate=None):
     return Reader(dataset, collate, seed)[BatchRequest(epoch, position, indices)]
 
 
-@pytest.mark.parametrize("dataset", [Drawn(), FromGenerator()], ids=["global generators", "a generator"])
-def test_random_numbers_depend_on_seed_epoch_and_position_alone(dataset):
-    whole = read(dataset, 3, 4, 5, position=7).batch["drawn"]
-    torch.rand(5)
-    parts = [read(dataset, index, position=position).batch["drawn"] for index, position in ((3, 7), (9, 8))]
-    assert torch.equal(whole[:2], torch.cat(parts)), "not on the batch they are in, nor on the sample"
+def test_random_numbers_depend_on_seed_epoch_and_position_alone():
+    whole = read(Drawn(), 3, 4, 5, position=7).batch["drawn"]
+    torch.rand(5), random.random(), numpy.random.rand()
+    assert torch.equal(whole, read(Drawn(), 8, 9, 6, position=7).batch["drawn"]), "not on the samples"
+    assert len(whole.unique()) == 9, "each sample of a micro-batch draws others"
     for other in ({"seed": 1}, {"epoch": 1}, {"epoch": EVALUATION}, {"position": 8}):
-        moved = read(dataset, 3, **{"position": 7, **other}).batch["drawn"]
-        assert not torch.isclose(moved, whole[:1]).any(), other
+        moved = read(Drawn(), 3, 4, 5, **{"position": 7, **other}).batch["drawn"]
+        assert not torch.isclose(moved, whole).any(), other
 
 
 DRAWS = {
@@ -78,40 +72,6 @@ class RarelyDrawn(Dataset):
         self.read.append(index)
         drawn = self.draw() if index == self.drawing else 0.0
         return {"drawn": torch.tensor([drawn], dtype=torch.float64)}
-
-
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_a_sample_that_is_the_first_to_draw_gets_the_same_numbers_as_in_another_reader(draw):
-    dataset = RarelyDrawn(6, draw)
-    reader = Reader(dataset, None, 0)
-    reader[BatchRequest(0, 0, (1, 2, 3))]
-    late = reader[BatchRequest(0, 3, (5, 6, 7))].batch["drawn"]
-    reader[BatchRequest(0, 6, (8, 9))]
-    assert dataset.read == [1, 2, 3, 5, 6, 7, 8, 9], "no sample is read twice"
-    alone = read(RarelyDrawn(6, draw), 6, position=4).batch["drawn"]
-    assert torch.equal(late[1:2], alone)
-    assert alone.all()
-
-
-class SetsBack(RarelyDrawn):
-    """Draws for each sample, and leaves the generators as they were."""
-
-    def __getitem__(self, index):
-        before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-        drawn = [draw() for draw in DRAWS.values()]
-        random.setstate(before[0]), numpy.random.set_state(before[1]), torch.set_rng_state(before[2])
-        return {"drawn": torch.tensor(drawn)}
-
-
-@pytest.mark.parametrize(
-    "wrapped", [lambda data: data, lambda data: Subset(data, range(10))], ids=["", "Subset"]
-)
-def test_a_set_that_restores_the_generators_draws_other_numbers_for_each_sample(wrapped):
-    reader = Reader(wrapped(SetsBack(None)), None, 0)
-    whole = torch.cat([reader[BatchRequest(0, position, (5, 6))].batch["drawn"] for position in (0, 2)])
-    assert len(whole.unique()) == 12
-    alone = read(wrapped(SetsBack(None)), 9, position=3).batch["drawn"]
-    assert torch.equal(whole[3:], alone), "whatever was read before"
 
 
 class Together(RarelyDrawn):
@@ -146,14 +106,10 @@ def test_a_set_that_gives_several_samples_at_once_is_asked_for_them():
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_samples_that_draw_are_not_read_together(draw):
-    dataset = Together(6, draw)
-    reader = Reader(dataset, None, 0)
-    reader[BatchRequest(0, 0, (1, 2, 3))]
-    late = reader[BatchRequest(0, 3, (5, 6, 7))].batch["drawn"]
-    reader[BatchRequest(0, 6, (8, 9))]
-    assert len(dataset.asked) == 2
-    assert torch.equal(late[1:2], read(RarelyDrawn(6, draw), 6, position=4).batch["drawn"])
+def test_samples_that_are_read_together_draw_what_they_draw_one_by_one(draw):
+    together = read(Together(6, draw), 5, 6, 7, position=3).batch["drawn"]
+    assert torch.equal(together, read(RarelyDrawn(6, draw), 5, 6, 7, position=3).batch["drawn"])
+    assert together[1].all()
 
 
 def test_a_sample_that_fails_among_several_is_named():
@@ -182,12 +138,7 @@ def test_hugging_face_samples_padded_within_a_batch_are_read_together():
     assert read(dataset, 0, 2, 1).batch["words"].tolist() == [[1, 0, 0], [1, 2, 3], [1, 2, 0]]
 
 
-@pytest.mark.parametrize(
-    "dataset",
-    [RarelyDrawn(None), Drawn(), FromGenerator(), RarelyDrawn(2, DRAWS["torch"])],
-    ids=["none draws", "each draws", "a generator", "one draws"],
-)
-def test_a_collate_that_draws_gets_numbers_of_its_request(dataset):
+def test_a_collate_that_draws_gets_numbers_of_its_request():
     def collate(samples):
         drawn = torch.tensor([draw() for draw in DRAWS.values()])
         return {
@@ -195,9 +146,9 @@ def test_a_collate_that_draws_gets_numbers_of_its_request(dataset):
             "drawn": samples[-1]["drawn"].expand(len(samples), -1),
         }
 
-    reader = Reader(dataset, collate, 0)
+    reader = Reader(Drawn(), collate, 0)
     one, two, three = (reader[BatchRequest(0, position, (1, 2))].batch["mixed"] for position in (0, 2, 4))
-    again = read(dataset, 1, 2, position=4, collate=collate).batch
+    again = read(Drawn(), 1, 2, position=4, collate=collate).batch
     assert not torch.isclose(one, two).any()
     assert not torch.isclose(two, three).any()
     assert torch.equal(three, again["mixed"]), "also as the first request of a reader"
@@ -208,35 +159,6 @@ def test_neighbouring_positions_draw_unrelated_numbers():
     drawn = read(Drawn(), *range(10)).batch["drawn"].double()
     assert len(drawn.flatten().unique()) == 30
     assert drawn.std(dim=0).min() > 0.15  # of uniform numbers: 0.29
-
-
-class DrawnByEpoch(Drawn):
-    def set_epoch(self, epoch):
-        random.random(), numpy.random.rand(), torch.rand(())
-
-
-def drawing(samples):
-    return {"drawn": torch.rand(len(samples)) + random.random() + numpy.random.rand()}
-
-
-@pytest.mark.parametrize(
-    ("dataset", "collate"),
-    [
-        (Drawn(), None),
-        (DrawnByEpoch(), None),
-        (Listed(*[{"x": torch.zeros(1)}] * 9), drawing),
-        (Listed(*[ValueError()] * 9), None),
-    ],
-    ids=["samples", "set_epoch", "the collate", "none can be read"],
-)
-def test_reading_in_this_process_leaves_the_generators_as_they_were(dataset, collate):
-    random.seed(3), numpy.random.seed(3), torch.manual_seed(3)
-    expected = random.random(), numpy.random.rand(), torch.rand(())
-    random.seed(3), numpy.random.seed(3), torch.manual_seed(3)
-    reader = Reader(dataset, collate, seed=1)
-    for position in (0, 2, 4):
-        reader.read_here(BatchRequest(0, position, (position, position + 1)))
-    assert (random.random(), numpy.random.rand(), torch.rand(())) == expected
 
 
 def test_samples_that_cannot_be_read_are_named_and_left_out():

@@ -278,11 +278,3 @@ def test_an_evaluation_visits_every_sample_once(make, workers):
                 for number in batch["index"].tolist()
             ]
             assert sorted(found) == list(range(30))
-
-
-def test_reading_in_this_process_does_not_touch_the_generators_of_the_run():
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
-    batches(Numbers()).step(0, 0)
-    assert torch.equal(torch.rand(4), expected)

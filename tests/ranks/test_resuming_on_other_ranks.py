@@ -11,6 +11,7 @@ from torch import nn
 from launcher.checkpoint.catalog import resume
 from launcher.checkpoint.format import publish
 from launcher.checkpoint.snapshot import Identity, Origin, Progress, restore
+from launcher.data.seeding import seed_compute
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Stepper, Wire
 from tests.configs import composed
@@ -28,6 +29,7 @@ def stepper_of(env: WorkerEnv, shard: bool) -> Stepper:
 def run(env: WorkerEnv, stepper: Stepper, steps: range) -> None:
     """Ranks draw different amounts of random numbers, as they do where their shares differ."""
     for step in steps:
+        seed_compute(0, step, env.rank, 0, env.device)
         train(stepper, *features(4 + env.rank, 10 * step + env.rank, (3, 8, 8)))
 
 

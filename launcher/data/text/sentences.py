@@ -120,10 +120,6 @@ class TokenRows:
         # Copies: what is written into the tokens, such as masks, would be in them for all later epochs.
         return self._tokens[row].copy(), self._types[row].copy(), self._classes[index]
 
-    def sample(self, index: int, generator: torch.Generator) -> tuple[object, object, int]:
-        """The same: nothing here is random, so nothing has to be seeded."""
-        return self[index]
-
     def fingerprint(self) -> str:
         """Sums that other rows, or the same in another order, do not have."""
         sums = [int(np.sum(each, dtype=np.int64)) for each in (self._tokens, self._types)]

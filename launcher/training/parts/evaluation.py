@@ -222,7 +222,7 @@ class Evaluator:
             with guarding(what, run.logs_of_failure, batch, of_metric=True), run.heartbeat.in_user_code():
                 yield
 
-        beat = partial(run.heartbeat.beat, phase)
+        beat, seed = partial(run.heartbeat.beat, phase), run.config.seed
         return Pass(
             self.recipe,
             self.model,
@@ -232,4 +232,5 @@ class Evaluator:
             beat,
             self._smaller,
             run.heartbeat.in_user_code,
+            seed,
         )

@@ -178,9 +178,8 @@ def warn_unless_repeatable(data: IndexedData) -> None:
         warnings.warn(
             f"sample 0 of the {data.kind} set differs when it is read again with the same seed, in "
             f"{', '.join(odd)}. A resume, and another number of ranks or of data.workers, will train on "
-            "other samples. Draw from random, numpy.random or torch, which are seeded before each sample, or "
-            "give the data set a method sample(index, generator). Keep no generator, counter or open file in "
-            "it from one sample to the next.",
+            "other samples. Draw from random, numpy.random or torch, which are seeded before each "
+            "micro-batch. Keep no generator, counter or open file in it from one sample to the next.",
             DataWarning,
             stacklevel=2,
         )

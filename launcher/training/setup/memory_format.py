@@ -75,7 +75,7 @@ def _failure(env: WorkerEnv, recipe: Recipe, model: nn.Module, data: Readable, p
     """
     size = min(plan.largest_micro_batch, MOST_SAMPLES)
     last_rank = replace(plan, micro_batch=size, rank=plan.world_size - 1)  # whose share is the largest
-    with unchanged(model, env.device):
+    with unchanged(model):
         model.train()
         try:
             for batch in training_batches(data, last_rank, recipe.train_transform, 0).trial(0, 1)[:1]:

@@ -3,8 +3,8 @@
 Owns the sizes among which a run may choose for itself, the trials of data.micro_batch=auto, which change
 nothing of a run, and the choice by their results. A trial is a forward and backward pass on real samples,
 with the buffers that a step of such micro-batches needs, in a step that is dropped on all ranks: weights,
-BatchNorm statistics, loss scale and counters are kept, generators are restored, and the batches are made
-apart from those of the run.
+BatchNorm statistics, loss scale and counters are kept, and the batches are made apart from those of the run.
+What a trial draws changes nothing either: the generators are seeded before each micro-batch of a step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import torch
 
-from launcher.checkpoint.generators import restore_states, states
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import trial_batches
 from launcher.distributed.collectives import exchange_texts
@@ -104,14 +103,12 @@ def _fits(job: Job, size: int, tried: dict[int, str]) -> bool:
 def _failure(job: Job, plan: BatchPlan, smaller: bool) -> str:
     """What this rank ran out of in a step of `plan`; empty if nothing. Raises as `_shortage`."""
     run, failure = job.run, ""
-    generators = states(run.env.device)
     try:
         _pass(job, plan)
     except Exception as error:
         failure = _shortage(error, smaller)
     # Whether it fitted or not: all ranks drop the step, by the same collectives.
     run.stepper.abandon()
-    restore_states(generators, run.env.device)
     free_memory(run.env.device)
     return failure
 
