@@ -43,8 +43,10 @@ def judged(logits: Tensor, real: bool) -> Tensor:
 def train(steps: int, device: torch.device) -> tuple[Stepper, Stepper]:
     torch.manual_seed(0)  # the same networks on all ranks
     maker, judge = network(NOISE, 2).to(device), network(2, 1).to(device)
-    make = Stepper(maker, AdamW(1e-3, betas=(0.5, 0.999), weight_decay=0.0), Policy.fp16())
-    call = Stepper(judge, AdamW(1e-3, betas=(0.5, 0.999), weight_decay=0.0), Policy.fp16())
+    optimizer = AdamW(1e-3, betas=(0.5, 0.999), weight_decay=0.0)
+    # Each in a group of its own, so that the messages of one overlap the passes of the other.
+    make = Stepper(maker, optimizer, Policy.fp16(), dist.new_group())
+    call = Stepper(judge, optimizer, Policy.fp16(), dist.new_group())
     own = torch.Generator().manual_seed(1 + dist.get_rank())  # other samples on each rank
     for step in range(1, steps + 1):
         real, noise = circle(own).to(device), torch.randn(BATCH, NOISE, generator=own).to(device)

@@ -44,7 +44,7 @@ def train(name: str, directory: Path, *words: str) -> dict:
 
 def test_they_are_no_recipes_of_the_program() -> None:
     assert registry_of(None).recipes.keys().isdisjoint(RECIPES)
-    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted([*RECIPES, "gan"])
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted([*RECIPES, "flat_loop", "gan"])
 
 
 @pytest.mark.slow
