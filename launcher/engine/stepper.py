@@ -199,13 +199,12 @@ class Stepper:
         return len(self.reducer.buckets)
 
     def vote(self, question: int, votes: int = 1) -> None:
-        """Vote on one of the caller's questions in the coming step, before its first backward().
+        """Vote on one of the caller's questions in the coming step, at any time before step().
 
-        The votes are sent with the counts, so they cost no extra collective: `StepReport.votes[question]` is
-        their sum over the ranks, the same on all ranks. `question` is 0 to 9.
+        The votes are sent with the totals of the step, so they cost no extra collective:
+        `StepReport.votes[question]` is their sum over the ranks, the same on all ranks. `question` is 0 to 9.
         """
         limits.question.require("vote question", question)
-        self._step.refuse_within("vote()")
         self._parts.totals.vote(question, votes)
 
     def backward(self, loss_sum: Tensor, count: float | Tensor) -> None:

@@ -40,6 +40,8 @@ class Task:
             return self.stepper.abandon()
         try:
             ends = self._learn(position)
+            if self.stop_requested():  # it travels with the totals of this step, after which all ranks stop
+                self.stepper.vote(Question.STOP)
             result = self.stepper.step()
         except Exception as error:
             if not self.micro_batch.abandons_after(error):
@@ -66,25 +68,16 @@ class Task:
             self.stepper.vote(Question.MISSING_SAMPLES, missing)
         if ends := self.batches.at_end():
             self.stepper.vote(Question.STREAM_END)
-        if not micro_batches:
-            self._vote_to_stop()
         plan = self.batches.plan
         for number, batch in enumerate(micro_batches):
             seed_compute(plan.seed, position.step, plan.rank, number, self.stepper.device)
-            self.answers.count(self.learn_from(batch, is_first=number == 0), batch)
+            self.answers.count(self.learn_from(batch), batch)
         return ends
 
-    def _vote_to_stop(self) -> None:
-        """Pass a request to stop on, as late as this step can: all ranks stop after it."""
-        if self.stop_requested():
-            self.stepper.vote(Question.STOP)
-
-    def learn_from(self, batch: Batch, is_first: bool = False) -> Loss:
-        """Forward and backward pass of a micro-batch, the first of its step or not."""
+    def learn_from(self, batch: Batch) -> Loss:
+        """Forward and backward pass of a micro-batch."""
         with self.stepper.forward():
             of_batch = loss_of(self.loss, self.network, batch)
-        if is_first:
-            self._vote_to_stop()  # before the backward pass, with which the votes may be sent
         if not self.inspected:
             self.inspected = True
             if text := unheld_parameters(of_batch.sum, self.network):

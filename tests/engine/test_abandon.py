@@ -194,14 +194,10 @@ def test_buffers_are_restored_after_a_forward_pass_that_raised(mood, policy) -> 
 
 
 @pytest.mark.parametrize("failed", [True, False])
-@pytest.mark.parametrize("call", ["state", "load", "vote"])
+@pytest.mark.parametrize("call", ["state", "load"])
 def test_what_belongs_between_steps_is_refused_within_one(call, failed) -> None:
     stepper = stepper_of(Planted(), 2)
-    arguments = {
-        "state": [],
-        "load": [stepper.state().clone()],
-        "vote": [0],
-    }[call]
+    arguments = {"state": [], "load": [stepper.state().clone()]}[call]
     if failed:
         fail_halfway(stepper)
     else:

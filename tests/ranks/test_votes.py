@@ -25,15 +25,17 @@ def votes_of_three_steps(env: WorkerEnv) -> list[tuple[int, ...]]:
             with stepper.forward():
                 logits = stepper.model(inputs)
             stepper.backward(loss_sum(logits, classes), 4)
+        if step == 1 and env.rank == 0:
+            stepper.vote(1)  # a request to stop that arrives within the step
         seen.append(stepper.step().read().votes[:4])
     return seen
 
 
 def test_all_ranks_read_the_same_votes_and_they_count_for_one_step() -> None:
     torch.manual_seed(0)
-    expected = [(0, 0, 0, 0), (2, 0, 1, 5), (0, 0, 0, 0)]
+    expected = [(0, 0, 0, 0), (2, 1, 1, 5), (0, 0, 0, 0)]
     assert run_ranks(2, votes_of_three_steps) == [expected, expected]
 
 
 def test_a_single_process_reads_its_own_vote() -> None:
-    assert run_ranks(1, votes_of_three_steps)[0][1] == (1, 0, 0, 0)
+    assert run_ranks(1, votes_of_three_steps)[0][1] == (1, 1, 0, 0)
