@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
     """Run a job: in parent mode on new workers, else on the ranks started with this process."""
     from launcher.run_dir.claim import claimed
-    from launcher.supervisor.supervise import supervise
+    from launcher.supervisor.supervise import run_supervised
 
     workers = num_workers(config.launch, leader.launch)
     with claimed(leader.recalled(config), overrides) as claim:
@@ -59,7 +59,7 @@ def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
                     write_failure(run_dir, Failure.of(error))
                 raise
         else:
-            supervise(claim.config, workers)
+            run_supervised(claim.config, workers)
 
 
 def run_job(arguments: Arguments, leader: Leader) -> None:
@@ -86,11 +86,13 @@ def run_worker(config: Config, launch: LaunchEnv, store: dist.Store | None, job:
 
 def run_node(config: Config, launch: LaunchEnv, store: dist.Store | None, job: str) -> None:
     """Run the workers of this machine, as one of the parents of a run on several machines."""
-    from launcher.supervisor.nodes import Nodes
-    from launcher.supervisor.supervise import supervise
+    from launcher.supervisor.nodes import MultiNode
+    from launcher.supervisor.supervise import run_supervised
 
     assert store is not None
-    supervise(config, num_workers(config.launch, LaunchEnv()) or 1, Nodes(launch, store, job, config.launch))
+    run_supervised(
+        config, num_workers(config.launch, LaunchEnv()) or 1, MultiNode(launch, store, job, config.launch)
+    )
 
 
 def report_failure(error: Exception) -> int:

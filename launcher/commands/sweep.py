@@ -25,7 +25,7 @@ from launcher.errors import TO_RESUME, LauncherError, counted
 from launcher.process.signals import StopSignal, save_means_stop, signal_handlers_installed, signals_blocked
 from launcher.process.streams import write
 from launcher.process.terminal import say
-from launcher.supervisor.supervise import warm_up
+from launcher.supervisor.supervise import preload
 from launcher.supervisor.worker_count import num_workers, refuse_small_batch, visible_gpus
 from launcher.sweep.asha import Pruner
 from launcher.sweep.carriers import Carrier
@@ -72,7 +72,7 @@ def run_sweep(request: Request, configs: Sequence[Config], leader: Leader, findi
         with signals_blocked():
             # Other carriers start processes elsewhere.
             if (record.left or searches) and settings.on == "devices":
-                warm_up(FOR_JOBS)
+                preload(FOR_JOBS)
         progress = SweepProgress(directory, record.jobs, alone, settings.stop.trials if searches else None)
         scheduler = Scheduler(directory, record, carrier, settings, progress, signals, pruner, search)
         with carrier:

@@ -80,7 +80,7 @@ def _details_of_first(runs: Sequence[RunRecord]) -> str:
         _each("Gradients in the range of fp16", runs, gradient_part),
         _each("GPUs", runs, lambda run: _drawn(gpu_charts(run))),
         _each("Mistakes by class", runs, confusion_part),
-        _each("Restarts and failures", runs, _restarts),
+        _each("RestartPolicy and failures", runs, _restarts),
         _each("Evaluations", runs, _evaluations),
         _each("Shown by the recipe", runs, after_evaluation),
         _each("Skipped steps", runs, _overflows),
@@ -135,7 +135,7 @@ def _restarts(run: RunRecord) -> str:
         for event, text in sorted(what, key=lambda each: each[0].time)
         if math.isfinite(event.time - began)
     ]
-    return html.table("Restarts and failures", rows[:MAX_RESTARTS], texts=("what",))
+    return html.table("RestartPolicy and failures", rows[:MAX_RESTARTS], texts=("what",))
 
 
 def _evaluations(run: RunRecord) -> str:

@@ -24,46 +24,46 @@ from launcher.process.signals import StopSignal, signals_blocked
 from launcher.process.streams import write
 from launcher.run_dir.result import PREEMPTED, STOPPED
 from launcher.run_dir.status import FILE_NAME, state_since
-from launcher.supervisor.attempt import Generation
-from launcher.supervisor.child import Work, be_a_rank
-from launcher.supervisor.nodes import RESTART, OneMachine
-from launcher.supervisor.restart_policy import Restarts
-from launcher.supervisor.root_cause import SAVED, AttemptVerdict, RunFailed
+from launcher.supervisor.nodes import RESTART, SingleNode
+from launcher.supervisor.restart_policy import RestartPolicy
+from launcher.supervisor.root_cause import SAVED, RunFailed, RunOutcome
 from launcher.supervisor.worker_count import count_gpus
+from launcher.supervisor.worker_group import WorkerGroup
+from launcher.supervisor.worker_process import WorkerSpec, worker_main
 
-POLL_EVERY_S = 0.05  # a failure is noticed well before SETTLE_S; each poll reads some rows of memory
+POLL_EVERY_S = 0.05  # a failure is noticed well before ERROR_GRACE_S; each poll reads some rows of memory
 
 
 class Agent:
     """Runs the workers of one run to its end. `run` raises the LauncherError of a run that fails."""
 
-    def __init__(self, work: Work, num_workers: int, signals: StopSignal, nodes: OneMachine) -> None:
+    def __init__(self, work: WorkerSpec, num_workers: int, signals: StopSignal, nodes: SingleNode) -> None:
         self._work, self._num_workers = work, num_workers
         self._signals, self._nodes = signals, nodes
         self._halved: int | None = None  # the micro-batch of a run that has run out of memory
         self._answered = False  # whether a request to stop has been answered
         self._run_dir, self._began = Path(work.config.run.dir), time.time()
-        self._restarts = Restarts(work.config.launch.max_restarts, self._newest_step())
+        self._restarts = RestartPolicy(work.config.launch.max_restarts, self._newest_step())
 
     def run(self) -> None:
         """Start all workers and wait until their end has been decided on, again for each restart."""
         for number in itertools.count():
-            first_rank, world_size = self._nodes.begin(self._num_workers)
+            first_rank, world_size = self._nodes.next_rendezvous(self._num_workers)
             self._work.restart(first_rank)
             processes = self._workers(number, first_rank, world_size)
-            generation = Generation(processes, self._work, self._nodes.host)
+            generation = WorkerGroup(processes, self._work, self._nodes.host)
             try:
                 with signals_blocked():
                     for process in processes:
                         process.start()
-                self._nodes.forked()
-                while (verdict := self._polled(generation)) is None:
+                self._nodes.start_exchange()
+                while (outcome := self._polled(generation)) is None:
                     time.sleep(POLL_EVERY_S)
             finally:
                 generation.kill()
-            if verdict.exit_code != RESTART:
+            if outcome.exit_code != RESTART:
                 return
-            self._halved = verdict.halved or self._halved
+            self._halved = outcome.halved or self._halved
 
     def _workers(self, number: int, first_rank: int, world_size: int) -> list[ForkProcess]:
         """The processes of a generation, each with the variables by which torchrun tells a rank its place."""
@@ -82,43 +82,43 @@ class Agent:
             HALVED: str(self._halved or ""),
         }
         own = ({"RANK": str(first_rank + each), "LOCAL_RANK": str(each)} for each in range(self._num_workers))
-        return [ForkProcess(target=be_a_rank, args=(self._work, shared | places)) for places in own]
+        return [ForkProcess(target=worker_main, args=(self._work, shared | places)) for places in own]
 
-    def _polled(self, generation: Generation) -> AttemptVerdict | None:
+    def _polled(self, generation: WorkerGroup) -> RunOutcome | None:
         """How the run ends, or RESTART, once all workers have ended."""
-        self._obey_signals(generation)
+        self._forward_signals(generation)
         try:
-            verdict = self._nodes.verdict(generation.poll(), generation)
-            if verdict is not None and verdict.exit_code not in (0, RESTART):
-                self._restart_or_raise(verdict)
-                verdict = AttemptVerdict(RESTART, halved=verdict.halved)
+            outcome = self._nodes.outcome(generation.poll(), generation)
+            if outcome is not None and outcome.exit_code not in (0, RESTART):
+                self._restart_or_raise(outcome)
+                outcome = RunOutcome(RESTART, halved=outcome.halved)
         except LauncherError as error:
-            self._nodes.decide(AttemptVerdict(error.exit_code, str(error)))
+            self._nodes.publish_outcome(RunOutcome(error.exit_code, str(error)))
             raise
-        if verdict is not None:
-            self._nodes.decide(verdict)
-        return verdict
+        if outcome is not None:
+            self._nodes.publish_outcome(outcome)
+        return outcome
 
-    def _obey_signals(self, generation: Generation) -> None:
+    def _forward_signals(self, generation: WorkerGroup) -> None:
         for received in self._signals.pop_received():
             generation.send(received)
         if self._signals.stop is not None:
-            generation.end_within(self._work.config.launch.grace_s)
+            generation.set_deadline(self._work.config.launch.grace_s)
             self._answer_stop(generation)
         if self._signals.force_quit:
-            generation.end_within(0)
+            generation.set_deadline(0)
 
-    def _answer_stop(self, generation: Generation) -> None:
-        """Print at once what a request to stop leads to: a step may take long."""
-        if not self._answered and self._nodes.leads:
+    def _answer_stop(self, generation: WorkerGroup) -> None:
+        """Print at once what a request to stop is_node0 to: a step may take long."""
+        if not self._answered and self._nodes.is_node0:
             self._answered = True
             ahead = int(count_gpus() > 0)  # GPUs have the next step in their queues already
             write(f"{stop_notice(generation.furthest, ahead)}\n", sys.stderr)
 
-    def _restart_or_raise(self, verdict: AttemptVerdict) -> None:
-        if not self._nodes.leads:
-            raise RunFailed(verdict)  # as node 0 has decided
-        if self._signals.stop is None and (asked := self._nodes.stop_elsewhere):
+    def _restart_or_raise(self, outcome: RunOutcome) -> None:
+        if not self._nodes.is_node0:
+            raise RunFailed(outcome)  # as node 0 has decided
+        if self._signals.stop is None and (asked := self._nodes.remote_stop_signal):
             self._signals.stop = signal.Signals(asked)
         newest = self._newest_step()
         state = state_since(self._run_dir / FILE_NAME, self._began)
@@ -126,14 +126,14 @@ class Agent:
             # Rank 0 has saved the run, and was killed before it had left.
             again = directory_override("run.dir", self._run_dir)
             text = f"after step {newest}, on request; checkpoint saved. {TO_RESUME} {again}"
-            raise RunFailed(AttemptVerdict(SAVED, text))
-        if verdict.exit_code in ON_REQUEST or self._signals.stop is not None:
-            raise stopped(verdict, self._signals.stop, newest)
-        self._restarts.allow(verdict, newest, self._how_to_resume(newest))
+            raise RunFailed(RunOutcome(SAVED, text))
+        if outcome.exit_code in ON_REQUEST or self._signals.stop is not None:
+            raise stop_error(outcome, self._signals.stop, newest)
+        self._restarts.record_or_raise(outcome, newest, self._how_to_resume(newest))
         count = f"{self._restarts.used} of {self._restarts.allowed}"
         place = f"step {newest} (checkpoint)" if newest else "the start (no checkpoint)"
-        place += f" with data.micro_batch={verdict.halved}" if verdict.halved else ""
-        text = f"{verdict.traceback}restart {count}: {verdict.text.removesuffix('.')}; resuming from {place}"
+        place += f" with data.micro_batch={outcome.halved}" if outcome.halved else ""
+        text = f"{outcome.traceback}restart {count}: {outcome.text.removesuffix('.')}; resuming from {place}"
         write(f"{text}\n", sys.stderr)
 
     def _how_to_resume(self, newest: int) -> str:
@@ -153,17 +153,17 @@ class Agent:
         return max(map(step_of, candidates(self._run_dir / FOLDER)), default=0)
 
 
-def stopped(verdict: AttemptVerdict, asked: signal.Signals | None, newest_step: int) -> LauncherError:
+def stop_error(outcome: RunOutcome, asked: signal.Signals | None, newest_step: int) -> LauncherError:
     """The error for a run that was asked to end. `newest_step` is that of its checkpoints."""
-    if verdict.exit_code in ON_REQUEST:
-        return (PreemptedError if verdict.exit_code == SAVED else PrunedError)(verdict.text)
+    if outcome.exit_code in ON_REQUEST:
+        return (PreemptedError if outcome.exit_code == SAVED else PrunedError)(outcome.text)
     assert asked is not None
-    if verdict.last_step is not None and newest_step >= verdict.last_step:
+    if outcome.finishing_at_step is not None and newest_step >= outcome.finishing_at_step:
         text = (
             f"stopped by {asked.name} after the last step, while results were being written or uploaded. The "
-            f"checkpoint of step {verdict.last_step} is saved. The same command with this run.dir completes "
-            "the run."
+            f"checkpoint of step {outcome.finishing_at_step} is saved. The same command with this run.dir "
+            "completes the run."
         )
-        return RunFailed(AttemptVerdict(SAVED, text))
-    text = f"stopped by {asked.name} before a checkpoint could be written: {verdict.text}"
-    return RunFailed(AttemptVerdict(128 + asked, text, verdict.hint))
+        return RunFailed(RunOutcome(SAVED, text))
+    text = f"stopped by {asked.name} before a checkpoint could be written: {outcome.text}"
+    return RunFailed(RunOutcome(128 + asked, text, outcome.hint))

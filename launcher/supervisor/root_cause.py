@@ -14,7 +14,8 @@ from launcher.distributed.exit_records import ExitRecord, with_rank
 from launcher.distributed.heartbeat import FINISHING, Beat, where
 from launcher.errors import ON_REQUEST, LauncherError, PreemptedError, StalledError
 
-DONE, ASKED, FAILED, HANGING = "done", "asked", "failed", "hanging"  # how the ranks of a machine have ended
+# How the ranks of a machine have ended.
+DONE, STOPPED_ON_REQUEST, FAILED, HANGING = "done", "asked", "failed", "hanging"
 UNEXPECTED, STALLED, SAVED = 1, StalledError.exit_code, PreemptedError.exit_code
 # Gloo aborts the rank that receives more than it expects, whichever of the two was wrong.
 OTHER_SIZES = (
@@ -24,7 +25,7 @@ OTHER_SIZES = (
 
 
 @dataclass(frozen=True)
-class Fate:
+class RankResult:
     """What is known of one rank at the end of its generation."""
 
     rank: int
@@ -36,7 +37,7 @@ class Fate:
     host: str = ""  # its name, where there are several
 
     @property
-    def is_silent(self) -> bool:
+    def died_without_record(self) -> bool:
         """Whether it has ended without a record."""
         return self.exit_code is not None and self.record is None
 
@@ -48,143 +49,147 @@ class Fate:
 
 
 @dataclass(frozen=True)
-class AttemptVerdict:
+class RunOutcome:
     """How a generation ended; `exit_code` is the run's if there is no restart."""
 
     exit_code: int
     text: str = ""
     hint: str = ""  # printed after the text
-    last_step: int | None = None  # of a run that was ended while it wrote its result and report
+    finishing_at_step: int | None = None  # of a run that was ended while it wrote its result and report
     traceback: str = ""  # of the exception behind it, printed before the text
     restart_helps: bool | None = None  # None: as the exit code says
     halved: int | None = None  # the micro-batch to restart with, after a shortage of memory
 
 
 @dataclass(frozen=True)
-class GenerationReport:
+class GroupResult:
     """What is known of the ranks of one machine at the end of their generation."""
 
-    fates: Sequence[Fate]
+    results: Sequence[RankResult]
     first_failure: int | None = None  # the rank that claimed to be the first
     hanging: bool = False  # some have shown no sign of life for too long
 
     @property
     def end(self) -> str:
         """How these ranks have ended, and so how those of other machines are to end."""
-        codes = {fate.exit_code for fate in self.fates}
+        codes = {result.exit_code for result in self.results}
         if codes == {0}:
             return DONE
-        return HANGING if self.hanging else ASKED if codes <= {0, *ON_REQUEST} else FAILED
+        return HANGING if self.hanging else STOPPED_ON_REQUEST if codes <= {0, *ON_REQUEST} else FAILED
 
 
 class RunFailed(LauncherError):
     """The workers of a run have ended without a result."""
 
-    def __init__(self, verdict: AttemptVerdict) -> None:
-        text = verdict.text
-        super().__init__(f"{text.removesuffix('.')}. {verdict.hint}" if verdict.hint else text)
-        self.exit_code = verdict.exit_code
-        self.traceback = verdict.traceback
+    def __init__(self, outcome: RunOutcome) -> None:
+        text = outcome.text
+        super().__init__(f"{text.removesuffix('.')}. {outcome.hint}" if outcome.hint else text)
+        self.exit_code = outcome.exit_code
+        self.traceback = outcome.traceback
 
 
-def verdict_of(reports: Sequence[GenerationReport], stacks: Path) -> AttemptVerdict:
-    """The verdict on the ranks of all machines."""
-    fates = sorted((fate for report in reports for fate in report.fates), key=lambda fate: fate.rank)
+def outcome_of(reports: Sequence[GroupResult], stacks: Path) -> RunOutcome:
+    """How the ranks of all machines have ended."""
+    results = sorted(
+        (result for report in reports for result in report.results), key=lambda result: result.rank
+    )
     if any(report.hanging for report in reports):
-        verdict = hang(fates)
-        return replace(verdict, text=f"{verdict.text}; stacks of all ranks: {stacks}")
+        outcome = hang_outcome(results)
+        return replace(outcome, text=f"{outcome.text}; stacks of all ranks: {stacks}")
     # Each machine knows which of its ranks failed first; between machines their clocks have to decide.
     claims = {report.first_failure for report in reports}
-    ended_s = {fate.rank: fate.record.time_s for fate in fates if fate.record and fate.rank in claims}
-    return judge(fates, min(ended_s, key=ended_s.__getitem__, default=None))
+    ended_s = {
+        result.rank: result.record.time_s for result in results if result.record and result.rank in claims
+    }
+    return find_root_cause(results, min(ended_s, key=ended_s.__getitem__, default=None))
 
 
-def judge(fates: Sequence[Fate], first_failure: int | None) -> AttemptVerdict:
-    """The verdict on a generation that has ended, or was ended after the first of its ranks had failed.
+def find_root_cause(results: Sequence[RankResult], first_failure: int | None) -> RunOutcome:
+    """The outcome of a generation that has ended, or was ended after the first of its ranks had failed.
 
     `first_failure` is the rank that claimed to be the first, if one did.
     """
-    blamed = rank_at_fault(fates, first_failure)
-    if blamed.is_silent:
-        return _of_silent(blamed)
+    blamed = rank_at_fault(results, first_failure)
+    if blamed.died_without_record:
+        return _outcome_without_record(blamed)
     if record := blamed.failure:
-        text = _said_by(record, fates)
+        text = _said_by(record, results)
         if blamed.host and text.startswith(f"rank {blamed.rank} "):
             text = f"{text} (on {blamed.host})"
-        verdict = AttemptVerdict(record.exit_code, text, traceback=record.traceback)
-        return replace(verdict, restart_helps=record.restart_helps, halved=record.halved)
-    if alive := [fate for fate in fates if fate.exit_code is None]:
-        finishing = all(fate.beat.phase in FINISHING for fate in fates)
-        text = "; ".join(f"{_name(fate)} did not stop, {where(fate.beat)}" for fate in alive)
-        return AttemptVerdict(UNEXPECTED, text, last_step=alive[0].beat.step if finishing else None)
-    asked = [fate.record for fate in fates if fate.record and fate.record.exit_code in ON_REQUEST]
-    return AttemptVerdict(asked[0].exit_code, asked[0].error) if asked else AttemptVerdict(0)
+        outcome = RunOutcome(record.exit_code, text, traceback=record.traceback)
+        return replace(outcome, restart_helps=record.restart_helps, halved=record.halved)
+    if alive := [result for result in results if result.exit_code is None]:
+        finishing = all(result.beat.phase in FINISHING for result in results)
+        text = "; ".join(f"{_name(result)} did not stop, {where(result.beat)}" for result in alive)
+        return RunOutcome(UNEXPECTED, text, finishing_at_step=alive[0].beat.step if finishing else None)
+    asked = [result.record for result in results if result.record and result.record.exit_code in ON_REQUEST]
+    return RunOutcome(asked[0].exit_code, asked[0].error) if asked else RunOutcome(0)
 
 
-def rank_at_fault(fates: Sequence[Fate], first_failure: int | None) -> Fate:
+def rank_at_fault(results: Sequence[RankResult], first_failure: int | None) -> RankResult:
     """The rank to blame: of the first rule that holds for any, the one that ended first."""
 
-    def failed_itself(fate: Fate) -> bool:
-        return fate.failure is not None and not fate.failure.is_secondary
+    def failed_itself(result: RankResult) -> bool:
+        return result.failure is not None and not result.failure.is_secondary
 
-    rules: tuple[Callable[[Fate], bool], ...] = (
+    rules: tuple[Callable[[RankResult], bool], ...] = (
         # Killed, or gone without a word: nothing that another rank does ends a rank so, but an abort.
-        lambda fate: fate.is_silent and fate.exit_code != -signal.SIGABRT,
-        lambda fate: failed_itself(fate) and fate.rank == first_failure,
+        lambda result: result.died_without_record and result.exit_code != -signal.SIGABRT,
+        lambda result: failed_itself(result) and result.rank == first_failure,
         failed_itself,
         # NCCL's watchdog and Gloo's threads abort a process when another rank is lost.
-        lambda fate: fate.is_silent,
+        lambda result: result.died_without_record,
         # It lost another rank, and none has said why.
-        lambda fate: fate.failure is not None and fate.rank == first_failure,
-        lambda fate: fate.failure is not None,
-        lambda fate: True,
+        lambda result: result.failure is not None and result.rank == first_failure,
+        lambda result: result.failure is not None,
+        lambda result: True,
     )
-    blamed = next(found for rule in rules if (found := [fate for fate in fates if rule(fate)]))
-    return min(blamed, key=lambda fate: (fate.failure.time_s if fate.failure else 0.0, fate.rank))
+    blamed = next(found for rule in rules if (found := [result for result in results if rule(result)]))
+    return min(blamed, key=lambda result: (result.failure.time_s if result.failure else 0.0, result.rank))
 
 
-def hang(fates: Sequence[Fate]) -> AttemptVerdict:
-    """The verdict on a generation in which some ranks, or all, have shown no sign of life for too long."""
-    alive = [fate for fate in fates if fate.exit_code is None]
-    behind = min(fate.beat.order for fate in alive)
-    last = [fate for fate in alive if fate.beat.order == behind]
-    waited_for = [fate for fate in alive if fate.stopped] or last
+def hang_outcome(results: Sequence[RankResult]) -> RunOutcome:
+    """The outcome of a generation in which some ranks, or all, have shown no sign of life for too long."""
+    alive = [result for result in results if result.exit_code is None]
+    behind = min(result.beat.order for result in alive)
+    last = [result for result in alive if result.beat.order == behind]
+    waited_for = [result for result in alive if result.stopped] or last
     hanging = (
-        f"{_name(fate)} hangs: {where(fate.beat)} for {fate.beat.age_s:.0f} s"
-        f"{' (stopped by SIGSTOP)' if fate.stopped else ''}"
-        for fate in waited_for
+        f"{_name(result)} hangs: {where(result.beat)} for {result.beat.age_s:.0f} s"
+        f"{' (stopped by SIGSTOP)' if result.stopped else ''}"
+        for result in waited_for
     )
-    return AttemptVerdict(STALLED, "; ".join(hanging))
+    return RunOutcome(STALLED, "; ".join(hanging))
 
 
-def _said_by(cause: ExitRecord, fates: Sequence[Fate]) -> str:
+def _said_by(cause: ExitRecord, results: Sequence[RankResult]) -> str:
     """The error of a rank, without its number if other ranks have raised the same one."""
-    if len(fates) == 1 and not cause.is_secondary:
+    if len(results) == 1 and not cause.is_secondary:
         of_rank, error = f"rank {cause.rank} ", cause.error
         return f"this process {error.removeprefix(of_rank)}" if error.startswith(of_rank) else error
-    return with_rank(cause, [fate.record for fate in fates if fate.record is not None])
+    return with_rank(cause, [result.record for result in results if result.record is not None])
 
 
-def _of_silent(fate: Fate) -> AttemptVerdict:
-    assert fate.exit_code is not None
-    place = where(fate.beat)
-    if fate.exit_code >= 0:
-        text = f"{_name(fate)} ended with exit code {fate.exit_code} and no error, {place}"
-        return AttemptVerdict(UNEXPECTED, text)
-    number = -fate.exit_code
+def _outcome_without_record(result: RankResult) -> RunOutcome:
+    assert result.exit_code is not None
+    place = where(result.beat)
+    if result.exit_code >= 0:
+        text = f"{_name(result)} ended with exit code {result.exit_code} and no error, {place}"
+        return RunOutcome(UNEXPECTED, text)
+    number = -result.exit_code
     hint = {
         signal.SIGKILL: "If nothing else sent it, the kernel did because memory ran out: see dmesg.",
         signal.SIGSEGV: f"Its stack is on stderr above. {OTHER_SIZES}",
         signal.SIGABRT: f"Its message is on stderr above. {OTHER_SIZES}",
     }.get(number, "")  # type: ignore[call-overload]  # a Signals is an int
     name = {each.value: each.name for each in signal.Signals}.get(number, f"signal {number}")
-    text = f"rank {fate.rank} was killed by {name} ({_process(fate)}) {place}"
-    return AttemptVerdict(UNEXPECTED, text, hint)
+    text = f"rank {result.rank} was killed by {name} ({_process(result)}) {place}"
+    return RunOutcome(UNEXPECTED, text, hint)
 
 
-def _name(fate: Fate) -> str:
-    return f"rank {fate.rank} ({_process(fate)})"
+def _name(result: RankResult) -> str:
+    return f"rank {result.rank} ({_process(result)})"
 
 
-def _process(fate: Fate) -> str:
-    return f"pid {fate.pid}{f' on {fate.host}' if fate.host else ''}"
+def _process(result: RankResult) -> str:
+    return f"pid {result.pid}{f' on {result.host}' if result.host else ''}"

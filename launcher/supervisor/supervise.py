@@ -27,11 +27,11 @@ from launcher.process.torch_build import warn_if_unchecked
 from launcher.run_dir.lock import Held
 from launcher.run_dir.records import write_failure
 from launcher.run_dir.result import Failure
-from launcher.supervisor.nodes import OneMachine
-from launcher.supervisor.root_cause import AttemptVerdict, RunFailed
+from launcher.supervisor.nodes import SingleNode
+from launcher.supervisor.root_cause import RunFailed, RunOutcome
 
 
-def supervise(config: Config, num_workers: int, nodes: OneMachine | None = None) -> None:
+def run_supervised(config: Config, num_workers: int, nodes: SingleNode | None = None) -> None:
     """Run one job on so many workers of this machine, one of `nodes`; returns when it is done.
 
     Raises PreemptedError if the run was stopped and saved, NoProgressError if it crashes repeatedly, and
@@ -39,36 +39,36 @@ def supervise(config: Config, num_workers: int, nodes: OneMachine | None = None)
     from the main thread, whose end kills the workers.
     """
     assert threading.current_thread() is threading.main_thread()
-    heartbeats, nodes = Heartbeats(num_workers), nodes or OneMachine(config.launch)
+    heartbeats, nodes = Heartbeats(num_workers), nodes or SingleNode(config.launch)
     held, handled = Held(Path(config.run.dir)), handled_signals()
     signals = StopSignal(save_means_stop(config.launch.preempt_signals))
     try:
         with signal_handlers_installed(signals):
             with signals_blocked():  # threads of libraries keep them blocked: only this thread is interrupted
-                warm_up()
+                preload()
             from launcher.supervisor.agent import Agent
-            from launcher.supervisor.child import Work
+            from launcher.supervisor.worker_process import WorkerSpec
 
             if (stop := signals.stop) is not None:
                 text = f"stopped by {stop.name} before the workers started"
-                raise RunFailed(AttemptVerdict(128 + stop, text))
+                raise RunFailed(RunOutcome(128 + stop, text))
             nodes.stop_asked = lambda: signals.stop
             # A file without a name, in memory: other users cannot open it, no full disk can cut its records
             # short, and it is gone with the processes.
             with open(os.memfd_create("launcher-store"), "rb") as store, nodes:
-                work = Work(config, heartbeats, os.getpid(), handled, store.fileno())
+                work = WorkerSpec(config, heartbeats, os.getpid(), handled, store.fileno())
                 Agent(work, num_workers, signals, nodes).run()
     except Exception as error:
         # The leader has written that it was preempted, with the checkpoint. Else it may have been killed, or
         # name the wrong cause.
-        if nodes.leads and not isinstance(error, PreemptedError) and (run_dir := held.present):
+        if nodes.is_node0 and not isinstance(error, PreemptedError) and (run_dir := held.present):
             write_failure(run_dir, Failure.of(error), heartbeats.steps_done())
         raise
     finally:
         held.close()
 
 
-def warm_up(more: Sequence[str] = ()) -> None:
+def preload(more: Sequence[str] = ()) -> None:
     """Import what every worker needs, and these modules; warn of an unknown torch.
 
     Only the leader imports the tracker.

@@ -63,14 +63,14 @@ def simulate(directory: Path, jobs: int, kind: str, shortest_s: float) -> dict[s
     from launcher.config.resolve import compose_jobs
     from launcher.process.signals import StopSignal
     from launcher.run_dir.atomic import write_json
-    from launcher.supervisor.supervise import warm_up
+    from launcher.supervisor.supervise import preload
     from launcher.sweep.carriers.devices import DevicePool, Devices
     from launcher.sweep.prepare import prepared
     from launcher.sweep.progress import SweepProgress
     from launcher.sweep.scheduler import Scheduler
     from launcher.sweep.search import Searching
 
-    warm_up()
+    preload()
     memory, files = unshared_bytes(), len(os.listdir("/proc/self/fd"))
 
     def work(folder: Path) -> int:
@@ -113,7 +113,7 @@ def around_jobs(directory: Path, workers: int, jobs: int, sweep: bool) -> dict[s
     from launcher.commands.sweep import FOR_JOBS, run_in_child
     from launcher.config.composition import Request
     from launcher.config.resolve import compose_jobs
-    from launcher.supervisor.supervise import warm_up
+    from launcher.supervisor.supervise import preload
     from launcher.sweep.prepare import prepared
 
     os.chdir(directory)
@@ -127,7 +127,7 @@ def around_jobs(directory: Path, workers: int, jobs: int, sweep: bool) -> dict[s
     else:
         request = Request(words, multirun=True)
         with prepared(request, compose_jobs(request)) as (folder, record, _):
-            warm_up(FOR_JOBS)
+            preload(FOR_JOBS)
             began = time.monotonic()
             for job in record.jobs:
                 if (child := os.fork()) == 0:

@@ -167,7 +167,7 @@ def test_a_slow_end_is_not_a_hang(tmp_path: Path) -> None:
         assert parent.end() == 0, parent.stderr
 
 
-# Restarts, and G3: crash loops stop
+# RestartPolicy, and G3: crash loops stop
 
 
 def test_a_crash_is_mended_by_a_restart(tmp_path: Path) -> None:

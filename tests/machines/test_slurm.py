@@ -126,7 +126,7 @@ def test_signals_at_any_time_during_start_and_save_only_delay_a_job(
         for name in ("USR1", "TERM", "USR2") * 200:
             job.signal(name)
             time.sleep(0.3)
-            if job.facts()["Restarts"] == "1":
+            if job.facts()["RestartPolicy"] == "1":
                 break
         job.until_requeued()
         (directory / "go").touch()
@@ -264,7 +264,7 @@ def step_of(run_dir: Path) -> int:
 
 
 def assert_done_like(job: Job, undisturbed: Job) -> None:
-    assert (job.state, job.facts()["Restarts"]) == ("COMPLETED", "1"), job.said
+    assert (job.state, job.facts()["RestartPolicy"]) == ("COMPLETED", "1"), job.said
     digests = [read(each.run_dir / "result.json")["weights_sha256"] for each in (job, undisturbed)]
     assert digests[0] == digests[1]
     assert "given up" not in job.said, "the tracker"

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 from launcher.distributed.env import LaunchEnv
-from launcher.supervisor.nodes import Nodes
+from launcher.supervisor.nodes import MultiNode
 from tests.configs import composed
 
 
@@ -22,12 +22,12 @@ def test_no_name_is_looked_up_and_no_thread_runs_beside_a_fork() -> None:
     """A worker that is forked while a thread looks up a name finds libc's lock of it taken, for ever."""
     meeting = Meeting()
     launch = LaunchEnv(noun="node")
-    meeting.nodes = nodes = Nodes(launch, meeting, "0", composed().launch)
+    meeting.nodes = nodes = MultiNode(launch, meeting, "0", composed().launch)
     with nodes:
         assert meeting.alone == [True]
         assert not nodes._thread.is_alive()
-        nodes.forked()
+        nodes.start_exchange()
         assert nodes._thread.is_alive()
-        nodes.forked()
+        nodes.start_exchange()
     assert not nodes._thread.is_alive()
     assert meeting.alone == [True], "made once"

@@ -13,8 +13,8 @@ from launcher.distributed.exit_records import ExitRecord
 from launcher.distributed.heartbeat import PHASES, Beat, where
 from launcher.errors import ConfigError, LauncherError, NoProgressError, PreflightError
 from launcher.supervisor import worker_count
-from launcher.supervisor.restart_policy import Restarts
-from launcher.supervisor.root_cause import AttemptVerdict, Fate, RunFailed, hang, judge
+from launcher.supervisor.restart_policy import RestartPolicy
+from launcher.supervisor.root_cause import RankResult, RunFailed, RunOutcome, find_root_cause, hang_outcome
 
 LOST = (
     "RuntimeError: [third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
@@ -22,7 +22,7 @@ LOST = (
 KILL, SEGV, ABRT = (-getattr(signal, f"SIG{name}") for name in ("KILL", "SEGV", "ABRT"))
 
 
-def fate(
+def result(
     rank: int,
     exit_code: int | None = None,
     error: str | None = None,
@@ -31,107 +31,108 @@ def fate(
     age_s: float = 0.1,
     time_s: float = 0.0,
     stopped: bool = False,
-) -> Fate:
+) -> RankResult:
     """A rank with a record where `error` is given, "" for a rank that ended well."""
     lost = error == LOST
     record = None if error is None else ExitRecord(rank, time_s, error, exit_code or 0, is_secondary=lost)
-    return Fate(rank, 100 + rank, Beat(phase, step, age_s), exit_code, record, stopped)
+    return RankResult(rank, 100 + rank, Beat(phase, step, age_s), exit_code, record, stopped)
 
 
-def lost(rank: int, time_s: float = 0.0) -> Fate:
-    return fate(rank, 1, LOST, time_s=time_s)
+def lost(rank: int, time_s: float = 0.0) -> RankResult:
+    return result(rank, 1, LOST, time_s=time_s)
 
 
 @pytest.mark.parametrize(
-    ("fates", "first", "exit_code", "text"),
+    ("results", "first", "exit_code", "text"),
     [
-        ([fate(0, 0, ""), fate(1, 0, "")], None, 0, ""),
+        ([result(0, 0, ""), result(1, 0, "")], None, 0, ""),
         (
-            [lost(0), fate(1, KILL, phase="compute")],
+            [lost(0), result(1, KILL, phase="compute")],
             0,
             1,
             "rank 1 was killed by SIGKILL (pid 101) in compute of step 7",
         ),
         (
-            [fate(0, KILL), fate(1, 7, "no data"), lost(2)],
+            [result(0, KILL), result(1, 7, "no data"), lost(2)],
             1,
             1,
             "rank 0 was killed by SIGKILL (pid 100) in wire",
         ),
-        ([lost(0), fate(1, 7, "no data"), lost(2)], 0, 7, "rank 1 failed: no data"),
-        ([fate(0, 7, "later", time_s=2), fate(1, 5, "first", time_s=3)], 1, 5, "rank 1 failed: first"),
-        ([fate(0, 7, "later", time_s=2), fate(1, 5, "first", time_s=1)], None, 5, "rank 1 failed: first"),
-        ([fate(0, ABRT), fate(1, 7, "no data")], 1, 7, "rank 1 failed: no data"),
-        ([fate(0, ABRT), fate(1, SEGV)], None, 1, "rank 1 was killed by SIGSEGV"),
-        ([lost(0), fate(1, SEGV), lost(2)], 0, 1, "rank 1 was killed by SIGSEGV"),
-        ([lost(0), fate(1, ABRT)], 0, 1, "rank 1 was killed by SIGABRT"),
-        ([lost(0), fate(1, 3)], 0, 1, "rank 1 (pid 101) ended with exit code 3 and no error"),
-        ([lost(0), fate(1, 0)], 0, 1, "rank 1 (pid 101) ended with exit code 0 and no error"),
+        ([lost(0), result(1, 7, "no data"), lost(2)], 0, 7, "rank 1 failed: no data"),
+        ([result(0, 7, "later", time_s=2), result(1, 5, "first", time_s=3)], 1, 5, "rank 1 failed: first"),
+        ([result(0, 7, "later", time_s=2), result(1, 5, "first", time_s=1)], None, 5, "rank 1 failed: first"),
+        ([result(0, ABRT), result(1, 7, "no data")], 1, 7, "rank 1 failed: no data"),
+        ([result(0, ABRT), result(1, SEGV)], None, 1, "rank 1 was killed by SIGSEGV"),
+        ([lost(0), result(1, SEGV), lost(2)], 0, 1, "rank 1 was killed by SIGSEGV"),
+        ([lost(0), result(1, ABRT)], 0, 1, "rank 1 was killed by SIGABRT"),
+        ([lost(0), result(1, 3)], 0, 1, "rank 1 (pid 101) ended with exit code 3 and no error"),
+        ([lost(0), result(1, 0)], 0, 1, "rank 1 (pid 101) ended with exit code 0 and no error"),
         (
-            [fate(0, 0, ""), fate(1, KILL, phase="finishing")],
+            [result(0, 0, ""), result(1, KILL, phase="finishing")],
             None,
             1,
             "rank 1 was killed by SIGKILL (pid 101) w",
         ),
         ([lost(0, 1), lost(1, 2)], 1, 1, "rank 1 failed: RuntimeError"),
         ([lost(0, 1), lost(1, 2)], None, 1, "rank 0 failed: RuntimeError"),
-        ([fate(0, 8, "disk full"), fate(1, 8, "disk full"), fate(2)], 1, 8, "disk full"),
-        ([fate(0, 8, "disk full")], 0, 8, "disk full"),
-        ([fate(0, 1, "in rank0.log"), fate(1, 1, "in rank1.log")], 1, 1, "in rank1.log"),
-        ([fate(0, 1, "in rank0.log"), fate(1, 1, "at 1 in rank1.log")], 1, 1, "rank 1 failed: at 1"),
-        ([fate(0, 4, "rank 0 lacks"), fate(1, 4, "rank 1 lacks")], 1, 4, "each rank lacks"),
-        ([fate(0, 4, "rank 0 lacks"), fate(1, 0, "")], 0, 4, "rank 0 lacks"),
-        ([fate(0, 4, "rank 0 lacks"), fate(1, 4, "rank 0 lacks")], 0, 4, "rank 0 lacks"),
-        ([fate(0, 4, "rank 0 lacks")], 0, 4, "this process lacks"),
-        ([fate(0, 1, "my mistake")], 0, 1, "my mistake"),
-        ([fate(0, 1, "a bug"), fate(1, 1, "a bug")], 1, 1, "a bug"),
-        ([fate(0, 75, "saved"), fate(1, 75, "saved")], 0, 75, "saved"),
-        ([fate(0, 75, "saved"), fate(1, 8, "disk full")], 1, 8, "rank 1 failed: disk full"),
-        ([fate(0, 75, "saved"), fate(1)], None, 1, "rank 1 (pid 101) did not stop, in wire of step 7"),
+        ([result(0, 8, "disk full"), result(1, 8, "disk full"), result(2)], 1, 8, "disk full"),
+        ([result(0, 8, "disk full")], 0, 8, "disk full"),
+        ([result(0, 1, "in rank0.log"), result(1, 1, "in rank1.log")], 1, 1, "in rank1.log"),
+        ([result(0, 1, "in rank0.log"), result(1, 1, "at 1 in rank1.log")], 1, 1, "rank 1 failed: at 1"),
+        ([result(0, 4, "rank 0 lacks"), result(1, 4, "rank 1 lacks")], 1, 4, "each rank lacks"),
+        ([result(0, 4, "rank 0 lacks"), result(1, 0, "")], 0, 4, "rank 0 lacks"),
+        ([result(0, 4, "rank 0 lacks"), result(1, 4, "rank 0 lacks")], 0, 4, "rank 0 lacks"),
+        ([result(0, 4, "rank 0 lacks")], 0, 4, "this process lacks"),
+        ([result(0, 1, "my mistake")], 0, 1, "my mistake"),
+        ([result(0, 1, "a bug"), result(1, 1, "a bug")], 1, 1, "a bug"),
+        ([result(0, 75, "saved"), result(1, 75, "saved")], 0, 75, "saved"),
+        ([result(0, 75, "saved"), result(1, 8, "disk full")], 1, 8, "rank 1 failed: disk full"),
+        ([result(0, 75, "saved"), result(1)], None, 1, "rank 1 (pid 101) did not stop, in wire of step 7"),
         (
-            [fate(0), fate(1)],
+            [result(0), result(1)],
             None,
             1,
             "rank 0 (pid 100) did not stop, in wire of step 7; rank 1 (pid 101) did",
         ),
     ],
 )
-def test_the_culprit_is_named(fates: Sequence[Fate], first, exit_code, text) -> None:
-    verdict = judge(fates, first)
-    assert verdict.exit_code == exit_code
-    assert verdict.text.startswith(text)
+def test_the_culprit_is_named(results: Sequence[RankResult], first, exit_code, text) -> None:
+    outcome = find_root_cause(results, first)
+    assert outcome.exit_code == exit_code
+    assert outcome.text.startswith(text)
 
 
 def test_an_error_of_its_own_is_not_excused_by_a_slow_rank() -> None:
     assert (
-        judge([fate(0, 1, "KeyError: 1"), fate(1, step=3, age_s=9)], 0).text == "rank 0 failed: KeyError: 1"
+        find_root_cause([result(0, 1, "KeyError: 1"), result(1, step=3, age_s=9)], 0).text
+        == "rank 0 failed: KeyError: 1"
     )
 
 
 @pytest.mark.parametrize(
-    ("fates", "text"),
+    ("results", "text"),
     [
         (
-            [fate(0, age_s=12), fate(1, phase="compute", age_s=12.4)],
+            [result(0, age_s=12), result(1, phase="compute", age_s=12.4)],
             "rank 1 (pid 101) hangs: in compute of step 7 for 12 s",
         ),
         (
-            [fate(0, age_s=12), fate(1, phase="report", age_s=12, stopped=True)],
+            [result(0, age_s=12), result(1, phase="report", age_s=12, stopped=True)],
             "rank 1 (pid 101) hangs: in report of step 7 for 12 s (stopped by SIGSTOP)",
         ),
         (
-            [fate(0, age_s=5), fate(1, age_s=4)],
+            [result(0, age_s=5), result(1, age_s=4)],
             "rank 0 (pid 100) hangs: in wire of step 7 for 5 s; "
             "rank 1 (pid 101) hangs: in wire of step 7 for 4 s",
         ),
         (
-            [fate(0, phase="done"), fate(1, 0, "", step=1)],
+            [result(0, phase="done"), result(1, 0, "", step=1)],
             "rank 0 (pid 100) hangs: after its last step for 0 s",
         ),
     ],
 )
-def test_those_whom_the_others_wait_for_hang(fates, text) -> None:
-    assert hang(fates) == AttemptVerdict(6, text)
+def test_those_whom_the_others_wait_for_hang(results, text) -> None:
+    assert hang_outcome(results) == RunOutcome(6, text)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -142,12 +143,12 @@ def test_every_phase_has_its_place_in_a_sentence(phase) -> None:
     )
 
 
-# Restarts
+# RestartPolicy
 
 
-def fate_of(restarts: Restarts, verdict: AttemptVerdict, newest_step: int) -> str:
+def fate_of(restarts: RestartPolicy, outcome: RunOutcome, newest_step: int) -> str:
     try:
-        restarts.allow(verdict, newest_step)
+        restarts.record_or_raise(outcome, newest_step)
     except LauncherError as error:
         return f"{type(error).__name__} {error.exit_code}"
     return "restart"
@@ -156,7 +157,7 @@ def fate_of(restarts: Restarts, verdict: AttemptVerdict, newest_step: int) -> st
 @pytest.mark.parametrize("exit_code", range(1, 11))
 def test_only_what_a_restart_can_mend_is_restarted(exit_code) -> None:
     expected = "restart" if exit_code in (1, 6, 9) else f"RunFailed {exit_code}"
-    assert fate_of(Restarts(3), AttemptVerdict(exit_code, "it failed"), 0) == expected
+    assert fate_of(RestartPolicy(3), RunOutcome(exit_code, "it failed"), 0) == expected
 
 
 @pytest.mark.parametrize(
@@ -172,8 +173,8 @@ def test_only_what_a_restart_can_mend_is_restarted(exit_code) -> None:
     ],
 )
 def test_three_generations_without_a_new_checkpoint_end_a_run(allowed, before, steps, expected) -> None:
-    restarts = Restarts(allowed, before)
-    assert [fate_of(restarts, AttemptVerdict(1, "it failed"), step) for step in steps] == expected
+    restarts = RestartPolicy(allowed, before)
+    assert [fate_of(restarts, RunOutcome(1, "it failed"), step) for step in steps] == expected
 
 
 @pytest.mark.parametrize(
@@ -181,15 +182,17 @@ def test_three_generations_without_a_new_checkpoint_end_a_run(allowed, before, s
 )
 def test_an_error_may_say_whether_a_restart_helps(restart_helps, code, expected) -> None:
     """That of the recipe's code does not, a loader process that was killed does."""
-    verdict = AttemptVerdict(code, "it failed", restart_helps=restart_helps)
-    assert fate_of(Restarts(3), verdict, 0) == expected
+    outcome = RunOutcome(code, "it failed", restart_helps=restart_helps)
+    assert fate_of(RestartPolicy(3), outcome, 0) == expected
 
 
 def test_errors_carry_the_hint_to_the_end() -> None:
     with pytest.raises(RunFailed, match=r"^it failed\. Look there\.$"):
-        Restarts(0).allow(AttemptVerdict(1, "it failed", "Look there."), 0)
+        RestartPolicy(0).record_or_raise(RunOutcome(1, "it failed", "Look there."), 0)
     with pytest.raises(NoProgressError, match=r"The last time it failed\. Look there\.$"):
-        Restarts(9, fruitless=2).allow(AttemptVerdict(1, "it failed", "Look there."), 0)
+        RestartPolicy(9, restarts_without_progress=2).record_or_raise(
+            RunOutcome(1, "it failed", "Look there."), 0
+        )
 
 
 # Workers

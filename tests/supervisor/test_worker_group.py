@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from launcher.distributed.heartbeat import Heartbeats
-from launcher.supervisor import attempt
-from launcher.supervisor.attempt import Generation
-from launcher.supervisor.child import Work
-from launcher.supervisor.root_cause import AttemptVerdict, verdict_of
+from launcher.supervisor import worker_group
+from launcher.supervisor.root_cause import RunOutcome, outcome_of
+from launcher.supervisor.worker_group import WorkerGroup
+from launcher.supervisor.worker_process import WorkerSpec
 from tests.configs import composed
 
 INIT_S, STALL_S = 100.0, 200.0
@@ -37,7 +37,7 @@ class Clock:
 def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(time, "monotonic", clock)
-    monkeypatch.setattr(attempt, "PAUSE_S", float("inf"))  # the parent was not stopped meanwhile
+    monkeypatch.setattr(worker_group, "PAUSE_S", float("inf"))  # the parent was not stopped meanwhile
     return clock
 
 
@@ -47,22 +47,22 @@ def table() -> Heartbeats:
 
 
 @pytest.fixture
-def generation(table, tmp_path: Path) -> Iterator[Generation]:
+def generation(table, tmp_path: Path) -> Iterator[WorkerGroup]:
     config = composed()
     limits = replace(config.launch, init_timeout_s=INIT_S, stall_s=STALL_S)
     config = replace(config, launch=limits, run=replace(config.run, dir=str(tmp_path)))
-    work = Work(config, table, 0, (), -1)
+    work = WorkerSpec(config, table, 0, (), -1)
     processes = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) for _ in range(2)]
     for process in processes:
         process.start()
-    generation = Generation(processes, work)
+    generation = WorkerGroup(processes, work)
     yield generation
     generation.kill()
 
 
-def verdict_on(generation: Generation) -> AttemptVerdict | None:
+def verdict_on(generation: WorkerGroup) -> RunOutcome | None:
     report = generation.poll()
-    return None if report is None else verdict_of([report], generation.stacks)
+    return None if report is None else outcome_of([report], generation.stacks)
 
 
 def until_there(path: Path) -> None:
@@ -97,23 +97,23 @@ def test_after_the_first_step_a_phase_may_take_stall_s(phase, step, generation, 
     clock.ahead_s += INIT_S + 1
     assert generation.poll() is None
     clock.ahead_s += STALL_S - INIT_S
-    verdict = verdict_on(generation)
-    assert verdict is not None
-    assert verdict.exit_code == 6
-    assert "rank 0 (pid" in verdict.text
-    assert "hangs" in verdict.text
+    outcome = verdict_on(generation)
+    assert outcome is not None
+    assert outcome.exit_code == 6
+    assert "rank 0 (pid" in outcome.text
+    assert "hangs" in outcome.text
 
 
 def test_a_hang_has_a_verdict_with_a_c_library_that_lacks_tgkill(
     generation, table, clock, monkeypatch
 ) -> None:
     """glibc 2.28 does: the parent ended with an AttributeError, and nobody said which rank hangs."""
-    monkeypatch.setattr(attempt.ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(worker_group.ctypes, "CDLL", lambda name: object())
     beat(table, "compute", 10, under_way=True)
     clock.ahead_s += STALL_S
-    verdict = verdict_on(generation)
-    assert verdict is not None
-    assert verdict.exit_code == 6
+    outcome = verdict_on(generation)
+    assert outcome is not None
+    assert outcome.exit_code == 6
 
 
 @pytest.mark.parametrize("phase", ["loading data", "compute"])
@@ -124,9 +124,9 @@ def test_before_the_first_step_all_phases_together_may_take_init_timeout_s(
     assert generation.poll() is None
     clock.ahead_s += INIT_S
     beat(table, phase, 10)  # of a resumed run, a moment ago
-    verdict = verdict_on(generation)
-    assert verdict is not None
-    assert verdict.exit_code == 6
+    outcome = verdict_on(generation)
+    assert outcome is not None
+    assert outcome.exit_code == 6
 
 
 def test_while_a_rank_runs_code_of_the_user_none_hangs_and_then_the_time_starts_again(
@@ -143,56 +143,56 @@ def test_while_a_rank_runs_code_of_the_user_none_hangs_and_then_the_time_starts_
     rank0.beat("data", 9)
     assert generation.poll() is None, "rank 1 has waited for long, and not for nothing"
     clock.ahead_s += STALL_S
-    verdict = verdict_on(generation)
-    assert verdict is not None
-    assert verdict.text.startswith("rank 1 (pid")
+    outcome = verdict_on(generation)
+    assert outcome is not None
+    assert outcome.text.startswith("rank 1 (pid")
 
 
 def test_a_rank_that_is_stopped_in_code_of_the_user_hangs(generation, table, clock) -> None:
     beat(table, "loading data", 0)
     with table.of(1).in_user_code():
         os.kill(generation._processes[1].pid, signal.SIGSTOP)
-        while not attempt._is_stopped(generation._processes[1]):
+        while not worker_group._is_stopped(generation._processes[1]):
             time.sleep(0.01)
         clock.ahead_s += max(INIT_S, STALL_S)
-        verdict = verdict_on(generation)
-    assert verdict is not None
-    assert "(stopped by SIGSTOP)" in verdict.text
+        outcome = verdict_on(generation)
+    assert outcome is not None
+    assert "(stopped by SIGSTOP)" in outcome.text
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "none"])
 def test_rank_0_may_finish_its_tracker_once_another_rank_was_killed(table, tmp_path: Path, tracker) -> None:
     """It was killed at once: no row of the last seconds and no exit code. Without a tracker it still is."""
     config = composed(f"tracker={tracker}")
-    work = Work(replace(config, run=replace(config.run, dir=str(tmp_path))), table, 0, (), -1)
+    work = WorkerSpec(replace(config, run=replace(config.run, dir=str(tmp_path))), table, 0, (), -1)
     beat(table, "compute", 3, under_way=True)
     forking = multiprocessing.get_context("fork")
     finished = tmp_path / "finished"
     ranks = [forking.Process(target=until_there, args=(tmp_path / name,)) for name in ("finished", "never")]
     for process in ranks:
         process.start()
-    generation = Generation(ranks, work)
+    generation = WorkerGroup(ranks, work)
     assert generation.poll() is None
     ranks[1].kill()
     ranks[1].join()
-    verdict = verdict_on(generation) or verdict_on(generation)
-    assert (verdict is None) == (tracker == "wandb")
+    outcome = verdict_on(generation) or verdict_on(generation)
+    assert (outcome is None) == (tracker == "wandb")
     finished.touch()
     ranks[0].join()
     assert ranks[0].exitcode == (0 if tracker == "wandb" else -signal.SIGKILL)
-    verdict = verdict or verdict_on(generation)
-    assert verdict is not None
-    assert verdict.text.startswith("rank 1 was killed by SIGKILL")
+    outcome = outcome or verdict_on(generation)
+    assert outcome is not None
+    assert outcome.text.startswith("rank 1 was killed by SIGKILL")
 
 
 def test_a_tracker_that_does_not_finish_delays_the_verdict_by_a_bounded_time(
     generation, table, monkeypatch
 ) -> None:
-    monkeypatch.setattr(attempt, "TRACKED_S", 0.0)
+    monkeypatch.setattr(worker_group, "TRACKED_S", 0.0)
     beat(table, "compute", 3, under_way=True)
     generation._processes[1].kill()
     generation._processes[1].join()
-    verdict = verdict_on(generation) or verdict_on(generation)
-    assert verdict is not None
-    assert verdict.text.startswith("rank 1 was killed by SIGKILL")
+    outcome = verdict_on(generation) or verdict_on(generation)
+    assert outcome is not None
+    assert outcome.text.startswith("rank 1 was killed by SIGKILL")
     assert generation._processes[0].exitcode == -signal.SIGKILL

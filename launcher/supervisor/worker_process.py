@@ -34,7 +34,7 @@ from launcher.run_dir.records import stacks_path
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkerSpec:
     """What the workers inherit from the parent's memory."""
 
     config: Config
@@ -55,7 +55,7 @@ class Work:
         return stacks_path(Path(self.config.run.dir), rank)
 
 
-def be_a_rank(work: Work, environ: Mapping[str, str]) -> NoReturn:
+def worker_main(work: WorkerSpec, environ: Mapping[str, str]) -> NoReturn:
     """Run this process's part of the job and exit with its code; never returns to the agent.
 
     So other threads of the process cannot delay the exit of a finished worker. `environ` has its rank.
@@ -64,7 +64,7 @@ def be_a_rank(work: Work, environ: Mapping[str, str]) -> NoReturn:
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent alone, which passes it on
     os.environ.update(environ)
     _hold_signals(work.handled)
-    # A crash in C writes its stack to stderr, which the verdict names.
+    # A crash in C writes its stack to stderr, which the outcome names.
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # without a stderr
         faulthandler.enable(all_threads=True)
     launch = LaunchEnv.from_environ(os.environ)

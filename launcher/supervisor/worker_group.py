@@ -20,10 +20,10 @@ from launcher.distributed.heartbeat import PHASES, Beat, limit_s
 from launcher.errors import ON_REQUEST
 from launcher.process.lifetime import kill_group, state_of
 from launcher.process.signals import DUMP_STACKS_SIGNAL
-from launcher.supervisor.child import Work
-from launcher.supervisor.root_cause import ASKED, HANGING, Fate, GenerationReport
+from launcher.supervisor.root_cause import HANGING, STOPPED_ON_REQUEST, GroupResult, RankResult
+from launcher.supervisor.worker_process import WorkerSpec
 
-SETTLE_S = 0.5  # for the other workers to record their errors, once one has failed
+ERROR_GRACE_S = 0.5  # for the other workers to record their errors, once one has failed
 # For rank 0 to finish its tracker, unless it ends sooner: after the kill of another rank, and after an error,
 # which may come before the tracker has started.
 TRACKED_S, TRACKED_AFTER_ERROR_S = 1.0, 4.0
@@ -32,19 +32,21 @@ PAUSE_S = 1.0  # after a longer pause the parent itself was stopped, with its wo
 AFTER_A_STEP = frozenset(PHASES[PHASES.index("report") :])
 
 
-class Generation:
+class WorkerGroup:
     """Monitors the workers of one generation. Call `poll` every fraction of a second."""
 
-    def __init__(self, processes: Sequence[BaseProcess], work: Work, host: str = "") -> None:
+    def __init__(self, processes: Sequence[BaseProcess], work: WorkerSpec, host: str = "") -> None:
         self._processes, self._work, self._host = processes, work, host
         self._first_rank, self._limits = work.heartbeats.first_rank, work.config.launch
-        self._report: GenerationReport | None = None
+        self._report: GroupResult | None = None
         self._is_hanging = False
         self._polled_s = self._watched_since_s = time.monotonic()
         self._deadline_s = float("inf")
         self._exited: set[int] = set()  # ranks whose exit has been seen
-        self._under_way = False
-        self._killed: list[Fate] | None = None  # all fates, when a signal had killed the first rank
+        self._has_stepped = False
+        self._snapshot_at_kill: list[RankResult] | None = (
+            None  # all results, when a signal had killed the first rank
+        )
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all workers that are left."""
@@ -53,22 +55,26 @@ class Generation:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
-    def end_within(self, seconds: float) -> None:
+    def set_deadline(self, seconds: float) -> None:
         """Set the workers' deadline, unless an earlier one is set."""
         self._deadline_s = min(self._deadline_s, time.monotonic() + seconds)
 
-    def end_as(self, end: str) -> None:
+    def end_like_other_node(self, end: str) -> None:
         """End the workers as those of another machine have ended."""
         self._is_hanging = end == HANGING
-        self.end_within(self._limits.grace_s if end in (ASKED, HANGING) else self._settle_s(SETTLE_S))
+        self.set_deadline(
+            self._limits.grace_s
+            if end in (STOPPED_ON_REQUEST, HANGING)
+            else self._error_grace_s(ERROR_GRACE_S)
+        )
 
-    def poll(self) -> GenerationReport | None:
+    def poll(self) -> GroupResult | None:
         """The report once the workers have ended, been killed, or stopped as hanging; None while they run."""
         if self._report is None:
             self._report = self._polled()
         return self._report
 
-    def _polled(self) -> GenerationReport | None:
+    def _polled(self) -> GroupResult | None:
         now = time.monotonic()
         if now - self._polled_s > PAUSE_S:
             self._watched_since_s = now
@@ -100,41 +106,41 @@ class Generation:
         if exit_code == 0:
             return
         if exit_code in ON_REQUEST:
-            self.end_within(self._limits.grace_s)
+            self.set_deadline(self._limits.grace_s)
         else:
-            if exit_code < 0 and self._killed is None:  # it is known which rank failed first
-                self._killed = self._fates()
-            self.end_within(self._settle_s(0 if exit_code < 0 else SETTLE_S))
+            if exit_code < 0 and self._snapshot_at_kill is None:  # it is known which rank failed first
+                self._snapshot_at_kill = self._rank_results()
+            self.set_deadline(self._error_grace_s(0 if exit_code < 0 else ERROR_GRACE_S))
 
-    def _settle_s(self, least_s: float) -> float:
+    def _error_grace_s(self, least_s: float) -> float:
         """How long the others have to end after a failure; rank 0 longer, if it has a tracker to finish."""
         has_tracker = bool(self._work.config.tracker.names) and 0 not in self._exited and not self._first_rank
         return (TRACKED_AFTER_ERROR_S if least_s else TRACKED_S) if has_tracker else least_s
 
-    def _ended(self) -> GenerationReport:
-        fates = self._killed or self._fates()
+    def _ended(self) -> GroupResult:
+        results = self._snapshot_at_kill or self._rank_results()
         self.kill()
         # Read after the kill: what a rank has recorded until its end counts.
         records = self._work.heartbeats.exit_records
-        fates = [replace(fate, record=records.read(fate.rank)) for fate in fates]
-        return GenerationReport(fates, records.first_failure())
+        results = [replace(result, record=records.read(result.rank)) for result in results]
+        return GroupResult(results, records.first_failure())
 
-    def _hanging(self) -> GenerationReport:
+    def _hanging(self) -> GroupResult:
         """Make live workers write their stacks, and stop them."""
-        fates = self._fates()
+        results = self._rank_results()
         # To the main thread itself: another one would dump after the main thread has moved on. glibc has the
         # function since 2.30, and torch runs with 2.28. A signal to a process reaches its main thread too,
         # but for one that is stopped.
         tgkill = getattr(ctypes.CDLL(None), "tgkill", lambda pid, thread, number: os.kill(pid, number))
-        for fate in fates:
-            if fate.exit_code is None:
-                tgkill(fate.pid, fate.pid, DUMP_STACKS_SIGNAL)
+        for result in results:
+            if result.exit_code is None:
+                tgkill(result.pid, result.pid, DUMP_STACKS_SIGNAL)
         self.send(signal.SIGCONT)  # a stopped process handles no signal
         time.sleep(STACKS_S)
         # Killed by the caller, once all machines know: ranks of others end as soon as a connection breaks,
         # and would write no stacks.
         self.send(signal.SIGSTOP)
-        return GenerationReport(fates, hanging=True)
+        return GroupResult(results, hanging=True)
 
     @property
     def furthest(self) -> Beat:
@@ -155,9 +161,9 @@ class Generation:
         beats = [every[rank] for rank in left]
         # A rank that evaluates before its first step beats with each batch.
         done = any(beat.under_way or beat.phase in AFTER_A_STEP for beat in beats)
-        self._under_way |= done or bool(self._exited)
+        self._has_stepped |= done or bool(self._exited)
         longest = now - self._watched_since_s
-        if not self._under_way:
+        if not self._has_stepped:
             return longest >= self._limits.init_timeout_s
         return any(min(beat.age_s, longest) >= limit_s(beat.phase, self._limits.stall_s) for beat in beats)
 
@@ -165,10 +171,10 @@ class Generation:
         """Whether a rank runs code of the user. Its own hang timer limits that, unless it was stopped."""
         return beat.user_code and (beat.age_s < self._limits.stall_s or not _is_stopped(process))
 
-    def _fates(self) -> list[Fate]:
+    def _rank_results(self) -> list[RankResult]:
         beats = self._work.heartbeats.read()
         return [
-            Fate(rank, each.pid or 0, beat, each.exitcode, stopped=_is_stopped(each), host=self._host)
+            RankResult(rank, each.pid or 0, beat, each.exitcode, stopped=_is_stopped(each), host=self._host)
             for rank, (each, beat) in enumerate(zip(self._processes, beats, strict=True), self._first_rank)
         ]
 
