@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.data.reader import Fetched
-from launcher.errors import DataError
+from launcher.errors import DataError, counted
 
 IGNORED = -100  # the label that torch's cross-entropy leaves out
 OF_IGNORED = (
@@ -18,6 +18,13 @@ OF_UNLABELLED = (
     "-1 marks samples without a label, as in the test splits of many sets of the Hugging Face hub. Leave "
     'them out, as with data.filter(lambda row: row["label"] != -1), or choose a split that has labels, such '
     "as validation."
+)
+
+VOID = 255
+OF_VOID = (
+    f"If 255 marks what is to be left out, as in many sets for segmentation, label it {IGNORED} instead, "
+    f"which is cross-entropy's ignore_index, with metrics=[Classification(classes, ignored={IGNORED})]. Else "
+    "correct the labels, or name all classes in Recipe.classes."
 )
 
 
@@ -39,9 +46,10 @@ class Labels:
             return
         if labels.shape[:1] != (len(fetched.kept),):
             raise DataError(
-                f"the {name}: the recipe names classes, and a batch of {len(fetched.kept)} samples has the "
-                f"column {self.column} of shape {list(labels.shape)}. It must have one row per sample: "
-                "correct the recipe's collate, or set Recipe.label to the right column."
+                f"the {name}: the recipe names classes, and a batch of "
+                f"{counted(len(fetched.kept), 'sample')} has the column {self.column} of shape "
+                f"{list(labels.shape)}. It must have one row per sample: correct the recipe's collate, or "
+                "set Recipe.label to the right column."
             )
         if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
             return
@@ -56,9 +64,9 @@ class Labels:
 
 def no_class(found: str, label: int, num_classes: int) -> DataError:
     """The error for a label that is no class; `found` begins its text."""
-    advice = {IGNORED: OF_IGNORED, UNLABELLED: OF_UNLABELLED}
+    advice = {IGNORED: OF_IGNORED, UNLABELLED: OF_UNLABELLED, VOID: OF_VOID}
     other = "Correct the labels, or name all classes in Recipe.classes."
     return DataError(
-        f"{found}, but the recipe names {num_classes} classes: a label must lie between 0 and "
-        f"{num_classes - 1}. {advice.get(label, other)}"
+        f"{found}, but the recipe names {counted(num_classes, 'class', 'es')}: a label must lie between 0 "
+        f"and {num_classes - 1}. {advice.get(label, other)}"
     )

@@ -239,10 +239,10 @@ def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
     if not any(column.shape[:1] == (len(samples),) for column in batch.values()):
         found = ", ".join(f"{name} {list(column.shape)}" for name, column in batch.items()) or "no column"
         raise DataError(
-            f"the recipe's collate was given {len(samples)} samples and returned {found}: no column has a "
-            "row per sample. It must return every sample once. To leave samples out, raise an error in the "
-            "data set and set data.max_bad. A packed batch needs one column with a row per sample, such as "
-            "their lengths."
+            f"the recipe's collate was given {counted(len(samples), 'sample')} and returned {found}: no "
+            "column has a row per sample. It must return every sample once. To leave samples out, raise an "
+            "error in the data set and set data.max_bad. A packed batch needs one column with a row per "
+            "sample, such as their lengths."
         )
     return dict(batch)
 

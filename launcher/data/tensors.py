@@ -14,7 +14,7 @@ from torch import Tensor
 
 from launcher.data.batch_plan import BatchPlan, cut, share_of
 from launcher.data.seeding import seed_transform
-from launcher.errors import DataError
+from launcher.errors import DataError, counted
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -171,8 +171,9 @@ def transformed(name: str, transform: Callable[..., Batch] | None, batch: Batch,
         shape = list(made[column].shape)
         if shape[:1] != [given[column]]:
             raise DataError(
-                f"the recipe's {name} was given {given[column]} samples and returned the column {column} "
-                f"in the shape {shape}. It must return as many: leave some out in the recipe's TensorData."
+                f"the recipe's {name} was given {counted(given[column], 'sample')} and returned the column "
+                f"{column} in the shape {shape}. It must return as many: leave some out in the recipe's "
+                "TensorData."
             )
     return made
 

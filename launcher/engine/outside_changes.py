@@ -61,8 +61,10 @@ class Attachment:
             raise UnusableError(
                 "the model has changed since this Stepper was built: parameters "
                 f"{listed(self._changed(), SHOWN)} were cast, moved, frozen, unfrozen, replaced, added or "
-                "removed. The Stepper trains only parameters in its flat memory. Change them before building "
-                "it, or build another Stepper; set values by p.copy_() under torch.no_grad()."
+                "removed. It trains those that it was given, in its flat memory: change them before it is "
+                "built, in a recipe within build_model. To unfreeze a part later, start a second run from "
+                "the weights of the first; in a loop of your own, build another Stepper. Set values by "
+                "p.copy_() under torch.no_grad()."
             )
 
     def refuse_other_weights(self) -> None:
@@ -152,10 +154,10 @@ class InPlaceChanges:
         self._frozen = {} if written else {n: (p, p._version) for n, (p, _) in self._frozen.items()}
         if written:
             warnings.warn(
-                f"{listed(written, SHOWN)}: frozen parameters were written in place. A skipped step does not "
-                "undo that, ranks that write different values are not noticed, and half weights round small "
-                "changes away. For an average of the weights use WeightAverage (average.decay). Write others "
-                "after a step, alike on all ranks, under a policy with fp32 weights.",
+                f"{listed(written, SHOWN)}: frozen parameters were written in place. A skipped step does "
+                "not undo that, ranks that write different values are not noticed, and half weights round "
+                "small changes away. For an average of the weights use ema.decay (WeightAverage). Write "
+                "others after a step, alike on all ranks, with fp32 weights (precision=amp_fp16).",
                 EngineWarning,
                 stacklevel=4,
             )

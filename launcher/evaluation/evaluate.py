@@ -31,7 +31,7 @@ from launcher.data.tensors import Batch, transformed
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.uneven import UnevenCollectives
 from launcher.engine.works import all_reduce
-from launcher.errors import ConfigError, DataError
+from launcher.errors import ConfigError, DataError, counted
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.measuring import Beat, Guard, Measuring, MetricValues, rows_with_nan
 from launcher.metrics.metric import declared_names, direction_of
@@ -177,13 +177,14 @@ def evaluate(
         if total.stopped:
             raise EvaluationStopped
         if not isinstance(data, StreamData):  # whose length is not known
-            counted = f"{total.samples:g} of {len(data)} samples were evaluated on {env.world_size} ranks"
-            assert total.samples == len(data), counted
+            seen = f"{total.samples:g} of {len(data)} samples were evaluated on {env.world_size} ranks"
+            assert total.samples == len(data), seen
         measured = int(total.samples - total.unreadable)
         if not total.counted > 0:
             raise DataError(
-                f"none of the {measured} samples to evaluate on carries loss: the counts of Loss(sum, count) "
-                f"add up to {total.counted:g}. Check what the loss counts, and that the samples can be read."
+                f"no loss was counted for {counted(measured, 'sample')} to evaluate on: the counts of "
+                f"Loss(sum, count) add up to {total.counted:g}. Check what the loss counts, and that the "
+                "samples can be read."
             )
         found = measuring.conclude(total.loss_sum, total.counted)
     return Evaluation(

@@ -139,8 +139,12 @@ def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
         lowest, highest = map(int, labels.long().aminmax())  # torch has none of uint16 and uint32
         ignored = lowest == IGNORED and (kind == "training" or any(map(_ignores, recipe.measures)))
         if highest >= len(recipe.classes) or (lowest < 0 and not ignored):
-            found = f"the {kind} column {recipe.label} goes from {lowest} to {highest}"
-            raise no_class(found, lowest, len(recipe.classes))
+            wrong = (labels.long() >= len(recipe.classes)) | (labels.long() < 0)
+            if ignored:
+                wrong &= labels != IGNORED
+            first = int(wrong.nonzero()[0])
+            found = f"the {kind} column {recipe.label} of sample {first} is {(label := int(labels[first]))}"
+            raise no_class(found, label, len(recipe.classes))
 
 
 def _ignores(metric: object) -> bool:

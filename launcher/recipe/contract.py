@@ -21,7 +21,7 @@ from launcher.data.reader import Collate, Indexed
 from launcher.data.sources import ONLY_SET
 from launcher.data.tensors import Batch, TensorData
 from launcher.engine import ParameterGroup
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, counted
 from launcher.metrics import Classification, LossMetric, Metric
 
 Schedule = Callable[[int, int], float]  # (applied step from 0, their total) -> factor on optim.lr
@@ -164,7 +164,7 @@ def cross_entropy(
         shape, num_samples = logits.shape, len(expected)
         if len(shape) < 2 or shape[0] != num_samples:
             raise ConfigError(
-                f"the model returned the shape {list(shape)} for {num_samples} samples: "
+                f"the model returned the shape {list(shape)} for {counted(num_samples, 'sample')}: "
                 f"cross_entropy needs [{num_samples}, classes], one value per sample and class."
             )
         if expected.is_floating_point():

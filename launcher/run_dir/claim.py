@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launcher.config.schema import Config
-from launcher.errors import ConfigError, DataError, LauncherError, StorageError, listed
+from launcher.errors import ConfigError, DataError, LauncherError, StorageError, counted, listed
 from launcher.run_dir.atomic import NotPlainError, read_json
 from launcher.run_dir.codec import decoded
 from launcher.run_dir.differences import another_run, other_training
@@ -187,12 +187,14 @@ def _finished(config: Config, directory: Path) -> str:
     key = "early_stopping.patience" if early else "train.max_steps" if limits else "train.epochs"
     if others := other_training(config, directory):
         raise ConfigError(
-            f"run.dir={directory} holds a run that is done, after {steps} steps{metric}, and was trained "
-            f"with other settings: {listed(others, SHOWN, '; ')}. To train with those of this command, "
-            "choose another directory, or leave run.dir out for a new one. To train that run longer with "
-            f"them, raise {key}."
+            f"run.dir={directory} holds a run that is done, after {counted(steps, 'step')}{metric}, and was "
+            f"trained with other settings: {listed(others, SHOWN, '; ')}. To train with those of this "
+            "command, choose another directory, or leave run.dir out for a new one. To train that run "
+            f"longer with them, raise {key}."
         )
-    return f"{directory}: the run is done, after {steps} steps{metric}. To train longer, raise {key}."
+    return (
+        f"{directory}: the run is done, after {counted(steps, 'step')}{metric}. To train longer, raise {key}."
+    )
 
 
 def _was_cut_short(directory: Path, steps: int) -> bool:

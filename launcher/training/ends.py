@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.errors import StorageError, described
+from launcher.errors import StorageError, counted, described
 from launcher.evaluation.confusion import Confusion
 from launcher.recipe.contract import Recipe, normalisation_of
 from launcher.report import page
@@ -175,7 +175,8 @@ def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
     applied = result.applied_steps or 0
     if applied < steps / 2:
         run.telemetry.warn(
-            f"only {applied} of {steps} steps were applied, the others skipped: lower precision.scale.init."
+            f"only {applied} of {counted(steps, 'step')} were applied, the others skipped: lower "
+            "precision.scale.init."
         )
     if run.env.is_leader:
         write_files(run_dir, result, job.parts.of(Evaluator).confusion, run.telemetry)

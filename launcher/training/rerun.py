@@ -19,7 +19,7 @@ from launcher.data.seeding import seed_compute
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import exchange_texts
 from launcher.engine.flat.names import named_parameters
-from launcher.errors import described, listed
+from launcher.errors import counted, described, listed
 from launcher.training.diagnostics import nonfinite
 from launcher.training.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
 from launcher.training.job import Job
@@ -121,7 +121,8 @@ class DivergenceInspector:
             forward, loss_finite = self._run(batch, position, number)
             # Even if forward failed, so that collectives within modules match on all ranks.
             back = self._run_back(batch, position, number) if backward else None
-            found.append(evidence_of(forward, loss_finite, back, number, batch, indices))
+            arithmetic = self._stepper.policy.arithmetic
+            found.append(evidence_of(forward, loss_finite, back, number, batch, indices, arithmetic))
         return min(found, default=Evidence(NOTHING, "no samples"))
 
     def _run(self, batch: Batch, position: Position, number: int) -> tuple[Diagnosis, bool]:
@@ -152,8 +153,12 @@ def evidence_of(
     number: int,
     batch: Batch,
     indices: Sequence[int],
+    arithmetic: torch.dtype = torch.float32,
 ) -> Evidence:
-    """The evidence in micro-batch `number`, which holds the training samples `indices`."""
+    """The evidence in micro-batch `number`, which holds the training samples `indices`.
+
+    `arithmetic` is the dtype in which the model computes.
+    """
     finding = diagnosis.finding
     columns = {name: rows for name, column in batch.items() if (rows := nonfinite_rows(column))}
     if finding is None and loss_finite and not columns:
@@ -169,6 +174,8 @@ def evidence_of(
         suspects = list(finding.rows)
     parts = [samples_text([indices[row] for row in suspects], indices)]
     parts += [f"not finite in the batch itself: {name}" for name in columns]
+    parts += [beyond(name, column, arithmetic) for name, column in batch.items() if name not in columns]
+    parts = [part for part in parts if part]
     if finding is not None:
         parts.append(module_text(finding))
     elif not loss_finite:
@@ -178,6 +185,17 @@ def evidence_of(
     position = 0 if columns else finding.position if finding is not None else AFTER_FORWARD
     # By micro-batch first, then by position in its pass, which is below 2^32.
     return Evidence((number << 32) + position, "; ".join(parts))
+
+
+def beyond(name: str, column: Tensor, arithmetic: torch.dtype) -> str:
+    """What to do about a column whose values the arithmetic cannot hold; "" where it holds them."""
+    limit = torch.finfo(arithmetic).max
+    if not column.is_floating_point() or not column.numel() or (size := float(column.abs().max())) <= limit:
+        return ""
+    kind = str(arithmetic).removeprefix("torch.")
+    return (
+        f"the column {name} has values up to {size:.3g}, and {kind} ends at {limit:.5g}: normalise it first"
+    )
 
 
 def backward_text(back: BackwardDiagnosis | None) -> str:
@@ -216,7 +234,7 @@ def samples_text(suspects: Sequence[int], indices: Sequence[int]) -> str:
     numbers = listed(chosen, MAX_SAMPLES)
     if suspects:
         return f"training sample {numbers} (of {len(indices)} in the micro-batch)"
-    return f"micro-batch of {len(indices)} training samples {numbers}"
+    return f"micro-batch of {counted(len(indices), 'training sample')} {numbers}"
 
 
 def told_by_rank(found: Sequence[Evidence], suspected_ranks: Sequence[int]) -> str:
@@ -225,7 +243,7 @@ def told_by_rank(found: Sequence[Evidence], suspected_ranks: Sequence[int]) -> s
     chosen = sorted(chosen, key=found.__getitem__) or list(suspected_ranks) or [0]
     lines = [f"  rank {rank}: {found[rank].text}" for rank in chosen[:MAX_RANKS]]
     if len(chosen) > MAX_RANKS:
-        lines.append(f"  and {len(chosen) - MAX_RANKS} more ranks")
+        lines.append(f"  and {counted(len(chosen) - MAX_RANKS, 'more rank')}")
     return "\n".join(["The batch of that step, run again:", *lines])
 
 

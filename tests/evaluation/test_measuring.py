@@ -408,7 +408,7 @@ def test_a_set_without_loss_is_refused_and_nan_among_outputs_is_counted(count, n
     data = points(6)
     recipe = recipe_of(data, Classification(CLASSES, output="a"), loss=loss)
     if count < 1:
-        with pytest.raises(DataError, match=f"none of the 6 samples .* add up to {count * 6}"):
+        with pytest.raises(DataError, match=f"no loss was counted for 6 samples .* add up to {count * 6}"):
             evaluate(Pass(recipe, model(), contextlib.nullcontext, ALONE), data, 4)
         return
     found = evaluate(Pass(recipe, model(), contextlib.nullcontext, ALONE), data, 4)

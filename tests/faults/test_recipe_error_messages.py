@@ -247,12 +247,12 @@ REFUSED: dict[str, tuple[str, int, str]] = {
     "labels beyond the classes": (
         "train.columns['label'][5] = 3",
         7,
-        "column label goes from 0 to 3, but the recipe names 3 classes: a label must lie between 0 and 2.",
+        "column label of sample 5 is 3, but the recipe names 3 classes: a label must lie between 0 and 2.",
     ),
     "negative labels": (
         "validation.columns['label'][5] = -1",
         7,
-        "column label goes from -1 to 2, but the recipe names 3 classes: a label must lie between 0 and 2. "
+        "column label of sample 5 is -1, but the recipe names 3 classes: a label must lie between 0 and 2. "
         "-1 marks samples without a label",
     ),
     "no labels": (

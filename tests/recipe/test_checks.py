@@ -53,12 +53,17 @@ def test_labels_that_a_metric_ignores_are_taken(metric):
 
 @pytest.mark.parametrize("metrics", [None, [Classification(("a", "b"), ignored=-1)]])
 def test_labels_that_no_metric_ignores_are_refused_with_the_option(metrics):
-    with pytest.raises(DataError, match=r"from -100 to 1, .*Classification\(classes, ignored=-100\)"):
+    with pytest.raises(DataError, match=r"of sample 1 is -100, .*Classification\(classes, ignored=-100\)"):
         refuse_unusable_data(unlabelled(torch.int64, 1, -100, metrics=metrics))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.int16])
 def test_labels_of_each_integer_type_are_compared_with_the_classes(dtype):
     refuse_unusable_data(unlabelled(dtype, 0, 1))
-    with pytest.raises(DataError, match="goes from 0 to 2, but the recipe names 2 classes"):
+    with pytest.raises(DataError, match="label of sample 1 is 2, but the recipe names 2 classes"):
         refuse_unusable_data(unlabelled(dtype, 0, 2))
+
+
+def test_a_label_that_usually_marks_what_is_left_out_says_how_to_do_so():
+    with pytest.raises(DataError, match=r"of sample 1 is 255, .* label it -100 instead"):
+        refuse_unusable_data(unlabelled(torch.int64, 0, 255))

@@ -46,6 +46,14 @@ def test_a_nan_in_the_batch_names_its_sample_and_column() -> None:
     assert "conv (Conv2d), nan, which was given values that are not finite" in evidence.text
 
 
+@pytest.mark.parametrize("arithmetic", [torch.float16, torch.float32])
+def test_values_of_the_batch_beyond_fp16_are_to_be_normalised(arithmetic: torch.dtype) -> None:
+    batch = {**BATCH, "image": torch.tensor([[0.0, 1.0], [0.0, -8e6], [0.0, 0.0]])}
+    text = evidence_of(FINE, False, None, 0, batch, [1, 2, 3], arithmetic).text
+    said = "the column image has values up to 8e+06, and float16 ends at 65504: normalise it first" in text
+    assert said == (arithmetic == torch.float16)
+
+
 def test_a_module_is_told_with_its_rows_inputs_and_bad_weights() -> None:
     found = Diagnosis(MODULE, MODULE, tuple("abcdefg"), None)
     text = evidence_of(found, False, None, 0, BATCH, [40, 41, 42]).text

@@ -298,9 +298,12 @@ def _refuse_untrainable(model: nn.Module, trainable: list[tuple[str, nn.Paramete
         raise UnusableError(f"parameters lie on {len(devices)} devices ({devices}). Move the model to one.")
     for name, p in trainable:
         if p.dtype not in FLOATS:
+            real = "convert it"
+            if p.is_complex():
+                real = "train torch.view_as_real(p) and read it with torch.view_as_complex"
             raise UnusableError(
                 f"parameter {name} is {p.dtype}. Trainable parameters are float32, float16 or bfloat16: "
-                "convert it, or freeze it with requires_grad_(False)."
+                f"{real}, or freeze it with requires_grad_(False)."
             )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 import launcher.telemetry.events as events
+from launcher.errors import counted
 from launcher.process.streams import write
 from launcher.process.terminal import columns_of, wrapped
 from launcher.telemetry.console.progress_bar import Bars
@@ -136,7 +137,7 @@ def end_lines(
 
 
 def _headline(end: events.EndEvent) -> str:
-    parts = [f"{end.state} after {end.step:,} steps"]
+    parts = [f"{end.state} after {counted(end.step, 'step')}"]
     if end.seconds is not None:
         since = f" since step {end.since_step:,}" if end.since_step else ""
         parts.append(f"in {duration(end.seconds)}{since}")

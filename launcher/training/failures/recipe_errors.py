@@ -26,7 +26,7 @@ from launcher.data import labels, loader
 from launcher.distributed.alone import Alone
 from launcher.distributed.exit_records import is_secondary
 from launcher.engine import EngineWarning, UnusableError
-from launcher.errors import ConfigError, DataError, LauncherError, RecipeError, described, whole_text
+from launcher.errors import ConfigError, DataError, LauncherError, RecipeError, described, listed, whole_text
 from launcher.process.shortage import TO_LOWER, shortage_of
 from launcher.recipe.checks import refuse_other_arguments
 from launcher.recipe.contract import Recipe
@@ -47,6 +47,7 @@ OF_NORMS = {  # by what torch says
     "sample's channel, which is a single value here. Give the model larger inputs, reduce their size less "
     "before it, or use nn.GroupNorm.",
 }
+SHOWN_ROWS = 8
 LABELS = re.compile(r"target dtype to be Long|scalar type Long but found")
 OVER_FP16 = re.compile(r"cannot be converted to type \S*Half without overflow")
 CALLED_WITH = {  # what the launcher gives to the functions of a recipe, in order
@@ -215,7 +216,10 @@ def _rule(error: Exception, batch: Mapping[str, object]) -> str:
         )
     if isinstance(error, IndexError) and (found := TARGET.search(whole_text(error))):
         rule = "A label must be at least 0 and less than the number of the model's outputs."
-        if (label := int(found[1])) == labels.UNLABELLED:
+        rule = f"{_rows_with(label := int(found[1]), batch)}{rule}"
+        if label == labels.VOID:
+            return f"{rule} If 255 marks what is to be left out, give the loss ignore_index=255."
+        if label == labels.UNLABELLED:
             return f"{rule} {labels.OF_UNLABELLED}"
         more = f"at least {label + 1} outputs" if label >= 0 else "no negative label"
         return f"{rule} Give it {more}, or correct the labels."
@@ -238,6 +242,17 @@ def _rule(error: Exception, batch: Mapping[str, object]) -> str:
             f"The batch holds {columns}, but a model's inputs have to be float32: convert what the model "
             "reads with .float() in the recipe's TensorData (NumPy's numbers are float64)."
         )
+    return ""
+
+
+def _rows_with(label: int, batch: Mapping[str, object]) -> str:
+    """Which samples of a batch have this label, as a sentence; "" where no column of integers has it."""
+    for name, column in batch.items():
+        if isinstance(column, Tensor) and not column.is_floating_point() and column.ndim:
+            rows = (column == label).reshape(len(column), -1).any(1).nonzero().flatten().tolist()
+            if rows:
+                which = f"sample{'s' if len(rows) > 1 else ''} {listed(rows, SHOWN_ROWS)}"
+                return f"The column {name} has {label} in {which} of this micro-batch, counted from 0. "
     return ""
 
 

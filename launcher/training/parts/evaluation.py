@@ -188,8 +188,8 @@ class Evaluator:
             )
         if found.nan_outputs:
             telemetry.warn(
-                f"{found.nan_outputs} of the outputs for the {found.samples} samples of {title} are NaN, so "
-                "metrics computed from them are meaningless. Check the input for NaN, or lower optim.lr."
+                f"NaN outputs for {counted(found.samples, 'sample')} of {title}: {found.nan_outputs:,}. "
+                "Metrics computed from them are meaningless. Check the input for NaN, or lower optim.lr."
             )
         if bad := found.unreadable:
             report_unreadable(self.run, f"{counted(bad, 'sample')} of {title} could not be read", bad)

@@ -80,7 +80,7 @@ def _data(recipe: Recipe) -> str:
 def _size(data: object) -> str:
     """The number of samples of a data set; a stream does not know it."""
     length = length_of(data)
-    return "a stream" if length is None else f"{length:,} samples"
+    return "a stream" if length is None else counted(length, "sample")
 
 
 def _optimizer(optim: OptimConfig) -> str:
@@ -109,13 +109,13 @@ def _schedule(config: Config, recipe: Recipe, rates: Sequence[float]) -> str:
 
 
 def _division(plan: BatchPlan) -> str:
-    parts = f"{plan.batch_size} samples per update over {counted(plan.world_size, 'rank')}"
+    parts = f"{counted(plan.batch_size, 'sample')} per update over {counted(plan.world_size, 'rank')}"
     if plan.micro_batches > 1:
         parts += f", up to {plan.micro_batches} micro-batches of at most {plan.largest_micro_batch} each"
     if plan.num_samples < plan.batch_size:
         parts += (
-            f"; but the training set has {plan.num_samples} samples: each update is of these, an epoch is "
-            "one step (lower data.batch_size for more)"
+            f"; but the training set has {counted(plan.num_samples, 'sample')}: each update is of these, an "
+            "epoch is one step (lower data.batch_size for more)"
         )
     return parts
 

@@ -112,7 +112,10 @@ def on_two_devices() -> nn.Module:
         (frozen, "Sequential has no trainable parameter"),
         (nn.ReLU, "ReLU has no trainable parameter"),
         (lambda: mlp().double(), "parameter .* is torch.float64.*requires_grad_"),
-        (lambda: nn.Linear(2, 2, dtype=torch.complex64), "parameter .* is torch.complex64"),
+        (
+            lambda: nn.Linear(2, 2, dtype=torch.complex64),
+            "parameter .* is torch.complex64.* torch.view_as_real",
+        ),
         (on_two_devices, "parameters lie on 2 devices"),
     ],
 )

@@ -52,6 +52,17 @@ def test_labels_of_another_integer_are_the_datas_fault(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize(
+    ("label", "advice"), [(255, "give the loss ignore_index=255"), (3, "at least 4 outputs")]
+)
+def test_a_label_beyond_the_outputs_names_its_samples(label: int, advice: str) -> None:
+    batch = {"x": torch.ones(4, 2), "label": torch.tensor([0, label, 1, label])}
+    with pytest.raises(DataError) as caught, guarding("loss", LOG, batch):
+        nn.functional.cross_entropy(torch.zeros(4, 3), batch["label"])
+    assert f"The column label has {label} in samples 1, 3 of this micro-batch" in str(caught.value)
+    assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "error", [ValueError("bad"), RuntimeError("bad"), AssertionError(), ZeroDivisionError()]
 )
 @pytest.mark.parametrize(("of_metric", "code"), [(False, 1), (True, 2)])
