@@ -1,7 +1,7 @@
 """The checkpoints of a run: which are intact, which to keep, and from which one to resume.
 
-Owns their order (by step, never by time), the search for the newest intact one, retention, and the agreement
-of the ranks: rank 0 chooses, and all accept its choice or all raise. Damaged checkpoints are reported and
+Owns their order (by step, never by time), the search for the newest intact one, and retention. Rank 0 chooses
+and reads, and the others receive it. Damaged checkpoints are reported and
 renamed, never deleted. Others are renamed before they are deleted.
 """
 
@@ -14,16 +14,23 @@ import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
-from launcher.checkpoint.format import DAMAGED, UNFINISHED, load, read, read_state, set_aside
-from launcher.checkpoint.manifest import MANIFEST, looks_whole, manifest_digest, verify
-from launcher.checkpoint.sending import at_hand
+from launcher.checkpoint.broadcast import broadcast_tensors
+from launcher.checkpoint.format import (
+    DAMAGED,
+    UNFINISHED,
+    Content,
+    read_content,
+    read_state,
+    set_aside,
+    snapshot_of,
+)
+from launcher.checkpoint.manifest import MANIFEST, looks_whole, verify
 from launcher.checkpoint.snapshot import Compared, Identity, Snapshot
 from launcher.distributed.collectives import of_leader, raised_on_all
 from launcher.distributed.env import WorkerEnv
-from launcher.errors import ConfigError, LauncherError, StorageError
+from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import failing_as_storage_error, restored
 from launcher.run_dir.records import CHECKPOINTS
 
@@ -159,58 +166,51 @@ def _refuse_link(path: Path) -> None:
 AUTO, NEVER = "auto", "never"
 
 
-def resume(env: WorkerEnv, directory: Path, wish: str, identity: Identity, own_disks: bool = False) -> Found:
+def resume(env: WorkerEnv, directory: Path, wish: str, identity: Identity) -> Found:
     """Choose and read the checkpoint to resume from, as `checkpoint.resume` says. A collective.
 
-    With `own_disks` rank 0 sends it to machines that do not have it. Raises on all ranks: ConfigError for the
-    checkpoint of another run or a newer version, StorageError where the requested one is not intact, or where
-    the ranks do not see the same files.
-    """
-    found = agree(env, directory, wish, own_disks)
-    path, snapshot = found.path, None
-    copy = at_hand(env, path, directory) if own_disks and path else contextlib.nullcontext(path)
-    with copy as own, raised_on_all(env):
-        if path is not None and own is not None:
-            snapshot = read(own) if own == path else load(own)
-            elsewhere = path.parent.resolve() != directory.resolve()
-            identity.refuse_other(snapshot.identity, str(path), as_start=elsewhere)
-    with raised_on_all(env):
-        if env.is_leader:  # one process must rename
-            _set_aside_replaced(directory, path)
-    return replace(found, snapshot=snapshot)
-
-
-def agree(env: WorkerEnv, directory: Path, wish: str = AUTO, own_disks: bool = False) -> Found:
-    """Rank 0 chooses; the others verify that they see the same manifest digest. A collective.
-
+    Rank 0 chooses, verifies and reads; the others receive what it has read, whatever they see themselves.
     `wish`: `auto`, the newest intact checkpoint in `directory` if there is one; `never`; or the path of a
     checkpoint or of a run. A run that started from another run's checkpoint resumes from its own once it has
-    an intact one. `directory` is this rank's view of it; with `own_disks` the choice may be missing there,
-    but nothing later may be there. Raises on all ranks.
+    an intact one. Raises on all ranks: ConfigError for the checkpoint of another run or a newer version,
+    StorageError where the requested one is not intact.
     """
-    place, digest, damaged = json.loads(of_leader(env, partial(_choice, directory, wish)))
-    # By this rank's own view of the directory, which may be mounted elsewhere than on rank 0.
-    found = Found(None if place is None else directory / place, damaged)
+    read: list[Content] = []  # on rank 0
+
+    def chosen() -> bytes:
+        found, content = _read_choice(directory, wish)
+        if content is None:
+            return json.dumps([None, found.damaged, None, False]).encode()
+        read.append(content)
+        elsewhere = content.path.parent.resolve() != directory.resolve()
+        return json.dumps([str(content.path.absolute()), found.damaged, content.state, elsewhere]).encode()
+
+    path, damaged, state, elsewhere = json.loads(of_leader(env, chosen))
+    found = Found(None if path is None else Path(path), damaged)
+    if found.path is not None:
+        both = broadcast_tensors(env, read[0].both if read else None)
+        rest = broadcast_tensors(env, read[0].rest if read else None)
+        with raised_on_all(env):
+            snapshot = snapshot_of(Content(found.path, state, both, rest))
+            identity.refuse_other(snapshot.identity, str(found.path), as_start=elsewhere)
+        found = replace(found, snapshot=snapshot)
     with raised_on_all(env):
-        if not env.is_leader:
-            _refuse_other_view(directory, found, digest, wish, own_disks)
+        if env.is_leader:  # one process must rename
+            _set_aside_replaced(directory, found.path)
     return found
 
 
-def _choice(directory: Path, wish: str) -> bytes:
-    """What rank 0 sends of its choice, as JSON: its name in the directory or its path, its digest, damage."""
+def _read_choice(directory: Path, wish: str) -> tuple[Found, Content | None]:
+    """What rank 0 resumes from, and its files."""
     try:
         found = _choose(directory, wish)
-        path = found.path
-        digest = path and manifest_digest(path)
-    except (OSError, ValueError) as error:  # for instance, deleted in the meantime
+        return found, None if found.path is None else read_content(found.path)
+    except OSError as error:  # for instance, deleted in the meantime
         of_run = wish in (AUTO, NEVER)
         what = f"the checkpoints in {directory} cannot be read" if of_run else f"checkpoint.resume={wish}"
         denied = isinstance(error, PermissionError)
         advice = "This user needs the permission to read it." if denied else "Start the run again."
         raise StorageError(f"{what}: {error}. {advice}") from error
-    place = path and (path.name if path.parent == directory else str(path.absolute()))
-    return json.dumps([place, digest, found.damaged]).encode()
 
 
 def _choose(directory: Path, wish: str) -> Found:
@@ -244,31 +244,6 @@ def _demanded(path: Path) -> Found:
     if (path / MANIFEST).exists() or path.is_symlink():
         return _first_intact([path], rename_damaged=False)
     return Found(None)
-
-
-def _refuse_other_view(directory: Path, found: Found, digest: str | None, wish: str, own_disks: bool) -> None:
-    """Raise StorageError where this rank does not see what rank 0 has chosen."""
-    path, problems = found.path, []
-    try:
-        if path is None or own_disks:
-            others = [other for other in candidates(directory) if other.name not in found.damaged]
-            last = step_of(path) if path is not None and path.parent == directory else -1
-            if others and step_of(others[0]) > last and wish != NEVER:
-                problems = [f"{directory} holds {others[0].name}"]
-        if path is not None and (path.is_dir() or not own_disks):
-            problems += verify(path)
-            if not problems and manifest_digest(path) != digest:
-                problems = [f"its {path.name} has other content"]
-    except (LauncherError, OSError, ValueError) as error:
-        problems = [str(error)]
-    if problems:
-        rule = "run.dir must be a directory that all machines share"
-        if own_disks:
-            rule = "With launch.hosts=mixed, rank 0 must be on the machine that has the newest one"
-        raise StorageError(
-            f"the ranks do not see the same checkpoints: rank 0 resumes from {path or 'no checkpoint'}, but "
-            f"on this rank {'; '.join(problems)}. {rule}."
-        )
 
 
 def _set_aside_replaced(directory: Path, resumed: Path | None) -> None:

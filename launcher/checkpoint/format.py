@@ -13,8 +13,9 @@ import math
 import os
 import secrets
 import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,19 +99,43 @@ def load(path: Path) -> Snapshot:
     return read(path)
 
 
-def read(path: Path) -> Snapshot:
-    """Read a verified checkpoint; its tensors are mapped from the files.
+@dataclass(frozen=True)
+class Content:
+    """The three files of a verified checkpoint: what is sent to other ranks, and made a Snapshot of there."""
 
-    Raises StorageError where the content does not match state.json.
-    """
+    path: Path
+    state: dict[str, Any]
+    both: Mapping[str, Tensor]  # weights and buffers
+    rest: Mapping[str, Tensor]  # what only a resume needs
+
+
+def read(path: Path) -> Snapshot:
+    """Read a verified checkpoint, as `read_content` and `snapshot_of`."""
+    return snapshot_of(read_content(path))
+
+
+def read_content(path: Path) -> Content:
+    """The files of a verified checkpoint, tensors mapped. Raises StorageError where one cannot be read."""
     both, rest = read_tensors(path / WEIGHTS), read_tensors(path / OPTIMIZER)
     try:
-        return _snapshot_of(read_state(path), both, rest)
+        return Content(path, read_state(path), both, rest)
+    except (OSError, ValueError) as error:
+        raise _no_state(path, error) from error
+
+
+def snapshot_of(content: Content) -> Snapshot:
+    """The state of the run. Raises StorageError where the tensors do not match state.json."""
+    try:
+        return _snapshot_of(content.state, dict(content.both), dict(content.rest))
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise StorageError(
-            f"{path} does not hold the state of a run: {type(error).__name__}: {error}. "
-            "Take another checkpoint with checkpoint.resume=PATH."
-        ) from error
+        raise _no_state(content.path, error) from error
+
+
+def _no_state(path: Path, error: Exception) -> StorageError:
+    return StorageError(
+        f"{path} does not hold the state of a run: {type(error).__name__}: {error}. "
+        "Take another checkpoint with checkpoint.resume=PATH."
+    )
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -100,11 +100,6 @@ def manifest_of(step: int, files: Mapping[str, Written]) -> bytes:
     return manifest_text({"format": FORMAT, "step": step, "files": entries})
 
 
-def manifest_digest(path: Path) -> str:
-    """One string that is equal for equal checkpoints. Raises OSError or ValueError."""
-    return hashlib.sha256(read_regular(path / MANIFEST)).hexdigest()
-
-
 def _problems_of(file: Path, entry: Written) -> list[str]:
     try:
         with open(open_plain(file, os.O_RDONLY), "rb") as opened:

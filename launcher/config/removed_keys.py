@@ -11,6 +11,7 @@ REMOVED_KEYS: dict[str, str] = {
     "data.target": "The tabular recipe is gone: read your table in a recipe of your own, as TensorData.",
     "train.cuda_graph": "Steps run without CUDA graphs; train.compile=true launches fewer kernels.",
     "wire.sum": "Gradients are summed in wire.dtype; wire.shard=true sends as many bytes and sums in fp32.",
+    "launch.hosts": "Rank 0 reads checkpoints for all machines, which need no shared disk; leave it out.",
 }
 
 

@@ -206,7 +206,6 @@ class LaunchConfig:
     nnodes: Auto | Count
     node_rank: Auto | CountOrZero
     rdzv_endpoint: Endpoint | None
-    hosts: Literal["alike", "mixed"]
     max_restarts: CountOrZero
     init_timeout_s: Seconds
     stall_s: Seconds

@@ -59,8 +59,7 @@ class SavedRun:
         wish = self.run.config.checkpoint.resume
         if launch.restart_count and (wish == NEVER or Path(wish).is_relative_to(self.run.config.run.dir)):
             wish = AUTO  # its first start has already set the others aside
-        own_disks = self.run.config.launch.hosts == "mixed"
-        found = catalog.resume(self.run.env, self.directory, wish, self._identity, own_disks)
+        found = catalog.resume(self.run.env, self.directory, wish, self._identity)
         for name, problems in found.damaged.items():
             self.run.telemetry.warn(f"a damaged checkpoint is skipped and set aside: {name} ({problems})")
         if found.snapshot is None:

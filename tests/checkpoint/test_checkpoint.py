@@ -862,9 +862,7 @@ def test_a_run_to_start_from_that_this_user_may_not_search_is_named(tmp_path: Pa
     other.mkdir()
     monkeypatch.setattr(catalog, "candidates", refuse)
     with pytest.raises(StorageError) as raised:
-        catalog.agree(
-            WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None), tmp_path / "own" / "checkpoints", str(other)
-        )
+        resume(ALONE, tmp_path / "own" / "checkpoints", str(other), IDENTITY)
     assert str(raised.value) == (
         f"checkpoint.resume={other}: [Errno 13] Permission denied: '{other}/checkpoints'. This user needs "
         "the permission to read it."

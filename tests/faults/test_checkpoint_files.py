@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.checkpoint import sending
-from launcher.checkpoint.catalog import agree, newest_intact, resume, retain
+from launcher.checkpoint import broadcast
+from launcher.checkpoint.catalog import newest_intact, resume, retain
 from launcher.checkpoint.format import load, publish
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, verify
 from launcher.distributed.env import WorkerEnv
@@ -309,17 +309,16 @@ def views(folder: Path) -> dict[str, tuple[list[Path], str]]:
         return directories
 
     case("the same", "2", (1, 2))
-    case("equal copies", "2", (1, 2), (1, 2))
     case("nothing anywhere", "None", ())
-    case("only rank 1 lacks the newest", "refused: on rank 1", (1, 2), (1,))
+    case("only rank 1 lacks the newest", "2", (1, 2), (1,))
     case("only rank 0 lacks the newest", "1", (1,), (1, 2))
-    case("only rank 0 has any", "refused: on rank 1", (1,), ())
-    case("only rank 1 has any", "refused: on rank 1", (), (1,))
+    case("only rank 0 has any", "1", (1,), ())
+    case("only rank 1 has any", "None", (), (1,))
     shared = case("newest damaged", "1", (1, 2))[0]
     flip(shared / "step-00000002" / WEIGHTS, -1, 0)
-    _, theirs = case("rank 1 sees damage", "refused: on rank 1", (1, 2), (1, 2))
+    _, theirs = case("rank 1 sees damage", "2", (1, 2), (1, 2))
     flip(theirs / "step-00000002" / OPTIMIZER, -1, 0)
-    _, theirs = case("another of that step", "refused: on rank 1", (1, 2), (1,))
+    _, theirs = case("another of that step", "2", (1, 2), (1,))
     publish(theirs, snapshot(2, metric=0.5))
     for directory in case("all damaged", "None", (1,), (1,)):
         flip(directory / "step-00000001" / OPTIMIZER, -1, 0)
@@ -330,73 +329,29 @@ def views(folder: Path) -> dict[str, tuple[list[Path], str]]:
     return made
 
 
-def resume_each(env: WorkerEnv, cases: dict[str, tuple[list[Path], str]]) -> dict[str, str]:
+def resume_each(env: WorkerEnv, cases: dict[str, tuple[list[Path], str]]) -> dict[str, tuple[str, str]]:
+    """The step, and all that was read: rank 0's, whatever the other rank sees."""
+    broadcast.PIECE_BYTES = 7  # several for each tensor
     outcomes = {}
     for name, (directories, _) in cases.items():
         try:
             found = resume(env, directories[env.rank], "auto", IDENTITY).snapshot
-            outcomes[name] = str(found and found.progress.step)
+            outcomes[name] = str(found and found.progress.step), str(found and comparable(found))
         except LauncherError as error:
-            outcomes[name] = f"refused: {error}" if isinstance(error, StorageError) else repr(error)
+            text = f"refused: {error}" if isinstance(error, StorageError) else repr(error)
+            outcomes[name] = text, ""
     return outcomes
 
 
-def test_all_ranks_resume_the_same_step_or_all_refuse(tmp_path: Path) -> None:
+def test_all_ranks_resume_what_rank_0_resumes_whatever_they_see(tmp_path: Path) -> None:
     cases = views(tmp_path)
     first, second = run_ranks(2, resume_each, cases)
     assert first == second
     for name, (_, expected) in cases.items():
-        assert first[name].startswith(expected), f"{name}: {first[name]}"
-
-
-def resume_on_own_disks(
-    env: WorkerEnv, cases: dict[str, tuple[list[Path], str]]
-) -> dict[str, tuple[str, list[str]]]:
-    """The outcome of each case, and what is then in this rank's directory. Each rank is a machine."""
-    sending.PIECE_BYTES = 100  # several for each file
-    env, outcomes = replace(env, local_rank=0), {}
-    for name, (directories, _) in cases.items():
-        try:
-            found = resume(env, directories[env.rank], "auto", IDENTITY, own_disks=True)
-            outcome = str(found.snapshot and comparable(found.snapshot.engine))
-            assert found.path is None or found.path.parent == directories[env.rank]
-        except StorageError as error:
-            outcome = f"refused: {error}"
-        outcomes[name] = outcome, sorted(path.name for path in directories[env.rank].iterdir())
-    return outcomes
-
-
-def test_machines_with_disks_of_their_own_get_the_checkpoint_of_rank_0(tmp_path: Path) -> None:
-    made = {
-        "only rank 0 has any": ((1, 2), ()),
-        "rank 1 has an earlier one": ((1, 2), (1,)),
-        "rank 1 has a later one": ((1,), (1, 2)),
-        "only rank 1 has any": ((), (1,)),
-        "both": ((1,), (1,)),
-        "none": ((), ()),
-        "no room": ((1,), ()),
-    }
-    cases = {}
-    for name, steps_by_rank in made.items():
-        directories = [tmp_path / f"{name}-{rank}" for rank in range(2)]
-        for directory, steps in zip(directories, steps_by_rank, strict=True):
-            directory.mkdir()
-            publish_steps(directory, *steps)
-        cases[name] = (directories, "")
-    (directories[1] / f"{sending.RECEIVED}step-00000001").touch()
-    first, second = run_ranks(2, resume_on_own_disks, cases)
-    for name, steps_by_rank in made.items():
-        (mine, _), (theirs, left) = first[name], second[name]
-        assert mine == theirs, name
-        if name == "no room":
-            assert mine.startswith("refused: on rank 1: the checkpoint of rank 0 cannot be sent"), mine
-            continue
-        is_refused = "only rank 1" in name or "later" in name
-        assert mine.startswith("refused: on rank 1: the ranks do not see the same") == is_refused, mine
-        newest = max(steps_by_rank[0], default=None)
-        if not is_refused:
-            assert mine == str(newest and comparable(snapshot(newest).engine))
-        assert left == [f"step-{step:08d}" for step in steps_by_rank[1]]
+        step, read = first[name]
+        assert step.startswith(expected), f"{name}: {step}"
+        if step.isdigit():
+            assert read == str(comparable(snapshot(int(step)))), name
 
 
 def resume_earlier(env: WorkerEnv, cases: list[tuple[list[Path], str]]) -> list[tuple[str, list[str]]]:
@@ -422,18 +377,17 @@ def test_only_rank_0_renames_replaced_checkpoints_and_all_ranks_raise_its_failur
     cases = [(views[0], str(views[0][0] / "step-00000001")), (views[1], "never")]
     (back_0, link_0), (back_1, link_1) = run_ranks(2, resume_earlier, cases, timeout_s=20)
     assert back_0 == (str(views[0][0] / "step-00000001"), ["replaced-step-00000002", "step-00000001"])
-    assert back_1 == (str(views[0][1] / "step-00000001"), ["step-00000001", "step-00000002"])
+    assert back_1 == (str(views[0][0] / "step-00000001"), ["step-00000001", "step-00000002"])
     assert link_0[0] == link_1[0]
     assert link_0[0].startswith(f"on rank 0: {views[1][0] / 'step-00000002'} is a symbolic link")
     assert link_1[1] == ["step-00000001", "step-00000002"]
 
 
-def agree_on_both(env: WorkerEnv, directory: Path) -> list[str]:
-    """An ordinary choice, then one of a path that only some ranks can read."""
-    texts = [str(agree(env, directory).path)]
-    for wish in (str(directory / "step-00000001"), str(directory / "nowhere"), "never"):
+def resume_as_asked(env: WorkerEnv, directory: Path) -> list[str]:
+    texts = []
+    for wish in ("auto", str(directory / "nowhere"), str(directory / "step-00000001"), "never"):
         try:
-            texts.append(str(agree(env, directory, wish).path))
+            texts.append(str(resume(env, directory, wish, IDENTITY).path))
         except LauncherError as error:
             texts.append(f"{error.exit_code}")
     return texts
@@ -441,8 +395,8 @@ def agree_on_both(env: WorkerEnv, directory: Path) -> list[str]:
 
 def test_three_ranks_agree_on_what_was_asked_for(tmp_path: Path) -> None:
     publish_steps(tmp_path, 1, 2)
-    expected = [str(tmp_path / "step-00000002"), str(tmp_path / "step-00000001"), "2", "None"]
-    assert run_ranks(3, agree_on_both, tmp_path) == [expected] * 3
+    expected = [str(tmp_path / "step-00000002"), "2", str(tmp_path / "step-00000001"), "None"]
+    assert run_ranks(3, resume_as_asked, tmp_path) == [expected] * 3
 
 
 def resume_with_another_seed_on_rank_1(env: WorkerEnv, directory: Path) -> str:

@@ -204,7 +204,6 @@ def wish(nproc: str | int = "auto", max_restarts: int = 0) -> LaunchConfig:
         "auto",
         "auto",
         None,
-        "alike",
         max_restarts,
         init_timeout_s=1,
         stall_s=1,
