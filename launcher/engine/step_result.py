@@ -121,21 +121,22 @@ class StepResult:
             self._ready.synchronize()
         found = self._numbers if self._copy is None else self._numbers.unpacked(self._copy)
         numbers, squares = dict(found.numbers), found.squares_by_parameter
-        ranks = found.status.nonzero().flatten().tolist()
-        abandoned = tuple(rank for rank in ranks if found.status[rank] == ABANDONED)
         votes = tuple(map(int, found.votes))
+        abandoned: tuple[int, ...] = ()
         culprits: tuple[int, ...] = ()
         parameters: tuple[str, ...] = ()
-        if abandoned:  # what the other ranks have counted is of no step
-            numbers |= {"loss": math.nan, "grad_norm": math.nan, "count": 0.0, "bad_losses": 0}
-            votes = (0,) * VOTES
-        elif numbers["skipped"]:
+        if numbers["skipped"]:  # else no rank has a status
+            ranks = found.status.nonzero().flatten().tolist()
+            abandoned = tuple(rank for rank in ranks if found.status[rank] == ABANDONED)
             bad = (~squares.isfinite()).nonzero().flatten().tolist()
             parameters = tuple(self._names[index] for index in bad)
             # A rank alone has no status: what is not finite is its own.
             culprits = tuple(ranks) if len(found.status) > 1 else (0,) * bool(bad)
         else:
             self._notices.gradients(self._names, squares, stacklevel=2)
+        if abandoned:  # what the other ranks have found and counted is of no step
+            numbers |= {"loss": math.nan, "grad_norm": math.nan, "count": 0.0, "bad_losses": 0}
+            votes, culprits, parameters = (0,) * VOTES, (), ()
         if numbers["count"] == 0 and not abandoned:
             self._notices.warn(NO_SAMPLES, stacklevel=2)
         whole = ("bad_losses", "applied_steps", "skipped_steps", "floor_skips", "bad_loss_steps")

@@ -106,12 +106,19 @@ class Reducer:
     def _read_together(self) -> list[list[Bucket]]:
         """The buckets by the reads of their reduced gradients.
 
-        A CPU reads each as soon as it is reduced, while the next one is on its way. On a GPU, where each read
-        is some kernels, there is one read per dtype.
+        A rank of a group reads each as soon as it is reduced, on a CPU, while the next one is on its way.
+        Elsewhere there is one read per dtype: on a GPU each read is some kernels, and a process alone has
+        nothing to wait for.
         """
-        if self._layout.device.type == "cpu":
+        if self._group is not None and self._layout.device.type == "cpu":
             return [[bucket] for bucket in self.buckets]
-        return [[b for b in self.buckets if b.segment is each] for each in self._layout.segments]
+        found: list[list[Bucket]] = []
+        for bucket in self.buckets:
+            if found and found[-1][0].message.dtype == bucket.message.dtype:
+                found[-1].append(bucket)
+            else:
+                found.append([bucket])
+        return found
 
     @contextlib.contextmanager
     def receiving(self, early: bool) -> Iterator[None]:

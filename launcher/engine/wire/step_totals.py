@@ -31,6 +31,8 @@ class TotalsReducer:
 
     def __init__(self, on_host: bool, device: torch.device, group: works.Group, sharded: list[bool]) -> None:
         self._on_host, self._device, self._group = on_host, device, group
+        # Sends nothing, and spares itself the tensors: 25 us of a step of 500 us of a tiny network.
+        self._alone_on_host = on_host and group is None
         self._world_size = dist.get_world_size(group) if group else 1
         shares = [1.0 if each else 1.0 / self._world_size for each in sharded]
         self._shares = torch.tensor(shares, dtype=torch.float64).to(device)
@@ -45,6 +47,7 @@ class TotalsReducer:
         self._losses: list[Any] = []  # of micro-batches
         self._counts: list[Any] = []
         self._votes = [0.0] * VOTES
+        self._status: Any = 0
 
     def add(self, loss_sum: Tensor, count: float | Tensor) -> None:
         """A micro-batch of `count` samples whose losses sum to `loss_sum`."""
@@ -67,6 +70,9 @@ class TotalsReducer:
         `squares` [parameters] are of the reduced gradient as this rank holds it; `status` is 0-dim where the
         device decides.
         """
+        if self._alone_on_host:
+            self._status = status
+            return squares
         by_parameter = squares if self._group is None else squares * self._shares
         counts = self._counts_on_host() if self._on_host else self._counts_on_device()
         # The sum before the exchange: sums over parameters may differ between unlike processors.
@@ -74,6 +80,8 @@ class TotalsReducer:
 
     def reduce(self, message: Tensor) -> StepTotals:
         """Add up the ranks' messages. A collective: the only one of a step beside the buckets."""
+        if self._alone_on_host:
+            return self._totals_alone(message)
         works.all_reduce(message, self._group)
         counts, status, by_parameter = torch.split(message, [COUNTS, self._world_size, len(self._shares)])
         worst = status.max()
@@ -90,10 +98,25 @@ class TotalsReducer:
             squares_by_parameter=by_parameter,
         )
 
-    def _counts_on_host(self) -> Tensor:
+    def _totals_alone(self, squares: Tensor) -> StepTotals:
+        samples, loss_sum, bad_losses, *votes = self._numbers()
+        return StepTotals(
+            samples=samples,
+            loss_sum=loss_sum,
+            bad_losses=bad_losses,
+            squares=squares.sum().item(),
+            worst_status=self._status,
+            votes=votes,
+            status=self._own_slot * self._status,
+            squares_by_parameter=squares,
+        )
+
+    def _numbers(self) -> list[float]:
         bad = sum(not math.isfinite(loss) for loss in self._losses)
-        numbers = [sum(self._counts), sum(self._losses), bad, *self._votes]
-        return torch.tensor(numbers, dtype=torch.float64)
+        return [sum(self._counts), sum(self._losses), bad, *self._votes]
+
+    def _counts_on_host(self) -> Tensor:
+        return torch.tensor(self._numbers(), dtype=torch.float64)
 
     def _counts_on_device(self) -> Tensor:
         """The same without waiting: numbers of the host are written by kernels, not uploaded."""
