@@ -165,6 +165,11 @@ class Composer:
         for override in parsed:
             if not self.is_choice(override):
                 tree = merged(tree, override.key_or_group, override.value())
+        given = {override.key_or_group for override in parsed}
+        if "train.max_steps" in given and "train.epochs" not in given and value_at(tree, "train.max_steps"):
+            tree = replaced(
+                tree, {"train.epochs": None}
+            )  # else that of the recipe would end the run in silence
         for key, value in tree.items():
             if problem := code_problem(str(key), value):
                 raise ConfigError(f"`{key}` in the config files: {problem}")

@@ -80,9 +80,12 @@ class DataConfig:
     options: Options  # the data set's own keys, as its YAML lists them
 
 
+DEFAULT_EPOCHS = 10  # of a run for which neither train.epochs nor train.max_steps is given
+
+
 @dataclass(frozen=True)
 class TrainConfig:
-    epochs: Count
+    epochs: Count | None
     max_steps: Count | None
     eval_every_epochs: Count
     eval_every_steps: Count | None
@@ -95,8 +98,10 @@ class TrainConfig:
     tf32: bool
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Updates of the whole run, skipped ones included."""
-        steps = steps_per_epoch * self.epochs
+        """Updates of the whole run, skipped ones included: the first of both lengths that is reached."""
+        if self.epochs is None and self.max_steps is not None:
+            return self.max_steps
+        steps = steps_per_epoch * (self.epochs or DEFAULT_EPOCHS)
         return min(steps, self.max_steps or steps)
 
 

@@ -12,7 +12,15 @@ from typing import Any
 from launcher.config.messages import show, summary, unknown_key
 from launcher.config.optimizers import GROUPS, OPTIMIZERS, completed_groups, group_problems, is_fused
 from launcher.config.rules import name, value_problem
-from launcher.config.schema import Config, from_dict, is_section, rules, section_types, types_of
+from launcher.config.schema import (
+    DEFAULT_EPOCHS,
+    Config,
+    from_dict,
+    is_section,
+    rules,
+    section_types,
+    types_of,
+)
 from launcher.config.trees import leaves
 from launcher.errors import ConfigError
 
@@ -143,9 +151,12 @@ RELATIONS: Mapping[tuple[str, ...], tuple[Callable[..., bool], str]] = {
     ),
     # Each of these decides by evaluations within a run. With that at its end alone nothing would ever happen.
     **{
-        (key, "train.eval_every_epochs", "train.epochs", "train.eval_every_steps"): (
-            lambda value, every, epochs, steps: (
-                value not in (None, "none") and every >= epochs and steps is None
+        (key, "train.eval_every_epochs", "train.epochs", "train.eval_every_steps", "train.max_steps"): (
+            lambda value, every, epochs, steps, max_steps: (
+                value not in (None, "none")
+                and steps is None
+                and (epochs or not max_steps)
+                and every >= (epochs or DEFAULT_EPOCHS)
             ),
             key
             + "={}: needs evaluations during a run, and train.eval_every_epochs={} of train.epochs={} leaves "

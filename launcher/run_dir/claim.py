@@ -38,6 +38,10 @@ DEFAULT_ROOT = Path("outputs")
 NAME_ATTEMPTS = 20  # 4 hex digits collide only where hundreds of runs start within one second
 FIRST_EVENTS = 1_000_000  # bytes of metrics.jsonl that hold the start of every run
 SHOWN = 8  # settings that differ
+TO_BEGIN_ANEW = (
+    "To start from the beginning there: the same command with checkpoint.resume=never, which sets the "
+    "checkpoints aside."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +57,17 @@ class Claim:
 def claimed(config: Config, overrides: Sequence[str]) -> Iterator[Claim]:
     """Make or reopen the run's directory, describe the run in it, and lock it within the context.
 
-    Resumes a run of the same recipe, model, data and optimizer. Raises ConfigError for the directory of
-    another run, for one in use, and for one that holds a run under `checkpoint.resume=never`; StorageError
-    for one that cannot be written.
+    Resumes a run of the same recipe, model, data and optimizer; `checkpoint.resume=never` begins anew. Raises
+    ConfigError for the directory of another run and for one in use; StorageError for one that cannot be
+    written.
     """
     with _writing(config):
         directory = _made(Path(config.run.dir)) if config.run.dir else _new_default(config.recipe.name)
         resolved = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(directory)))
+        if config.checkpoint.resume == "never" and os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+            # A job that Slurm has requeued began anew in its first start.
+            resume = dataclasses.replace(config.checkpoint, resume="auto")
+            resolved = dataclasses.replace(resolved, checkpoint=resume)
         refuse_foreign(directory)
         lock = locked(directory)
     with lock:
@@ -154,18 +162,17 @@ def _holds_run(directory: Path) -> bool:
 def _finished(config: Config, directory: Path) -> str:
     """The message for a run that is already done; empty for one that can be resumed.
 
-    Raises ConfigError for a run that cannot be resumed, for another run, and for one that is done and was
-    trained with other settings: this command would leave it as it is.
+    Raises ConfigError for another run, and for one that is done and was trained with other settings: this
+    command would leave it as it is. One in which nothing has been trained is none to protect.
     """
-    if config.checkpoint.resume == "never":
-        raise ConfigError(
-            f"run.dir={directory} already holds a run, and checkpoint.resume=never would overwrite it. "
-            "Choose another directory, leave run.dir out for a new one, or resume: checkpoint.resume=auto."
-        )
-    if differences := another_run(config, directory):
+    differences = another_run(config, directory)  # first: it refuses files that no run has written
+    if config.checkpoint.resume == "never" or not _has_trained(directory):
+        (directory / RESULT).unlink(missing_ok=True)  # of the run that this one replaces
+        return ""
+    if differences:
         raise ConfigError(
             f"run.dir={directory} holds another run: {listed(differences, SHOWN, '; ')}. Give the overrides "
-            "that it was started with (its overrides.txt), or choose another directory."
+            f"that it was started with (its overrides.txt), or choose another directory. {TO_BEGIN_ANEW}"
         )
     if Path(config.checkpoint.resume).is_relative_to(directory):
         return ""  # resumes from an earlier checkpoint of the same run
@@ -190,11 +197,20 @@ def _finished(config: Config, directory: Path) -> str:
             f"run.dir={directory} holds a run that is done, after {counted(steps, 'step')}{metric}, and was "
             f"trained with other settings: {listed(others, SHOWN, '; ')}. To train with those of this "
             "command, choose another directory, or leave run.dir out for a new one. To train that run "
-            f"longer with them, raise {key}."
+            f"longer with them, raise {key}. {TO_BEGIN_ANEW}"
         )
-    return (
-        f"{directory}: the run is done, after {counted(steps, 'step')}{metric}. To train longer, raise {key}."
-    )
+    done = f"{directory}: the run is done, after {counted(steps, 'step')}{metric}. To train longer, raise {key}."
+    return f"{done} {TO_BEGIN_ANEW}"
+
+
+def _has_trained(directory: Path) -> bool:
+    """Whether a run has left something to resume, also a damaged checkpoint, or a result."""
+    if any((directory / CHECKPOINTS).glob("*step-*")):
+        return True
+    try:
+        return decoded(Result, read_json(directory / RESULT)).state == "done"
+    except (OSError, ValueError):
+        return False
 
 
 def _was_cut_short(directory: Path, steps: int) -> bool:

@@ -116,7 +116,7 @@ def announce(job: Job, devices: Sequence[str], start: Start) -> None:
     run.telemetry.emit(
         StartEvent(
             start.step,
-            epochs=run.config.train.epochs,
+            epochs=-(-job.course.total_steps // job.course.steps_per_epoch),
             steps_per_epoch=job.course.steps_per_epoch,
             total_steps=job.course.total_steps,
             world_size=run.env.world_size,

@@ -255,25 +255,48 @@ def test_every_section_of_the_config_either_has_a_part_in_training_or_none():
     assert sections == none | set(differences.LEARNED_FROM)
 
 
+def trained(config: Config, *overrides: str) -> Path:
+    """The directory of a run that has written a checkpoint."""
+    directory = Path(prepared(config, overrides).run.dir)
+    (directory / "checkpoints" / "step-00000001").mkdir(parents=True)
+    return directory
+
+
 def test_another_run_is_refused_and_nothing_of_it_changed(tmp_path):
     config = sample_config(str(tmp_path / "mine"))
-    prepared(config, ["seed=0"])
-    before = (tmp_path / "mine" / "config.yaml").read_bytes()
+    mine = trained(config, "seed=0")
+    before = (mine / "config.yaml").read_bytes()
     with pytest.raises(ConfigError, match=r"holds another run: seed is 0 there and 4 here.*overrides\.txt"):
         prepared(replace(config, seed=4), [])
     other = replace(config, seed=4, optim=replace(config.optim, lr=0.5))
     lr = f"optim.lr is {config.optim.lr} there and 0.5 here"
     with pytest.raises(ConfigError, match=rf"another run: seed is 0 there and 4 here; {lr}\. Give the over"):
         prepared(other, [])
-    assert (tmp_path / "mine" / "config.yaml").read_bytes() == before
-    assert (tmp_path / "mine" / "overrides.txt").read_text() == "seed=0\n"
+    assert (mine / "config.yaml").read_bytes() == before
+    assert (mine / "overrides.txt").read_text() == "seed=0\n"
 
 
-def test_a_run_is_never_begun_anew_in_its_own_directory(tmp_path):
+def test_the_refusal_names_the_command_that_begins_anew(tmp_path, monkeypatch):
     config = sample_config(str(tmp_path / "mine"))
-    prepared(config, [])
-    with pytest.raises(ConfigError, match="already holds a run"):
-        prepared(replace(config, checkpoint=replace(config.checkpoint, resume="never")), [])
+    mine = trained(config)
+    with pytest.raises(ConfigError, match=r"from the beginning there: .* with checkpoint\.resume=never"):
+        prepared(replace(config, seed=4), [])
+    (mine / "result.json").write_text("{}")
+    anew = replace(config, seed=4, checkpoint=replace(config.checkpoint, resume="never"))
+    assert prepared(anew, ["seed=4"]).checkpoint.resume == "never"
+    assert (mine / "overrides.txt").read_text() == "seed=4\n"
+    assert not (mine / "result.json").exists()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert prepared(anew, ["seed=4"]).checkpoint.resume == "auto", "requeued: it began anew before"
+
+
+def test_a_directory_in_which_nothing_was_trained_is_no_run_to_protect(tmp_path):
+    config = sample_config(str(tmp_path / "mine"))
+    prepared(config, ["seed=0"])
+    (tmp_path / "mine" / "result.json").write_text('{"state": "failed", "exit": 2, "error": "a mistake"}')
+    prepared(replace(config, seed=4), ["seed=4"])
+    assert (tmp_path / "mine" / "overrides.txt").read_text() == "seed=4\n"
+    assert not (tmp_path / "mine" / "result.json").exists()
 
 
 def test_an_error_of_the_job_is_not_taken_for_one_of_its_directory(tmp_path):

@@ -39,6 +39,8 @@ def decisions(
     yield "precision", f"{config.precision.name}, {way}: {stepper.emulation.reason}"
     yield "batch", _division(plan)
     steps = config.train.total_steps(plan.steps_per_epoch)
+    if config.train.epochs is not None and config.train.max_steps is not None:
+        yield "length", _length(config.train.epochs, config.train.max_steps, plan.steps_per_epoch)
     yield "optimizer", _optimizer(config.optim)
     if (decay := config.ema.decay) is not None:
         passes = "" if config.ema.every_steps == 1 else f", one pass every {config.ema.every_steps} steps"
@@ -95,6 +97,14 @@ def _optimizer(optim: OptimConfig) -> str:
 def _written(value: object) -> str:
     """The value as one would write it in a command."""
     return f"{value:g}" if isinstance(value, float) else json.dumps(value)
+
+
+def _length(epochs: int, max_steps: int, steps_per_epoch: int) -> str:
+    """Which of both lengths ends the run."""
+    of_epochs = f"train.epochs={epochs} ({counted(epochs * steps_per_epoch, 'step')})"
+    if max_steps < epochs * steps_per_epoch:
+        return f"train.max_steps={max_steps} ends the run: {of_epochs} is not reached"
+    return f"{of_epochs} ends the run: train.max_steps={max_steps} is not reached"
 
 
 def _schedule(config: Config, recipe: Recipe, rates: Sequence[float]) -> str:

@@ -125,7 +125,7 @@ def test_an_error_wraps_at_words(place: Path) -> None:
     assert terminal.run(place, ["recipe=resnet81", "train.epochs=0"]) == 2
     assert too_wide(terminal.lines, 40) == []
     text = " ".join(" ".join(terminal.lines).split())
-    assert "train.epochs=0: must be a whole number of at least 1." in text
+    assert "train.epochs=0: must be null or a whole number of at least 1." in text
 
 
 USUAL = {"loss": 0.1271, "samples_per_s": 12597.0, "scale": 65536.0, "skipped": 3}
