@@ -17,6 +17,7 @@ from torch import Tensor
 
 from launcher.checkpoint.catalog import FOLDER, best_intact, newest_intact
 from launcher.checkpoint.format import load
+from launcher.checkpoint.snapshot import Compared
 from launcher.checkpoint.tensors import write_tensors
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import failing_as_storage_error, replacing, require_plain
@@ -35,6 +36,8 @@ class Exported:
     checkpoint: Path
     num_tensors: int
     averaged: bool = False  # whether they are the moving average of the weights
+    step: int = 0  # after which they were saved
+    metric: Compared | None = None  # that was measured with them
 
 
 def export(
@@ -59,7 +62,8 @@ def export(
     exported = {key: _narrowed(key, tensors[name], DTYPES[dtype]) for key, name in snapshot.names.items()}
     with _writing(f"the weights cannot be written to {file}"), replacing(file) as temporary:
         write_tensors(temporary, exported, metadata)
-    return Exported(file, checkpoint, len(exported), averaged=average is not None)
+    step, is_averaged = snapshot.progress.step, average is not None
+    return Exported(file, checkpoint, len(exported), is_averaged, step, snapshot.metric)
 
 
 def with_model_folder(run_dir: Path, folder: Path) -> None:

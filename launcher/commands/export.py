@@ -39,4 +39,8 @@ def export_weights(arguments: Arguments, leader: Leader) -> None:
     dtype, averaged = flags.get("--dtype") or "fp32", "--no-ema" not in flags
     done = export(run_dir, file, dtype, "--best" in flags, averaged)
     what = ", the average of the weights (--no-ema: the weights themselves)" if done.averaged else ""
-    print(f"{done.file}: {done.num_tensors} tensors of {done.checkpoint}{what}")
+    value = ""
+    if done.metric is not None:
+        best = "the best evaluation, " if "--best" in flags else ""
+        value = f" ({best}after step {done.step}: {done.metric.name} {done.metric.value:.6g})"
+    print(f"{done.file}: {done.num_tensors} tensors of {done.checkpoint}{value}{what}")

@@ -15,7 +15,7 @@ from launcher.report.settings import (
     setting_rows,
     short_names,
 )
-from launcher.telemetry.formatting import duration, metric, number, rate
+from launcher.telemetry.formatting import duration, metric, metric_title, number, rate
 
 MAX_DETAILED = 6  # runs of which a page shows more than curves and a row of the table, unfolded
 MAX_DIFFERING = 5  # keys that are columns of the table of runs
@@ -29,6 +29,7 @@ def headline(run: RunRecord) -> str:
     cells = {"state": state_text(run)}
     if run.metric is not None and run.metric_name is not None:
         cells[run.metric_label] = metric(run.metric_name, run.metric)
+        cells |= best_of(run)
     if run.seconds is not None:
         cells["training time"] = duration(run.seconds)
     if run.samples_per_s is not None:
@@ -38,6 +39,14 @@ def headline(run: RunRecord) -> str:
     if run.skipped is not None:
         cells["skipped"] = number(run.skipped)
     return tiles(cells) + words("Set for this run:", _common_overrides([run]))
+
+
+def best_of(run: RunRecord) -> dict[str, str]:
+    """The best evaluation with its step, by title; nothing where it is the last one."""
+    name, best, step = run.result.metric_name, run.result.best_metric, run.result.best_step
+    if name is None or best is None or step in (None, run.result.steps):
+        return {}
+    return {f"best {metric_title(name)}": f"{metric(name, best)} (step {number(step)})"}
 
 
 def table_of_runs(runs: Sequence[RunRecord], settings: Sequence[RunSetting]) -> str:

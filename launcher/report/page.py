@@ -21,7 +21,7 @@ from launcher.report.charts.gradient_chart import gradient_part
 from launcher.report.charts.run_charts import common_legend, restart_note, run_charts
 from launcher.report.charts.svg import legend, markup
 from launcher.report.charts.time_split import time_split
-from launcher.report.overview import MAX_DETAILED, failures, headline, table_of_runs
+from launcher.report.overview import MAX_DETAILED, best_of, failures, headline, table_of_runs
 from launcher.report.run_record import RunRecord
 from launcher.report.search import Search
 from launcher.report.settings import run_settings
@@ -35,7 +35,10 @@ from launcher.telemetry.formatting import duration, evaluation_cells, metric, me
 MAX_OVERFLOWS = 40  # rows; for more, the chart is enough
 MAX_RESTARTS = 50  # rows
 MAX_PARAMETERS = 4  # names in a row of the overflow table
-TILES = ("metrics", "sets", "classes", "confusion_matrix", "metric", "metric_name", "state", "exit", "error")
+TILES = (
+    *("metrics", "sets", "classes", "confusion_matrix", "metric", "metric_name", "state", "exit", "error"),
+    *("best_metric", "best_step"),
+)
 Part = Callable[[RunRecord], str]
 
 
@@ -217,7 +220,7 @@ def _result(run: RunRecord) -> str:
     values = encoded(run.result).items()
     cells = {key: number(value) for key, value in values if value is not None and key not in TILES}
     metrics = {metric_title(name): metric(name, value) for name, value in run.result.metrics.items()}
-    return html.facts("Result", metrics | cells)
+    return html.facts("Result", metrics | best_of(run) | cells)
 
 
 def _environment(run: RunRecord) -> str:

@@ -57,7 +57,9 @@ class Result:
     precision: str | None
     world_size: int | None
     metric_name: str | None  # by which runs are compared
-    metric: float | None
+    metric: float | None  # of the last evaluation
+    best_metric: float | None = None  # of the best evaluation, whose checkpoint is kept
+    best_step: int | None = None  # after which it was made
     metrics: Mapping[str, float | None]  # of the last evaluation, on the first set
     higher_is_better: bool | None = None
     sets: Mapping[str, Mapping[str, float | None]] | None = None  # where there are several

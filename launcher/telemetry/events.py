@@ -243,6 +243,9 @@ class EndEvent(Event):
     since_step: int | None = None
     samples_per_s: float | None = None
     metrics: Mapping[str, float | None] | None = None  # of the last evaluation
+    metric_name: str | None = None  # by which runs are compared
+    best_metric: float | None = None  # of the best evaluation
+    best_step: int | None = None  # after which it was made
     reason: str | None = None  # why it ended early
     weights_sha256: str | None = None
     step_time: StepTime | None = None

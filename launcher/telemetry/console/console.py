@@ -145,6 +145,9 @@ def _headline(end: events.EndEvent) -> str:
         parts.append(f"at {rate(end.samples_per_s)} samples/s")
     metrics = end.metrics or {}
     shown = ", ".join(f"{metric_title(name)} {metric(name, value)}" for name, value in metrics.items())
+    name, best = end.metric_name, end.best_metric
+    if name is not None and best is not None and end.best_step != end.step:
+        shown += f"; the best {metric_title(name)}: {metric(name, best)} after step {end.best_step:,}"
     return " ".join(parts) + (f": {shown}" if shown else "")
 
 

@@ -48,6 +48,7 @@ class Evaluator:
     training: TrainingMetrics
     latest: Mapping[str, Evaluation] = field(default_factory=dict)
     best: Compared | None = None  # of all evaluations so far
+    best_step: int | None = None  # after which it was measured
     _fitting: int | None = None  # the largest batch of this rank, once it has run out of memory
 
     def __post_init__(self) -> None:
@@ -96,21 +97,22 @@ class Evaluator:
                 "whose values cannot be compared with these: the best is found anew",
             )
         loss = next(iter(self.latest.values())).loss
-        return Measured(compared, self.is_best(compared), loss, self.latest)
+        return Measured(compared, self.is_best(compared, position.step), loss, self.latest)
 
-    def is_best(self, metric: Compared) -> bool:
-        """Record an evaluation's metric. A value that is not a number is never the best."""
+    def is_best(self, metric: Compared, step: int) -> bool:
+        """Record an evaluation's metric after `step`. A value that is not a number is never the best."""
         best = self.best
         is_best = metric.cost < (best.cost if best is not None and best.is_like(metric) else math.inf)
         if is_best:
-            self.best = metric
+            self.best, self.best_step = metric, step
         return is_best
 
     def state(self) -> dict[str, object]:
-        return {"best": None if self.best is None else asdict(self.best)}
+        return {"best": None if self.best is None else asdict(self.best), "best_step": self.best_step}
 
     def load_state(self, values: dict[str, Any]) -> None:
         self.best = None if values["best"] is None else Compared(**values["best"])
+        self.best_step = values["best_step"]
 
     def add_to(self, result: Result) -> Result:
         """What the last evaluation found: `metrics` of the first set, `sets` of all by name."""
@@ -122,6 +124,8 @@ class Evaluator:
         if (confusion := self.confusion) is not None:
             classes = result.classes or list(confusion.classes)
             result = replace(result, confusion_matrix=confusion.counts.tolist(), classes=classes)
+        if (best := self.best) is not None and best.is_like(compared):
+            result = replace(result, best_metric=best.value, best_step=self.best_step)
         return replace(
             result,
             metric_name=compared.name,
