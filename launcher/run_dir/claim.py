@@ -199,7 +199,9 @@ def _finished(config: Config, directory: Path) -> str:
             "command, choose another directory, or leave run.dir out for a new one. To train that run "
             f"longer with them, raise {key}. {TO_BEGIN_ANEW}"
         )
-    done = f"{directory}: the run is done, after {counted(steps, 'step')}{metric}. To train longer, raise {key}."
+    done = (
+        f"{directory}: the run is done, after {counted(steps, 'step')}{metric}. To train longer, raise {key}."
+    )
     return f"{done} {TO_BEGIN_ANEW}"
 
 
