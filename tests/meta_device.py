@@ -30,8 +30,8 @@ SCALAR, COPY, TO = aten._local_scalar_dense.default, aten.copy_.default, aten._t
 class MetaDevice(TorchDispatchMode):
     """While it is active tensors on `meta` can be read: as zeros, or as `answers` say for a line of code.
 
-    `answers` maps a prefix of `where` (`engine/step_result.py`) to a value, or to a list of the first ones.
-    `reads` holds for each read the last line of the launcher on the stack: `engine/step_result.py read:12`.
+    `answers` maps a prefix of `where` (`engine/result.py`) to a value, or to a list of the first ones.
+    `reads` holds for each read the last line of the launcher on the stack: `engine/result.py read:12`.
     `uploads` likewise holds what came from the host's pageable memory, for which the host waits too.
     """
 

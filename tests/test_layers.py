@@ -31,16 +31,16 @@ LAYERS = (
     {"__main__"},
 )
 ENGINE_LAYERS = (
-    {"errors", "limits", "works", "step_timer", "mean_loss"},
-    {"precision", "flat"},
+    {"errors", "limits", "works", "step_timer", "names"},
+    {"precision", "params"},
     {"wire", "state"},
     {"optim"},
-    {"notices", "port_checks", "arguments", "agreement", "outside_changes", "fp32_modules"},
-    {"step_result", "replica"},
-    {"assembly"},
+    {"checks"},
+    {"result", "rank_state"},
+    {"build"},
     {"step"},
     {"stepper"},
-    {"weight_average"},
+    {"ema"},
     {"__init__"},
 )
 TRAINING_LAYERS = (

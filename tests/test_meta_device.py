@@ -113,13 +113,13 @@ def test_with_batch_norms_of_all_ranks_gradients_travel_after_the_backward_pass(
 
 
 def test_reads_and_uploads_are_seen_where_there_are_some() -> None:
-    with MetaDevice({"engine/replica.py": 1.0}) as device:
+    with MetaDevice({"engine/rank_state.py": 1.0}) as device:
         stepper = stepper_of("fp16", None, None, 1)
         device.reads.clear()
         device.uploads.clear()
         assert stepper.has_trained
         torch.ones(3).to(META)
-        assert [read.split(":")[0] for read in device.reads] == ["engine/replica.py has_trained"]
+        assert [read.split(":")[0] for read in device.reads] == ["engine/rank_state.py has_trained"]
         assert len(device.uploads) == 1
         with pytest.raises(RuntimeError, match="device"):
             torch.ones(3) + torch.ones(3, device=META)
@@ -154,7 +154,7 @@ def packed(skipped: bool, bad_losses: float, applied_steps: float, skipped_steps
 
 # What the host is given to read: a loss scale, no skip, samples; a count to divide by; finite weights.
 ANSWERS: dict[str, float | list[float]] = {
-    "engine/step_result.py unpacked": packed(False, 0.0, 1.0, 0.0),
+    "engine/result.py unpacked": packed(False, 0.0, 1.0, 0.0),
     "evaluation/evaluate.py over_ranks": [1.0, 51.0, 0.0, 51.0, 0.0, 0.0, 0.0],  # a fifth of 256 samples
     "metrics/classification.py confusion_matrix": 1.0,
     "engine/wire/loss_normaliser.py agree": 32.0,  # once, in the first step
@@ -217,9 +217,9 @@ def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch
         assert load(path).progress.step == steps
         # A report is read one step late; on a GPU the host holds it by then.
         late = (
-            "engine/step_result.py read",
-            "engine/step_result.py unpacked",
-            "engine/notices.py gradients",
+            "engine/result.py read",
+            "engine/result.py unpacked",
+            "engine/checks/step_warnings.py gradients",
         )
         reads = [read for read in device.reads if not read.startswith(late)]
         seen.append((Counter(reads), Counter(device.uploads)))
@@ -230,7 +230,7 @@ def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch
 def test_a_run_that_diverges_is_looked_into_on_another_device(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(process_group, "_device", lambda launch: META)
     config = run_config(tmp_path, "precision=fp16", "precision.scale.max_bad_losses=1", "train.max_steps=2")
-    answers = ANSWERS | {"engine/step_result.py unpacked": packed(True, 1.0, 0.0, 1.0)}
+    answers = ANSWERS | {"engine/result.py unpacked": packed(True, 1.0, 0.0, 1.0)}
     with (
         MetaDevice(answers),
         pytest.raises(DivergedError, match="The batch of that step, run again") as failure,

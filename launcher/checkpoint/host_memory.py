@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from launcher.engine.flat.names import extent
+from launcher.engine.names import extent
 
 ALIGNMENT_BYTES = 64  # a multiple of every element size, as offsets of bytes viewed as a wider dtype must be
 

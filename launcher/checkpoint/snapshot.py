@@ -17,8 +17,8 @@ from launcher.config.schema import Config
 from launcher.distributed.collectives import gather
 from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine import AverageState, Stepper, WeightAverage
-from launcher.engine.flat.buffers import is_statistic
-from launcher.engine.flat.names import named_buffers, named_parameters, plain_name
+from launcher.engine.names import named_buffers, named_parameters, plain_name
+from launcher.engine.params.buffers import is_statistic
 from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.engine.state import EngineState
 from launcher.errors import ConfigError, listed

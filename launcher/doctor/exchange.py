@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.distributed.links import ring_bytes
-from launcher.engine.flat.layout import MAX_RUN_BYTES
+from launcher.engine.params.flat_params import MAX_RUN_BYTES
 from launcher.process.lifetime import die_with_launcher
 
 COPIED_BYTES = 64 << 20

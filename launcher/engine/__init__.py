@@ -1,15 +1,15 @@
 """Data-parallel training steps in fp16 with fp32 masters. Usable with any training loop; needs only torch."""
 
+from launcher.engine.ema import AverageState, WeightAverage
 from launcher.engine.errors import EngineWarning, UnusableError
-from launcher.engine.flat.groups import ParameterGroup
 from launcher.engine.optim.fused import SGD, AdamW
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
+from launcher.engine.params.param_groups import ParameterGroup
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
 from launcher.engine.precision.policy import Policy
+from launcher.engine.result import StepReport, StepResult
 from launcher.engine.state import EngineState
-from launcher.engine.step_result import StepReport, StepResult
 from launcher.engine.stepper import Stepper
-from launcher.engine.weight_average import AverageState, WeightAverage
 from launcher.engine.wire.choice import Wire
 
 __all__ = [

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
-from launcher.engine.flat.names import extent, named_buffers, named_parameters
 from launcher.engine.limits import LARGEST_COUNT, a_reference_count, is_whole
-from launcher.engine.precision.classes import HALF
+from launcher.engine.names import extent, named_buffers, named_parameters
 from launcher.engine.precision.loss_scale import LossScale
+from launcher.engine.precision.op_lists import HALF
 from launcher.engine.precision.policy import ScaleMode
 
 _TENSORS = ("weights", "optimizer", "buffers")

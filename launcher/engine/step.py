@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.engine.assembly import StepperOptions, StepperParts
+from launcher.engine.build import StepperOptions, StepperParts
+from launcher.engine.checks.step_warnings import SHARED_GROUP
 from launcher.engine.errors import NO_GRADIENT, UnusableError, refuse_backward
-from launcher.engine.notices import SHARED_GROUP
 from launcher.engine.optim.learning_rates import LearningRates
 from launcher.engine.optim.updater import StepScalars
 from launcher.engine.precision.found_inf import judge
-from launcher.engine.step_result import StepNumbers
+from launcher.engine.result import StepNumbers
 from launcher.engine.step_timer import COMPUTE, UPDATE, WIRE
 from launcher.engine.wire.loss_normaliser import LossNormaliser
 

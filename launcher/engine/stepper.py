@@ -18,24 +18,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import launcher.engine.limits as limits
-from launcher.engine.agreement import refuse_differences, refusing_together
-from launcher.engine.arguments import group_of, rates_of, refuse_kinds, refuse_model
-from launcher.engine.assembly import StepperOptions, StepperParts
+from launcher.engine.build import StepperOptions, StepperParts
+from launcher.engine.checks.arguments import group_of, rates_of, refuse_kinds, refuse_model
+from launcher.engine.checks.attached_params import refuse_lent
+from launcher.engine.checks.mean_loss import WARNING, is_mean
+from launcher.engine.checks.ported_loop import clipping_beside, note_calls_outside, refuse_scaler
+from launcher.engine.checks.same_on_all_ranks import refuse_differences, refusing_together
+from launcher.engine.checks.step_warnings import warn_if_alone
 from launcher.engine.errors import NO_BACKWARD, EngineWarning, UnusableError, refuse_loss
-from launcher.engine.flat.groups import ParameterGroup, idle_groups
-from launcher.engine.fp32_modules import compute_in_fp32, names_in_fp32
-from launcher.engine.mean_loss import WARNING, is_mean
-from launcher.engine.notices import warn_if_alone
 from launcher.engine.optim.lr_optimizer import LrOptimizer
 from launcher.engine.optim.torch_optimizer import AnyOptimizer
-from launcher.engine.outside_changes import refuse_lent
-from launcher.engine.port_checks import clipping_beside, note_calls_outside, refuse_scaler
+from launcher.engine.params.param_groups import ParameterGroup, idle_groups
+from launcher.engine.precision.fp32_modules import compute_in_fp32, names_in_fp32
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
 from launcher.engine.precision.policy import Policy
-from launcher.engine.replica import size_bytes
+from launcher.engine.rank_state import size_bytes
+from launcher.engine.result import StepResult
 from launcher.engine.state import EngineState, counters_of
 from launcher.engine.step import Step
-from launcher.engine.step_result import StepResult
 from launcher.engine.wire.choice import Wire
 from launcher.engine.wire.shards import Allocate, on_host
 

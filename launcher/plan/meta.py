@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launcher.engine.precision.classes import FLOATS, INNER, PRODUCTS, PROMOTING, map_tensors, round_to
 from launcher.engine.precision.emulation import RoundedArithmetic, Rounding
+from launcher.engine.precision.op_lists import FLOATS, INNER, PRODUCTS, PROMOTING, map_tensors, round_to
 
 META = torch.device("meta")
 aten = torch.ops.aten

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from launcher.data.seeding import derive_seed, seed_all
 from launcher.distributed.collectives import of_leader
-from launcher.engine.flat.names import named_buffers, named_parameters
+from launcher.engine.names import named_buffers, named_parameters
 from launcher.errors import ConfigError, RecipeError
 from launcher.evaluation.evaluate import evaluating, unchanged
 from launcher.run_dir.atomic import encodable, make_folder, write_content

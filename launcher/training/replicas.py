@@ -17,8 +17,8 @@ from torch import Tensor
 from launcher.distributed.collectives import exchange_texts, gather
 from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine import Stepper, WeightAverage
-from launcher.engine.flat.names import named_buffers, named_parameters
-from launcher.engine.precision.classes import widen
+from launcher.engine.names import named_buffers, named_parameters
+from launcher.engine.precision.op_lists import widen
 from launcher.engine.works import all_reduce
 from launcher.errors import ReplicaError, listed
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from launcher.data.seeding import seed_compute
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import exchange_texts
-from launcher.engine.flat.names import named_parameters
+from launcher.engine.names import named_parameters
 from launcher.errors import counted, described, listed
 from launcher.training.diagnostics import nonfinite
 from launcher.training.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding

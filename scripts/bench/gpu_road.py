@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
-from launcher.engine.flat.layout import Piece
 from launcher.engine.optim.updater import StepScalars, Updater
+from launcher.engine.params.flat_params import Piece
 from launcher.recipe import registry_of
 from scripts.bench.baselines import Setup, raw
 from scripts.bench.gpu_session import SKIPPED

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import launcher.engine.assembly as assembly
+import launcher.engine.build as build
 from launcher.engine import EngineState, Stepper, StepReport
 from tests.models import loss_sum
 
@@ -20,7 +20,7 @@ def deciding_on_device(wanted: bool = True) -> Iterator[None]:
     """Steppers that are built within decide as on a GPU: no step reads a value on the host."""
     with pytest.MonkeyPatch.context() as patch:
         if wanted:
-            patch.setattr(assembly, "decides_on_host", lambda device: False)
+            patch.setattr(build, "decides_on_host", lambda device: False)
         yield
 
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from launcher.engine import SGD, AdamW, Policy, Stepper
-from launcher.engine.flat.layout import Piece
 from launcher.engine.optim.updater import StepScalars, Updater
+from launcher.engine.params.flat_params import Piece
 from launcher.training.replicas import checksums
 from recipes.resnet import BasicBlock, Bottleneck, ResNet
 from tests.meta_device import META

@@ -14,7 +14,7 @@ from torch import nn
 import launcher.engine.works as works
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError, Wire
-from launcher.engine.agreement import refuse_differences
+from launcher.engine.checks.same_on_all_ranks import refuse_differences
 from tests.engine.observe import state_digest
 from tests.models import features, loss_sum, mlp
 from tests.ranks.harness import run_ranks

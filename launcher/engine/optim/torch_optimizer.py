@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
-from launcher.engine.flat.groups import Grouping, Rates
-from launcher.engine.flat.layout import Layout, Piece, half_in
-from launcher.engine.flat.names import named_parameters
+from launcher.engine.names import named_parameters
 from launcher.engine.optim.fused import Optimizer
 from launcher.engine.optim.updater import Collect, StepScalars, Updater
+from launcher.engine.params.flat_params import Layout, Piece, half_in
+from launcher.engine.params.param_groups import Grouping, Rates
 from launcher.engine.precision.policy import Policy
 from launcher.engine.state import forms_of, refuse_misfits
 from launcher.engine.wire.shards import Shards

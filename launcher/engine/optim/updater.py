@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from launcher.engine.flat.groups import Rates
-from launcher.engine.flat.layout import Piece, Stretches
 from launcher.engine.optim.fused import KernelScalars, Optimizer
+from launcher.engine.params.flat_params import Piece, Stretches
+from launcher.engine.params.param_groups import Rates
 from launcher.engine.state import refuse_misfits
 from launcher.engine.wire.shards import Shards
 

@@ -21,8 +21,8 @@ import torch._functorch.config
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-import launcher.engine.precision.classes as classes
-from launcher.engine.precision.classes import HALF, any_fp32, map_tensors, widen
+import launcher.engine.precision.op_lists as op_lists
+from launcher.engine.precision.op_lists import HALF, any_fp32, map_tensors, widen
 
 # A type of device that no model of ours is on. Its autocast flag casts nothing here; it says "emulated half
 # arithmetic is on" where the flag of the device itself is off or does not exist: nn.RNN accepts inputs of
@@ -100,36 +100,36 @@ class Rounding(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in classes.CHANGED or kwargs.get("out") is not None:  # the latter as in autocast
+        if func not in op_lists.CHANGED or kwargs.get("out") is not None:  # the latter as in autocast
             return func(*args, **kwargs)
         on = torch.is_autocast_enabled(self.device_type)
         if not on and not self._wide:
             # An fp32 island of the model, a backward pass, or compiled code, which already contains the
             # rounding: it calls torch.convolution on fp32 buffers and reads as many bytes of the result.
-            return self._open(func, args, kwargs) if func in classes.BACKWARD else func(*args, **kwargs)
-        if func in classes.COMPOSITES:
+            return self._open(func, args, kwargs) if func in op_lists.BACKWARD else func(*args, **kwargs)
+        if func in op_lists.COMPOSITES:
             return self._open(func, args, kwargs)
         if func is torch.Tensor.__getitem__ and _is_view(args[1]):
             return func(*args, **kwargs)  # a view, which can be written to
         dtype = torch.float32 if self._wide else torch.get_autocast_dtype(self.device_type)
-        narrow = partial(classes.narrow_fp32, dtype)
+        narrow = partial(op_lists.narrow_fp32, dtype)
         torch.set_autocast_enabled(self.device_type, False)  # else torch's kernels would compute in half
         try:  # not a method of its own, which torch.compile would take for a function to compile
-            if func in classes.PRODUCTS:
-                args, kwargs = map_tensors(partial(classes.round_to, dtype), (args, kwargs))
+            if func in op_lists.PRODUCTS:
+                args, kwargs = map_tensors(partial(op_lists.round_to, dtype), (args, kwargs))
                 return map_tensors(narrow, func(*args, **kwargs))
-            if func in classes.BACKWARD:
+            if func in op_lists.BACKWARD:
                 return self._open(func, args, kwargs)
             if func is checkpoint:  # only the compiler gets here; it would trace the body without this mode
                 torch._dynamo.graph_break(
                     "emulated half arithmetic leaves activation checkpointing uncompiled"
                 )
                 return func(*args, **kwargs)
-            if func in classes.INNER or func in classes.PICKS:
-                given = kwargs["input"] if "input" in kwargs else next(filter(classes.is_tensor, args))
+            if func in op_lists.INNER or func in op_lists.PICKS:
+                given = kwargs["input"] if "input" in kwargs else next(filter(op_lists.is_tensor, args))
                 half = given.dtype in HALF
             else:
-                half = func in classes.PROMOTING and not any_fp32((args, kwargs))
+                half = func in op_lists.PROMOTING and not any_fp32((args, kwargs))
             args, kwargs = map_tensors(widen, (args, kwargs))
             out = func(*args, **kwargs)
             return map_tensors(narrow, out) if half and kwargs.get("dtype") is None else out
@@ -169,4 +169,4 @@ def _opened(composite: Any) -> FunctionType:
     return opened
 
 
-_OPENED = {function: _opened(function) for function in classes.COMPOSITES | classes.BACKWARD}
+_OPENED = {function: _opened(function) for function in op_lists.COMPOSITES | op_lists.BACKWARD}

@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 
 import launcher.engine.limits as limits
-from launcher.engine.flat.layout import VECTORS, Layout
+from launcher.engine.params.flat_params import VECTORS, Layout
 from launcher.engine.wire.transports import NativeSum, ShardedSum, Transport
 from launcher.engine.works import Group
 

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 import launcher.engine.works as works
 from launcher.engine.errors import UnusableError, refuse_loss
-from launcher.engine.flat.layout import Layout, Segment, Slot, SlotRun
+from launcher.engine.params.flat_params import Layout, Segment, Slot, SlotRun
 from launcher.engine.precision.found_inf import ABANDONED
 from launcher.engine.wire.grad_norm import SquaresReader, is_not_finite
 from launcher.engine.wire.inbox import Inbox, refuse_sparse

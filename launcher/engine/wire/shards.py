@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import launcher.engine.works as works
-from launcher.engine.flat.layout import Layout, Piece, Segment, Slot, Stretches
+from launcher.engine.params.flat_params import Layout, Piece, Segment, Slot, Stretches
 from launcher.engine.wire.transports import ShardedSum, Transport, is_sharded, start_gather
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import launcher.engine.works as works
-from launcher.engine.flat.layout import Segment, Slot, SlotRun
+from launcher.engine.params.flat_params import Segment, Slot, SlotRun
 from launcher.engine.wire.grad_norm import SquaresReader
 from launcher.engine.wire.inbox import Inbox
 

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from launcher.engine.flat.names import named_buffers, named_modules, named_parameters
+from launcher.engine.names import named_buffers, named_modules, named_parameters
 from launcher.training.uncompiled import uncompiled
 
 Kind = Literal["nan", "inf"]

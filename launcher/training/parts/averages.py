@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from launcher.engine import StepResult, WeightAverage
-from launcher.engine.replica import size_bytes
+from launcher.engine.rank_state import size_bytes
 from launcher.run_dir.result import Result
 from launcher.training.progress import Position
 from launcher.training.replicas import ema_sha256

@@ -20,7 +20,7 @@ from launcher.checkpoint.weights_file import FLOATS, read, sha256_of
 from launcher.config.schema import Config
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import LEADER, WorkerEnv
-from launcher.engine.flat.names import named_parameters, plain_name
+from launcher.engine.names import named_parameters, plain_name
 from launcher.errors import ConfigError, listed
 from launcher.run_dir.result import Result
 from launcher.training.run import Run

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from launcher.engine import StepReport, StepResult
-from launcher.engine.fp32_modules import kind_of
+from launcher.engine.precision.fp32_modules import kind_of
 from launcher.training.progress import Position
 from launcher.training.rerun import DivergenceInspector
 from launcher.training.run import Run

@@ -18,8 +18,8 @@ from torch import nn
 
 from launcher.config.optimizers import OptimConfig
 from launcher.engine import ParameterGroup, UnusableError
-from launcher.engine.flat.groups import Rates, idle_groups, owners_of
-from launcher.engine.flat.names import all_names, named_parameters
+from launcher.engine.names import all_names, named_parameters
+from launcher.engine.params.param_groups import Rates, idle_groups, owners_of
 from launcher.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.env import WorkerEnv
-from launcher.engine.flat.names import named_modules
+from launcher.engine.names import named_modules
 from launcher.errors import ConfigError
 
 CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

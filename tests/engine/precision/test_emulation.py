@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from launcher.engine import SGD, Policy, Scaling, Stepper
-from launcher.engine.precision import classes
+from launcher.engine.precision import op_lists
 from launcher.engine.precision.emulation import RoundedArithmetic
 
 HALF = torch.float16
@@ -216,11 +216,11 @@ def autocast_list(section: str) -> list[str]:
 @pytest.mark.parametrize(
     ("section", "ours"),
     [
-        ("AT_FORALL_LOWER_PRECISION_FP", classes.PRODUCTS),
-        ("AT_FORALL_FP32", classes.WIDE),
-        ("AT_FORALL_FP32_SET_OPT_DTYPE", classes.WIDE),
-        ("AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE", classes.WIDE),
-        ("AT_FORALL_PROMOTE", classes.PROMOTING),
+        ("AT_FORALL_LOWER_PRECISION_FP", op_lists.PRODUCTS),
+        ("AT_FORALL_FP32", op_lists.WIDE),
+        ("AT_FORALL_FP32_SET_OPT_DTYPE", op_lists.WIDE),
+        ("AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE", op_lists.WIDE),
+        ("AT_FORALL_PROMOTE", op_lists.PROMOTING),
     ],
 )
 def test_every_public_operation_of_autocast_is_in_the_same_class(section, ours) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.engine import SGD, Policy, Stepper, Wire
-from launcher.engine.flat.layout import Layout
+from launcher.engine.params.flat_params import Layout
 from launcher.engine.wire import reducer
 from launcher.engine.wire.inbox import Inbox
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from launcher.engine import SGD, EngineWarning, Policy, Scaling, Stepper
-from launcher.engine.mean_loss import is_mean
+from launcher.engine.checks.mean_loss import is_mean
 from tests.faults.launching import run
 from tests.models import features, mlp
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import launcher.engine.limits as limits
 from launcher.engine.errors import NEAREST, UnusableError, listed, require_match
-from launcher.engine.flat.names import all_names, named_parameters
+from launcher.engine.names import all_names, named_parameters
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import launcher.engine.works as works
 from launcher.engine.errors import EngineWarning, UnusableError, listed
-from launcher.engine.flat.names import named_buffers, named_modules
-from launcher.engine.precision.classes import HALF
+from launcher.engine.names import named_buffers, named_modules
+from launcher.engine.precision.op_lists import HALF
 
 SHOWN = 5  # buffers that a warning names
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine.errors import EngineWarning, UnusableError, listed
-from launcher.engine.flat.layout import Layout
-from launcher.engine.flat.names import named_parameters
+from launcher.engine.names import named_parameters
+from launcher.engine.params.flat_params import Layout
 from launcher.engine.wire.reducer import Reducer, is_lent, trained_parameters
 from launcher.engine.wire.shards import Shards
 

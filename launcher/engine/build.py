@@ -16,17 +16,17 @@ from torch import nn
 
 import launcher.engine.limits as limits
 import launcher.engine.works as works
+from launcher.engine.checks.attached_params import Attachment, InPlaceChanges
+from launcher.engine.checks.step_warnings import Notices
 from launcher.engine.errors import UnusableError
-from launcher.engine.flat.buffers import Buffers
-from launcher.engine.flat.groups import Grouping, ParameterGroup
-from launcher.engine.flat.layout import Layout
-from launcher.engine.notices import Notices
 from launcher.engine.optim.torch_optimizer import AnyOptimizer, refuse_unadaptable, updater_of
-from launcher.engine.outside_changes import Attachment, InPlaceChanges
+from launcher.engine.params.buffers import Buffers
+from launcher.engine.params.flat_params import Layout
+from launcher.engine.params.param_groups import Grouping, ParameterGroup
 from launcher.engine.precision.found_inf import ON_DEVICE, ON_HOST
 from launcher.engine.precision.loss_scale import LossScale, Scaling
 from launcher.engine.precision.policy import Policy, choose_emulation
-from launcher.engine.replica import Replica
+from launcher.engine.rank_state import Replica
 from launcher.engine.step_timer import StepClock
 from launcher.engine.wire.choice import Wire, choose_transports
 from launcher.engine.wire.reducer import Reducer

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
-from launcher.engine.flat.buffers import Buffers, bits_of
-from launcher.engine.flat.layout import Layout
-from launcher.engine.flat.names import named_buffers, named_parameters
+from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.optim.torch_optimizer import AdaptedUpdater
 from launcher.engine.optim.updater import Updater
-from launcher.engine.precision.classes import widen
+from launcher.engine.params.buffers import Buffers, bits_of
+from launcher.engine.params.flat_params import Layout
 from launcher.engine.precision.loss_scale import LossScale, ScaleStart
+from launcher.engine.precision.op_lists import widen
 from launcher.engine.state import EngineState, counters_of, refuse_numbers, refuse_other_model
 from launcher.engine.wire.shards import Allocate, Shards, on_host
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.engine.checks.step_warnings import NO_SAMPLES, Notices
 from launcher.engine.limits import VOTES
-from launcher.engine.notices import NO_SAMPLES, Notices
 from launcher.engine.precision.found_inf import ABANDONED, StepTotals, Verdict
 from launcher.engine.step_timer import Mark, spans_ms
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
-from launcher.engine.flat.names import named_buffers
+from launcher.engine.names import named_buffers
 from launcher.engine.state import forms_of, refuse_misfits, refuse_other_names
 from launcher.engine.stepper import Stepper
 from launcher.engine.wire.shards import Allocate, on_host

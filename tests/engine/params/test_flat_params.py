@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from launcher.engine import Policy
-from launcher.engine.flat.layout import ALIGNMENT, Layout
+from launcher.engine.params.flat_params import ALIGNMENT, Layout
 from tests.models import Odd, mlp
 
 

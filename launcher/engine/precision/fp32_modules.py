@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from launcher.engine.errors import require_match
-from launcher.engine.flat.names import named_modules
-from launcher.engine.precision.classes import widen
+from launcher.engine.names import named_modules
 from launcher.engine.precision.emulation import RoundedArithmetic
+from launcher.engine.precision.op_lists import widen
 
 
 def names_in_fp32(model: nn.Module) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
-from launcher.engine.precision.classes import HALF
+from launcher.engine.precision.op_lists import HALF
 
 NO_CLIPPING = (
     "{name}() is called beside stepper.step(), and clips nothing there: between backward() and step() p.grad "

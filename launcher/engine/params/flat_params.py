@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
-from launcher.engine.flat.groups import Grouping
-from launcher.engine.flat.names import named_parameters
-from launcher.engine.precision.classes import FLOATS
+from launcher.engine.names import named_parameters
+from launcher.engine.params.param_groups import Grouping
+from launcher.engine.precision.op_lists import FLOATS
 from launcher.engine.precision.policy import Policy
 
 MATRICES, VECTORS = "matrices", "vectors"  # the segments

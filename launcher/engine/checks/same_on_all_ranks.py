@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import launcher.engine.works as works
 from launcher.engine.errors import UnusableError, listed
-from launcher.engine.flat.names import named_buffers, named_parameters
+from launcher.engine.names import named_buffers, named_parameters
 
 SHOWN = 4  # differences of one rank that an error names
 TEXT_BYTES = 1024  # of one rank's part of that error

@@ -1,1 +1,0 @@
-"""Flat memory: layout, buffers, and the broadcast from rank 0."""

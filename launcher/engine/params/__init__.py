@@ -1,0 +1,1 @@
+"""Flat memory of parameters and buffers, and parameter groups."""
