@@ -324,7 +324,7 @@ UNTRAINABLE: dict[str, tuple[str, str, str]] = {
         "FORWARD",
         "x = torch.sigmoid(self.inner(x)); x += 1; return x",
         "a tensor [32, 3], the output of Sigmoid, was changed in place, and the backward pass needs its "
-        "former values. Written in place: {file}:{line}, in forward. ",
+        "former values. Write x = x + y instead of x += y",
     ),
 }
 

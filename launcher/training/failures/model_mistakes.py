@@ -1,21 +1,16 @@
 """Names what of a user's model a run cannot train: the module that was given other shapes, writes in place.
 
-Owns the search for them in a traceback and in the model's code. Changes nothing, and calls no module.
+Owns the search for them in a traceback and in the model. Changes nothing, and calls no module.
 """
 
 from __future__ import annotations
 
-import dis
-import inspect
 import re
-from collections.abc import Callable, Iterator
 from traceback import walk_tb
-from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
 
-from launcher.config.user_code import is_the_users
 from launcher.errors import ConfigError, listed, whole_text
 
 SHAPES = re.compile(
@@ -74,56 +69,22 @@ def module_given(error: BaseException) -> str:
     return f"{title}, {kind}, was given {' and '.join(shapes) or 'no tensor'}"
 
 
-def backward_mistake(
-    error: BaseException, model: nn.Module, loss: Callable[..., object]
-) -> ConfigError | None:
+def backward_mistake(error: BaseException, model: nn.Module) -> ConfigError | None:
     """The error of a backward pass that needs what was written over or freed; None for any other."""
-    if "backward through the graph a second time" in whole_text(error):
-        lines = listed(list(dict.fromkeys(_found_in(model, loss, _keeps))), SHOWN)
+    text = whole_text(error)
+    if "backward through the graph a second time" in text:
         return ConfigError(
-            "the loss depends on a tensor of an earlier step, whose graph is freed. "
-            f"{f'Kept in an attribute: {lines}. ' if lines else ''}Keep x.detach() from one step to the "
-            "next, as of a hidden state; compute again in each step what is trained."
+            "the loss depends on a tensor of an earlier step, whose graph is freed. Keep x.detach() from one "
+            "step to the next, as of a hidden state; compute again in each step what is trained."
         )
-    found = IN_PLACE.search(whole_text(error))
+    found = IN_PLACE.search(text)
     if found is None:
         return None
     of = f", the output of {found[2].removesuffix('Backward0')}," if found[2] else ""
-    lines = listed(list(dict.fromkeys(_writes(model, loss))), SHOWN)
+    modules = [name for name, each in model.named_modules() if getattr(each, "inplace", False) is True]
+    with_option = f"Modules with inplace=True: {listed(modules, SHOWN)}. " if modules else ""
     return ConfigError(
         f"a tensor {found[1]}{of} was changed in place, and the backward pass needs its former values. "
-        f"{f'Written in place: {lines}. ' if lines else ''}Write x = x + y instead of x += y, x.relu() "
-        "instead of x.relu_(), and leave out inplace=True."
+        f"{with_option}Write x = x + y instead of x += y, x.relu() instead of x.relu_(), and leave out "
+        "inplace=True."
     )
-
-
-def _writes(model: nn.Module, loss: Callable[..., object]) -> Iterator[str]:
-    """`file:line` of the user's operations that write in place, and the modules with inplace=True."""
-    yield from _found_in(model, loss, _writes_in_place)
-    yield from (
-        f"module {name}" for name, each in model.named_modules() if getattr(each, "inplace", False) is True
-    )
-
-
-def _found_in(
-    model: nn.Module, loss: Callable[..., object], wanted: Callable[[dis.Instruction], bool]
-) -> Iterator[str]:
-    """`file:line` of such instructions in the user's code of forward passes and loss."""
-    for function in (*(type(module).forward for module in model.modules()), inspect.unwrap(loss)):
-        code = getattr(function, "__code__", None)
-        if isinstance(code, CodeType) and is_the_users(code):
-            for each in dis.get_instructions(code):
-                if wanted(each) and each.positions:
-                    yield f"{code.co_filename}:{each.positions.lineno}, in {code.co_name}"
-
-
-def _writes_in_place(each: dis.Instruction) -> bool:
-    is_augmented = each.opname == "BINARY_OP" and each.argrepr.endswith("=")
-    is_method = each.opname in ("LOAD_METHOD", "LOAD_ATTR") and re.fullmatch(
-        r"[a-z]\w*[a-z0-9]_", str(each.argval)
-    )
-    return is_augmented or bool(is_method) or each.opname == "STORE_SUBSCR"
-
-
-def _keeps(each: dis.Instruction) -> bool:
-    return each.opname in ("STORE_ATTR", "STORE_GLOBAL")

@@ -1,4 +1,4 @@
-"""Which module of a model was given what it cannot compute with, and which lines write in place."""
+"""Which module of a model was given what it cannot compute with, and mistakes that a backward pass shows."""
 
 from __future__ import annotations
 
@@ -110,10 +110,6 @@ def test_other_errors_are_not_about_shapes(text: str) -> None:
     assert SHAPES.search(text) is None
 
 
-def plain(network: nn.Module, batch: object) -> None:
-    """A loss."""
-
-
 def in_backward(model: nn.Module) -> RuntimeError:
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(2, 3, requires_grad=True)).sum().backward()
@@ -122,19 +118,18 @@ def in_backward(model: nn.Module) -> RuntimeError:
 
 @pytest.mark.parametrize(
     ("model", "where"),
-    [
-        (Writing(), f"{__file__}:{Writing.forward.__code__.co_firstlineno + 2}, in forward"),
-        (Net(nn.Sigmoid(), nn.ReLU(inplace=True)), "module body.1"),
-    ],
+    [(Writing(), ""), (Net(nn.Sigmoid(), nn.ReLU(inplace=True)), "Modules with inplace=True: body.1. ")],
 )
-def test_the_lines_and_modules_that_write_in_place_are_named(model: nn.Module, where: str) -> None:
-    mistake = backward_mistake(in_backward(model), model, plain)
+def test_a_write_in_place_is_said_with_the_modules_that_may_do_so(model: nn.Module, where: str) -> None:
+    mistake = backward_mistake(in_backward(model), model)
     assert mistake is not None
-    assert "a tensor [2, 3], the output of Sigmoid, was changed in place" in str(mistake)
-    assert f"Written in place: {where}. " in str(mistake)
+    text = (
+        "a tensor [2, 3], the output of Sigmoid, was changed in place, and the backward pass needs its former"
+    )
+    assert f"{text} values. {where}Write x = x + y" in str(mistake)
 
 
-def test_a_state_that_is_kept_with_its_graph_is_named_with_its_line() -> None:
+def test_a_state_that_is_kept_with_its_graph_is_to_be_detached() -> None:
     class Keeping(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -146,10 +141,8 @@ def test_a_state_that_is_kept_with_its_graph_is_named_with_its_line() -> None:
 
     model = Keeping()
     model(torch.ones(2, 3, requires_grad=True)).sum().backward()
-    mistake = backward_mistake(in_backward(model), model, plain)
-    line = f"{__file__}:{Keeping.forward.__code__.co_firstlineno + 1}, in forward"
-    assert f"Kept in an attribute: {line}. Keep x.detach()" in str(mistake)
+    assert "Keep x.detach() from one step to the next" in str(backward_mistake(in_backward(model), model))
 
 
 def test_another_error_of_a_backward_pass_is_no_mistake_in_place() -> None:
-    assert backward_mistake(RuntimeError("out of luck"), Net(), plain) is None
+    assert backward_mistake(RuntimeError("out of luck"), Net()) is None
