@@ -42,13 +42,13 @@ def kill(passes: int | None, rank: int, training: bool = True) -> UserCode:
 
 
 def stop_after(step: int, rank: int = 0, passes_per_step: int = 1) -> UserCode:
-    """SIGTERM so early that the run stops after `step`: it is voted on a step later, and read in the next.
+    """SIGTERM within `step`, after which the run stops.
 
     For the first step: when the evaluation is rehearsed. While data are loaded it would end a run at once.
     """
     if step == 1:
         return partial(send_signal, number=signal.SIGTERM, passes=0, rank=rank, training=False)
-    return partial(send_signal, number=signal.SIGTERM, passes=(step - 3) * passes_per_step, rank=rank)
+    return partial(send_signal, number=signal.SIGTERM, passes=(step - 1) * passes_per_step, rank=rank)
 
 
 def slowly(network: Any, batch: Any) -> None:
