@@ -20,7 +20,8 @@ from launcher.data.augment import Constants, ImageTransform, Normalise
 from launcher.data.batch_plan import generator_for
 from launcher.data.images.cache import decoded_images
 from launcher.data.images.cifar_batches import batch_files, read_batches
-from launcher.data.images.folder import COLUMNS, list_csv, list_folder
+from launcher.data.images.csv_file import list_csv
+from launcher.data.images.folder import list_folder
 from launcher.data.images.hugging_face import list_rows
 from launcher.data.images.one_size import load_parquet_splits
 from launcher.data.images.photograph_set import Listing, PhotographOptions, PhotographSet, refuse_padding
@@ -177,14 +178,18 @@ def imagefolder(config: DataConfig) -> ImageSet:
     options = options_of(config, FolderOptions)
     refuse_padding(config)
     folder = None if config.path is None else Path(config.path)
-    if options.csv is not None:
-        columns = options.image_column or COLUMNS[0], options.label_column or COLUMNS[1]
-        listing = list_csv(Path(options.csv), folder, config.val_fraction, columns)
+    file = None if options.csv is None else Path(options.csv)
+    if file is None and folder is not None and folder.suffix.lower() == ".csv":
+        file, folder = folder, None
+    if file is not None:
+        columns = options.image_column, options.label_column
+        listing = list_csv(file, folder, config.val_fraction, *columns)
     elif folder is not None:
         listing = list_folder(folder, config.val_fraction, options.train, options.validation)
     else:
         raise ConfigError(
-            "data=imagefolder needs data.path=DIR, a folder with one folder per class, or data.csv=FILE."
+            "data=imagefolder needs data.path=DIR, a folder with one folder per class, or "
+            "data.csv=FILE with the paths of images and their labels."
         )
     return photographs(config, listing, options)
 

@@ -18,7 +18,7 @@ import torch
 
 from launcher.config.messages import nearest, suggestion
 from launcher.data.files import begins_with_word
-from launcher.data.images.folder import TRAIN, VALIDATION
+from launcher.data.images.listing import TRAIN, VALIDATION
 from launcher.data.images.photograph import Source
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.libraries import datasets_library, offline_if_unreachable

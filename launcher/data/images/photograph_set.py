@@ -18,8 +18,8 @@ import torch
 from launcher.config.rules import Rule, is_whole, number
 from launcher.config.schema import DataConfig
 from launcher.data.images.cache import DecodedImages
-from launcher.data.images.folder import FolderListing
 from launcher.data.images.hugging_face import HubListing
+from launcher.data.images.listing import FolderListing
 from launcher.data.images.photograph import (
     DRAWS,
     UInt8Array,
