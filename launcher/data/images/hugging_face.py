@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from launcher.config.messages import nearest, suggestion
-from launcher.data.files import begins_with_word
 from launcher.data.images.listing import TRAIN, VALIDATION
 from launcher.data.images.photograph import Source
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.libraries import datasets_library, offline_if_unreachable
+from launcher.data.part_files import begins_with_word
 from launcher.data.split import class_numbers, parts, refuse_one_class
 from launcher.data.tensor_cache import size_and_time
 from launcher.errors import ConfigError, DataError, first_line, listed

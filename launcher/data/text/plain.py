@@ -22,11 +22,11 @@ from torch import Tensor
 
 from launcher.config.rules import one_of, whole
 from launcher.config.schema import DataConfig
-from launcher.data.files import read_text
 from launcher.data.libraries import optional, without_threads
 from launcher.data.options import Cache, Count, options_of
 from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import TensorData
+from launcher.data.text.tables import read_text
 from launcher.errors import ConfigError, DataError
 
 Int32Array = NDArray[np.int32]

@@ -22,18 +22,18 @@ from torch import Tensor
 
 from launcher.config.rules import Rule, list_of, string, whole
 from launcher.config.schema import DataConfig
-from launcher.data.files import (
+from launcher.data.libraries import optional
+from launcher.data.options import Cache, filled, options_of
+from launcher.data.split import class_numbers, numbered, parts, refuse_one_class
+from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
+from launcher.data.tensors import Batch
+from launcher.data.text.tables import (
     DataTable,
     MissingColumnsError,
     read_table,
     split_files,
     validation_file,
 )
-from launcher.data.libraries import optional
-from launcher.data.options import Cache, filled, options_of
-from launcher.data.split import class_numbers, numbered, parts, refuse_one_class
-from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
-from launcher.data.tensors import Batch
 from launcher.data.text.tokenizer import SentenceTokenizer, fitted
 from launcher.errors import ConfigError, DataError, DataWarning, listed
 

@@ -113,8 +113,7 @@ def test_rows_without_a_label_are_left_out_and_counted(tmp_path):
 @pytest.mark.parametrize("name", ["train.tsv", "train.jsonl"])
 def test_an_empty_label_is_no_class(tmp_path, name):
     file = written(tmp_path, name, [*PAIRS, ("x", "y", ""), ("x", "y", "")])
-    where = "42" if name.endswith(".tsv") else "41"
-    message = rf"{name}, line {where}: the gold_label is empty, in 2 of 42 rows\. .* 'data\.unlabelled=\"\"'"
+    message = rf"{name}, row 41: the gold_label is empty, in 2 of 42 rows\. .* 'data\.unlabelled=\"\"'"
     with pytest.raises(DataError, match=message):
         load_sentences(config_of(file))
     with pytest.warns(DataWarning, match=r"2 rows have the label '' and are left out"):
@@ -296,7 +295,7 @@ def test_a_label_that_the_training_set_does_not_have(tmp_path):
     written(tmp_path, "train.tsv")
     written(tmp_path, "dev.tsv", [PAIRS[0], ("a", "b", "maybe")])
     message = (
-        r"dev\.tsv, line 3, gold_label: 1 label\(s\) are not in the training set: maybe\. It knows no, yes"
+        r"dev\.tsv, row 2, gold_label: 1 label\(s\) are not in the training set: maybe\. It knows no, yes"
     )
     with pytest.raises(DataError, match=message):
         load_sentences(config_of(tmp_path))

@@ -1,0 +1,284 @@
+"""Rows of TSV, CSV, JSON Lines and parquet files, by the names of their columns, read by pyarrow.
+
+Owns which files of a folder are read, and the errors for those that cannot be read. Cells of TSV and CSV are
+text as the file has it; those of JSON and parquet are any values, None where there is none.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from launcher.data.libraries import optional
+from launcher.data.part_files import part_named, words_of
+from launcher.errors import ConfigError, DataError, first_line, listed
+
+TRAINING_NAMES = ("train",)
+VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")  # the first of these that a folder has
+NAMES_SHOWN = 20
+SUFFIXES = (".tsv", ".txt", ".csv", ".jsonl", ".ndjson", ".parquet")
+BOM = "\N{ZERO WIDTH NO-BREAK SPACE}"
+BLOCK_BYTES = 1 << 26  # that are read at once; a row has to fit
+
+# The first of the files of a table, as the Hugging Face hub names them.
+SHARD = re.compile(r"-00000-of-(\d{5})$")
+
+# Names of columns; a tuple: the first of these that the file has, or none of them where "" is among them.
+Wanted = Sequence[str | tuple[str, ...]] | None
+
+
+@dataclass(frozen=True)
+class DataTable:
+    """The columns of a file, all of one length. `numbers` are those of the rows in the file, from 1."""
+
+    file: Path
+    columns: dict[str, list[Any]]
+    numbers: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def place(self, row: int) -> str:
+        """`FILE, row 17`, for messages on a row (counted from 0)."""
+        return f"{self.file}, row {self.numbers[row]}"
+
+    def column(self, name: str) -> list[Any]:
+        """The values of a column. Raises DataError with the names of those that are there."""
+        if name not in self.columns:
+            raise missing_columns(self.file, [name], list(self.columns))
+        return self.columns[name]
+
+    def texts(self, name: str) -> list[str]:
+        """The values of a column as text, whole numbers written out. Raises DataError for all others."""
+        cells = self.column(name)
+        for row, cell in enumerate(cells):
+            if not isinstance(cell, str | int):
+                found = "has no value" if cell is None else f"is a {type(cell).__name__}: {cell!r:.60}"
+                raise DataError(f"{self.place(row)}: {name} {found}. It must be text or a whole number.")
+        return [str(cell) for cell in cells]
+
+    def select(self, rows: Sequence[int]) -> DataTable:
+        """The rows at these indices."""
+        columns = {name: [cells[row] for row in rows] for name, cells in self.columns.items()}
+        return DataTable(self.file, columns, [self.numbers[row] for row in rows])
+
+
+def read_table(file: Path, wanted: Wanted = None) -> DataTable:
+    """Read a file by its suffix: .tsv, .txt, .csv, .jsonl, .ndjson, .parquet. `wanted`: these columns alone.
+
+    All but parquet may end in .gz too. TSV and CSV begin with the names of the columns. TSV has no quoting,
+    and a .txt is read as TSV. Of a parquet file in parts the first is given, and all are read;
+    whole numbers that its schema names as classes are these names. Raises DataError for a file that cannot be
+    read, has no rows, or lacks a column that is wanted.
+    """
+    if not is_table(file):
+        raise DataError(f"{file} cannot be read as a table: its name must end in {', '.join(SUFFIXES)}.")
+    if not file.is_file():
+        raise DataError(
+            f"{file} cannot be read: {'it is a folder' if file.exists() else 'there is no such file'}."
+        )
+    library = optional("pyarrow", "tables of text need")
+    suffix = _suffix(file)
+    try:
+        if suffix == ".parquet":
+            found = _read_parquet(file, wanted)
+        elif suffix in (".jsonl", ".ndjson"):
+            found = _read_json_lines(file, wanted)
+        else:
+            found = _read_separated(file, wanted, "," if suffix == ".csv" else "\t")
+    except (OSError, ValueError, library.ArrowException) as error:  # DataError is none of these
+        raise DataError(f"{file} cannot be read: {first_line(error)}{_advice(error)}") from error
+    columns = {name.strip(): cells for name, cells in found.items()}
+    num_rows = max(map(len, columns.values()), default=0)
+    if not num_rows:
+        raise DataError(f"{file} has no rows.")
+    return DataTable(file, columns, range(1, 1 + num_rows))
+
+
+def _read_separated(file: Path, wanted: Wanted, separator: str) -> dict[str, list[Any]]:
+    """Cells as text. CSV quotes as RFC 4180 says, TSV not at all: a quote is a character like others."""
+    arrow, csv = import_module("pyarrow"), import_module("pyarrow.csv")
+    quoted = separator == ","
+    how = {
+        # In one thread, because loader processes are forked later.
+        "read_options": csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES),
+        "parse_options": csv.ParseOptions(
+            delimiter=separator, quote_char='"' if quoted else False, newlines_in_values=quoted
+        ),
+    }
+    with arrow.input_stream(str(file), compression="detect") as opened:
+        content = arrow.BufferReader(opened.read())
+    with csv.open_csv(content, **how) as reader:
+        names = reader.schema.names
+    kept = _picked(file, names, wanted)
+    if repeated := [name for name in kept if names.count(name) > 1]:
+        raise DataError(f"{file} has more than one column named {', '.join(repeated)!r}. Rename them.")
+    content.seek(0)
+    as_text = csv.ConvertOptions(
+        include_columns=kept, column_types=dict.fromkeys(kept, arrow.string()), strings_can_be_null=False
+    )
+    table = csv.read_csv(content, convert_options=as_text, **how)
+    return {name: table.column(name).to_pylist() for name in kept}
+
+
+def _read_json_lines(file: Path, wanted: Wanted) -> dict[str, list[Any]]:
+    reading = import_module("pyarrow.json")
+    options = reading.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
+    with import_module("pyarrow").input_stream(str(file), compression="detect") as opened:
+        table = reading.read_json(opened, read_options=options)
+    return {name: table.column(name).to_pylist() for name in _picked(file, table.column_names, wanted)}
+
+
+def _read_parquet(file: Path, wanted: Wanted) -> dict[str, list[Any]]:
+    parquet = import_module("pyarrow.parquet")
+    columns: dict[str, list[Any]] = {}
+    for part in _shards(file):
+        with parquet.ParquetFile(part) as opened:
+            kept = _picked(part, opened.schema_arrow.names, wanted)
+            classes = _class_names(opened.schema_arrow.metadata or {})
+            table = opened.read(columns=kept, use_threads=False)
+        for name in kept:
+            names = dict(enumerate(classes.get(name, ())))
+            columns.setdefault(name, []).extend(
+                names.get(cell, cell) if names else cell for cell in table.column(name).to_pylist()
+            )
+    return columns
+
+
+def _advice(error: Exception) -> str:
+    """What to do about an error of pyarrow."""
+    text = str(error)
+    if "UTF8" in text:
+        return " Convert the file to UTF-8, for instance with iconv -f LATIN1 -t UTF-8."
+    if "Expected" in text and "columns" in text:
+        return (
+            " A cell of a .csv that has a comma, a quote or a line break stands in quotes; a .tsv has tabs "
+            "between the cells and no quoting."
+        )
+    return ""
+
+
+def _shards(file: Path) -> list[Path]:
+    """All files of a table of which `file` is the first. Raises DataError where one is missing."""
+    found = SHARD.search(file.stem)
+    if found is None:
+        return [file]
+    beginning = file.stem[: found.start()]
+    names = (f"{beginning}-{part:05}-of-{found[1]}{file.suffix}" for part in range(int(found[1])))
+    parts = [file.with_name(name) for name in names]
+    if absent := [part.name for part in parts if not part.is_file()]:
+        raise DataError(
+            f"{file} is the first of {len(parts)} files, of which these are missing: {listed(absent, 5)}."
+        )
+    return parts
+
+
+def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
+    """The classes by column that `datasets` has written into a schema; none where it has not."""
+    try:
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        return {name: each["names"] for name, each in features.items() if each.get("_type") == "ClassLabel"}
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def is_table(file: Path) -> bool:
+    """Whether the file is one that `read_table` reads, by its name."""
+    return _suffix(file) in SUFFIXES and not (_suffix(file) == ".parquet" != file.suffix.lower())
+
+
+def _suffix(file: Path) -> str:
+    name = file.name.lower()
+    return Path(name.removesuffix(".gz")).suffix
+
+
+def split_files(path: Path, of: str = "") -> tuple[Path, Path | None]:
+    """The files to train and to validate on: of a folder train.* and validation.*, dev.* or test.*.
+
+    Or such with the words in their names, as multinli.train.en.tsv; of several the one with the words `of`.
+
+    A file is trained on, and nothing is set aside to validate on: None. Raises ConfigError for a path that
+    is neither, DataError for a folder without such files.
+    """
+    if path.is_file():
+        return path, None
+    if not path.is_dir():
+        raise ConfigError(f"data.path={path} is neither a file nor a folder.")
+    tables = sorted(file for file in path.iterdir() if is_table(file))
+    train = part_named(tables, TRAINING_NAMES, of)
+    if train is None:
+        found = listed(sorted(entry.name for entry in path.iterdir()), NAMES_SHOWN) or "nothing"
+        raise DataError(
+            f"data.path={path} has no table with train in its name ({', '.join(SUFFIXES)}). It has: {found}."
+        )
+    return train, part_named(tables, VALIDATION_NAMES, of)
+
+
+def validation_file(folder: Path, name: str) -> Path:
+    """The file of this name, or that of the folder whose name has the words of it: validation for dev too."""
+    if (folder / name).is_file() or Path(name).suffix:
+        return folder / name
+    tables = sorted(file for file in folder.iterdir() if is_table(file))
+    rest = " ".join(word for word in words_of(name) if word not in VALIDATION_NAMES)
+    return part_named(tables, VALIDATION_NAMES, rest) or folder / name
+
+
+def _picked(file: Path, there: Sequence[str], wanted: Wanted) -> list[str]:
+    """The columns to read of a file that has these. Raises DataError for those that it lacks."""
+    if wanted is None:
+        return list(there)
+    choices = [(each,) if isinstance(each, str) else each for each in wanted]
+    found = {choice: next((name for name in choice if name in there), "") for choice in choices}
+    if missing := [choice for choice, name in found.items() if not name and "" not in choice]:
+        raise missing_columns(file, [" or ".join(choice) for choice in missing], there)
+    return [name for name in there if name and name in found.values()]  # "" is none of a choice
+
+
+class MissingColumnsError(DataError):
+    """A file lacks columns, though it has the names of its columns as it should."""
+
+
+def missing_columns(file: Path, missing: Sequence[str], there: Sequence[str]) -> DataError:
+    """The error for columns that a file does not have."""
+    which = f"the column {missing[0]}" if len(missing) == 1 else f"the columns {', '.join(missing)}"
+    advice = _other_separator(there)
+    kind = DataError if advice else MissingColumnsError
+    return kind(f"{file} has not {which}. It has: {shown(there)}.{advice}")
+
+
+def _other_separator(there: Sequence[str]) -> str:
+    """What to do about a first line that has been taken for one name; empty where it looks like one."""
+    found = re.search(r"[;,\t|]", there[0]) if len(there) == 1 else None
+    if found is None:
+        return ""
+    return f" Its names seem to be separated by {found[0]!r}: write a .csv with commas and a .tsv with tabs."
+
+
+def shown(names: Sequence[str]) -> str:
+    """Names of columns for a message."""
+    return listed(names, NAMES_SHOWN) or "none"
+
+
+def read_text(file: Path) -> str:
+    """The text of a UTF-8 file, without a mark of its byte order. Raises DataError."""
+    try:
+        data = file.read_bytes()
+        data = gzip.decompress(data) if file.suffix.lower() == ".gz" else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    try:
+        return data.decode("utf-8").removeprefix(BOM)
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        likely = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
+        raise DataError(
+            f"{file}, line {line}: byte {data[error.start]:#04x} is no UTF-8. Convert the file, for instance "
+            f"with iconv -f {likely} -t UTF-8."
+        ) from None
