@@ -118,7 +118,7 @@ def _read_separated(file: Path, wanted: Wanted, separator: str) -> dict[str, lis
     with csv.open_csv(content, **how) as reader:
         names = reader.schema.names
     kept = _picked(file, names, wanted)
-    if repeated := [name for name in kept if names.count(name) > 1]:
+    if repeated := dict.fromkeys(name for name in kept if names.count(name) > 1):
         raise DataError(f"{file} has more than one column named {', '.join(repeated)!r}. Rename them.")
     content.seek(0)
     as_text = csv.ConvertOptions(
