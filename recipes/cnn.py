@@ -7,22 +7,49 @@ What introductions to data-parallel training use, on CIFAR-10. `conf/recipe/cnn.
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from launcher.data import load_images
-from launcher.recipe import Config, ConfigError, Recipe, image_recipe, model, model_builder, recipe
+from launcher.recipe import (
+    Batch,
+    Classification,
+    Config,
+    ConfigError,
+    Loss,
+    Recipe,
+    model,
+    model_builder,
+    recipe,
+)
 
 
 @recipe("cnn")
 def cnn(config: Config) -> Recipe:
-    images = load_images(config.data)
-    build_model = model_builder(
-        config,
-        num_classes=len(images.classes),
-        in_channels=images.channels,
-        height=images.height,
-        width=images.width,
+    images = load_images(config.data)  # columns image uint8 [n, channels, height, width] and label int64 [n]
+    return Recipe(
+        build_model=model_builder(  # model=cnn: small_cnn below, with the keys of `model` in the config
+            config,
+            num_classes=len(images.classes),
+            in_channels=images.channels,
+            height=images.height,
+            width=images.width,
+        ),
+        train=images.train,
+        validation=images.validation,
+        train_transform=images.train_transform(config.data.augment),  # on the device: crop, mirror, normalise
+        eval_transform=images.eval_transform(),  # normalise
+        loss=classification_loss,
+        metrics=[Classification(images.classes)],
+        compare_by="accuracy",
+        classes=images.classes,
     )
-    return image_recipe(config, images, build_model)
+
+
+def classification_loss(network: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> Loss:
+    """The sum over the samples, not their mean: the launcher divides by the number on all ranks."""
+    logits = network(batch["image"]).float()  # [n, classes]
+    loss_sum = F.cross_entropy(logits, batch["label"], reduction="sum", label_smoothing=label_smoothing)
+    return Loss(loss_sum, len(logits), logits.detach())
 
 
 class SmallCnn(nn.Module):

@@ -12,7 +12,16 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from launcher.data import load_images
-from launcher.recipe import Config, ConfigError, Recipe, image_recipe, model, model_builder, recipe
+from launcher.recipe import (
+    Classification,
+    Config,
+    ConfigError,
+    Recipe,
+    cross_entropy,
+    model,
+    model_builder,
+    recipe,
+)
 
 SMALL_IMAGE_PIXELS = 64  # up to this height and width, the ImageNet stem would throw most of the image away
 
@@ -20,13 +29,22 @@ SMALL_IMAGE_PIXELS = 64  # up to this height and width, the ImageNet stem would 
 @recipe("resnet")
 def resnet(config: Config) -> Recipe:
     images = load_images(config.data)
-    build_model = model_builder(
-        config,
-        num_classes=len(images.classes),
-        in_channels=images.channels,
-        image_size=max(images.height, images.width),
+    return Recipe(
+        build_model=model_builder(  # model=resnet18 to resnet152, registered at the end of this file
+            config,
+            num_classes=len(images.classes),
+            in_channels=images.channels,
+            image_size=max(images.height, images.width),
+        ),
+        train=images.train,
+        validation=images.validation,
+        train_transform=images.train_transform(config.data.augment),  # on the device: crop, mirror, normalise
+        eval_transform=images.eval_transform(),  # normalise
+        loss=cross_entropy,
+        metrics=[Classification(images.classes)],
+        compare_by="accuracy",
+        classes=images.classes,
     )
-    return image_recipe(config, images, build_model)
 
 
 class BasicBlock(nn.Module):

@@ -8,7 +8,6 @@ from launcher.errors import ConfigError, DataError
 from launcher.metrics import Classification, LossMetric, Metric, Perplexity, Regression
 from launcher.recipe.checks import require_counts, require_dropout, require_heads
 from launcher.recipe.contract import Loss, Recipe, class_loss, cross_entropy
-from launcher.recipe.images import image_recipe
 from launcher.recipe.rank0 import rank0_first
 from launcher.recipe.registry import (
     load_recipe,
@@ -37,7 +36,6 @@ __all__ = [
     "class_loss",
     "columns",
     "cross_entropy",
-    "image_recipe",
     "load_recipe",
     "model",
     "model_builder",

@@ -22,7 +22,16 @@ from launcher.telemetry.event_log import read_events
 from tests.forked import launch_forked
 
 EXAMPLES = recipes_dir() / "examples"
-RECIPES = ("segmentation", "learned_weights", "frozen_trunk", "huggingface", "lion", "recurrent", "unpadded")
+RECIPES = (
+    "dataset",
+    "segmentation",
+    "learned_weights",
+    "frozen_trunk",
+    "huggingface",
+    "lion",
+    "recurrent",
+    "unpadded",
+)
 SHORT = ["launch.nproc=2", "tracker=none", "train.log_every_steps=1000", "run.dir=run"]
 
 
@@ -45,6 +54,15 @@ def train(name: str, directory: Path, *words: str) -> dict:
 def test_they_are_no_recipes_of_the_program() -> None:
     assert registry_of(None).recipes.keys().isdisjoint(RECIPES)
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted([*RECIPES, "flat_loop", "gan"])
+
+
+def test_a_plain_dataset_with_a_transform_learns_and_resumes_with_the_same_samples(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    words = ("schedule=constant", "data.workers=1")
+    whole = weights_of("dataset", tmp_path / "whole", *words)
+    weights_of("dataset", tmp_path, *words, "train.max_steps=20")
+    assert train("dataset", tmp_path, *words)["accuracy"] > 0.9
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["weights_sha256"] == whole
 
 
 @pytest.mark.slow
