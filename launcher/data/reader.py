@@ -141,10 +141,8 @@ class Reader:
             return Fetched.failed(f"set_epoch failed{_at(error)}", error)
         bad: list[BadSample] = []
         kept: Sequence[int] = range(len(request.indices))
-        seed_reading(self._seed, request.epoch, request.position)
-        samples = self._read_together(request)
+        samples = self._read_together(request) if self._together else None
         if samples is None:
-            seed_reading(self._seed, request.epoch, request.position)  # as if it had not been tried
             samples, kept, bad = self._read_each(request)
         self.reading(-1)
         if not samples:
@@ -155,9 +153,8 @@ class Reader:
             return self._without_odd(request, dict(zip(kept, samples, strict=True)), bad, error)
 
     def _read_together(self, request: BatchRequest) -> Sequence[Any] | None:
-        """Read all samples by one call; None where the data set has none for it, or it fails."""
-        if not self._together:
-            return None
+        """Read all samples by one call of `__getitems__`; None where it fails."""
+        seed_reading(self._seed, request.epoch, request.position)
         self.reading(TOGETHER)
         try:
             samples = self._dataset.__getitems__(list(request.indices))  # type: ignore[attr-defined]
@@ -168,16 +165,18 @@ class Reader:
 
     def _read_each(self, request: BatchRequest) -> tuple[Sequence[Any], tuple[int, ...], list[BadSample]]:
         """The samples, their offsets in the request, and those that cannot be read."""
-        samples, kept = [], []
+        seed_reading(self._seed, request.epoch, request.position)
+        samples: list[Any] = []
+        kept: list[int] = []
         bad: list[BadSample] = []
+        dataset, reading, keep = self._dataset, self.reading, samples.append  # looked up once, not per sample
         for offset, index in enumerate(request.indices):
-            self.reading(index)
+            reading(index)
             try:
-                sample = self._dataset[index]
+                keep(dataset[index])
             except RAISED as error:  # a user's data set may fail in any way
                 bad.append(BadSample.of(index, error))
             else:
-                samples.append(sample)
                 kept.append(offset)
         return samples, tuple(kept), bad
 
