@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,17 +66,22 @@ def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
 def run_job(arguments: Arguments, leader: Leader) -> None:
     """job DIR: runs or resumes one job of a sweep, from its folder
 
-    Runs or resumes one job of a sweep. The config is that in DIR/job.json, which the sweep wrote; later
-    changes of the files in conf/ have no effect. The exit code is that of the run.
+    Runs or resumes one job of a sweep, and records its end in sweep.json. The config is that in DIR/job.json,
+    which the sweep wrote; later changes of the files in conf/ have no effect. The exit code is that of the
+    run.
 
     Example: {program} job multirun/resnet18/20260101-120000-ab12/3_optim.lr=0.1
     """
-    from launcher.sweep.record import read_job
+    from launcher.sweep.record import read_job, record_job
 
     if len(arguments.words) != 1:
         raise ConfigError(f"job: give the folder of one job: {program()} job multirun/<recipe>/<sweep>/<job>")
     config, overrides = read_job(Path(arguments.words[0]))
-    run_one(config, overrides, leader)
+    try:
+        run_one(config, overrides, leader)
+    finally:
+        with suppress(OSError):
+            record_job(Path(config.run.dir))
 
 
 def run_worker(config: Config, launch: LaunchEnv, store: dist.Store | None, job: str) -> None:

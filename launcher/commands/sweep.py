@@ -51,6 +51,8 @@ def run_sweep(request: Request, configs: Sequence[Config], leader: Leader, findi
         return run_in_place(request, configs, leader, findings)
     if settings.name == "tpe":
         imported_optuna()  # refused before the sweep's directory is made
+    if settings.prune == "asha":
+        imported_optuna("sweep.prune=asha", "Without it all jobs run to their end.")
 
     def devices_of(config: Config) -> int:
         nproc = devices_of_a_job(config)
@@ -72,9 +74,12 @@ def run_sweep(request: Request, configs: Sequence[Config], leader: Leader, findi
         with signals_blocked():
             # Other carriers start processes elsewhere.
             if (record.left or searches) and settings.on == "devices":
-                preload(FOR_JOBS)
+                of_tracker = [name for name in configs[0].tracker.names if name == "wandb"]
+                preload([*FOR_JOBS, *of_tracker])  # wandb takes 1 s to import
         progress = SweepProgress(directory, record.jobs, alone, settings.stop.trials if searches else None)
         scheduler = Scheduler(directory, record, carrier, settings, progress, signals, pruner, search)
+        if searches:
+            findings = (*findings, errors.DIVERGED)  # it says of a point of the space what others say
         with carrier:
             scheduler.run()
         progress.erase()
@@ -232,7 +237,7 @@ def run_in_place(request: Request, configs: Sequence[Config], leader: Leader, fi
 
 
 def compare_jobs(directory: Path) -> None:
-    """Write the plot, tables and page of a sweep; a failure is a warning, because the jobs are done."""
+    """Write the tables and the page of a sweep; a failure is a warning, because the jobs are done."""
     from launcher.report.comparison import SIDE_BY_SIDE, TABLE, job_directories, write_comparison
     from launcher.report.page import write_sweep_report
     from launcher.report.run_record import RunRecord

@@ -36,6 +36,7 @@ from launcher.telemetry.formatting import (
     duration,
     markdown_table,
     markdown_text,
+    metric,
     metric_title,
     number,
 )
@@ -72,7 +73,8 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
     written = [sweep_dir / TABLE, sweep_dir / ROWS]
     jobs, record = jobs_of(sweep_dir), sweep_of(sweep_dir)
     flags = tree_flags(record.get("config_dir"), record.get("config_name", "config"))
-    write_text(written[0], markdown(sweep_dir.name, settings, note_of(runs), effort(jobs), flags))
+    below = [effort(jobs), *ended_early(runs, jobs)]
+    write_text(written[0], markdown(sweep_dir.name, settings, note_of(runs), below, flags))
     write_text(written[1], as_csv(runs, jobs))
     if _only_precision([run.overrides for run in runs]):
         written.append(sweep_dir / SIDE_BY_SIDE)
@@ -94,6 +96,20 @@ def effort(jobs: Mapping[str, Mapping[str, Any]]) -> str:
     hours = sum(float(job.get("device_seconds") or 0) for job in jobs.values()) / 3600
     ended = ", ".join(f"{count} {state}" for state, count in states.items())
     return f"{counted(len(jobs), 'job')}: {ended}; {number(hours)} device hours." if hours else ""
+
+
+def ended_early(runs: Sequence[RunRecord], jobs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each run that was pruned or failed: its latest metric, and the reason."""
+    lines = []
+    for run in runs:
+        if run.state in ("pruned", "failed"):
+            job = jobs.get(run.directory.name, {})
+            name, value = job.get("metric_name") or run.metric_name, job.get("metric")
+            value = run.metric if value is None else value
+            shown = "" if name is None or value is None else f", {metric_title(name)} {metric(name, value)}"
+            reason = str(job.get("error") or run.error).partition("\n")[0]
+            lines.append(markdown_text(f"- {run.directory.name}: {run.state}{shown}: {reason}"))
+    return ["\n".join(lines)] if lines else []
 
 
 def settings_of(runs: Sequence[RunRecord]) -> list[RunSetting]:
@@ -125,7 +141,7 @@ def _only_precision(overrides: Sequence[Mapping[str, str]]) -> bool:
 
 def varied_keys(runs: Sequence[RunRecord]) -> list[str]:
     """The overridden keys whose values differ between runs."""
-    return varied([run.overrides for run in runs])
+    return [key for key in varied([run.overrides for run in runs]) if not key.startswith("sweep.")]
 
 
 def setting_keys(runs: Sequence[RunRecord]) -> list[str]:
@@ -142,8 +158,10 @@ def note_of(runs: Sequence[RunRecord]) -> str:
     return description(choice_file([conf_dir()], "experiment", names.pop()))
 
 
-def markdown(title: str, settings: Sequence[RunSetting], note: str, below: str, flags: Sequence[str]) -> str:
-    """One row per setting: mean and standard deviation over its seeds; then the paragraph `below`.
+def markdown(
+    title: str, settings: Sequence[RunSetting], note: str, below: Sequence[str], flags: Sequence[str]
+) -> str:
+    """One row per setting: mean and standard deviation over its seeds; then the lines `below`.
 
     `flags` go before the overrides of the best.
     """
@@ -157,7 +175,7 @@ def markdown(title: str, settings: Sequence[RunSetting], note: str, below: str, 
     lines += markdown_table(head, [cells(setting, settings) for setting in ranked])
     order = "the best first" if len(names) < 2 else "the best of each metric first"
     lines += ["", f"Mean ± standard deviation over the seeds; {order}.", ""]
-    lines += [below, ""] if below else []
+    lines += [line for text in below if text for line in (text, "")]
     for name in names if len(ranked) > 1 else ():
         best = next(setting for setting in ranked if setting.metric_name == name)
         of_name = f" by {metric_title(name)}" if len(names) > 1 else ""
@@ -167,7 +185,11 @@ def markdown(title: str, settings: Sequence[RunSetting], note: str, below: str, 
 
 def command_of(setting: RunSetting, flags: Sequence[str]) -> str:
     """What runs this setting alone, without the seed."""
-    given = [f"{key}={value}" for key, value in setting.runs[0].overrides.items() if key != REPEATED]
+    given = [
+        f"{key}={value}"
+        for key, value in setting.runs[0].overrides.items()
+        if key != REPEATED and not key.startswith("sweep.")
+    ]
     return f"{program()} {shlex.join([*flags, *given])}"
 
 
@@ -185,18 +207,22 @@ def cells(setting: RunSetting, settings: Sequence[RunSetting]) -> list[str]:
     ]
 
 
-def as_csv(runs: Sequence[RunRecord], jobs: Mapping[str, Mapping[str, object]]) -> str:
+def as_csv(runs: Sequence[RunRecord], jobs: Mapping[str, Mapping[str, Any]]) -> str:
     """One row per run, with the keys that vary, and what sweep.json records of it."""
     keys = varied_keys(runs)
     metrics = list(dict.fromkeys(name for run in runs for name in run.result.metrics))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     recorded = RECORDED if jobs else ()
-    writer.writerow(["job", *keys, *RESULT_KEYS, *recorded, *metrics])
+    writer.writerow(["job", *keys, *RESULT_KEYS, "error", *recorded, *metrics])
     for run in runs:
+        job = jobs.get(run.directory.name, {})
+        # A job that was pruned has the metric by which it was in sweep.json alone.
         result = replace(run.result, state=run.state)
-        found = [getattr(result, key) for key in RESULT_KEYS]
-        found += [jobs.get(run.directory.name, {}).get(key) for key in recorded]
+        found = [
+            job.get(key) if getattr(result, key) is None else getattr(result, key) for key in RESULT_KEYS
+        ]
+        found += [(job.get("error") or run.error).partition("\n")[0] or None, *map(job.get, recorded)]
         found += [run.result.metrics.get(name) for name in metrics]
         writer.writerow(
             [run.directory.name, *(run.overrides.get(key) for key in keys), *found]

@@ -18,7 +18,7 @@ from launcher.run_dir.result import Result
 from launcher.telemetry.formatting import duration, metric, metric_title, number
 
 REPEATED = "seed"  # the key whose values repeat a setting instead of making a new one
-OF_EACH_RUN = ("run.", "tracker.", "launch.")  # sections that change no result
+OF_EACH_RUN = ("run.", "tracker.", "launch.", "sweep.")  # sections that change no result
 MAX_KEYS = 3  # in the name of a setting
 NUM_COLORS = 8  # that page.css has
 OfRun = Callable[[RunRecord], float | None]

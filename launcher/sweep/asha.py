@@ -1,27 +1,28 @@
 """Which jobs are stopped early: asynchronous successive halving, on the compared metric after evaluations.
 
-Li et al., "A System for Massively Parallel Hyperparameter Tuning" (MLSys 2020), in its stopping form: a job
-that reaches a rung continues if it is among the best third of those that have reached it. Owns the rule and
-the reading of evaluations; it keeps no file. A sweep that continues reads the evaluations of its jobs again.
+Li et al., "A System for Massively Parallel Hyperparameter Tuning" (MLSys 2020), as Optuna has it: a job that
+reaches a rung continues if it is among the best third of those that have reached it. Owns the reading of
+evaluations; it keeps no file. A sweep that continues reads the evaluations of its jobs again.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import METRICS
 from launcher.sweep.record import OVER, State, SweepJob
+from launcher.sweep.search import imported_optuna
 from launcher.telemetry.event_log import LAST_BYTES, parsed
 from launcher.telemetry.events import EvalEvent, StartEvent, event_of
 
-REDUCTION = 3  # one job in so many passes a rung, and rungs lie so many times as far apart; 3 and 4 are usual
+REDUCTION = 3  # one job in so many passes a rung, and rungs lie so many times as far apart
 BEGINNINGS = tuple(f'{{"event": "{kind.kind}"'.encode() for kind in (StartEvent, EvalEvent))
 
 
@@ -73,40 +74,19 @@ class Evaluations:
         return [math.inf if math.isnan(v) else -v if self.higher_is_better else v for v in in_order]
 
 
-class Asha:
-    """The verdicts on the jobs of a sweep. Each job may make `patience` evaluations before the first."""
-
-    def __init__(self, patience: int) -> None:
-        self._patience = patience
-        # Costs by job, for each metric and number of evaluations.
-        self._rungs: dict[tuple[str | None, int], dict[int, float]] = defaultdict(dict)
-
-    def reached(self, job: int, costs: list[float], metric: str | None = None) -> int | None:
-        """Record a job's evaluations so far; the rung that it has just reached and not passed, or None.
-
-        Jobs are compared with those of the same metric. A rung is a number of evaluations. Each is decided
-        once, when it is reached, by what is known then.
-        """
-        rung = self._patience
-        while rung <= len(costs):
-            at_rung = self._rungs[metric, rung]
-            if job not in at_rung:
-                at_rung[job] = cost = costs[rung - 1]
-                better = sum(other < cost for other in at_rung.values())
-                # Fewer than REDUCTION jobs have no best third. A job cannot wait for others, so it continues.
-                if len(at_rung) >= REDUCTION and better >= len(at_rung) // REDUCTION:
-                    return rung
-            rung *= REDUCTION
-        return None
-
-
 class Pruner:
     """Follows the evaluations of the jobs in a sweep's folder, and says which jobs to stop."""
 
-    def __init__(self, directory: Path, patience: int, jobs: Iterable[SweepJob]) -> None:
-        """`jobs` are those that sweep.json has: verdicts begin with what those that are over have shown."""
-        self._directory, self._asha = directory, Asha(patience)
+    def __init__(self, directory: Path, grace_period: int, jobs: Iterable[SweepJob]) -> None:
+        """`jobs` are those that sweep.json has: verdicts begin with what those that are over have shown.
+
+        Raises ConfigError without Optuna.
+        """
+        self._optuna = imported_optuna("sweep.prune=asha", "Without it all jobs run to their end.")
+        self._directory, self._grace_period = directory, grace_period
         self._evaluations: dict[int, Evaluations] = {}
+        self._studies: dict[str | None, Any] = {}  # by metric: only jobs of one metric are compared
+        self._trials: dict[int, Any] = {}  # by number of the job
         for job in jobs:
             if job.state in OVER:
                 self._reached(job)
@@ -125,8 +105,26 @@ class Pruner:
         return True
 
     def _reached(self, job: SweepJob) -> tuple[Evaluations, int | None]:
-        """What the job has evaluated so far, and the rung that it has just reached and not passed."""
+        """The job's evaluations so far, and the number of the one by which it has just fallen behind."""
         found = self._evaluations.setdefault(job.number, Evaluations(self._directory / job.name))
         with suppress(OSError):  # a job is not pruned for a file that cannot be read
             found.poll()
-        return found, self._asha.reached(job.number, found.costs, found.name)
+        costs = found.costs
+        if not costs:
+            return found, None
+        if job.number not in self._trials:
+            self._trials[job.number] = self._study_of(found.name).ask()
+        trial = self._trials[job.number]
+        known = len(trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values)
+        for number, cost in enumerate(costs[known:], known + 1):
+            trial.report(cost, number)
+            if trial.should_prune():
+                return found, number
+        return found, None
+
+    def _study_of(self, metric: str | None) -> Any:
+        """A study in memory: a sweep that continues reports the evaluations of its jobs again."""
+        if metric not in self._studies:
+            rule = self._optuna.pruners.SuccessiveHalvingPruner(self._grace_period, REDUCTION)
+            self._studies[metric] = self._optuna.create_study(direction="minimize", pruner=rule)
+        return self._studies[metric]

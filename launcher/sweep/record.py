@@ -9,8 +9,10 @@ variables in place of their values, and the overrides: `python -m launcher job D
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
 from pathlib import Path
@@ -23,6 +25,7 @@ from launcher.config.validation import parse
 from launcher.errors import DIVERGED, ConfigError, listed
 from launcher.run_dir.atomic import json_line, read_json, write_content, write_json
 from launcher.run_dir.codec import decoded, encoded
+from launcher.run_dir.lock import locked
 from launcher.run_dir.records import CONFIG, JOB, RESULT, SWEEP, foreign_to_a_run, user_shape
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME as STATUS
@@ -67,6 +70,8 @@ class SweepJob:
     seconds: float = 0.0  # of all attempts that have ended
     device_seconds: float = 0.0  # the same times nproc
     handle: str | None = None  # by which a carrier finds a job that outlives the sweep's process
+    # Random, so that a scheduler's jobs of two sweeps whose folders have one name are told apart.
+    id: str = field(default_factory=lambda: secrets.token_hex(4), compare=False)
 
 
 @dataclass
@@ -130,6 +135,21 @@ def take_result(job: SweepJob, directory: Path) -> None:
     job.error = (result.error or "").partition("\n")[0] or None
     if result.state == State.DONE:
         job.state, job.exit = State.DONE, 0
+
+
+def record_job(directory: Path) -> None:
+    """Write how the job in this folder ended to the sweep.json beside it, unless a sweep runs there now.
+
+    For a job that was run by itself. Raises OSError.
+    """
+    sweep_dir = directory.parent
+    with suppress(ConfigError):  # without a sweep, or with one that is running and records it
+        record = Record.read(sweep_dir)
+        with locked(sweep_dir):
+            for job in record.jobs:
+                if job.name == directory.name:
+                    take_result(job, directory)
+                    record.write(sweep_dir)
 
 
 def count_time(job: SweepJob, until: float) -> None:

@@ -6,6 +6,7 @@ are is decided by the command or by a search; where one runs, by the carrier.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -83,7 +84,7 @@ class Scheduler:
             self._progress.refresh()  # after the starts: it reads files of all jobs that run
             # All are taken before any job is stopped: the carrier has forgotten those that have ended.
             changed = [self._take(change) for change in self._poll()]
-            failed = next((job for job in changed if job.state == State.FAILED), None)
+            failed = next((job for job in changed if self._is_failure(job)), None)
             if failed is not None and self._settings.on_failure == "stop" and not self.reason:
                 self._stop(f"job {failed.number + 1} failed (sweep.on_failure=stop)")
             if self._pruner is not None:
@@ -93,9 +94,17 @@ class Scheduler:
                         ask_to_prune(self._directory / job.name, request)
                     self._changed = True  # the metric that decided
 
+    def _is_failure(self, job: SweepJob) -> bool:
+        """Whether the job failed; that a trial of a search diverges says something of its values."""
+        return job.state == State.FAILED and not (self._search is not None and job.exit == DIVERGED)
+
     def _next(self) -> SweepJob | None:
         """The job to submit next, which stays the same until it is; None if there is none now."""
-        waiting = next((job for job in self._record.jobs if job.state == State.WAITING), None)
+        jobs = [*self._record.jobs]
+        if self._pruner is not None and self._search is None:
+            # In shuffled order: of an ordered grid each job could be better than those before it.
+            random.Random(len(jobs)).shuffle(jobs)
+        waiting = next((job for job in jobs if job.state == State.WAITING), None)
         if waiting is not None or self._search is None:
             return waiting
         try:

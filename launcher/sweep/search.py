@@ -91,13 +91,13 @@ def _written(dimension: Dimension, value: Any) -> str:
     return min(dimension.values, key=lambda each: abs(float(each) - value))
 
 
-def imported_optuna() -> Any:
-    """Raises ConfigError, with what to install, where it is absent."""
+def imported_optuna(key: str = "sweep=tpe", instead: str = "sweep=random searches without it.") -> Any:
+    """Raises ConfigError, with what to install, where it is absent, and what `key` can be replaced by."""
     try:
         import optuna
     except ImportError as error:
         install = "pip install 'fp16-launcher[sweep]', or pip install 'optuna>=4.9,<6'"
-        raise ConfigError(f"sweep=tpe needs Optuna: {install}. sweep=random searches without it.") from error
+        raise ConfigError(f"{key} needs Optuna: {install}. {instead}") from error
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # one line per trial would be printed twice
     return optuna
 

@@ -113,6 +113,25 @@ def test_a_failed_and_an_unfinished_job_are_told_and_not_averaged(tmp_path) -> N
     assert "ended without a result" in rows.read_text()
 
 
+def test_jobs_that_were_pruned_or_failed_have_their_numbers_and_reasons(tmp_path) -> None:
+    write_job(tmp_path, 0, ["optim.lr=1", "sweep.stop.trials=3"])
+    pruned, failed = (write_job(tmp_path, n, [f"optim.lr={n + 1}"], state="failed") for n in (1, 2))
+    write_json(pruned / "result.json", {"state": "pruned", "exit": 11})
+    write_json(failed / "result.json", {"state": "failed", "exit": 5, "error": "diverged | at step 3\nmore"})
+    verdict = {"metric": 0.25, "metric_name": "accuracy", "error": "not among the best third"}
+    jobs = [{"name": pruned.name, "state": "pruned", **verdict}, {"name": failed.name, "state": "failed"}]
+    write_json(tmp_path / "sweep.json", {"jobs": jobs})
+    table, rows = write_comparison(tmp_path)
+    text = table.read_text()
+    assert f"- {pruned.name}: pruned, accuracy 25.00 %: not among the best third" in text
+    assert f"- {failed.name}: failed, accuracy 90.00 %: diverged \\| at step 3\n" in text
+    with open(rows, newline="") as file:
+        found = {row["job"]: row for row in csv.DictReader(file)}
+    assert (found[pruned.name]["metric"], found[pruned.name]["error"]) == ("0.25", "not among the best third")
+    assert (found[failed.name]["state"], found[failed.name]["error"]) == ("failed", "diverged | at step 3")
+    assert "sweep.stop.trials" not in text + rows.read_text().splitlines()[0]
+
+
 def test_a_job_that_failed_before_its_first_event_is_a_failed_job(tmp_path) -> None:
     write_job(tmp_path, 0, ["tracker=none"])
     directory = write_job(tmp_path, 1, ["tracker=tensorboard"], state="failed")

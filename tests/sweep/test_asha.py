@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from launcher.errors import ConfigError
 from launcher.run_dir.records import METRICS
-from launcher.sweep.asha import Asha, Evaluations, Pruner
+from launcher.sweep.asha import Evaluations, Pruner
 from launcher.sweep.record import State, SweepJob
 
 START = {"event": "start", "time": 0, "step": 0, "compare_by": None}
@@ -27,42 +29,55 @@ def write(directory: Path, *events: dict[str, object], end: str = "\n") -> None:
         file.write("\n".join(map(json.dumps, events)) + end)
 
 
-def test_the_best_third_of_those_that_came_as_far_continues() -> None:
-    asha = Asha(patience=1)
-    assert asha.reached(0, [0.9]) is None, "one job is no third"
-    assert asha.reached(1, [0.8]) is None
-    assert asha.reached(2, [0.7]) is None, "the best of three"
-    assert asha.reached(3, [0.75]) == 1
-    assert asha.reached(4, [0.6]) is None
-    assert asha.reached(5, [0.65]) is None, "the second of six"
-    assert asha.reached(6, [0.68]) == 1
+def verdicts(directory: Path, *costs: float, grace_period: int = 1, metric: str = "loss") -> list[int]:
+    """Which jobs are pruned, where each makes one evaluation after those of the jobs before it."""
+    pruner, pruned = Pruner(directory, grace_period, []), []
+    for number, cost in enumerate(costs):
+        write(directory / f"{number}", START | {"compare_by": metric}, evaluation(5, loss=cost))
+        job = SweepJob(number, f"{number}", (), state=State.RUNNING)
+        pruned += [job.number for job in pruner.to_prune([job])]
+    return pruned
 
 
-def test_a_verdict_is_given_once_at_each_rung() -> None:
-    asha = Asha(patience=2)
-    for job, cost in enumerate((0.5, 0.6, 0.7)):
-        assert asha.reached(job, [0.1]) is None, "before the patience is over"
-        found = asha.reached(job, [0.1, cost])
-        assert found == (2 if job == 2 else None)
-    assert asha.reached(1, [0.1, 0.6]) is None, "decided already"
-    for job, cost in enumerate((0.5, 0.4)):
-        assert asha.reached(job, [0.1, 0.5, 0.5, 0.5, 0.5, cost]) is None
-    assert asha.reached(3, [0.1, 0.2, 0.5, 0.5, 0.5, 0.6]) == 6, "two evaluations times three"
+def test_the_best_third_of_those_that_came_as_far_continues(tmp_path: Path) -> None:
+    """Of fewer than three the best: a job cannot wait for others."""
+    assert verdicts(tmp_path, 0.9, 0.8, 0.7, 0.75, 0.6, 0.65, 0.68) == [3, 6]
 
 
-def test_jobs_of_different_metrics_are_not_compared() -> None:
-    asha = Asha(patience=1)
-    for job, cost in enumerate((-0.9, -0.8, -0.95)):
-        assert asha.reached(job, [cost], "accuracy") is None or cost == -0.8
-    assert asha.reached(3, [50.0], "rmse") is None
-    assert asha.reached(4, [60.0], "rmse") is None
+def test_a_verdict_is_given_once_at_each_rung(tmp_path: Path) -> None:
+    pruner = Pruner(tmp_path, 2, [])
+    jobs = [SweepJob(number, f"{number}", (), state=State.RUNNING) for number in range(3)]
+    for job, cost in zip(jobs, (0.5, 0.6, 0.7), strict=True):
+        write(tmp_path / job.name, START, evaluation(5, loss=0.1, higher_is_better={}))
+        assert pruner.to_prune([job]) == [], "before the grace period is over"
+        write(tmp_path / job.name, evaluation(10, loss=cost, higher_is_better={}))
+    assert pruner.to_prune([jobs[0]]) == []
+    assert pruner.to_prune([jobs[2]]) == [jobs[2]]
+    assert jobs[2].error is not None
+    assert "after evaluation 2 it is not among the best third" in jobs[2].error
+    for step in (15, 20, 25, 30):
+        write(tmp_path / "0", evaluation(step, loss=0.5, higher_is_better={}))
+        assert pruner.to_prune([jobs[0]]) == [], "the next rung is six evaluations, where it is alone"
+        write(tmp_path / "1", evaluation(step, loss=0.6, higher_is_better={}))
+    assert pruner.to_prune([jobs[1]]) == [jobs[1]], "the second of two"
 
 
-def test_a_value_that_is_no_number_is_the_worst() -> None:
-    asha = Asha(patience=1)
-    for job, cost in enumerate((0.5, math.inf)):
-        assert asha.reached(job, [cost]) is None
-    assert asha.reached(2, [math.inf]) == 1
+def test_jobs_of_different_metrics_are_not_compared(tmp_path: Path) -> None:
+    pruner = Pruner(tmp_path, 1, [])
+    for number, (name, value) in enumerate([("accuracy", 0.9), ("accuracy", 0.95), ("rmse", 50.0)]):
+        better = {"higher_is_better": {"accuracy": True}}
+        write(tmp_path / f"{number}", START | {"compare_by": name}, evaluation(5, **{name: value}, **better))
+        assert pruner.to_prune([SweepJob(number, f"{number}", (), state=State.RUNNING)]) == []
+
+
+def test_a_value_that_is_no_number_is_the_worst(tmp_path: Path) -> None:
+    assert verdicts(tmp_path, 0.5, math.nan) == [1]
+
+
+def test_without_optuna_pruning_says_how_to_install_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ConfigError, match=r"sweep\.prune=asha needs Optuna: pip install"):
+        Pruner(tmp_path, 1, [])
 
 
 def test_evaluations_are_read_as_they_are_written(tmp_path: Path) -> None:

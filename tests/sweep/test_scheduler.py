@@ -23,8 +23,9 @@ from launcher.sweep import scheduler
 from launcher.sweep.asha import Pruner
 from launcher.sweep.carriers import Change, NoAnswerError
 from launcher.sweep.progress import SweepProgress
-from launcher.sweep.record import Record, SweepJob, recover
+from launcher.sweep.record import Record, State, SweepJob, recover
 from launcher.sweep.scheduler import Scheduler
+from launcher.sweep.search import Searching
 from tests.commands.test_watch import write_steps
 from tests.configs import composed
 from tests.golden import Message
@@ -260,6 +261,43 @@ def test_a_pruned_job_frees_its_place_and_is_no_failure(tmp_path) -> None:
     scheduler.run()
     assert [job.state for job in jobs] == ["done", "pruned", "done"]
     assert run_carrier.stopped == {}, "the job ends by the request in its folder"
+
+
+def test_the_jobs_of_a_grid_start_in_shuffled_order_where_they_are_pruned(tmp_path) -> None:
+    """Of a grid that is ordered from bad to good, each job would be better than those before it."""
+    orders = []
+    for _ in range(2):
+        jobs, carrier = [SweepJob(number, str(number), ()) for number in range(9)], Scripted(1)
+        progress, pruner = SweepProgress(tmp_path, jobs, alone=False), Pruner(tmp_path, 1, [])
+        record, settings = Record(jobs, ()), composed().sweep
+        Scheduler(tmp_path, record, carrier, settings, progress, StopSignal(), pruner).run()
+        orders.append(carrier.order)
+    assert sorted(orders[0]) == [*range(9)] != orders[0]
+    assert orders[0] == orders[1], "a sweep that continues has the same order"
+
+
+def test_a_trial_that_diverges_stops_no_search(tmp_path) -> None:
+    class Two(Searching):
+        def __init__(self, jobs: list[SweepJob]) -> None:
+            self.jobs = jobs
+
+        def next(self) -> SweepJob | None:
+            number = len(self.jobs)
+            self.jobs += [SweepJob(number, str(number), ())] if number < 2 else []
+            return next((job for job in self.jobs if job.state == State.WAITING), None)
+
+        def refuse_several_metrics(self) -> None:
+            return
+
+    jobs: list[SweepJob] = []
+    settings = dataclasses.replace(composed().sweep, on_failure="stop")
+    record, progress = Record(jobs, ()), SweepProgress(tmp_path, jobs, alone=False)
+    scheduler = Scheduler(
+        tmp_path, record, Scripted(1, n0=[5]), settings, progress, StopSignal(), None, Two(jobs)
+    )
+    scheduler.run()
+    assert [job.state for job in jobs] == ["failed", "done"]
+    assert exit_code_of(record, scheduler, (5,)) == 0
 
 
 @pytest.mark.parametrize(

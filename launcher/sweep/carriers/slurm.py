@@ -51,7 +51,7 @@ class Submitted:
     @property
     def name(self) -> str:
         """The name of the job in Slurm's queue."""
-        return f"{self.directory.parent.name}/{self.directory.name}"
+        return f"{self.directory.parent.name}/{self.directory.name}/{self.job.id}"
 
 
 class SlurmCarrier(Carrier):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable
@@ -16,11 +17,12 @@ from pathlib import Path
 
 from launcher.checkpoint.async_writer import Due, Writer, WriteReport
 from launcher.checkpoint.snapshot import Compared, Staged
-from launcher.config.messages import directory_override
+from launcher.config.messages import directory_override, program
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import TO_RESUME, PreemptedError, PrunedError, StorageError
 from launcher.process.signals import is_preemption
 from launcher.run_dir.pruning import PruneRequest
+from launcher.run_dir.records import JOB
 from launcher.telemetry.events import CheckpointEvent
 from launcher.training.progress import Measured, Position
 from launcher.training.pruning import request_of_agent
@@ -118,9 +120,12 @@ class Checkpoints:
         if stops:
             self.run.reports.drain()
             if pruned is not None:
+                directory = self.writer.directory.parent
+                of_sweep = f"{program()} job {shlex.quote(str(directory))}"
+                again = of_sweep if (directory / JOB).exists() else f"the same command with {run_dir}"
                 raise PrunedError(
                     f"after step {position.step}: {pruned.reason}; checkpoint saved. To train it "
-                    f"further: the same command with {run_dir}"
+                    f"further: {again}"
                 )
             stopped = PreemptedError(
                 f"after step {position.step}, on request; checkpoint saved. {TO_RESUME} {run_dir}"
