@@ -17,7 +17,7 @@ from launcher.config.messages import nearest, show, suggestion
 from launcher.config.trees import nested
 
 SCHEDULES = ("constant", "linear", "cosine", "onecycle")
-TRACKERS = ("wandb", "tensorboard", "none")
+TRACKERS = ("wandb", "tensorboard", "mlflow", "none")
 BLOCKS = "blocks"  # train.compile: each repeated block instead of the whole model
 
 

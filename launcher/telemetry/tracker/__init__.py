@@ -1,4 +1,4 @@
-"""Experiment trackers: wandb, TensorBoard, and those of one's own."""
+"""Experiment trackers: wandb, TensorBoard, MLflow, and those of one's own."""
 
 from launcher.telemetry.tracker.protocol import (
     ConfusionMatrix,

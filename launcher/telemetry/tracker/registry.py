@@ -15,8 +15,9 @@ from launcher.errors import ConfigError
 from launcher.telemetry.tracker.protocol import Tracker
 
 _OWN: dict[str, type[Tracker]] = {}
-LIBRARIES = ("wandb", "tensorboard")  # of the trackers of these names, as pip knows them
-CLASSES = {"tensorboard": "TensorboardTracker"}  # in <name>_tracker
+# What a tracker of this name imports, and as which package pip knows it.
+PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow-skinny"}
+CLASSES = {"tensorboard": "TensorboardTracker", "mlflow": "MlflowTracker"}  # in <name>_tracker
 
 
 def tracker(name: str) -> Callable[[type[Tracker]], type[Tracker]]:
@@ -56,8 +57,9 @@ def refuse_missing(config: TrackerConfig) -> None:
     from importlib.util import find_spec
 
     for name in config.names:
-        if name in LIBRARIES and find_spec(name) is None:
+        if name in PACKAGES and find_spec(name) is None:
+            package = PACKAGES[name]
             raise ConfigError(
-                f"tracker.name={name}: needs the package {name}, which is not installed. "
-                f"Install it with: {install_line(name)}"
+                f"tracker.name={name}: needs the package {package}, which is not installed. "
+                f"Install it with: {install_line(package)}"
             )
