@@ -28,7 +28,7 @@ def compare(arguments: Arguments, leader: Leader) -> int:
     code.
 
       precision=A,B      two precisions or more
-      seed=0,1,2         with several seeds, it also tests whether differences exceed chance
+      seed=0,1,2         with several seeds, differences have an interval
 
     Example: {program} compare recipe=resnet18 precision=fp32,fp16 seed=0,1,2
     """

@@ -76,7 +76,7 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
     below = [effort(jobs), *ended_early(runs, jobs)]
     write_text(written[0], markdown(sweep_dir.name, settings, note_of(runs), below, flags))
     write_text(written[1], as_csv(runs, jobs))
-    if _only_precision([run.overrides for run in runs]):
+    if only_precision([run.overrides for run in runs]):
         written.append(sweep_dir / SIDE_BY_SIDE)
         write_text(written[-1], side_by_side(sweep_dir.name, settings))
     return written
@@ -131,10 +131,10 @@ def compares_precisions(directories: Sequence[Path]) -> bool:
 
     Raises OSError.
     """
-    return _only_precision([overrides_of(directory) for directory in directories])
+    return only_precision([overrides_of(directory) for directory in directories])
 
 
-def _only_precision(overrides: Sequence[Mapping[str, str]]) -> bool:
+def only_precision(overrides: Sequence[Mapping[str, str]]) -> bool:
     keys = varied(overrides)
     return "precision" in keys and set(keys) <= {"precision", REPEATED}
 

@@ -6,11 +6,8 @@ step at which it was recorded. Knows no file and draws nothing.
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,43 +121,9 @@ def thinned(x: FloatArray, y: FloatArray, columns: int) -> tuple[FloatArray, Flo
     return x[kept], y[kept]
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Count and spread of some values; `squares` is the sum of squared deviations from their mean."""
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
-
-    @classmethod
-    def of(cls, values: FloatArray) -> Spread:
-        if not values.size:
-            return cls()
-        mean = float(values.mean())
-        return cls(int(values.size), mean, float(((values - mean) ** 2).sum()))
-
-    def plus(self, other: Spread) -> Spread:
-        """The spread of the values of both (Chan, Golub and LeVeque, 1979)."""
-        count = self.count + other.count
-        if not count:
-            return self
-        gap = other.mean - self.mean
-        squares = self.squares + other.squares + gap * gap * self.count * other.count / count
-        return Spread(count, self.mean + gap * other.count / count, squares)
-
-    @property
-    def deviation(self) -> float:
-        """The standard deviation of a sample; at least two values are needed."""
-        return math.sqrt(self.squares / (self.count - 1))
-
-
 def mean_and_deviation(values: Sequence[float | None], shown: Callable[[float], str]) -> str:
     """Mean ± standard deviation of what was measured; a dash where nothing was."""
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return shown(known[0]) if known else "-"
     return f"{shown(statistics.fmean(known))} ± {shown(statistics.stdev(known))}"
-
-
-def joined(spreads: Iterable[Spread]) -> Spread:
-    return reduce(Spread.plus, spreads, Spread())

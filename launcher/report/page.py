@@ -21,10 +21,12 @@ from launcher.report.charts.gradient_chart import gradient_part
 from launcher.report.charts.run_charts import common_legend, restart_note, run_charts
 from launcher.report.charts.svg import legend, markup
 from launcher.report.charts.time_split import time_split
+from launcher.report.comparison import only_precision, settings_of
 from launcher.report.overview import MAX_DETAILED, best_of, failures, headline, table_of_runs
 from launcher.report.run_record import RunRecord
 from launcher.report.search import Search
 from launcher.report.settings import run_settings
+from launcher.report.side_by_side import NOTE, QUANTITY, comparison_rows, notes
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.codec import encoded
 from launcher.run_dir.records import REPORT
@@ -66,10 +68,20 @@ def render(runs: Sequence[RunRecord], title: str = "", sweep_dir: Path | None = 
         headline(runs[0]) if len(runs) == 1 else table_of_runs(runs, settings),
         failures(runs),
         html.section("Search", markup(search.chart())) if search else "",
+        html.section("Precisions side by side", _precisions(runs)) if sweep_dir else "",
         html.section("Curves", curves),
         _details_of_first(runs),
     ]
     return html.page(title or runs[0].name, _subtitle(runs), "".join(parts))
+
+
+def _precisions(runs: Sequence[RunRecord]) -> str:
+    """The comparison of runs that differ only in precision and seed; "" for others."""
+    if not only_precision([run.overrides for run in runs]):
+        return ""
+    sides = settings_of(runs)
+    table = html.table("Precisions side by side", comparison_rows(sides), texts=(QUANTITY,))
+    return table + html.paragraph(NOTE, "note") + html.listing(notes(sides))
 
 
 def _drawn(charts: Iterable[Chart]) -> str:

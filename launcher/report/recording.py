@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import numpy as np
 
 from launcher.errors import listed
-from launcher.report.curve import Curve, FloatArray, Means, Spread
+from launcher.report.curve import Curve, FloatArray, Means
 from launcher.report.reading import MAX_TEXT, bounded
 from launcher.report.step_lines import PREFIX, Columns, columns_of_events, columns_of_lines
 from launcher.run_dir.codec import decoded, encoded
@@ -82,7 +82,6 @@ class Recording:
     def __init__(self) -> None:
         self.steps = {name: Curve() for name in STEP_FIELDS}
         self.parts_ms = {part: Means() for part in PARTS}  # of a step, over the steps
-        self.windows_ms = Spread()  # of a step, by log line; without the first, which compiles
         self.evaluations, self.other_sets = Curves(), Curves()  # by metric; of other sets by SET/METRIC
         self.gpus: dict[str, Curves] = {}  # by device, by field
         self.skips = Curve()  # step -> loss scale
@@ -200,8 +199,6 @@ class Recording:
         for name in columns.keys() & self.steps.keys():
             self.steps[name].add(steps, columns[name])
         missing = np.full(steps.size, math.nan)
-        step_ms = columns.get("step_ms", missing)[0 if self._rated_step else 1 :]
-        self.windows_ms = self.windows_ms.plus(Spread.of(step_ms[np.isfinite(step_ms)]))
         self._add_rates(steps, columns.get("samples_per_s", missing))
         times = np.stack([columns.get(key, missing) for key in TIMES], axis=1)
         steps, times = self._time.add_all(steps, times)
