@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launcher.distributed.links import StepSeconds, ring_bytes, wire_seconds
 from launcher.engine import Policy
-from launcher.engine.wire.choice import default_predivide
+from launcher.engine.grads.communication import default_predivide
 from scripts.bench.shapes import Shapes, bert_base_shapes, gpt_shapes, resnet50_shapes
 
 PAGE = Path(__file__).with_name("scale.md")

@@ -33,7 +33,7 @@ LAYERS = (
 ENGINE_LAYERS = (
     {"errors", "limits", "works", "step_timer", "names"},
     {"precision", "params"},
-    {"wire", "state"},
+    {"grads", "state"},
     {"optim"},
     {"checks"},
     {"result", "rank_state"},

@@ -2,7 +2,8 @@
 
 from launcher.engine.ema import AverageState, WeightAverage
 from launcher.engine.errors import EngineWarning, UnusableError
-from launcher.engine.optim.fused import SGD, AdamW
+from launcher.engine.grads.communication import Wire
+from launcher.engine.optim.optimizers import SGD, AdamW
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
 from launcher.engine.params.param_groups import ParameterGroup
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
@@ -10,7 +11,6 @@ from launcher.engine.precision.policy import Policy
 from launcher.engine.result import StepReport, StepResult
 from launcher.engine.state import EngineState
 from launcher.engine.stepper import Stepper
-from launcher.engine.wire.choice import Wire
 
 __all__ = [
     "SGD",

@@ -19,6 +19,11 @@ import launcher.engine.works as works
 from launcher.engine.checks.attached_params import Attachment, InPlaceChanges
 from launcher.engine.checks.step_warnings import Notices
 from launcher.engine.errors import UnusableError
+from launcher.engine.grads.collectives import ShardedSum
+from launcher.engine.grads.communication import Wire, choose_collectives
+from launcher.engine.grads.reducer import Reducer
+from launcher.engine.grads.step_totals import TotalsReducer
+from launcher.engine.grads.zero1 import Zero1
 from launcher.engine.optim.torch_optimizer import AnyOptimizer, refuse_unadaptable, updater_of
 from launcher.engine.params.buffers import Buffers
 from launcher.engine.params.flat_params import Layout
@@ -28,11 +33,6 @@ from launcher.engine.precision.loss_scale import LossScale, Scaling
 from launcher.engine.precision.policy import Policy, choose_emulation
 from launcher.engine.rank_state import Replica
 from launcher.engine.step_timer import StepClock
-from launcher.engine.wire.choice import Wire, choose_transports
-from launcher.engine.wire.reducer import Reducer
-from launcher.engine.wire.shards import Shards
-from launcher.engine.wire.step_totals import TotalsReducer
-from launcher.engine.wire.transports import ShardedSum
 
 MAY_DIFFER = ("micro_batches", "emulate")  # between ranks: `agreement` says why
 
@@ -88,15 +88,15 @@ class StepperParts:
         # Once all is in flat memory: one broadcast per segment instead of one per parameter.
         _take_values_of_rank_0(layout, model, self.buffers, group)
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
-        transports, self.divisor = choose_transports(wire, layout, group)
-        self.reducer = Reducer(layout, group, transports, choices.micro_batches, wire.overlap)
+        collectives, self.divisor = choose_collectives(wire, layout, group)
+        self.reducer = Reducer(layout, group, collectives, choices.micro_batches, wire.overlap)
         sharded = [
-            isinstance(transports[each.name], ShardedSum) for each in layout.segments for _ in each.slots
+            isinstance(collectives[each.name], ShardedSum) for each in layout.segments for _ in each.slots
         ]
         self.totals = TotalsReducer(on_host, layout.device, group, sharded)
         self.attachment = Attachment(model, layout, self.reducer)
         # After the reducer, which moves a segment's gradients.
-        self.shards = Shards(layout, transports, group)
+        self.shards = Zero1(layout, collectives, group)
         self.updater = updater_of(optimizer, layout, self.shards)
         self.in_place = InPlaceChanges(model, layout, self.shards)
         self.scale = LossScale(choices.scaling, layout.device, on_host)

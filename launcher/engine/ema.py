@@ -16,10 +16,10 @@ from torch import Tensor
 
 import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
+from launcher.engine.grads.zero1 import Allocate, on_host
 from launcher.engine.names import named_buffers
 from launcher.engine.state import forms_of, refuse_misfits, refuse_other_names
 from launcher.engine.stepper import Stepper
-from launcher.engine.wire.shards import Allocate, on_host
 
 CHUNK = 1 << 24  # elements on a device: 64 MB for each of two results, less than the activations free by then
 
@@ -127,7 +127,7 @@ class WeightAverage:
         `rank` and `allocate` are those of `Stepper.state`.
         """
         self._follow_loads()
-        weights = self._stepper.shards.collect(self._weights, rank, allocate)
+        weights = self._stepper.shards.gather_full(self._weights, rank, allocate)
         return AverageState(weights, self._named_buffers(), {"applied": int(self._applied)})
 
     @torch.no_grad()
@@ -148,7 +148,7 @@ class WeightAverage:
                 f"the state does not fit: its counter applied is {applied!r}. It must be an int from 0 to "
                 f"the {present} steps that are applied: first load the Stepper's state of the same step."
             )
-        shards.spread(state.weights, self._weights)
+        shards.scatter(state.weights, self._weights)
         for name, buffer in buffers.items():
             buffer.copy_(state.buffers[name])
         self._applied.fill_(applied)

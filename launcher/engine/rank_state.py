@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
+from launcher.engine.grads.zero1 import Allocate, Zero1, on_host
 from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.optim.torch_optimizer import AdaptedUpdater
-from launcher.engine.optim.updater import Updater
+from launcher.engine.optim.update import Updater
 from launcher.engine.params.buffers import Buffers, bits_of
 from launcher.engine.params.flat_params import Layout
 from launcher.engine.precision.loss_scale import LossScale, ScaleStart
 from launcher.engine.precision.op_lists import widen
 from launcher.engine.state import EngineState, counters_of, refuse_numbers, refuse_other_model
-from launcher.engine.wire.shards import Allocate, Shards, on_host
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class Replica:
     model: nn.Module
     layout: Layout
     buffers: Buffers
-    shards: Shards
+    shards: Zero1
     updater: Updater | AdaptedUpdater
     scale: LossScale
 
@@ -42,17 +42,17 @@ class Replica:
         self._start()
 
     def masters(self, rank: int | None = None, allocate: Allocate = on_host) -> dict[str, Tensor]:
-        """fp32 values of the trainable parameters by name, as `Shards.collect`."""
-        return self.shards.collect(self.shards.masters(), rank, allocate)
+        """fp32 values of the trainable parameters by name, as `Zero1.gather_full`."""
+        return self.shards.gather_full(self.shards.masters(), rank, allocate)
 
     def state(
         self, reference_count: int | None, rank: int | None = None, allocate: Allocate = on_host
     ) -> EngineState:
         """Everything needed to resume bit for bit, views where possible. Waits for the device.
 
-        A collective where the optimizer is sharded: `rank` and `allocate` are those of `Shards.collect`.
+        A collective where the optimizer is sharded: `rank` and `allocate` are those of `Zero1.gather_full`.
         """
-        collect = partial(self.shards.collect, rank=rank, allocate=allocate)
+        collect = partial(self.shards.gather_full, rank=rank, allocate=allocate)
         named = named_parameters(self.model).items()
         frozen = {name: widen(p.detach()) for name, p in named if not p.requires_grad}
         return EngineState(

@@ -15,12 +15,12 @@ from torch import Tensor
 from launcher.engine.build import StepperOptions, StepperParts
 from launcher.engine.checks.step_warnings import SHARED_GROUP
 from launcher.engine.errors import NO_GRADIENT, UnusableError, refuse_backward
+from launcher.engine.grads.loss_normaliser import LossNormaliser
 from launcher.engine.optim.learning_rates import LearningRates
-from launcher.engine.optim.updater import StepScalars
+from launcher.engine.optim.update import StepScalars
 from launcher.engine.precision.found_inf import judge
 from launcher.engine.result import StepNumbers
 from launcher.engine.step_timer import COMPUTE, UPDATE, WIRE
-from launcher.engine.wire.loss_normaliser import LossNormaliser
 
 
 class Step:

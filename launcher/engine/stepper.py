@@ -26,6 +26,8 @@ from launcher.engine.checks.ported_loop import clipping_beside, note_calls_outsi
 from launcher.engine.checks.same_on_all_ranks import refuse_differences, refusing_together
 from launcher.engine.checks.step_warnings import warn_if_alone
 from launcher.engine.errors import NO_BACKWARD, EngineWarning, UnusableError, refuse_loss
+from launcher.engine.grads.communication import Wire
+from launcher.engine.grads.zero1 import Allocate, on_host
 from launcher.engine.optim.lr_optimizer import LrOptimizer
 from launcher.engine.optim.torch_optimizer import AnyOptimizer
 from launcher.engine.params.param_groups import ParameterGroup, idle_groups
@@ -36,8 +38,6 @@ from launcher.engine.rank_state import size_bytes
 from launcher.engine.result import StepResult
 from launcher.engine.state import EngineState, counters_of
 from launcher.engine.step import Step
-from launcher.engine.wire.choice import Wire
-from launcher.engine.wire.shards import Allocate, on_host
 
 
 class Stepper:

@@ -23,7 +23,7 @@ from launcher.data.seeding import seed_all
 from launcher.data.sources import DataSets, Readable, batch_plan, trial_batches
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import Stepper
-from launcher.engine.optim.updater import CHUNK as UPDATED_AT_ONCE
+from launcher.engine.optim.update import CHUNK as UPDATED_AT_ONCE
 from launcher.plan.meta import META, AllocationTracker, Arithmetic, OnMeta
 from launcher.recipe.contract import Recipe, loss_of
 from launcher.recipe.registry import load_recipe

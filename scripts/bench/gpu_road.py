@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
-from launcher.engine.optim.updater import StepScalars, Updater
+from launcher.engine.optim.update import StepScalars, Updater
 from launcher.engine.params.flat_params import Piece
 from launcher.recipe import registry_of
 from scripts.bench.baselines import Setup, raw

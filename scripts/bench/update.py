@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.engine import SGD, AdamW, ParameterGroup, Policy, Stepper, StepResult
-from launcher.engine.optim.fused import Optimizer
+from launcher.engine.optim.optimizers import Optimizer
 from launcher.process.allocator import keep_freed_memory
 from scripts.bench.baselines import Disagreement
 from scripts.bench.delivery import loss_delivering

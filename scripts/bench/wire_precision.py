@@ -28,7 +28,7 @@ from launcher.config.resolve import compose_jobs
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.tensors import DeviceBatches
 from launcher.engine import SGD, Policy, Stepper, StepReport
-from launcher.engine.wire.choice import default_predivide
+from launcher.engine.grads.communication import default_predivide
 from launcher.recipe import load_recipe
 from scripts.bench.machine import machine
 

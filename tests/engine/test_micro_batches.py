@@ -76,11 +76,11 @@ def test_gradients_that_land_in_the_message_are_added_with_the_same_bits(predivi
             conv_net(), AdamW(0.01), Policy.fp16(), micro_batches=3, scaling=Scaling(init=2**24)
         )
         for bucket in stepper.reducer.buckets:
-            assert bucket.inbox._landing == []
+            assert bucket.copy_in._landing == []
             if predivide:
-                bucket.inbox._factor = 0.5
+                bucket.copy_in._factor = 0.5
             if lands:
-                bucket.inbox._landing = [slot.view(bucket.segment.grad) for slot in bucket.slots]
+                bucket.copy_in._landing = [slot.view(bucket.segment.grad) for slot in bucket.slots]
         skipped = 0
         for step in range(8):
             for part in range(3):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from launcher.engine import SGD, AdamW, EngineWarning, Policy, Scaling, Stepper, UnusableError, Wire
-from launcher.engine.wire import reducer
-from launcher.engine.wire.choice import default_predivide
+from launcher.engine.grads import reducer
+from launcher.engine.grads.communication import default_predivide
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
 from tests.meta_device import META, MetaDevice
 from tests.models import Planted, conv_net, features, loss_sum, mlp

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from launcher.engine.optim.updater import Updater
-from launcher.engine.wire.reducer import Reducer
-from launcher.engine.wire.transports import Bucket
+from launcher.engine.grads.collectives import Bucket
+from launcher.engine.grads.reducer import Reducer
+from launcher.engine.optim.update import Updater
 from tests.faults import parent
 from tests.faults.launching import Ended, run
 from tests.faults.usercode import (
@@ -252,7 +252,7 @@ UPDATE = """
 if RANK == 1 and step > 5 and len(batch["image"]) > 3:
     def no_room(*given):
         raise torch.OutOfMemoryError("no room for 8 GiB")
-    from launcher.engine.optim.updater import Updater
+    from launcher.engine.optim.update import Updater
     Updater.step = no_room
 """
 OF_PARENT = (

@@ -12,7 +12,7 @@ from launcher.checkpoint.host_memory import HostMemory
 from launcher.checkpoint.snapshot import Identity, Origin, Progress, Surroundings, stage
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
-from launcher.engine.optim.updater import DEVICE_CHUNK, StepScalars, Updater
+from launcher.engine.optim.update import DEVICE_CHUNK, StepScalars, Updater
 from launcher.engine.params.flat_params import Piece
 from launcher.training.diagnostics.exponents import ExponentCounter
 from launcher.training.diagnostics.nonfinite import diagnose

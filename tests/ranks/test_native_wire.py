@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Scaling, Stepper, StepReport, Wire
-from launcher.engine.wire.step_totals import COUNTS
+from launcher.engine.grads.step_totals import COUNTS
 from tests.engine.observe import train
 from tests.models import Planted, features
 from tests.ranks.harness import run_ranks

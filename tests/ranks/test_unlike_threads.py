@@ -8,7 +8,7 @@ from torch import nn
 
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper, Wire
-from launcher.engine.wire.grad_norm import SquaresReader
+from launcher.engine.grads.grad_norm import SquaresReader
 from tests.engine.observe import state_digest
 from tests.ranks.harness import run_ranks
 

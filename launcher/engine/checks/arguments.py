@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from launcher.engine.errors import UnusableError, listed
+from launcher.engine.grads.communication import Wire
 from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.params.param_groups import ParameterGroup
 from launcher.engine.precision.loss_scale import Scaling
 from launcher.engine.precision.policy import Policy
-from launcher.engine.wire.choice import Wire
 
 SHOWN = 4  # modules that an error names
 

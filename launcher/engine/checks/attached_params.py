@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine.errors import EngineWarning, UnusableError, listed
+from launcher.engine.grads.reducer import Reducer, is_lent, trained_parameters
+from launcher.engine.grads.zero1 import Zero1
 from launcher.engine.names import named_parameters
 from launcher.engine.params.flat_params import Layout
-from launcher.engine.wire.reducer import Reducer, is_lent, trained_parameters
-from launcher.engine.wire.shards import Shards
 
 SHOWN = 5  # parameters named in a message; more would bury the rest
 
@@ -97,7 +97,7 @@ def _is_in(place: Tensor | None, p: nn.Parameter) -> bool:
 class InPlaceChanges:
     """Detects writes to the model's weights since the last check, and copies them into the masters."""
 
-    def __init__(self, model: nn.Module, layout: Layout, shards: Shards) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, shards: Zero1) -> None:
         self._shards = shards
         self._trained = list(layout.parameters.values())
         self._watched = shards.rounded()

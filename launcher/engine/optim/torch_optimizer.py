@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
+from launcher.engine.grads.zero1 import Zero1
 from launcher.engine.names import named_parameters
-from launcher.engine.optim.fused import Optimizer
-from launcher.engine.optim.updater import Collect, StepScalars, Updater
+from launcher.engine.optim.optimizers import Optimizer
+from launcher.engine.optim.update import Collect, StepScalars, Updater
 from launcher.engine.params.flat_params import Layout, Piece, half_in
 from launcher.engine.params.param_groups import Grouping, Rates
 from launcher.engine.precision.policy import Policy
 from launcher.engine.state import forms_of, refuse_misfits
-from launcher.engine.wire.shards import Shards
 
 Kind = type[torch.optim.Optimizer]
 _REFUSED = {
@@ -143,7 +143,7 @@ def refuse_unadaptable(
 AnyOptimizer = Optimizer | TorchOptimizer
 
 
-def updater_of(optimizer: AnyOptimizer, layout: Layout, shards: Shards) -> Updater | AdaptedUpdater:
+def updater_of(optimizer: AnyOptimizer, layout: Layout, shards: Zero1) -> Updater | AdaptedUpdater:
     """The updater that applies `optimizer` to the shards of `layout`."""
     if isinstance(optimizer, TorchOptimizer):
         return AdaptedUpdater(layout, shards.pieces, optimizer)
@@ -228,7 +228,7 @@ class AdaptedUpdater:
             if value is not None
         }
 
-    def loading(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> Callable[[], None]:
+    def loading(self, shards: Zero1, named: Mapping[str, Tensor], updated: bool) -> Callable[[], None]:
         """What takes these states, by `state/parameter`. Raises ValueError for those of another optimizer.
 
         These have other names, shapes or dtypes than this one has, after an update if they were `updated`.

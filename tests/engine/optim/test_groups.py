@@ -17,9 +17,9 @@ from launcher.engine import (
     UnusableError,
     Wire,
 )
-from launcher.engine.optim.updater import DEVICE_CHUNK, StepScalars, Updater
+from launcher.engine.optim.update import DEVICE_CHUNK, StepScalars, Updater
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
-from tests.engine.optim.test_fused import FORMS, Memory, stepper_of
+from tests.engine.optim.test_update import FORMS, Memory, stepper_of
 from tests.meta_device import META, MetaDevice
 from tests.models import Odd
 

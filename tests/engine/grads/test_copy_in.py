@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.engine import SGD, Policy, Stepper, Wire
+from launcher.engine.grads import reducer
+from launcher.engine.grads.copy_in import CopyIn
 from launcher.engine.params.flat_params import Layout
-from launcher.engine.wire import reducer
-from launcher.engine.wire.inbox import Inbox
 
 HALVES = [torch.float16, torch.bfloat16]
 
 
-def inbox_of(policy: Policy, factor: float = 1.0, sums: bool = False) -> tuple[Inbox, Layout]:
+def inbox_of(policy: Policy, factor: float = 1.0, sums: bool = False) -> tuple[CopyIn, Layout]:
     layout = Layout(nn.Sequential(nn.Linear(3, 5), nn.Conv2d(2, 4, 1)), policy)
     segment = layout.segments[0]
     totals = torch.zeros(segment.numel) if sums else None
-    return Inbox(segment, segment.runs[0], layout.parameters, factor, totals), layout
+    return CopyIn(segment, segment.runs[0], layout.parameters, factor, totals), layout
 
 
 class Copies(TorchDispatchMode):
@@ -63,7 +63,7 @@ def test_a_predivided_gradient_is_rounded_once(given, wire) -> None:
     (slot,) = segment.slots
     gradient = (torch.randn(slot.shape) * torch.logspace(-8, 4, 64)).to(given)
     parameter = nn.Parameter(torch.empty_like(gradient))
-    inbox = Inbox(segment, segment.runs[0], {slot.name: parameter}, 0.25, None)
+    inbox = CopyIn(segment, segment.runs[0], {slot.name: parameter}, 0.25, None)
     parameter.grad = gradient
     inbox.drain()
     inbox.complete()
@@ -104,7 +104,7 @@ def test_a_stride_of_a_dimension_of_one_element_costs_no_copy_of_its_own() -> No
     (slot,) = segment.slots
     gradient = torch.randn(4, 4, 1, 1)
     assert gradient.stride() != slot.stride
-    inbox = Inbox(segment, segment.runs[0], layout.parameters, 1.0, None)
+    inbox = CopyIn(segment, segment.runs[0], layout.parameters, 1.0, None)
     layout.parameters[slot.name].grad = gradient
     with Copies() as copies:
         inbox.drain()

@@ -2,7 +2,7 @@
 
 Owns the hooks on the parameters, the buckets and their order. They are launched in one fixed order on every
 rank, each as soon as all earlier ones are ready, whatever the order in which gradients arrive; parameters
-without a gradient send zeros. `transports` decides how a bucket is sent.
+without a gradient send zeros. `collectives` decides how a bucket is sent.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.utils.hooks import RemovableHandle
 
 import launcher.engine.works as works
 from launcher.engine.errors import UnusableError, refuse_loss
+from launcher.engine.grads.collectives import Bucket, Collective, ShardedSum
+from launcher.engine.grads.copy_in import CopyIn, refuse_sparse
+from launcher.engine.grads.grad_norm import SquaresReader, is_not_finite
 from launcher.engine.params.flat_params import Layout, Segment, Slot, SlotRun
 from launcher.engine.precision.found_inf import ABANDONED
-from launcher.engine.wire.grad_norm import SquaresReader, is_not_finite
-from launcher.engine.wire.inbox import Inbox, refuse_sparse
-from launcher.engine.wire.transports import Bucket, ShardedSum, Transport
 
 # Gradients of one process that may stay in `p.grad` until the backward pass ends: nothing waits for them, and
 # hooks on 1000 parameters cost 3 ms of a step of 15.
@@ -44,18 +44,18 @@ class _Sync:
 class Reducer:
     """Sums the gradients of all ranks and micro-batches, in the dtype of the exchange.
 
-    `transports` has one transport per segment name.
+    `collectives` has one collective per segment name.
     """
 
     def __init__(
         self,
         layout: Layout,
         group: works.Group,
-        transports: Mapping[str, Transport],
+        collectives: Mapping[str, Collective],
         micro_batches: int = 1,
         overlap: bool = True,
     ) -> None:
-        self._layout, self._group, self._transports = layout, group, transports
+        self._layout, self._group, self._collectives = layout, group, collectives
         self._rank = dist.get_rank(group) if group else 0
         self.overlap = overlap
         self._accumulated: dict[str, Tensor] = {}  # by segment; none for one micro-batch
@@ -87,20 +87,20 @@ class Reducer:
                 for segment in (self._layout.segments if accumulates else [])
             }
             for bucket in self.buckets:
-                bucket.inbox = self._inbox(bucket.segment, bucket.run)
+                bucket.copy_in = self._copy_in(bucket.segment, bucket.run)
 
-    def _inbox(self, segment: Segment, run: SlotRun) -> Inbox:
-        factor, totals = self._transports[segment.name].before, self._accumulated.get(segment.name)
-        return Inbox(segment, run, self._layout.parameters, factor, totals)
+    def _copy_in(self, segment: Segment, run: SlotRun) -> CopyIn:
+        factor, totals = self._collectives[segment.name].before, self._accumulated.get(segment.name)
+        return CopyIn(segment, run, self._layout.parameters, factor, totals)
 
     def _buckets(self) -> list[Bucket]:
         """One bucket per run."""
         buckets: list[Bucket] = []
         for segment in self._layout.segments:
             for run in segment.runs:
-                message, transport = segment.grad[run.start : run.end], self._transports[segment.name]
-                inbox = self._inbox(segment, run)
-                buckets.append(Bucket(len(buckets), segment, run, transport, message, inbox))
+                message, collective = segment.grad[run.start : run.end], self._collectives[segment.name]
+                copy_in = self._copy_in(segment, run)
+                buckets.append(Bucket(len(buckets), segment, run, collective, message, copy_in))
         return buckets
 
     def _read_together(self) -> list[list[Bucket]]:
@@ -135,7 +135,7 @@ class Reducer:
                 yield
                 with torch._C.DisableTorchFunction():  # as in the hooks
                     for bucket in self.buckets:
-                        bucket.inbox.drain()
+                        bucket.copy_in.drain()
             finally:
                 self.listens = False
 
@@ -201,7 +201,7 @@ class Reducer:
             )
         if again:
             return
-        self.buckets[bucket].inbox.drain()
+        self.buckets[bucket].copy_in.drain()
         while sync.early and sync.next < len(self.buckets) and not self.pending[sync.next]:
             self._launch(self.buckets[sync.next])
 
@@ -225,7 +225,7 @@ class Reducer:
         """
         found = []
         for bucket in self.buckets:
-            bucket.transport.wait(bucket)
+            bucket.collective.wait(bucket)
             if bucket.squares is not None and not abandoned:
                 found.append(bucket.squares.read())
         if abandoned:
@@ -238,7 +238,7 @@ class Reducer:
     def restart(self) -> None:
         """Begin the next step."""
         for bucket in self.buckets:
-            bucket.inbox.drop()
+            bucket.copy_in.drop()
         self.seen.clear()
         self._sync = _Sync()
 
@@ -253,14 +253,14 @@ class Reducer:
         Each element has one owner. Scaled; valid from step() to the next backward.
         """
         return {
-            slot.name: part[:0] if self._rank and not isinstance(bucket.transport, ShardedSum) else part
+            slot.name: part[:0] if self._rank and not isinstance(bucket.collective, ShardedSum) else part
             for bucket in self.buckets
-            for slot, part in zip(bucket.slots, bucket.transport.parts(bucket), strict=True)
+            for slot, part in zip(bucket.slots, bucket.collective.parts(bucket), strict=True)
         }
 
     def unused(self) -> list[str]:
         """The parameters for which this rank's first step had no gradient."""
-        return [name for bucket in self.buckets for name in bucket.inbox.unused or ()]
+        return [name for bucket in self.buckets for name in bucket.copy_in.unused or ()]
 
     def tensors(self) -> list[Tensor]:
         """What is held here besides the gradients: the sums of several micro-batches."""
@@ -280,21 +280,21 @@ class Reducer:
         first that was not.
         """
         if abandoned:
-            bucket.inbox.drop()
+            bucket.copy_in.drop()
         else:
-            bucket.inbox.complete()
+            bucket.copy_in.complete()
             if self._sync.correction != 1.0:
                 bucket.message.mul_(self._sync.correction)
-            bucket.transport.clear_padding(bucket)
+            bucket.collective.clear_padding(bucket)
             if self._group is not None:
                 bucket.extremes = torch.aminmax(bucket.message)
-        self._sync.sent_bytes += bucket.transport.launch(bucket)
+        self._sync.sent_bytes += bucket.collective.launch(bucket)
         self._sync.next = bucket.index + 1
 
 
 def _parts(buckets: Sequence[Bucket]) -> list[Tensor]:
     """The reduced gradient of these buckets as this rank holds it, flat, by parameter."""
-    return [part for bucket in buckets for part in bucket.transport.parts(bucket)]
+    return [part for bucket in buckets for part in bucket.collective.parts(bucket)]
 
 
 def _hook(reducer: Reducer, slot: Slot) -> RemovableHandle:

@@ -1,6 +1,6 @@
-"""How one bucket of gradients is reduced over the ranks: transports that send the same bytes.
+"""How one bucket of gradients is reduced over the ranks: collectives that send the same bytes.
 
-Owns the collectives on gradients and, where the optimizer is sharded, on weights. Each transport sums over
+Owns the collectives on gradients and, where the optimizer is sharded, on weights. Each collective sums over
 the ranks; none divides in half precision. They differ in where the sum is rounded:
 
 native   all-reduce in the dtype of the wire; the library rounds at each hop
@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import launcher.engine.works as works
+from launcher.engine.grads.copy_in import CopyIn
+from launcher.engine.grads.grad_norm import SquaresReader
 from launcher.engine.params.flat_params import Segment, Slot, SlotRun
-from launcher.engine.wire.grad_norm import SquaresReader
-from launcher.engine.wire.inbox import Inbox
 
 
 @dataclass
 class Bucket:
     """One run of a segment's gradients and its message on the wire.
 
-    `inbox` fills the message. `extremes` are the least and the greatest element of this rank's gradient.
+    `copy_in` fills the message. `extremes` are the least and the greatest element of this rank's gradient.
     `squares` reads the reduced gradient as this rank holds it, of this bucket and of those before it from the
     last that has such a reader.
     """
@@ -34,9 +34,9 @@ class Bucket:
     index: int  # position in the order of launching
     segment: Segment
     run: SlotRun
-    transport: Transport
+    collective: Collective
     message: Tensor
-    inbox: Inbox
+    copy_in: CopyIn
     squares: SquaresReader | None = None
     work: dist.Work | None = None
     received: Tensor | None = None
@@ -51,7 +51,7 @@ class Bucket:
         return self.message.numel() * self.message.element_size()
 
 
-class Transport:
+class Collective:
     """Sends the buckets of one segment; `before`, a power of two, multiplies what is written to a message."""
 
     before = 1.0
@@ -72,7 +72,7 @@ class Transport:
         return [slot.flat(bucket.segment.grad) for slot in bucket.slots]
 
 
-class NativeSum(Transport):
+class AllReduceSum(Collective):
     """All-reduce SUM in the dtype of the wire."""
 
     def __init__(self, group: works.Group, divisor: int = 1) -> None:
@@ -91,7 +91,7 @@ class NativeSum(Transport):
             bucket.work = None
 
 
-class ShardedSum(Transport):
+class ShardedSum(Collective):
     """All-to-all in half; each rank keeps the fp32 sum of the elements that it owns, and updates those.
 
     The sum is stored in the memory of the gradients that were sent: twice their size, W times fewer.
@@ -135,9 +135,9 @@ class ShardedSum(Transport):
             works.wait_for(work, whole)
 
 
-def is_sharded(transports: Mapping[str, Transport]) -> bool:
+def is_sharded(collectives: Mapping[str, Collective]) -> bool:
     """Whether masters and states of some parameters have one owner each among the ranks."""
-    return any(isinstance(transport, ShardedSum) for transport in transports.values())
+    return any(isinstance(collective, ShardedSum) for collective in collectives.values())
 
 
 def exchange(bucket: Bucket, group: dist.ProcessGroup) -> None:

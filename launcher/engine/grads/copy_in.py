@@ -16,7 +16,7 @@ from launcher.engine.errors import UnusableError
 from launcher.engine.params.flat_params import Segment, Slot, SlotRun
 
 
-class Inbox:
+class CopyIn:
     """Collects the gradients of one run of `segment`; `factor`, a power of two, multiplies what is sent.
 
     `parameters` by name. `totals` is the segment's fp32 accumulator where a step has several micro-batches,

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import launcher.engine.wire.shards as shards
+import launcher.engine.grads.zero1 as shards
 from launcher.checkpoint.host_memory import HostMemory
 from launcher.checkpoint.snapshot import Identity, Origin, Progress, Surroundings, stage
 from launcher.distributed.env import LEADER, WorkerEnv

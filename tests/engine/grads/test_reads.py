@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from launcher.engine import SGD, Policy, Stepper, Wire
-from launcher.engine.wire.grad_norm import SquaresReader
-from launcher.engine.wire.transports import NativeSum, ShardedSum
+from launcher.engine.grads.collectives import AllReduceSum, ShardedSum
+from launcher.engine.grads.grad_norm import SquaresReader
 from tests.meta_device import fake_group
 
 LAYERS = 4  # a bucket each, and one for their biases
@@ -17,7 +17,7 @@ LAYERS = 4  # a bucket each, and one for their biases
 def order_of(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Waits for buckets and reads of a step, in order."""
     seen: list[str] = []
-    for kind in (NativeSum, ShardedSum):
+    for kind in (AllReduceSum, ShardedSum):
         waited = kind.wait
 
         def wait(self, bucket, waited=waited) -> None:

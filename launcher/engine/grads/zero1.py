@@ -1,4 +1,4 @@
-"""Which rank updates what: whole segments on every rank, or a piece of each run on its owner.
+"""ZeRO-1: which rank updates what. Whole segments on every rank, or a piece of each run on its owner.
 
 Owns the pieces that the optimizer updates, and their conversion to parameters by name and back. Sharding
 divides the memory of masters and optimizer states by the number of ranks; vectors are small and stay whole.
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import launcher.engine.works as works
+from launcher.engine.grads.collectives import Collective, ShardedSum, is_sharded, start_gather
 from launcher.engine.params.flat_params import Layout, Piece, Segment, Slot, Stretches
-from launcher.engine.wire.transports import ShardedSum, Transport, is_sharded, start_gather
 
 T = TypeVar("T")
 Allocate = Callable[[int, bool], Tensor]  # fp32 host memory for so many elements, pinned or not
@@ -24,20 +24,20 @@ CHUNK = 1 << 24  # elements gathered at once: 64 MB on a device
 
 
 def on_host(numel: int, pinned: bool) -> Tensor:
-    """New memory for `Shards.collect`."""
+    """New memory for `Zero1.gather_full`."""
     return torch.empty(numel, dtype=torch.float32, pin_memory=pinned)
 
 
-class Shards:
+class Zero1:
     """The pieces of a layout, in the order in which an updater holds its states.
 
     Building it drops the full masters of sharded segments: from then on each rank has only its pieces.
     """
 
-    def __init__(self, layout: Layout, transports: Mapping[str, Transport], group: works.Group) -> None:
+    def __init__(self, layout: Layout, collectives: Mapping[str, Collective], group: works.Group) -> None:
         self._layout = layout
         self._group = group
-        self._transports = transports
+        self._collectives = collectives
         self.pieces = [piece for segment in layout.segments for piece in self._pieces_of(segment)]
 
     @property
@@ -58,7 +58,7 @@ class Shards:
         works.all_reduce(flag, self._group, dist.ReduceOp.MAX)
         return bool(flag)
 
-    def collect(
+    def gather_full(
         self, tensors: Sequence[Tensor], rank: int | None = None, allocate: Allocate = on_host
     ) -> dict[str, Tensor]:
         """fp32 values by parameter name from one flat tensor per piece.
@@ -82,16 +82,16 @@ class Shards:
         """fp32 values by piece: the masters, or widened weights where there are none."""
         return [piece.exact() for piece in self.pieces]
 
-    def spread(self, named: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> None:
-        """The inverse of `collect`: copy values by parameter name into one flat tensor per piece."""
+    def scatter(self, named: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> None:
+        """The inverse of `gather_full`: copy values by parameter name into one flat tensor per piece."""
         for segment, own in self._by_segment(tensors):
             for tensor, part in zip(own, self._parts(segment), strict=True):
-                _spread(segment.slots, named, tensor, part)
+                _scatter(segment.slots, named, tensor, part)
 
     def load_masters(self, named: Mapping[str, Tensor]) -> None:
         """Take fp32 weights by name, and round the half weights from them. A collective if sharded."""
         exact = self.masters()
-        self.spread(named, exact)
+        self.scatter(named, exact)
         for piece, values in zip(self.pieces, exact, strict=True):
             if piece.half:
                 piece.weight.copy_(values)
@@ -100,7 +100,7 @@ class Shards:
     @property
     def sharded(self) -> bool:
         """Whether masters and states of some parameters have one owner each among the ranks."""
-        return is_sharded(self._transports)
+        return is_sharded(self._collectives)
 
     def rounded(self) -> list[tuple[Segment, Slot]]:
         """The parameters whose weights are rounded copies of masters, on whichever ranks those are."""
@@ -125,9 +125,9 @@ class Shards:
         two steps. Such a read would get weights of two steps, without an error.
         """
         for segment in self._layout.segments:
-            transport = self._transports[segment.name]
-            if isinstance(transport, ShardedSum):
-                transport.gather_weights(segment)
+            collective = self._collectives[segment.name]
+            if isinstance(collective, ShardedSum):
+                collective.gather_weights(segment)
 
     def keep_weights(self, segment: Segment) -> Tensor:
         """A copy of its weights, to be put back between two steps.
@@ -157,15 +157,15 @@ class Shards:
             yield segment, list(itertools.islice(rest, len(self._parts(segment))))
 
     def _pieces_of(self, segment: Segment) -> list[Piece]:
-        transport = self._transports[segment.name]
-        if not isinstance(transport, ShardedSum):
+        collective = self._collectives[segment.name]
+        if not isinstance(collective, ShardedSum):
             return [segment]
         pieces = []
         for run, part in zip(segment.runs, self._parts(segment), strict=True):
             weight, master = segment.weight[part], None
             if segment.master is not None:
                 master = segment.master[part].clone() if segment.half else weight
-            pieces.append(Piece(weight, master, transport.owned(segment, run)))
+            pieces.append(Piece(weight, master, collective.owned(segment, run)))
         if segment.half:
             segment.master = None
         return pieces
@@ -179,7 +179,7 @@ class Shards:
 
     def _divides(self, segment: Segment) -> bool:
         """Whether each rank owns a piece of each run, not all of them."""
-        return isinstance(self._transports[segment.name], ShardedSum)
+        return isinstance(self._collectives[segment.name], ShardedSum)
 
     def _gathered(
         self, segment: Segment, own: Sequence[Tensor], rank: int | None, allocate: Allocate
@@ -208,7 +208,7 @@ class Shards:
         return whole
 
 
-def _spread(slots: Sequence[Slot], named: Mapping[str, Tensor], tensor: Tensor, part: slice) -> None:
+def _scatter(slots: Sequence[Slot], named: Mapping[str, Tensor], tensor: Tensor, part: slice) -> None:
     """Copy into `tensor` the elements `part` of what the parameters of a segment are."""
     for slot in slots:
         inside = slot.within(part)

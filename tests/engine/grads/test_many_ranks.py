@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from launcher.engine import SGD, Policy, Stepper, Wire
-from launcher.engine.wire.transports import sum_of_rows
+from launcher.engine.grads.collectives import sum_of_rows
 from tests.meta_device import fake_group
 
 WIRES = {"native": Wire(), "sharded": Wire(shard=True)}

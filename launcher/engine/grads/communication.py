@@ -1,4 +1,4 @@
-"""What may be chosen of the wire, and the transport of each segment that follows from it."""
+"""What may be chosen of the wire, and the collective of each segment that follows from it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated
 import torch
 
 import launcher.engine.limits as limits
+from launcher.engine.grads.collectives import AllReduceSum, Collective, ShardedSum
 from launcher.engine.params.flat_params import VECTORS, Layout
-from launcher.engine.wire.transports import NativeSum, ShardedSum, Transport
 from launcher.engine.works import Group
 
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -34,20 +34,20 @@ class Wire:
         limits.require_fields(self, "wire")
 
 
-def choose_transports(wire: Wire, layout: Layout, group: Group) -> tuple[dict[str, Transport], int]:
-    """The transport of each segment, and the power of two by which the sum is divided.
+def choose_collectives(wire: Wire, layout: Layout, group: Group) -> tuple[dict[str, Collective], int]:
+    """The collective of each segment, and the power of two by which the sum is divided.
 
     Vectors are fp32 and small: they are summed on all ranks whatever the wire.
     """
     if group is None:
-        return {segment.name: NativeSum(None) for segment in layout.segments}, 1
+        return {segment.name: AllReduceSum(None) for segment in layout.segments}, 1
     if wire.shard and layout.world_size > 1:  # the fp32 sum of an element has twice the bytes of a message
         return {
-            segment.name: NativeSum(group) if segment.name == VECTORS else ShardedSum(group)
+            segment.name: AllReduceSum(group) if segment.name == VECTORS else ShardedSum(group)
             for segment in layout.segments
         }, 1
     divisor = wire.predivide or default_predivide(layout.world_size)
-    return {segment.name: NativeSum(group, divisor) for segment in layout.segments}, divisor
+    return {segment.name: AllReduceSum(group, divisor) for segment in layout.segments}, divisor
 
 
 def default_predivide(world_size: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.engine.wire.grad_norm import CHUNK, SquaresReader, is_not_finite
+from launcher.engine.grads.grad_norm import CHUNK, SquaresReader, is_not_finite
 
 # Of a chunk, of one and a bit, of none, small ones.
 LENGTHS = (CHUNK, 8192, CHUNK + 3, 0, 7, 100)

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from launcher.engine.optim.fused import KernelScalars, Optimizer
+from launcher.engine.grads.zero1 import Zero1
+from launcher.engine.optim.optimizers import KernelScalars, Optimizer
 from launcher.engine.params.flat_params import Piece, Stretches
 from launcher.engine.params.param_groups import Rates
 from launcher.engine.state import refuse_misfits
-from launcher.engine.wire.shards import Shards
 
-Collect = Callable[[Sequence[Tensor]], dict[str, Tensor]]  # Shards.collect
+Collect = Callable[[Sequence[Tensor]], dict[str, Tensor]]  # Zero1.gather_full
 CHUNK = 1 << 19  # elements on a CPU: 2 MB of widened gradient stay in cache; smaller ones cost more calls
 DEVICE_CHUNK = 1 << 25  # elements on a GPU: 128 MB, less than the activations that are free by then
 
@@ -172,7 +172,7 @@ class Updater:
             for name, value in collect([states[position] for states in self.states]).items()
         }
 
-    def loading(self, shards: Shards, named: Mapping[str, Tensor], updated: bool) -> Callable[[], None]:
+    def loading(self, shards: Zero1, named: Mapping[str, Tensor], updated: bool) -> Callable[[], None]:
         """What takes these states, by `state/parameter`. Raises ValueError for those of another optimizer."""
         expected = {
             f"{state}/{name}": form for state in self.optimizer.states for name, form in shards.forms.items()
@@ -182,7 +182,7 @@ class Updater:
         def load() -> None:
             for position, state in enumerate(self.optimizer.states):
                 values = {name: named[f"{state}/{name}"] for name in shards.forms}
-                shards.spread(values, [states[position] for states in self.states])
+                shards.scatter(values, [states[position] for states in self.states])
 
         return load
 

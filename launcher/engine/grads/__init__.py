@@ -1,0 +1,1 @@
+"""Gradients between ranks: buckets, collectives, shards, and the norm of the whole."""

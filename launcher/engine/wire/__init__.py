@@ -1,1 +1,0 @@
-"""Gradients between ranks: buckets, transports, shards, and the norm of the whole."""
