@@ -10,7 +10,6 @@ import itertools
 import logging
 import os
 import time
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from socket import gethostname
@@ -29,12 +28,10 @@ from launcher.distributed.hang_timer import HangTimer
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.doctor.machine import warn_of_machine
 from launcher.engine.step_timer import PARTS
-from launcher.errors import UnexpectedError
 from launcher.process import allocator, torch_build
 from launcher.process.signals import RankStopSignal, save_means_stop, signal_handlers_installed
 from launcher.recipe.contract import Used
 from launcher.recipe.registry import load_recipe
-from launcher.run_dir.lock import Held
 from launcher.run_dir.records import logs_of_failure, rank_log
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.gpu import measure_gpus
@@ -82,12 +79,10 @@ def run(
     alone = launch.world_size == 1
     heartbeat = heartbeat or Heartbeat()
     run_dir = preflight.prepare_directory(config, launch)
-    held = Held(run_dir)
     stop_signal = RankStopSignal(save_means_stop(config.launch.preempt_signals))
     with (
         # Left in reverse: the telemetry may still log, and signals stay requests until both are closed.
         signal_handlers_installed(stop_signal, alone),
-        closing(held),
         rank_log(run_dir, launch.rank, config.launch.log_level),
         # All sinks on rank 0, none elsewhere, so that callers need not check their rank.
         open_telemetry(config, os.environ, with_gpu=torch.cuda.is_available())
@@ -109,10 +104,8 @@ def run(
             logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
             at_shortage = rank_failure.at_shortage(heartbeat.latest, config, launch.world_size)
             failure = rank_failure.failure_of(error, launch, logs, at_shortage)
-            if launch.rank == 0 and isinstance(failure, UnexpectedError):
-                failure = held.problem() or failure  # its files were not where they had been
             steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
-            rank_failure.report_failure(telemetry, steps, held.present, launch, failure or error)
+            rank_failure.report_failure(telemetry, steps, run_dir, launch, failure or error)
             rank_failure.release_frames(error)
             if failure is not None:
                 raise failure from error

@@ -26,7 +26,6 @@ from launcher.checkpoint.format import publish, size_of_tensors
 from launcher.checkpoint.manifest import looks_whole
 from launcher.checkpoint.snapshot import Staged
 from launcher.errors import LauncherError
-from launcher.run_dir.lock import Held
 
 # After a piece of 1 ms a pause of 39 ms.
 SHARE = 0.025  # of the time of one processor
@@ -117,7 +116,6 @@ class Writer:
 
     def __init__(self, directory: Path, keep: int) -> None:
         self.directory = directory
-        self.held = Held(directory.parent)
         self._keep = keep
         self._own: set[Path] = set()
         self._pending: Future[WriteReport] | None = None
@@ -131,7 +129,6 @@ class Writer:
         self._awaited.set()
         # The event before it ends the pauses of the write: nothing trains beside it any more.
         self._thread.shutdown(wait=True)
-        self.held.close()
 
     def publish(self, take: Callable[[], Staged | None]) -> WriteReport | None:
         """Stage a snapshot and start writing it; returns the previous report unless it was returned before.
@@ -161,8 +158,6 @@ class Writer:
         began, step, path = time.perf_counter(), snapshot.progress.step, None
         error, size_bytes = None, 0
         try:
-            if moved := self.held.problem():
-                raise moved
             path = publish(self.directory, snapshot, Throttle(size_of_tensors(snapshot), self._awaited))
             self._own.add(path)
             size_bytes = sum(file.stat().st_size for file in path.iterdir())

@@ -56,8 +56,8 @@ def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
                 leader.run(claim.config)
             except JobFailed as error:
                 # Rank 0 may have written only that it lost a connection.
-                if error.exit_code not in ON_REQUEST and (run_dir := claim.held.present):
-                    write_failure(run_dir, Failure.of(error))
+                if error.exit_code not in ON_REQUEST:
+                    write_failure(Path(claim.config.run.dir), Failure.of(error))
                 raise
         else:
             run_supervised(claim.config, workers)

@@ -59,7 +59,7 @@ class RunState:
         if self.ending is not None:
             return self.ending.state
         if self.holder_has_ended:
-            return NO_RESULT if self.holder is not None and self.holder.is_copy else KILLED
+            return KILLED
         if not self._may_go_on:
             return NO_RESULT
         return self.status.state if self.status.state in GOING else "running"
@@ -114,11 +114,7 @@ class RunState:
     def _foreign(self) -> str:
         if self.holder is None:
             return "no process holds this run"
-        if self.holder.is_copy:
-            return f"this is a copy of a run, to whose original process {self.holder.pid} wrote"
-        return (
-            f"process {self.holder.pid} of this run is of another machine, or of an earlier boot of this one"
-        )
+        return f"process {self.holder.pid} of this run is of another machine"
 
     @property
     def _last_written(self) -> str:

@@ -20,7 +20,7 @@ from launcher.errors import ConfigError, DataError, LauncherError, StorageError,
 from launcher.run_dir.atomic import NotPlainError, read_json
 from launcher.run_dir.codec import decoded
 from launcher.run_dir.differences import another_run, other_training
-from launcher.run_dir.lock import Held, locked
+from launcher.run_dir.lock import locked
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import (
     CHECKPOINTS,
@@ -32,7 +32,7 @@ from launcher.run_dir.records import (
     refuse_links,
 )
 from launcher.run_dir.result import Result
-from launcher.run_dir.status import FILE_NAME, give_up_reserve, keep_reserve, state_since
+from launcher.run_dir.status import FILE_NAME, state_since
 
 DEFAULT_ROOT = Path("outputs")
 NAME_ATTEMPTS = 20  # 4 hex digits collide only where hundreds of runs start within one second
@@ -49,7 +49,6 @@ class Claim:
     """A claimed directory. `finished` describes a run that is already done; empty for one to run."""
 
     config: Config  # with the directory's path
-    held: Held
     finished: str = ""
 
 
@@ -77,18 +76,12 @@ def claimed(config: Config, overrides: Sequence[str]) -> Iterator[Claim]:
             if not finished:
                 (directory / PRUNE).unlink(missing_ok=True)  # of an earlier command, which ended there
                 describe(resolved, overrides)
-                keep_reserve(directory)
-        held = Held(directory)
         try:
-            yield Claim(resolved, held, finished)
+            yield Claim(resolved, finished)
         except LauncherError as error:
             if not config.run.dir and _says_all(error, directory):
                 _remove(directory)
             raise
-        finally:
-            if present := held.present:
-                give_up_reserve(present)
-            held.close()
 
 
 def _says_all(error: LauncherError, directory: Path) -> bool:

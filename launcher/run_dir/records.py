@@ -32,7 +32,7 @@ from launcher.run_dir.atomic import (
 from launcher.run_dir.codec import encoded
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.result import Failure, Result
-from launcher.run_dir.status import FILE_NAME, RESERVE, Status, mark_ended, write_with_reserve
+from launcher.run_dir.status import FILE_NAME, Status, mark_ended
 
 CONFIG, OVERRIDES, ENVIRONMENT = "config.yaml", "overrides.txt", "env.json"
 METRICS, RESULT, REPORT = "metrics.jsonl", "result.json", "report.html"
@@ -50,7 +50,6 @@ FILES = (
     REPORT,
     JOB,
     ".lock",
-    RESERVE,
 )
 LOGS, CHECKPOINTS = "logs", "checkpoints"
 TRACKERS = "trackers"  # files of the other trackers, in a folder each
@@ -149,7 +148,7 @@ def write_environment(run_dir: Path, devices: Sequence[str]) -> None:
 
 def write_result(run_dir: Path, result: Result | Failure) -> None:
     """Write result.json; it is on disk before this returns. Raises OSError."""
-    write_with_reserve(run_dir, lambda: write_json(run_dir / RESULT, encoded(result), durable=True))
+    write_json(run_dir / RESULT, encoded(result), durable=True)
 
 
 def write_failure(run_dir: Path, failure: Failure, steps_done: int = 0) -> None:

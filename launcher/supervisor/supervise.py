@@ -24,7 +24,6 @@ from launcher.process.signals import (
     signals_blocked,
 )
 from launcher.process.torch_build import warn_if_unchecked
-from launcher.run_dir.lock import Held
 from launcher.run_dir.records import write_failure
 from launcher.run_dir.result import Failure
 from launcher.supervisor.nodes import SingleNode
@@ -40,7 +39,7 @@ def run_supervised(config: Config, num_workers: int, nodes: SingleNode | None = 
     """
     assert threading.current_thread() is threading.main_thread()
     heartbeats, nodes = Heartbeats(num_workers), nodes or SingleNode(config.launch)
-    held, handled = Held(Path(config.run.dir)), handled_signals()
+    handled = handled_signals()
     signals = StopSignal(save_means_stop(config.launch.preempt_signals))
     try:
         with signal_handlers_installed(signals):
@@ -61,11 +60,9 @@ def run_supervised(config: Config, num_workers: int, nodes: SingleNode | None = 
     except Exception as error:
         # The leader has written that it was preempted, with the checkpoint. Else it may have been killed, or
         # name the wrong cause.
-        if nodes.is_node0 and not isinstance(error, PreemptedError) and (run_dir := held.present):
-            write_failure(run_dir, Failure.of(error), heartbeats.steps_done())
+        if nodes.is_node0 and not isinstance(error, PreemptedError):
+            write_failure(Path(config.run.dir), Failure.of(error), heartbeats.steps_done())
         raise
-    finally:
-        held.close()
 
 
 def preload(more: Sequence[str] = ()) -> None:

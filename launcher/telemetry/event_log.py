@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from launcher.run_dir.atomic import json_line, open_plain, restored
-from launcher.run_dir.lock import Held
 from launcher.run_dir.records import METRICS
 from launcher.telemetry.events import PERIODIC, Event, record_of
 from launcher.telemetry.stream import LIMIT, Record, Sink
@@ -45,7 +44,7 @@ class EventLog(Sink):
 
     def __init__(self, path: Path, limit: int = LIMIT) -> None:
         _cut_torn_line(path)
-        self._path, self._held = path, Held(path.parent)
+        self._path = path
         self._limit = limit
         self._file = self._opened()
         self._unwritten: deque[tuple[str, int, bytes]] = deque()  # event, step, line
@@ -83,7 +82,6 @@ class EventLog(Sink):
             self._write_all()
         finally:
             self._file.close()
-            self._held.close()
 
     def _write_all(self) -> None:
         """Write what waits. Raises OSError; what is not written waits for the next call."""
@@ -148,8 +146,6 @@ class EventLog(Sink):
             self._unwritten.extendleft(reversed(kept))
 
     def _opened(self) -> io.FileIO:
-        if self._held.present is None:
-            raise OSError(f"{self._path.parent} is the directory of another run now")
         return open(open_plain(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import launcher.telemetry.events as events
 from launcher.run_dir.atomic import write_json
-from launcher.run_dir.lock import Held
 from launcher.run_dir.status import FILE_NAME, Status
 from launcher.telemetry.stream import Sink
 
@@ -31,7 +30,7 @@ class StatusFile(Sink):
     def __init__(
         self, path: Path, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._name, self._held = path.name, Held(path.parent)
+        self._path = path
         self._every_s = every_s
         self._clock = clock
         self._pace = Pace(clock)
@@ -58,10 +57,7 @@ class StatusFile(Sink):
             self._publish()
 
     def close(self) -> None:
-        try:
-            self._publish()
-        finally:
-            self._held.close()
+        self._publish()
 
     def _after(self, event: events.Event) -> Status:
         status = self._status
@@ -89,9 +85,8 @@ class StatusFile(Sink):
         self._take_step()
         status = self._status
         eta_s = self._pace.eta_s(status.step, status.total_steps) if status.state == "running" else None
-        if run_dir := self._held.present:  # or it would write into that of another run
-            now = round(time.time(), 3)
-            write_json(run_dir / self._name, asdict(replace(status, eta_s=eta_s, updated=now)))
+        now = round(time.time(), 3)
+        write_json(self._path, asdict(replace(status, eta_s=eta_s, updated=now)))
         self._published = self._clock()  # not before: one that could not be written is due at the next event
 
 

@@ -119,11 +119,8 @@ with claimed(sample_config(sys.argv[1]), []):
 """
 
 
-@pytest.mark.parametrize(
-    "child", ["os.fork()", "__import__('ctypes').CDLL(None).fork()"], ids=["Python", "C"]
-)
-def test_a_child_that_lives_on_holds_no_lock_or_is_named(tmp_path: Path, child) -> None:
-    command = [sys.executable, "-c", HELD.replace("CHILD", child), str(tmp_path / "run")]
+def test_a_child_that_lives_on_holds_no_lock(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HELD.replace("CHILD", "os.fork()"), str(tmp_path / "run")]
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
@@ -137,7 +134,4 @@ def test_a_child_that_lives_on_holds_no_lock_or_is_named(tmp_path: Path, child) 
             text=True,
         )
         os.kill(pid, signal.SIGKILL)
-    if child == "os.fork()":
-        assert second.returncode == 0, second.stderr
-    else:
-        assert f"in use by child processes of pid {holder.pid}, which has ended: pid {pid}." in second.stderr
+    assert second.returncode == 0, second.stderr

@@ -226,11 +226,14 @@ def fill(network: Any, batch: Any, disk: Path) -> None:
 
 
 def test_a_disk_without_a_free_block_keeps_no_run_from_its_end(small_disk: Path, undisturbed) -> None:
-    """Not even a temporary file fits."""
+    """Not even a temporary file fits, but in place of status.json."""
     words = (*WORDS, "checkpoint.on_error=warn")
-    assert_not_saved(run(small_disk, *words, user_code=partial(fill, disk=small_disk)))
+    ended = run(small_disk, *words, user_code=partial(fill, disk=small_disk))
+    assert ended.codes == [8], ended
+    assert f"the checkpoint of step {LAST} cannot be written" in ended.outputs[0]
+    assert (ended.status["state"], ended.status["exit"]) == ("failed", 8)
+    assert LAST not in ended.checkpoints
     (small_disk / "filler.log").unlink()
     again = run(small_disk, *words)
     assert again.digest == undisturbed(*WORDS).digest
     assert (again.status["state"], again.result["state"]) == ("done", "done")
-    assert not (small_disk / ".reserve").exists()

@@ -1,9 +1,7 @@
 """The directory of a run: distinct, held by one process at a time, gone on with by the same run only."""
 
-import errno
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -506,79 +504,3 @@ def test_an_error_before_the_start_that_says_all_leaves_no_directory(
     assert directory is not None
     assert directory.is_dir() == stays
     assert stays or list(tmp_path.iterdir()) == []
-
-
-def moved(directory: Path) -> None:
-    directory.rename(directory.with_name("away"))
-
-
-def remade(directory: Path) -> None:
-    moved(directory)
-    directory.mkdir()
-
-
-def replaced(directory: Path) -> None:
-    moved(directory)
-    prepared(sample_config(str(directory)), [])
-
-
-def relinked(directory: Path) -> None:
-    moved(directory)
-    directory.with_name("other").mkdir()
-    directory.symlink_to(directory.with_name("other"))
-
-
-@pytest.mark.parametrize("act", [moved, remade, replaced, relinked])
-def test_a_run_whose_directory_is_moved_ends_and_writes_nothing_at_the_old_path(tmp_path, act, message):
-    directory = tmp_path / "mine"
-    with claimed(sample_config(str(directory)), []) as own:
-        assert own.held.problem() is None
-        act(directory)
-        before = sorted(os.listdir(directory)) if directory.is_dir() else []
-        assert message(own.held.problem()).endswith(f"run.dir={tmp_path / 'away'}")
-        assert own.held.present == tmp_path / "away"
-    assert (sorted(os.listdir(directory)) if directory.is_dir() else []) == before
-
-
-@pytest.mark.parametrize("act", [moved, relinked])
-def test_a_directory_that_is_moved_and_reached_by_a_link_is_the_same(tmp_path, act):
-    directory = tmp_path / "mine"
-    with claimed(sample_config(str(directory)), []) as own:
-        act(directory)
-        directory.unlink(missing_ok=True)
-        directory.symlink_to(tmp_path / "away")
-        assert own.held.problem() is None
-
-
-@pytest.mark.parametrize("lost", [".lock", ""])
-def test_a_run_whose_directory_is_deleted_trains_on_until_another_run_takes_it(tmp_path, lost, message):
-    directory = tmp_path / "mine"
-    with claimed(sample_config(str(directory)), []) as own:
-        (directory / lost).unlink() if lost else shutil.rmtree(directory)
-        assert own.held.problem() is None
-        with claimed(sample_config(str(directory)), []):
-            assert "another process uses the path now" in message(own.held.problem())
-            assert own.held.present is None
-        assert (directory / "config.yaml").exists()
-
-
-def test_a_file_system_that_is_away_for_a_moment_moves_nothing(tmp_path, monkeypatch):
-    with claimed(sample_config(str(tmp_path / "mine")), []) as own:
-
-        def stale(*path, **named):
-            raise OSError(errno.ESTALE, "Stale file handle")
-
-        for module, name in ((Path, "stat"), (os, "fstat"), (os, "readlink")):
-            with monkeypatch.context() as away:
-                away.setattr(module, name, stale)
-                assert own.held.problem() is None
-
-
-def test_a_copy_that_nobody_has_locked_is_no_other_runs(tmp_path):
-    directory, copy = tmp_path / "mine", tmp_path / "copy"
-    with claimed(sample_config(str(directory)), []) as own:
-        shutil.copytree(directory, copy)
-        shutil.rmtree(directory)
-        directory.symlink_to(copy)
-        assert own.held.problem() is None
-        assert own.held.present == directory

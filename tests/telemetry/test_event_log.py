@@ -5,7 +5,6 @@ import json
 import math
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 import launcher.telemetry.event_log as event_log
 from launcher.report.recording import read_recording
 from launcher.run_dir.atomic import json_line, read_json, write_json, write_text
-from launcher.run_dir.lock import locked
 from launcher.telemetry.event_log import (
     MAX_LINE_BYTES,
     EventLog,
@@ -242,21 +240,6 @@ def test_a_directory_that_is_deleted_in_mid_run_is_reported_until_it_is_back(tmp
     run_dir.mkdir()
     log.close()
     assert [event["step"] for event in read_events(run_dir / "metrics.jsonl")] == [0, 1, 2]
-
-
-def test_events_of_a_deleted_directory_never_reach_the_run_that_took_its_place(tmp_path):
-    path = tmp_path / "run" / "metrics.jsonl"
-    path.parent.mkdir()
-    with locked(path.parent):
-        log = EventLog(path)
-        shutil.rmtree(path.parent)
-        path.parent.mkdir()
-        with locked(path.parent):
-            assert try_to_write(log, range(3)) == 3
-            assert not path.exists()
-            with contextlib.suppress(OSError):
-                log.close()
-            assert not path.exists()
 
 
 def recorded_steps(path, count, **fields):

@@ -5,7 +5,6 @@ import threading
 import pytest
 
 from launcher.run_dir.atomic import read_json
-from launcher.run_dir.lock import locked
 from launcher.run_dir.status import mark_ended
 from launcher.telemetry import Telemetry
 from launcher.telemetry.status import Pace, StatusFile
@@ -139,16 +138,3 @@ def test_a_change_of_state_that_could_not_be_written_is_written_at_the_next_even
     assert read_json(path)["state"] == "starting"
     telemetry.emit(made("step", 2, epoch=0))
     assert (read_json(path)["state"], read_json(path)["step"]) == ("running", 2)
-
-
-def test_it_follows_the_directory_of_a_run_that_is_moved(tmp_path, clock):
-    run_dir, away = tmp_path / "run", tmp_path / "away"
-    run_dir.mkdir()
-    with locked(run_dir):
-        _, telemetry = opened(run_dir, clock)
-        run_dir.rename(away)
-        run_dir.mkdir()
-        telemetry.emit(made("end", 3, state="failed", exit=8))
-        telemetry.close()
-    assert read_json(away / "status.json")["exit"] == 8
-    assert not list(run_dir.iterdir())

@@ -121,15 +121,12 @@ def log_traceback(rank: int, error: BaseException) -> None:
 
 
 def report_failure(
-    telemetry: Telemetry, steps: int, run_dir: Path | None, launch: LaunchEnv, error: BaseException
+    telemetry: Telemetry, steps: int, run_dir: Path, launch: LaunchEnv, error: BaseException
 ) -> None:
-    """Write to the log, to the events, and on rank 0 to the files of the run, how it ended.
-
-    `run_dir` is None for a directory that was deleted and is another run's now.
-    """
+    """Write to the log, to the events, and on rank 0 to the files of the run, how it ended."""
     failure = Failure.of(error)
     level = logging.ERROR if failure.state == "failed" else logging.INFO
     log.log(level, "rank %d: %s", launch.rank, failure.error)
     telemetry.emit(EndEvent(steps, state=failure.state, exit=failure.exit, error=failure.error))
-    if launch.rank == 0 and run_dir:
+    if launch.rank == 0:
         write_failure(run_dir, failure)

@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -29,8 +28,6 @@ from launcher.training.pruning import request_of_agent
 from launcher.training.replicas import check_replicas
 from launcher.training.run import Run
 from launcher.training.votes import Question
-
-CHECK_EVERY_S = 1.0  # whether the run's directory has been moved
 
 
 class Checkpoints:
@@ -51,7 +48,6 @@ class Checkpoints:
         self.writer = Writer(directory, wish.keep)
         self.due = Due(wish.every_steps, wish.every_s)
         self._failure = ""  # of the latest checkpoint, on the leader
-        self._is_moved, self._checked_s = False, 0.0  # the run's directory, on the leader
         self._best_step = -1  # of the latest checkpoint that is the best so far
 
     def __enter__(self) -> Checkpoints:
@@ -76,11 +72,7 @@ class Checkpoints:
         if run.stop_signal.pop_save() or by_clock:
             self.due.done()  # requested now, saved after the next step
             run.stepper.vote(Question.SAVE)
-        if run.env.is_leader and time.monotonic() - self._checked_s > CHECK_EVERY_S:
-            self._checked_s = time.monotonic()
-            if moved := self.writer.held.problem():
-                self._is_moved, self._failure = True, str(moved)
-        if self._is_moved or (self._failure and run.config.checkpoint.on_error == "stop"):
+        if self._failure and run.config.checkpoint.on_error == "stop":
             run.stepper.vote(Question.GIVE_UP)
 
     def end_step(self, position: Position, measured: Measured | None) -> None:
@@ -110,7 +102,7 @@ class Checkpoints:
         if stops or done:
             self._report(self.writer.wait())
             failure = self._failure
-            if failure and self.writer.held.problem() is None:  # else it says what to do
+            if failure:
                 failure = (
                     f"the run is not saved: {failure} After freeing space, the same command with {run_dir} "
                     "resumes from the newest checkpoint."
