@@ -79,7 +79,7 @@ def take(
     """The state of a run in memory of its own. A collective."""
     metric, extra = more.pop("metric", None), more.pop("extra", Surroundings())
     staged = stage(stepper, env, identity, origin, progress, metric, extra, HostMemory(), **more)
-    return None if staged is None else staged()
+    return None if staged is None else staged.finish()
 
 
 def publish_steps(directory: Path, *steps: int) -> list[Path]:

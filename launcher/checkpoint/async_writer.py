@@ -24,7 +24,7 @@ from pathlib import Path
 from launcher.checkpoint.catalog import by_metric, candidates, retain
 from launcher.checkpoint.format import publish, size_of_tensors
 from launcher.checkpoint.manifest import looks_whole
-from launcher.checkpoint.snapshot import Staged
+from launcher.checkpoint.snapshot import Snapshot
 from launcher.errors import LauncherError
 
 # After a piece of 1 ms a pause of 39 ms.
@@ -107,6 +107,9 @@ class Due:
         self._wait_s = min(2 * self._wait_s, LAST_RETRY_S)
 
 
+Finish = Callable[[], Snapshot]  # `PendingSnapshot.finish`
+
+
 class Writer:
     """Writes snapshots into `directory` and retains the `keep` newest and the best.
 
@@ -130,17 +133,17 @@ class Writer:
         # The event before it ends the pauses of the write: nothing trains beside it any more.
         self._thread.shutdown(wait=True)
 
-    def publish(self, take: Callable[[], Staged | None]) -> WriteReport | None:
-        """Stage a snapshot and start writing it; returns the previous report unless it was returned before.
+    def publish(self, take: Callable[[], Finish | None]) -> WriteReport | None:
+        """Take a snapshot and start writing it; returns the previous report unless it was returned before.
 
         Waits for the previous write first, so that host memory never holds two snapshots. `take` may be a
         collective.
         """
         previous = self.wait()
-        staged = take()
+        finish = take()
         self._awaited.clear()
-        if staged is not None:
-            self._pending = self._thread.submit(self._write, staged)
+        if finish is not None:
+            self._pending = self._thread.submit(self._write, finish)
         return previous
 
     def poll(self) -> WriteReport | None:
@@ -153,8 +156,8 @@ class Writer:
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
-    def _write(self, staged: Staged) -> WriteReport:
-        snapshot = staged()
+    def _write(self, finish: Finish) -> WriteReport:
+        snapshot = finish()
         began, step, path = time.perf_counter(), snapshot.progress.step, None
         error, size_bytes = None, 0
         try:

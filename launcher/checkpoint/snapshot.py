@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from launcher.checkpoint.host_memory import HostMemory
+from launcher.checkpoint.host_memory import Copies, HostMemory
 from launcher.config.schema import Config
 from launcher.distributed.collectives import gather
 from launcher.distributed.env import LEADER, WorkerEnv
@@ -159,8 +159,38 @@ class Snapshot:
     average_buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
-# Puts a snapshot together once the device has made its copies, on any thread.
-Staged = Callable[[], Snapshot]
+@dataclass(frozen=True)
+class PendingSnapshot:
+    """A snapshot whose copies the device may still be making; `finish` waits for them, on any thread.
+
+    `begun` has all but the buffers, which `by_rank` gathers: of the run, and of the average under "average/".
+    """
+
+    begun: Snapshot
+    copies: Copies
+    by_rank: Callable[[], dict[str, Tensor]]
+
+    def finish(self) -> Snapshot:
+        """The whole snapshot. Its buffers are those that a run on any number of ranks starts from."""
+        self.copies.wait()
+        rows = self.by_rank()
+        buffers, of_average = _under("buffers/", rows), _under("average/", rows)
+        average = self.begun.average
+        return replace(
+            self.begun,
+            engine=replace(self.begun.engine, buffers=_of_all(buffers)),
+            rank_buffers={name: each for name, each in buffers.items() if not _alike(each)},
+            average=None if average is None else replace(average, buffers=_of_all(of_average)),
+            average_buffers=of_average,
+        )
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+
+
+def _of_all(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: of_all_ranks(name, each) for name, each in rows.items()}
 
 
 def stage(
@@ -173,7 +203,7 @@ def stage(
     extra: Surroundings,
     memory: HostMemory,
     average: WeightAverage | None = None,
-) -> Staged | None:
+) -> PendingSnapshot | None:
     """Copy the run's state between steps, without waiting for the copies of weights and states into `memory`.
 
     A collective: returns the snapshot on the leader, and None on the other ranks, which write nothing.
@@ -197,43 +227,24 @@ def stage(
     if averages is not None:
         parts["average"] = averages.weights
     copies = memory.copy({f"{part}/{n}": t for part, tensors in parts.items() for n, t in tensors.items()})
-    copied = {part: {n: copies.tensors[f"{part}/{n}"] for n in tensors} for part, tensors in parts.items()}
     if copies.ready is not None:
         stepper.hold_update(copies.ready)
-    counters, names = dict(state.counters), _state_dict_names(stepper.model)
-
-    def finished() -> Snapshot:
-        copies.wait()
-        rows = by_rank()
-        buffers, average_buffers = (
-            {name: rows[f"{kind}/{name}"] for name in found} for kind, found in own.items()
-        )
-        return Snapshot(
-            # Buffers as a run of any size starts from them.
-            engine=replace(
-                state,
-                weights=copied["weights"],
-                optimizer=copied["optimizer"],
-                buffers={name: of_all_ranks(name, rows) for name, rows in buffers.items()},
-                counters=counters,
-            ),
-            progress=progress,
-            identity=identity,
-            origin=origin,
-            names=names,
-            rank_buffers={name: rows for name, rows in buffers.items() if not _alike(rows)},
-            metric=metric,
-            extra=extra,
-            average=averages
-            and AverageState(
-                copied["average"],
-                {name: of_all_ranks(name, rows) for name, rows in average_buffers.items()},
-                dict(averages.counters),
-            ),
-            average_buffers=average_buffers,
-        )
-
-    return finished
+    weights, optimizer, average_weights = (
+        _under(f"{part}/", copies.tensors) for part in ("weights", "optimizer", "average")
+    )
+    begun = Snapshot(
+        engine=replace(
+            state, weights=weights, optimizer=optimizer, buffers={}, counters=dict(state.counters)
+        ),
+        progress=progress,
+        identity=identity,
+        origin=origin,
+        names=_state_dict_names(stepper.model),
+        metric=metric,
+        extra=extra,
+        average=averages and AverageState(average_weights, {}, dict(averages.counters)),
+    )
+    return PendingSnapshot(begun, copies, by_rank)
 
 
 def restore(

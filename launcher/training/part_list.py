@@ -68,6 +68,6 @@ def parts_of(
         Plateau(run, config.plateau, job.recipe) if config.plateau.factor is not None else None,
         run.pruning if run.pruning.rule != "none" else None,
         Energy(gpus),
-        Checkpoints(run, saved.directory, saved.take),  # last: saves what the others have made of a step
+        Checkpoints(run, saved),  # last: saves what the others have made of a step
     ]
     return Parts(course, run.reports, [part for part in parts if part is not None])

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from launcher.checkpoint import catalog, snapshot
+from launcher.checkpoint.async_writer import WriteReport
 from launcher.checkpoint.catalog import AUTO, FOLDER, NEVER
-from launcher.checkpoint.host_memory import HostMemory
-from launcher.checkpoint.snapshot import Compared, Identity, Origin, Progress, Snapshot, Staged, Surroundings
+from launcher.checkpoint.checkpointer import Checkpointer
+from launcher.checkpoint.snapshot import Compared, Identity, Origin, Progress, Snapshot, Surroundings
 from launcher.data.streamed import StreamData
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import LaunchEnv
@@ -37,18 +37,20 @@ class SavedRun:
         self.job, self.run = job, job.run
         self.scale: ScaleStart | None = None  # None if the run did not resume
         self.stream: Sequence[str] = ()  # by rank: where it stood in a stream when the checkpoint was taken
-        self._memory = HostMemory()
         num_samples = 0 if isinstance(job.data.train, StreamData) else job.plan.num_samples
-        self._identity = Identity.of(self.run.config, self.run.stepper.model, num_samples)
+        identity = Identity.of(self.run.config, self.run.stepper.model, num_samples)
         wire = self.run.config.wire
         form = f"{wire.dtype}{', sharded' if wire.shard else ''}"
-        self._origin = Origin(self.run.env.world_size, form)
+        self.checkpointer = Checkpointer(
+            Path(self.run.config.run.dir) / FOLDER,
+            self.run.config.checkpoint.keep,
+            self.run.env,
+            self.run.stepper,
+            self.run.average,
+            identity,
+            Origin(self.run.env.world_size, form),
+        )
         self._settings = settings_of(self.run.config)  # once: it takes 1 ms, which each checkpoint would wait
-
-    @property
-    def directory(self) -> Path:
-        """The directory of this run's checkpoints."""
-        return Path(self.run.config.run.dir) / FOLDER
 
     def resume(self, launch: LaunchEnv) -> Start:
         """Load the checkpoint to resume from, if there is one. A collective.
@@ -59,7 +61,7 @@ class SavedRun:
         wish = self.run.config.checkpoint.resume
         if launch.restart_count and (wish == NEVER or Path(wish).is_relative_to(self.run.config.run.dir)):
             wish = AUTO  # its first start has already set the others aside
-        found = catalog.resume(self.run.env, self.directory, wish, self._identity)
+        found = self.checkpointer.find(wish)
         for name, problems in found.damaged.items():
             self.run.telemetry.warn(f"a damaged checkpoint is skipped and set aside: {name} ({problems})")
         if found.snapshot is None:
@@ -75,7 +77,7 @@ class SavedRun:
                 f"{found.path} is after step {step}, but the run ends after {course.total_steps}. "
                 "Raise train.epochs or train.max_steps, or resume an earlier one with checkpoint.resume=PATH."
             )
-        self.scale = snapshot.restore(self.run.stepper, found.snapshot, self.run.env, self.run.average)
+        self.scale = self.checkpointer.load(found.snapshot)
         extra = found.snapshot.extra
         self.job.parts.load_state(extra.parts)
         self.stream = extra.stream or ()
@@ -137,8 +139,8 @@ class SavedRun:
         """Whether the run has started from a checkpoint."""
         return self.scale is not None
 
-    def take(self, position: Position, metric: Compared | None) -> Staged | None:
-        """The run's state after `position`, on rank 0; the next call overwrites it. A collective."""
+    def save(self, position: Position, metric: Compared | None) -> WriteReport | None:
+        """Save the run's state after `position`, as `Checkpointer.save`. A collective."""
         parts, place = self.job.parts.state(), self.job.batches.position()
         progress = Progress(position.epoch, position.step, round(parts["totals"]["samples"]))
         extra = Surroundings(
@@ -150,5 +152,4 @@ class SavedRun:
             total_steps=self.job.course.total_steps,
             learning_rate=self._rates[max(0, self._applied - 1)],
         )
-        about = self._identity, self._origin, progress, metric, extra
-        return snapshot.stage(self.run.stepper, self.run.env, *about, self._memory, self.run.average)
+        return self.checkpointer.save(progress, metric, extra)

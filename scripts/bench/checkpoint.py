@@ -39,7 +39,7 @@ from launcher.checkpoint import snapshot
 from launcher.checkpoint.async_writer import Writer
 from launcher.checkpoint.catalog import newest_intact
 from launcher.checkpoint.host_memory import HostMemory
-from launcher.checkpoint.snapshot import Identity, Origin, Progress, Staged, Surroundings
+from launcher.checkpoint.snapshot import Identity, Origin, PendingSnapshot, Progress, Surroundings
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper
 from launcher.process.allocator import keep_freed_memory
@@ -92,7 +92,7 @@ class Job:
         self.stepper.step().read()
         self.steps += 1
 
-    def stage(self) -> Staged | None:
+    def stage(self) -> PendingSnapshot | None:
         origin, progress = Origin(1, "fp16"), Progress(0, self.steps, self.steps)
         return snapshot.stage(
             self.stepper, self.env, self.identity, origin, progress, None, Surroundings(), self.memory
@@ -217,7 +217,7 @@ class Files:
         self.job.step()
         staged = self.job.stage()
         assert staged is not None
-        self.snapshot = staged()
+        self.snapshot = staged.finish()
         self.directory, self.source, self.target = directory / "own", directory / "source", directory / "copy"
         self.write()
         (self.path,) = self.directory.iterdir()
@@ -307,7 +307,7 @@ def host_memory_over_size(job: Job, directory: Path) -> float:
     """Of the first checkpoint of a run, without concurrent steps, which allocate memory too."""
     job.step()
     with Writer(directory, keep=1) as writer, Peak() as peak:
-        writer.publish(job.stage)
+        writer.publish(lambda: None if (pending := job.stage()) is None else pending.finish)
         report = writer.wait()
     assert report is not None
     return peak.bytes / report.size_bytes

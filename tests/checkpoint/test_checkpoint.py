@@ -10,6 +10,7 @@ import os
 import pickle
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from launcher.checkpoint.async_writer import Due, Writer
 from launcher.checkpoint.catalog import best_intact, newest_intact, resume, retain
 from launcher.checkpoint.format import load, publish
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text, verify
-from launcher.checkpoint.snapshot import Compared, Identity, Origin, Progress, Snapshot, Staged, restore
+from launcher.checkpoint.snapshot import Compared, Identity, Origin, Progress, Snapshot, restore
 from launcher.checkpoint.tensors import Pace, write_tensors
 from launcher.data.seeding import seed_compute
 from launcher.distributed.env import WorkerEnv
@@ -494,7 +495,7 @@ def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, mon
         assert not list(tmp_path.iterdir())
         threading.Timer(0.05, may_finish.set).start()
 
-        def take_second() -> Staged:
+        def take_second() -> Callable[[], Snapshot]:
             assert (tmp_path / "step-00000001").exists(), "two snapshots would be in memory"
             return partial(snapshot, 2)
 

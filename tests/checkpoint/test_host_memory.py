@@ -109,7 +109,7 @@ def test_a_snapshot_holds_the_bits_of_the_state_and_later_steps_leave_it_alone(t
         if kind != "torch's Adam":  # whose states are as many tensors
             assert copies.number < 12, "two segments, weights and states, and what buffers take"
         train(stepper, *features(4, 10 + step, (3, 8, 8)))
-        snapshot = staged()
+        snapshot = staged.finish()
         for part in ("weights", "optimizer", "buffers"):
             assert comparable(getattr(snapshot.engine, part)) == comparable(getattr(state, part)), part
         found = load(publish(tmp_path, snapshot)).engine
@@ -130,4 +130,4 @@ def test_frozen_tied_and_mixed_parameters_are_kept() -> None:
         HostMemory(),
     )
     assert staged is not None
-    assert comparable(staged().engine.weights) == comparable(stepper.state().weights)
+    assert comparable(staged.finish().engine.weights) == comparable(stepper.state().weights)

@@ -190,7 +190,7 @@ def test_a_snapshot_is_of_its_step_while_the_training_goes_on(device) -> None:
         for step in range(start, start + 4):
             forward_backward(stepper, *batch_of(device, step))
             stepper.step()
-        engine = staged().engine
+        engine = staged.finish().engine
         tensors = [*engine.weights.values(), *engine.optimizer.values(), *engine.buffers.values()]
         assert {tensor.device.type for tensor in tensors} == {"cpu"}
         assert [tensor.double().flatten().tolist() for tensor in tensors] == expected

@@ -52,7 +52,7 @@ OF_THIS_PROCESS = {
     "skipped_steps": {"_bad_loss_steps"},  # how often a warning was given
     "divergence": {"_scales", "_last"},  # evidence
     "evaluation": {"latest"},  # a run resumed after its end evaluates again
-    "checkpoints": {"_best_step", "due", "writer", "_checked_s", "_is_moved"},
+    "checkpoints": {"_best_step", "due"},
 }
 REPORTED = """
 import json
@@ -109,6 +109,7 @@ SHARED = {
         "Parts",
         "Answers",
         "SavedRun",
+        "Checkpointer",
         "Course",
         "Rescue",
         "TrainingMetrics",

@@ -10,12 +10,10 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
-from launcher.checkpoint.async_writer import Due, Writer, WriteReport
-from launcher.checkpoint.snapshot import Compared, Staged
+from launcher.checkpoint.async_writer import Due, WriteReport
+from launcher.checkpoint.snapshot import Compared
 from launcher.config.messages import directory_override, program
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import TO_RESUME, PreemptedError, PrunedError, StorageError
@@ -26,40 +24,33 @@ from launcher.telemetry.events import CheckpointEvent
 from launcher.training.progress import Measured, Position
 from launcher.training.pruning import request_of_agent
 from launcher.training.replicas import check_replicas
+from launcher.training.resume import SavedRun
 from launcher.training.run import Run
 from launcher.training.votes import Question
 
 
 class Checkpoints:
-    """Decides after each step whether the run is saved and whether it ends there.
-
-    `take` copies the run's state after a step, with what was measured there: a collective whose result is
-    None except on rank 0.
-    """
+    """Decides after each step whether the run is saved and whether it ends there."""
 
     name = "checkpoints"
 
-    def __init__(
-        self, run: Run, directory: Path, take: Callable[[Position, Compared | None], Staged | None]
-    ) -> None:
+    def __init__(self, run: Run, saved: SavedRun) -> None:
         wish = run.config.checkpoint
         self.run = run
-        self.take = take
-        self.writer = Writer(directory, wish.keep)
+        self._saved, self._checkpointer = saved, saved.checkpointer
         self.due = Due(wish.every_steps, wish.every_s)
         self._failure = ""  # of the latest checkpoint, on the leader
         self._best_step = -1  # of the latest checkpoint that is the best so far
 
     def __enter__(self) -> Checkpoints:
-        self.writer.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         """Report the checkpoint that is still being written, also where an error ends the run."""
         try:
-            self._report(self.writer.wait())
+            self._report(self._checkpointer.wait())
         finally:
-            self.writer.__exit__(*error)
+            self._checkpointer.__exit__(*error)
 
     def begin(self, step: int) -> None:
         self.due.done()  # the time until the next one counts from here
@@ -67,7 +58,7 @@ class Checkpoints:
     def vote(self, position: Position) -> None:
         """Cast this rank's votes before a step; they are sent with the counts of the step."""
         run = self.run
-        self._report(self.writer.poll())
+        self._report(self._checkpointer.poll())
         by_clock = run.env.is_leader and self.due.by_clock()
         if run.stop_signal.pop_save() or by_clock:
             self.due.done()  # requested now, saved after the next step
@@ -82,10 +73,11 @@ class Checkpoints:
         PreemptedError for a run that was asked to stop, PrunedError for one that a sweep has given up, and
         StorageError for one that cannot be saved.
         """
-        if measured is None and not (self.run.votes.some or self.due.after_step(position.step)):
+        due = self.due.after_step(position.step)
+        if measured is None and not (self.run.votes.some or due):
             return
-        done = measured is not None and measured.is_last
         agreed = self.run.votes.take()
+        done = measured is not None and measured.is_last
         stops = Question.STOP in agreed and not done
         if Question.GIVE_UP in agreed and (failure := self._of_leader(self._failure)):
             raise StorageError(failure)  # unless a later one was written
@@ -94,36 +86,42 @@ class Checkpoints:
             self._discard()
             raise PrunedError(f"after step {position.step}: {pruned.reason}; no checkpoint was kept.")
         is_best = measured is not None and measured.is_best
-        if stops or done or is_best or Question.SAVE in agreed or self.due.after_step(position.step):
-            if is_best:
-                self._best_step = position.step
+        if is_best:
+            self._best_step = position.step
+        if stops or done or is_best or due or Question.SAVE in agreed:
             self._save(position, None if measured is None else measured.metric)
-        run_dir = directory_override("run.dir", self.writer.directory.parent)
         if stops or done:
-            self._report(self.writer.wait())
-            failure = self._failure
-            if failure:
-                failure = (
-                    f"the run is not saved: {failure} After freeing space, the same command with {run_dir} "
-                    "resumes from the newest checkpoint."
-                )
-            if failure := self._of_leader(failure):
-                raise StorageError(failure)
+            self._refuse_unsaved()
         if stops:
             self.run.reports.drain()
-            if pruned is not None:
-                directory = self.writer.directory.parent
-                of_sweep = f"{program()} job {shlex.quote(str(directory))}"
-                again = of_sweep if (directory / JOB).exists() else f"the same command with {run_dir}"
-                raise PrunedError(
-                    f"after step {position.step}: {pruned.reason}; checkpoint saved. To train it "
-                    f"further: {again}"
-                )
-            stopped = PreemptedError(
-                f"after step {position.step}, on request; checkpoint saved. {TO_RESUME} {run_dir}"
-            )
-            stopped.by_scheduler = is_preemption(self.run.stop_signal.stop)
-            raise stopped
+            raise self._stopped(position.step, pruned)
+
+    def _refuse_unsaved(self) -> None:
+        """Raise StorageError, on all ranks, for a run that ends here and whose last checkpoint failed."""
+        self._report(self._checkpointer.wait())
+        failure = self._failure and (
+            f"the run is not saved: {self._failure} After freeing space, the same command with "
+            f"{self._run_dir} resumes from the newest checkpoint."
+        )
+        if failure := self._of_leader(failure):
+            raise StorageError(failure)
+
+    def _stopped(self, step: int, pruned: PruneRequest | None) -> PreemptedError:
+        """The error with which a run ends that was asked to, and is saved."""
+        if pruned is not None:
+            directory = self._checkpointer.directory.parent
+            of_sweep = f"{program()} job {shlex.quote(str(directory))}"
+            again = of_sweep if (directory / JOB).exists() else f"the same command with {self._run_dir}"
+            saved = f"checkpoint saved. To train it further: {again}"
+            return PrunedError(f"after step {step}: {pruned.reason}; {saved}")
+        text = f"after step {step}, on request; checkpoint saved. {TO_RESUME} {self._run_dir}"
+        stopped = PreemptedError(text)
+        stopped.by_scheduler = is_preemption(self.run.stop_signal.stop)
+        return stopped
+
+    @property
+    def _run_dir(self) -> str:
+        return directory_override("run.dir", self._checkpointer.directory.parent)
 
     def _request_to_prune(self) -> PruneRequest | None:
         """The request that the leader has found, the same on all ranks. A collective."""
@@ -134,9 +132,9 @@ class Checkpoints:
     def _discard(self) -> None:
         """Remove the checkpoints of a run that is given up; the last one is not written."""
         self.run.reports.drain()
-        self._report(self.writer.wait())
+        self._report(self._checkpointer.wait())
         if self.run.env.is_leader:
-            shutil.rmtree(self.writer.directory, ignore_errors=True)
+            shutil.rmtree(self._checkpointer.directory, ignore_errors=True)
 
     def _save(self, position: Position, metric: Compared | None) -> None:
         self.run.reports.flush()  # raises if the run has diverged, which is then not saved
@@ -145,7 +143,7 @@ class Checkpoints:
         # Before anything is copied: a difference between the ranks ends the run, and is never saved.
         check_replicas(self.run.stepper, self.run.average)
         self.run.heartbeat.beat("checkpoint")
-        self._report(self.writer.publish(lambda: self.take(position, metric)))
+        self._report(self._saved.save(position, metric))
         self.due.done()
         self.run.reports.restart_timer()
 

@@ -136,7 +136,7 @@ def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
         )
         assert (staged is None) == (env.rank != LEADER)
         if staged is not None:
-            snapshot = staged()
+            snapshot = staged.finish()
             places.append({name: value.data_ptr() for name, value in snapshot.engine.optimizer.items()})
             for part in ("weights", "optimizer"):
                 values = getattr(present, part)

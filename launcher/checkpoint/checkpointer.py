@@ -1,0 +1,84 @@
+"""The checkpoints of one run, behind one object: find the one to resume from, load it, save new ones.
+
+All ranks make the same calls. Only rank 0 reads and writes files, the latter on a thread of its own. When a
+checkpoint is due, and what a failure means for the run, belongs to the caller.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launcher.checkpoint import catalog, snapshot
+from launcher.checkpoint.async_writer import Finish, Writer, WriteReport
+from launcher.checkpoint.catalog import Found
+from launcher.checkpoint.host_memory import HostMemory
+from launcher.checkpoint.snapshot import Compared, Identity, Origin, Progress, Snapshot, Surroundings
+from launcher.distributed.env import WorkerEnv
+from launcher.engine import Stepper, WeightAverage
+from launcher.engine.precision.loss_scale import ScaleStart
+
+
+class Checkpointer:
+    """Keeps the `keep` newest checkpoints of a run and the best. A context, whose end waits for the last."""
+
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        env: WorkerEnv,
+        stepper: Stepper,
+        average: WeightAverage | None,
+        identity: Identity,
+        origin: Origin,
+    ) -> None:
+        self.directory = directory
+        self._env, self._stepper, self._average = env, stepper, average
+        self._identity, self._origin = identity, origin
+        self._writer, self._memory = Writer(directory, keep), HostMemory()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._writer.__exit__(*error)
+
+    def find(self, wish: str) -> Found:
+        """The checkpoint to resume from, as `checkpoint.resume` says, read by rank 0. A collective.
+
+        Raises on all ranks: see `catalog.resume`.
+        """
+        return catalog.resume(self._env, self.directory, wish, self._identity)
+
+    def load(self, saved: Snapshot) -> ScaleStart:
+        """Continue from what `find` has read. A collective; raises ConfigError for that of another model."""
+        return snapshot.restore(self._stepper, saved, self._env, self._average)
+
+    def save(self, progress: Progress, metric: Compared | None, extra: Surroundings) -> WriteReport | None:
+        """Copy the state of the run and begin to write it. A collective.
+
+        Waits for the checkpoint before this one, and returns its report, unless it was returned before.
+        """
+
+        def take() -> Finish | None:
+            pending = snapshot.stage(
+                self._stepper,
+                self._env,
+                self._identity,
+                self._origin,
+                progress,
+                metric,
+                extra,
+                self._memory,
+                self._average,
+            )
+            return None if pending is None else pending.finish
+
+        return self._writer.publish(take)
+
+    def poll(self) -> WriteReport | None:
+        """The report of a checkpoint that has been written, once; None where there is none."""
+        return self._writer.poll()
+
+    def wait(self) -> WriteReport | None:
+        """The report of the checkpoint that is being written, once it is; None where there is none."""
+        return self._writer.wait()
