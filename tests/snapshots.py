@@ -12,15 +12,23 @@ import torch
 from torch import Tensor
 
 from launcher.checkpoint.format import publish
-from launcher.checkpoint.host_memory import HostMemory
+from launcher.checkpoint.host_memory import PinnedStagingBuffer
 from launcher.checkpoint.manifest import MANIFEST, manifest_text
-from launcher.checkpoint.snapshot import Compared, Identity, Origin, Progress, Snapshot, Surroundings, stage
+from launcher.checkpoint.snapshot import (
+    MonitoredMetric,
+    RunExtras,
+    RunIdentity,
+    SavedWith,
+    Snapshot,
+    TrainProgress,
+    stage,
+)
 from launcher.checkpoint.tensors import write_bytes
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AverageState, Stepper
 from launcher.engine.state import EngineState
 
-IDENTITY = Identity(
+IDENTITY = RunIdentity(
     recipe="cnn",
     model="small",
     optimizer="adamw",
@@ -56,29 +64,34 @@ def snapshot(
             reference_count=4,
             scale_mode="dynamic",
         ),
-        progress=Progress(epoch=step // 10, step=step, samples=step * 10),
+        progress=TrainProgress(epoch=step // 10, step=step, samples=step * 10),
         identity=IDENTITY,
-        origin=Origin(world_size=2, wire="fp16 native"),
+        origin=SavedWith(world_size=2, wire="fp16 native"),
         names={"fc.weight": "fc.weight", "fc.bias": "fc.bias", "norm.count": "norm.count"},
         rank_buffers={"norm.count": torch.tensor([step, step + 1])},
-        metric=None if metric is None else Compared("accuracy", metric, lower_is_better),
+        metric=None if metric is None else MonitoredMetric("accuracy", metric, lower_is_better),
         average=AverageState(
             weights={name: tensor * 3 for name, tensor in weights.items()},
             buffers={"norm.running_mean": torch.full((2,), step + 0.5)},
             counters={"applied": step},
         ),
         average_buffers={"norm.running_mean": torch.tensor([[step], [step + 1.0]]).expand(2, 2)},
-        extra=Surroundings({"evaluation": {"best": float("inf")}}, evaluated=True, settings={"seed": "0"}),
+        extra=RunExtras({"evaluation": {"best": float("inf")}}, evaluated=True, settings={"seed": "0"}),
     )
     return replace(made, **changes)
 
 
 def take(
-    stepper: Stepper, env: WorkerEnv, identity: Identity, origin: Origin, progress: Progress, **more: Any
+    stepper: Stepper,
+    env: WorkerEnv,
+    identity: RunIdentity,
+    origin: SavedWith,
+    progress: TrainProgress,
+    **more: Any,
 ) -> Snapshot | None:
     """The state of a run in memory of its own. A collective."""
-    metric, extra = more.pop("metric", None), more.pop("extra", Surroundings())
-    staged = stage(stepper, env, identity, origin, progress, metric, extra, HostMemory(), **more)
+    metric, extra = more.pop("metric", None), more.pop("extra", RunExtras())
+    staged = stage(stepper, env, identity, origin, progress, metric, extra, PinnedStagingBuffer(), **more)
     return None if staged is None else staged.finish()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from launcher import worker
 from launcher.checkpoint.format import load
-from launcher.checkpoint.snapshot import Identity, Origin, Progress, Snapshot
+from launcher.checkpoint.snapshot import RunIdentity, SavedWith, Snapshot, TrainProgress
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed import process_group
@@ -132,8 +132,8 @@ def test_nothing_of_a_snapshot_stays_on_the_device(policy, wire) -> None:
     with alone if wire is None else fake_group(2) as group, MetaDevice():
         stepper = stepper_of(policy, group, wire, 1)
         env = WorkerEnv(0, 1 if group is None else 2, 0, 1, META, group)
-        identity = Identity.of(composed(), stepper.model, 100)
-        snapshot = take(stepper, env, identity, Origin(1, "none"), Progress(0, 1, 8))
+        identity = RunIdentity.of(composed(), stepper.model, 100)
+        snapshot = take(stepper, env, identity, SavedWith(1, "none"), TrainProgress(0, 1, 8))
     assert isinstance(snapshot, Snapshot)
     found = tensors_in(snapshot)
     assert len(found) > 20

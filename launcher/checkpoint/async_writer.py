@@ -21,9 +21,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.checkpoint.catalog import by_metric, candidates, retain
+from launcher.checkpoint.catalog import candidates, retain, sorted_by_metric
 from launcher.checkpoint.format import publish, size_of_tensors
-from launcher.checkpoint.manifest import looks_whole
+from launcher.checkpoint.manifest import sizes_match
 from launcher.checkpoint.snapshot import Snapshot
 from launcher.errors import LauncherError
 
@@ -55,7 +55,7 @@ class Throttle:
 
 
 @dataclass(frozen=True)
-class WriteReport:
+class SaveResult:
     """The outcome of writing one checkpoint.
 
     `path` is None where it was not written. With a path, `error` concerns the deletion of older checkpoints.
@@ -72,7 +72,7 @@ FIRST_RETRY_S = 1.0  # after a checkpoint that could not be written; doubled aft
 LAST_RETRY_S = 64.0
 
 
-class Due:
+class SaveSchedule:
     """When a checkpoint is due: every so many steps, so many seconds after the last one, and soon after one
     that could not be written: a disk may be full for a moment only.
     """
@@ -110,7 +110,7 @@ class Due:
 Finish = Callable[[], Snapshot]  # `PendingSnapshot.finish`
 
 
-class Writer:
+class AsyncCheckpointWriter:
     """Writes snapshots into `directory` and retains the `keep` newest and the best.
 
     All ranks make the same calls. Ranks whose snapshots are None write nothing and start no thread.
@@ -121,11 +121,11 @@ class Writer:
         self.directory = directory
         self._keep = keep
         self._own: set[Path] = set()
-        self._pending: Future[WriteReport] | None = None
+        self._pending: Future[SaveResult] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._awaited = threading.Event()  # by a caller that does nothing else meanwhile
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> AsyncCheckpointWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -133,7 +133,7 @@ class Writer:
         # The event before it ends the pauses of the write: nothing trains beside it any more.
         self._thread.shutdown(wait=True)
 
-    def publish(self, take: Callable[[], Finish | None]) -> WriteReport | None:
+    def publish(self, take: Callable[[], Finish | None]) -> SaveResult | None:
         """Take a snapshot and start writing it; returns the previous report unless it was returned before.
 
         Waits for the previous write first, so that host memory never holds two snapshots. `take` may be a
@@ -146,17 +146,17 @@ class Writer:
             self._pending = self._thread.submit(self._write, finish)
         return previous
 
-    def poll(self) -> WriteReport | None:
+    def poll(self) -> SaveResult | None:
         """The report of a finished write, once; None where there is none or it is still pending."""
         return self.wait() if self._pending is not None and self._pending.done() else None
 
-    def wait(self) -> WriteReport | None:
+    def wait(self) -> SaveResult | None:
         """Wait for the pending write and return its report, once."""
         self._awaited.set()
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
-    def _write(self, finish: Finish) -> WriteReport:
+    def _write(self, finish: Finish) -> SaveResult:
         snapshot = finish()
         began, step, path = time.perf_counter(), snapshot.progress.step, None
         error, size_bytes = None, 0
@@ -164,12 +164,12 @@ class Writer:
             path = publish(self.directory, snapshot, Throttle(size_of_tensors(snapshot), self._awaited))
             self._own.add(path)
             size_bytes = sum(file.stat().st_size for file in path.iterdir())
-            self._tidy()
+            self._apply_retention()
         except LauncherError as failure:
             error = failure
-        return WriteReport(step, path, time.perf_counter() - began, size_bytes, error)
+        return SaveResult(step, path, time.perf_counter() - began, size_bytes, error)
 
-    def _tidy(self) -> None:
-        whole = [path for path in candidates(self.directory) if looks_whole(path)]
-        best = by_metric(whole)
+    def _apply_retention(self) -> None:
+        whole = [path for path in candidates(self.directory) if sizes_match(path)]
+        best = sorted_by_metric(whole)
         self._own -= set(retain(self.directory, self._keep, best[0] if best else None, self._own))

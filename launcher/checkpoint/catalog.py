@@ -21,13 +21,13 @@ from launcher.checkpoint.format import (
     DAMAGED,
     UNFINISHED,
     Content,
+    quarantine,
     read_content,
     read_state,
-    set_aside,
     snapshot_of,
 )
-from launcher.checkpoint.manifest import MANIFEST, looks_whole, verify
-from launcher.checkpoint.snapshot import Compared, Identity, Snapshot
+from launcher.checkpoint.manifest import MANIFEST, sizes_match, verify
+from launcher.checkpoint.snapshot import MonitoredMetric, RunIdentity, Snapshot
 from launcher.distributed.collectives import of_leader, raised_on_all
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, StorageError
@@ -41,7 +41,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumeChoice:
     """The chosen checkpoint, None for a fresh start, and why others were skipped, by name: damaged ones.
 
     `snapshot` is its content, once it has been read to resume from.
@@ -81,7 +81,7 @@ def candidates(directory: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def newest_intact(directory: Path, rename_damaged: bool = True) -> Found:
+def newest_intact(directory: Path, rename_damaged: bool = True) -> ResumeChoice:
     """The intact checkpoint of the highest step, and the damaged ones of higher steps.
 
     Damaged ones are renamed to `damaged-...` unless `rename_damaged` is false. Raises ConfigError for
@@ -91,11 +91,11 @@ def newest_intact(directory: Path, rename_damaged: bool = True) -> Found:
 
 
 def best_intact(directory: Path) -> Path | None:
-    """The intact checkpoint with the best metric, as `by_metric`. Renames nothing."""
-    return _first_intact(by_metric(candidates(directory)), rename_damaged=False).path
+    """The intact checkpoint with the best metric, as `sorted_by_metric`. Renames nothing."""
+    return _first_intact(sorted_by_metric(candidates(directory)), rename_damaged=False).path
 
 
-def by_metric(paths: Sequence[Path]) -> list[Path]:
+def sorted_by_metric(paths: Sequence[Path]) -> list[Path]:
     """The `paths` with the metric of the newest that has one, best first; of equal ones the first in the run.
 
     A run that was resumed with another compare_by has checkpoints of both metrics, which cannot be compared.
@@ -104,7 +104,7 @@ def by_metric(paths: Sequence[Path]) -> list[Path]:
     if not measured:
         return []
     newest, _ = max(measured, key=lambda pair: step_of(pair[1]))
-    costs = [(metric.cost, step_of(path), path) for metric, path in measured if metric.is_like(newest)]
+    costs = [(metric.cost, step_of(path), path) for metric, path in measured if metric.same_metric(newest)]
     return [path for *_, path in sorted(costs)]
 
 
@@ -121,7 +121,7 @@ def retain(
     good: list[Path] = []
     for path in candidates(directory):
         # All checkpoints to keep are verified before the first one is deleted.
-        if len(good) >= keep or (looks_whole(path) if path in own else not verify(path)):
+        if len(good) >= keep or (sizes_match(path) if path in own else not verify(path)):
             good.append(path)
     deleted = [path for path in good[keep:] if path != best]
     what = f"old checkpoints in {directory} cannot be deleted"
@@ -134,22 +134,22 @@ def retain(
     return deleted
 
 
-def _first_intact(paths: Sequence[Path], rename_damaged: bool) -> Found:
+def _first_intact(paths: Sequence[Path], rename_damaged: bool) -> ResumeChoice:
     damaged: dict[str, str] = {}
     for path in paths:
         if not (problems := verify(path)):
-            return Found(path, damaged)
+            return ResumeChoice(path, damaged)
         damaged[path.name] = "; ".join(problems)
         if rename_damaged:
             with contextlib.suppress(OSError):  # reported in any case, and never loaded
-                set_aside(path, DAMAGED)
-    return Found(None, damaged)
+                quarantine(path, DAMAGED)
+    return ResumeChoice(None, damaged)
 
 
-def _metric_of(path: Path) -> Compared | None:
+def _metric_of(path: Path) -> MonitoredMetric | None:
     """The metric of a checkpoint; None where it has none, or none that is a number."""
     try:
-        metric = Compared(**restored(read_state(path)["metric"]))
+        metric = MonitoredMetric(**restored(read_state(path)["metric"]))
         return None if math.isnan(metric.cost) else metric
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -166,7 +166,7 @@ def _refuse_link(path: Path) -> None:
 AUTO, NEVER = "auto", "never"
 
 
-def resume(env: WorkerEnv, directory: Path, wish: str, identity: Identity) -> Found:
+def resume(env: WorkerEnv, directory: Path, wish: str, identity: RunIdentity) -> ResumeChoice:
     """Choose and read the checkpoint to resume from, as `checkpoint.resume` says. A collective.
 
     Rank 0 chooses, verifies and reads; the others receive what it has read, whatever they see themselves.
@@ -186,7 +186,7 @@ def resume(env: WorkerEnv, directory: Path, wish: str, identity: Identity) -> Fo
         return json.dumps([str(content.path.absolute()), found.damaged, content.state, elsewhere]).encode()
 
     path, damaged, state, elsewhere = json.loads(of_leader(env, chosen))
-    found = Found(None if path is None else Path(path), damaged)
+    found = ResumeChoice(None if path is None else Path(path), damaged)
     if found.path is not None:
         both = broadcast_tensors(env, read[0].both if read else None)
         rest = broadcast_tensors(env, read[0].rest if read else None)
@@ -200,7 +200,7 @@ def resume(env: WorkerEnv, directory: Path, wish: str, identity: Identity) -> Fo
     return found
 
 
-def _read_choice(directory: Path, wish: str) -> tuple[Found, Content | None]:
+def _read_choice(directory: Path, wish: str) -> tuple[ResumeChoice, Content | None]:
     """What rank 0 resumes from, and its files."""
     try:
         found = _choose(directory, wish)
@@ -213,9 +213,9 @@ def _read_choice(directory: Path, wish: str) -> tuple[Found, Content | None]:
         raise StorageError(f"{what}: {error}. {advice}") from error
 
 
-def _choose(directory: Path, wish: str) -> Found:
+def _choose(directory: Path, wish: str) -> ResumeChoice:
     if wish == NEVER:
-        return Found(None)
+        return ResumeChoice(None)
     if wish == AUTO:
         return newest_intact(directory)
     if not Path(wish).resolve().is_relative_to(directory.parent.resolve()):
@@ -231,7 +231,7 @@ def _choose(directory: Path, wish: str) -> Found:
     return found
 
 
-def _demanded(path: Path) -> Found:
+def _demanded(path: Path) -> ResumeChoice:
     """The newest intact checkpoint at `path`: a checkpoint, a run, or the checkpoints folder of a run."""
     if not path.exists():
         raise ConfigError(
@@ -243,7 +243,7 @@ def _demanded(path: Path) -> Found:
             return newest_intact(directory, rename_damaged=False)
     if (path / MANIFEST).exists() or path.is_symlink():
         return _first_intact([path], rename_damaged=False)
-    return Found(None)
+    return ResumeChoice(None)
 
 
 def _set_aside_replaced(directory: Path, resumed: Path | None) -> None:
@@ -260,4 +260,4 @@ def _set_aside_replaced(directory: Path, resumed: Path | None) -> None:
     what = f"replaced checkpoints cannot be renamed in {directory}"
     with failing_as_storage_error(what, "The run must be able to write there: make it writable."):
         for path in present:
-            set_aside(path, REPLACED)
+            quarantine(path, REPLACED)

@@ -9,10 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from launcher.checkpoint import catalog, snapshot
-from launcher.checkpoint.async_writer import Finish, Writer, WriteReport
-from launcher.checkpoint.catalog import Found
-from launcher.checkpoint.host_memory import HostMemory
-from launcher.checkpoint.snapshot import Compared, Identity, Origin, Progress, Snapshot, Surroundings
+from launcher.checkpoint.async_writer import AsyncCheckpointWriter, Finish, SaveResult
+from launcher.checkpoint.catalog import ResumeChoice
+from launcher.checkpoint.host_memory import PinnedStagingBuffer
+from launcher.checkpoint.snapshot import (
+    MonitoredMetric,
+    RunExtras,
+    RunIdentity,
+    SavedWith,
+    Snapshot,
+    TrainProgress,
+)
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import Stepper, WeightAverage
 from launcher.engine.precision.loss_scale import ScaleStart
@@ -28,13 +35,13 @@ class Checkpointer:
         env: WorkerEnv,
         stepper: Stepper,
         average: WeightAverage | None,
-        identity: Identity,
-        origin: Origin,
+        identity: RunIdentity,
+        origin: SavedWith,
     ) -> None:
         self.directory = directory
         self._env, self._stepper, self._average = env, stepper, average
         self._identity, self._origin = identity, origin
-        self._writer, self._memory = Writer(directory, keep), HostMemory()
+        self._writer, self._memory = AsyncCheckpointWriter(directory, keep), PinnedStagingBuffer()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -42,7 +49,7 @@ class Checkpointer:
     def __exit__(self, *error: object) -> None:
         self._writer.__exit__(*error)
 
-    def find(self, wish: str) -> Found:
+    def find(self, wish: str) -> ResumeChoice:
         """The checkpoint to resume from, as `checkpoint.resume` says, read by rank 0. A collective.
 
         Raises on all ranks: see `catalog.resume`.
@@ -53,7 +60,9 @@ class Checkpointer:
         """Continue from what `find` has read. A collective; raises ConfigError for that of another model."""
         return snapshot.restore(self._stepper, saved, self._env, self._average)
 
-    def save(self, progress: Progress, metric: Compared | None, extra: Surroundings) -> WriteReport | None:
+    def save(
+        self, progress: TrainProgress, metric: MonitoredMetric | None, extra: RunExtras
+    ) -> SaveResult | None:
         """Copy the state of the run and begin to write it. A collective.
 
         Waits for the checkpoint before this one, and returns its report, unless it was returned before.
@@ -75,10 +84,10 @@ class Checkpointer:
 
         return self._writer.publish(take)
 
-    def poll(self) -> WriteReport | None:
+    def poll(self) -> SaveResult | None:
         """The report of a checkpoint that has been written, once; None where there is none."""
         return self._writer.poll()
 
-    def wait(self) -> WriteReport | None:
+    def wait(self) -> SaveResult | None:
         """The report of the checkpoint that is being written, once it is; None where there is none."""
         return self._writer.wait()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from launcher.checkpoint.catalog import FOLDER, best_intact, newest_intact
 from launcher.checkpoint.format import load
-from launcher.checkpoint.snapshot import Compared
+from launcher.checkpoint.snapshot import MonitoredMetric
 from launcher.checkpoint.tensors import write_tensors
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import failing_as_storage_error, replacing, require_plain
@@ -37,7 +37,7 @@ class Exported:
     num_tensors: int
     averaged: bool = False  # whether they are the moving average of the weights
     step: int = 0  # after which they were saved
-    metric: Compared | None = None  # that was measured with them
+    metric: MonitoredMetric | None = None  # that was measured with them
 
 
 def export(

@@ -32,13 +32,13 @@ from launcher.checkpoint.manifest import (
     verify,
 )
 from launcher.checkpoint.snapshot import (
-    Compared,
-    Identity,
-    Origin,
-    Progress,
+    MonitoredMetric,
+    RunExtras,
+    RunIdentity,
+    SavedWith,
     Snapshot,
-    Surroundings,
-    of_all_ranks,
+    TrainProgress,
+    mean_over_ranks,
 )
 from launcher.checkpoint.tensors import Pace, described, directly, read_tensors, write_bytes, write_tensors
 from launcher.engine import AverageState
@@ -79,7 +79,7 @@ def publish(directory: Path, snapshot: Snapshot, run: Pace = directly) -> Path:
         # The names of its files must be on disk before the directory gets its final name.
         sync_directory(temporary)
         if os.path.lexists(final) and verify(final):
-            set_aside(final, DAMAGED)
+            quarantine(final, DAMAGED)
         if os.path.lexists(final) and _same_state(there := read(final), snapshot):
             if snapshot.metric is not None and there.metric is None:
                 _exchange(temporary, final)
@@ -157,7 +157,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def set_aside(path: Path, prefix: str) -> Path:
+def quarantine(path: Path, prefix: str) -> Path:
     """Rename a checkpoint so that it is no longer used, without losing any of it. Raises OSError."""
     number, target = 1, path.with_name(prefix + path.name)
     while os.path.lexists(target):
@@ -235,7 +235,7 @@ def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str,
         raise ValueError(f"{STATE} names tensors that are missing: {', '.join(sorted(unknown))}")
     average, average_buffers = None, _of(AVERAGE_BY_RANK, rest)
     if state["average"] is not None:
-        of_all = {name: of_all_ranks(name, rows) for name, rows in average_buffers.items()}
+        of_all = {name: mean_over_ranks(name, rows) for name, rows in average_buffers.items()}
         average = AverageState(_of(AVERAGE, rest), of_all, _whole(state["average"]))
     return Snapshot(
         engine=EngineState(
@@ -246,15 +246,15 @@ def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str,
             reference_count=state["reference_count"],
             scale_mode=state["scale_mode"],
         ),
-        progress=Progress(**_whole(state["progress"])),
-        identity=Identity(**state["identity"]),
-        origin=Origin(**state["origin"]),
+        progress=TrainProgress(**_whole(state["progress"])),
+        identity=RunIdentity(**state["identity"]),
+        origin=SavedWith(**state["origin"]),
         names=state["names"],
         rank_buffers=_of(BY_RANK, rest),
         average=average,
         average_buffers=average_buffers,
-        metric=None if state["metric"] is None else Compared(**restored(state["metric"])),
-        extra=exactly(Surroundings, restored(state["extra"])),
+        metric=None if state["metric"] is None else MonitoredMetric(**restored(state["metric"])),
+        extra=exactly(RunExtras, restored(state["extra"])),
     )
 
 

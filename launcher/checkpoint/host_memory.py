@@ -18,7 +18,7 @@ ALIGNMENT_BYTES = 64  # a multiple of every element size, as offsets of bytes vi
 
 @dataclass(frozen=True)
 class Copies:
-    """Tensors by name on the host, views of a HostMemory. Their values are valid once `wait` returns."""
+    """Tensors by name, views of a PinnedStagingBuffer. Their values are valid once `wait` returns."""
 
     tensors: dict[str, Tensor]
     ready: torch.cuda.Event | None = None
@@ -30,7 +30,7 @@ class Copies:
             self.ready.synchronize()
 
 
-class HostMemory:
+class PinnedStagingBuffer:
     """Memory for one set of copies at a time, pinned where they come from a GPU.
 
     It grows to the largest set and is reused, because pinning takes longer than a copy. torch rounds pinned
@@ -83,7 +83,7 @@ class HostMemory:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # freed first, so that both never exist at once
             self._bytes = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
 
-    def _homes(self, stretches: list[_Stretch]) -> Iterator[Tensor]:
+    def _homes(self, stretches: list[_SharedStorageRange]) -> Iterator[Tensor]:
         """A flat tensor in this memory for each stretch, of its dtype and length."""
         start = 0
         for stretch in stretches:
@@ -92,7 +92,7 @@ class HostMemory:
             start += stretch.size_bytes
 
     def _copy_on_side_stream(
-        self, stretches: list[_Stretch], homes: list[Tensor], device: torch.device
+        self, stretches: list[_SharedStorageRange], homes: list[Tensor], device: torch.device
     ) -> torch.cuda.Event:
         """Queue the copies after the work already queued, concurrent with later work."""
         self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -107,7 +107,7 @@ class HostMemory:
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _SharedStorageRange:
     """The flat range from the first to the last element of tensors that share memory."""
 
     flat: Tensor
@@ -126,7 +126,7 @@ class _Stretch:
             yield name, view, int(view.storage_offset()) - start if view.numel() else 0
 
 
-def _stretches(tensors: Mapping[str, Tensor]) -> list[_Stretch]:
+def _stretches(tensors: Mapping[str, Tensor]) -> list[_SharedStorageRange]:
     by_memory: dict[object, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         key = (tensor.untyped_storage()._cdata if tensor.numel() else None, tensor.dtype)
@@ -134,10 +134,10 @@ def _stretches(tensors: Mapping[str, Tensor]) -> list[_Stretch]:
     return [_stretch(views) for views in by_memory.values()]
 
 
-def _stretch(views: dict[str, Tensor]) -> _Stretch:
+def _stretch(views: dict[str, Tensor]) -> _SharedStorageRange:
     first = next(iter(views.values()))
     if not first.numel():
-        return _Stretch(first.reshape(-1)[:0].cpu(), views)
+        return _SharedStorageRange(first.reshape(-1)[:0].cpu(), views)
     start = min(view.storage_offset() for view in views.values())
     end = max(view.storage_offset() + extent(view) for view in views.values())
-    return _Stretch(first.as_strided((end - start,), (1,), start), views)
+    return _SharedStorageRange(first.as_strided((end - start,), (1,), start), views)

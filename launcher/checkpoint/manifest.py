@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from launcher.checkpoint.tensors import Written
+from launcher.checkpoint.tensors import FileDigest
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import open_plain, read_regular
 
@@ -57,7 +57,7 @@ def _not_allowed(path: Path, error: PermissionError) -> StorageError:
     )
 
 
-def looks_whole(path: Path) -> bool:
+def sizes_match(path: Path) -> bool:
     """Whether all files exist in full length: a quick check for checkpoints written by this process."""
     try:
         entries = read_manifest(path)
@@ -66,7 +66,7 @@ def looks_whole(path: Path) -> bool:
         return False
 
 
-def read_manifest(path: Path) -> dict[str, Written]:
+def read_manifest(path: Path) -> dict[str, FileDigest]:
     """Expected size and digest of each file. Raises OSError, ValueError, ConfigError for a newer format."""
     try:
         raw = read_regular(path / MANIFEST)
@@ -80,7 +80,7 @@ def read_manifest(path: Path) -> dict[str, Written]:
             )
         if path.name.startswith(STEP) and path.name != step_name(content["step"]):
             raise ValueError(f"it belongs to step {content['step']}")
-        files = {name: Written(**entry) for name, entry in content["files"].items()}
+        files = {name: FileDigest(**entry) for name, entry in content["files"].items()}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError("it is not what a run writes") from error
     if set(files) != {WEIGHTS, OPTIMIZER, STATE}:
@@ -95,12 +95,12 @@ def manifest_text(content: Mapping[str, object]) -> bytes:
     return f'{{"content": {text}, "sha256": "{digest}"}}\n'.encode()
 
 
-def manifest_of(step: int, files: Mapping[str, Written]) -> bytes:
+def manifest_of(step: int, files: Mapping[str, FileDigest]) -> bytes:
     entries = {name: asdict(written) for name, written in files.items()}
     return manifest_text({"format": FORMAT, "step": step, "files": entries})
 
 
-def _problems_of(file: Path, entry: Written) -> list[str]:
+def _problems_of(file: Path, entry: FileDigest) -> list[str]:
     try:
         with open(open_plain(file, os.O_RDONLY), "rb") as opened:
             size_bytes = os.fstat(opened.fileno()).st_size

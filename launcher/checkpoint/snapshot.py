@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from launcher.checkpoint.host_memory import Copies, HostMemory
+from launcher.checkpoint.host_memory import Copies, PinnedStagingBuffer
 from launcher.config.schema import Config
 from launcher.distributed.collectives import gather
 from launcher.distributed.env import LEADER, WorkerEnv
@@ -27,7 +27,7 @@ SHOWN = 3  # differences named in an error
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainProgress:
     """Progress of a run: epochs, finished steps, samples trained on."""
 
     epoch: int
@@ -36,7 +36,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Compared:
+class MonitoredMetric:
     """The value by which runs are compared, measured with the weights that it is saved with."""
 
     name: str
@@ -48,13 +48,13 @@ class Compared:
         """The value, negated where higher is better."""
         return float(self.value if self.lower_is_better else -self.value)
 
-    def is_like(self, other: Compared) -> bool:
+    def same_metric(self, other: MonitoredMetric) -> bool:
         """Whether the values of both can be compared."""
         return (self.name, self.lower_is_better) == (other.name, other.lower_is_better)
 
 
 @dataclass(frozen=True)
-class Origin:
+class SavedWith:
     """Conditions under which a state was saved. A run may resume under others."""
 
     world_size: int
@@ -62,7 +62,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Identity:
+class RunIdentity:
     """The properties that a resumed run must share. Learning rate, epochs, ranks and wire may change."""
 
     recipe: str
@@ -77,7 +77,7 @@ class Identity:
     tensors: dict[str, list[int]]  # shapes of parameters and buffers by name
 
     @classmethod
-    def of(cls, config: Config, model: nn.Module, num_samples: int) -> Identity:
+    def of(cls, config: Config, model: nn.Module, num_samples: int) -> RunIdentity:
         tensors = [*named_parameters(model).items(), *named_buffers(model).items()]
         return cls(
             recipe=config.recipe.name,
@@ -92,7 +92,7 @@ class Identity:
             tensors={name: list(tensor.shape) for name, tensor in tensors},
         )
 
-    def differences(self, saved: Identity) -> list[str]:
+    def differences(self, saved: RunIdentity) -> list[str]:
         """Properties on which `saved` differs from this run, as messages; empty for the same run."""
         mine, theirs = asdict(self), asdict(saved)
         shapes, saved_shapes = mine.pop("tensors"), theirs.pop("tensors")
@@ -107,7 +107,7 @@ class Identity:
                 found.append(f"{name} is {there} there and {here} here")
         return found
 
-    def refuse_other(self, saved: Identity, where: str, *, as_start: bool = False) -> None:
+    def refuse_other(self, saved: RunIdentity, where: str, *, as_start: bool = False) -> None:
         """Raise ConfigError unless `saved`, found in `where`, is of this run.
 
         `as_start`: the state of another run from which this one starts. Its precision may differ, because
@@ -123,7 +123,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RunExtras:
     """What else a resumed run needs: `extra` of state.json."""
 
     parts: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # by part, what it keeps
@@ -148,13 +148,13 @@ class Snapshot:
     """
 
     engine: EngineState
-    progress: Progress
-    identity: Identity
-    origin: Origin
+    progress: TrainProgress
+    identity: RunIdentity
+    origin: SavedWith
     names: dict[str, str]
     rank_buffers: dict[str, Tensor] = field(default_factory=dict)
-    metric: Compared | None = None
-    extra: Surroundings = field(default_factory=Surroundings)
+    metric: MonitoredMetric | None = None
+    extra: RunExtras = field(default_factory=RunExtras)
     average: AverageState | None = None
     average_buffers: dict[str, Tensor] = field(default_factory=dict)
 
@@ -179,7 +179,7 @@ class PendingSnapshot:
         return replace(
             self.begun,
             engine=replace(self.begun.engine, buffers=_of_all(buffers)),
-            rank_buffers={name: each for name, each in buffers.items() if not _alike(each)},
+            rank_buffers={name: each for name, each in buffers.items() if not _equal_on_ranks(each)},
             average=None if average is None else replace(average, buffers=_of_all(of_average)),
             average_buffers=of_average,
         )
@@ -190,18 +190,18 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _of_all(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: of_all_ranks(name, each) for name, each in rows.items()}
+    return {name: mean_over_ranks(name, each) for name, each in rows.items()}
 
 
 def stage(
     stepper: Stepper,
     env: WorkerEnv,
-    identity: Identity,
-    origin: Origin,
-    progress: Progress,
-    metric: Compared | None,
-    extra: Surroundings,
-    memory: HostMemory,
+    identity: RunIdentity,
+    origin: SavedWith,
+    progress: TrainProgress,
+    metric: MonitoredMetric | None,
+    extra: RunExtras,
+    memory: PinnedStagingBuffer,
     average: WeightAverage | None = None,
 ) -> PendingSnapshot | None:
     """Copy the run's state between steps, without waiting for the copies of weights and states into `memory`.
@@ -316,16 +316,16 @@ def _viewed(rows: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     return values
 
 
-def _alike(rows: Tensor) -> bool:
+def _equal_on_ranks(rows: Tensor) -> bool:
     """Whether all ranks hold the same bits."""
     patterns = rows.flatten(1) if rows.ndim > 1 else rows.unsqueeze(1)
     bits = patterns.view(torch.uint8)
     return torch.equal(bits, bits[:1].expand_as(bits))
 
 
-def of_all_ranks(name: str, rows: Tensor) -> Tensor:
+def mean_over_ranks(name: str, rows: Tensor) -> Tensor:
     """For running statistics the mean where the ranks differ, as in `Buffers.average`; else rank 0's."""
-    if not (rows.is_floating_point() and is_statistic(name)) or _alike(rows):
+    if not (rows.is_floating_point() and is_statistic(name)) or _equal_on_ranks(rows):
         return rows[0].clone()
     return (rows.double().sum(dim=0) / len(rows)).to(rows.dtype)
 

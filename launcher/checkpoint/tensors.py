@@ -39,7 +39,7 @@ _ALIGNMENT_BYTES = 8  # to which the safetensors library pads its header
 
 
 @dataclass(frozen=True)
-class Written:
+class FileDigest:
     """Size and digest of a file, as written."""
 
     size_bytes: int
@@ -55,7 +55,7 @@ def directly(work: Callable[[], object], size_bytes: int) -> None:
     work()
 
 
-def write_bytes(path: Path, *parts: bytes | memoryview) -> Written:
+def write_bytes(path: Path, *parts: bytes | memoryview) -> FileDigest:
     """Create `path` from `parts`; it is on disk before this returns. Raises OSError, also if it exists."""
     with open(path, "xb") as file:
         return _write_through(file, parts, directly)
@@ -63,7 +63,7 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> Written:
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], run: Pace = directly
-) -> Written:
+) -> FileDigest:
     """Create a safetensors file of CPU tensors of any strides; it is on disk before this returns.
 
     `run` makes each piece of the work: a few MB written and hashed.
@@ -115,14 +115,14 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}
 
 
-def _write_through(file: BinaryIO, parts: Iterable[bytes | memoryview], run: Pace) -> Written:
+def _write_through(file: BinaryIO, parts: Iterable[bytes | memoryview], run: Pace) -> FileDigest:
     digest, size_bytes = hashlib.sha256(), 0
     for piece in _pieces(parts):
         piece_bytes = sum(len(part) for part in piece)
         run(partial(_write_piece, file, digest, piece), piece_bytes)
         size_bytes += piece_bytes
     run(partial(_to_disk, file), 0)
-    return Written(size_bytes, digest.hexdigest())
+    return FileDigest(size_bytes, digest.hexdigest())
 
 
 def _pieces(parts: Iterable[bytes | memoryview]) -> Iterator[list[bytes | memoryview]]:

@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
     """Run a job: in parent mode on new workers, else on the ranks started with this process."""
-    from launcher.run_dir.claim import claimed
+    from launcher.run_dir.claim import open_run_dir
     from launcher.supervisor.supervise import run_supervised
 
     workers = num_workers(config.launch, leader.launch)
-    with claimed(leader.recalled(config), overrides) as claim:
+    with open_run_dir(leader.recalled(config), overrides) as claim:
         if claim.finished:
             say(claim.finished, sys.stdout)
         elif workers is None or leader.launch.is_node:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from launcher.checkpoint.snapshot import Compared
+from launcher.checkpoint.snapshot import MonitoredMetric
 from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import Evaluation
 from launcher.recipe.checks import names_to_compare_by, refuse_unknown_comparison
 
 
-def comparison(compare_by: str | None, evaluations: Mapping[str, Evaluation]) -> Compared:
+def comparison(compare_by: str | None, evaluations: Mapping[str, Evaluation]) -> MonitoredMetric:
     """The value named by Recipe.compare_by. None stands for the accuracy if it was measured, else the loss.
 
     A name such as SET/METRIC selects a set; without one it is the first.
@@ -26,14 +26,14 @@ def comparison(compare_by: str | None, evaluations: Mapping[str, Evaluation]) ->
     if slash and prefix in evaluations:
         evaluation, name = evaluations[prefix], rest
     if name == "loss":
-        return Compared(full_name, evaluation.loss, lower_is_better=True)
+        return MonitoredMetric(full_name, evaluation.loss, lower_is_better=True)
     higher = evaluation.higher_is_better[name]
     if higher is None:
         raise ConfigError(
             f"the recipe's compare_by={name!r}: its metric does not declare which way is better. Set "
             f"higher_is_better in its class: True, False, or a mapping such as {{{name!r}: True}}."
         )
-    return Compared(full_name, evaluation.metrics[name], lower_is_better=not higher)
+    return MonitoredMetric(full_name, evaluation.metrics[name], lower_is_better=not higher)
 
 
 def refuse_unknown(section: str, metric: str | None, evaluations: Mapping[str, Evaluation]) -> None:

@@ -45,7 +45,7 @@ TO_BEGIN_ANEW = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Claim:
+class OpenRunDir:
     """A claimed directory. `finished` describes a run that is already done; empty for one to run."""
 
     config: Config  # with the directory's path
@@ -53,7 +53,7 @@ class Claim:
 
 
 @contextlib.contextmanager
-def claimed(config: Config, overrides: Sequence[str]) -> Iterator[Claim]:
+def open_run_dir(config: Config, overrides: Sequence[str]) -> Iterator[OpenRunDir]:
     """Make or reopen the run's directory, describe the run in it, and lock it within the context.
 
     Resumes a run of the same recipe, model, data and optimizer; `checkpoint.resume=never` begins anew. Raises
@@ -77,7 +77,7 @@ def claimed(config: Config, overrides: Sequence[str]) -> Iterator[Claim]:
                 (directory / PRUNE).unlink(missing_ok=True)  # of an earlier command, which ended there
                 describe(resolved, overrides)
         try:
-            yield Claim(resolved, finished)
+            yield OpenRunDir(resolved, finished)
         except LauncherError as error:
             if not config.run.dir and _says_all(error, directory):
                 _remove(directory)

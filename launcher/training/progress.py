@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from launcher.checkpoint.snapshot import Compared
+from launcher.checkpoint.snapshot import MonitoredMetric
 from launcher.config.schema import TrainConfig
 from launcher.evaluation.evaluate import Evaluation
 
@@ -74,7 +74,7 @@ class Measured:
     At the end of a run without evaluations it has no metric. `loss` is the mean over the first held-out set.
     """
 
-    metric: Compared | None = None
+    metric: MonitoredMetric | None = None
     is_best: bool = False
     loss: float = 0.0
     evaluations: Mapping[str, Evaluation] = field(default_factory=dict)  # by set

@@ -10,10 +10,17 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from launcher.checkpoint.async_writer import WriteReport
+from launcher.checkpoint.async_writer import SaveResult
 from launcher.checkpoint.catalog import AUTO, FOLDER, NEVER
 from launcher.checkpoint.checkpointer import Checkpointer
-from launcher.checkpoint.snapshot import Compared, Identity, Origin, Progress, Snapshot, Surroundings
+from launcher.checkpoint.snapshot import (
+    MonitoredMetric,
+    RunExtras,
+    RunIdentity,
+    SavedWith,
+    Snapshot,
+    TrainProgress,
+)
 from launcher.data.streamed import StreamData
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import LaunchEnv
@@ -38,7 +45,7 @@ class SavedRun:
         self.scale: ScaleStart | None = None  # None if the run did not resume
         self.stream: Sequence[str] = ()  # by rank: where it stood in a stream when the checkpoint was taken
         num_samples = 0 if isinstance(job.data.train, StreamData) else job.plan.num_samples
-        identity = Identity.of(self.run.config, self.run.stepper.model, num_samples)
+        identity = RunIdentity.of(self.run.config, self.run.stepper.model, num_samples)
         wire = self.run.config.wire
         form = f"{wire.dtype}{', sharded' if wire.shard else ''}"
         self.checkpointer = Checkpointer(
@@ -48,7 +55,7 @@ class SavedRun:
             self.run.stepper,
             self.run.average,
             identity,
-            Origin(self.run.env.world_size, form),
+            SavedWith(self.run.env.world_size, form),
         )
         self._settings = settings_of(self.run.config)  # once: it takes 1 ms, which each checkpoint would wait
 
@@ -108,7 +115,7 @@ class SavedRun:
         if self.scale is not None and not self.scale.restored:
             telemetry.decision("loss scale", self.scale.reason)
 
-    def _warn_of_another_rate(self, saved: Surroundings, step: int) -> None:
+    def _warn_of_another_rate(self, saved: RunExtras, step: int) -> None:
         """Warn where the schedule of a longer or shorter run jumps to another learning rate."""
         total, config = self.job.course.total_steps, self.run.config
         if saved.total_steps in (None, total) or saved.learning_rate is None or step == total:
@@ -139,11 +146,11 @@ class SavedRun:
         """Whether the run has started from a checkpoint."""
         return self.scale is not None
 
-    def save(self, position: Position, metric: Compared | None) -> WriteReport | None:
+    def save(self, position: Position, metric: MonitoredMetric | None) -> SaveResult | None:
         """Save the run's state after `position`, as `Checkpointer.save`. A collective."""
         parts, place = self.job.parts.state(), self.job.batches.position()
-        progress = Progress(position.epoch, position.step, round(parts["totals"]["samples"]))
-        extra = Surroundings(
+        progress = TrainProgress(position.epoch, position.step, round(parts["totals"]["samples"]))
+        extra = RunExtras(
             parts,
             evaluated=metric is not None,
             data=self.job.fingerprint,

@@ -36,10 +36,10 @@ from torch import nn
 
 from launcher.checkpoint import format as checkpoint_format
 from launcher.checkpoint import snapshot
-from launcher.checkpoint.async_writer import Writer
+from launcher.checkpoint.async_writer import AsyncCheckpointWriter
 from launcher.checkpoint.catalog import newest_intact
-from launcher.checkpoint.host_memory import HostMemory
-from launcher.checkpoint.snapshot import Identity, Origin, PendingSnapshot, Progress, Surroundings
+from launcher.checkpoint.host_memory import PinnedStagingBuffer
+from launcher.checkpoint.snapshot import PendingSnapshot, RunExtras, RunIdentity, SavedWith, TrainProgress
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper
 from launcher.process.allocator import keep_freed_memory
@@ -80,8 +80,8 @@ class Job:
         self.env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
         tensors = [*model.named_parameters(), *model.named_buffers()]
         shapes = {key: list(tensor.shape) for key, tensor in tensors}
-        self.identity = Identity("bench", name, "adamw", "fp16", "random", 0, batch, batch, False, shapes)
-        self.memory = HostMemory()
+        self.identity = RunIdentity("bench", name, "adamw", "fp16", "random", 0, batch, batch, False, shapes)
+        self.memory = PinnedStagingBuffer()
         self.steps = 0
 
     def step(self) -> None:
@@ -93,9 +93,9 @@ class Job:
         self.steps += 1
 
     def stage(self) -> PendingSnapshot | None:
-        origin, progress = Origin(1, "fp16"), Progress(0, self.steps, self.steps)
+        origin, progress = SavedWith(1, "fp16"), TrainProgress(0, self.steps, self.steps)
         return snapshot.stage(
-            self.stepper, self.env, self.identity, origin, progress, None, Surroundings(), self.memory
+            self.stepper, self.env, self.identity, origin, progress, None, RunExtras(), self.memory
         )
 
 
@@ -306,7 +306,7 @@ def small_job() -> Job:
 def host_memory_over_size(job: Job, directory: Path) -> float:
     """Of the first checkpoint of a run, without concurrent steps, which allocate memory too."""
     job.step()
-    with Writer(directory, keep=1) as writer, Peak() as peak:
+    with AsyncCheckpointWriter(directory, keep=1) as writer, Peak() as peak:
         writer.publish(lambda: None if (pending := job.stage()) is None else pending.finish)
         report = writer.wait()
     assert report is not None

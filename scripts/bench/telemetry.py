@@ -30,7 +30,7 @@ from torch import nn
 from launcher.config.composition import Request
 from launcher.config.resolve import compose_jobs
 from launcher.config.schema import RunConfig
-from launcher.run_dir.claim import claimed
+from launcher.run_dir.claim import open_run_dir
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.events import StartEvent, StepEvent
 from scripts.bench.interleaved import Goal, Times, goal_table, interleave, row_of, write
@@ -60,7 +60,7 @@ def training_step() -> Callable[[], None]:
 def all_sinks(folder: Path) -> Iterator[Telemetry]:
     """The telemetry of a run with all sinks, started."""
     (config,) = compose_jobs(Request(WORDS))
-    with claimed(replace(config, run=RunConfig(str(folder / "run"))), []) as claim:
+    with open_run_dir(replace(config, run=RunConfig(str(folder / "run"))), []) as claim:
         shown = sys.stdout
         with open(folder / "console", "w") as sys.stdout:
             telemetry = open_telemetry(claim.config, os.environ, False)

@@ -24,11 +24,18 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from launcher.checkpoint import catalog, manifest, weights_file
-from launcher.checkpoint.async_writer import Due, Writer
+from launcher.checkpoint.async_writer import AsyncCheckpointWriter, SaveSchedule
 from launcher.checkpoint.catalog import best_intact, newest_intact, resume, retain
 from launcher.checkpoint.format import load, publish
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text, verify
-from launcher.checkpoint.snapshot import Compared, Identity, Origin, Progress, Snapshot, restore
+from launcher.checkpoint.snapshot import (
+    MonitoredMetric,
+    RunIdentity,
+    SavedWith,
+    Snapshot,
+    TrainProgress,
+    restore,
+)
 from launcher.checkpoint.tensors import Pace, write_tensors
 from launcher.data.seeding import seed_compute
 from launcher.distributed.env import WorkerEnv
@@ -43,13 +50,13 @@ from tests.models import Odd, conv_net, features
 from tests.snapshots import IDENTITY, forge, publish_steps, same, snapshot, take
 
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
-ORIGIN = Origin(1, "none")
+ORIGIN = SavedWith(1, "none")
 ROOT = Path(__file__).parents[2]
 
 
 def taken(stepper: Stepper, step: int) -> Snapshot:
-    identity = Identity.of(composed(), stepper.model, 100)
-    found = take(stepper, ALONE, identity, ORIGIN, Progress(0, step, 4 * step))
+    identity = RunIdentity.of(composed(), stepper.model, 100)
+    found = take(stepper, ALONE, identity, ORIGIN, TrainProgress(0, step, 4 * step))
     assert found is not None
     return found
 
@@ -218,7 +225,7 @@ def test_a_run_goes_on_from_files_bit_for_bit(tmp_path: Path, optimizer, policy)
 
     second = stepper_of()
     torch.manual_seed(99)
-    identity = Identity.of(composed(), second.model, 100)
+    identity = RunIdentity.of(composed(), second.model, 100)
     resumption = resume(ALONE, tmp_path, "auto", identity)
     assert resumption.path == path
     assert resumption.snapshot is not None
@@ -341,7 +348,7 @@ def test_the_newest_is_that_of_the_highest_step_whatever_the_clock_says(tmp_path
 
 
 def measured(step: int, name: str, value: float, lower: bool = False) -> Snapshot:
-    return replace(snapshot(step), metric=Compared(name, value, lower))
+    return replace(snapshot(step), metric=MonitoredMetric(name, value, lower))
 
 
 def test_checkpoints_of_another_metric_are_not_compared(tmp_path: Path) -> None:
@@ -352,11 +359,11 @@ def test_checkpoints_of_another_metric_are_not_compared(tmp_path: Path) -> None:
         measured(3, "accuracy", 0.7),
         measured(4, "accuracy", 0.5),
     ]
-    with Writer(tmp_path, keep=1) as writer:
+    with AsyncCheckpointWriter(tmp_path, keep=1) as writer:
         for each in saved[:2]:
             writer.publish(lambda each=each: lambda: each)
     assert best_intact(tmp_path) == tmp_path / "step-00000002"
-    with Writer(tmp_path, keep=1) as writer:
+    with AsyncCheckpointWriter(tmp_path, keep=1) as writer:
         for each in saved[2:]:
             writer.publish(lambda each=each: lambda: each)
     assert best_intact(tmp_path) == tmp_path / "step-00000003"
@@ -372,7 +379,7 @@ def test_a_metric_that_is_better_the_other_way_is_another(tmp_path: Path) -> Non
 @pytest.mark.parametrize("lower", [False, True])
 def test_of_equal_ones_the_first_is_the_best(tmp_path: Path, lower: bool) -> None:
     values = {1: 0.3} | dict.fromkeys((2, 3, 4), 0.1 if lower else 0.5)
-    with Writer(tmp_path, keep=1) as writer:
+    with AsyncCheckpointWriter(tmp_path, keep=1) as writer:
         for step in values:
             writer.publish(lambda step=step: partial(snapshot, step, values[step], lower))
     assert best_intact(tmp_path) == tmp_path / "step-00000002"
@@ -381,7 +388,7 @@ def test_of_equal_ones_the_first_is_the_best(tmp_path: Path, lower: bool) -> Non
 @pytest.mark.parametrize(("lower", "best"), [(False, 2), (True, 4)])
 def test_the_best_by_metric_is_found_and_kept(tmp_path: Path, lower, best) -> None:
     metrics = {1: 0.5, 2: 0.9, 3: None, 4: 0.1, 5: float("nan"), 6: 0.3}
-    with Writer(tmp_path, keep=1) as writer:
+    with AsyncCheckpointWriter(tmp_path, keep=1) as writer:
         for step, metric in metrics.items():
             writer.publish(lambda step=step, metric=metric: partial(snapshot, step, metric, lower))
     left = sorted(path.name for path in tmp_path.iterdir())
@@ -407,7 +414,7 @@ def test_retention_keeps_the_newest_good_ones(tmp_path_factory, good, keep) -> N
 def test_what_cannot_be_deleted_is_reported_beside_what_was_written(tmp_path: Path) -> None:
     publish_steps(tmp_path, 1)
     (tmp_path / ".unfinished-step-00000009-0a1b2c3d").touch()  # somebody's: ours are directories
-    with Writer(tmp_path, keep=1) as writer:
+    with AsyncCheckpointWriter(tmp_path, keep=1) as writer:
         writer.publish(lambda: partial(snapshot, 2))
         report = writer.wait()
     assert report is not None
@@ -452,7 +459,7 @@ def test_a_run_begins_from_anothers_checkpoint_and_goes_on_from_its_own(tmp_path
 def test_a_write_pauses_until_it_is_awaited(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("launcher.checkpoint.async_writer.SHARE", 1e-9)
     monkeypatch.setattr("launcher.checkpoint.async_writer.LONGEST_S", 3600.0)
-    with Writer(tmp_path, keep=2) as writer:
+    with AsyncCheckpointWriter(tmp_path, keep=2) as writer:
         writer.publish(lambda: partial(snapshot, 1, num_values=10**6))  # 4 MB: the first pause takes minutes
         while not any(file.stat().st_size for file in tmp_path.glob("*/weights.safetensors")):
             time.sleep(0.001)
@@ -488,7 +495,7 @@ def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, mon
         return publish(directory, taken, run)
 
     monkeypatch.setattr("launcher.checkpoint.async_writer.publish", slow)
-    with Writer(tmp_path, keep=2) as writer:
+    with AsyncCheckpointWriter(tmp_path, keep=2) as writer:
         assert writer.publish(lambda: partial(snapshot, 1)) is None
         assert started.wait(10)
         assert writer.poll() is None  # the training continues meanwhile
@@ -510,13 +517,13 @@ def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, mon
 
 
 def test_leaving_the_writer_waits_for_the_last_one(tmp_path: Path) -> None:
-    with Writer(tmp_path, keep=2) as writer:
+    with AsyncCheckpointWriter(tmp_path, keep=2) as writer:
         writer.publish(lambda: partial(snapshot, 1))
     assert same(load(tmp_path / "step-00000001"), snapshot(1))
 
 
 def test_a_rank_without_a_snapshot_writes_nothing(tmp_path: Path) -> None:
-    with Writer(tmp_path, keep=1) as writer:
+    with AsyncCheckpointWriter(tmp_path, keep=1) as writer:
         assert writer.publish(lambda: None) is None
         assert writer.wait() is None
     assert not list(tmp_path.iterdir())
@@ -525,14 +532,14 @@ def test_a_rank_without_a_snapshot_writes_nothing(tmp_path: Path) -> None:
 def test_when_one_is_due(monkeypatch) -> None:
     now = 1000.0
     monkeypatch.setattr("launcher.checkpoint.async_writer.time.monotonic", lambda: now)
-    due = Due(every_steps=3, every_s=60)
+    due = SaveSchedule(every_steps=3, every_s=60)
     assert [step for step in range(1, 8) if due.after_step(step)] == [3, 6]
     assert not due.by_clock()
     now += 60
     assert due.by_clock()
     due.done()
     assert not due.by_clock()
-    never = Due(None, None)
+    never = SaveSchedule(None, None)
     now += 1e9
     assert not never.by_clock()
     assert not never.after_step(1)
@@ -541,7 +548,7 @@ def test_when_one_is_due(monkeypatch) -> None:
 # Refusals
 
 
-def other(**changes) -> Identity:
+def other(**changes) -> RunIdentity:
     return replace(IDENTITY, **changes)
 
 
@@ -583,13 +590,15 @@ def test_a_run_may_start_from_another_runs_checkpoint_of_another_precision(tmp_p
 
 def test_the_identity_of_a_run_comes_from_its_config_and_model() -> None:
     model = conv_net()
-    identity = Identity.of(composed(), model, 1437)
+    identity = RunIdentity.of(composed(), model, 1437)
     assert identity.recipe == "resnet18"
     assert identity.num_samples == 1437
     assert identity.tensors["0.weight"] == [8, 3, 3, 3]
     assert identity.tensors["1.running_mean"] == [8]
-    assert identity.differences(Identity.of(composed("train.epochs=99", "optim.lr=0.5"), model, 1437)) == []
-    assert identity.differences(Identity.of(composed("seed=1"), model, 1437)) == [
+    assert (
+        identity.differences(RunIdentity.of(composed("train.epochs=99", "optim.lr=0.5"), model, 1437)) == []
+    )
+    assert identity.differences(RunIdentity.of(composed("seed=1"), model, 1437)) == [
         "seed is 1 there and 0 here"
     ]
 

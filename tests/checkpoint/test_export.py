@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from launcher.checkpoint.export import export
 from launcher.checkpoint.format import publish
-from launcher.checkpoint.snapshot import Identity, Origin, Progress, Snapshot
+from launcher.checkpoint.snapshot import RunIdentity, SavedWith, Snapshot, TrainProgress
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Stepper
 from launcher.errors import ConfigError, StorageError
@@ -43,7 +43,11 @@ def trained(name: str) -> Snapshot:
     for step in range(3):
         train(stepper, *features(8, step, shape))
     made = take(
-        stepper, ALONE, Identity.of(composed(), stepper.model, 9), Origin(1, "none"), Progress(0, 3, 24)
+        stepper,
+        ALONE,
+        RunIdentity.of(composed(), stepper.model, 9),
+        SavedWith(1, "none"),
+        TrainProgress(0, 3, 24),
     )
     assert made is not None
     return made

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.checkpoint.format import load, publish
-from launcher.checkpoint.host_memory import HostMemory
-from launcher.checkpoint.snapshot import Identity, Origin, Progress, Surroundings, stage
+from launcher.checkpoint.host_memory import PinnedStagingBuffer
+from launcher.checkpoint.snapshot import RunExtras, RunIdentity, SavedWith, TrainProgress, stage
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
 from tests.configs import composed
@@ -53,7 +53,7 @@ def odd_tensors() -> dict[str, Tensor]:
 
 def test_values_shapes_and_strides_are_kept() -> None:
     tensors = odd_tensors()
-    copies = HostMemory().copy(tensors)
+    copies = PinnedStagingBuffer().copy(tensors)
     copies.wait()
     assert list(copies.tensors) == list(tensors)
     for name, tensor in tensors.items():
@@ -64,7 +64,7 @@ def test_values_shapes_and_strides_are_kept() -> None:
 
 
 def test_the_memory_is_used_again_and_grows() -> None:
-    memory = HostMemory()
+    memory = PinnedStagingBuffer()
     first = memory.copy({"a": torch.ones(1000)})
     second = memory.copy({"a": torch.full((1000,), 2.0)})
     assert second.tensors["a"].data_ptr() == first.tensors["a"].data_ptr()
@@ -89,8 +89,8 @@ def states() -> dict[str, Stepper]:
 @pytest.mark.parametrize("kind", states())
 def test_a_snapshot_holds_the_bits_of_the_state_and_later_steps_leave_it_alone(tmp_path, kind) -> None:
     """On the road that a GPU takes: flat pieces, cut on the host."""
-    stepper, memory = states()[kind], HostMemory()
-    identity = Identity.of(composed(), stepper.model, 100)
+    stepper, memory = states()[kind], PinnedStagingBuffer()
+    identity = RunIdentity.of(composed(), stepper.model, 100)
     for step in range(1, 4):
         train(stepper, *features(4, step, (3, 8, 8)))
         state = stepper.state().clone()
@@ -99,10 +99,10 @@ def test_a_snapshot_holds_the_bits_of_the_state_and_later_steps_leave_it_alone(t
                 stepper,
                 ALONE,
                 identity,
-                Origin(1, "none"),
-                Progress(0, step, step),
+                SavedWith(1, "none"),
+                TrainProgress(0, step, step),
                 None,
-                Surroundings(),
+                RunExtras(),
                 memory,
             )
         assert staged is not None
@@ -122,12 +122,12 @@ def test_frozen_tied_and_mixed_parameters_are_kept() -> None:
     staged = stage(
         stepper,
         ALONE,
-        Identity.of(composed(), stepper.model, 100),
-        Origin(1, "none"),
-        Progress(0, 0, 0),
+        RunIdentity.of(composed(), stepper.model, 100),
+        SavedWith(1, "none"),
+        TrainProgress(0, 0, 0),
         None,
-        Surroundings(),
-        HostMemory(),
+        RunExtras(),
+        PinnedStagingBuffer(),
     )
     assert staged is not None
     assert comparable(staged.finish().engine.weights) == comparable(stepper.state().weights)

@@ -128,10 +128,10 @@ def die_at_every_call(pipe: Connection, folder: Path, old: Path, torn: bool) -> 
 
 def save_for_ever(pipe: Connection, directory: Path) -> None:
     """Write one checkpoint after the other behind the training; sends each step that is safely there."""
-    from launcher.checkpoint.async_writer import Writer
+    from launcher.checkpoint.async_writer import AsyncCheckpointWriter
     from tests.snapshots import snapshot
 
-    with Writer(directory, keep=2) as writer:
+    with AsyncCheckpointWriter(directory, keep=2) as writer:
         for step in range(1, 10_000):
             report = writer.publish(lambda step=step: partial(snapshot, step, num_values=20_000))  # type: ignore[misc]
             if report is not None:
@@ -140,11 +140,11 @@ def save_for_ever(pipe: Connection, directory: Path) -> None:
 
 def save_with_a_limit(pipe: Connection, directory: Path, limit_bytes: int) -> None:
     """Write three, the second of them while no file may be longer than `limit_bytes`."""
-    from launcher.checkpoint.async_writer import Writer
+    from launcher.checkpoint.async_writer import AsyncCheckpointWriter
     from tests.snapshots import snapshot
 
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Writer(directory, keep=2) as writer:
+    with AsyncCheckpointWriter(directory, keep=2) as writer:
         for step, limit in ((1, hard), (2, limit_bytes), (3, hard)):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
             writer.publish(lambda step=step: partial(snapshot, step))  # type: ignore[misc]
@@ -155,7 +155,7 @@ def save_with_a_limit(pipe: Connection, directory: Path, limit_bytes: int) -> No
 
 def save_on_a_full_disk(pipe: Connection, directory: Path) -> None:
     """The same on a file system of 128 KiB of which the second checkpoint would take more than is left."""
-    from launcher.checkpoint.async_writer import Writer
+    from launcher.checkpoint.async_writer import AsyncCheckpointWriter
     from launcher.checkpoint.catalog import newest_intact
     from tests.snapshots import snapshot
 
@@ -164,7 +164,7 @@ def save_on_a_full_disk(pipe: Connection, directory: Path) -> None:
     except OSError as error:
         pipe.send(f"cannot mount: {error}")
         return
-    with Writer(directory, keep=2) as writer:
+    with AsyncCheckpointWriter(directory, keep=2) as writer:
         for step, num_values in ((1, 4), (2, 20_000), (3, 4)):
             writer.publish(lambda step=step, n=num_values: partial(snapshot, step, num_values=n))  # type: ignore[misc]
             _tell(pipe, writer.wait())
@@ -174,10 +174,10 @@ def save_on_a_full_disk(pipe: Connection, directory: Path) -> None:
 
 def save_in_a_read_only_place(pipe: Connection, directory: Path) -> None:
     """One that fits, then one into the same place after it has become read-only."""
-    from launcher.checkpoint.async_writer import Writer
+    from launcher.checkpoint.async_writer import AsyncCheckpointWriter
     from tests.snapshots import snapshot
 
-    with Writer(directory, keep=2) as writer:
+    with AsyncCheckpointWriter(directory, keep=2) as writer:
         writer.publish(lambda: partial(snapshot, 1))
         _tell(pipe, writer.wait())
         try:
@@ -186,7 +186,7 @@ def save_in_a_read_only_place(pipe: Connection, directory: Path) -> None:
         except OSError as error:
             pipe.send(f"cannot mount: {error}")
             return
-    with Writer(directory, keep=2) as writer:
+    with AsyncCheckpointWriter(directory, keep=2) as writer:
         writer.publish(lambda: partial(snapshot, 2))
         _tell(pipe, writer.wait())
 

@@ -109,10 +109,10 @@ def test_children_end_with_every_run(tmp_path: Path, left, end) -> None:
 HELD = """
 import os, sys, time
 from pathlib import Path
-from launcher.run_dir.claim import claimed
+from launcher.run_dir.claim import open_run_dir
 from tests.run_dir.test_records import sample_config
 
-with claimed(sample_config(sys.argv[1]), []):
+with open_run_dir(sample_config(sys.argv[1]), []):
     if CHILD == 0:
         print(os.getpid(), flush=True)
         time.sleep(100)

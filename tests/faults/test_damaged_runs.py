@@ -22,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from launcher.checkpoint.async_writer import Writer
+from launcher.checkpoint.async_writer import AsyncCheckpointWriter
 from launcher.checkpoint.export import export
 from launcher.checkpoint.format import load, publish
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text, verify
@@ -107,7 +107,7 @@ def test_none_intact(again: Path, undisturbed, demanded) -> None:
 def wait_for_writers() -> None:
     """Until no checkpoint is being written: beside other work, with pauses."""
     for each in gc.get_objects():
-        if isinstance(each, Writer) and each._pending is not None:
+        if isinstance(each, AsyncCheckpointWriter) and each._pending is not None:
             each._pending.result(timeout=60)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from launcher.checkpoint.format import load, publish
-from launcher.checkpoint.snapshot import Snapshot, Surroundings
+from launcher.checkpoint.snapshot import RunExtras, Snapshot
 from tests.faults.launching import EPOCH, Ended, nothing, run
 from tests.faults.noisy import SAMPLES
 from tests.faults.usercode import kill, record, stop_after
@@ -253,7 +253,7 @@ def a_step_behind(taken: Snapshot) -> Snapshot:
 
 
 def without_extra(taken: Snapshot) -> Snapshot:
-    return replace(taken, extra=Surroundings())
+    return replace(taken, extra=RunExtras())
 
 
 LEFT_OUT: dict[str, Callable[[Snapshot], Snapshot]] = {

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.checkpoint.host_memory import HostMemory
-from launcher.checkpoint.snapshot import Identity, Origin, Progress, Surroundings, stage
+from launcher.checkpoint.host_memory import PinnedStagingBuffer
+from launcher.checkpoint.snapshot import RunExtras, RunIdentity, SavedWith, TrainProgress, stage
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
 from launcher.engine.optim.update import DEVICE_CHUNK, StepScalars, Updater
@@ -179,12 +179,12 @@ def test_channels_last_is_kept_in_weights_gradients_and_activations(device, name
 def test_a_snapshot_is_of_its_step_while_the_training_goes_on(device) -> None:
     """The copies run beside the next steps, whose updates wait for them."""
     env = WorkerEnv(0, 1, 0, 1, device, None)
-    stepper, memory = trained(stepper_of(device, Policy.fp16()), device), HostMemory()
-    identity = Identity.of(composed(), stepper.model, 100)
+    stepper, memory = trained(stepper_of(device, Policy.fp16()), device), PinnedStagingBuffer()
+    identity = RunIdentity.of(composed(), stepper.model, 100)
     for start in (10, 20):
         expected = state_on_host(stepper)
         staged = stage(
-            stepper, env, identity, Origin(1, "none"), Progress(0, 6, 6), None, Surroundings(), memory
+            stepper, env, identity, SavedWith(1, "none"), TrainProgress(0, 6, 6), None, RunExtras(), memory
         )
         assert staged is not None
         for step in range(start, start + 4):

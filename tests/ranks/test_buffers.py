@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.checkpoint.snapshot import of_all_ranks
+from launcher.checkpoint.snapshot import mean_over_ranks
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper, WeightAverage
 from launcher.engine.errors import EngineWarning
@@ -90,8 +90,8 @@ def test_buffers_that_are_no_statistics_are_those_of_rank_0() -> None:
 
 def test_a_checkpoint_for_other_ranks_has_the_same_values_as_an_evaluation() -> None:
     rows = torch.tensor([[1.0], [2.0]])
-    assert of_all_ranks("norm.running_mean", rows) == 1.5
-    assert of_all_ranks("memory.queue", rows) == 1.0
+    assert mean_over_ranks("norm.running_mean", rows) == 1.5
+    assert mean_over_ranks("memory.queue", rows) == 1.0
 
 
 def test_alone_there_is_nothing_to_average() -> None:

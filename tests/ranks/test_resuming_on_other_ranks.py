@@ -10,7 +10,7 @@ from torch import nn
 
 from launcher.checkpoint.catalog import resume
 from launcher.checkpoint.format import publish
-from launcher.checkpoint.snapshot import Identity, Origin, Progress, restore
+from launcher.checkpoint.snapshot import RunIdentity, SavedWith, TrainProgress, restore
 from launcher.data.seeding import seed_compute
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Stepper, Wire
@@ -38,8 +38,8 @@ def save(env: WorkerEnv, directory: Path, shard: bool) -> tuple[str, dict]:
     torch.manual_seed(5)
     stepper = stepper_of(env, shard)
     run(env, stepper, range(3))
-    identity = Identity.of(composed(), stepper.model, 100)
-    snapshot = take(stepper, env, identity, Origin(env.world_size, "fp16"), Progress(0, 3, 24))
+    identity = RunIdentity.of(composed(), stepper.model, 100)
+    snapshot = take(stepper, env, identity, SavedWith(env.world_size, "fp16"), TrainProgress(0, 3, 24))
     assert (snapshot is None) == (env.rank > 0), "one rank holds the only copy"
     if snapshot is not None:
         publish(directory, snapshot)
@@ -50,7 +50,7 @@ def save(env: WorkerEnv, directory: Path, shard: bool) -> tuple[str, dict]:
 def go_on(env: WorkerEnv, directory: Path, shard: bool) -> tuple[str, dict]:
     torch.manual_seed(77)
     stepper = stepper_of(env, shard)
-    identity = Identity.of(composed(), stepper.model, 100)
+    identity = RunIdentity.of(composed(), stepper.model, 100)
     resumption = resume(env, directory, "auto", identity)
     assert resumption.snapshot is not None
     restore(stepper, resumption.snapshot, env)

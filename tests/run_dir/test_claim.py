@@ -18,7 +18,7 @@ import yaml
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, DataError, LauncherError, StalledError, StorageError
 from launcher.run_dir import claim, differences, records
-from launcher.run_dir.claim import claimed
+from launcher.run_dir.claim import open_run_dir
 from launcher.telemetry.event_log import EventLog
 from tests.run_dir.test_records import sample_config
 
@@ -31,7 +31,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 def prepared(config: Config, overrides: Sequence[str]) -> Config:
     """The config with its directory, which is let go again at once."""
-    with claimed(config, overrides) as own:
+    with open_run_dir(config, overrides) as own:
         return own.config
 
 
@@ -70,7 +70,7 @@ def test_many_starts_at_once_get_directories_of_their_own():
 def test_of_many_that_want_one_directory_exactly_one_gets_it(tmp_path):
     def attempt(number, held):
         try:
-            own = claimed(sample_config(str(tmp_path / "mine")), [f"seed={number}"])
+            own = open_run_dir(sample_config(str(tmp_path / "mine")), [f"seed={number}"])
             return held.enter_context(own).config
         except ConfigError as error:
             return error
@@ -88,13 +88,13 @@ import os, sys, time
 from pathlib import Path
 from launcher.config.schema import from_dict
 from launcher.errors import ConfigError
-from launcher.run_dir.claim import claimed
+from launcher.run_dir.claim import open_run_dir
 from launcher.telemetry.event_log import EventLog
 from tests.run_dir.test_records import sample_config
 print("ready", flush=True)
 sys.stdin.read()
 try:
-    with claimed(sample_config(sys.argv[1]), []) as own:
+    with open_run_dir(sample_config(sys.argv[1]), []) as own:
         print(own.config.run.dir, flush=True)
         end = time.monotonic() + 60
         while sys.argv[1] and len(list(Path().glob("refused-*"))) < 2 and time.monotonic() < end:
@@ -174,7 +174,7 @@ def test_the_same_run_is_gone_on_with_and_described_anew(tmp_path):
     config = sample_config(str(tmp_path / "mine"))
     prepared(config, ["seed=0"])
     faster = replace(config, optim=replace(config.optim, lr=0.5))
-    with claimed(faster, ["optim.lr=0.5"]) as own:
+    with open_run_dir(faster, ["optim.lr=0.5"]) as own:
         assert own.finished == ""
     assert "lr: 0.5" in (tmp_path / "mine" / "config.yaml").read_text()
     assert (tmp_path / "mine" / "overrides.txt").read_text() == "optim.lr=0.5\n"
@@ -188,7 +188,7 @@ def test_a_run_is_finished_when_it_has_the_steps_that_are_asked_for(tmp_path, st
     prepared(config, [])
     leave_result(tmp_path / "mine", state=state, steps=steps)
     before = (tmp_path / "mine" / "status.json").read_bytes()
-    with claimed(config, []) as own:
+    with open_run_dir(config, []) as own:
         assert bool(own.finished) == done
         if done:
             assert "20 steps: accuracy 0.5" in own.finished
@@ -199,9 +199,9 @@ def test_a_finished_run_goes_on_where_more_epochs_are_asked_for(tmp_path):
     config = two_epochs(tmp_path / "mine")
     prepared(config, [])
     leave_result(tmp_path / "mine")
-    with claimed(replace(config, train=replace(config.train, epochs=3)), []) as own:
+    with open_run_dir(replace(config, train=replace(config.train, epochs=3)), []) as own:
         assert own.finished == ""
-    with claimed(replace(config, train=replace(config.train, epochs=3, max_steps=20)), []) as own:
+    with open_run_dir(replace(config, train=replace(config.train, epochs=3, max_steps=20)), []) as own:
         assert own.finished
 
 
@@ -230,7 +230,7 @@ def test_a_finished_run_that_was_trained_otherwise_is_named_with_what_differs(tm
     ):
         prepared(replace(other, data=data), [])
     assert (tmp_path / "mine" / "config.yaml").read_bytes() == before
-    with claimed(replace(other, train=replace(other.train, epochs=3)), []) as own:
+    with open_run_dir(replace(other, train=replace(other.train, epochs=3)), []) as own:
         assert own.finished == "", "as before, a run that is not done resumes with other settings"
 
 
@@ -242,7 +242,7 @@ def test_settings_without_a_part_in_training_leave_a_finished_run_done(tmp_path)
     (tmp_path / "mine" / "config.yaml").write_text(tree.replace("  micro_batch: null", "  micro_batch: 4"))
     fewer = replace(config.train, epochs=1, log_every_steps=3, compile=True, eval_every_steps=7)
     data, launch = replace(config.data, workers=7), replace(config.launch, nproc=2, log_level="debug")
-    with claimed(replace(config, train=fewer, data=data, launch=launch), []) as own:
+    with open_run_dir(replace(config, train=fewer, data=data, launch=launch), []) as own:
         assert "the run is done, after 20 steps" in own.finished
 
 
@@ -298,7 +298,7 @@ def test_a_directory_in_which_nothing_was_trained_is_no_run_to_protect(tmp_path)
 
 
 def test_an_error_of_the_job_is_not_taken_for_one_of_its_directory(tmp_path):
-    with pytest.raises(FileNotFoundError), claimed(sample_config(str(tmp_path / "mine")), []):
+    with pytest.raises(FileNotFoundError), open_run_dir(sample_config(str(tmp_path / "mine")), []):
         raise FileNotFoundError("of the job's own")
 
 
@@ -448,7 +448,7 @@ def test_a_folder_that_leads_out_of_the_run_is_refused(tmp_path, name):
 
 def test_a_lock_of_an_older_version_names_its_holder(tmp_path):
     config = sample_config(str(tmp_path / "mine"))
-    with claimed(config, []):
+    with open_run_dir(config, []):
         (tmp_path / "mine" / ".lock").write_text("4711")
         with pytest.raises(ConfigError, match=r"another process \(pid 4711 on its machine\)"):
             prepared(config, [])
@@ -493,7 +493,7 @@ def test_an_error_before_the_start_that_says_all_leaves_no_directory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     directory = None
-    with suppress(type(error)), claimed(sample_config("mine" if named else ""), []) as own:
+    with suppress(type(error)), open_run_dir(sample_config("mine" if named else ""), []) as own:
         directory = Path(own.config.run.dir)
         events = EventLog(directory / "metrics.jsonl")
         events.append({"event": "decision", "step": 0})

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from launcher import worker
-from launcher.checkpoint.snapshot import Compared
+from launcher.checkpoint.snapshot import MonitoredMetric
 from launcher.config.schema import EarlyStoppingConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.run_dir.result import Result
@@ -226,7 +226,7 @@ def test_a_part_keeps_its_state_where_its_file_and_class_are_renamed(tmp_path: P
         return kind(EarlyStoppingConfig(9, 0.0, None), None, Course(1, 9, 1), None)
 
     before = part_of(EarlyStopping)
-    before._watched = WatchedMetric(Compared("accuracy", 0.5), 3, 2, 5)
+    before._watched = WatchedMetric(MonitoredMetric("accuracy", 0.5), 3, 2, 5)
     saved = json.loads(json.dumps(parts_of(before).state()))
     renamed = part_of(module.Patience)
     parts_of(renamed).load_state(saved)

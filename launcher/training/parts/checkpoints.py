@@ -12,8 +12,8 @@ import shlex
 import shutil
 from dataclasses import asdict
 
-from launcher.checkpoint.async_writer import Due, WriteReport
-from launcher.checkpoint.snapshot import Compared
+from launcher.checkpoint.async_writer import SaveResult, SaveSchedule
+from launcher.checkpoint.snapshot import MonitoredMetric
 from launcher.config.messages import directory_override, program
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import TO_RESUME, PreemptedError, PrunedError, StorageError
@@ -38,7 +38,7 @@ class Checkpoints:
         wish = run.config.checkpoint
         self.run = run
         self._saved, self._checkpointer = saved, saved.checkpointer
-        self.due = Due(wish.every_steps, wish.every_s)
+        self.due = SaveSchedule(wish.every_steps, wish.every_s)
         self._failure = ""  # of the latest checkpoint, on the leader
         self._best_step = -1  # of the latest checkpoint that is the best so far
 
@@ -136,7 +136,7 @@ class Checkpoints:
         if self.run.env.is_leader:
             shutil.rmtree(self._checkpointer.directory, ignore_errors=True)
 
-    def _save(self, position: Position, metric: Compared | None) -> None:
+    def _save(self, position: Position, metric: MonitoredMetric | None) -> None:
         self.run.reports.flush()  # raises if the run has diverged, which is then not saved
         self.run.telemetry.flush()
         self.run.heartbeat.beat("consistency check")
@@ -151,7 +151,7 @@ class Checkpoints:
         """The leader's text on all ranks: only the leader writes files. A collective."""
         return exchange_texts(self.run.env, text)[0]
 
-    def _report(self, report: WriteReport | None) -> None:
+    def _report(self, report: SaveResult | None) -> None:
         if report is None:
             return
         if report.path is not None:

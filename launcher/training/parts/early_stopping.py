@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from launcher.checkpoint.snapshot import Compared
+from launcher.checkpoint.snapshot import MonitoredMetric
 from launcher.config.schema import EarlyStoppingConfig
 from launcher.errors import counted
 from launcher.evaluation.comparison import comparison, refuse_none, refuse_unknown
@@ -25,7 +25,7 @@ from launcher.training.progress import Course, Measured, Position
 class WatchedMetric:
     """The best value, and how many evaluations were no better since then."""
 
-    best: Compared
+    best: MonitoredMetric
     best_step: int
     waited: int
     step: int  # of the latest evaluation
@@ -71,9 +71,9 @@ class EarlyStopping:
             )
             self._telemetry.decision("early stopping", f"after step {step}: {self.ends}")
 
-    def _counted(self, watched: WatchedMetric | None, found: Compared, step: int) -> WatchedMetric:
+    def _counted(self, watched: WatchedMetric | None, found: MonitoredMetric, step: int) -> WatchedMetric:
         """A value that is not a number improves nothing."""
-        if watched is None or not watched.best.is_like(found) or math.isnan(watched.best.value):
+        if watched is None or not watched.best.same_metric(found) or math.isnan(watched.best.value):
             return WatchedMetric(found, step, 0, step)
         if found.cost < watched.best.cost - self._config.min_delta:
             return WatchedMetric(found, step, 0, step)
@@ -84,7 +84,7 @@ class EarlyStopping:
 
     def load_state(self, values: dict[str, Any]) -> None:
         if (saved := values["watched"]) is not None:
-            self._watched = WatchedMetric(**{**saved, "best": Compared(**saved["best"])})
+            self._watched = WatchedMetric(**{**saved, "best": MonitoredMetric(**saved["best"])})
             if self._watched.waited >= self._patience:
                 self.ends = "it had ended when it was saved"
 

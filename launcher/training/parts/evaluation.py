@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from launcher.checkpoint.snapshot import Compared
+from launcher.checkpoint.snapshot import MonitoredMetric
 from launcher.config.rules import BLOCKS
 from launcher.data.sources import ONLY_SET, set_title
 from launcher.data.tensors import Batch
@@ -47,7 +47,7 @@ class Evaluator:
     job: Job
     training: TrainingMetrics
     latest: Mapping[str, Evaluation] = field(default_factory=dict)
-    best: Compared | None = None  # of all evaluations so far
+    best: MonitoredMetric | None = None  # of all evaluations so far
     best_step: int | None = None  # after which it was measured
     _fitting: int | None = None  # the largest batch of this rank, once it has run out of memory
 
@@ -90,7 +90,7 @@ class Evaluator:
                 f"{compared.name}, by which runs are compared, is NaN at step {position.step}, so this "
                 "evaluation cannot be the best. Correct the metric, or name another with compare_by."
             )
-        if self.best is not None and not self.best.is_like(compared):
+        if self.best is not None and not self.best.same_metric(compared):
             self.run.telemetry.decision(
                 "comparison",
                 f"by {compared.name} from here on. The best checkpoint so far is that by {self.best.name}, "
@@ -99,10 +99,10 @@ class Evaluator:
         loss = next(iter(self.latest.values())).loss
         return Measured(compared, self.is_best(compared, position.step), loss, self.latest)
 
-    def is_best(self, metric: Compared, step: int) -> bool:
+    def is_best(self, metric: MonitoredMetric, step: int) -> bool:
         """Record an evaluation's metric after `step`. A value that is not a number is never the best."""
         best = self.best
-        is_best = metric.cost < (best.cost if best is not None and best.is_like(metric) else math.inf)
+        is_best = metric.cost < (best.cost if best is not None and best.same_metric(metric) else math.inf)
         if is_best:
             self.best, self.best_step = metric, step
         return is_best
@@ -111,7 +111,7 @@ class Evaluator:
         return {"best": None if self.best is None else asdict(self.best), "best_step": self.best_step}
 
     def load_state(self, values: dict[str, Any]) -> None:
-        self.best = None if values["best"] is None else Compared(**values["best"])
+        self.best = None if values["best"] is None else MonitoredMetric(**values["best"])
         self.best_step = values["best_step"]
 
     def add_to(self, result: Result) -> Result:
@@ -124,7 +124,7 @@ class Evaluator:
         if (confusion := self.confusion) is not None:
             classes = result.classes or list(confusion.classes)
             result = replace(result, confusion_matrix=confusion.counts.tolist(), classes=classes)
-        if (best := self.best) is not None and best.is_like(compared):
+        if (best := self.best) is not None and best.same_metric(compared):
             result = replace(result, best_metric=best.value, best_step=self.best_step)
         return replace(
             result,

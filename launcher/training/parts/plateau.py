@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any
 
-from launcher.checkpoint.snapshot import Compared
+from launcher.checkpoint.snapshot import MonitoredMetric
 from launcher.config.schema import PlateauConfig
 from launcher.errors import ConfigError
 from launcher.evaluation.comparison import comparison, refuse_none, refuse_unknown
@@ -35,7 +35,7 @@ class Plateau:
         self._compare_by = recipe.compare_by
         self._rate = run.stepper.lr  # of the config
         self._share = 1.0  # of it that is left
-        self._best: Compared | None = None
+        self._best: MonitoredMetric | None = None
         self._bad = 0  # evaluations in a row that were no better
         self._step = 0  # of the latest evaluation, which a restarted run repeats
 
@@ -59,10 +59,10 @@ class Plateau:
             text = f"{rate:g} from step {position.step + 1} on: {found.name} is at a plateau"
             self._run.telemetry.decision("learning rate", text)
 
-    def _improves(self, found: Compared) -> bool:
+    def _improves(self, found: MonitoredMetric) -> bool:
         """A value that is not a number improves nothing, and anything else is better than nothing."""
         best = self._best
-        if best is None or not best.is_like(found):
+        if best is None or not best.same_metric(found):
             # False for nan.
             return found.value == found.value
         return found.cost < best.cost * (1 + self._config.threshold * (-1 if best.lower_is_better else 1))
@@ -73,6 +73,6 @@ class Plateau:
 
     def load_state(self, values: dict[str, Any]) -> None:
         self._share, self._bad, self._step = values["share"], values["bad"], values["step"]
-        self._best = None if values["best"] is None else Compared(*values["best"])
+        self._best = None if values["best"] is None else MonitoredMetric(*values["best"])
         if self._share != 1.0:  # the rate is not part of the Stepper's state
             self._run.stepper.lr = self._rate * self._share

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import launcher.engine.grads.zero1 as shards
-from launcher.checkpoint.host_memory import HostMemory
-from launcher.checkpoint.snapshot import Identity, Origin, Progress, Surroundings, stage
+from launcher.checkpoint.host_memory import PinnedStagingBuffer
+from launcher.checkpoint.snapshot import RunExtras, RunIdentity, SavedWith, TrainProgress, stage
 from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine import AdamW, Policy, Scaling, Stepper, WeightAverage, Wire
 from launcher.training.replicas import ema_sha256, weights_sha256
@@ -106,7 +106,7 @@ def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
     stepper = Stepper(
         conv_net(), AdamW(0.01), Policy.fp16(), env.group, wire=wire, scaling=Scaling(init=1024)
     )
-    average, memory = WeightAverage(stepper, 0.9), HostMemory()
+    average, memory = WeightAverage(stepper, 0.9), PinnedStagingBuffer()
     for number in range(3):
         train(stepper, *features(8, 10 * number + env.rank, (3, 8, 8)))
         average.update(number)
@@ -119,7 +119,7 @@ def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
             values = getattr(everywhere, part)
             assert all(torch.equal(value, values[name]) for name, value in getattr(state, part).items())
     assert stepper.named_masters(1).keys() == other.weights.keys()
-    identity, progress = Identity.of(composed(), stepper.model, 100), Progress(0, 3, 24)
+    identity, progress = RunIdentity.of(composed(), stepper.model, 100), TrainProgress(0, 3, 24)
     places = []
     for _ in range(2):
         present = stepper.state()
@@ -127,10 +127,10 @@ def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
             stepper,
             env,
             identity,
-            Origin(env.world_size, "fp16"),
+            SavedWith(env.world_size, "fp16"),
             progress,
             None,
-            Surroundings(),
+            RunExtras(),
             memory,
             average,
         )

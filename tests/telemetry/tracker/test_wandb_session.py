@@ -28,7 +28,7 @@ import json, os, signal, subprocess, sys, threading, time
 from launcher.telemetry import open_telemetry
 from contextlib import ExitStack
 from pathlib import Path
-from launcher.run_dir.claim import claimed
+from launcher.run_dir.claim import open_run_dir
 from launcher.telemetry.tracker.sink import TrackerTimeouts
 from tests.run_dir.test_records import sample_config
 from tests.telemetry.made import made
@@ -61,7 +61,7 @@ def is_on_disk(directory, name):
 for job in range(plan.get("jobs", 1)):
     wanted = sample_config(plan.get("dir", ""))
     began = time.monotonic()
-    config = held.enter_context(claimed(wanted, [])).config
+    config = held.enter_context(open_run_dir(wanted, [])).config
     telemetry = open_telemetry(config, os.environ, False, TrackerTimeouts(*plan.get("patience", ())))
     opening_s = time.monotonic() - began
     telemetry.emit(made("start", 0, total_steps=plan["steps"]))

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from launcher.checkpoint.snapshot import Compared
+from launcher.checkpoint.snapshot import MonitoredMetric
 from launcher.training.parts.evaluation import Evaluator
 
 
@@ -32,23 +32,25 @@ def evaluator_of() -> Evaluator:
 )
 def test_only_what_is_better_than_all_before_is_a_new_best(values, lower_is_better, best) -> None:
     evaluator = evaluator_of()
-    assert [evaluator.is_best(Compared("metric", value, lower_is_better), 1) for value in values] == best
+    assert [
+        evaluator.is_best(MonitoredMetric("metric", value, lower_is_better), 1) for value in values
+    ] == best
 
 
 def test_what_another_metric_has_reached_is_not_compared() -> None:
     """The recipe may compare by another one when the run is resumed."""
     evaluator = evaluator_of()
-    assert evaluator.is_best(Compared("perplexity", 12.0, lower_is_better=True), 1)
-    assert evaluator.is_best(Compared("accuracy", 0.5, lower_is_better=False), 1)
-    assert not evaluator.is_best(Compared("accuracy", 0.5, lower_is_better=False), 1)
-    assert evaluator.is_best(Compared("accuracy", 0.6, lower_is_better=True), 1)
+    assert evaluator.is_best(MonitoredMetric("perplexity", 12.0, lower_is_better=True), 1)
+    assert evaluator.is_best(MonitoredMetric("accuracy", 0.5, lower_is_better=False), 1)
+    assert not evaluator.is_best(MonitoredMetric("accuracy", 0.5, lower_is_better=False), 1)
+    assert evaluator.is_best(MonitoredMetric("accuracy", 0.6, lower_is_better=True), 1)
 
 
 def test_a_tie_stays_one_after_a_resume() -> None:
     """The first of two equal evaluations is kept: a resumed run evaluates its last step again."""
     before, resumed = evaluator_of(), evaluator_of()
-    before.is_best(Compared("accuracy", 0.9, lower_is_better=False), 1)
+    before.is_best(MonitoredMetric("accuracy", 0.9, lower_is_better=False), 1)
     resumed.load_state(json.loads(json.dumps(before.state())))
-    assert not resumed.is_best(Compared("accuracy", 0.9, lower_is_better=False), 1)
+    assert not resumed.is_best(MonitoredMetric("accuracy", 0.9, lower_is_better=False), 1)
     assert resumed.best == before.best
     assert resumed.best_step == before.best_step == 1
