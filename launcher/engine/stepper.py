@@ -151,7 +151,7 @@ class Stepper:
         self._step.rates.replace(rate)
 
     @property
-    def lr_optimizer(self) -> LrOptimizer:
+    def lr_optimizer(self) -> torch.optim.Optimizer:
         """What a scheduler of torch takes as optimizer; its rate is that of the next step from now on.
 
         `scheduler = CosineAnnealingLR(stepper.lr_optimizer, T_max=100)`, and scheduler.step() after each

@@ -30,7 +30,7 @@ def made(params, lr): return torch.optim.Adamax(params, lr)
 
 def optimizer_of(tmp_path, name, **options):
     file = str(written(tmp_path, OWN_OPTIMIZERS))
-    return build_optimizer(OwnOptimConfig(name, 0.1, None, (), True, None, options), file)
+    return build_optimizer(OwnOptimConfig(name, 0.1, None, (), True, options), file)
 
 
 def test_a_class_of_torch_is_an_optimizer_with_its_options(tmp_path):
