@@ -282,7 +282,7 @@ class Stepper:
 
     @property
     def can_abandon(self) -> bool:
-        """Whether the step can still be dropped on all ranks: until this rank has sent all its gradients."""
+        """Whether the step can still be dropped on all ranks: until this rank has sent its totals."""
         return not self._step.exchanged
 
     def hold_update(self, read: torch.cuda.Event) -> None:
