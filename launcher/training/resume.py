@@ -157,6 +157,6 @@ class SavedRun:
             settings=self._settings,
             stream=exchange_texts(self.run.env, place) if place else None,
             total_steps=self.job.course.total_steps,
-            learning_rate=self._rates[max(0, self._applied - 1)],
+            learning_rate=self._rates[min(max(0, self._applied - 1), len(self._rates) - 1)],
         )
         return self.checkpointer.save(progress, metric, extra)
