@@ -106,7 +106,7 @@ class ResNet(nn.Module):
         self.conv1 = conv(in_channels, 64, 3) if small_stem else conv(in_channels, 64, 7, stride=2)
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.RunIdentity() if small_stem else nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
+        self.maxpool = nn.Identity() if small_stem else nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
         self.layer1 = stage(block, depths[0], 64, 64, stride=1)
         self.layer2 = stage(block, depths[1], 64 * block.expansion, 128, stride=2)
         self.layer3 = stage(block, depths[2], 128 * block.expansion, 256, stride=2)
@@ -127,7 +127,7 @@ def conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1)
 def shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
     """The identity where shapes agree, else a projection (option B of the paper)."""
     if stride == 1 and in_channels == out_channels:
-        return nn.RunIdentity()
+        return nn.Identity()
     return nn.Sequential(conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
 
 

@@ -133,7 +133,7 @@ MODELS = {
     "embeddings": OnTokens,
     "attention": lambda: OnRows([Attention(), Attention()], RootMeanSquareNorm(), linear(WIDTH, CLASSES)),
     "gated_unit": lambda: OnRows([GatedUnit(), GatedUnit()], RootMeanSquareNorm(), linear(WIDTH, CLASSES)),
-    "no_norm": lambda: OnRows([Growing() for _ in range(12)], nn.RunIdentity(), linear(WIDTH, CLASSES, 1e-5)),
+    "no_norm": lambda: OnRows([Growing() for _ in range(12)], nn.Identity(), linear(WIDTH, CLASSES, 1e-5)),
 }
 
 

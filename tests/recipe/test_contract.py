@@ -50,7 +50,7 @@ IMAGES = torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(0))
 )
 def test_cross_entropy_counts_the_labels_that_carry_loss(logits, labels, count):
     """Else a step divides by a wrong number."""
-    loss = cross_entropy(nn.RunIdentity(), {"image": logits, "label": labels})
+    loss = cross_entropy(nn.Identity(), {"image": logits, "label": labels})
     assert loss.count == count
     if count:
         assert torch.allclose(loss.sum / loss.count, nn.functional.cross_entropy(logits, labels))
@@ -72,7 +72,7 @@ def test_cross_entropy_calls_the_mode_of_emulation_only_for_the_logits():
     """Each call costs a small step more than the operation."""
     batch = {"image": torch.randn(2, 3, requires_grad=True), "label": torch.tensor([0, 1])}
     with Seen() as seen:
-        cross_entropy(nn.RunIdentity(), batch)
+        cross_entropy(nn.Identity(), batch)
     assert seen.names == ["float"]
 
 
@@ -85,7 +85,7 @@ def test_cross_entropy_has_the_bits_of_torch_under_emulation(dtype, label_smooth
         labels = torch.rand(64, 10, generator=torch.Generator().manual_seed(1)).to(dtype)
     with RoundedArithmetic(torch.float16):
         found = cross_entropy(
-            nn.RunIdentity(), {"image": logits, "label": labels}, label_smoothing=label_smoothing
+            nn.Identity(), {"image": logits, "label": labels}, label_smoothing=label_smoothing
         )
         expected = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing)
     assert torch.equal(found.sum, expected)
@@ -108,7 +108,7 @@ def test_cross_entropy_reads_the_columns_it_is_told():
 )
 def test_a_loss_that_gives_something_else_is_refused(given, text) -> None:
     with pytest.raises(ConfigError, match=text):
-        loss_of(lambda network, batch: given, torch.nn.RunIdentity(), {})
+        loss_of(lambda network, batch: given, torch.nn.Identity(), {})
 
 
 def test_a_model_that_returns_no_tensor_is_refused() -> None:

@@ -80,7 +80,7 @@ def test_the_module_that_made_it_is_named(value: float, kind: str, place: int) -
 
 
 def test_a_finite_pass_has_no_culprit_but_a_largest_value() -> None:
-    model = nn.Sequential(nn.RunIdentity(), nn.Hardtanh(-3, 3))
+    model = nn.Sequential(nn.Identity(), nn.Hardtanh(-3, 3))
     diagnosis = diagnose(model, on(model, torch.tensor([[-7.0, 2.0]])))
     assert diagnosis.finding is None
     assert diagnosis.parameters == ()
@@ -108,7 +108,7 @@ def test_a_weight_that_is_not_finite_is_named_with_its_module() -> None:
 
 
 def test_the_inputs_are_read_before_the_module_overwrites_them() -> None:
-    model = nn.Sequential(nn.RunIdentity(), InPlace(), nn.ReLU(inplace=True))
+    model = nn.Sequential(nn.Identity(), InPlace(), nn.ReLU(inplace=True))
     finding = diagnose(model, on(model, torch.ones(2, 3))).origin
     assert finding is not None
     assert (finding.name, finding.input_range) == ("1", (1.0, 1.0))
@@ -123,7 +123,7 @@ def test_rows_are_those_of_the_output_and_a_single_number_is_one_row() -> None:
     alone = diagnose(total, on(total, torch.ones(3, 2))).origin
     assert alone is not None
     assert (alone.rows, alone.num_rows) == ((0,), 1)
-    line = nn.Sequential(nn.RunIdentity())
+    line = nn.Sequential(nn.Identity())
     finding = diagnose(line, on(line, torch.tensor([1.0, float("nan"), 2.0]))).first
     assert finding is not None
     assert (finding.rows, finding.num_rows) == ((1,), 3)
@@ -218,7 +218,7 @@ def gradients_on(model: nn.Module, x: Tensor) -> Callable[[], dict[str, Tensor]]
 
 def test_the_first_gradient_on_the_way_back_is_named_by_its_module() -> None:
     """3 multiplies it beyond the range, so what comes out of 2 is the first that is not finite."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Growing(torch.inf), nn.RunIdentity())
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Growing(torch.inf), nn.Identity())
     found = diagnose_backward(model, gradients_on(model, torch.ones(2, 4)))
     assert found.module == ("2", "Linear", "inf")
     assert found.largest is not None
@@ -227,7 +227,7 @@ def test_the_first_gradient_on_the_way_back_is_named_by_its_module() -> None:
 
 
 def test_only_a_parameters_gradient_may_be_at_fault() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.RunIdentity())
+    model = nn.Sequential(nn.Linear(1, 1), nn.Identity())
     found = diagnose_backward(model, gradients_on(model, torch.full((2, 1), 3e38)))
     assert found.module is None
     assert found.parameters == ("0.weight",)

@@ -52,7 +52,7 @@ def test_the_innermost_module_is_named_with_what_it_was_given(
 ) -> None:
     for model, title in (
         (layer, "the model"),
-        (nn.Sequential(nn.RunIdentity(), layer), "module 1"),
+        (nn.Sequential(nn.Identity(), layer), "module 1"),
         (Net(layer), "module body.0"),
     ):
         with pytest.raises((RuntimeError, ValueError)) as caught:
