@@ -90,14 +90,14 @@ def limit_after_claim(size: int) -> None:
     """The parent's own files of the run are written by then, and its workers not yet forked."""
     from launcher.supervisor import supervise
 
-    supervised = supervise.supervise
+    supervised = supervise.run_supervised
 
     def limited(*given: object) -> None:
         Path("limited").touch()
         limit_files(size)
         supervised(*given)  # type: ignore[arg-type]
 
-    supervise.supervise = limited
+    supervise.run_supervised = limited
 
 
 def full_temporary_folder() -> None:
