@@ -49,10 +49,26 @@ class Attachment:
             for slot in segment.slots
         }
         self._built = [(p, places.get(p)) for p in model.parameters()]
+        self._accept()
+
+    def _accept(self) -> None:
+        """Compare with the present modules from now on."""
+        self._members = [d for module in self._model.modules() for d in (module._parameters, module._modules)]
+        self._kept = [list(members.values()) for members in self._members]  # or another could have their ids
+        self._expected = self._quick_look()
+
+    def _quick_look(self) -> tuple[list[object], list[int]]:
+        """What no change leaves as it is: 0.3 us per parameter, where a walk over the model takes 3."""
+        return (
+            [(p.data_ptr(), p.shape, p.requires_grad) for p, _ in self._built],
+            [id(member) for members in self._members for member in members.values()],
+        )
 
     def check(self) -> None:
         """Raise UnusableError if a parameter is no longer the one in flat memory."""
         self.refuse_other_weights()
+        if self._quick_look() == self._expected:
+            return
         present = list(self._model.parameters())
         same = len(present) == len(self._built) and all(
             p is built and _is_in(place, p) for p, (built, place) in zip(present, self._built, strict=True)
@@ -66,6 +82,7 @@ class Attachment:
                 "the weights of the first; in a loop of your own, build another Stepper. Set values by "
                 "p.copy_() under torch.no_grad()."
             )
+        self._accept()  # a harmless change, such as torch.compile around a layer
 
     def refuse_other_weights(self) -> None:
         """Raise UnusableError where the model does not have the weights that this Stepper trains."""
