@@ -51,6 +51,7 @@ LINE_EVERY_S = 60.0  # that says for whose code the ranks wait
 PAUSE_S = 3.0  # after a longer pause this process itself was stopped
 CLEAN_UP_S = 15.0  # for the main thread, once it has failed: aborting a communicator may hang
 SAVED_UNTIL = 0.8  # of launch.grace_s: before torchrun or the scheduler kills the rank
+TAKE_OVER_S = 2.0  # for rank 0, which writes the result, before a rank that ends too does it in its place
 WRITE_S = 10.0  # for files and the store, once this rank has decided to exit
 
 log = logging.getLogger("launcher")
@@ -239,20 +240,26 @@ class HangTimer:
             self._heartbeat.exit_records.write(record)  # the parent prints it
         else:
             # A rank that has missed the end of the run must not write over it.
-            ended = state_since(self._run_dir / FILE_NAME, self._began) in ("done", *ENDS_ON_REQUEST)
-            if rank == 0 and not ended:
-                failure = Failure("failed", exit_code, text)
-                write_failure(self._run_dir, failure, self._heartbeat.steps_done)
+            if rank == 0:
+                self._write_result(text, exit_code, ("done", *ENDS_ON_REQUEST))
             _print(f"error: {text}")
         if self._store is not None:
             # In a thread, because a store that does not answer may hold it for ever.
             writer = threading.Thread(target=self._write_to_store, args=(record,), daemon=True)
             writer.start()
             writer.join(LEAVE_S)
+            if rank:
+                time.sleep(TAKE_OVER_S)
+                self._write_result(text, exit_code, ("done", "failed", *ENDS_ON_REQUEST))
         for child in multiprocessing.active_children():
             # os._exit runs no exit handlers, which would end the loader processes.
             child.terminate()
         os._exit(exit_code)
+
+    def _write_result(self, text: str, exit_code: int, ends: tuple[str, ...]) -> None:
+        """Write the result of the run, unless its state is one of `ends` since this rank began."""
+        if state_since(self._run_dir / FILE_NAME, self._began) not in ends:
+            write_failure(self._run_dir, Failure("failed", exit_code, text), self._heartbeat.steps_done)
 
     def _write_to_store(self, record: ExitRecord) -> None:
         assert self._store is not None

@@ -27,6 +27,7 @@ PHASES = (
     "trying micro-batches",
     "trying the evaluation",
     "trying the smallest batch",
+    "comparing the trials",
     "recording the step",
     *STEP_PARTS,
     "report",
@@ -39,7 +40,14 @@ PHASES = (
 IN_A_STEP = frozenset(STEP_PARTS)
 # Phases that are mostly a wait for other ranks.
 WAITING = frozenset(
-    {"meeting the other ranks", "comparing the data", "comparing the models", "wire", "consistency check"}
+    {
+        "meeting the other ranks",
+        "comparing the data",
+        "comparing the models",
+        "comparing the trials",
+        "wire",
+        "consistency check",
+    }
 )
 # Five minutes for pictures, uploads and the digest of the weights, on a loaded machine too.
 FINISHING, FINISHING_S = frozenset({"finishing", "done"}), 300.0

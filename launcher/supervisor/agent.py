@@ -165,5 +165,7 @@ def stop_error(outcome: RunOutcome, asked: signal.Signals | None, newest_step: i
             "completes the run."
         )
         return RunFailed(RunOutcome(SAVED, text))
+    if outcome.exit_code == 128 + asked:  # a rank that ended at once, and has said so
+        return RunFailed(outcome)
     text = f"stopped by {asked.name} before a checkpoint could be written: {outcome.text}"
     return RunFailed(RunOutcome(128 + asked, text, outcome.hint))

@@ -82,5 +82,6 @@ def try_smallest_batch(job: Job, task: Task) -> None:
             for batch in batches.trial(step, len(sizes[run.env.rank])):
                 tried.learn_from(batch)
         finally:
+            run.heartbeat.beat("comparing the trials")  # from here on this rank may wait for another one
             run.stepper.abandon()  # on all ranks, whether the pass failed or not: by the same collectives
     task.inspected = tried.inspected

@@ -171,7 +171,7 @@ def test_a_stop_that_cannot_be_saved_is_no_preemption(tmp_path: Path) -> None:
         tmp_path / "run", *FEW_LINES, user_code=partial(full_disk, begins=16, ends=1000, then=terminate)
     )
     assert ended.codes == [8], ended
-    assert "the run is not saved: the checkpoint of step 19 cannot be written" in ended.outputs[0]
+    assert "the run is not saved: the checkpoint of step 17 cannot be written" in ended.outputs[0]
     assert list(ended.checkpoints) == [10, 13]
     assert_all_intact(ended)
 

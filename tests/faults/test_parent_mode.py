@@ -357,7 +357,8 @@ def test_a_hung_rank_is_named_with_its_phase_and_all_stacks(tmp_path: Path, hang
         assert time.monotonic() - hung < at_most(2 + 2)
         why = r" \(stopped by SIGSTOP\)" if hang == "SIGSTOP" else ""
         assert re.match(
-            rf"error: rank 1 \(pid \d+\) hangs: in compute of step 7 for 2 s{why}; stacks of all ranks: ",
+            # Its seventh pass: one was the trial before the first step.
+            rf"error: rank 1 \(pid \d+\) hangs: in compute of step 6 for 2 s{why}; stacks of all ranks: ",
             error_of(parent),
         )
         assert_written_down(parent, 6)
@@ -378,6 +379,17 @@ def test_a_hang_in_evaluation_and_in_the_first_step_is_found_too(tmp_path: Path)
         assert 8 < time.monotonic() - parent.began < at_most(16)
         assert "rank 0 (pid" in error_of(parent)
         assert "in compute of step 1 for" in error_of(parent)
+
+
+@pytest.mark.slow
+def test_a_hang_in_the_trial_before_the_first_step_blames_no_rank_that_waits(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "if step == 1 and RANK == 1: time.sleep(1000)")  # 8 samples on 3 ranks: a trial
+    with Parent(tmp_path, LONG, "launch.stall_s=1", "launch.init_timeout_s=6", nproc=3) as parent:
+        assert parent.end() == 6
+        assert re.match(
+            r"error: rank 1 \(pid \d+\) hangs: while trying the smallest batch for \d s; stacks of",
+            error_of(parent),
+        )
 
 
 @pytest.mark.slow

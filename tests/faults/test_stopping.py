@@ -199,9 +199,13 @@ def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> N
         time.sleep(0.01)
 
 
+def children_of(pid: int) -> list[int]:
+    """Of its main thread."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-    return [int(pid) for pid in children.split()]
+    return children_of(process.pid)
 
 
 def test_sigterm_to_torchrun_stops_all_its_workers(tmp_path: Path, undisturbed) -> None:
@@ -221,27 +225,22 @@ def test_sigterm_to_torchrun_stops_all_its_workers(tmp_path: Path, undisturbed) 
     go_on(Ended(run_dir, [75, 75], [], 0.0), undisturbed(ranks=2), 2)
 
 
-PROGRAM = """import subprocess
-    with open("programs", "a") as file:
-        print(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, file=file)"""
-
-
 @pytest.mark.slow
-def test_workers_and_their_programs_die_with_torchrun(tmp_path: Path) -> None:
-    words = (f"run.dir={tmp_path / 'run'}", "train.epochs=1000")
-    process = torchrun(tmp_path, *words, started=PROGRAM)
+def test_workers_and_their_loader_processes_die_with_torchrun(tmp_path: Path) -> None:
+    process = torchrun(tmp_path, f"run.dir={tmp_path / 'run'}", "train.epochs=1000", "data.workers=1")
     try:
         wait_for_step(process, tmp_path / "run", 3)
         workers = workers_of(process)
-        programs = [int(pid) for pid in (tmp_path / "programs").read_text().split()]
-        assert (len(workers), len(programs)) == (2, 2)
+        loaders = [loader for worker in workers for loader in children_of(worker)]
+        assert len(workers) == 2
+        assert len(loaders) >= 2, "no loader processes"
     finally:
         process.kill()
     killed = time.monotonic()
-    process.communicate()
-    while alive := [pid for pid in workers + programs if is_alive(pid)]:
-        assert time.monotonic() - killed < at_most(2), f"{alive} of workers {workers} and programs {programs}"
+    while alive := [pid for pid in workers + loaders if is_alive(pid)]:
+        assert time.monotonic() - killed < at_most(2), f"{alive} of workers {workers} and loaders {loaders}"
         time.sleep(0.01)
+    process.communicate()
 
 
 @pytest.mark.slow
@@ -264,7 +263,7 @@ def test_a_worker_that_is_killed_takes_the_others_with_it(tmp_path: Path, undist
 
 
 @pytest.mark.slow
-def test_without_a_parent_a_rank_that_hangs_is_named_by_those_that_wait(tmp_path: Path) -> None:
+def test_without_a_parent_ranks_that_wait_for_one_that_hangs_say_so_and_end(tmp_path: Path) -> None:
     words = ("launch.stall_s=2", "train.epochs=1000")
     with Started(tmp_path / "run", words, ranks=3, user_code=slowly) as started:
         started.until(lambda: step_reached(tmp_path / "run", 6))
@@ -273,7 +272,8 @@ def test_without_a_parent_a_rank_that_hangs_is_named_by_those_that_wait(tmp_path
         started.signal(signal.SIGKILL, 1)
         ended = started.end()
     assert ended.codes[0] == 6
-    assert "error: rank 1 did not join a collective in time" in ended.outputs[0]
+    assert "error: rank 0 hangs: in wire of step" in ended.outputs[0]
+    assert "It waits for another rank, whose own output says where that is." in ended.outputs[0]
     assert (ended.status["state"], ended.status["exit"]) == ("failed", 6)
 
 

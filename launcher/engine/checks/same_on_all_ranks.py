@@ -98,16 +98,18 @@ def _of(name: str, value: object) -> Iterator[tuple[str, str]]:
     """A setting and the fields of it; of an object that is no plain value the type, not its address."""
     if hasattr(value, "tolist"):  # a tensor, an array, or a number of NumPy's
         value = value.tolist()
-    if isinstance(value, Real) and not isinstance(value, int):
-        yield name, str(float(value)).removesuffix(".0")  # the same for 1 and 1.0
-    elif isinstance(value, PLAIN):
-        yield name, str(value)
+    if (text := _text(value)) is not None:
+        yield name, text
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield from _of(f"{name}.{key}", part)
     elif isinstance(value, Set):
         yield name, _row(sorted(text for part in value for _, text in _of(name, part)))
     elif isinstance(value, Sequence):
+        texts = [text for part in value if (text := _text(part)) is not None]
+        if len(texts) == len(value):  # such as a learning rate for each of a million steps
+            yield name, _row(texts)
+            return
         parts = [list(_of(f"{name}[{number}]", part)) for number, part in enumerate(value)]
         if all(len(part) == 1 for part in parts):
             parts = [[(name, _row([text for [(_, text)] in parts]))]]
@@ -116,6 +118,13 @@ def _of(name: str, value: object) -> Iterator[tuple[str, str]]:
         yield name, getattr(value, "__qualname__", type(value).__name__)  # of a class or function its own
         if dataclasses.is_dataclass(value):
             yield from _of(name, {each.name: getattr(value, each.name) for each in dataclasses.fields(value)})
+
+
+def _text(value: object) -> str | None:
+    """The text of a plain value, the same for 1 and 1.0; None of any other."""
+    if isinstance(value, float) or (isinstance(value, Real) and not isinstance(value, int)):
+        return str(float(value)).removesuffix(".0")
+    return str(value) if isinstance(value, PLAIN) else None
 
 
 def _row(texts: Sequence[str]) -> str:
