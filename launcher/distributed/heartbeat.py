@@ -33,6 +33,7 @@ PHASES = (
     "report",
     "consistency check",
     "evaluation",
+    "adding up the evaluation",
     "checkpoint",
     "finishing",
     "done",
@@ -47,6 +48,7 @@ WAITING = frozenset(
         "comparing the trials",
         "wire",
         "consistency check",
+        "adding up the evaluation",
     }
 )
 # Five minutes for pictures, uploads and the digest of the weights, on a loaded machine too.

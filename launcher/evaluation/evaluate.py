@@ -100,9 +100,9 @@ def never_smaller(error: Exception, size: int) -> int:
 class Pass:
     """What a pass over a set measures, and what it calls.
 
-    `guard` is the context of each call of a metric. `beat` is called before each batch and each message to
-    rank 0. `reading` is the context in which a rank reads its first batch, which may take long to open files.
-    `smaller` gives the size of the batches with which a rank begins again after an error.
+    `guard` is the context of each call of a metric. `beat` is called before each batch, and `waits`
+    before each collective. `reading` is the context in which a rank reads its first batch, which may take
+    long to open files. `smaller` gives the size of the batches with which a rank begins again after an error.
     """
 
     recipe: Recipe
@@ -114,6 +114,7 @@ class Pass:
     smaller: Smaller = never_smaller
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
     seed: int = 0
+    waits: Beat = lambda: None
 
     def measure_batch(self, batch: Batch, measuring: Measuring, number: int = 0) -> Loss:
         """The loss of a batch, which the metrics are updated with. `number` counts those of this rank."""
@@ -143,6 +144,7 @@ class Pass:
                 size = self.smaller(error, size)
                 halvings += 1
         own.halvings = halvings
+        self.waits()
         return own.over_ranks(self.env), measuring
 
 
@@ -157,7 +159,7 @@ def evaluate(
 
     def measure(size: int) -> tuple[_Totals, Measuring]:
         """This rank's share, up to a batch before which it is interrupted."""
-        totals, measuring = _Totals(), Measuring(over.recipe, env, over.guard, over.beat)
+        totals, measuring = _Totals(), Measuring(over.recipe, env, over.guard, over.waits)
         for number, (num_samples, batch) in enumerate(
             data.evaluation_batches(env.rank, env.world_size, size)
         ):
@@ -247,7 +249,7 @@ def rehearse(over: Pass, data: Readable, batch_size: int) -> MetricValues:
         return replace(over, recipe=replace(over.recipe, loss=loss))
 
     def measure(size: int) -> tuple[_Totals, Measuring]:
-        totals, measuring = _Totals(), Measuring(over.recipe, env, over.guard, over.beat, rehearsal=True)
+        totals, measuring = _Totals(), Measuring(over.recipe, env, over.guard, over.waits, rehearsal=True)
         with over.reading():
             batch = data.first_batch(env.rank, env.world_size, size, FIRST)
         if batch is not None:

@@ -393,6 +393,24 @@ def test_a_hang_in_the_trial_before_the_first_step_blames_no_rank_that_waits(tmp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("passes", "place"), [(1, "while trying the evaluation"), (2, "in the evaluation after step 4")]
+)
+def test_a_hang_in_an_evaluation_blames_no_rank_that_waits(tmp_path: Path, passes: int, place: str) -> None:
+    write_recipe(tmp_path)
+    recipe = (tmp_path / "tiny.py").read_text()
+    hang = f"    if not network.training and RANK == 1 and step == {4 * (passes - 1)}: time.sleep(1000)\n"
+    (tmp_path / "tiny.py").write_text(
+        recipe.replace("    if network.training:", f"{hang}    if network.training:")
+    )
+    with Parent(tmp_path, "train.epochs=1", "launch.stall_s=2", "launch.init_timeout_s=6") as parent:
+        assert parent.end() == 6
+        assert re.match(rf"error: rank 1 \(pid \d+\) hangs: {place} for \d s; stacks of", error_of(parent)), (
+            error_of(parent)
+        )
+
+
+@pytest.mark.slow
 def test_a_stopped_parent_takes_no_rank_for_hung(tmp_path: Path) -> None:
     """Ctrl-Z and fg stop and continue the parent and its workers together."""
     write_recipe(tmp_path, ENDLESS)

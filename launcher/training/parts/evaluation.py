@@ -148,7 +148,11 @@ class Evaluator:
         """
         found: dict[str, Evaluation] = {}
         for name in self.data:
-            tried = rehearse(self._pass(name, "trying the evaluation"), self.data[name], self._batch_size)
+            tried = rehearse(
+                self._pass(name, "trying the evaluation", "comparing the trials"),
+                self.data[name],
+                self._batch_size,
+            )
             for text in tried.failed:
                 self.run.telemetry.warn(
                     f"{text} This was a trial on a few samples of the {set_title(name)} set. If the metric "
@@ -181,7 +185,7 @@ class Evaluator:
     def _evaluate(self, name: str, position: Position, trained: dict[str, float]) -> Evaluation:
         """Evaluate on one of the sets, and report. Raises EvaluationStopped on all ranks alike."""
         began = time.perf_counter()
-        telemetry, of_set = self.run.telemetry, self._pass(name, "evaluation")
+        telemetry, of_set = self.run.telemetry, self._pass(name, "evaluation", "adding up the evaluation")
         found = evaluate(of_set, self.data[name], self._batch_size, interrupted=self.run.is_asked_to_end)
         title = f"the {set_title(name)} set"
         if found.halvings:
@@ -212,8 +216,10 @@ class Evaluator:
         )
         return found
 
-    def _pass(self, name: str, phase: str) -> Pass:
+    def _pass(self, name: str, phase: str, then: str) -> Pass:
         """A pass over a set. Each batch is a sign of life, since a large set may exceed a phase's limit.
+
+        `then` is the phase in which a rank may wait for others: a hang is not blamed on it.
 
         A trial is a phase of its own: after an evaluation the limits are those of a run that has made a step.
         """
@@ -237,4 +243,5 @@ class Evaluator:
             self._smaller,
             run.heartbeat.in_user_code,
             seed,
+            partial(run.heartbeat.beat, then),
         )
