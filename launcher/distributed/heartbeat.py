@@ -89,6 +89,8 @@ def where(beat: Beat) -> str:
         return f"in {beat.phase} of step {beat.step}" if beat.step else "before its first step"
     if beat.phase in ("consistency check", "evaluation", "checkpoint"):
         return f"in the {beat.phase} after step {beat.step}"
+    if beat.phase == "adding up the evaluation":
+        return f"while {beat.phase} after step {beat.step}"
     return "after its last step" if beat.phase == "done" else f"while {beat.phase}"
 
 
