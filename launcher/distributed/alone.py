@@ -16,6 +16,16 @@ from launcher.errors import ConfigError
 NO_GROUP = "Default process group has not been initialized"  # of torch, in a ValueError
 
 
+_hidden: list[dist.Store | None] = []  # of the groups that the contexts below hide, outermost first
+
+
+def default_store() -> dist.Store | None:
+    """The store of the ranks' group, within `Alone` too; None in a process that trains alone."""
+    if dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    return _hidden[-1] if _hidden else None
+
+
 class Alone:
     """Within the context `torch.distributed.is_initialized()` is false.
 
@@ -28,6 +38,7 @@ class Alone:
 
     def __enter__(self) -> None:
         self._group = dist.GroupMember.WORLD
+        _hidden.append(default_store())
         # Not destroyed: the ranks need the group again, and a new one would be a collective.
         dist.GroupMember.WORLD = None
 
@@ -35,6 +46,7 @@ class Alone:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         dist.GroupMember.WORLD = self._group
+        _hidden.pop()
         if isinstance(error, ValueError) and NO_GROUP in str(error):
             place = place_of(error)
             raise ConfigError(
