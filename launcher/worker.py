@@ -162,18 +162,20 @@ def _assemble(
         labels = None if recipe.classes is None else Labels(recipe.label, len(recipe.classes))
         held_out = recipe.validation_sets
         data = DataSets.of(config, env, recipe.train, held_out, recipe.collate, labels, heartbeat.reading)
+        fingerprint = data_check.fingerprint(recipe, data.train, data.validation)  # reads some samples
     heartbeat.beat("comparing the data")
-    fingerprint = data_check.compare_data(recipe, data.train, data.validation, env)
+    data_check.compare_data(fingerprint, env)
     plan = batch_plan(config, env, data.train, recipe.lengths)
     course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
     heartbeat.beat("building the model")
     seed_all(derive_seed(config.seed, "model"), env.device)  # whatever was drawn while the data was read
     with heartbeat.in_user_code():
         model = build.build_model(config, recipe, env, plan)
+        rates = build.rates_of(config, recipe, course.total_steps)
     choose_memory_format(config, env, recipe, model, data.train, plan, telemetry.decision)
     weights = load_weights(config, model, env)
     heartbeat.beat("comparing the models")
-    stepper = build.build_stepper(config, env, recipe, model, plan, course.total_steps)
+    stepper = build.build_stepper(config, env, recipe, model, plan, rates)
     average = build.weight_average(config, stepper)
     run = Run(config, env, stepper, telemetry, heartbeat, stop_signal, average)
     host_ms = host_ms_per_layer(stepper.forward, env.device, stepper.policy.weights)

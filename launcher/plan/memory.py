@@ -81,7 +81,7 @@ class PlannedRank:
         with default:
             self.model: nn.Module = build.build_model(config, recipe, env, plan)
         # A short run, without a rate for each step.
-        self.stepper: Stepper = build.build_stepper(config, env, recipe, self.model, plan, total_steps=1)
+        self.stepper: Stepper = build.build_stepper(config, env, recipe, self.model, plan, [config.optim.lr])
         average = build.weight_average(config, self.stepper)
         gc.collect()  # the parameters as they were built
         self._beside = {"averages": 0 if average is None else self.stepper.num_trainable * 4, "data": of_data}

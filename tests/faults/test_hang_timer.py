@@ -144,6 +144,38 @@ def start_slow(directory: Path, under_torchrun: bool, *words: str) -> subprocess
     return subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=80)
 
 
+SLOW_PLACES = {
+    "a fingerprint of the data": ("data = TensorData(", "data = Slow("),
+    "a schedule": ("after_evaluation=plot", "schedule=slow_schedule"),
+}
+IN_SLOW_PLACES = """
+class Slow(TensorData):
+    def fingerprint(self):
+        time.sleep(LOADING_S * RANK)
+        return "same"
+
+CALLS = []
+
+def slow_schedule(step, total):
+    CALLS.append(step)
+    time.sleep(LOADING_S * RANK * (len(CALLS) == 1))
+    return 1.0
+
+@recipe("tiny")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", SLOW_PLACES)
+def test_slow_code_of_one_rank_before_its_first_step_is_no_hang(tmp_path: Path, place: str) -> None:
+    slow_recipe(tmp_path, 0, 0)
+    text = (tmp_path / "tiny.py").read_text().replace(*SLOW_PLACES[place])
+    places = IN_SLOW_PLACES.replace("LOADING_S", str(LOADING_S))
+    (tmp_path / "tiny.py").write_text(text.replace('@recipe("tiny")\n', places))
+    ended = start_slow(tmp_path, False)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.parametrize(
     "under_torchrun", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["parent mode", "torchrun"]
 )

@@ -145,9 +145,9 @@ def named_schedule(config: Config) -> str:
 
 
 def build_stepper(
-    config: Config, env: WorkerEnv, recipe: Recipe, model: nn.Module, plan: BatchPlan, total_steps: int
+    config: Config, env: WorkerEnv, recipe: Recipe, model: nn.Module, plan: BatchPlan, rates: list[float]
 ) -> Stepper:
-    """The Stepper of the config. A collective."""
+    """The Stepper of the config; `rates` are those of `rates_of`. A collective."""
     optim = config.optim
     emulate = config.precision.emulate
     grouped = parameter_groups.parameter_groups(optim, recipe.groups, model)
@@ -161,7 +161,7 @@ def build_stepper(
         scaling=build_scaling(config),
         wire=build_wire(config, env),
         clip_norm=optim.clip_norm,
-        learning_rates=rates_of(config, recipe, total_steps),
+        learning_rates=rates,
         micro_batches=plan.micro_batches,
         emulate=None if emulate == "auto" else bool(emulate),
         groups=grouped.groups,

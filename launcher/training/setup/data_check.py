@@ -35,17 +35,9 @@ READ = 8  # samples of a data set that has to read them
 FIRST_OF_STREAM = 4  # samples
 
 
-def compare_data(
-    recipe: Recipe, train: Readable, validation: Mapping[str, Readable], env: WorkerEnv
-) -> dict[str, str]:
-    """The fingerprint of the data. Raises DataError, on all ranks, unless it is equal on all ranks.
-
-    Compares lengths, classes, and of each column in memory the dtype, shape and all rows; of other sets some
-    samples. Of a data set with a method `fingerprint()` only what this returns. A collective.
-    """
-    own = fingerprint(recipe, train, validation)
+def compare_data(own: Mapping[str, str], env: WorkerEnv) -> None:
+    """Raise DataError, on all ranks, unless this rank's `fingerprint` is that of all. A collective."""
     refuse_other_data([json.loads(text) for text in exchange_texts(env, json.dumps(own))])
-    return own
 
 
 BETWEEN_RANKS = ("the metrics", "the name that runs are compared by")  # a resumed run may have others
@@ -92,7 +84,11 @@ def _is_raw(key: str, before: Mapping[str, str], now: Mapping[str, str]) -> bool
 
 
 def fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, Readable]) -> dict[str, str]:
-    """What is equal on ranks with the same data, by its name in errors."""
+    """What is equal on ranks with the same data, by its name in errors.
+
+    Lengths, classes, and of each column in memory the dtype, shape and all rows; of other sets some samples.
+    Of a data set with a method `fingerprint()` only what this returns.
+    """
     known = {
         "the metrics": ", ".join(name_of(metric) for metric in recipe.measures),
         "the name that runs are compared by": str(recipe.compare_by),
