@@ -324,7 +324,7 @@ def _equal_on_ranks(rows: Tensor) -> bool:
 
 
 def mean_over_ranks(name: str, rows: Tensor) -> Tensor:
-    """For running statistics the mean where the ranks differ, as in `Buffers.average`; else rank 0's."""
+    """Return the mean of running statistics where the ranks differ, as `Buffers.average`; else rank 0's."""
     if not (rows.is_floating_point() and is_statistic(name)) or _equal_on_ranks(rows):
         return rows[0].clone()
     return (rows.double().sum(dim=0) / len(rows)).to(rows.dtype)

@@ -43,9 +43,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 POLL_EVERY_S = 0.5  # of the heartbeat, in memory
-SIGN_EVERY_S = (
-    5.0  # between signs of life: a message to the store from each rank that waits; limits are longer
-)
+SIGN_EVERY_S = 5.0  # between signs of life, each a message to the store; limits are longer
 SIGNS_PER_LIMIT = 8  # where launch.stall_s is short
 LINE_EVERY_S = 60.0  # that says for whose code the ranks wait
 PAUSE_S = 3.0  # after a longer pause this process itself was stopped

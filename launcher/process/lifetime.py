@@ -39,7 +39,7 @@ def die_with_launcher(environ: Mapping[str, str]) -> None:
 
 
 def kill_forks_on_exit() -> None:
-    """From now on, kill each process forked from the main thread, such as a loader's, when this one ends.
+    """Kill each process forked from now on by the main thread, such as a loader's, when this one ends.
 
     Children of it do the same. A fork from another thread is left alone, because the kernel kills it as soon
     as that thread ends. Call it once, in the process that forks all others.

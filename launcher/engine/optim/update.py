@@ -151,7 +151,7 @@ class Updater:
                 batch.update(scalars.multiplier, by_group[batch.group])
 
     def _kernel_scalars(self, scalars: StepScalars) -> list[KernelScalars]:
-        """By group. The kernels of a GPU take the rate in fp32, that of a CPU in fp64."""
+        """Return what each group's kernel reads. A GPU's takes the rate in fp32, a CPU's in fp64."""
         if not isinstance(scalars.lr, Tensor):
             applied = torch.tensor(scalars.applied, dtype=torch.float32)
             return [KernelScalars(scalars.lr * scale, applied, None) for scale in self._lr_scales]

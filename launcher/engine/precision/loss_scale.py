@@ -103,7 +103,7 @@ class LossScale:
         return ScaleState(*torch.tensor(state, dtype=torch.float64, device=self._device).unbind())
 
     def counters(self) -> dict[str, int]:
-        """By name, with the scale's exponent. Waits for the device."""
+        """Return the counters by name, with the scale's exponent. Waits for the device."""
         numbers: Sequence[float] = self.state
         if self._device is not None:
             numbers = torch.stack([*self.state]).tolist()

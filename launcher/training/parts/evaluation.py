@@ -227,7 +227,7 @@ class Evaluator:
 
         @contextmanager
         def guard(what: str, batch: Batch | None) -> Iterator[None]:
-            """Of each call of a metric, which may take long while the other ranks wait for this one."""
+            """Guard each call of a metric, which may take long while the other ranks wait for this one."""
             what = f"{what} on the {set_title(name)} set"
             with guarding(what, run.logs_of_failure, batch, of_metric=True), run.heartbeat.in_user_code():
                 yield

@@ -201,7 +201,7 @@ def described(values: Tensor) -> str:
 
 
 def of_batch(name: str, fetched: Fetched) -> dict[str, str]:
-    """By column, dtype, shape, and a digest of whole numbers, mean and deviation of others.
+    """Describe each column: dtype, shape, and a digest of whole numbers, mean and deviation of others.
 
     Floating-point numbers that each rank computes for itself may differ in their last bits between machines.
     """
