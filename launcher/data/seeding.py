@@ -35,7 +35,7 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
 
 
 def seed_reading(seed: int, epoch: int, position: int) -> None:
-    """Before a micro-batch is read, in whatever process: `position` is its first in the epoch's order.
+    """Seed the generators before a micro-batch is read; `position` is its first in the epoch's order.
 
     The position says which step, rank and micro-batch it is.
     """
@@ -43,15 +43,15 @@ def seed_reading(seed: int, epoch: int, position: int) -> None:
 
 
 def seed_transform(seed: int, epoch: int, position: int, device: torch.device) -> None:
-    """Before the transform of a micro-batch: it may have been read in another process."""
+    """Seed the generators before a micro-batch is transformed: another process may have read it."""
     seed_all(derive_seed(seed, epoch, position, "transform"), device)
 
 
 def seed_compute(seed: int, step: int, rank: int, micro_batch: int, device: torch.device) -> None:
-    """Before the forward pass of a micro-batch: `micro_batch` is its number in the step of this rank."""
+    """Seed the generators before the forward pass of a rank's micro-batch number `micro_batch` of a step."""
     seed_all(derive_seed(seed, step, rank, micro_batch, "compute"), device)
 
 
 def seed_evaluation(seed: int, rank: int, batch: int, device: torch.device) -> None:
-    """Before the forward pass of a batch that is evaluated: the same in each evaluation of a run."""
+    """Seed the generators before a batch is evaluated: alike in each evaluation of a run."""
     seed_all(derive_seed(seed, rank, batch, "evaluation"), device)
