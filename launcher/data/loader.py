@@ -15,6 +15,7 @@ import operator
 import os
 import signal
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -192,6 +193,8 @@ class Pool:
         children = self._iterator._workers
         for child in children:
             child.terminate()
+        # A process that ended while it held the lock of torch's event would make torch wait without end.
+        self._iterator._workers_done_event = threading.Event()
         with suppress(RuntimeError):  # of one that has failed meanwhile
             self._iterator._shutdown_workers()  # so torch does not take their end for a failure
         for child in children:

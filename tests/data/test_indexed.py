@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset
 
+from launcher.data import loader
 from launcher.data.batch_plan import BatchPlan, by_length
 from launcher.data.indexed import IndexedData, LoadedBatches
 from launcher.data.labels import Labels
@@ -119,6 +120,15 @@ def test_a_resume_reads_nothing_of_what_was_trained_on():
     dataset = Noisy(50, {index: lambda index=index: read.append(index) for index in range(50)})
     found = batches(dataset).step(0, 4)
     assert sorted(read) == sorted(found[0]["index"].tolist())
+
+
+def test_the_end_of_loader_processes_does_not_wait_for_a_lock_that_a_process_died_with():
+    with loader_processes():
+        loaded = batches(Noisy(50), workers=2)
+        loaded.step(0, 0)
+        pool = next(each for each in loader._pools if each._iterator is not None)
+        # A loader process takes this lock to ask whether it shall end; ended by a signal then, it keeps it.
+        pool._iterator._workers_done_event._cond.acquire()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
