@@ -166,7 +166,7 @@ def _assemble(
     heartbeat.beat("comparing the data")
     data_check.compare_data(fingerprint, env)
     plan = batch_plan(config, env, data.train, recipe.lengths)
-    course = Course.of(plan.steps_per_epoch, config.train, config.consistency.every_steps)
+    course = Course.of(plan.steps_per_epoch, config.train, config.ddp.check_replicas_every_steps)
     heartbeat.beat("building the model")
     seed_all(derive_seed(config.seed, "model"), env.device)  # whatever was drawn while the data was read
     with heartbeat.in_user_code():

@@ -68,7 +68,7 @@ class Held:
 def held(policy: Policy, states: int, matrices: int, vectors: int = 0, shards: int = 1) -> Held:
     """What a Stepper allocates for so many elements of matrices and vectors, padding left out.
 
-    Vectors are fp32 and whole on each rank under any policy. `shards`: ranks with `wire.shard=true`.
+    Vectors are fp32 and whole on each rank under any policy. `shards`: ranks with `ddp.shard_optimizer=true`.
     """
     half = policy.weights.itemsize < FP32_BYTES
     state_bytes = states * FP32_BYTES
@@ -173,8 +173,8 @@ def _per_parameter() -> Rows:
     fp16, amp = Policy.fp16(), Policy.amp_fp16()
     for name, found in {
         "`fp16`, AdamW": held(fp16, ADAMW, 1),
-        "`fp16`, AdamW, `wire.shard=true`, 8 ranks": held(fp16, ADAMW, 1, shards=8),
-        "`fp16`, AdamW, `wire.shard=true`, 64 ranks": held(fp16, ADAMW, 1, shards=64),
+        "`fp16`, AdamW, `ddp.shard_optimizer=true`, 8 ranks": held(fp16, ADAMW, 1, shards=8),
+        "`fp16`, AdamW, `ddp.shard_optimizer=true`, 64 ranks": held(fp16, ADAMW, 1, shards=64),
         "`fp16`, SGD with momentum": held(fp16, SGD, 1),
         "`amp_fp16`, AdamW": held(amp, ADAMW, 1),
         "`fp32`, AdamW": held(Policy.fp32(), ADAMW, 1),
@@ -190,7 +190,11 @@ def _memory(models: Sequence[Model]) -> Rows:
 
 
 def _sent(models: Sequence[Model]) -> Rows:
-    yield "MB per rank and step", *(f"{ranks} ranks" for ranks in RANKS), "4096 ranks, `wire.dtype=fp32`"
+    yield (
+        "MB per rank and step",
+        *(f"{ranks} ranks" for ranks in RANKS),
+        "4096 ranks, `ddp.gradient_dtype=fp32`",
+    )
     for model in models:
         fp32 = FP32_BYTES * (model.matrices + model.vectors)
         messages = [(model.held().gradients, ranks) for ranks in RANKS] + [(fp32, RANKS[-1])]
@@ -201,7 +205,7 @@ def _steps(model: Model) -> Rows:
     yield (
         f"{model.name}: {1e3 * model.step().total:.0f} ms alone",
         *("step ms, 8 ranks", "4096"),
-        *("efficiency, 8 ranks", "64", "512", "4096", "4096, `wire.dtype=fp32`"),
+        *("efficiency, 8 ranks", "64", "512", "4096", "4096, `ddp.gradient_dtype=fp32`"),
     )
     step, message = model.step(), model.held().gradients
     wide = FP32_BYTES * (model.matrices + model.vectors)
@@ -228,7 +232,7 @@ def _wires(models: Sequence[Model]) -> Rows:
 
 def _predivide() -> Rows:
     yield "ranks", *map(str, RANKS)
-    yield "`wire.predivide=auto`", *(str(default_predivide(ranks)) for ranks in RANKS)
+    yield "`ddp.gradient_predivide_factor=auto`", *(str(default_predivide(ranks)) for ranks in RANKS)
 
 
 def _checkpoints(models: Sequence[Model]) -> Rows:

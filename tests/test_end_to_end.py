@@ -128,7 +128,9 @@ def test_half_of_the_bytes_of_fp32_travel(finished, tmp_path) -> None:
         pytest.param(0, ["precision=amp_fp16", "optim=adamw"], marks=pytest.mark.slow),
         pytest.param(1, ["precision=bf16"], marks=pytest.mark.slow),
         pytest.param(
-            3, ["precision=amp_bf16", "data.batch_size=48", "data.micro_batch=10"], marks=pytest.mark.slow
+            3,
+            ["precision=amp_bf16", "data.batch_size=48", "data.micro_batch_size=10"],
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             4,

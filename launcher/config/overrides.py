@@ -54,7 +54,6 @@ KEYS_ELSEWHERE = {  # the key here, with its value if that is not the same, and 
     "precision=bf16": "use_bf16 bf16",
     "optim.lr": "learning_rate",
     "train.epochs": "num_epochs max_epochs num_train_epochs",
-    "data.workers": "num_workers",
     "optim": "optimizer",
     "schedule": "scheduler",
     "run.dir": "output_dir",

@@ -10,12 +10,29 @@ REMOVED_KEYS: dict[str, str] = {
     "data.augment.mixup": "Mix the samples of a batch in Recipe.train_transform or in its loss.",
     "data.target": "The tabular recipe is gone: read your table in a recipe of your own, as TensorData.",
     "train.cuda_graph": "Steps run without CUDA graphs; train.compile=true launches fewer kernels.",
-    "wire.sum": "Gradients are summed in wire.dtype; wire.shard=true sends as many bytes and sums in fp32.",
+    "wire.sum": "Gradients are summed in ddp.gradient_dtype; ddp.shard_optimizer=true sums in fp32.",
     "launch.hosts": "Rank 0 reads checkpoints for all machines, which need no shared disk; leave it out.",
+}
+RENAMED_KEYS: dict[str, str] = {
+    "wire.dtype": "ddp.gradient_dtype",
+    "wire.shard": "ddp.shard_optimizer",
+    "wire.bucket_mb": "ddp.bucket_cap_mb",
+    "wire.overlap": "ddp.overlap",
+    "wire.predivide": "ddp.gradient_predivide_factor",
+    "consistency.every_steps": "ddp.check_replicas_every_steps",
+    "data.workers": "data.num_workers",
+    "data.micro_batch": "data.micro_batch_size",
+    "data.max_bad": "data.max_bad_samples",
+    "data.augment.crop_padding": "data.augment.random_crop_padding",
+    "data.augment.flip": "data.augment.random_horizontal_flip",
 }
 
 
 def removed_key(path: str) -> str | None:
     """What to do instead of the key, or of the section it is in; None if neither is a removed one."""
+    if path in RENAMED_KEYS:
+        return f"It is called {RENAMED_KEYS[path]} now."
+    if inner := [new for old, new in RENAMED_KEYS.items() if old.startswith(f"{path}.")]:
+        return f"Its keys are called {', '.join(inner)} now."
     section = path.rpartition(".")[0]
     return REMOVED_KEYS.get(path) or REMOVED_KEYS.get(section)

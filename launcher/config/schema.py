@@ -34,7 +34,7 @@ Endpoint = Annotated[str, value_rules.matching("HOST:PORT", r"\S+:\d{1,5}")]
 Seconds = Annotated[float, value_rules.number("above 0 and at most 1e9", lambda value: 0 < value <= 1e9)]
 LossScale = Annotated[int, value_rules.power_of_two(2**127)]  # the largest in fp32
 # More would round even the largest fp16 gradients to zero.
-Predivide = Annotated[int, value_rules.power_of_two(2**16)]
+PredivideFactor = Annotated[int, value_rules.power_of_two(2**16)]
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    crop_padding: CountOrZero
-    flip: bool
+    random_crop_padding: CountOrZero
+    random_horizontal_flip: bool
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class DataConfig:
     name: Name
     path: Text | None
     batch_size: Count
-    micro_batch: Auto | Count | None
+    micro_batch_size: Auto | Count | None
     val_fraction: Share
-    workers: Auto | Annotated[int, value_rules.whole(0, 1024)]
-    max_bad: CountOrZero
+    num_workers: Auto | Annotated[int, value_rules.whole(0, 1024)]
+    max_bad_samples: CountOrZero
     drop_last: bool
     augment: AugmentConfig
     options: Options  # the data set's own keys, as its YAML lists them
@@ -156,12 +156,13 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
-class WireConfig:
-    dtype: Literal["auto", "fp16", "bf16", "fp32"]
-    shard: bool
-    bucket_mb: Auto | Positive
+class DdpConfig:
+    gradient_dtype: Literal["auto", "fp16", "bf16", "fp32"]
+    shard_optimizer: bool
+    bucket_cap_mb: Auto | Positive
     overlap: bool
-    predivide: Auto | Predivide
+    gradient_predivide_factor: Auto | PredivideFactor
+    check_replicas_every_steps: Count | None
 
 
 @dataclass(frozen=True)
@@ -172,11 +173,6 @@ class CheckpointConfig:
     resume: Text
     allow_other_data: bool
     on_error: Literal["warn", "stop"]
-
-
-@dataclass(frozen=True)
-class ConsistencyConfig:
-    every_steps: Count | None
 
 
 @dataclass(frozen=True)
@@ -263,9 +259,8 @@ class Config:
     early_stopping: EarlyStoppingConfig
     plateau: PlateauConfig
     precision: PrecisionConfig
-    wire: WireConfig
+    ddp: DdpConfig
     checkpoint: CheckpointConfig
-    consistency: ConsistencyConfig
     tracker: TrackerConfig
     telemetry: TelemetryConfig
     launch: LaunchConfig

@@ -106,18 +106,18 @@ RELATIONS: Mapping[tuple[str, ...], tuple[Callable[..., bool], str]] = {
         lambda mode, precision: mode != "none" and "fp16" not in precision,
         "precision.scale.mode={}: must be none: {} has no loss scale.",
     ),
-    ("data.micro_batch", "data.batch_size"): (
+    ("data.micro_batch_size", "data.batch_size"): (
         lambda micro, batch: isinstance(micro, int) and micro > batch,
-        "data.micro_batch={}: must be at most data.batch_size={}.",
+        "data.micro_batch_size={}: must be at most data.batch_size={}.",
     ),
     ("model.weights_sha256", "model.weights"): (
         lambda digest, file: digest is not None and file is None,
         "model.weights_sha256: is that of a file, but model.weights={1} names none. Give it: "
         "model.weights=FILE.",
     ),
-    ("wire.shard", "optim.name"): (
+    ("ddp.shard_optimizer", "optim.name"): (
         lambda shard, optimizer: shard and not is_fused(optimizer),
-        "wire.shard={}: excludes optim={}, which needs whole parameters. Use sgd or adamw.",
+        "ddp.shard_optimizer={}: excludes optim={}, which needs whole parameters. Use sgd or adamw.",
     ),
     ("precision.name", "optim.name"): (
         lambda precision, optimizer: precision == "pure_fp16" and not is_fused(optimizer),
@@ -127,10 +127,10 @@ RELATIONS: Mapping[tuple[str, ...], tuple[Callable[..., bool], str]] = {
         lambda sync_bn, compiles: sync_bn and compiles,
         "model.sync_bn={}: excludes train.compile={}, because its collectives cannot be compiled.",
     ),
-    ("model.sync_bn", "data.micro_batch"): (
+    ("model.sync_bn", "data.micro_batch_size"): (
         lambda sync_bn, micro: sync_bn and micro == "auto",
-        "model.sync_bn={}: excludes data.micro_batch={}, because a rank that runs out of memory in a trial "
-        "would leave the others waiting in the batch norms. Give data.micro_batch a number.",
+        "model.sync_bn={}: excludes data.micro_batch_size={}, because a rank that runs out of memory in a "
+        "trial would leave the others waiting in the batch norms. Give data.micro_batch_size a number.",
     ),
     **{
         (key, "train.compile"): (

@@ -17,7 +17,7 @@ from launcher.data.reader import BatchRequest, Collate, Fetched, Indexed, Reader
 from launcher.data.seeding import seed_transform
 from launcher.data.tensors import Batch, Batches, Transform, to_device, transformed
 
-CORRECT = "Correct or remove it, or set data.max_bad=N to leave out up to N of them."
+CORRECT = "Correct or remove it, or set data.max_bad_samples=N to leave out up to N of them."
 LATEST = 16  # steps whose requests are kept: at least those that few loader processes read ahead
 
 

@@ -59,7 +59,7 @@ class Loading:
     workers: int
     device: torch.device
     seed: int
-    max_bad: int = 0
+    max_bad_samples: int = 0
     timeout_s: float = 0.0  # longest wait for a batch; 0: without a limit
     labels: Labels | None = None  # None: there are no classes
     reading: Callable[[int], None] = lambda index: None  # before each sample that is read in this process
@@ -154,8 +154,8 @@ class Pool:
         busy = [row for row in self._shared if row[READING] != -1]
         return StalledError(
             f"no batch came from the loader processes for {self._how.timeout_s:g} s; they were "
-            f"{self._at(busy, 'reading')}. Check what these read from, set data.workers=0 if their data set "
-            "does not work in a forked process, or raise launch.stall_s."
+            f"{self._at(busy, 'reading')}. Check what these read from, set data.num_workers=0 if their data "
+            "set does not work in a forked process, or raise launch.stall_s."
         )
 
     def _ended(self, error: Exception) -> DataError | None:
@@ -170,7 +170,8 @@ class Pool:
             return None
         if reason := self._reason(next(iter(codes))):
             advice = (
-                "It takes open files (ulimit -n), room in /dev/shm, a socket in TMPDIR; data.workers=0 none."
+                "It takes open files (ulimit -n), room in /dev/shm, a socket in TMPDIR; data.num_workers=0 "
+                "none."
             )
             what = f"a loader process could not send a batch of the {self.kind} set"
             return DataError(f"{what}: {reason.rstrip('.')}. {advice}")
@@ -180,8 +181,8 @@ class Pool:
         where = self._at([self._shared[number] for number in codes], "while it read")
         return (LoaderKilledError if killed else DataError)(
             f"a loader process ended {where}: exit code {code}, seen as "
-            f"{first_sentence(error)} If it was killed for memory, lower data.workers or data.micro_batch. "
-            "If the sample crashes a library, data.workers=0 shows where."
+            f"{first_sentence(error)} If it was killed for memory, lower data.num_workers or "
+            "data.micro_batch_size. If the sample crashes a library, data.num_workers=0 shows where."
         )
 
     def close(self) -> None:
@@ -266,7 +267,7 @@ class LoadedSet:
         if self.how.labels is not None:
             self.how.labels.refuse_others(fetched, self._name, indices)
         for bad in fetched.bad:
-            if self.how.max_bad == 0:
+            if self.how.max_bad_samples == 0:
                 raise bad.refusal(self._name, self._advice)
             log.warning("the %s: left out %s\n%s", self._name, bad, bad.details)
         return None if fetched.batch is None else batch_to_device(fetched.batch, self.how.device)

@@ -240,8 +240,8 @@ def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
         raise DataError(
             f"the recipe's collate was given {counted(len(samples), 'sample')} and returned {found}: no "
             "column has a row per sample. It must return every sample once. To leave samples out, raise an "
-            "error in the data set and set data.max_bad. A packed batch needs one column with a row per "
-            "sample, such as their lengths."
+            "error in the data set and set data.max_bad_samples. A packed batch needs one column with a row "
+            "per sample, such as their lengths."
         )
     return dict(batch)
 

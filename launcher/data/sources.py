@@ -28,7 +28,7 @@ from launcher.errors import ConfigError, DataError
 Readable = TensorData | IndexedData | StreamData
 ONLY_SET = ""  # the name of a validation set that is the only one
 FIRST = 32  # samples of a `first_batch` at most
-MOST_LOADERS = 8  # processes per rank that data.workers=auto starts
+MOST_LOADERS = 8  # processes per rank that data.num_workers=auto starts
 PATIENCE = 0.8  # of launch.stall_s: then the error can name the sample
 
 
@@ -55,8 +55,8 @@ def readable(data: object, collate: Collate | None, how: Loading, kind: str) -> 
     if isinstance(data, DataLoader):
         raise DataError(
             f"the recipe's {kind} set is a DataLoader. Give the data set itself (loader.dataset), and its "
-            "collate_fn as Recipe.collate: the launcher makes the loader, with data.workers processes, so "
-            "that all ranks and every resume see the same order."
+            "collate_fn as Recipe.collate: the launcher makes the loader, with data.num_workers processes, "
+            "so that all ranks and every resume see the same order."
         )
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
         return _stream(data, collate, how, kind)
@@ -138,7 +138,7 @@ class DataSets:
             workers=workers(config, env),
             device=env.device,
             seed=config.seed,
-            max_bad=config.data.max_bad,
+            max_bad_samples=config.data.max_bad_samples,
             timeout_s=PATIENCE * config.launch.stall_s,
             labels=labels,
             reading=reading,
@@ -149,8 +149,8 @@ class DataSets:
 
 def workers(config: Config, env: WorkerEnv) -> int:
     """How many processes read samples for this rank."""
-    if config.data.workers != "auto":
-        return int(config.data.workers)
+    if config.data.num_workers != "auto":
+        return int(config.data.num_workers)
     return min(MOST_LOADERS, len(os.sched_getaffinity(0)) // env.local_world_size)
 
 
@@ -175,7 +175,7 @@ def batch_plan(
         num_samples = config.train.max_steps * config.data.batch_size
     else:
         num_samples = len(train)
-    wish = config.data.micro_batch
+    wish = config.data.micro_batch_size
     return BatchPlan(
         num_samples=num_samples,
         batch_size=config.data.batch_size,

@@ -158,7 +158,7 @@ class StreamData(LoadedSet):
 
     def __init__(self, stream: Iterable[object], collate: Collate | None, how: Loading, kind: str) -> None:
         # None of its samples may be left out: an iteration that raised is over.
-        super().__init__(replace(how, max_bad=0), kind, f"{kind} stream", CATCH)
+        super().__init__(replace(how, max_bad_samples=0), kind, f"{kind} stream", CATCH)
         self.stream = stream
         self._collate = collate
 
@@ -281,10 +281,10 @@ class StreamBatches(Batches):
         if (found[0].ranks, found[0].processes) == (ranks, processes):
             return found[self.plan.rank]
         if self.data.divides_itself:
-            before = f"{counted(found[0].ranks, 'rank')} with data.workers={found[0].processes}"
+            before = f"{counted(found[0].ranks, 'rank')} with data.num_workers={found[0].processes}"
             raise ConfigError(
                 f"the checkpoint is of {before}, among which the stream was divided. It cannot be resumed on "
-                f"{ranks} with data.workers={processes}: start with as many, or afresh with "
+                f"{ranks} with data.num_workers={processes}: start with as many, or afresh with "
                 "checkpoint.resume=never."
             )
         return Standpoint(ranks, processes, found[0].passes, found[0].step)

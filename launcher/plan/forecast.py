@@ -83,7 +83,7 @@ def forecast(
     if world_size == 1:
         buckets = None if seconds is None else _buckets_of_a_pair(task)
     sent = ring_bytes(message, world_size)
-    wire = {"bytes": message, "buckets": buckets, "overlaps": config.wire.overlap}
+    wire = {"bytes": message, "buckets": buckets, "overlaps": config.ddp.overlap}
     wire["sent_by_each_rank"] = round(sent)
     return {
         "recipe": config.recipe.name,
@@ -142,7 +142,9 @@ def _counted(task: PlannedTask, rank: PlannedRank, on_gpu: bool) -> dict[str, An
         "buckets": rank.stepper.num_buckets,
         "state_bytes": rank.stepper.state_bytes(),
         "conditions": rank.tracker.conditions,
-        "checkpoint_bytes": rank.checkpoint_bytes(task.plan.world_size if task.config.wire.shard else 1),
+        "checkpoint_bytes": rank.checkpoint_bytes(
+            task.plan.world_size if task.config.ddp.shard_optimizer else 1
+        ),
         "memory": {"bytes": kinds, "total": sum(kinds.values())},
         "gpus": [
             {"name": name, "micro_batch": min(most, fitting(room, held, sums, by_size, share))}

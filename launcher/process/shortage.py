@@ -20,7 +20,9 @@ OF_GPU = re.compile(r"ALLOC(ATION)?_FAILED|(CUDA|HIP) error: out of memory|\[CUD
 OF_NCCL = re.compile(r"(?s)NCCL error.*(Cuda failure.*out of memory|Failed to CUDA (host )?[cm]?alloc)")
 LAST_OF_NCCL = "Last error:\n"  # stands before what NCCL says itself
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
-TO_LOWER = "Lower data.micro_batch (the update stays that of data.batch_size), or choose a smaller model."
+TO_LOWER = (
+    "Lower data.micro_batch_size (the update stays that of data.batch_size), or choose a smaller model."
+)
 
 
 def shortage_of(

@@ -39,7 +39,7 @@ LEARNED_FROM = (
     "model",
     "data",
     "precision",
-    "wire",
+    "ddp",
 )
 # Within these sections: how long and how fast a run trains, and what it finds out for itself.
 WITHOUT_A_PART = (
@@ -52,17 +52,18 @@ WITHOUT_A_PART = (
     "train.compile",
     "train.channels_last",
     "train.deterministic",
-    "data.micro_batch",
-    "data.workers",
+    "data.micro_batch_size",
+    "data.num_workers",
     "data.cache",
     "model.weights_sha256",
     "precision.emulate",
     "precision.fp32_modules",
     "precision.*rescue*",
-    "wire.bucket_mb",
-    "wire.overlap",
-    "wire.predivide",
-    "wire.shard",
+    "ddp.bucket_cap_mb",
+    "ddp.overlap",
+    "ddp.gradient_predivide_factor",
+    "ddp.shard_optimizer",
+    "ddp.check_replicas_every_steps",
 )
 
 

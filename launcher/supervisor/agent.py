@@ -132,7 +132,7 @@ class Agent:
         self._restarts.record_or_raise(outcome, newest, self._how_to_resume(newest))
         count = f"{self._restarts.used} of {self._restarts.allowed}"
         place = f"step {newest} (checkpoint)" if newest else "the start (no checkpoint)"
-        place += f" with data.micro_batch={outcome.halved}" if outcome.halved else ""
+        place += f" with data.micro_batch_size={outcome.halved}" if outcome.halved else ""
         text = f"{outcome.traceback}restart {count}: {outcome.text.removesuffix('.')}; resuming from {place}"
         write(f"{text}\n", sys.stderr)
 

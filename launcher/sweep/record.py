@@ -32,7 +32,8 @@ from launcher.run_dir.status import FILE_NAME as STATUS
 
 VERSION = 1
 SHOWN, LONGEST = 5, 120  # differences in an error, and the characters of each
-NOT_LEARNED_FROM = ("run", "sweep", "tracker", "telemetry", "checkpoint", "consistency", "recipes", "launch")
+NOT_LEARNED_FROM = {"run", "sweep", "tracker", "telemetry", "checkpoint", "recipes", "launch"}
+NOT_LEARNED_FROM |= {"ddp.check_replicas_every_steps"}
 
 
 class State(StrEnum):
@@ -249,7 +250,9 @@ def differences(directory: Path, config: Config) -> list[str]:
     """
     there, here = (dict(leaves(user_shape(each))) for each in (read_job(directory)[0], config))
     keys = [key for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]
-    keys = [key for key in keys if key == "launch.nproc" or key.partition(".")[0] not in NOT_LEARNED_FROM]
+    keys = [
+        key for key in keys if key == "launch.nproc" or not NOT_LEARNED_FROM & {key, key.partition(".")[0]}
+    ]
     return [f"{key} is {as_typed(there.get(key))} there and {as_typed(here.get(key))} here" for key in keys]
 
 

@@ -34,7 +34,7 @@ OTHERS_WAIT = 0.1
 
 ADVICE = {
     "data_ms": (
-        "input-bound: {share} of the step{of} waits for data: raise data.workers (sets that are not in "
+        "input-bound: {share} of the step{of} waits for data: raise data.num_workers (sets that are not in "
         "memory), make the data set's transform cheaper, or raise data.batch_size"
     ),
     "wire_ms": (

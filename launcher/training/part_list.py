@@ -61,7 +61,7 @@ def parts_of(
         SkippedSteps(run, rescue),
         DivergenceCheck(config.precision.scale, inspector, run.stepper.counters),
         Log(run, totals),  # after those that may end the run by the same step
-        ReplicaCheck(run, course) if config.consistency.every_steps else None,
+        ReplicaCheck(run, course) if config.ddp.check_replicas_every_steps else None,
         InitialWeights(run, loaded),
         Evaluator(job, trained),
         EarlyStopping(stop, compare_by, course, run.telemetry) if stop.patience is not None else None,

@@ -46,8 +46,8 @@ class SavedRun:
         self.stream: Sequence[str] = ()  # by rank: where it stood in a stream when the checkpoint was taken
         num_samples = 0 if isinstance(job.data.train, StreamData) else job.plan.num_samples
         identity = RunIdentity.of(self.run.config, self.run.stepper.model, num_samples)
-        wire = self.run.config.wire
-        form = f"{wire.dtype}{', sharded' if wire.shard else ''}"
+        ddp = self.run.config.ddp
+        form = f"{ddp.gradient_dtype}{', sharded' if ddp.shard_optimizer else ''}"
         self.checkpointer = Checkpointer(
             Path(self.run.config.run.dir) / FOLDER,
             self.run.config.checkpoint.keep,

@@ -25,7 +25,7 @@ def asked(config: Config) -> dict[str, Any]:
     Without model.weights_sha256: weights of other content are another start.
     """
     return {
-        "data.micro_batch": config.data.micro_batch,
+        "data.micro_batch_size": config.data.micro_batch_size,
         "precision.fp32_modules": list(config.precision.fp32_modules),
     }
 

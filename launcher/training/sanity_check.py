@@ -34,7 +34,7 @@ TO_EVEN_OUT = (
 def try_loader_processes(job: Job) -> None:
     """Have a loader process read a sample: not every data set can be used in a forked process.
 
-    Under data.workers=auto such a set is read in the training process; a number is a ConfigError.
+    Under data.num_workers=auto such a set is read in the training process; a number is a ConfigError.
     """
     data, config = job.data.train, job.run.config
     if (
@@ -44,8 +44,8 @@ def try_loader_processes(job: Job) -> None:
     ):
         return
     found = f"in a loader process sample 0 of the training set raises {failure}, in the training process not"
-    if config.data.workers != "auto":
-        raise ConfigError(f"data.workers={config.data.workers}: {found}. Set data.workers=0.")
+    if config.data.num_workers != "auto":
+        raise ConfigError(f"data.num_workers={config.data.num_workers}: {found}. Set data.num_workers=0.")
     for each in (data, *job.data.validation.values()):
         if isinstance(each, IndexedData):
             each.read_in_this_process()

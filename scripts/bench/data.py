@@ -72,12 +72,12 @@ def config(folder: Path, size: int, cache: str) -> DataConfig:
         name="imagefolder",
         path=str(folder),
         batch_size=BATCH,
-        micro_batch=None,
+        micro_batch_size=None,
         val_fraction=0.1,
-        workers=0,
-        max_bad=0,
+        num_workers=0,
+        max_bad_samples=0,
         drop_last=True,
-        augment=AugmentConfig(crop_padding=0, flip=True),
+        augment=AugmentConfig(random_crop_padding=0, random_horizontal_flip=True),
         options={"image_size": size, "cache": cache},
     )
 

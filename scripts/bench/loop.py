@@ -71,7 +71,7 @@ class Case:
     def words(self) -> list[str]:
         return [
             f"tracker={self.tracker}",
-            f"data.workers={self.workers}",
+            f"data.num_workers={self.workers}",
             f"precision={self.precision}",
             f"data.batch_size={self.batch}",
         ]

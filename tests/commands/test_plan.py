@@ -79,7 +79,7 @@ def test_a_plan_of_several_machines_has_the_ranks_of_all(capsys, monkeypatch, wo
 
 
 def test_without_overlap_the_whole_wire_follows_the_backward_pass(capsys) -> None:
-    words = (*WORDS, "wire.overlap=false", "--samples-per-s", "1000", "--link", "1", "--ranks", "4")
+    words = (*WORDS, "ddp.overlap=false", "--samples-per-s", "1000", "--link", "1", "--ranks", "4")
     found = planned(capsys, *words)
     (link,) = found["links"]
     assert found["wire"]["buckets"] > 1

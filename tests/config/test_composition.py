@@ -96,8 +96,8 @@ def test_the_command_line_has_the_last_word() -> None:
 
 
 def test_a_section_may_be_given_as_a_whole() -> None:
-    config = composed("recipe=resnet18", "data.augment={crop_padding:2,flip:true}")
-    assert (config.data.augment.crop_padding, config.data.augment.flip) == (2, True)
+    config = composed("recipe=resnet18", "data.augment={random_crop_padding:2,random_horizontal_flip:true}")
+    assert (config.data.augment.random_crop_padding, config.data.augment.random_horizontal_flip) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_what_the_environment_says_of_a_group_is_not_recorded(monkeypatch: pytes
         ("model/new=1", "there is no such "),
         ("optim._target_=os.system", "configs cannot name code"),
         ("model.stem={_target_:os.system}", "configs cannot name code"),
-        ("data.augment={flip:[{_target_:x}]}", "configs cannot name code"),
+        ("data.augment={random_horizontal_flip:[{_target_:x}]}", "configs cannot name code"),
         ("tracker.project=${oc.env:HOME}", "must be a string"),
         ("tracker.project=${oc.decode:a}", "configs cannot call resolvers"),
         ("tracker.project=${oc.env:MY_TOKEN}", "MY_TOKEN is named"),
@@ -277,7 +277,10 @@ def test_a_sweep_is_refused_for_any_of_its_jobs(
 COMPOSED = {
     "choices": ["optim=adamw", "data=cifar10", "precision=bf16", "recipe=cnn"],
     "a choice and its keys": ["optim=adamw", "optim.betas=[0.8,0.9]", "optim.lr=1e-3"],
-    "a section": ["data.augment={crop_padding:2,flip:true}", "precision.scale={mode:static,init:128}"],
+    "a section": [
+        "data.augment={random_crop_padding:2,random_horizontal_flip:true}",
+        "precision.scale={mode:static,init:128}",
+    ],
     "a section of a group": ["optim={lr:0.5}", "tracker=none", "tracker={tags:[a,b]}"],
     "lists": ["tracker.tags=[a,'b c']", "optim.groups=[{match:'*.bias',weight_decay:0}]"],
     "references": ["optim.lr=2", "tracker.group='${seed} of ${optim.lr}'", "train.max_steps=${train.epochs}"],
@@ -578,7 +581,10 @@ def test_composing_creates_no_file(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("word", "text"),
     [
-        ("wire.shard=true", "wire.shard=true: excludes optim=adam, which needs whole parameters"),
+        (
+            "ddp.shard_optimizer=true",
+            "ddp.shard_optimizer=true: excludes optim=adam, which needs whole parameters",
+        ),
         ("precision=pure_fp16", "precision=pure_fp16: excludes optim=adam, which needs fp32 masters"),
     ],
 )

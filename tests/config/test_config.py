@@ -116,13 +116,13 @@ def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
         ({"train__epochs": True}, "train.epochs", ""),
         ({"train__epochs": 1.0}, "train.epochs", ""),
         ({"data__batch_size": 0}, "data.batch_size", ""),
-        ({"data__micro_batch": "max"}, "data.micro_batch", ""),
+        ({"data__micro_batch_size": "max"}, "data.micro_batch_size", ""),
         (
-            {"data__micro_batch": "auto", "model__sync_bn": True},
+            {"data__micro_batch_size": "auto", "model__sync_bn": True},
             "model.sync_bn",
-            "excludes data.micro_batch=auto",
+            "excludes data.micro_batch_size=auto",
         ),
-        ({"data__micro_batch": 256}, "data.micro_batch", "must be at most"),
+        ({"data__micro_batch_size": 256}, "data.micro_batch_size", "must be at most"),
         ({"data__val_fraction": 1}, "data.val_fraction", ""),
         ({"data__augment": None}, "data.augment", "must be a section"),
         ({"optim__lr": float("nan")}, "optim.lr", ""),
@@ -171,9 +171,9 @@ def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
             "must lie between precision.scale.min=131072",
         ),
         ({"precision__name": "bf16"}, "precision.scale.mode", "must be none: bf16"),
-        ({"consistency__every_steps": 0}, "consistency.every_steps", ""),
-        ({"wire__predivide": 3}, "wire.predivide", ""),
-        ({"wire__bucket_mb": 0}, "wire.bucket_mb", ""),
+        ({"ddp__check_replicas_every_steps": 0}, "ddp.check_replicas_every_steps", ""),
+        ({"ddp__gradient_predivide_factor": 3}, "ddp.gradient_predivide_factor", ""),
+        ({"ddp__bucket_cap_mb": 0}, "ddp.bucket_cap_mb", ""),
         ({"tracker__tags": "a"}, "tracker.tags", ""),
         ({"recipe__name": "../../etc"}, "recipe.name", ""),
         ({"model__name": None}, "model.name", ""),
@@ -230,10 +230,10 @@ def test_all_problems_are_told_at_once(message: Message) -> None:
 
 def test_a_missing_key_is_named(message: Message) -> None:
     tree = changed()
-    del tree["wire"]["overlap"]
+    del tree["ddp"]["overlap"]
     with pytest.raises(ConfigError) as caught:
         parse(tree)
-    assert message(caught.value).startswith("wire.overlap: the key is missing")
+    assert message(caught.value).startswith("ddp.overlap: the key is missing")
 
 
 @pytest.mark.parametrize("path", sorted(rules()))
@@ -282,7 +282,7 @@ def test_a_config_survives_json(seed, lr, batch_size, options, tags, scale, adam
 @pytest.mark.parametrize(
     ("word", "valid", "best"),
     [
-        ("optim.lrr", ["optim.lr", "optim.name", "wire.dtype"], ["optim.lr"]),
+        ("optim.lrr", ["optim.lr", "optim.name", "ddp.gradient_dtype"], ["optim.lr"]),
         ("lr", ["optim.lr", "optim.name"], ["optim.lr"]),
         ("batchsize", ["data.batch_size", "data.path"], ["data.batch_size"]),
         ("resnet81", ["resnet18", "resnet34"], ["resnet18", "resnet34"]),

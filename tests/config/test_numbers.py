@@ -115,7 +115,7 @@ NUMBERS: dict[str, tuple[Build, str | None, tuple[Any, ...], tuple[Any, ...]]] =
     ),
     "predivide": (
         lambda x: Wire(predivide=x),
-        "wire.predivide",
+        "ddp.gradient_predivide_factor",
         (1, 2, 2**16),
         (2**17, *without_none(NO_POWERS)),
     ),
@@ -206,7 +206,7 @@ def test_a_count_that_is_none_is_refused(count: Any) -> None:
 
 @pytest.mark.parametrize("size", [1e-9, 0.5, 1, 1e300])
 def test_every_bucket_size_of_the_config_is_one_for_the_engine(size: float) -> None:
-    assert rules()["wire.bucket_mb"].holds(size)
+    assert rules()["ddp.bucket_cap_mb"].holds(size)
     Wire(bucket_bytes=build.bucket_bytes(size))
 
 

@@ -16,5 +16,19 @@ def test_a_removed_key_says_what_to_do_instead(monkeypatch, path):
     assert unknown_key(f"{path}=1", path, ["old.keys"]) == f"{path}=1: this key is gone. Use new.key."
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("old.key", "It is called new.key now."), ("old", "Its keys are called new.key, new.other now.")],
+)
+def test_a_renamed_key_or_section_says_what_it_is_called_now(monkeypatch, path, said):
+    monkeypatch.setattr(removed_keys, "RENAMED_KEYS", {"old.key": "new.key", "old.last": "new.other"})
+    assert unknown_key(f"{path}=1", path, ["old.keys"]) == f"{path}=1: this key is gone. {said}"
+
+
+def test_a_renamed_key_has_the_name_of_one_that_there_is():
+    assert set(removed_keys.RENAMED_KEYS.values()) <= rules().keys()
+    assert not removed_keys.RENAMED_KEYS.keys() & rules().keys()
+
+
 def test_no_removed_key_is_one_that_there_is():
     assert not removed_keys.REMOVED_KEYS.keys() & rules().keys()

@@ -202,14 +202,14 @@ def test_an_evaluation_that_was_broken_off_can_be_repeated():
 def test_a_sample_that_raises_is_named_with_its_line(workers):
     with pytest.raises(DataError, match=r"sample 7 at .*test_indexed\.py:\d+, in torn") as raised:
         epoch(batches(Noisy(50, {7: torn}), workers=workers))
-    assert "ValueError: torn. Correct or remove it, or set data.max_bad=N" in str(raised.value)
+    assert "ValueError: torn. Correct or remove it, or set data.max_bad_samples=N" in str(raised.value)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_samples_are_left_out_the_same_on_any_number_of_ranks(workers):
     def left(world_size):
         ranks = [
-            batches(Noisy(50, {7: torn, 11: torn}), world_size, r, workers, max_bad=2)
+            batches(Noisy(50, {7: torn, 11: torn}), world_size, r, workers, max_bad_samples=2)
             for r in range(world_size)
         ]
         found, bad = [], 0
@@ -229,7 +229,7 @@ def test_bad_samples_are_left_out_the_same_on_any_number_of_ranks(workers):
 
 
 def test_an_evaluation_accounts_for_bad_samples():
-    data = IndexedData(Noisy(6, {1: torn, 4: torn, 5: torn}), None, loading(max_bad=3), "validation")
+    data = IndexedData(Noisy(6, {1: torn, 4: torn, 5: torn}), None, loading(max_bad_samples=3), "validation")
     found = [
         (count, None if batch is None else batch["index"].tolist())
         for count, batch in data.evaluation_batches(0, 1, 2)
@@ -239,7 +239,7 @@ def test_an_evaluation_accounts_for_bad_samples():
 
 def test_an_evaluation_never_waits_for_the_device():
     """What is copied goes the way of a batch, which on a GPU is from pinned memory on a stream of its own."""
-    how = Loading(0, META, seed=5, max_bad=1)
+    how = Loading(0, META, seed=5, max_bad_samples=1)
     data = IndexedData(Noisy(6, {1: torn}), None, how, "validation")
     with MetaDevice() as device:
         found = list(data.evaluation_batches(0, 1, 2))

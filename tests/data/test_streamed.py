@@ -216,7 +216,7 @@ def test_a_stream_that_knows_its_position_is_not_skipped_forward():
 def test_a_divided_stream_cannot_be_resumed_on_other_ranks():
     ranks = [batches(of_hugging_face(), 2, rank) for rank in range(2)]
     run_steps(ranks, range(2))
-    with pytest.raises(ConfigError, match=r"is of 2 ranks with data.workers=0, .* on 3 with"):
+    with pytest.raises(ConfigError, match=r"is of 2 ranks with data.num_workers=0, .* on 3 with"):
         batches(of_hugging_face(), 3, 0, saved=[each.position() for each in ranks])
 
 

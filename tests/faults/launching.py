@@ -43,7 +43,7 @@ WORDS = (
     "checkpoint.every_s=null",
     "checkpoint.every_steps=5",
     "checkpoint.keep=100",
-    "consistency.every_steps=null",
+    "ddp.check_replicas_every_steps=null",
     "launch.max_restarts=0",
 )
 

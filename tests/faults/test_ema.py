@@ -64,7 +64,7 @@ def test_it_changes_no_step_is_evaluated_and_exported_and_resumes_bit_for_bit(tm
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_sharded_and_on_other_ranks_it_resumes(tmp_path: Path, precision: str) -> None:
-    words = (*LENGTH, *EMA, f"precision={precision}", "wire.shard=true")
+    words = (*LENGTH, *EMA, f"precision={precision}", "ddp.shard_optimizer=true")
     whole = run(tmp_path / "whole", *words, ranks=2)
     for start in (f"checkpoint.resume={whole.checkpoints[3]}", f"checkpoint.resume={whole.checkpoints[6]}"):
         resumed = run(tmp_path / f"resumed{start[-1]}", *words, start, ranks=2)
@@ -90,7 +90,7 @@ def test_it_may_begin_and_end_with_a_resume(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_bit_of_it_that_differs_between_ranks_ends_the_run(tmp_path: Path) -> None:
-    ended = run(tmp_path / "run", *LENGTH, *EMA, "consistency.every_steps=1", ranks=2, prepare=drift)
+    ended = run(tmp_path / "run", *LENGTH, *EMA, "ddp.check_replicas_every_steps=1", ranks=2, prepare=drift)
     assert 9 in ended.codes, ended
     assert "inner.weight (average)" in ended.outputs[0] + ended.outputs[1]
 

@@ -16,7 +16,7 @@ from tests.faults.parent import Parent, write_recipe
 from tests.faults.usercode import is_here, kill, own_rank, stop_after
 
 pytestmark = pytest.mark.timeout(120)
-WORDS = ("data.workers=2", f"train.max_steps={2 * EPOCH}", "train.eval_every_steps=9")
+WORDS = ("data.num_workers=2", f"train.max_steps={2 * EPOCH}", "train.eval_every_steps=9")
 STREAM = ("recipe.uses=noisy_streamed", *WORDS)
 INDEXED = ("recipe.uses=noisy_indexed", *WORDS)
 
@@ -80,7 +80,7 @@ def test_the_run_is_restarted_after_the_kill_of_a_loader_process_and_not_for_a_b
         samples = f"[*{samples}[:20], None, *{samples}[21:]]"
     text = recipe.read_text().replace("Recipe(build, data, data,", f"Recipe(build, {samples}, data,")
     recipe.write_text(text)
-    with Parent(tmp_path, "train.epochs=4", "data.workers=1", "launch.max_restarts=1") as parent:
+    with Parent(tmp_path, "train.epochs=4", "data.num_workers=1", "launch.max_restarts=1") as parent:
         assert parent.end(40) == (0 if what == "killed" else 7)
         assert parent.stderr.count("restart 1 of 1: rank 1") == (what == "killed")
 
@@ -97,6 +97,6 @@ def test_a_sample_that_hangs_without_loader_processes_is_named(tmp_path: Path) -
     samples = "Hanging({'image': image, 'label': int(image[0] > 0)} for image in x)"
     text = recipe.read_text().replace("Recipe(build, data, data,", f"Recipe(build, {samples}, data,")
     recipe.write_text(text.replace("@recipe", f"{hanging}@recipe", 1))
-    with Parent(tmp_path, "train.epochs=4", "data.workers=0", "launch.stall_s=2") as parent:
+    with Parent(tmp_path, "train.epochs=4", "data.num_workers=0", "launch.stall_s=2") as parent:
         assert parent.end(40) == 6
         assert re.search(r"rank \d \(pid \d+\) hangs: .*, reading sample 21 for ", parent.stderr)

@@ -1,4 +1,4 @@
-"""data.micro_batch=auto: found before the first step, on all ranks alike, without a trace in the run."""
+"""data.micro_batch_size=auto: found before the first step, on all ranks alike, without a trace in the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.faults.usercode import (
 )
 
 pytestmark = pytest.mark.timeout(90)
-AUTO = "data.micro_batch=auto"
+AUTO = "data.micro_batch_size=auto"
 SHORT = ("train.max_steps=4", "train.eval_every_steps=3")
 
 
@@ -32,15 +32,15 @@ def decisions(ended: Ended, topic: str) -> list[dict[str, Any]]:
 
 
 def written(ended: Ended) -> Any:
-    """data.micro_batch of config.yaml."""
-    return yaml.safe_load((ended.directory / "config.yaml").read_text())["data"]["micro_batch"]
+    """data.micro_batch_size of config.yaml."""
+    return yaml.safe_load((ended.directory / "config.yaml").read_text())["data"]["micro_batch_size"]
 
 
 RUNS = {
     "on two ranks, one of which has less": (2, (), (1,), [[8, False], [2, True], [3, True], [4, False]]),
-    "in loader processes": (1, ("recipe.uses=noisy_indexed", "data.workers=1"), (0,), None),
-    "from a stream": (1, ("recipe.uses=noisy_streamed", "data.workers=0"), (0,), None),
-    "sharded": (2, ("wire.shard=true",), (0, 1), None),
+    "in loader processes": (1, ("recipe.uses=noisy_indexed", "data.num_workers=1"), (0,), None),
+    "from a stream": (1, ("recipe.uses=noisy_streamed", "data.num_workers=0"), (0,), None),
+    "sharded": (2, ("ddp.shard_optimizer=true",), (0, 1), None),
 }
 SLOW = ("in loader processes", "from a stream", "sharded")
 
@@ -54,12 +54,13 @@ def test_the_run_ends_with_the_bits_of_one_with_the_number_given_by_hand(tmp_pat
     size = found.result["micro_batch"]
     assert size == 3
     assert (
-        found.digest == run(tmp_path / "hand", *SHORT, *words, f"data.micro_batch={size}", ranks=ranks).digest
+        found.digest
+        == run(tmp_path / "hand", *SHORT, *words, f"data.micro_batch_size={size}", ranks=ranks).digest
     )
     (decision,) = decisions(found, "micro-batch")
     assert decision["micro_batch"] == written(found) == size
     assert decision["tried"] == tried if tried else len(decision["tried"]) <= 8
-    assert "data.micro_batch=auto: 3 per rank" in found.outputs[0]
+    assert "data.micro_batch_size=auto: 3 per rank" in found.outputs[0]
 
 
 @pytest.mark.slow
@@ -73,7 +74,7 @@ def test_a_resume_takes_the_number_of_the_run_and_tries_nothing(tmp_path: Path) 
     assert resumed.digest == whole.digest
     assert resumed.result["micro_batch"] == whole.result["micro_batch"] == written(resumed) == 6
     assert decisions(resumed, "micro-batch")[-1]["text"] == "6 per rank, as in the run so far"
-    by_hand = run(tmp_path / "run", "train.max_steps=11", "data.micro_batch=5")
+    by_hand = run(tmp_path / "run", "train.max_steps=11", "data.micro_batch_size=5")
     assert by_hand.result["micro_batch"] == 4, "16 in fewest pieces of at most 5"
 
 
@@ -98,8 +99,13 @@ def test_a_shortage_in_the_pass_of_one_rank_ends_all_ranks_after_the_same_step(t
     assert ended.codes == [4, 4], ended
     error = ended.result["error"]
     assert error.startswith("rank 1 ran out of GPU memory: no room for 8 samples, in the forward or backward")
-    assert "of step 7. The micro-batch is 8 per rank and forward pass; data.micro_batch=4 needs less" in error
-    assert error.endswith(f"To resume: the same command with run.dir={ended.directory} data.micro_batch=4")
+    assert (
+        "of step 7. The micro-batch is 8 per rank and forward pass; data.micro_batch_size=4 needs less"
+        in error
+    )
+    assert error.endswith(
+        f"To resume: the same command with run.dir={ended.directory} data.micro_batch_size=4"
+    )
     assert (ended.status["exit"], ended.result["exit"]) == (4, 4)
     assert [sorted(ended.checkpoints), ended.events("restart")] == [[5], []]
     assert all("ended by another" not in output for output in ended.outputs)
@@ -107,11 +113,23 @@ def test_a_shortage_in_the_pass_of_one_rank_ends_all_ranks_after_the_same_step(t
 
 ENDED: dict[str, tuple[int, tuple[str, ...], tuple[int, ...], int, str]] = {
     # ranks, words, which of them lack memory, for more samples than that, and what is said
-    "both, in the first step": (2, ("wire.shard=true",), (0, 1), 4, "rank 1 ran out of GPU memory: no room"),
-    "alone, in loader processes": (1, ("recipe.uses=noisy_indexed", "data.workers=2"), (0,), 8, "=8 needs"),
+    "both, in the first step": (
+        2,
+        ("ddp.shard_optimizer=true",),
+        (0, 1),
+        4,
+        "rank 1 ran out of GPU memory: no room",
+    ),
+    "alone, in loader processes": (
+        1,
+        ("recipe.uses=noisy_indexed", "data.num_workers=2"),
+        (0,),
+        8,
+        "=8 needs",
+    ),
     "alone, from a stream": (1, ("recipe.uses=noisy_streamed", "train.max_steps=6"), (0,), 8, "=8 needs"),
-    "in a last step": (2, ("train.max_steps=1",), (1,), 4, "data.micro_batch=4 needs less memory"),
-    "before an evaluation": (2, ("train.eval_every_steps=1",), (1,), 4, "data.micro_batch=4 needs less"),
+    "in a last step": (2, ("train.max_steps=1",), (1,), 4, "data.micro_batch_size=4 needs less memory"),
+    "before an evaluation": (2, ("train.eval_every_steps=1",), (1,), 4, "data.micro_batch_size=4 needs less"),
     "as a stop": (2, ("train.on_oom=stop",), (1,), 4, "=4 needs less memory for the same update."),
 }
 
@@ -151,8 +169,9 @@ def lack_memory_in_the_exchange() -> None:
             lack_memory_in_the_update,
             2,
             ("optim=adamw",),
-            "in the update of step 1: no room for 8 GiB. What helps: wire.shard=true divides masters and "
-            "optimizer states among the ranks; optim=sgd has fewer states than adamw; a smaller data.micro",
+            "in the update of step 1: no room for 8 GiB. What helps: ddp.shard_optimizer=true divides "
+            "masters and optimizer states among the ranks; optim=sgd has fewer states than adamw; a smaller "
+            "data.micro",
         ),
         (
             lack_memory_in_the_update_of_rank_1,
@@ -164,7 +183,8 @@ def lack_memory_in_the_exchange() -> None:
             lack_memory_in_the_exchange,
             1,
             (),
-            "in the exchange of gradients of step 1: no room for 8 GiB. What helps: a smaller wire.bucket_mb",
+            "in the exchange of gradients of step 1: no room for 8 GiB. What helps: a smaller "
+            "ddp.bucket_cap_mb",
             marks=pytest.mark.slow,
         ),
     ],
@@ -219,7 +239,9 @@ def test_an_allocator_that_is_refused_memory_is_a_shortage_too(tmp_path: Path) -
     assert "DefaultCPUAllocator: can't allocate memory" in ended.result["error"]
     found = run(tmp_path / "auto", "train.max_steps=6", AUTO, ranks=2, user_code=hungry(1, from_pass=0))
     assert found.result["micro_batch"] == 4
-    assert found.digest == run(tmp_path / "hand", "train.max_steps=6", "data.micro_batch=4", ranks=2).digest
+    assert (
+        found.digest == run(tmp_path / "hand", "train.max_steps=6", "data.micro_batch_size=4", ranks=2).digest
+    )
 
 
 # train.on_oom=halve, in parent mode.
@@ -276,11 +298,11 @@ def test_the_parent_restarts_a_run_with_half_the_micro_batch(tmp_path: Path, in_
     (restart,) = ended.events("restart")
     assert (restart["micro_batch"], restart["attempt"]) == (2, 1)
     assert restart["step"] in (2, 4), "the newest checkpoint"
-    assert f"resuming from step {restart['step']} (checkpoint) with data.micro_batch=2" in stderr
+    assert f"resuming from step {restart['step']} (checkpoint) with data.micro_batch_size=2" in stderr
     assert ended.result["micro_batch"] == written(ended) == 2
     assert ended.result["steps"] == 12
 
-    by_hand = (f"checkpoint.resume={restart['path']}", "data.micro_batch=2", "run.dir=hand")
+    by_hand = (f"checkpoint.resume={restart['path']}", "data.micro_batch_size=2", "run.dir=hand")
     parent.write_recipe(tmp_path)
     with parent.Parent(tmp_path, *OF_PARENT, *by_hand, name="hand") as started:
         assert started.end() == 0, started.stderr
@@ -296,7 +318,7 @@ def test_a_run_is_halved_as_often_as_may_be_restarted(tmp_path: Path) -> None:
         assert started.end() == 4, started.stderr
         stderr = started.stderr
     assert "restart 1 of 5" in stderr
-    assert "resuming from the start (no checkpoint) with data.micro_batch=1" in stderr
+    assert "resuming from the start (no checkpoint) with data.micro_batch_size=1" in stderr
     assert "restart 3" not in stderr, "a micro-batch of 1 cannot be halved"
     ended = Ended(tmp_path / "run", [4], [], 0.0)
     assert [(each["path"], each["micro_batch"]) for each in ended.events("restart")] == [("", 2), ("", 1)]

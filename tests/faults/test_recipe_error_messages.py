@@ -222,7 +222,7 @@ IN_A_LOADER = """
 
 def test_a_sample_that_raises_in_a_loader_process_has_its_own_traceback(tmp_path: Path) -> None:
     file, _ = written(tmp_path, "RECIPE", IN_A_LOADER)
-    ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS, "data.workers=1", ranks=2)
+    ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS, "data.num_workers=1", ranks=2)
     assert_told_once(ended, "the training set: sample ", 7, tracebacks=1)
     trace, _, error = ended.outputs[0].partition("Traceback (most")[2].partition("\nerror: ")
     assert trace.count("  File ") == 1, "neither of torch's loader nor of the reader"

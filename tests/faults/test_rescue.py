@@ -57,7 +57,7 @@ def test_each_fails_in_fp16_and_trains_as_in_fp32_once_rescued(tmp_path: Path, n
 
 @pytest.mark.slow
 def test_two_ranks_rescue_alike_and_a_resume_from_any_step_ends_with_the_same_bits(tmp_path: Path) -> None:
-    words = ("precision.rescue=true", "train.max_steps=6", "consistency.every_steps=1")
+    words = ("precision.rescue=true", "train.max_steps=6", "ddp.check_replicas_every_steps=1")
     saving = ("checkpoint.every_steps=1", "checkpoint.keep=10")
     whole = trained(tmp_path / "whole", "no_norm", *words, *saving, ranks=2)
     assert whole.codes == [0, 0], whole
@@ -90,7 +90,7 @@ def test_a_gradient_beyond_fp16_of_a_module_in_fp32_is_named_with_what_keeps_it(
     ended = trained(tmp_path / "fp16", "steep", *words)
     assert ended.codes == [5], ended
     assert "inner.weight: the module computes in fp32 (precision.fp32_modules), but" in ended.outputs[0]
-    kept = ("precision=amp_fp16", "wire.dtype=fp32", "train.max_steps=6")
+    kept = ("precision=amp_fp16", "ddp.gradient_dtype=fp32", "train.max_steps=6")
     ended = trained(tmp_path / "kept", "steep", *kept, *words)
     assert ended.codes == [0], ended
     assert ended.result["skipped_steps"] == 0

@@ -149,11 +149,11 @@ def test_what_a_killed_writer_has_left_is_cleared_away(tmp_path: Path) -> None:
 VARIANTS: dict[str, tuple[int, tuple[str, ...], tuple[int, ...]]] = {
     # ranks, words, and after which steps it is stopped: the first, in mid-epoch, an evaluation owed
     "fp16 on two ranks": (2, (), (1, 8, EPOCH, 2 * EPOCH)),
-    "fp32 in micro-batches": (1, ("precision=fp32", "data.micro_batch=6"), (7,)),
+    "fp32 in micro-batches": (1, ("precision=fp32", "data.micro_batch_size=6"), (7,)),
     "sharded, adamw, clipped, in groups": (
         2,
         (
-            "wire.shard=true",
+            "ddp.shard_optimizer=true",
             "optim=adamw",
             "optim.clip_norm=0.5",
             'optim.groups=[{match:"outer.*",lr_scale:2}]',
@@ -163,7 +163,7 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...], tuple[int, ...]]] = {
     ),
     "fp32 sums, overflows after the stop": (
         2,
-        ("wire.shard=true", "precision.scale.init=16777216", "precision.scale.growth_interval=2"),
+        ("ddp.shard_optimizer=true", "precision.scale.init=16777216", "precision.scale.growth_interval=2"),
         (8, 18),
     ),
 }
@@ -217,13 +217,13 @@ def test_augmentation_and_dropout_are_the_same_with_any_number_of_loader_process
     tmp_path: Path, source
 ) -> None:
     """And after a stop in mid-epoch. The data, the transform and the model draw from all generators."""
-    words = (f"recipe.uses=noisy_{source}", "train.max_steps=20", "data.micro_batch=6")
-    whole = run(tmp_path / "whole", *words, "data.workers=0")
+    words = (f"recipe.uses=noisy_{source}", "train.max_steps=20", "data.micro_batch_size=6")
+    whole = run(tmp_path / "whole", *words, "data.num_workers=0")
     for workers in (0, 2):
         directory = tmp_path / f"{workers}"
         stop = stop_after(8, passes_per_step=3)
-        assert run(directory, *words, f"data.workers={workers}", user_code=stop).codes == [75]
-        ended = run(directory, *words, f"data.workers={workers}")
+        assert run(directory, *words, f"data.num_workers={workers}", user_code=stop).codes == [75]
+        ended = run(directory, *words, f"data.num_workers={workers}")
         assert ended.digest == whole.digest
         assert_same_course(ended, whole)
         assert ended.result["metrics"] == whole.result["metrics"]

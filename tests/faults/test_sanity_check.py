@@ -119,10 +119,10 @@ def test_a_data_set_that_no_forked_process_can_read_is_read_in_the_training_proc
     assert auto.codes == [0], auto
     (text,) = (each["text"] for each in auto.events("decision") if each["topic"] == "loader processes")
     assert text.startswith("none: in a loader process sample 0 of the training set raises")
-    given = run(tmp_path / "given", *words, "data.workers=1", ranks=1)
+    given = run(tmp_path / "given", *words, "data.num_workers=1", ranks=1)
     assert given.codes == [2], given
-    assert "data.workers=1: in a loader process" in str(given)
-    assert "Set data.workers=0" in str(given)
+    assert "data.num_workers=1: in a loader process" in str(given)
+    assert "Set data.num_workers=0" in str(given)
 
 
 def leave_out_trials() -> None:

@@ -36,6 +36,6 @@ def test_no_rank_is_named_for_a_slow_link(tmp_path: Path, mbits: Sequence[int]) 
 
 
 def test_a_slow_loader_is_named(tmp_path: Path) -> None:
-    words = ("train.max_steps=350", "recipe.uses=slow_set_of_rank_1", "data.workers=0")
+    words = ("train.max_steps=350", "recipe.uses=slow_set_of_rank_1", "data.num_workers=0")
     found = train(tmp_path, (1000, 1000), *words).events("straggler")
     assert {(event["rank"], event["cause"]) for event in found} == {(1, "data")}

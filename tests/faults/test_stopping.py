@@ -227,7 +227,7 @@ def test_sigterm_to_torchrun_stops_all_its_workers(tmp_path: Path, undisturbed) 
 
 @pytest.mark.slow
 def test_workers_and_their_loader_processes_die_with_torchrun(tmp_path: Path) -> None:
-    words = ("recipe.uses=noisy_indexed", f"recipes.path={RECIPE}", "data.workers=1", "train.epochs=1000")
+    words = ("recipe.uses=noisy_indexed", f"recipes.path={RECIPE}", "data.num_workers=1", "train.epochs=1000")
     process = torchrun(tmp_path, *words, f"run.dir={tmp_path / 'run'}")
     try:
         wait_for_step(process, tmp_path / "run", 3)

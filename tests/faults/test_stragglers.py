@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 RECIPES = Path(__file__).with_name("bounds.py")
 WORDS = (f"recipes.path={RECIPES}", "checkpoint.every_steps=null", "train.max_steps=120", "train.epochs=100")
 SLOW = {
-    "slow_set_of_rank_1": ("data", ("data.workers=0",)),  # its loader
+    "slow_set_of_rank_1": ("data", ("data.num_workers=0",)),  # its loader
     "slow_layers_of_rank_1": ("compute", ()),  # its processor
 }
 

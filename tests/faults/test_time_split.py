@@ -36,7 +36,7 @@ def split_of(ended: Ended) -> TimeShares:
 
 
 BOUNDS = {
-    "slow_set": (1, ("data.workers=0",), "input-bound"),
+    "slow_set": (1, ("data.num_workers=0",), "input-bound"),
     "large": (1, ("data.batch_size=512", "precision=fp32"), "compute-bound"),
     "table": (1, ("data.batch_size=4", "optim=adamw", "precision=fp32"), "update-bound"),
     "tiny": (1, (), "overhead-bound"),
@@ -55,7 +55,7 @@ def test_what_bounds_the_step_is_named(tmp_path: Path, name) -> None:
 
 def test_where_one_rank_waits_for_another_the_slow_one_is_named_with_its_bound(tmp_path: Path) -> None:
     """Rank 0, which writes the events, waits in the exchange of gradients."""
-    words = ("data.workers=0", "recipe.uses=slow_set_of_rank_1")
+    words = ("data.num_workers=0", "recipe.uses=slow_set_of_rank_1")
     ended = run(tmp_path / "run", *FIXED, *words, ranks=2)
     shares = split_of(ended)
     assert shares.verdict.startswith("input-bound: "), shares

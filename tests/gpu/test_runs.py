@@ -90,4 +90,4 @@ def test_a_lack_of_memory_ends_a_run_with_exit_code_4(device, tmp_path) -> None:
     words = ["recipe.uses=greedy", "recipes.path=mine.py", "data.batch_size=8", "train.max_steps=1"]
     done = launched(tmp_path, *words)
     assert done.returncode == 4, done.stderr
-    assert "data.micro_batch" in done.stderr
+    assert "data.micro_batch_size" in done.stderr

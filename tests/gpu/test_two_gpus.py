@@ -14,7 +14,7 @@ import torch
 pytestmark = [pytest.mark.gpus2, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 RUN = ("recipe=resnet18", "data=synthetic", "tracker=none", "train.max_steps=8", "data.batch_size=32")
-RUN += ("consistency.every_steps=2", "checkpoint.every_steps=4")
+RUN += ("ddp.check_replicas_every_steps=2", "checkpoint.every_steps=4")
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,9 @@ def two_gpus() -> None:
         pytest.skip("needs two CUDA devices")
 
 
-@pytest.mark.parametrize("words", [(), ("wire.shard=true",), ("data.micro_batch=4",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [(), ("ddp.shard_optimizer=true",), ("data.micro_batch_size=4",)], ids=" ".join
+)
 def test_two_ranks_train_alike(tmp_path, words) -> None:
     """The comparison of the replicas ends a run whose ranks drift apart."""
     launched = [sys.executable, "-m", "launcher", *RUN, *words, "launch.nproc=2", f"run.dir={tmp_path}/run"]

@@ -63,7 +63,7 @@ TEN = [
     ("recipe=resnet18",),
     ("recipe=resnet18", "data.batch_size=16", "precision=amp_fp16", *SMALL),
     ("recipe=resnet18", "optim=adamw", "precision=fp32"),
-    ("recipe=resnet18", "optim=adamw", "data.micro_batch=16"),
+    ("recipe=resnet18", "optim=adamw", "data.micro_batch_size=16"),
     ("recipe=resnet50", "data.batch_size=8", *SMALL),
     ("recipe=cnn", "data.batch_size=64", *SMALL),
     ("recipe=segmentation",),
@@ -104,7 +104,7 @@ def test_weights_masters_gradients_and_states_are_as_large_as_the_policy_says() 
 def test_a_sharded_optimizer_has_its_part_of_masters_and_states() -> None:
     held = []
     for shard in ("false", "true"):
-        config = composed("recipe=cnn", "data=digits", f"wire.shard={shard}")
+        config = composed("recipe=cnn", "data=digits", f"ddp.shard_optimizer={shard}")
         task = PlannedTask.of(config, 4)
         with rank_on(META, task) as rank:
             held.append(rank.held)

@@ -60,7 +60,7 @@ def test_too_little_memory_is_exit_4_with_what_to_lower(train, tmp_path, capfd, 
     err = capfd.readouterr().err
     assert said in err
     assert "error: the recipe's build_model ran out of memory at " in err
-    assert "data.micro_batch" not in err, "it comes before the first step"
+    assert "data.micro_batch_size" not in err, "it comes before the first step"
     assert "Traceback" not in err
     result = read_json(tmp_path / "run" / "result.json")
     assert (result["state"], result["exit"]) == ("failed", 4)

@@ -42,7 +42,7 @@ def stairs(step, total):
 
 
 def config_of(uses="resnet", model="resnet18", path=None, **options):
-    config = composed("data.batch_size=16", "data.augment.crop_padding=0", "precision=fp32")
+    config = composed("data.batch_size=16", "data.augment.random_crop_padding=0", "precision=fp32")
     return replace(
         config,
         recipe=RecipeConfig("test", uses),

@@ -58,7 +58,7 @@ def test_they_are_no_recipes_of_the_program() -> None:
 
 def test_a_plain_dataset_with_a_transform_learns_and_resumes_with_the_same_samples(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
-    words = ("schedule=constant", "data.workers=1")
+    words = ("schedule=constant", "data.num_workers=1")
     whole = weights_of("dataset", tmp_path / "whole", *words)
     weights_of("dataset", tmp_path, *words, "train.max_steps=20")
     assert train("dataset", tmp_path, *words)["accuracy"] > 0.9
@@ -130,7 +130,7 @@ def test_a_recurrent_network_learns_from_segments_and_weights(tmp_path: Path) ->
     reason="needs transformers and datasets",
 )
 def test_a_model_and_a_data_set_of_hugging_face_train(tmp_path: Path) -> None:
-    last = train("huggingface", tmp_path, "train.max_steps=8", "data.workers=0")
+    last = train("huggingface", tmp_path, "train.max_steps=8", "data.num_workers=0")
     assert last["samples"] == 240
 
 

@@ -107,13 +107,13 @@ def test_runs_are_laid_over_each_other_and_seeds_have_a_mean(runs, tmp_path, cap
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_runs_are_compared_by_what_the_user_asked_for_and_not_by_what_they_found(tmp_path, recorded):
-    found = {"data.micro_batch": ("16", "8"), "precision.fp32_modules": ("[]", "['blocks.*']")}
-    asked = {"data.micro_batch": None, "precision.fp32_modules": []}
+    found = {"data.micro_batch_size": ("16", "8"), "precision.fp32_modules": ("[]", "['blocks.*']")}
+    asked = {"data.micro_batch_size": None, "precision.fp32_modules": []}
     for place in (0, 1):
         run = write_run(tmp_path / str(place), seed=place)
         values = {key: both[place] for key, both in found.items()}
         with (run / "config.yaml").open("a") as file:
-            file.write(f"data:\n  micro_batch: {values['data.micro_batch']}\n")
+            file.write(f"data:\n  micro_batch_size: {values['data.micro_batch_size']}\n")
             file.write(f"precision:\n  fp32_modules: {values['precision.fp32_modules']}\n")
         if recorded:
             events = (run / "metrics.jsonl").read_bytes()
@@ -122,7 +122,7 @@ def test_runs_are_compared_by_what_the_user_asked_for_and_not_by_what_they_found
     runs = [RunRecord.read(tmp_path / place) for place in "01"]
     assert differing_keys(runs) == ["seed", *([] if recorded else found)]
     assert len(run_settings(runs)) == (1 if recorded else 2), "older versions did not record the wish"
-    assert "micro_batch: 8" in runs[1].config_text, "the page shows what was used"
+    assert "micro_batch_size: 8" in runs[1].config_text, "the page shows what was used"
 
 
 def test_without_out_the_page_of_several_runs_is_in_the_working_directory(

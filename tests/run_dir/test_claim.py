@@ -239,9 +239,11 @@ def test_settings_without_a_part_in_training_leave_a_finished_run_done(tmp_path)
     prepared(config, [])
     leave_result(tmp_path / "mine")
     tree = (tmp_path / "mine" / "config.yaml").read_text()
-    (tmp_path / "mine" / "config.yaml").write_text(tree.replace("  micro_batch: null", "  micro_batch: 4"))
+    (tmp_path / "mine" / "config.yaml").write_text(
+        tree.replace("  micro_batch_size: null", "  micro_batch_size: 4")
+    )
     fewer = replace(config.train, epochs=1, log_every_steps=3, compile=True, eval_every_steps=7)
-    data, launch = replace(config.data, workers=7), replace(config.launch, nproc=2, log_level="debug")
+    data, launch = replace(config.data, num_workers=7), replace(config.launch, nproc=2, log_level="debug")
     with open_run_dir(replace(config, train=fewer, data=data, launch=launch), []) as own:
         assert "the run is done, after 20 steps" in own.finished
 
@@ -249,7 +251,7 @@ def test_settings_without_a_part_in_training_leave_a_finished_run_done(tmp_path)
 def test_every_section_of_the_config_either_has_a_part_in_training_or_none():
     """A new section or key is to be decided on: see launcher/run_dir/differences.py."""
     sections = set(yaml.safe_load(records.config_yaml(sample_config())))
-    none = {"run", "early_stopping", "checkpoint", "consistency", "tracker", "telemetry", "launch", "sweep"}
+    none = {"run", "early_stopping", "checkpoint", "tracker", "telemetry", "launch", "sweep"}
     assert sections == none | set(differences.LEARNED_FROM)
 
 

@@ -46,7 +46,7 @@ def test_the_config_is_written_as_people_type_it(tmp_path):
     start = {"weights": None, "weights_strict": True, "weights_sha256": None}
     assert written["model"] == {"name": "resnet18", "sync_bn": False, **start, **own}
     assert written["data"]["num_samples"] == 2048
-    assert written["data"]["augment"] == {"crop_padding": 0, "flip": False}
+    assert written["data"]["augment"] == {"random_crop_padding": 0, "random_horizontal_flip": False}
     assert written["run"] == {"dir": str(tmp_path / "run")}
     assert written["optim"] == to_dict(config)["optim"]
     assert list(written) == list(to_dict(config))

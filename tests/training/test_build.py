@@ -75,7 +75,7 @@ def test_each_rank_compiles_in_one_process_unless_the_user_says_otherwise(switch
     [
         (("train.compile=true",), 2, True),
         (("train.compile=true",), 1, False),
-        (("train.compile=true", "wire.overlap=false"), 2, False),
+        (("train.compile=true", "ddp.overlap=false"), 2, False),
         (("train.compile=blocks",), 2, False),
         ((), 2, False),
     ],

@@ -114,7 +114,9 @@ class ImageSet:
         normalise = Normalise(self.mean, self.std)
         if isinstance(self.train, PhotographSet):  # cut and mirrored where it is read
             return ImageTransform(normalise)
-        return ImageTransform(normalise, padding=augment.crop_padding, flip=augment.flip)
+        return ImageTransform(
+            normalise, padding=augment.random_crop_padding, flip=augment.random_horizontal_flip
+        )
 
     def eval_transform(self) -> Callable[[Batch], Batch]:
         """batch -> the same with normalised fp32 images."""
@@ -211,7 +213,9 @@ def photographs(config: DataConfig, listing: Listing, options: PhotographOptions
     decoded = None if folder is None else decoded_images(folder, listing, options.base_size)
     parts = (indices[: listing.num_train], True), (indices[listing.num_train :], False)
     train, validation = (
-        PhotographSet(config.name, listing, part, options, decoded, training, config.augment.flip)
+        PhotographSet(
+            config.name, listing, part, options, decoded, training, config.augment.random_horizontal_flip
+        )
         for part, training in parts
     )
     return ImageSet(train, validation, listing.classes, MEAN, STD)

@@ -58,10 +58,11 @@ class PhotographOptions:
 
 def refuse_padding(config: DataConfig) -> None:
     """Raise ConfigError for the augmentation of images of one size."""
-    if config.augment.crop_padding:
+    if config.augment.random_crop_padding:
         raise ConfigError(
-            f"data.augment.crop_padding={config.augment.crop_padding} must be 0 for photographs, of which "
-            "random regions are cut. Set data.crop_scale, the smallest share of the area, instead."
+            f"data.augment.random_crop_padding={config.augment.random_crop_padding} must be 0 for "
+            "photographs, of which random regions are cut. Set data.crop_scale, the smallest share of the "
+            "area, instead."
         )
 
 

@@ -34,18 +34,18 @@ PARTS = {
 }
 BUILDING = ("building the model", "comparing the models", "restoring")  # masters and states are made then
 SHARDABLE = ("sgd", "adamw")
-MORE_ROOM = "a smaller data.micro_batch leaves more room beside it"
+MORE_ROOM = "a smaller data.micro_batch_size leaves more room beside it"
 
 
 def at_shortage(beat: Beat, config: Config, world_size: int) -> tuple[str, str]:
     """Where the run is, as in ` in the update of step 7`, and what to change if it lacks memory there."""
     at_step = beat.phase in PARTS and beat.step
     place = f" in {PARTS[beat.phase]} of step {beat.step}" if at_step else f" {where(beat)}"
-    wire, optim = config.wire, config.optim
-    of_the_wire = {"a smaller wire.bucket_mb sends fewer gradients at once": True}
-    shardable = world_size > 1 and not wire.shard and optim.name in SHARDABLE
+    ddp, optim = config.ddp, config.optim
+    of_the_wire = {"a smaller ddp.bucket_cap_mb sends fewer gradients at once": True}
+    shardable = world_size > 1 and not ddp.shard_optimizer and optim.name in SHARDABLE
     of_the_states = {
-        "wire.shard=true divides masters and optimizer states among the ranks": shardable,
+        "ddp.shard_optimizer=true divides masters and optimizer states among the ranks": shardable,
         f"optim=sgd has fewer states than {optim.name}": optim.name != "sgd",
         "ema.decay=null saves 4 bytes per parameter": config.ema.decay is not None,
     }

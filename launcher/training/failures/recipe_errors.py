@@ -41,8 +41,8 @@ TARGET = re.compile(r"Target (-?\d+) is out of bounds")
 OF_NORMS = {  # by what torch says
     "Expected more than 1 value per channel when training": "A batch norm divides by the variance of a "
     "channel, and a single value per channel has none. Give each rank at least two samples per forward pass: "
-    "raise data.batch_size or data.micro_batch, set data.drop_last=true if it is the rest of an epoch, or "
-    "use nn.LayerNorm.",
+    "raise data.batch_size or data.micro_batch_size, set data.drop_last=true if it is the rest of an epoch, "
+    "or use nn.LayerNorm.",
     "Expected more than 1 spatial element when training": "An instance norm divides by the variance of a "
     "sample's channel, which is a single value here. Give the model larger inputs, reduce their size less "
     "before it, or use nn.GroupNorm.",

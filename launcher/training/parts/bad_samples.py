@@ -1,4 +1,4 @@
-"""Ends a run whose data sets cannot read more samples than data.max_bad, on all ranks alike."""
+"""Ends a run whose data sets cannot read more samples than data.max_bad_samples, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from launcher.training.votes import Question
 
 def report_unreadable(run: Run, text: str, count: int) -> None:
     """Warn of `count` samples that were left out, as `text` says; DataError where these are too many."""
-    limit, logs = run.config.data.max_bad, "logs/rank*.log names each with its error"
+    limit, logs = run.config.data.max_bad_samples, "logs/rank*.log names each with its error"
     if count > limit:
-        raise DataError(f"{text}, more than data.max_bad={limit}. Correct or remove them: {logs}.")
+        raise DataError(f"{text}, more than data.max_bad_samples={limit}. Correct or remove them: {logs}.")
     run.telemetry.warn(f"{text} and {'was' if count == 1 else 'were'} left out; {logs}.")
 
 

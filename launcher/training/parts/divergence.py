@@ -104,7 +104,7 @@ class DivergenceCheck:
         advice = "Lower optim.lr or the loss, or give it more room with precision=bf16 or fp32."
         if self.limits.mode == "none":
             at = " without a loss scale"
-            advice = "Lower optim.lr, or make the loss smaller. wire.dtype=fp32 has more room."
+            advice = "Lower optim.lr, or make the loss smaller. ddp.gradient_dtype=fp32 has more room."
         elif self.limits.mode == "static":
             at = f" at the constant loss scale {report.scale:g}"
             advice = "Lower precision.scale.init, or let it move with precision.scale.mode=dynamic."
@@ -114,7 +114,7 @@ class DivergenceCheck:
             advice += (
                 f" {listed(names, MAX_NAMES)}: the module computes in fp32 (precision.fp32_modules), but its "
                 f"gradient becomes half, of at most {LARGEST_HALF}, before the ranks sum it. "
-                "precision=amp_fp16 with wire.dtype=fp32 keeps it in fp32."
+                "precision=amp_fp16 with ddp.gradient_dtype=fp32 keeps it in fp32."
             )
         return at, advice
 

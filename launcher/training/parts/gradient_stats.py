@@ -18,14 +18,14 @@ from launcher.training.run import Run
 class GradientStats:
     """Counts the exponents of the reduced gradients every `every_steps` steps.
 
-    Where they are equal on all ranks only the leader counts. With wire.shard each rank counts its own
-    elements, and all count the same steps: a collective.
+    Where they are equal on all ranks only the leader counts. With ddp.shard_optimizer each rank counts its
+    own elements, and all count the same steps: a collective.
     """
 
     name = "gradient_stats"
 
     def __init__(self, run: Run, every_steps: int) -> None:
-        shards = run.config.wire.shard
+        shards = run.config.ddp.shard_optimizer
         self.silent = not (shards or run.env.is_leader)
         self._gradients = run.stepper.own_gradients if shards else run.stepper.reduced_gradients
         self._telemetry = run.telemetry

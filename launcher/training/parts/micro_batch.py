@@ -38,7 +38,7 @@ class MicroBatch:
 
     def __init__(self, job: Job) -> None:
         self._job, self._run = job, job.run
-        # The value of data.micro_batch, and the size per rank that the run uses in its place, if it does.
+        # The value of data.micro_batch_size, and the size per rank that the run uses in its place, if any.
         self._chosen: tuple[str | int | None, int] | None = None
         # With batch norms that are synchronised a rank that abandons a pass leaves the others waiting in it.
         self._agrees = not job.run.config.model.sync_bn
@@ -55,12 +55,12 @@ class MicroBatch:
         return replace(result, micro_batch=self._job.batches.plan.largest_micro_batch)
 
     def choose(self, steps_left: bool, halved: int | None = None) -> None:
-        """Divide the batches as data.micro_batch says, as in the run so far, or as found by trying.
+        """Divide the batches as data.micro_batch_size says, as in the run so far, or as found by trying.
 
         `halved` is the size with which the parent has restarted this run, if it has. A collective. Raises
         OutOfMemoryError, on all ranks, where not even one sample fits.
         """
-        job, run, wish = self._job, self._run, self._run.config.data.micro_batch
+        job, run, wish = self._job, self._run, self._run.config.data.micro_batch_size
         # Of any rank: the parent of another machine may start its ranks before it has read the decision.
         sizes = [int(text) for text in exchange_texts(run.env, str(halved or "")) if text]
         if sizes:
@@ -78,7 +78,7 @@ class MicroBatch:
         job.plan = replace(job.plan, micro_batch=size)
         run.stepper.set_micro_batches(job.plan.micro_batches)
         self._chosen = (wish, size)
-        run.record(data=replace(run.config.data, micro_batch=size))
+        run.record(data=replace(run.config.data, micro_batch_size=size))
 
     @property
     def abandons(self) -> bool:
@@ -135,13 +135,13 @@ class MicroBatch:
         if half is None:
             text = f"{text}, which cannot be halved: choose a smaller model or smaller samples."
             return OutOfMemoryError(text)
-        text = f"{text}; data.micro_batch={half} needs less memory for the same update."
+        text = f"{text}; data.micro_batch_size={half} needs less memory for the same update."
         halves = run.config.train.on_oom == "halve"
         if halves and not run.heartbeat.watched:
             run_dir = directory_override("run.dir", Path(run.config.run.dir))
             text = (
                 f"{text} No parent process restarts this run with it (train.on_oom=halve). {TO_RESUME} "
-                f"{run_dir} data.micro_batch={half}"
+                f"{run_dir} data.micro_batch_size={half}"
             )
         failure = OutOfMemoryError(text)
         if halves:

@@ -1,4 +1,4 @@
-"""The ranks' replicas are compared every `consistency.every_steps` steps."""
+"""The ranks' replicas are compared every `ddp.check_replicas_every_steps` steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launcher.training.run import Run
 
 @dataclass(frozen=True)
 class ReplicaCheck:
-    """Compares the ranks' replicas every `consistency.every_steps` steps."""
+    """Compares the ranks' replicas every `ddp.check_replicas_every_steps` steps."""
 
     name: ClassVar[str] = "replica_check"
 

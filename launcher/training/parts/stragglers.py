@@ -75,7 +75,7 @@ class Stragglers:
         cause = "compute"
         advice = "Its forward and backward take longer: look for other processes on it, or a low clock."
         if own_data_ms - data_ms > late_ms / 2:
-            cause, advice = "data", "It waits for its data: look at its disk, or raise data.workers."
+            cause, advice = "data", "It waits for its data: look at its disk, or raise data.num_workers."
         self._run.telemetry.emit(
             StragglerEvent(
                 step,

@@ -102,13 +102,13 @@ def bucket_bytes(bucket_mb: float | str) -> int:
 
 
 def build_wire(config: Config, env: WorkerEnv) -> Wire:
-    wire = config.wire
+    ddp = config.ddp
     return Wire(
-        dtype=None if wire.dtype == "auto" else WIRE_DTYPES[wire.dtype],
-        bucket_bytes=None if wire.bucket_mb == "auto" else bucket_bytes(wire.bucket_mb),
-        overlap=wire.overlap and not shares_communicator(config, env),
-        predivide=None if wire.predivide == "auto" else int(wire.predivide),
-        shard=wire.shard,
+        dtype=None if ddp.gradient_dtype == "auto" else WIRE_DTYPES[ddp.gradient_dtype],
+        bucket_bytes=None if ddp.bucket_cap_mb == "auto" else bucket_bytes(ddp.bucket_cap_mb),
+        overlap=ddp.overlap and not shares_communicator(config, env),
+        predivide=None if ddp.gradient_predivide_factor == "auto" else int(ddp.gradient_predivide_factor),
+        shard=ddp.shard_optimizer,
     )
 
 

@@ -173,7 +173,7 @@ def warn_unless_repeatable(data: IndexedData) -> None:
     if odd:
         warnings.warn(
             f"sample 0 of the {data.kind} set differs when it is read again with the same seed, in "
-            f"{', '.join(odd)}. A resume, and another number of ranks or of data.workers, will train on "
+            f"{', '.join(odd)}. A resume, and another number of ranks or of data.num_workers, will train on "
             "other samples. Draw from random, numpy.random or torch, which are seeded before each "
             "micro-batch. Keep no generator, counter or open file in it from one sample to the next.",
             DataWarning,

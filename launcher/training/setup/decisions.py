@@ -52,7 +52,7 @@ def decisions(
     groups = parameter_groups.parameter_groups(config.optim, recipe.groups, stepper.model)
     yield from groups.sentences
     yield "schedule", _schedule(config, recipe, build.rates_of(config, recipe, steps))
-    if config.wire.overlap and build.shares_communicator(config, env):
+    if config.ddp.overlap and build.shares_communicator(config, env):
         text = "gradients are reduced after the backward pass: model.sync_bn=true uses the same communicator"
         yield "wire", text
     if env.device.type == "cpu" and (threads := own_thread_count()):
@@ -61,7 +61,7 @@ def decisions(
         shared = "blocks of one class and shape share a graph"
         rest = "The rest of the model and all evaluations run uncompiled"
         yield "compile", f"by block: {compilation.kinds_of_blocks(stepper.model)}; {shared}. {rest}"
-    if config.train.compile is True and config.wire.overlap and env.world_size > 1:
+    if config.train.compile is True and config.ddp.overlap and env.world_size > 1:
         text = (
             "gradients are reduced after the backward pass, and are all in memory by then: a graph of the "
             "whole model returns them at its end (train.compile=false or blocks reduces them during the pass)"

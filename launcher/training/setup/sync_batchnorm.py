@@ -50,5 +50,5 @@ def refuse_uneven_micro_batches(plan: BatchPlan) -> None:
             raise ConfigError(
                 "model.sync_bn=true needs equally many micro-batches on all ranks, but the "
                 f"{len(plan.global_batch(step))} samples of step {step + 1} of an epoch make {passes}. "
-                "Choose another data.batch_size or data.micro_batch, or set data.drop_last=true."
+                "Choose another data.batch_size or data.micro_batch_size, or set data.drop_last=true."
             )

@@ -1,6 +1,6 @@
 """The largest micro-batch that fits in memory, found by trying.
 
-Owns the sizes among which a run may choose for itself, the trials of data.micro_batch=auto, which change
+Owns the sizes among which a run may choose for itself, the trials of data.micro_batch_size=auto, which change
 nothing of a run, and the choice by their results. A trial is a forward and backward pass on real samples,
 with the buffers that a step of such micro-batches needs, in a step that is dropped on all ranks: weights,
 BatchNorm statistics, loss scale and counters are kept, and the batches are made apart from those of the run.
@@ -73,9 +73,9 @@ def search(job: Job) -> int:
     last = next(reversed(tried.values()))
     if size is None:
         raise OutOfMemoryError(
-            f"data.micro_batch=auto: not even {counted(sizes[-1], 'sample')} per rank and forward pass "
+            f"data.micro_batch_size=auto: not even {counted(sizes[-1], 'sample')} per rank and forward pass "
             f"fits in memory: {last}. Choose a smaller model or smaller samples, divide the optimizer's "
-            "states among the ranks with wire.shard=true, or use devices with more memory."
+            "states among the ranks with ddp.shard_optimizer=true, or use devices with more memory."
         )
     too_large = min((each for each, failure in tried.items() if failure), default=None)
     rest = f"; {too_large} do not fit" if too_large else ", the whole share of a rank"
@@ -83,7 +83,7 @@ def search(job: Job) -> int:
     way = " of the model without train.compile" if config.train.compile else ""
     trials = f"{counted(len(tried), 'trial')}{way}"
     text = (
-        f"data.micro_batch=auto: {size} per rank and forward pass{rest} ({trials}). "
+        f"data.micro_batch_size=auto: {size} per rank and forward pass{rest} ({trials}). "
         f"The update stays that of {plan.batch_size} samples, in up to {parts} per rank"
     )
     fitted = [[each, not failure] for each, failure in tried.items()]

@@ -20,12 +20,12 @@ def data_config(name="imagefolder", path=None, val_fraction=0.25, flip=True, **o
         name=name,
         path=None if path is None else str(path),
         batch_size=8,
-        micro_batch=None,
+        micro_batch_size=None,
         val_fraction=val_fraction,
-        workers=0,
-        max_bad=0,
+        num_workers=0,
+        max_bad_samples=0,
         drop_last=False,
-        augment=AugmentConfig(crop_padding=0, flip=flip),
+        augment=AugmentConfig(random_crop_padding=0, random_horizontal_flip=flip),
         options={"cache": "none", "image_size": 16, **options},
     )
 

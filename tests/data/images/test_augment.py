@@ -11,11 +11,13 @@ from launcher.data.tensors import TensorData
 NORMALISE = Normalise((0.5,), (0.5,))
 
 
-@pytest.mark.parametrize("crop_padding", [0, 1])
-def test_a_column_called_region_is_left_alone_where_nothing_is_cut(crop_padding):
+@pytest.mark.parametrize("random_crop_padding", [0, 1])
+def test_a_column_called_region_is_left_alone_where_nothing_is_cut(random_crop_padding):
     batch = {"image": torch.full((2, 1, 4, 4), 255, dtype=torch.uint8), "region": torch.arange(2)}
     images = ImageSet(TensorData(batch), TensorData(batch), ("a", "b"), (0.5,), (0.5,))
-    train = images.train_transform(AugmentConfig(crop_padding=crop_padding, flip=True))
+    train = images.train_transform(
+        AugmentConfig(random_crop_padding=random_crop_padding, random_horizontal_flip=True)
+    )
     for made in (train(batch, torch.full((2, 4), 0.5)), images.eval_transform()(batch)):
         assert made["image"].shape == (2, 1, 4, 4)
         assert made["region"].tolist() == [0, 1]

@@ -33,12 +33,12 @@ def data_config(name, path=None, val_fraction=0.2, **options):
         name=name,
         path=None if path is None else str(path),
         batch_size=8,
-        micro_batch=None,
+        micro_batch_size=None,
         val_fraction=val_fraction,
-        workers="auto",
-        max_bad=0,
+        num_workers="auto",
+        max_bad_samples=0,
         drop_last=False,
-        augment=AugmentConfig(crop_padding=1, flip=True),
+        augment=AugmentConfig(random_crop_padding=1, random_horizontal_flip=True),
         options=options,
     )
 

@@ -340,18 +340,18 @@ def test_a_sample_depends_on_the_seed_alone(tmp_path):
 
 
 @pytest.mark.parametrize("cache", ["none", "cache"])
-@pytest.mark.parametrize("max_bad", [0, 1])
-def test_a_broken_image_is_named_or_left_out(tmp_path, cache, max_bad):
+@pytest.mark.parametrize("max_bad_samples", [0, 1])
+def test_a_broken_image_is_named_or_left_out(tmp_path, cache, max_bad_samples):
     write_classes(tmp_path / "set")
     path = Path(list_folder(tmp_path / "set", 0.25).source(0)[1])
     path.write_bytes(b"\xff\xd8\xff\xe0 no image")
     where = cache if cache == "none" else str(tmp_path / cache)
     images = load_images(data_config(path=tmp_path / "set", cache=where))
-    how = Loading(workers=0, device=torch.device("cpu"), seed=0, max_bad=max_bad)
+    how = Loading(workers=0, device=torch.device("cpu"), seed=0, max_bad_samples=max_bad_samples)
     plan = BatchPlan(6, batch_size=6, micro_batch=None, world_size=1, rank=0, seed=0, drop_last=False)
     data = IndexedData(images.train, None, how, "training")
     batches = LoadedBatches(data, plan, images.train_transform(data_config().augment), total_steps=2)
-    if max_bad == 0:
+    if max_bad_samples == 0:
         with pytest.raises(DataError, match=rf"sample 0.*{path} cannot be read as an image"):
             batches.step(0, 0)
         return

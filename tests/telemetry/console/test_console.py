@@ -59,7 +59,7 @@ END = [
     "   class 0      1.00",
     "",
     "done after 24 steps in 1:23 at 1,200 samples/s: loss 0.2500, accuracy 97.50 %",
-    "input-bound: 71 % of the step waits for data: raise data.workers (sets that are not in memory), "
+    "input-bound: 71 % of the step waits for data: raise data.num_workers (sets that are not in memory), "
     "make the data set's transform cheaper, or raise data.batch_size",
     "step 10.0 ms on average: data 7.1, compute 2.0, wire 0.5, update 0.4, other 0.0",
     "files: /runs/one",

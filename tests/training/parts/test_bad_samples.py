@@ -1,4 +1,4 @@
-"""data.max_bad: counts the samples of an epoch, also over a resume within it."""
+"""data.max_bad_samples: counts the samples of an epoch, also over a resume within it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.training.reports import CLEAN, LIMITS
 from tests.training.runs import run_alone
 
 
-def part_of(max_bad: int, saved: str | None = None) -> tuple[BadSamples, Recorder]:
+def part_of(max_bad_samples: int, saved: str | None = None) -> tuple[BadSamples, Recorder]:
     recorder = Recorder()
     run = run_alone(Telemetry([recorder]), LIMITS, 1)
-    data = replace(run.config.data, max_bad=max_bad)
+    data = replace(run.config.data, max_bad_samples=max_bad_samples)
     part = BadSamples(replace(run, config=replace(run.config, data=data)))
     if saved is not None:
         part.load_state(json.loads(saved))
@@ -51,5 +51,7 @@ def test_one_sample_too_many_within_an_epoch_ends_the_run(resumed) -> None:
     if resumed:
         part, _ = part_of(3, json.dumps(part.state()))
     take(part, 7, 1)
-    with pytest.raises(DataError, match=r"^4 training samples of epoch 2 .* more than data.max_bad=3"):
+    with pytest.raises(
+        DataError, match=r"^4 training samples of epoch 2 .* more than data.max_bad_samples=3"
+    ):
         take(part, 8, 1)

@@ -97,7 +97,7 @@ def test_an_overflow_is_no_reason_to_look_at_the_weights() -> None:
         ("dynamic", 1, r"at loss scale 1024, the smallest allowed, .*Lower optim.lr or the loss"),
         ("dynamic", 64, r"the smallest allowed, .*Lower precision.scale.min, too"),
         ("static", 1, r"at the constant loss scale 1024, .*precision.scale.init.*mode=dynamic"),
-        ("none", 1, r"in a row without a loss scale, .*wire.dtype=fp32"),
+        ("none", 1, r"in a row without a loss scale, .*ddp.gradient_dtype=fp32"),
     ],
 )
 def test_the_advice_at_the_floor_is_about_the_scale_that_there_is(mode, least, words) -> None:
@@ -138,4 +138,4 @@ def test_a_gradient_that_leaves_fp16_although_its_module_computes_in_fp32_is_nam
     with pytest.raises(DivergedError) as caught:
         checked([replace(OVERFLOW, floor_skips=4, culprit_parameters=(name,))])
     assert (f"{name}: the module computes in fp32 (precision.fp32_modules), but" in str(caught.value)) == said
-    assert ("precision=amp_fp16 with wire.dtype=fp32" in str(caught.value)) == said
+    assert ("precision=amp_fp16 with ddp.gradient_dtype=fp32" in str(caught.value)) == said

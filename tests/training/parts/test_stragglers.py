@@ -101,7 +101,7 @@ def test_the_rank_that_waits_least_is_named_with_host_time_and_cause():
 def test_a_slow_loader_is_the_cause_where_its_wait_for_data_explains_it():
     recorder = train([times(9.0), times(1.0, data=9.0)], 3 * WINDOW)
     assert {(event["rank"], event["cause"]) for event in recorder.of("straggler")} == {(1, "data")}
-    assert "raise data.workers" in recorder.of("warning")[0]["text"]
+    assert "raise data.num_workers" in recorder.of("warning")[0]["text"]
 
 
 @pytest.mark.parametrize("ranks", [[times(5.0), times(4.0)], [times(0.8), times(0.0)]])
