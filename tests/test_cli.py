@@ -124,7 +124,7 @@ def test_a_recipe_has_a_page_with_all_that_it_sets(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("recipe=cnn_large_batch: recipe=cnn with a large batch")
-    assert {"  data.batch_size=1024", "  schedule.base_batch=256", "  model.name=cnn"} <= set(lines)
+    assert {"  data.batch_size=1024", "  schedule.lr_base_batch_size=256", "  model.name=cnn"} <= set(lines)
 
 
 @pytest.mark.parametrize(
@@ -196,12 +196,20 @@ def test_the_config_is_printed_and_nothing_runs(tmp_path, words: list[str]) -> N
 
 def test_a_part_of_the_config_is_printed(tmp_path) -> None:
     done = ask(["recipe=resnet18", "--cfg", "job", "schedule=linear", "-p", "schedule"], tmp_path)
-    assert yaml.safe_load(done.stdout) == {"name": "linear", "warmup_fraction": 0.2, "base_batch": None}
+    assert yaml.safe_load(done.stdout) == {
+        "name": "linear",
+        "warmup_fraction": 0.2,
+        "lr_base_batch_size": None,
+    }
 
 
 def test_the_printed_config_is_that_of_the_run(tmp_path) -> None:
     done = ask(["recipe=resnet18", "--cfg", "job", "schedule=constant", "-p", "schedule"], tmp_path)
-    assert yaml.safe_load(done.stdout) == {"name": "constant", "warmup_fraction": 0, "base_batch": None}
+    assert yaml.safe_load(done.stdout) == {
+        "name": "constant",
+        "warmup_fraction": 0,
+        "lr_base_batch_size": None,
+    }
 
 
 @pytest.mark.parametrize("words", [["--info", "searchpath"], ["--hydra-help"]])

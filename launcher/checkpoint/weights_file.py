@@ -42,8 +42,8 @@ def sha256_of(file: Path, expected: str | None) -> str:
     digest = digests[0] if parts == [file] else hashlib.sha256("".join(digests).encode()).hexdigest()
     if expected is not None and digest != expected:
         raise ConfigError(
-            f"its SHA-256 is {digest}, but model.weights_sha256={expected}. Give the file with this "
-            "digest, or leave model.weights_sha256 out."
+            f"its SHA-256 is {digest}, but model.init_from_sha256={expected}. Give the file with this "
+            "digest, or leave model.init_from_sha256 out."
         )
     return digest
 
@@ -89,13 +89,13 @@ def _digest_of(file: Path) -> str:
 
 def _of_directory(directory: Path) -> str:
     if indexes := sorted(directory.glob(f"*{INDEX}")):
-        return f"it is a directory. Give its index: model.weights={indexes[0]}"
+        return f"it is a directory. Give its index: model.init_from={indexes[0]}"
     inside = sorted(path.name for path in directory.glob("*.safetensors"))
     if (directory / "checkpoints").is_dir():
         return f"it is a run. Export its weights: {program()} export {directory} weights.safetensors"
     weights = [name for name in inside if name == "weights.safetensors"] or inside  # of a checkpoint
     if len(weights) == 1:
-        return f"it is a directory. Give its file: model.weights={directory / weights[0]}"
+        return f"it is a directory. Give its file: model.init_from={directory / weights[0]}"
     if inside:
         return f"it is a directory with {len(inside)} safetensors files and no *{INDEX}. Merge them into one."
     return "it is a directory. Give a safetensors file."

@@ -42,7 +42,7 @@ from launcher.errors import ConfigError, first_line
 HYDRA_VERSION = "1.3"  # version_base: the defaults that Hydra had in this version
 PATH_KEYS = ("data.path", "data.csv", "recipes.path", "checkpoint.resume")  # csv: of some data sets
 # The first is made where it does not exist, and a run that resumes does not need the second.
-UNCHECKED_PATH_KEYS = ("data.cache", "model.weights")
+UNCHECKED_PATH_KEYS = ("data.cache", "model.init_from")
 NOT_PATHS = ("auto", "never", "none")  # accepted in place of a path
 MISSING_KEY = re.compile(r"Interpolation key '([^']+)'")  # of OmegaConf's error
 OPTIONS = "Available options in "  # of Hydra's error for an unknown choice

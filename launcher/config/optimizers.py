@@ -52,7 +52,7 @@ class CommonConfig:
     lr: Rate
     clip_norm: Positive | None
     groups: Groups
-    decay_vectors: bool
+    decay_norm_and_bias: bool
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,11 @@ RENAMED_KEYS: dict[str, str] = {
     "data.max_bad": "data.max_bad_samples",
     "data.augment.crop_padding": "data.augment.random_crop_padding",
     "data.augment.flip": "data.augment.random_horizontal_flip",
+    "optim.decay_vectors": "optim.decay_norm_and_bias",
+    "schedule.base_batch": "schedule.lr_base_batch_size",
+    "model.weights": "model.init_from",
+    "model.weights_strict": "model.init_from_strict",
+    "model.weights_sha256": "model.init_from_sha256",
 }
 
 

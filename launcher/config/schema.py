@@ -54,9 +54,9 @@ class RunConfig:
 class ModelConfig:
     name: Name
     sync_bn: bool
-    weights: Text | None
-    weights_strict: bool
-    weights_sha256: Sha256 | None
+    init_from: Text | None
+    init_from_strict: bool
+    init_from_sha256: Sha256 | None
     options: Options  # the model's own keys, as its YAML lists them
 
 
@@ -109,7 +109,7 @@ class TrainConfig:
 class ScheduleConfig:
     name: Name
     warmup_fraction: Share
-    base_batch: Count | None
+    lr_base_batch_size: Count | None
 
 
 @dataclass(frozen=True)

@@ -110,10 +110,10 @@ RELATIONS: Mapping[tuple[str, ...], tuple[Callable[..., bool], str]] = {
         lambda micro, batch: isinstance(micro, int) and micro > batch,
         "data.micro_batch_size={}: must be at most data.batch_size={}.",
     ),
-    ("model.weights_sha256", "model.weights"): (
+    ("model.init_from_sha256", "model.init_from"): (
         lambda digest, file: digest is not None and file is None,
-        "model.weights_sha256: is that of a file, but model.weights={1} names none. Give it: "
-        "model.weights=FILE.",
+        "model.init_from_sha256: is that of a file, but model.init_from={1} names none. Give it: "
+        "model.init_from=FILE.",
     ),
     ("ddp.shard_optimizer", "optim.name"): (
         lambda shard, optimizer: shard and not is_fused(optimizer),

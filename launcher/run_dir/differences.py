@@ -55,7 +55,7 @@ WITHOUT_A_PART = (
     "data.micro_batch_size",
     "data.num_workers",
     "data.cache",
-    "model.weights_sha256",
+    "model.init_from_sha256",
     "precision.emulate",
     "precision.fp32_modules",
     "precision.*rescue*",

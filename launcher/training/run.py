@@ -22,7 +22,7 @@ from launcher.training.votes import Votes
 def asked(config: Config) -> dict[str, Any]:
     """The user's values of what `Run.record` may replace, by key, so that reports compare runs by them.
 
-    Without model.weights_sha256: weights of other content are another start.
+    Without model.init_from_sha256: weights of other content are another start.
     """
     return {
         "data.micro_batch_size": config.data.micro_batch_size,

@@ -2,11 +2,11 @@
 
 The network of recipe=cnn with a new last layer that tells even from odd digits. Its trunk comes from a
 safetensors file, is frozen, and needs no gradient, no bytes on the wire and no optimizer state. The file's
-last layer has another shape, so model.weights_strict is false in the recipe's YAML.
+last layer has another shape, so model.init_from_strict is false in the recipe's YAML.
 
     scripts/run recipe=cnn data=digits run.dir=outputs/trunk
     scripts/run export outputs/trunk trunk.safetensors
-    scripts/run recipe=frozen_trunk model.weights=trunk.safetensors \
+    scripts/run recipe=frozen_trunk model.init_from=trunk.safetensors \
         recipes.path=recipes/examples/frozen_trunk.py --config-dir recipes/examples/conf
 """
 
@@ -27,9 +27,9 @@ from launcher.recipe import (
 
 @recipe("frozen_trunk")
 def frozen_trunk(config: Config) -> Recipe:
-    if config.model.weights is None:
+    if config.model.init_from is None:
         raise ConfigError(
-            "recipe=frozen_trunk trains the last layer only: give the others with model.weights=FILE, of "
+            "recipe=frozen_trunk trains the last layer only: give the others with model.init_from=FILE, of "
             "the command export RUN FILE"
         )
     images = load_images(config.data)

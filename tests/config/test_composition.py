@@ -124,7 +124,7 @@ def test_parameter_groups_are_a_list_on_the_command_line() -> None:
         GroupConfig(("*.bias",), 1.0, 0.0, False),
         GroupConfig(("fc.*", "conv1.*"), 0.5, None, True),
     )
-    assert config.optim.decay_vectors
+    assert config.optim.decay_norm_and_bias
 
 
 def test_what_the_environment_says_of_a_group_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

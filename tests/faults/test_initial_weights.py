@@ -29,7 +29,7 @@ def test_a_run_starts_from_the_export_of_another_and_a_resume_from_its_own_check
     file = tmp_path / "weights.safetensors"
     export(tmp_path / "first", file)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    words = (f"model.weights={file}", STILL)
+    words = (f"model.init_from={file}", STILL)
     ended = run(tmp_path / "second", *words, "train.max_steps=1", ranks=2)
     assert ended.codes == [0, 0], ended
     given, trained = load_file(file), load_file(ended.checkpoints[1] / "weights.safetensors")
@@ -37,22 +37,22 @@ def test_a_run_starts_from_the_export_of_another_and_a_resume_from_its_own_check
         assert torch.equal(given[name], trained[name]), name  # masters: not rounded to fp16
     assert trained["passes"] == given["passes"] + 1
     assert ended.result["started_from"] == {"file": str(file), "sha256": digest}
-    assert config_of(ended)["model"]["weights_sha256"] == digest
+    assert config_of(ended)["model"]["init_from_sha256"] == digest
     assert decision(ended)["text"].startswith(f"{len(given)} of {len(given)} tensors from {file}")
     assert decision(ended)["sha256"] == digest
 
     file.unlink()
     resumed = run(tmp_path / "second", *words, "train.max_steps=2", ranks=2)
     assert resumed.codes == [0, 0], resumed
-    assert decision(resumed)["text"] == f"of the checkpoint, not of model.weights={file}"
+    assert decision(resumed)["text"] == f"of the checkpoint, not of model.init_from={file}"
     assert resumed.result["started_from"] == {"file": str(file), "sha256": digest}
-    assert config_of(resumed)["model"]["weights_sha256"] == digest
+    assert config_of(resumed)["model"]["init_from_sha256"] == digest
 
 
 def test_a_file_that_cannot_be_used_ends_all_ranks_with_one_error(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     save_file({"other": torch.zeros(3)}, file)
-    ended = run(tmp_path / "run", f"model.weights={file}", ranks=2)
+    ended = run(tmp_path / "run", f"model.init_from={file}", ranks=2)
     assert ended.codes == [2, 2]
     assert "No tensor fits by name and shape: it is of another model." in ended.outputs[0]
     assert ended.checkpoints == {}
@@ -61,8 +61,8 @@ def test_a_file_that_cannot_be_used_ends_all_ranks_with_one_error(tmp_path: Path
 def test_what_is_frozen_at_random_is_warned_of(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     save_file({"inner.weight": torch.ones(16, 6, dtype=torch.float16)}, file)
-    words = (f"model.weights={file}", "model.weights_strict=false", "train.max_steps=1")
+    words = (f"model.init_from={file}", "model.init_from_strict=false", "train.max_steps=1")
     ended = run(tmp_path / "run", *words, "optim.groups=[{match: outer.weight, frozen: true}]")
     assert ended.codes == [0], ended
-    (frozen,) = (text for text in ended.warnings if "model.weights" in text)
-    assert frozen.startswith("ballast, outer.weight are frozen and not in model.weights=")
+    (frozen,) = (text for text in ended.warnings if "model.init_from" in text)
+    assert frozen.startswith("ballast, outer.weight are frozen and not in model.init_from=")

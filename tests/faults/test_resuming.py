@@ -157,7 +157,7 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...], tuple[int, ...]]] = {
             "optim=adamw",
             "optim.clip_norm=0.5",
             'optim.groups=[{match:"outer.*",lr_scale:2}]',
-            "optim.decay_vectors=false",
+            "optim.decay_norm_and_bias=false",
         ),
         (8,),
     ),

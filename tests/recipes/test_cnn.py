@@ -34,7 +34,7 @@ def test_smaller_images_are_refused(height, width) -> None:
         build(height=height, width=width)
 
 
-SMALL = ["data.image_size=12", "data.num_samples=512", "data.batch_size=32", "schedule.base_batch=64"]
+SMALL = ["data.image_size=12", "data.num_samples=512", "data.batch_size=32", "schedule.lr_base_batch_size=64"]
 
 
 @pytest.mark.parametrize(
@@ -81,5 +81,7 @@ def test_the_large_batch_scales_the_rate_and_warms_up(words, peak) -> None:
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "auto"])
 def test_a_base_batch_is_a_number_of_samples(value) -> None:
-    with pytest.raises(ConfigError, match=r"schedule\.base_batch=.*null or a whole number of at least 1"):
-        composed(f"schedule.base_batch={value}")
+    with pytest.raises(
+        ConfigError, match=r"schedule\.lr_base_batch_size=.*null or a whole number of at least 1"
+    ):
+        composed(f"schedule.lr_base_batch_size={value}")

@@ -96,11 +96,11 @@ def test_a_frozen_trunk_stays_as_it_was_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("weights", "text"),
-    [("null", "give the others with model.weights=FILE"), ("nowhere.safetensors", "there is no such file")],
+    [("null", "give the others with model.init_from=FILE"), ("nowhere.safetensors", "there is no such file")],
 )
 def test_a_trunk_without_weights_is_refused(weights, text, tmp_path: Path) -> None:
-    words = [word for word in command_of("frozen_trunk") if not word.startswith("model.weights")]
-    done = launch_forked(tmp_path, [*words, *SHORT, f"model.weights={weights}"])
+    words = [word for word in command_of("frozen_trunk") if not word.startswith("model.init_from")]
+    done = launch_forked(tmp_path, [*words, *SHORT, f"model.init_from={weights}"])
     assert done.returncode == 2
     assert text in done.stderr
     assert "export RUN FILE" in done.stderr

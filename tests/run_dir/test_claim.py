@@ -483,7 +483,7 @@ def test_a_read_only_directory_is_a_storage_error(tmp_path):
     ("error", "started", "named", "stays"),
     [
         (DataError("data.path has no train*.parquet"), False, False, False),
-        (ConfigError("model.weights: there is no such file"), False, False, False),
+        (ConfigError("model.init_from: there is no such file"), False, False, False),
         (DataError("a sample cannot be read"), True, False, True),
         (DataError("The full traceback is in {directory}/logs/rank0.log."), False, False, True),
         (DataError("data.path has no train*.parquet"), False, True, True),  # the user's own directory

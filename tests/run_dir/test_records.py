@@ -43,7 +43,7 @@ def test_the_config_is_written_as_people_type_it(tmp_path):
     records.describe(config, ["recipe=resnet18", "optim=adamw"])
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     own = {"stem": "small", "zero_init_residual": True}
-    start = {"weights": None, "weights_strict": True, "weights_sha256": None}
+    start = {"init_from": None, "init_from_strict": True, "init_from_sha256": None}
     assert written["model"] == {"name": "resnet18", "sync_bn": False, **start, **own}
     assert written["data"]["num_samples"] == 2048
     assert written["data"]["augment"] == {"random_crop_padding": 0, "random_horizontal_flip": False}

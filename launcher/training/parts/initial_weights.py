@@ -1,4 +1,4 @@
-"""Starts a new run from the weights of a safetensors file: `model.weights=FILE`.
+"""Starts a new run from the weights of a safetensors file: `model.init_from=FILE`.
 
 Owns the comparison of the file with the model, and what is reported and recorded of it. Rank 0 reads the file
 into its model; building the Stepper then broadcasts its values.
@@ -34,7 +34,8 @@ class InitialWeights:
     def __init__(self, run: Run, loaded: Loaded | None) -> None:
         self._run = run
         self._loaded = loaded
-        self._started_from: tuple[str, str] | None = None  # model.weights, and the SHA-256 that the file had
+        # model.init_from, and the SHA-256 that the file had.
+        self._started_from: tuple[str, str] | None = None
 
     def state(self) -> dict[str, object]:
         return {"started_from": self._started_from}
@@ -51,14 +52,16 @@ class InitialWeights:
         """
         loaded, model = self._loaded, self._run.config.model
         if loaded is not None and resumed:
-            self._run.telemetry.decision("weights", f"of the checkpoint, not of model.weights={loaded.file}")
+            self._run.telemetry.decision(
+                "weights", f"of the checkpoint, not of model.init_from={loaded.file}"
+            )
         elif loaded is not None:
             if loaded.error:
                 raise ConfigError(loaded.error)
             self._started_from = (loaded.file, loaded.sha256)
             self._report(loaded)
-        if self._started_from is not None and self._started_from[0] == model.weights:
-            self._run.record(model=replace(model, weights_sha256=self._started_from[1]))
+        if self._started_from is not None and self._started_from[0] == model.init_from:
+            self._run.record(model=replace(model, init_from_sha256=self._started_from[1]))
 
     def add_to(self, result: Result) -> Result:
         if self._started_from is None:
@@ -74,7 +77,7 @@ class InitialWeights:
         if idle := [name for name, p in parameters.items() if name in random and not p.requires_grad]:
             telemetry.warn(
                 f"{listed(idle, SHOWN)} {'is' if len(idle) == 1 else 'are'} frozen and not in "
-                f"model.weights={loaded.file}: they keep the random values that the recipe built. Do not "
+                f"model.init_from={loaded.file}: they keep the random values that the recipe built. Do not "
                 "freeze them, or give a file that has them."
             )
 
@@ -111,20 +114,20 @@ class Loaded:
 
 
 def load_weights(config: Config, model: nn.Module, env: WorkerEnv) -> Loaded | None:
-    """Load the file of `model.weights` into rank 0's `model`; None where none is given. A collective.
+    """Load the file of `model.init_from` into rank 0's `model`; None where none is given. A collective.
 
     Never raises for the file: a run that resumes has no use for it. `Loaded.error` is the same on all ranks.
     """
     wish = config.model
-    if wish.weights is None:
+    if wish.init_from is None:
         return None
-    loaded, file = Loaded(wish.weights), Path(wish.weights)
+    loaded, file = Loaded(wish.init_from), Path(wish.init_from)
     if env.is_leader:
         try:
-            digest = sha256_of(file, wish.weights_sha256)
-            loaded = _assign(model, read(file), file, digest, wish.weights_strict)
+            digest = sha256_of(file, wish.init_from_sha256)
+            loaded = _assign(model, read(file), file, digest, wish.init_from_strict)
         except ConfigError as error:
-            loaded = Loaded(wish.weights, error=f"model.weights={wish.weights}: {error}")
+            loaded = Loaded(wish.init_from, error=f"model.init_from={wish.init_from}: {error}")
     return Loaded(**json.loads(exchange_texts(env, json.dumps(asdict(loaded)))[LEADER]))
 
 
@@ -161,7 +164,9 @@ def _assign(model: nn.Module, tensors: Mapping[str, Tensor], file: Path, digest:
     if not fitting or (strict and (missing or misfits or unexpected)):
         advice = "No tensor fits by name and shape: it is of another model."
         if fitting:
-            advice = "model.weights_strict=false loads those that fit and keeps the others as they are built."
+            advice = (
+                "model.init_from_strict=false loads those that fit and keeps the others as they are built."
+            )
         raise ConfigError(f"it does not fit the model: {found.sentence}. {advice}")
     with torch.no_grad():
         for name in fitting:

@@ -130,11 +130,11 @@ def rates_of(config: Config, recipe: Recipe, total_steps: int) -> list[float]:
 
 
 def peak_rate(config: Config) -> float:
-    """optim.lr; scaled with the batch where schedule.base_batch says for which one it is.
+    """optim.lr; scaled with the batch where schedule.lr_base_batch_size says for which one it is.
 
     The linear rule of Goyal et al., 2017 (arXiv:1706.02677, section 2.1).
     """
-    base = config.schedule.base_batch
+    base = config.schedule.lr_base_batch_size
     return config.optim.lr if base is None else config.optim.lr * config.data.batch_size / base
 
 

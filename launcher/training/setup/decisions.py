@@ -46,9 +46,9 @@ def decisions(
         passes = "" if config.ema.every_steps == 1 else f", one pass every {config.ema.every_steps} steps"
         text = f"evaluated and exported: the average of the weights, decay {decay:g} per applied step{passes}"
         yield "ema", text
-    if (base := config.schedule.base_batch) is not None:
+    if (base := config.schedule.lr_base_batch_size) is not None:
         factors = f"optim.lr={config.optim.lr:g} x data.batch_size={config.data.batch_size}"
-        yield "learning rate", f"{build.peak_rate(config):g}: {factors} / schedule.base_batch={base}"
+        yield "learning rate", f"{build.peak_rate(config):g}: {factors} / schedule.lr_base_batch_size={base}"
     groups = parameter_groups.parameter_groups(config.optim, recipe.groups, stepper.model)
     yield from groups.sentences
     yield "schedule", _schedule(config, recipe, build.rates_of(config, recipe, steps))

@@ -1,10 +1,11 @@
 """The engine's parameter groups from the config and the recipe, and the sentences that report them.
 
-Owns how optim.groups, Recipe.groups and optim.decay_vectors combine for each parameter. Changes no model.
+Owns how optim.groups, Recipe.groups and optim.decay_norm_and_bias combine for each parameter. Changes no
+model.
 
 A parameter belongs to the first group that matches it, the config's before the recipe's. Its rate is
-lr_scale of that group; its weight decay is the group's, else 0 for a vector where optim.decay_vectors is
-false, else the optimizer's.
+lr_scale of that group; its weight decay is the group's, else 0 for a vector where optim.decay_norm_and_bias
+is false, else the optimizer's.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def parameter_groups(optim: OptimConfig, own: Sequence[ParameterGroup], model: n
             found[name] = Rates(), True
         elif p.requires_grad:
             decay = group.weight_decay
-            if decay is None and p.ndim <= 1 and not optim.decay_vectors:
+            if decay is None and p.ndim <= 1 and not optim.decay_norm_and_bias:
                 decay = 0.0
             decay = None if decay == optim.weight_decay else decay
             found[name] = Rates(group.lr_scale, decay), False

@@ -1,4 +1,4 @@
-"""`model.weights=FILE`: what a model takes from a file, what is said of it, and which files are refused."""
+"""`model.init_from=FILE`: what a model takes from a file, what is said of it, and which files are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
 
 def load(model: nn.Module, file: Path | str, *, strict: bool = True, sha256: str | None = None) -> Loaded:
     config = composed()
-    wish = dataclasses.replace(config.model, weights=str(file), weights_strict=strict, weights_sha256=sha256)
+    wish = dataclasses.replace(
+        config.model, init_from=str(file), init_from_strict=strict, init_from_sha256=sha256
+    )
     loaded = load_weights(dataclasses.replace(config, model=wish), model, ALONE)
     assert loaded is not None
     return loaded
@@ -43,7 +45,7 @@ def refused(model: nn.Module, file: Path | str, **options) -> str:
     """The error; the model is unchanged."""
     before = state_of(model)
     loaded = load(model, file, **options)
-    assert loaded.error.startswith(f"model.weights={file}: ")
+    assert loaded.error.startswith(f"model.init_from={file}: ")
     assert loaded.loaded == []
     assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
     return loaded.error
@@ -94,7 +96,7 @@ def test_another_head_is_refused_and_stays_random_where_that_is_asked_for(tmp_pa
     )
     assert f"it does not fit the model: 2 of 4 tensors from {file} " in error
     assert f"{fits}. " in error
-    assert "model.weights_strict=false loads those that fit" in error
+    assert "model.init_from_strict=false loads those that fit" in error
     model, built = mlp(), state_of(mlp())
     loaded = load(model, file, strict=False)
     assert (loaded.error, loaded.missing, loaded.unexpected) == ("", ["0.bias"], ["more"])
@@ -117,7 +119,7 @@ def test_a_file_of_another_model_is_refused_whatever_is_asked_for(tmp_path) -> N
     for strict in (True, False):
         error = refused(mlp(), file, strict=strict)
         assert "No tensor fits by name and shape: it is of another model." in error
-        assert "weights_strict" not in error
+        assert "init_from_strict" not in error
 
 
 @pytest.mark.parametrize("name", ["w.bin", "w.pt", "w"])
@@ -182,7 +184,7 @@ def test_the_files_of_an_index_are_read_as_one(tmp_path) -> None:
     assert loaded.error == ""
     assert all(torch.equal(model.state_dict()[name], value) for name, value in state_of(mlp(1)).items())
     assert load(mlp(), index, sha256=loaded.sha256).error == ""
-    assert f"Give its index: model.weights={index}" in refused(mlp(), tmp_path)
+    assert f"Give its index: model.init_from={index}" in refused(mlp(), tmp_path)
     damaged(tmp_path / "model-00002-of-00002.safetensors")
     assert "its SHA-256 is" in refused(mlp(), index, sha256=loaded.sha256)
     assert "it is damaged" in refused(mlp(), index)
@@ -257,7 +259,7 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, spoil, text) -> None:
 def test_directories_are_refused_with_what_to_give(tmp_path) -> None:
     assert "it is a directory. Give a safetensors file." in refused(mlp(), tmp_path)
     file = saved(tmp_path / "model.safetensors", state_of(mlp(1)))
-    assert f"Give its file: model.weights={file}" in refused(mlp(), tmp_path)
+    assert f"Give its file: model.init_from={file}" in refused(mlp(), tmp_path)
     saved(tmp_path / "other.safetensors", state_of(mlp(1)))
     text = refused(mlp(), tmp_path)
     assert "a directory with 2 safetensors files and no *.safetensors.index.json. Merge" in text
@@ -267,10 +269,10 @@ def test_directories_are_refused_with_what_to_give(tmp_path) -> None:
     (tmp_path / "step-1").mkdir()
     own = saved(tmp_path / "step-1" / "weights.safetensors", state_of(mlp(1)))
     saved(tmp_path / "step-1" / "optimizer.safetensors", state_of(mlp(1)))
-    assert f"Give its file: model.weights={own}" in refused(mlp(), tmp_path / "step-1")
+    assert f"Give its file: model.init_from={own}" in refused(mlp(), tmp_path / "step-1")
     assert "it is no plain file" in refused(mlp(), "/dev/zero")
 
 
 def test_another_digest_than_the_recorded_one_is_refused(tmp_path) -> None:
     file = saved(tmp_path / "w.safetensors", state_of(mlp(1)))
-    assert f"but model.weights_sha256={'0' * 64}" in refused(mlp(), file, sha256="0" * 64)
+    assert f"but model.init_from_sha256={'0' * 64}" in refused(mlp(), file, sha256="0" * 64)

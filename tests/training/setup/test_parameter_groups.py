@@ -54,7 +54,7 @@ def rates(settings: OptimConfig, model: nn.Module, own: tuple[ParameterGroup, ..
     [
         optim(),
         optim(group("*", weight_decay=DECAY)),
-        optim(decay_vectors=False, weight_decay=0.0),
+        optim(decay_norm_and_bias=False, weight_decay=0.0),
     ],
 )
 def test_what_the_optimizer_does_anyway_gives_no_groups(settings) -> None:
@@ -65,17 +65,17 @@ def test_what_the_optimizer_does_anyway_gives_no_groups(settings) -> None:
 
 def test_vectors_without_decay_are_norms_and_biases() -> None:
     model = conv_net()
-    found = rates(optim(decay_vectors=False), model)
+    found = rates(optim(decay_norm_and_bias=False), model)
     assert found == {n: (1.0, 0.0 if p.ndim <= 1 else None) for n, p in model.named_parameters()}
-    sentences = dict(parameter_groups(optim(decay_vectors=False), (), conv_net()).sentences)
+    sentences = dict(parameter_groups(optim(decay_norm_and_bias=False), (), conv_net()).sentences)
     assert sentences == {"parameter groups": "5 of 8 parameters with weight decay 0"}
 
 
 def test_the_first_group_has_a_parameter_and_the_configs_come_before_the_recipes() -> None:
-    """A group without a decay leaves that of vectors to optim.decay_vectors; one with a decay does not."""
+    """A group without a decay leaves that of vectors to optim.decay_norm_and_bias; one with a decay not."""
     configured = (group("head.weight", 5.0), group("model.layer.0.*", weight_decay=0.2))
     own = (ParameterGroup("head.*", 10.0), ParameterGroup("model.embeddings.*", frozen=True))
-    settings = optim(*configured, decay_vectors=False)
+    settings = optim(*configured, decay_norm_and_bias=False)
     found = rates(settings, Encoder(2), own)
     assert "model.embeddings.weight" not in found
     assert {each for name, each in found.items() if "layer.0." in name} == {(1.0, 0.2)}
@@ -115,7 +115,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_names(setti
 def test_groups_of_untrained_parameters_are_named_and_those_of_the_settings_are_not() -> None:
     model = Encoder(1)
     model.model.requires_grad_(False)
-    settings = optim(group("model.layer.*", 2.0), group("head.*", 3.0), decay_vectors=False)
+    settings = optim(group("model.layer.*", 2.0), group("head.*", 3.0), decay_norm_and_bias=False)
     found = parameter_groups(settings, (ParameterGroup("model.norm.*", 5.0),), model)
     first, second = found.idle
     assert first.startswith(
