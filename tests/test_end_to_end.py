@@ -134,7 +134,7 @@ def test_half_of_the_bytes_of_fp32_travel(finished, tmp_path) -> None:
         ),
         pytest.param(
             4,
-            ["data=synthetic", "precision=pure_fp16", "precision.scale.mode=static"],
+            ["data=synthetic", "precision=pure_fp16", "precision.loss_scale.mode=static"],
             marks=pytest.mark.slow,
         ),
     ],
@@ -231,7 +231,7 @@ def tiny(config):
 def test_emulated_fp16_trains_compiled_as_it_does_plain(tmp_path) -> None:
     """The same steps are skipped; convolutions add in another order, so the losses differ in a few bits."""
     words = [*SHORT, "train.max_steps=6", "train.log_every_steps=1", "tracker=none", "precision.emulate=true"]
-    words += ["precision.scale.init=524288", "data.batch_size=32", "optim.lr=0.01"]
+    words += ["precision.loss_scale.init_scale=524288", "data.batch_size=32", "optim.lr=0.01"]
     steps = []
     for compiles in ("false", "true"):
         done = launch(

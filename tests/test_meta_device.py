@@ -166,7 +166,7 @@ RUN = (
     "data.batch_size=32",
     "data.micro_batch_size=16",
     "precision.emulate=true",
-    "telemetry.gradients_every_steps=1",
+    "telemetry.gradient_histogram_every_steps=1",
     "train.log_every_steps=2",
     "tracker=none",
 )
@@ -229,7 +229,9 @@ def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch
 
 def test_a_run_that_diverges_is_looked_into_on_another_device(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(process_group, "_device", lambda launch: META)
-    config = run_config(tmp_path, "precision=fp16", "precision.scale.max_bad_losses=1", "train.max_steps=2")
+    config = run_config(
+        tmp_path, "precision=fp16", "precision.loss_scale.max_bad_losses=1", "train.max_steps=2"
+    )
     answers = ANSWERS | {"engine/result.py unpacked": packed(True, 1.0, 0.0, 1.0)}
     with (
         MetaDevice(answers),

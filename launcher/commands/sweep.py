@@ -67,16 +67,18 @@ def run_sweep(request: Request, configs: Sequence[Config], leader: Leader, findi
     with prepared(request, configs) as (directory, record, placed), signal_handlers_installed(signals):
         for job, config in zip(record.jobs, placed, strict=False):  # of a search each has its own already
             job.nproc = devices_of(config)
-        pruner = None if settings.prune == "none" else Pruner(directory, settings.patience, record.jobs)
+        pruner = None if settings.prune == "none" else Pruner(directory, settings.grace_period, record.jobs)
         search = None
         if searches:
             search = Searching(request, directory, record, configs[0], devices_of, carrier.has_room)
         with signals_blocked():
             # Other carriers start processes elsewhere.
-            if (record.left or searches) and settings.on == "devices":
+            if (record.left or searches) and settings.launcher == "devices":
                 of_tracker = [name for name in configs[0].tracker.names if name == "wandb"]
                 preload([*FOR_JOBS, *of_tracker])  # wandb takes 1 s to import
-        progress = SweepProgress(directory, record.jobs, alone, settings.stop.trials if searches else None)
+        progress = SweepProgress(
+            directory, record.jobs, alone, settings.stop.max_trials if searches else None
+        )
         scheduler = Scheduler(directory, record, carrier, settings, progress, signals, pruner, search)
         if searches:
             findings = (*findings, errors.DIVERGED)  # it says of a point of the space what others say
@@ -105,7 +107,7 @@ def devices_of_a_job(config: Config) -> int:
     Raises PreflightError for more workers than GPUs.
     """
     sweep, nproc = config.sweep, config.launch.nproc
-    if sweep.on != "devices":
+    if sweep.launcher != "devices":
         return 1 if nproc == "auto" else int(nproc)  # this machine's GPUs say nothing of those elsewhere
     workers = num_workers(config.launch, LaunchEnv()) or 1
     if nproc == "auto" and (num_gpus := len(visible_gpus())):
@@ -114,11 +116,11 @@ def devices_of_a_job(config: Config) -> int:
 
 
 def carrier_of(settings: SweepConfig, nproc: int) -> tuple[Carrier, bool]:
-    """The carrier that `sweep.on` names, and whether it runs one job at a time, which prints for itself.
+    """The carrier that `sweep.launcher` names, and whether it runs one job at a time, which prints itself.
 
     `nproc` is of the smallest job.
     """
-    if settings.on == "slurm":
+    if settings.launcher == "slurm":
         from launcher.sweep.carriers.slurm import SlurmCarrier
 
         return SlurmCarrier(settings), False

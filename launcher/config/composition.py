@@ -200,9 +200,7 @@ class Composer:
 def keep_sweep_settings(tree: dict[str, object]) -> None:
     """Remove from the section `sweep` what an experiment sweeps over."""
     if isinstance(section := tree.get(SWEEP), dict):
-        # True: as YAML reads an unquoted `on`.
-        named = {"on" if key is True else key: value for key, value in section.items()}
-        tree[SWEEP] = {key: value for key, value in named.items() if key in types_of(SweepConfig)}
+        tree[SWEEP] = {key: value for key, value in section.items() if key in types_of(SweepConfig)}
 
 
 def with_absolute_paths(tree: dict[str, object]) -> dict[str, object]:

@@ -42,7 +42,7 @@ IN_PLACE_OF = {  # settings known from Hydra, and their replacement here
     "hydra.sweep.subdir": "The folder of a job is named by its number and the values that are swept.",
     "hydra.verbose": "The logs of a run are in logs/ of run.dir.",
     "hydra/launcher": "It waits for a whole batch of jobs and gives none devices of its own. Jobs run side "
-    "by side by themselves: sweep.parallel=N in place of joblib and submitit_local, sweep.on=slurm in "
+    "by side by themselves: sweep.parallel=N in place of joblib and submitit_local, sweep.launcher=slurm in "
     "place of submitit_slurm.",
     "hydra/sweeper": "It chooses jobs by batches and continues no sweep. A sweep runs all combinations of "
     "the values listed: -m optim.lr=0.05,0.1. To search: sweep=random, or sweep=tpe in place of optuna.",
@@ -154,7 +154,7 @@ def sweep_problem(override: Override, multirun: bool) -> str | None:
 
 
 def too_many_jobs(number: int) -> str:
-    advice = "Give fewer values, or search: sweep=random or sweep=tpe with sweep.stop.trials=N."
+    advice = "Give fewer values, or search: sweep=random or sweep=tpe with sweep.stop.max_trials=N."
     return f"{number:,} jobs: a sweep has at most {MOST_JOBS:,}. {advice}"
 
 

@@ -113,15 +113,15 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
-class ScaleConfig:
+class LossScaleConfig:
     mode: Literal["dynamic", "static", "none"]
-    init: LossScale
+    init_scale: LossScale
     growth_interval: Count
     hysteresis: Count
-    min: LossScale
-    max: LossScale
+    min_scale: LossScale
+    max_scale: LossScale
     max_bad_losses: Count
-    max_floor_skips: Count
+    max_skips_at_min_scale: Count
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class EarlyStoppingConfig:
 
 
 @dataclass(frozen=True)
-class PlateauConfig:
+class ReduceLROnPlateauConfig:
     factor: Annotated[float, value_rules.number("above 0 and below 1", lambda value: 0 < value < 1)] | None
     patience: CountOrZero
     threshold: Share
@@ -150,9 +150,9 @@ class PrecisionConfig:
     name: Literal["fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16"]
     emulate: Auto | bool
     fp32_modules: Texts
-    rescue: bool
-    max_rescues: Count
-    scale: ScaleConfig
+    fp32_fallback: bool
+    max_fp32_fallbacks: Count
+    loss_scale: LossScaleConfig
 
 
 @dataclass(frozen=True)
@@ -197,8 +197,8 @@ class TrackerConfig:
 
 @dataclass(frozen=True)
 class TelemetryConfig:
-    nvml: Auto | bool
-    gradients_every_steps: CountOrZero | None
+    gpu_stats: Auto | bool
+    gradient_histogram_every_steps: CountOrZero | None
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class LaunchConfig:
     rdzv_endpoint: Endpoint | None
     max_restarts: CountOrZero
     init_timeout_s: Seconds
-    stall_s: Seconds
+    hang_timeout_s: Seconds
     user_code_timeout_s: Seconds | None
     grace_s: Seconds
     preempt_signals: Literal["auto", "save", "stop"]
@@ -218,21 +218,21 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class SweepStopConfig:
-    trials: Count | None
+    max_trials: Count | None
     hours: Positive | None
     gpu_hours: Positive | None
 
 
 @dataclass(frozen=True)
 class SweepConfig:
-    on: Literal["devices", "slurm"]
+    launcher: Literal["devices", "slurm"]
     name: Literal["grid", "random", "tpe"]
     parallel: Auto | Count
     jobs_per_gpu: Count
     on_failure: Literal["continue", "stop"]
     retries: CountOrZero
     prune: Literal["none", "asha"]
-    patience: Count
+    grace_period: Count
     keep_pruned: bool
     stop: SweepStopConfig
     resume: Text
@@ -257,7 +257,7 @@ class Config:
     schedule: ScheduleConfig
     ema: EmaConfig
     early_stopping: EarlyStoppingConfig
-    plateau: PlateauConfig
+    reduce_lr_on_plateau: ReduceLROnPlateauConfig
     precision: PrecisionConfig
     ddp: DdpConfig
     checkpoint: CheckpointConfig

@@ -98,13 +98,14 @@ def relation_problem(keys: tuple[str, ...], found: Mapping[str, object], wrong: 
 
 # Rules about several keys: when values break one, and the message, formatted with them as they are typed.
 RELATIONS: Mapping[tuple[str, ...], tuple[Callable[..., bool], str]] = {
-    ("precision.scale.init", "precision.scale.min", "precision.scale.max"): (
+    ("precision.loss_scale.init_scale", "precision.loss_scale.min_scale", "precision.loss_scale.max_scale"): (
         lambda init, low, high: not low <= init <= high,
-        "precision.scale.init={}: must lie between precision.scale.min={} and max={}.",
+        "precision.loss_scale.init_scale={}: must lie between precision.loss_scale.min_scale={} and "
+        "max_scale={}.",
     ),
-    ("precision.scale.mode", "precision.name"): (
+    ("precision.loss_scale.mode", "precision.name"): (
         lambda mode, precision: mode != "none" and "fp16" not in precision,
-        "precision.scale.mode={}: must be none: {} has no loss scale.",
+        "precision.loss_scale.mode={}: must be none: {} has no loss scale.",
     ),
     ("data.micro_batch_size", "data.batch_size"): (
         lambda micro, batch: isinstance(micro, int) and micro > batch,
@@ -138,12 +139,12 @@ RELATIONS: Mapping[tuple[str, ...], tuple[Callable[..., bool], str]] = {
             key + "={}: excludes train.compile={}, because a compiled graph would not run the hooks that "
             "change the arithmetic.",
         )
-        for key in ("precision.fp32_modules", "precision.rescue")
+        for key in ("precision.fp32_modules", "precision.fp32_fallback")
     },
-    ("plateau.factor", "schedule.name", "schedule.warmup_fraction"): (
+    ("reduce_lr_on_plateau.factor", "schedule.name", "schedule.warmup_fraction"): (
         lambda factor, schedule, warmup: factor is not None and (schedule != "constant" or warmup > 0),
-        "plateau.factor={}: excludes schedule={} with schedule.warmup_fraction={}, which sets the rate of "
-        "each step. Use schedule=constant without warm-up.",
+        "reduce_lr_on_plateau.factor={}: excludes schedule={} with schedule.warmup_fraction={}, which sets "
+        "the rate of each step. Use schedule=constant without warm-up.",
     ),
     ("tracker.artifacts", "tracker.name"): (
         lambda artifacts, trackers: artifacts != "none" and "wandb" not in (trackers, *trackers),
@@ -162,7 +163,7 @@ RELATIONS: Mapping[tuple[str, ...], tuple[Callable[..., bool], str]] = {
             + "={}: needs evaluations during a run, and train.eval_every_epochs={} of train.epochs={} leaves "
             "only that at its end. Evaluate more often: train.eval_every_steps=N.",
         )
-        for key in ("early_stopping.patience", "plateau.factor", "sweep.prune")
+        for key in ("early_stopping.patience", "reduce_lr_on_plateau.factor", "sweep.prune")
     },
     ("sweep.prune", "data.val_fraction"): (
         lambda prune, fraction: prune != "none" and fraction == 0,

@@ -155,7 +155,7 @@ class Pool:
         return StalledError(
             f"no batch came from the loader processes for {self._how.timeout_s:g} s; they were "
             f"{self._at(busy, 'reading')}. Check what these read from, set data.num_workers=0 if their data "
-            "set does not work in a forked process, or raise launch.stall_s."
+            "set does not work in a forked process, or raise launch.hang_timeout_s."
         )
 
     def _ended(self, error: Exception) -> DataError | None:

@@ -29,7 +29,7 @@ Readable = TensorData | IndexedData | StreamData
 ONLY_SET = ""  # the name of a validation set that is the only one
 FIRST = 32  # samples of a `first_batch` at most
 MOST_LOADERS = 8  # processes per rank that data.num_workers=auto starts
-PATIENCE = 0.8  # of launch.stall_s: then the error can name the sample
+PATIENCE = 0.8  # of launch.hang_timeout_s: then the error can name the sample
 
 
 def set_title(name: str) -> str:
@@ -139,7 +139,7 @@ class DataSets:
             device=env.device,
             seed=config.seed,
             max_bad_samples=config.data.max_bad_samples,
-            timeout_s=PATIENCE * config.launch.stall_s,
+            timeout_s=PATIENCE * config.launch.hang_timeout_s,
             labels=labels,
             reading=reading,
         )

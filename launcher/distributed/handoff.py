@@ -97,7 +97,7 @@ class Leader:
         store = self._send({"job": job, "config": to_dict(config)})
         self._jobs += 1
         self._gather(store, config.launch.init_timeout_s)
-        set_tcp_timeouts(config.launch.stall_s)
+        set_tcp_timeouts(config.launch.hang_timeout_s)
         failure: Exception | None = None
         try:
             self._run_job(config, self.launch, store, job)
@@ -226,7 +226,7 @@ def follow(
             store.set(f"heard/{launch.rank}", "")
             break
         job, config, failure = message["job"], from_dict(message["config"]), None
-        set_tcp_timeouts(config.launch.stall_s)
+        set_tcp_timeouts(config.launch.hang_timeout_s)
         try:
             run_job(config, launch, store, job)
         except Exception as error:

@@ -2,9 +2,9 @@
 
 Over NCCL a lost rank raises no error in ranks that wait for it: they block in C code, where no Python signal
 handler runs. So no collective has a timeout; instead each rank times its own main thread by its heartbeats,
-and one without progress for launch.stall_s writes its phase and the stacks of all its threads and exits with
-code 6, without waking the main thread. Where there is a parent it times the ranks, and can tell them apart;
-under torchrun each rank speaks for itself, and torchelastic ends the others.
+and one without progress for launch.hang_timeout_s writes its phase and the stacks of all its threads, and
+ends with code 6, without waking the main thread. Where there is a parent it times the ranks, and can tell
+them apart; under torchrun each rank speaks for itself, and torchelastic ends the others.
 
 Code of the user before the first step and in evaluation hooks may take as long as it likes. Meanwhile its
 rank gives signs of life through the store, and for a rank that sees them the time starts again.
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 POLL_EVERY_S = 0.5  # of the heartbeat, in memory
 SIGN_EVERY_S = 5.0  # between signs of life, each a message to the store; limits are longer
-SIGNS_PER_LIMIT = 8  # where launch.stall_s is short
+SIGNS_PER_LIMIT = 8  # where launch.hang_timeout_s is short
 LINE_EVERY_S = 60.0  # that says for whose code the ranks wait
 PAUSE_S = 3.0  # after a longer pause this process itself was stopped
 CLEAN_UP_S = 15.0  # for the main thread, once it has failed: aborting a communicator may hang
@@ -166,7 +166,7 @@ class HangTimer:
             quiet_s = min(quiet_s, beat.age_s)
         key, limit = "launch.init_timeout_s", limits.init_timeout_s
         if beat.under_way:
-            key, limit = "launch.stall_s", limit_s(beat.phase, limits.stall_s)
+            key, limit = "launch.hang_timeout_s", limit_s(beat.phase, limits.hang_timeout_s)
         waits = " It waits for another rank, whose own output says where that is." * (beat.phase in WAITING)
         if quiet_s >= limit:
             text = f"rank {rank} hangs: {where(beat)} for {quiet_s:.0f} s.{waits}"
@@ -187,11 +187,11 @@ class HangTimer:
 
         A thread of its own, because a store that does not answer holds it for ever: no more signs come then.
         """
-        every_s = min(SIGN_EVERY_S, self._limits.stall_s / SIGNS_PER_LIMIT)
+        every_s = min(SIGN_EVERY_S, self._limits.hang_timeout_s / SIGNS_PER_LIMIT)
         key, seen, lines = f"job/{self._job}/signs_of_life", 0, 0
         with ignore_store_errors():
             if self._connection is not None:
-                set_tcp_timeouts(self._limits.stall_s)
+                set_tcp_timeouts(self._limits.hang_timeout_s)
             while not self._over.wait(every_s):
                 beat = self._heartbeat.latest
                 lines = lines if beat.user_code and beat.age_s >= LINE_EVERY_S * lines else 0

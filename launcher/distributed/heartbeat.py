@@ -76,9 +76,9 @@ class Beat:
         return self.step, _NUMBERS[self.phase]
 
 
-def limit_s(phase: str, stall_s: float) -> float:
+def limit_s(phase: str, hang_timeout_s: float) -> float:
     """How long a rank may stay in a phase. When finishing (plots, uploads) it waits for no other rank."""
-    return max(stall_s, FINISHING_S) if phase in FINISHING else stall_s
+    return max(hang_timeout_s, FINISHING_S) if phase in FINISHING else hang_timeout_s
 
 
 def where(beat: Beat) -> str:

@@ -123,7 +123,7 @@ class MultiNode(SingleNode):
                 if (stop := self.stop_asked()) is not None:
                     text = "stopped by a signal before the workers started"
                     raise RunFailed(RunOutcome(128 + stop, text))
-                self._refuse_silent(self._others, self._limits.stall_s)
+                self._refuse_silent(self._others, self._limits.hang_timeout_s)
                 if time.monotonic() > deadline:
                     raise self._node_lost(late)
                 time.sleep(0.05)
@@ -164,7 +164,7 @@ class MultiNode(SingleNode):
         reports += [decoded(GroupResult, word["report"]) for word in said.values() if "report" in word]
         if len(reports) == self._num_nodes:
             return outcome_of(reports, generation.stacks)
-        quiet_s = self._limits.stall_s
+        quiet_s = self._limits.hang_timeout_s
         if ends := [report.end for report in reports if report.end != DONE]:
             self._ended_s = min(self._ended_s, time.monotonic())
             self._own.setdefault("ending", ends[0])
@@ -184,7 +184,7 @@ class MultiNode(SingleNode):
             return RunOutcome(**decision)
         if own is None and "ending" in word:
             generation.end_like_other_node(word["ending"])
-        self._refuse_silent([LEADER], self._limits.stall_s if own is None else QUIET_S)
+        self._refuse_silent([LEADER], self._limits.hang_timeout_s if own is None else QUIET_S)
         return None
 
     def _refuse_silent(self, nodes: Sequence[int], quiet_s: float) -> None:
@@ -220,7 +220,7 @@ class MultiNode(SingleNode):
         before: list[bytes] = [b""] * len(others)
         try:
             store = self._connection
-            set_tcp_timeouts(self._limits.stall_s)
+            set_tcp_timeouts(self._limits.hang_timeout_s)
             beat, over = 0, False
             while not over:
                 over = self._over.wait(EXCHANGE_EVERY_S)

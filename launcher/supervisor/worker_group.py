@@ -165,11 +165,13 @@ class WorkerGroup:
         longest = now - self._watched_since_s
         if not self._has_stepped:
             return longest >= self._limits.init_timeout_s
-        return any(min(beat.age_s, longest) >= limit_s(beat.phase, self._limits.stall_s) for beat in beats)
+        return any(
+            min(beat.age_s, longest) >= limit_s(beat.phase, self._limits.hang_timeout_s) for beat in beats
+        )
 
     def _is_in_user_code(self, beat: Beat, process: BaseProcess) -> bool:
         """Whether a rank runs code of the user. Its own hang timer limits that, unless it was stopped."""
-        return beat.user_code and (beat.age_s < self._limits.stall_s or not _is_stopped(process))
+        return beat.user_code and (beat.age_s < self._limits.hang_timeout_s or not _is_stopped(process))
 
     def _rank_results(self) -> list[RankResult]:
         beats = self._work.heartbeats.read()

@@ -77,7 +77,7 @@ def worker_main(work: WorkerSpec, environ: Mapping[str, str]) -> NoReturn:
     try:
         if launch.local_world_size < launch.world_size:  # several machines, whose parents share a store
             store = open_store(launch, work.config.launch.init_timeout_s)
-            set_tcp_timeouts(work.config.launch.stall_s)
+            set_tcp_timeouts(work.config.launch.hang_timeout_s)
         worker.run(work.config, launch, store, str(launch.restart_count), heartbeat)
     except BaseException as error:
         record = exit_record(launch.rank, error, heartbeat.latest.phase)

@@ -119,8 +119,8 @@ class Scheduler:
         job = self._next()
         if job is None:
             return None
-        if stop.trials is not None and job.attempts == 0 and started >= stop.trials:
-            self.reason = f"sweep.stop.trials={stop.trials} is reached"
+        if stop.max_trials is not None and job.attempts == 0 and started >= stop.max_trials:
+            self.reason = f"sweep.stop.max_trials={stop.max_trials} is reached"
         elif stop.hours is not None and self._seconds() >= 3600 * stop.hours:
             self.reason = f"sweep.stop.hours={stop.hours:g} is reached"
         elif stop.gpu_hours is not None and self._device_seconds() >= 3600 * stop.gpu_hours:

@@ -126,7 +126,7 @@ class Searching:
         self._refuse_another_search(request.overrides)
         self.refuse_several_metrics()
         self._draw = drawn_by_tpe if sample.sweep.name == "tpe" else drawn_at_random
-        self._seed, self._trials = sample.seed, sample.sweep.stop.trials or math.inf
+        self._seed, self._trials = sample.seed, sample.sweep.stop.max_trials or math.inf
         # What the carrier is asked about before a job is drawn: one drawn later has more results to go by.
         self._probe = SweepJob(-1, "", (), nproc=devices_of(sample))
 

@@ -104,7 +104,7 @@ class LayerShares:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsEvent(Event):
-    """Where the gradients of a step lie in the range of fp16, every telemetry.gradients_every_steps."""
+    """Where a step's gradients lie in the range of fp16, every telemetry.gradient_histogram_every_steps."""
 
     kind = "gradients"
     is_periodic = True

@@ -176,7 +176,7 @@ def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
     if applied < steps / 2:
         run.telemetry.warn(
             f"only {applied} of {counted(steps, 'step')} were applied, the others skipped: lower "
-            "precision.scale.init."
+            "precision.loss_scale.init_scale."
         )
     if run.env.is_leader:
         write_files(run_dir, result, job.parts.of(Evaluator).confusion, run.telemetry)

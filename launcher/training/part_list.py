@@ -47,6 +47,7 @@ def parts_of(
     inspector, trained, totals = DivergenceInspector(job), TrainingMetrics(job.answers), Totals(job)
     rescue = Rescue(run, inspector)
     stop, compare_by = config.early_stopping, job.recipe.compare_by
+    plateau = config.reduce_lr_on_plateau
     parts: list[object | None] = [
         Averages(run, run.average) if run.average is not None else None,
         run.reports,  # reads the step before: what follows may use it
@@ -55,17 +56,17 @@ def parts_of(
         BadSamples(run),
         trained,
         totals,
-        GradientStats(run, every) if (every := config.telemetry.gradients_every_steps) else None,
+        GradientStats(run, every) if (every := config.telemetry.gradient_histogram_every_steps) else None,
         FirstStep(run, first_step_done),
         rescue,
         SkippedSteps(run, rescue),
-        DivergenceCheck(config.precision.scale, inspector, run.stepper.counters),
+        DivergenceCheck(config.precision.loss_scale, inspector, run.stepper.counters),
         Log(run, totals),  # after those that may end the run by the same step
         ReplicaCheck(run, course) if config.ddp.check_replicas_every_steps else None,
         InitialWeights(run, loaded),
         Evaluator(job, trained),
         EarlyStopping(stop, compare_by, course, run.telemetry) if stop.patience is not None else None,
-        Plateau(run, config.plateau, job.recipe) if config.plateau.factor is not None else None,
+        Plateau(run, plateau, job.recipe) if plateau.factor is not None else None,
         run.pruning if run.pruning.rule != "none" else None,
         Energy(gpus),
         Checkpoints(run, saved),  # last: saves what the others have made of a step

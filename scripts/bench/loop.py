@@ -42,7 +42,7 @@ WORDS = (
     "train.epochs=100000",
     "train.eval_every_epochs=100000",
     "optim.lr=0.01",
-    "precision.scale.init=1024",  # neither side skips a step: what they do then is not measured
+    "precision.loss_scale.init_scale=1024",  # neither side skips a step: what they do then is not measured
     "schedule=constant",
     "schedule.warmup_fraction=0",
 )

@@ -159,7 +159,7 @@ class Printed:
 def stepper_of(model: nn.Module, config: Config) -> Stepper:
     rule = SGD(lr=config.optim.lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
     scaled = config.precision.name != "fp32"
-    scaling = Scaling("dynamic", init=config.precision.scale.init) if scaled else None
+    scaling = Scaling("dynamic", init=config.precision.loss_scale.init_scale) if scaled else None
     return Stepper(model, rule, Policy.named(config.precision.name), scaling=scaling)
 
 

@@ -81,7 +81,7 @@ def simulate(directory: Path, jobs: int, kind: str, shortest_s: float) -> dict[s
         (folder / "worked").write_text(str(time.monotonic() - began))
         return 0
 
-    settings = (f"sweep={kind}", f"sweep.stop.trials={jobs}", f"hydra.sweep.dir={directory / kind}")
+    settings = (f"sweep={kind}", f"sweep.stop.max_trials={jobs}", f"hydra.sweep.dir={directory / kind}")
     request = Request((*OVERRIDES, *DRAWN, *settings), multirun=True)
     configs = compose_jobs(request)
     pool = DevicePool([f"GPU-{number}" for number in range(8)], sorted(os.sched_getaffinity(0)))

@@ -17,9 +17,9 @@ from random import Random
 from launcher.checkpoint.catalog import FOLDER
 from launcher.run_dir.atomic import write_text
 from scripts.soaking.run import (
+    HANG_TIMEOUT_S,
     PREEMPTED,
     ROUND_LIMIT_S,
-    STALL_S,
     Failed,
     Finished,
     Run,
@@ -101,20 +101,20 @@ def kill_at_the_end(run: Run, random: Random) -> float:
 
 
 def pause_worker(run: Run, random: Random) -> float:
-    """Suspend a worker for less than `stall_s`: the run must not restart."""
+    """Suspend a worker for less than `hang_timeout_s`: the run must not restart."""
     workers = run.all_workers()
     victim = random.choice(workers)
     hurt_s = run.signal(victim, signal.SIGSTOP)
-    time.sleep(random.uniform(0.1, 0.5) * STALL_S)
+    time.sleep(random.uniform(0.1, 0.5) * HANG_TIMEOUT_S)
     continued_s = run.signal(victim, signal.SIGCONT)
     return continued_s - hurt_s + run.undisturbed_s(continued_s, workers)
 
 
 def slow_rank(run: Run, random: Random) -> float:
-    """Make a rank sleep in user code for less than `stall_s`: the run must not restart."""
+    """Make a rank sleep in user code for less than `hang_timeout_s`: the run must not restart."""
     workers = run.all_workers()
     marker = run.directory / f"slow-rank{random.randrange(len(workers))}"
-    seconds = random.uniform(0.1, 0.5) * STALL_S
+    seconds = random.uniform(0.1, 0.5) * HANG_TIMEOUT_S
     write_text(marker, str(seconds))
     run.hurt = True
     run.until(lambda: not marker.exists(), "the rank has read its sleep file")

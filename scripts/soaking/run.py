@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 EVERY_STEPS = 15  # a checkpoint
 STEPS_PER_EPOCH, EVAL_EVERY_EPOCHS = 25, 2
 KEEP = 3
-STALL_S = 6.0  # includes drawing the report, which is one phase
+HANG_TIMEOUT_S = 6.0  # includes drawing the report, which is one phase
 PREEMPTED = 75
 GONE_S = 5.0  # for the workers of a parent that has ended
 RECOVERY_S = 60.0  # for the outcome of a fault
@@ -66,13 +66,13 @@ class Plan:
             f"train.eval_every_epochs={EVAL_EVERY_EPOCHS}",
             "train.log_every_steps=1",
             "optim.lr=0.05",
-            "precision.scale.init=1024",
-            "precision.scale.growth_interval=20",
+            "precision.loss_scale.init_scale=1024",
+            "precision.loss_scale.growth_interval=20",
             f"checkpoint.every_steps={EVERY_STEPS}",
             f"checkpoint.keep={KEEP}",
             f"launch.nproc={self.num_ranks}",
             "launch.max_restarts=100000",
-            f"launch.stall_s={STALL_S}",
+            f"launch.hang_timeout_s={HANG_TIMEOUT_S}",
             "launch.init_timeout_s=60",
             "launch.grace_s=20",
         ]

@@ -106,7 +106,7 @@ def test_a_section_may_be_given_as_a_whole() -> None:
         ("train=3", "train.max_steps=2"),
         ("train=[1]", "train.max_steps=2"),
         ("train=null", "train.max_steps=2"),
-        ("precision.scale=3", "precision.scale.init=2"),
+        ("precision.loss_scale=3", "precision.loss_scale.init_scale=2"),
     ],
 )
 def test_a_section_that_is_a_value_is_refused_with_its_keys_beside_it(words) -> None:
@@ -279,13 +279,13 @@ COMPOSED = {
     "a choice and its keys": ["optim=adamw", "optim.betas=[0.8,0.9]", "optim.lr=1e-3"],
     "a section": [
         "data.augment={random_crop_padding:2,random_horizontal_flip:true}",
-        "precision.scale={mode:static,init:128}",
+        "precision.loss_scale={mode:static,init_scale:128}",
     ],
     "a section of a group": ["optim={lr:0.5}", "tracker=none", "tracker={tags:[a,b]}"],
     "lists": ["tracker.tags=[a,'b c']", "optim.groups=[{match:'*.bias',weight_decay:0}]"],
     "references": ["optim.lr=2", "tracker.group='${seed} of ${optim.lr}'", "train.max_steps=${train.epochs}"],
     "references to none": ["tracker.group='${train.max_steps}-${tracker.tags}'", "seed='${train.max_steps}'"],
-    "relative references": ["optim.lr=${..seed}", "precision.scale.init=${.min}"],
+    "relative references": ["optim.lr=${..seed}", "precision.loss_scale.init_scale=${.min_scale}"],
     "a reference named by another": ["tracker.group='${optim.${tracker.notes}}'", "tracker.notes=lr"],
     "escaped": ["tracker.group='\\${seed}'", "tracker.run_name='a\\\\b ${seed}'"],
     "a reference to a reference": ["tracker.group=${seed}", "tracker.run_name=${tracker.group}"],

@@ -40,11 +40,11 @@ def changed(**values: Any) -> dict[str, Any]:
 
 
 def test_the_valid_tree_is_valid() -> None:
-    config = parse(changed(data__num_samples=100, launch__stall_s=300))
+    config = parse(changed(data__num_samples=100, launch__hang_timeout_s=300))
     assert config == composed("data=synthetic", "data.num_samples=100")
     assert config.data.options["num_samples"] == 100
     assert config.run.dir == ""
-    assert isinstance(config.launch.stall_s, float)
+    assert isinstance(config.launch.hang_timeout_s, float)
 
 
 CONFIG_PY = Path(schema.__file__).parent
@@ -144,8 +144,8 @@ def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
             "excludes train.compile=blocks, because",
         ),
         (
-            {"precision__rescue": True, "train__compile": "blocks"},
-            "precision.rescue",
+            {"precision__fp32_fallback": True, "train__compile": "blocks"},
+            "precision.fp32_fallback",
             "excludes train.compile=blocks, because",
         ),
         ({"optim__momentum": 0}, "optim.nesterov", "needs optim.momentum above 0"),
@@ -163,14 +163,14 @@ def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
         ({"optim__weight_decay": -1}, "optim.weight_decay", ""),
         ({"optim__decay_norm_and_bias": None}, "optim.decay_norm_and_bias", ""),
         ({"schedule__name": 3}, "schedule.name", ""),
-        ({"precision__scale__init": 1000}, "precision.scale.init", ""),
-        ({"precision__scale__init": 0}, "precision.scale.init", ""),
+        ({"precision__loss_scale__init_scale": 1000}, "precision.loss_scale.init_scale", ""),
+        ({"precision__loss_scale__init_scale": 0}, "precision.loss_scale.init_scale", ""),
         (
-            {"precision__scale__min": 131072},
-            "precision.scale.init",
-            "must lie between precision.scale.min=131072",
+            {"precision__loss_scale__min_scale": 131072},
+            "precision.loss_scale.init_scale",
+            "must lie between precision.loss_scale.min_scale=131072",
         ),
-        ({"precision__name": "bf16"}, "precision.scale.mode", "must be none: bf16"),
+        ({"precision__name": "bf16"}, "precision.loss_scale.mode", "must be none: bf16"),
         ({"ddp__check_replicas_every_steps": 0}, "ddp.check_replicas_every_steps", ""),
         ({"ddp__gradient_predivide_factor": 3}, "ddp.gradient_predivide_factor", ""),
         ({"ddp__bucket_cap_mb": 0}, "ddp.bucket_cap_mb", ""),
@@ -195,7 +195,8 @@ def test_what_is_wrong_is_named_with_its_rule(
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("early_stopping.patience", 2), ("plateau.factor", 0.5), ("sweep.prune", "asha")]
+    ("key", "value"),
+    [("early_stopping.patience", 2), ("reduce_lr_on_plateau.factor", 0.5), ("sweep.prune", "asha")],
 )
 def test_what_decides_by_evaluations_is_refused_where_the_only_one_is_at_the_end(
     key: str, value: object, message: Message
@@ -217,14 +218,14 @@ def test_a_pruner_needs_samples_that_are_held_out(message: Message) -> None:
 
 def test_all_problems_are_told_at_once(message: Message) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(changed(train__epochs=0, data__batch_size=0, seed=-1, precision__scale__max=3))
+        parse(changed(train__epochs=0, data__batch_size=0, seed=-1, precision__loss_scale__max_scale=3))
     lines = message(caught.value).splitlines()
     assert lines[0] == "4 problems:"
     assert [line.split("=")[0].strip() for line in lines[1:]] == [
         "seed",
         "data.batch_size",
         "train.epochs",
-        "precision.scale.max",
+        "precision.loss_scale.max_scale",
     ]
 
 
@@ -262,9 +263,9 @@ def test_a_config_survives_json(seed, lr, batch_size, options, tags, scale, adam
         seed=seed,
         data__batch_size=batch_size,
         tracker__tags=tags,
-        precision__scale__min=low,
-        precision__scale__init=init,
-        precision__scale__max=high,
+        precision__loss_scale__min_scale=low,
+        precision__loss_scale__init_scale=init,
+        precision__loss_scale__max_scale=high,
     )
     tree["model"] |= {f"own_{key}": value for key, value in options.items()}
     if adamw:

@@ -40,7 +40,7 @@ def test_the_precision_ablation_runs_three_precisions_on_the_same_seeds() -> Non
     ]
     assert {(config.optim.name, config.schedule.name) for config in configs} == {("adamw", "constant")}
     assert len({config.optim.lr for config in configs}) == 1
-    assert [config.precision.scale.mode for config in configs[::3]] == ["none", "dynamic", "static"]
+    assert [config.precision.loss_scale.mode for config in configs[::3]] == ["none", "dynamic", "static"]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -41,24 +41,24 @@ Build = Callable[[Any], object]
 NUMBERS: dict[str, tuple[Build, str | None, tuple[Any, ...], tuple[Any, ...]]] = {
     "scale init": (
         lambda x: Scaling(init=x, max=2**127),
-        "precision.scale.init",
+        "precision.loss_scale.init_scale",
         (*POWERS, 2**127),
         (*NO_POWERS, 2**128),
     ),
-    "scale min": (lambda x: Scaling(min=x), "precision.scale.min", POWERS, (*NO_POWERS, 2**128)),
+    "scale min": (lambda x: Scaling(min=x), "precision.loss_scale.min_scale", POWERS, (*NO_POWERS, 2**128)),
     "scale max": (
         lambda x: Scaling(init=1, max=x),
-        "precision.scale.max",
+        "precision.loss_scale.max_scale",
         (*POWERS, 2**127),
         (*NO_POWERS, 2**128),
     ),
     "growth interval": (
         lambda x: Scaling(growth_interval=x),
-        "precision.scale.growth_interval",
+        "precision.loss_scale.growth_interval",
         COUNTS,
         NO_COUNTS,
     ),
-    "hysteresis": (lambda x: Scaling(hysteresis=x), "precision.scale.hysteresis", COUNTS, NO_COUNTS),
+    "hysteresis": (lambda x: Scaling(hysteresis=x), "precision.loss_scale.hysteresis", COUNTS, NO_COUNTS),
     "SGD lr": (SGD, "optim.lr", (0.1, 1, 1e-30, 1e30), (-0.1, -1, 1.1e30, 1e308, *NO_NUMBERS)),
     "AdamW lr": (AdamW, "optim.lr", (0.1, 1, 1e-30, 1e30), (-0.1, -1, 1.1e30, 1e308, *NO_NUMBERS)),
     "TorchOptimizer lr": (
@@ -150,7 +150,7 @@ def test_an_int_beyond_every_float_is_refused_like_any_other(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["launch.stall_s", "launch.grace_s", "launch.init_timeout_s", "checkpoint.every_s"]
+    "key", ["launch.hang_timeout_s", "launch.grace_s", "launch.init_timeout_s", "checkpoint.every_s"]
 )
 def test_a_time_is_one_that_a_timer_can_wait_for(key: str) -> None:
     assert rules()[key].holds(1e9)

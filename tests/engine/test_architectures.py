@@ -154,7 +154,7 @@ BEYOND = {"Llama": ("up_proj.weight", 3e4), "GPT2": ("mlp.c_fc.weight", 3e4)}
 
 @pytest.mark.parametrize("name", BEYOND)
 def test_what_leaves_fp16_trains_once_its_modules_compute_in_fp32(name: str) -> None:
-    """As `precision.rescue` does: the first module whose output is not finite, with all of its kind."""
+    """As `precision.fp32_fallback` does: the first module with an output beyond fp16, and all of its kind."""
     needs("transformers")
     model, inputs = architectures.build("transformers", name)
     suffix, factor = BEYOND[name]

@@ -38,7 +38,7 @@ def test_it_gives_the_bits_of_a_plain_run_and_resumes(tmp_path: Path, precision:
     """Skipped steps, smaller last batches, the average and the evaluations included."""
     words = (f"precision={precision}", "ema.decay=0.8", "ema.every_steps=2")
     if "fp16" in precision:
-        words += ("precision.scale.init=2097152",)
+        words += ("precision.loss_scale.init_scale=2097152",)
     plain = trained(tmp_path / "plain", *words, ranks=ranks)
     whole = trained(tmp_path / "whole", *words, BLOCKS, ranks=ranks)
     (text,) = said_of(whole, "compile")

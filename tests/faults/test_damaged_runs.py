@@ -128,7 +128,7 @@ def full_disk(
 
 FEW_LINES = (
     "train.log_every_steps=1000",
-    "telemetry.gradients_every_steps=null",
+    "telemetry.gradient_histogram_every_steps=null",
     "checkpoint.every_steps=10",
 )
 

@@ -16,7 +16,7 @@ from tests.snapshots import comparable
 LENGTH = ("train.max_steps=8", "checkpoint.every_steps=3", "train.eval_every_steps=4")
 EMA = ("ema.decay=0.8", "ema.every_steps=3")
 # A scale at which the first gradients overflow: its steps are skipped.
-SKIPPING = "precision.scale.init=2097152"
+SKIPPING = "precision.loss_scale.init_scale=2097152"
 
 
 def average_of(ended: Ended, step: int) -> object:

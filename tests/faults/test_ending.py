@@ -59,7 +59,7 @@ def test_a_last_loss_that_is_not_finite_is_no_good_end(tmp_path: Path, undisturb
 
 
 def test_a_run_of_which_no_step_was_applied_is_not_done(tmp_path: Path) -> None:
-    words = ("train.max_steps=3", "precision.scale.init=16777216")
+    words = ("train.max_steps=3", "precision.loss_scale.init_scale=16777216")
     ended = run(tmp_path / "run", *words, ranks=2)
     assert_diverged(ended, "none of 3 steps was applied, because every gradient overflowed")
     assert not ended.checkpoints

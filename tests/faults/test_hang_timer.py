@@ -26,7 +26,7 @@ from tests.faults.usercode import is_here, kill, own_rank, slowly
 from tests.limits import at_most
 
 pytestmark = pytest.mark.timeout(90)
-STALL_S = 1
+HANG_TIMEOUT_S = 1
 ENDLESS = ("train.epochs=1000", "checkpoint.every_steps=null")
 
 
@@ -55,9 +55,9 @@ def seconds_to_end(ended: Ended) -> float:
 @pytest.mark.parametrize(("rank", "ranks"), [(1, 2), pytest.param(0, 3, marks=pytest.mark.slow)])
 def test_each_rank_of_a_run_that_hangs_names_its_phase(tmp_path: Path, rank: int, ranks: int) -> None:
     code = partial(at_step_9, rank=rank, act=sleep)
-    ended = disturbed(tmp_path / "run", code, f"launch.stall_s={STALL_S}", ranks=ranks)
+    ended = disturbed(tmp_path / "run", code, f"launch.hang_timeout_s={HANG_TIMEOUT_S}", ranks=ranks)
     assert ended.codes == [6] * ranks, ended
-    assert seconds_to_end(ended) < at_most(STALL_S + 5)
+    assert seconds_to_end(ended) < at_most(HANG_TIMEOUT_S + 5)
     assert (ended.result["state"], ended.result["exit"]) == ("failed", 6)
     assert (ended.status["state"], ended.status["exit"]) == ("failed", 6)
     assert ended.result["error"] in ended.outputs[0]
@@ -128,7 +128,7 @@ def tiny(config):
     return Recipe(build, data, data, cross_entropy, classes=("a", "b"), after_evaluation=plot)
 """
 SLOW_WORDS = ("recipe=resnet18", "recipe.uses=tiny", "recipes.path=tiny.py", "tracker=none", "run.dir=run")
-SLOW_WORDS += ("data.batch_size=8", "train.epochs=1", "launch.stall_s=5", "launch.init_timeout_s=12")
+SLOW_WORDS += ("data.batch_size=8", "train.epochs=1", "launch.hang_timeout_s=5", "launch.init_timeout_s=12")
 
 
 def slow_recipe(directory: Path, loading_s: float, after_s: float) -> None:
@@ -236,7 +236,7 @@ def disturb(rank: int, act: Any) -> None:
 )
 def test_under_torchrun(tmp_path: Path, ranks, rank, act, code, named) -> None:
     started = f"from tests.faults import test_hang_timer as t; t.disturb({rank}, t.{act})"
-    words = (*ENDLESS, f"run.dir={tmp_path / 'run'}", f"launch.stall_s={4 if act == 'sleep' else 300}")
+    words = (*ENDLESS, f"run.dir={tmp_path / 'run'}", f"launch.hang_timeout_s={4 if act == 'sleep' else 300}")
     with torchrun(tmp_path, *words, ranks=ranks, started=started) as process:
         output = process.communicate(timeout=60)[0]
     ended = Ended(tmp_path / "run", [process.returncode], [output], 0.0)
@@ -251,7 +251,7 @@ def host(directory: Path, number: int, port: int) -> subprocess.Popen[str]:
     """The torchrun of one of two machines, here both on this one, with one rank each."""
     rendezvous = ["--nnodes=2", f"--node-rank={number}", "--master-addr=127.0.0.1", f"--master-port={port}"]
     words = ["recipe=resnet18", "recipe.uses=tiny", "recipes.path=tiny.py", "tracker=none", "run.dir=run"]
-    words += ["train.epochs=100000", f"launch.stall_s={STALL_S}", "data.batch_size=8"]
+    words += ["train.epochs=100000", f"launch.hang_timeout_s={HANG_TIMEOUT_S}", "data.batch_size=8"]
     command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "launcher", *words]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     with open(directory / f"host{number}.txt", "w") as out:
@@ -274,13 +274,14 @@ def test_a_frozen_host_of_the_store_does_not_hold_the_others(tmp_path: Path) -> 
         frozen += [int(pid) for pid in children.split()]
         for pid in frozen:
             os.kill(pid, signal.SIGSTOP)
-        hosts[1].wait(STALL_S + 25)  # the rank leaves within STALL_S + 10, its torchrun after it
+        # The rank leaves within HANG_TIMEOUT_S + 10, its torchrun after it.
+        hosts[1].wait(HANG_TIMEOUT_S + 25)
         assert hosts[1].returncode == 1
         result = json.loads((tmp_path / "run" / "result.json").read_text())
         assert result["exit"] == 6
         status = json.loads((tmp_path / "run" / "status.json").read_text())
         last = [json.loads(line)["time"] for line in events.read_text().splitlines()][-1]
-        assert status["updated"] - last < STALL_S + 10
+        assert status["updated"] - last < HANG_TIMEOUT_S + 10
     finally:
         for pid in frozen:
             os.kill(pid, signal.SIGCONT)

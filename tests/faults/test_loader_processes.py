@@ -97,6 +97,6 @@ def test_a_sample_that_hangs_without_loader_processes_is_named(tmp_path: Path) -
     samples = "Hanging({'image': image, 'label': int(image[0] > 0)} for image in x)"
     text = recipe.read_text().replace("Recipe(build, data, data,", f"Recipe(build, {samples}, data,")
     recipe.write_text(text.replace("@recipe", f"{hanging}@recipe", 1))
-    with Parent(tmp_path, "train.epochs=4", "data.num_workers=0", "launch.stall_s=2") as parent:
+    with Parent(tmp_path, "train.epochs=4", "data.num_workers=0", "launch.hang_timeout_s=2") as parent:
         assert parent.end(40) == 6
         assert re.search(r"rank \d \(pid \d+\) hangs: .*, reading sample 21 for ", parent.stderr)

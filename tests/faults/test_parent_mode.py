@@ -163,7 +163,7 @@ def slow_end() -> None:
 
 def test_a_slow_end_is_not_a_hang(tmp_path: Path) -> None:
     write_recipe(tmp_path)
-    with Parent(tmp_path, "train.epochs=1", "launch.stall_s=2", prepare=slow_end) as parent:
+    with Parent(tmp_path, "train.epochs=1", "launch.hang_timeout_s=2", prepare=slow_end) as parent:
         assert parent.end() == 0, parent.stderr
 
 
@@ -350,7 +350,7 @@ HANGS = {
 )
 def test_a_hung_rank_is_named_with_its_phase_and_all_stacks(tmp_path: Path, hang) -> None:
     write_recipe(tmp_path, f"{ENDLESS}\nif step == 7 and RANK == 1: open('hung', 'w').close(); {HANGS[hang]}")
-    with Parent(tmp_path, LONG, "launch.stall_s=2", nproc=3) as parent:
+    with Parent(tmp_path, LONG, "launch.hang_timeout_s=2", nproc=3) as parent:
         parent.wait_until((tmp_path / "hung").exists, 15, "rank 1 hangs")
         hung = time.monotonic()
         assert parent.end() == 6
@@ -374,7 +374,7 @@ def test_a_hang_in_evaluation_and_in_the_first_step_is_found_too(tmp_path: Path)
     recipe = (tmp_path / "tiny.py").read_text()
     slow_trial = "    if not network.training: time.sleep(0.3)\n    if network.training:"
     (tmp_path / "tiny.py").write_text(recipe.replace("    if network.training:", slow_trial))
-    with Parent(tmp_path, LONG, "launch.stall_s=1", "launch.init_timeout_s=8") as parent:
+    with Parent(tmp_path, LONG, "launch.hang_timeout_s=1", "launch.init_timeout_s=8") as parent:
         assert parent.end() == 6
         assert 8 < time.monotonic() - parent.began < at_most(16)
         assert "rank 0 (pid" in error_of(parent)
@@ -384,7 +384,7 @@ def test_a_hang_in_evaluation_and_in_the_first_step_is_found_too(tmp_path: Path)
 @pytest.mark.slow
 def test_a_hang_in_the_trial_before_the_first_step_blames_no_rank_that_waits(tmp_path: Path) -> None:
     write_recipe(tmp_path, "if step == 1 and RANK == 1: time.sleep(1000)")  # 8 samples on 3 ranks: a trial
-    with Parent(tmp_path, LONG, "launch.stall_s=1", "launch.init_timeout_s=6", nproc=3) as parent:
+    with Parent(tmp_path, LONG, "launch.hang_timeout_s=1", "launch.init_timeout_s=6", nproc=3) as parent:
         assert parent.end() == 6
         assert re.match(
             r"error: rank 1 \(pid \d+\) hangs: while trying the smallest batch for \d s; stacks of",
@@ -403,7 +403,7 @@ def test_a_hang_in_an_evaluation_blames_no_rank_that_waits(tmp_path: Path, passe
     (tmp_path / "tiny.py").write_text(
         recipe.replace("    if network.training:", f"{hang}    if network.training:")
     )
-    with Parent(tmp_path, "train.epochs=1", "launch.stall_s=2", "launch.init_timeout_s=6") as parent:
+    with Parent(tmp_path, "train.epochs=1", "launch.hang_timeout_s=2", "launch.init_timeout_s=6") as parent:
         assert parent.end() == 6
         assert re.match(rf"error: rank 1 \(pid \d+\) hangs: {place} for \d s; stacks of", error_of(parent)), (
             error_of(parent)
@@ -414,7 +414,7 @@ def test_a_hang_in_an_evaluation_blames_no_rank_that_waits(tmp_path: Path, passe
 def test_a_stopped_parent_takes_no_rank_for_hung(tmp_path: Path) -> None:
     """Ctrl-Z and fg stop and continue the parent and its workers together."""
     write_recipe(tmp_path, ENDLESS)
-    with Parent(tmp_path, LONG, "launch.stall_s=2") as parent:
+    with Parent(tmp_path, LONG, "launch.hang_timeout_s=2") as parent:
         parent.rank(0)
         everyone = [parent.pid, *parent.workers()]
         for pid in everyone:

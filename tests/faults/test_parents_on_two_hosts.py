@@ -22,7 +22,7 @@ from tests.limits import at_most
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
-STALL_S = 6
+HANG_TIMEOUT_S = 6
 
 
 class Hosts:
@@ -47,7 +47,12 @@ class Hosts:
         before: Sequence[str] = (),
         **environ: str,
     ) -> subprocess.Popen[str]:
-        given = [*WORDS, f"run.dir={self.run_dir}", f"launch.nproc={nproc}", f"launch.stall_s={STALL_S}"]
+        given = [
+            *WORDS,
+            f"run.dir={self.run_dir}",
+            f"launch.nproc={nproc}",
+            f"launch.hang_timeout_s={HANG_TIMEOUT_S}",
+        ]
         given += [f"recipes.path={self.directory / 'slow.py'}"] if slow else []
         given += ["launch.nnodes=2", f"launch.node_rank={node}"]
         given += [f"launch.rdzv_endpoint={self.network.address(0)}:29511"]
@@ -136,7 +141,7 @@ def test_a_killed_parent_or_host_ends_all_machines_and_the_same_command_resumes(
     killed = hosts.parents[lost]
     for pid in (*(workers[lost] if what == "host" else ()), killed.pid):
         os.kill(pid, signal.SIGKILL)
-    ended = hosts.end(STALL_S + 10)
+    ended = hosts.end(HANG_TIMEOUT_S + 10)
     assert ended.codes[lost] == -signal.SIGKILL
     assert ended.codes[1 - lost] == 6, ended
     assert re.search(rf"error: node {lost}( \(\S+\))? is gone: ", ended.outputs[1 - lost])
@@ -179,7 +184,7 @@ def test_both_machines_end_where_the_link_is_down_for_good(hosts: Hosts) -> None
     hosts.start("train.epochs=1000")
     hosts.at_step(8)
     hosts.network.set_link(0, "down")
-    ended = hosts.end(STALL_S + 10)
+    ended = hosts.end(HANG_TIMEOUT_S + 10)
     assert ended.codes == [6, 6], ended
     for node in range(2):
         assert re.search(rf"error: node {1 - node}( \(\S+\))? is gone: ", ended.outputs[node])
@@ -190,7 +195,7 @@ def test_a_hung_rank_on_the_other_machine_is_named_with_all_stacks(hosts: Hosts)
     hosts.start("train.epochs=1000")
     pid = hosts.at_step(8)[1][0]
     os.kill(pid, signal.SIGSTOP)
-    ended = hosts.end(STALL_S + 10)
+    ended = hosts.end(HANG_TIMEOUT_S + 10)
     assert ended.codes == [6, 6], ended
     assert re.search(
         rf"error: rank 1 \(pid {pid} on \S+\) hangs: in .* \(stopped by SIGSTOP\)", ended.outputs[0]

@@ -1,4 +1,4 @@
-"""plateau.factor on two ranks: the rate falls on both, and a resumed run ends with the same weights."""
+"""reduce_lr_on_plateau.factor on two ranks: the rate falls on both, and over a resume to the same weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from tests.faults.launching import run
 
 WORDS = (
     *("train.max_steps=8", "train.eval_every_steps=2", "checkpoint.every_steps=1", "schedule=constant"),
-    *("plateau.factor=0.5", "plateau.patience=0", "plateau.threshold=0.9", "train.log_every_steps=1"),
+    *(
+        "reduce_lr_on_plateau.factor=0.5",
+        "reduce_lr_on_plateau.patience=0",
+        "reduce_lr_on_plateau.threshold=0.9",
+        "train.log_every_steps=1",
+    ),
 )
 
 

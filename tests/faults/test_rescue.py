@@ -29,7 +29,7 @@ SLOWER = {
 def trained(directory: Path, name: str, *words: str, ranks: int = 1, **options: Any) -> Ended:
     common = (f"recipes.path={RECIPES}", f"recipe.uses={name}", "optim=adamw", "optim.lr=0.003")
     sizes = ("data.batch_size=64", "train.epochs=6", "checkpoint.every_steps=null")
-    scale = ("precision.scale.init=1", "precision.scale.growth_interval=1000")
+    scale = ("precision.loss_scale.init_scale=1", "precision.loss_scale.growth_interval=1000")
     return run(directory, *common, *SLOWER.get(name, ()), *sizes, *scale, *words, ranks=ranks, **options)
 
 
@@ -46,7 +46,7 @@ def fp32_modules_of(ended: Ended) -> list[str]:
 def test_each_fails_in_fp16_and_trains_as_in_fp32_once_rescued(tmp_path: Path, name: str) -> None:
     fp32 = trained(tmp_path / "fp32", name, "precision=fp32")
     assert trained(tmp_path / "fp16", name).codes == [5]
-    ended = trained(tmp_path / "rescued", name, "precision.rescue=true")
+    ended = trained(tmp_path / "rescued", name, "precision.fp32_fallback=true")
     assert ended.codes == [0], ended
     assert rescues(ended) == RESCUED[name]
     assert ended.result["skipped_steps"] == len(RESCUED[name])
@@ -57,7 +57,7 @@ def test_each_fails_in_fp16_and_trains_as_in_fp32_once_rescued(tmp_path: Path, n
 
 @pytest.mark.slow
 def test_two_ranks_rescue_alike_and_a_resume_from_any_step_ends_with_the_same_bits(tmp_path: Path) -> None:
-    words = ("precision.rescue=true", "train.max_steps=6", "ddp.check_replicas_every_steps=1")
+    words = ("precision.fp32_fallback=true", "train.max_steps=6", "ddp.check_replicas_every_steps=1")
     saving = ("checkpoint.every_steps=1", "checkpoint.keep=10")
     whole = trained(tmp_path / "whole", "no_norm", *words, *saving, ranks=2)
     assert whole.codes == [0, 0], whole
@@ -78,15 +78,21 @@ def test_the_config_of_a_rescued_run_starts_the_next_one_with_its_modules(tmp_pa
 
 
 def test_after_max_rescues_the_run_ends_with_the_module_named(tmp_path: Path) -> None:
-    ended = trained(tmp_path / "run", "no_norm", "precision.rescue=true", "precision.max_rescues=1")
+    ended = trained(
+        tmp_path / "run", "no_norm", "precision.fp32_fallback=true", "precision.max_fp32_fallbacks=1"
+    )
     assert ended.codes == [5]
     assert rescues(ended) == RESCUED["no_norm"][:1]
     assert "first module whose output was not finite: head (Linear)" in ended.warnings[0]
-    assert "precision.max_rescues=1" in ended.warnings[0]
+    assert "precision.max_fp32_fallbacks=1" in ended.warnings[0]
 
 
 def test_a_gradient_beyond_fp16_of_a_module_in_fp32_is_named_with_what_keeps_it(tmp_path: Path) -> None:
-    words = ("precision.fp32_modules=[inner]", "precision.scale.max_floor_skips=3", "optim.lr=1e-9")
+    words = (
+        "precision.fp32_modules=[inner]",
+        "precision.loss_scale.max_skips_at_min_scale=3",
+        "optim.lr=1e-9",
+    )
     ended = trained(tmp_path / "fp16", "steep", *words)
     assert ended.codes == [5], ended
     assert "inner.weight: the module computes in fp32 (precision.fp32_modules), but" in ended.outputs[0]
@@ -97,7 +103,7 @@ def test_a_gradient_beyond_fp16_of_a_module_in_fp32_is_named_with_what_keeps_it(
 
 
 def test_data_that_is_not_finite_is_not_rescued(tmp_path: Path) -> None:
-    ended = trained(tmp_path / "run", "bad_rows", "precision.rescue=true")
+    ended = trained(tmp_path / "run", "bad_rows", "precision.fp32_fallback=true")
     assert ended.codes == [5]
     assert rescues(ended) == []
 

@@ -163,7 +163,11 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...], tuple[int, ...]]] = {
     ),
     "fp32 sums, overflows after the stop": (
         2,
-        ("ddp.shard_optimizer=true", "precision.scale.init=16777216", "precision.scale.growth_interval=2"),
+        (
+            "ddp.shard_optimizer=true",
+            "precision.loss_scale.init_scale=16777216",
+            "precision.loss_scale.growth_interval=2",
+        ),
         (8, 18),
     ),
 }

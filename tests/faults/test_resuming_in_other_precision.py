@@ -40,13 +40,13 @@ def test_from_fp32_into_fp16_the_scale_starts_as_in_a_new_run(tmp_path: Path) ->
 
 
 def test_from_dynamic_into_static_it_is_the_static_one(tmp_path: Path) -> None:
-    static = ("precision.scale.mode=static", "precision.scale.init=128")
+    static = ("precision.loss_scale.mode=static", "precision.loss_scale.init_scale=128")
     second, logged = continued(tmp_path, (), static)
     assert scales(second) == [128] * 4
     assert "loss scale: static, 128 throughout: the state is of a dynamic loss scale of 2^11" in logged
     assert changed(second) == [
-        "resumed with other settings than the checkpoint's: precision.scale.mode was dynamic and is static; "
-        "precision.scale.init was 1024 and is 128"
+        "resumed with other settings than the checkpoint's: precision.loss_scale.mode was dynamic and is "
+        "static; precision.loss_scale.init_scale was 1024 and is 128"
     ]
 
 

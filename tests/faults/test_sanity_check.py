@@ -134,7 +134,7 @@ def leave_out_trials() -> None:
 
 def test_the_trials_leave_no_trace(tmp_path) -> None:
     """Of BatchNorm, dropout, a counter in a buffer, and noise of all generators."""
-    words = ("train.epochs=2", "precision.scale.init=1048576")
+    words = ("train.epochs=2", "precision.loss_scale.init_scale=1048576")
     tried = run(tmp_path / "tried", *words, ranks=2)
     plain = run(tmp_path / "plain", *words, ranks=2, prepare=leave_out_trials)
     assert tried.digest == plain.digest

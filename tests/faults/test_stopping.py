@@ -265,7 +265,7 @@ def test_a_worker_that_is_killed_takes_the_others_with_it(tmp_path: Path, undist
 
 @pytest.mark.slow
 def test_without_a_parent_ranks_that_wait_for_one_that_hangs_say_so_and_end(tmp_path: Path) -> None:
-    words = ("launch.stall_s=2", "train.epochs=1000")
+    words = ("launch.hang_timeout_s=2", "train.epochs=1000")
     with Started(tmp_path / "run", words, ranks=3, user_code=slowly) as started:
         started.until(lambda: step_reached(tmp_path / "run", 6))
         started.signal(signal.SIGSTOP, 1)

@@ -22,7 +22,7 @@ from tests.faults.usercode import record
 from tests.limits import at_most
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
-STALL_S = 4
+HANG_TIMEOUT_S = 4
 ROOT = Path(__file__).parents[2]
 
 
@@ -116,12 +116,12 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 
 def test_both_hosts_end_where_the_link_is_down_for_good(hosts: Hosts) -> None:
-    hosts.start("train.epochs=1000", f"launch.stall_s={STALL_S}")
+    hosts.start("train.epochs=1000", f"launch.hang_timeout_s={HANG_TIMEOUT_S}")
     hosts.wait_for_step(8)
     hosts.link("down")
     began = time.monotonic()
-    outputs = [process.communicate(timeout=at_most(STALL_S + 10))[0] for process in hosts.processes]
-    assert time.monotonic() - began < at_most(STALL_S + 10)
+    outputs = [process.communicate(timeout=at_most(HANG_TIMEOUT_S + 10))[0] for process in hosts.processes]
+    assert time.monotonic() - began < at_most(HANG_TIMEOUT_S + 10)
     assert [process.returncode for process in hosts.processes] == [1, 1]
     for rank, output in enumerate(outputs):
         assert re.search(rf"error: rank {rank} hangs: in \w+ of step \d+ for", output), output
@@ -129,37 +129,37 @@ def test_both_hosts_end_where_the_link_is_down_for_good(hosts: Hosts) -> None:
 
 
 def test_a_host_ends_where_the_machine_of_rank_0_is_gone(hosts: Hosts) -> None:
-    hosts.start("train.epochs=1000", f"launch.stall_s={STALL_S}")
+    hosts.start("train.epochs=1000", f"launch.hang_timeout_s={HANG_TIMEOUT_S}")
     hosts.wait_for_step(8)
     hosts.link("down")
     began = time.monotonic()
     for pid in (*workers_of(hosts.processes[0]), hosts.processes[0].pid):
         os.kill(pid, signal.SIGKILL)
-    output = hosts.processes[1].communicate(timeout=at_most(STALL_S + 10))[0]
-    assert time.monotonic() - began < at_most(STALL_S + 10)
+    output = hosts.processes[1].communicate(timeout=at_most(HANG_TIMEOUT_S + 10))[0]
+    assert time.monotonic() - began < at_most(HANG_TIMEOUT_S + 10)
     assert re.search(r"error: rank 1 hangs: in \w+ of step \d+ for", output), output
 
 
 def test_a_rank_that_is_killed_on_the_other_host_is_named(hosts: Hosts) -> None:
-    hosts.start("train.epochs=1000", f"launch.stall_s={STALL_S}")
+    hosts.start("train.epochs=1000", f"launch.hang_timeout_s={HANG_TIMEOUT_S}")
     hosts.wait_for_step(8)
     began = time.monotonic()
     (rank,) = workers_of(hosts.processes[1])
     os.kill(rank, signal.SIGKILL)
-    outputs = [process.communicate(timeout=at_most(STALL_S + 10))[0] for process in hosts.processes]
-    assert time.monotonic() - began < at_most(STALL_S + 10)
+    outputs = [process.communicate(timeout=at_most(HANG_TIMEOUT_S + 10))[0] for process in hosts.processes]
+    assert time.monotonic() - began < at_most(HANG_TIMEOUT_S + 10)
     assert "error: rank 1 was lost" in outputs[0], outputs
     result = json.loads((hosts.run_dir / "result.json").read_text())
     assert result["error"].startswith("rank 1 was lost")
 
 
 def test_torchrun_with_a_restart_left_restarts_once_the_link_is_up(hosts: Hosts) -> None:
-    words = ("train.epochs=1000", f"launch.stall_s={STALL_S}")
+    words = ("train.epochs=1000", f"launch.hang_timeout_s={HANG_TIMEOUT_S}")
     hosts.start(*words, elastic_store_on=0, max_restarts=1)
     hosts.wait_for_step(8)
     first = workers_of(hosts.processes[1])
     hosts.link("down")
-    time.sleep(STALL_S + 8)
+    time.sleep(HANG_TIMEOUT_S + 8)
     assert hosts.processes[1].poll() is None
     hosts.link("up")
     deadline = time.monotonic() + 60  # the kernel repeats the request at intervals that double
@@ -192,7 +192,13 @@ def test_with_a_range_of_hosts_the_one_that_is_left_goes_on_with_the_same_batche
     """`--nnodes=1:2`: torchrun restarts on one host after the other is gone."""
     (batches := tmp_path / "batches").mkdir()
     recipe = RECORDED.replace("DIRECTORY", repr(str(batches)))
-    hosts.start(f"launch.stall_s={STALL_S}", elastic_store_on=0, max_restarts=1, nnodes="1:2", recipe=recipe)
+    hosts.start(
+        f"launch.hang_timeout_s={HANG_TIMEOUT_S}",
+        elastic_store_on=0,
+        max_restarts=1,
+        nnodes="1:2",
+        recipe=recipe,
+    )
     hosts.wait_for_step(8)
     for pid in (*workers_of(hosts.processes[1]), hosts.processes[1].pid):
         os.kill(pid, signal.SIGKILL)

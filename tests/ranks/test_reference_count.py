@@ -164,7 +164,11 @@ def test_the_launcher_counts_what_the_recipe_counts_and_a_resume_keeps_it(
     tmp_path: Path, ranks: int, mode: str, n0: int
 ) -> None:
     (tmp_path / "tokens.py").write_text(TOKENS)
-    words = [f"recipes.path={tmp_path / 'tokens.py'}", "recipe.uses=tokens", f"precision.scale.mode={mode}"]
+    words = [
+        f"recipes.path={tmp_path / 'tokens.py'}",
+        "recipe.uses=tokens",
+        f"precision.loss_scale.mode={mode}",
+    ]
     for steps in (3, 5):
         ended = run(tmp_path / "run", *words, f"train.max_steps={steps}", ranks=ranks)
         assert ended.codes == [0] * ranks, ended

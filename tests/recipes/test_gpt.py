@@ -93,7 +93,7 @@ def test_it_learns_in_fp16_on_two_ranks_and_shows_what_it_writes(file, tmp_path)
     words = ["recipe=gpt", f"data.path={file}", *SMALL, "data.sample_tokens=20", "optim.lr=0.01"]
     words += ["train.max_steps=8", "train.epochs=9", "train.eval_every_steps=4", "tracker=none"]
     done = launch_forked(
-        tmp_path, [*words, "run.dir=run", "launch.nproc=2", "telemetry.gradients_every_steps=5"]
+        tmp_path, [*words, "run.dir=run", "launch.nproc=2", "telemetry.gradient_histogram_every_steps=5"]
     )
     assert done.returncode == 0, done.stderr
     events = list(read_events(tmp_path / "run" / "metrics.jsonl"))

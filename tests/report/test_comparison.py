@@ -114,7 +114,7 @@ def test_a_failed_and_an_unfinished_job_are_told_and_not_averaged(tmp_path) -> N
 
 
 def test_jobs_that_were_pruned_or_failed_have_their_numbers_and_reasons(tmp_path) -> None:
-    write_job(tmp_path, 0, ["optim.lr=1", "sweep.stop.trials=3"])
+    write_job(tmp_path, 0, ["optim.lr=1", "sweep.stop.max_trials=3"])
     pruned, failed = (write_job(tmp_path, n, [f"optim.lr={n + 1}"], state="failed") for n in (1, 2))
     write_json(pruned / "result.json", {"state": "pruned", "exit": 11})
     write_json(failed / "result.json", {"state": "failed", "exit": 5, "error": "diverged | at step 3\nmore"})
@@ -129,7 +129,7 @@ def test_jobs_that_were_pruned_or_failed_have_their_numbers_and_reasons(tmp_path
         found = {row["job"]: row for row in csv.DictReader(file)}
     assert (found[pruned.name]["metric"], found[pruned.name]["error"]) == ("0.25", "not among the best third")
     assert (found[failed.name]["state"], found[failed.name]["error"]) == ("failed", "diverged | at step 3")
-    assert "sweep.stop.trials" not in text + rows.read_text().splitlines()[0]
+    assert "sweep.stop.max_trials" not in text + rows.read_text().splitlines()[0]
 
 
 def test_a_job_that_failed_before_its_first_event_is_a_failed_job(tmp_path) -> None:

@@ -150,7 +150,7 @@ def test_a_page_of_a_grid_imports_no_optuna() -> None:
 def test_a_real_search_has_its_trials_on_the_page(tmp_path: Path) -> None:
     write_recipe(tmp_path)
     words = ("sweep=random", "optim.lr=tag(log,interval(1e-3,1))", "optim.momentum=0.5,0.9")
-    short = ("sweep.stop.trials=5", "train.epochs=1", "-m", "hydra.sweep.dir=sweep")
+    short = ("sweep.stop.max_trials=5", "train.epochs=1", "-m", "hydra.sweep.dir=sweep")
     with Parent(tmp_path, *short, *words, nproc=1) as parent:
         assert parent.end(90) == 0, parent.stderr
     drawn = Drawn(tmp_path / "sweep" / "report.html")

@@ -206,7 +206,7 @@ def wish(nproc: str | int = "auto", max_restarts: int = 0) -> LaunchConfig:
         None,
         max_restarts,
         init_timeout_s=1,
-        stall_s=1,
+        hang_timeout_s=1,
         user_code_timeout_s=None,
         grace_s=1,
         preempt_signals="auto",

@@ -19,7 +19,7 @@ from launcher.supervisor.worker_group import WorkerGroup
 from launcher.supervisor.worker_process import WorkerSpec
 from tests.configs import composed
 
-INIT_S, STALL_S = 100.0, 200.0
+INIT_S, HANG_TIMEOUT_S = 100.0, 200.0
 
 
 class Clock:
@@ -49,7 +49,7 @@ def table() -> Heartbeats:
 @pytest.fixture
 def generation(table, tmp_path: Path) -> Iterator[WorkerGroup]:
     config = composed()
-    limits = replace(config.launch, init_timeout_s=INIT_S, stall_s=STALL_S)
+    limits = replace(config.launch, init_timeout_s=INIT_S, hang_timeout_s=HANG_TIMEOUT_S)
     config = replace(config, launch=limits, run=replace(config.run, dir=str(tmp_path)))
     work = WorkerSpec(config, table, 0, (), -1)
     processes = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) for _ in range(2)]
@@ -92,11 +92,11 @@ def test_ranks_that_all_read_data_are_not_taken_for_ranks_before_their_first_ste
 
 
 @pytest.mark.parametrize(("phase", "step"), [("data", 10), ("compute", 10), ("evaluation", 0)])
-def test_after_the_first_step_a_phase_may_take_stall_s(phase, step, generation, table, clock) -> None:
+def test_after_the_first_step_a_phase_may_take_hang_timeout_s(phase, step, generation, table, clock) -> None:
     beat(table, phase, step, under_way=phase != "evaluation")
     clock.ahead_s += INIT_S + 1
     assert generation.poll() is None
-    clock.ahead_s += STALL_S - INIT_S
+    clock.ahead_s += HANG_TIMEOUT_S - INIT_S
     outcome = verdict_on(generation)
     assert outcome is not None
     assert outcome.exit_code == 6
@@ -110,7 +110,7 @@ def test_a_hang_has_a_verdict_with_a_c_library_that_lacks_tgkill(
     """glibc 2.28 does: the parent ended with an AttributeError, and nobody said which rank hangs."""
     monkeypatch.setattr(worker_group.ctypes, "CDLL", lambda name: object())
     beat(table, "compute", 10, under_way=True)
-    clock.ahead_s += STALL_S
+    clock.ahead_s += HANG_TIMEOUT_S
     outcome = verdict_on(generation)
     assert outcome is not None
     assert outcome.exit_code == 6
@@ -138,11 +138,11 @@ def test_while_a_rank_runs_code_of_the_user_none_hangs_and_then_the_time_starts_
     rank0.beat("evaluation", 8)
     with rank0.in_user_code():
         for _ in range(5):
-            clock.ahead_s += STALL_S
+            clock.ahead_s += HANG_TIMEOUT_S
             assert generation.poll() is None
     rank0.beat("data", 9)
     assert generation.poll() is None, "rank 1 has waited for long, and not for nothing"
-    clock.ahead_s += STALL_S
+    clock.ahead_s += HANG_TIMEOUT_S
     outcome = verdict_on(generation)
     assert outcome is not None
     assert outcome.text.startswith("rank 1 (pid")
@@ -154,7 +154,7 @@ def test_a_rank_that_is_stopped_in_code_of_the_user_hangs(generation, table, clo
         os.kill(generation._processes[1].pid, signal.SIGSTOP)
         while not worker_group._is_stopped(generation._processes[1]):
             time.sleep(0.01)
-        clock.ahead_s += max(INIT_S, STALL_S)
+        clock.ahead_s += max(INIT_S, HANG_TIMEOUT_S)
         outcome = verdict_on(generation)
     assert outcome is not None
     assert "(stopped by SIGSTOP)" in outcome.text

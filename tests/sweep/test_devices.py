@@ -35,8 +35,8 @@ EIGHT = [f"GPU-{number}" for number in range(8)]
         ([], 1),
         (["sweep.parallel=2"], 4),
         (["launch.nproc=3"], 3),
-        (["sweep.on=slurm"], 1),
-        (["sweep.on=slurm", "launch.nproc=16"], 16),
+        (["sweep.launcher=slurm"], 1),
+        (["sweep.launcher=slurm", "launch.nproc=16"], 16),
         (["launch.nproc=9"], None),
     ],
 )

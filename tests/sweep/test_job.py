@@ -29,7 +29,7 @@ def placed(config: Config, directory: Path) -> Config:
         WORDS,
         ("recipe=bert",),
         ("recipe=gpt", "optim=adamw", "optim.groups=[{match: '*.bias', lr_scale: 2}]"),
-        ("precision=bf16", "precision.scale.init=8"),
+        ("precision=bf16", "precision.loss_scale.init_scale=8"),
         ("tracker.notes='a ${oc.env:NO_SUCH_VARIABLE,b} c'",),
     ],
 )
@@ -83,7 +83,9 @@ def test_a_key_of_another_version_is_refused(tmp_path) -> None:
 
 def test_what_a_result_depends_on_is_compared(tmp_path) -> None:
     write_job(placed(composed(*WORDS), tmp_path), WORDS)
-    other = composed(*WORDS, "optim.lr=0.2", "train.epochs=3", "tracker.mode=online", "launch.stall_s=3")
+    other = composed(
+        *WORDS, "optim.lr=0.2", "train.epochs=3", "tracker.mode=online", "launch.hang_timeout_s=3"
+    )
     found = differences(tmp_path, other)
     assert found == ["train.epochs is 12 there and 3 here", "optim.lr is 0.1 there and 0.2 here"]
 

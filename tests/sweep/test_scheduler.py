@@ -171,7 +171,7 @@ def test_a_job_that_failed_is_tried_again(tmp_path, retries, codes, state, attem
 @pytest.mark.parametrize(
     ("stop", "done", "words"),
     [
-        ({"trials": 2}, 2, "sweep.stop.trials=2"),
+        ({"max_trials": 2}, 2, "sweep.stop.max_trials=2"),
         ({"hours": 1e-9}, 0, "sweep.stop.hours="),
         ({"gpu_hours": 1e-12}, 1, "sweep.stop.gpu_hours="),
     ],

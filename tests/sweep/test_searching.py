@@ -18,7 +18,7 @@ from tests.sweep.test_sweep import HERE, jobs, states
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
 SPACE = ("optim.lr=tag(log,interval(1e-3,1))", "optim.momentum=0.5,0.9")
-SHORT = ("train.epochs=2", "sweep.stop.trials=5", *SPACE)
+SHORT = ("train.epochs=2", "sweep.stop.max_trials=5", *SPACE)
 KINDS = [
     "random",
     pytest.param(
@@ -99,7 +99,7 @@ def test_another_search_in_the_same_directory_is_refused(
     tmp_path: Path, words: tuple[str, ...], code: int, text: str
 ) -> None:
     write_recipe(tmp_path)
-    first = ("sweep=random", "optim.lr=interval(0.1,0.3)", "sweep.stop.trials=1", "train.max_steps=2")
+    first = ("sweep=random", "optim.lr=interval(0.1,0.3)", "sweep.stop.max_trials=1", "train.max_steps=2")
     with Parent(tmp_path, *HERE, *first, nproc=1) as parent:
         assert parent.end(60) == 0, parent.stderr
     with Parent(tmp_path, *HERE, *words, "train.max_steps=2", nproc=1, name="again") as parent:
@@ -112,7 +112,12 @@ def test_a_search_over_data_of_different_metrics_ends_with_the_reason(tmp_path: 
     file = tmp_path / "tiny.py"
     by_data = 'compare_by="loss" if config.data.name == "digits" else "accuracy"'
     file.write_text(file.read_text().replace('("a", "b"))', f'("a", "b"), {by_data})'))
-    words = ("sweep=random", "data=digits,synthetic", "optim.lr=interval(0.001,0.01)", "sweep.stop.trials=8")
+    words = (
+        "sweep=random",
+        "data=digits,synthetic",
+        "optim.lr=interval(0.001,0.01)",
+        "sweep.stop.max_trials=8",
+    )
     with Parent(tmp_path, "-m", *words, "train.epochs=1", nproc=1) as parent:
         assert parent.end(100) == 2
         assert "compared by different metrics (accuracy, loss)" in " ".join(parent.stderr.split())

@@ -185,11 +185,11 @@ def test_a_finished_sweep_is_left_and_another_is_refused(tmp_path: Path, capsys,
 
 def test_after_a_limit_the_recorded_command_runs_the_rest(tmp_path: Path) -> None:
     write_recipe(tmp_path)
-    with Parent(tmp_path, *HERE, "sweep.stop.trials=1", "train.epochs=1", "seed=0,1", nproc=1) as parent:
+    with Parent(tmp_path, *HERE, "sweep.stop.max_trials=1", "train.epochs=1", "seed=0,1", nproc=1) as parent:
         assert parent.end(60) == 0
     assert states(tmp_path) == ["done", "waiting"]
     words = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["words"]
-    assert words[:2] == ["-m", "sweep.stop.trials=null"]
+    assert words[:2] == ["-m", "sweep.stop.max_trials=null"]
     with Parent(tmp_path, *words, "train.epochs=1", "seed=0,1", nproc=1, name="again") as parent:
         assert parent.end(60) == 0
     assert states(tmp_path) == ["done", "done"]
@@ -222,7 +222,7 @@ REFUSED = [
     (["sweep.resume=foreign"], "foreign: holds no sweep"),
     (["seed=0,1", "sweep.resume=old"], "is of another version of the launcher"),
     (["seed=0,1", "hydra/launcher=joblib"], "sweep.parallel=N in place of joblib"),
-    (["seed=0,1", "hydra/launcher=submitit_slurm"], "sweep.on=slurm in place of submitit_slurm"),
+    (["seed=0,1", "hydra/launcher=submitit_slurm"], "sweep.launcher=slurm in place of submitit_slurm"),
     (["seed=0,1", "hydra/sweeper=optuna"], "sweep=tpe in place of optuna"),
     (["seed=0,1,2,3,x"], "seed=x: must be a whole number"),
 ]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from launcher.config.schema import ScaleConfig
+from launcher.config.schema import LossScaleConfig
 from launcher.engine import StepReport
 from launcher.engine.limits import VOTES
 
-LIMITS = ScaleConfig(
+LIMITS = LossScaleConfig(
     mode="dynamic",
-    init=65536,
+    init_scale=65536,
     growth_interval=2000,
     hysteresis=1,
-    min=1,
-    max=2**24,
+    min_scale=1,
+    max_scale=2**24,
     max_bad_losses=3,
-    max_floor_skips=4,
+    max_skips_at_min_scale=4,
 )
 CLEAN = StepReport(
     loss=2.0,

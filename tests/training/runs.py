@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from launcher.config.schema import ScaleConfig
+from launcher.config.schema import LossScaleConfig
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine import SGD, Stepper
@@ -18,7 +18,7 @@ from launcher.training.run import Run
 from tests.configs import composed
 
 
-def run_alone(telemetry: Telemetry, limits: ScaleConfig, log_every_steps: int) -> Run:
+def run_alone(telemetry: Telemetry, limits: LossScaleConfig, log_every_steps: int) -> Run:
     config = composed()
     config = replace(
         config,

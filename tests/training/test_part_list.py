@@ -34,8 +34,8 @@ from tests.forked import launch_forked
 
 WORDS = [
     *("recipe=cnn", "data=digits", "data.batch_size=256", "tracker=none", "checkpoint.every_steps=2"),
-    *("ema.decay=0.9", "early_stopping.patience=9", "telemetry.gradients_every_steps=1"),
-    *("ddp.check_replicas_every_steps=1", "precision=fp16", "precision.scale.init=16777216"),
+    *("ema.decay=0.9", "early_stopping.patience=9", "telemetry.gradient_histogram_every_steps=1"),
+    *("ddp.check_replicas_every_steps=1", "precision=fp16", "precision.loss_scale.init_scale=16777216"),
     *("train.max_steps=7", "train.eval_every_steps=3", "train.log_every_steps=2"),
 ]
 # What a part keeps from step to step without saving it: a resumed run begins anew with it.

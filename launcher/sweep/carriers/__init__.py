@@ -85,7 +85,7 @@ def imported(package: str, carrier: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        problem = f"sweep.on={carrier} needs the package {package}, which is not installed"
+        problem = f"sweep.launcher={carrier} needs the package {package}, which is not installed"
         raise PreflightError(f"{problem}. Install it with: {install_line(package)}") from None
 
 

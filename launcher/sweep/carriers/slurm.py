@@ -89,8 +89,9 @@ class SlurmCarrier(Carrier):
                 if not _is_queued(each):  # it may be: only the answer was lost
                     again = directory_override("sweep.resume", each.directory.parent)
                     raise PreflightError(
-                        f"sweep.on=slurm: sbatch refuses the job: {_words(error)}. The sweep has ended; jobs "
-                        f"that Slurm has accepted run on. {TO_RESUME} {again}, once sbatch accepts its jobs."
+                        f"sweep.launcher=slurm: sbatch refuses the job: {_words(error)}. The sweep has "
+                        f"ended; jobs that Slurm has accepted run on. {TO_RESUME} {again}, once sbatch "
+                        "accepts its jobs."
                     ) from error
 
     def _give(self, each: Submitted) -> None:
@@ -175,7 +176,7 @@ def _submitit() -> Any:
     submitit = imported("submitit", "slurm")
     if missing := [name for name in COMMANDS if not shutil.which(name)]:
         advice = "Start the sweep on a machine of a Slurm cluster, such as its login node."
-        raise PreflightError(f"sweep.on=slurm: {', '.join(missing)} cannot be found. {advice}")
+        raise PreflightError(f"sweep.launcher=slurm: {', '.join(missing)} cannot be found. {advice}")
     return submitit
 
 
@@ -200,10 +201,12 @@ def _ask(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S)
     except subprocess.TimeoutExpired:
-        raise NoAnswerError(f"sweep.on=slurm: {command[0]} did not answer in {COMMAND_S:g} s.") from None
+        raise NoAnswerError(
+            f"sweep.launcher=slurm: {command[0]} did not answer in {COMMAND_S:g} s."
+        ) from None
     if done.returncode:
         words = " ".join(done.stderr.split()).rstrip(".")
-        raise NoAnswerError(f"sweep.on=slurm: {command[0]} fails: {words}.")
+        raise NoAnswerError(f"sweep.launcher=slurm: {command[0]} fails: {words}.")
     return done.stdout
 
 

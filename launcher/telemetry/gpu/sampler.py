@@ -136,7 +136,7 @@ class GpuSampler(Sink):
             if self._required or type(error).__name__ not in NO_DRIVER:
                 self._telemetry.warn(
                     f"NVML cannot be used, so the GPUs are not measured: {type(error).__name__}: {error}. "
-                    "telemetry.nvml=false leaves it out."
+                    "telemetry.gpu_stats=false leaves it out."
                 )
 
     def _sample(self, nvml: ModuleType) -> None:
@@ -227,7 +227,7 @@ def measure_gpus(
     config: Config, env: WorkerEnv, peers: Sequence[Peer], telemetry: Telemetry
 ) -> GpuSampler | None:
     """A sampler of the GPUs of the first node, at rank 0; it is closed with the telemetry. None elsewhere."""
-    nvml = config.telemetry.nvml
+    nvml = config.telemetry.gpu_stats
     is_wanted = nvml is True or (nvml == "auto" and any(peer.gpu is not None for peer in peers))
     if not env.is_leader or not is_wanted:
         return None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from launcher.config.schema import ScaleConfig
+from launcher.config.schema import LossScaleConfig
 from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError, listed
 from launcher.training.progress import Measured, Position
@@ -28,7 +28,7 @@ class DivergenceCheck:
 
     name: ClassVar[str] = "divergence"
 
-    limits: ScaleConfig
+    limits: LossScaleConfig
     inspector: DivergenceInspector
     counters: Callable[[], Mapping[str, int]]
     _scales: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SCALES_SHOWN))
@@ -50,7 +50,7 @@ class DivergenceCheck:
                 "one: check the data and its labels."
             )
         self._refuse_bad_losses(position, report)
-        if report.floor_skips >= self.limits.max_floor_skips:
+        if report.floor_skips >= self.limits.max_skips_at_min_scale:
             at, advice = self._floor(report)
             raise DivergedError(
                 f"the gradient overflowed in {report.floor_skips} steps in a row{at}, the last being step "
@@ -73,7 +73,7 @@ class DivergenceCheck:
         if not counters["applied"]:
             raise DivergedError(
                 f"none of {position.step} steps was applied, because every gradient overflowed, {outcome}. "
-                "Lower precision.scale.init, or train for more steps."
+                "Lower precision.loss_scale.init_scale, or train for more steps."
                 f"{self._evidence_of_last()}"
             )
         if not math.isfinite(held_out_loss):
@@ -90,11 +90,11 @@ class DivergenceCheck:
                 f"optim.clip_norm.\n{self._evidence(position, report)}"
             )
         if report.bad_loss_steps >= self.limits.max_bad_losses:
-            rescue = " If a module below made it, precision.rescue=true lets such modules compute in fp32."
+            fallback = " If a module below made it, precision.fp32_fallback=true computes it in fp32."
             raise DivergedError(
                 f"the loss was not finite in {report.bad_loss_steps} steps in a row, the last being step "
                 f"{position.step}. That is not the loss scale's fault: check the input for NaN, lower "
-                f"optim.lr, or set optim.clip_norm.{'' if self.limits.mode == 'none' else rescue}\n"
+                f"optim.lr, or set optim.clip_norm.{'' if self.limits.mode == 'none' else fallback}\n"
                 f"{self._evidence(position, report)}"
             )
 
@@ -107,9 +107,9 @@ class DivergenceCheck:
             advice = "Lower optim.lr, or make the loss smaller. ddp.gradient_dtype=fp32 has more room."
         elif self.limits.mode == "static":
             at = f" at the constant loss scale {report.scale:g}"
-            advice = "Lower precision.scale.init, or let it move with precision.scale.mode=dynamic."
-        elif self.limits.min != 1:
-            advice += " Lower precision.scale.min, too."
+            advice = "Lower precision.loss_scale.init_scale, or let it move with its mode=dynamic."
+        elif self.limits.min_scale != 1:
+            advice += " Lower precision.loss_scale.min_scale, too."
         if names := self.inspector.narrowed(report.culprit_parameters):
             advice += (
                 f" {listed(names, MAX_NAMES)}: the module computes in fp32 (precision.fp32_modules), but its "

@@ -1,4 +1,4 @@
-"""Lowers the learning rate where the metric no longer improves: plateau.factor.
+"""Lowers the learning rate where the metric no longer improves: reduce_lr_on_plateau.factor.
 
 As `torch.optim.lr_scheduler.ReduceLROnPlateau` with threshold_mode="rel" and without cooldown. All ranks take
 the decision from the same evaluation, and the check of the replicas compares their rates.
@@ -11,7 +11,7 @@ from dataclasses import astuple
 from typing import Any
 
 from launcher.checkpoint.snapshot import MonitoredMetric
-from launcher.config.schema import PlateauConfig
+from launcher.config.schema import ReduceLROnPlateauConfig
 from launcher.errors import ConfigError
 from launcher.evaluation.comparison import comparison, refuse_none, refuse_unknown
 from launcher.evaluation.evaluate import Evaluation
@@ -25,10 +25,11 @@ class Plateau:
 
     name = "plateau"
 
-    def __init__(self, run: Run, config: PlateauConfig, recipe: Recipe) -> None:
+    def __init__(self, run: Run, config: ReduceLROnPlateauConfig, recipe: Recipe) -> None:
         if recipe.schedule is not None:
             raise ConfigError(
-                "plateau.factor: excludes the recipe's own schedule, which sets the rate of each step."
+                "reduce_lr_on_plateau.factor: excludes the recipe's own schedule, which sets the rate of "
+                "each step."
             )
         self._run = run
         self._config = config
@@ -40,8 +41,8 @@ class Plateau:
         self._step = 0  # of the latest evaluation, which a restarted run repeats
 
     def check_evaluations(self, evaluations: Mapping[str, Evaluation]) -> None:
-        refuse_none("plateau.factor", self._config.factor, evaluations)
-        refuse_unknown("plateau", self._config.metric, evaluations)
+        refuse_none("reduce_lr_on_plateau.factor", self._config.factor, evaluations)
+        refuse_unknown("reduce_lr_on_plateau", self._config.metric, evaluations)
 
     def after_evaluation(self, position: Position, measured: Measured) -> None:
         if not measured.evaluations or position.step == self._step:

@@ -20,17 +20,18 @@ from launcher.training.run import Run
 class Rescue:
     """Computes in fp32 in the modules of the run's earlier rescues, and in those of new ones.
 
-    New ones only where `precision.rescue` is set, and the arithmetic is half; those of the run so far always.
+    New ones only where `precision.fp32_fallback` is set, and the arithmetic is half; those of the run so far
+    always.
     """
 
     name = "rescue"
 
     def __init__(self, run: Run, searcher: DivergenceInspector) -> None:
         self.latest = 0  # the step that has led to the latest rescue of this process
-        self.silent = not (run.config.precision.rescue and run.stepper.policy.arithmetic.itemsize < 4)
+        self.silent = not (run.config.precision.fp32_fallback and run.stepper.policy.arithmetic.itemsize < 4)
         self._run = run
         self._searcher = searcher
-        self._limit = run.config.precision.max_rescues
+        self._limit = run.config.precision.max_fp32_fallbacks
         self._rescued: list[list[str]] = []  # by rescue: patterns of modules now in fp32
 
     def state(self) -> dict[str, object]:
@@ -56,7 +57,7 @@ class Rescue:
             return
         why = f"{found.text} in step {position.step}"
         if len(self._rescued) >= self._limit:
-            text = f"{why}: it is not rescued, after precision.max_rescues={self._limit} rescues."
+            text = f"{why}: it is not rescued, after precision.max_fp32_fallbacks={self._limit} rescues."
             self._run.telemetry.warn(text)
             return
         patterns = kind_of(stepper.model, found.module)

@@ -89,11 +89,17 @@ def build_optimizer(optim: OptimConfig, recipes: str | None) -> SGD | AdamW | To
 
 
 def build_scaling(config: Config) -> Scaling:
-    scale = config.precision.scale
+    scale = config.precision.loss_scale
     if Policy.named(config.precision.name).arithmetic != torch.float16:
         return Scaling(mode="none")  # only fp16 needs one for its range
-    values = {field.name: getattr(scale, field.name) for field in dataclasses.fields(Scaling)}
-    return Scaling(**values)
+    return Scaling(
+        mode=scale.mode,
+        init=scale.init_scale,
+        growth_interval=scale.growth_interval,
+        hysteresis=scale.hysteresis,
+        min=scale.min_scale,
+        max=scale.max_scale,
+    )
 
 
 def bucket_bytes(bucket_mb: float | str) -> int:

@@ -91,7 +91,7 @@ def test_a_slurm_that_does_not_answer_for_a_while_loses_no_job(
             silence.setenv("SLURM_CONF", str(tmp_path / "none"))
             carrier.submit(*jobs[2])
             carrier.stop(jobs[0][0])
-            with pytest.raises(NoAnswerError, match=r"sweep\.on=slurm: squeue fails: .*none"):
+            with pytest.raises(NoAnswerError, match=r"sweep\.launcher=slurm: squeue fails: .*none"):
                 follow(carrier, ended(0), changes)
         follow(carrier, lambda found: ended(0)(found) and started(2)(found), changes)
         for job, _ in jobs[1:]:
@@ -114,5 +114,5 @@ def test_a_slurm_that_refuses_has_its_words(
 
 def test_a_slurm_that_does_not_answer_has_its_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "none"))
-    with pytest.raises(PreflightError, match=r"sweep\.on=slurm: sinfo fails: "):
+    with pytest.raises(PreflightError, match=r"sweep\.launcher=slurm: sinfo fails: "):
         SlurmCarrier(SWEEP)

@@ -1,4 +1,4 @@
-"""Whole runs of two ranks with telemetry.nvml=true and the stand-in for the driver's library."""
+"""Whole runs of two ranks with telemetry.gpu_stats=true and the stand-in for the driver's library."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ def weights(run: Path) -> str:
 
 @pytest.mark.slow
 def test_a_run_reports_its_energy_and_adds_that_of_a_resumed_one(library: Path, tmp_path: Path) -> None:
-    run = launched(tmp_path, library, "telemetry.nvml=true", "train.epochs=1", "checkpoint.every_steps=13")
+    run = launched(
+        tmp_path, library, "telemetry.gpu_stats=true", "train.epochs=1", "checkpoint.every_steps=13"
+    )
     first = [event for event in read_events(run / "metrics.jsonl") if event["event"] == "gpu"]
     assert first[-1]["step"] == 13
     assert [gpu["index"] for gpu in first[-1]["gpus"]] == [1, 0]
     before_j = first[-1]["run_energy_j"]
     measured = weights(run)
     assert json.loads((run / "result.json").read_text())["energy_kwh"] == pytest.approx(before_j / 3.6e6)
-    launched(tmp_path, library, "telemetry.nvml=true", "train.epochs=2", "checkpoint.every_steps=13")
+    launched(tmp_path, library, "telemetry.gpu_stats=true", "train.epochs=2", "checkpoint.every_steps=13")
     events = read_events(run / "metrics.jsonl")
     gpu = [event for event in events if event["event"] == "gpu"]
     assert gpu[-1]["run_energy_j"] == pytest.approx(before_j + sum(e["energy_j"] for e in gpu[len(first) :]))

@@ -36,7 +36,7 @@ def env_of(rank: int) -> WorkerEnv:
 def test_rank_0_measures_where_it_is_wanted(
     tmp_path: Path, nvml: str, rank: int, gpu: str | None, measures: bool
 ) -> None:
-    config = dataclasses.replace(composed(f"telemetry.nvml={nvml}"), run=RunConfig(str(tmp_path)))
+    config = dataclasses.replace(composed(f"telemetry.gpu_stats={nvml}"), run=RunConfig(str(tmp_path)))
     with Telemetry() as telemetry:
         peers = [dataclasses.replace(peer, gpu=gpu) for peer in PEERS]
         assert (measure_gpus(config, env_of(rank), peers, telemetry) is not None) == measures

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.config.schema import ScaleConfig
+from launcher.config.schema import LossScaleConfig
 from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError
 from launcher.training.parts.divergence import DivergenceCheck
@@ -35,7 +35,7 @@ class Inspector:
 def checked(
     reports: list[StepReport],
     inspector: Inspector | None = None,
-    limits: ScaleConfig = LIMITS,
+    limits: LossScaleConfig = LIMITS,
     counters: dict[str, int] | None = None,
 ) -> DivergenceCheck:
     """The check after these steps of a run."""
@@ -95,8 +95,12 @@ def test_an_overflow_is_no_reason_to_look_at_the_weights() -> None:
     ("mode", "least", "words"),
     [
         ("dynamic", 1, r"at loss scale 1024, the smallest allowed, .*Lower optim.lr or the loss"),
-        ("dynamic", 64, r"the smallest allowed, .*Lower precision.scale.min, too"),
-        ("static", 1, r"at the constant loss scale 1024, .*precision.scale.init.*mode=dynamic"),
+        ("dynamic", 64, r"the smallest allowed, .*Lower precision.loss_scale.min_scale, too"),
+        (
+            "static",
+            1,
+            r"at the constant loss scale 1024, .*precision.loss_scale.init_scale.*its mode=dynamic",
+        ),
         ("none", 1, r"in a row without a loss scale, .*ddp.gradient_dtype=fp32"),
     ],
 )

@@ -79,7 +79,7 @@ class Inspector:
 
 
 class Searcher:
-    """Of a run without precision.rescue."""
+    """Of a run without precision.fp32_fallback."""
 
 
 def parts_of(

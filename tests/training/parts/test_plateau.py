@@ -1,4 +1,4 @@
-"""plateau.factor: the rates of torch's ReduceLROnPlateau, also over a resume."""
+"""reduce_lr_on_plateau.factor: the rates of torch's ReduceLROnPlateau, also over a resume."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from launcher.config.schema import PlateauConfig
+from launcher.config.schema import ReduceLROnPlateauConfig
 from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import Evaluation
 from launcher.telemetry import Telemetry
@@ -29,7 +29,9 @@ class Own:
     schedule: Any = None
 
 
-def rates_of(values: list[float], config: PlateauConfig, higher: bool, restarts: bool) -> list[float]:
+def rates_of(
+    values: list[float], config: ReduceLROnPlateauConfig, higher: bool, restarts: bool
+) -> list[float]:
     """The rate after each evaluation; with `restarts` each is made by a new process, and then repeated."""
     rates: list[float] = []
     part, saved = None, None
@@ -67,21 +69,25 @@ def test_the_rates_are_those_of_torch(values, factor, patience, threshold, highe
     for value in values:
         torchs.step(value)
         expected.append(optimizer.param_groups[0]["lr"])
-    config = PlateauConfig(factor, patience, threshold, "score")
+    config = ReduceLROnPlateauConfig(factor, patience, threshold, "score")
     assert rates_of(values, config, higher, restarts) == pytest.approx(expected)
 
 
 def test_a_schedule_that_sets_each_rate_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"plateau.factor=0\.1: excludes schedule=cosine"):
-        composed("plateau.factor=0.1", "schedule=cosine")
-    composed("plateau.factor=0.1", "schedule=constant")
+    with pytest.raises(ConfigError, match=r"reduce_lr_on_plateau.factor=0\.1: excludes schedule=cosine"):
+        composed("reduce_lr_on_plateau.factor=0.1", "schedule=cosine")
+    composed("reduce_lr_on_plateau.factor=0.1", "schedule=constant")
     own = Own()
     own.schedule = lambda step, total: 1.0
     with pytest.raises(ConfigError, match="the recipe's own schedule"):
-        Plateau(run_alone(Telemetry(), LIMITS, 1), PlateauConfig(0.1, 1, 1e-4, None), cast(Any, own))
+        Plateau(
+            run_alone(Telemetry(), LIMITS, 1), ReduceLROnPlateauConfig(0.1, 1, 1e-4, None), cast(Any, own)
+        )
 
 
 def test_a_run_without_evaluations_is_refused() -> None:
-    part = Plateau(run_alone(Telemetry(), LIMITS, 1), PlateauConfig(0.1, 1, 1e-4, None), cast(Any, Own()))
-    with pytest.raises(ConfigError, match=r"plateau.factor=0\.1 needs evaluations"):
+    part = Plateau(
+        run_alone(Telemetry(), LIMITS, 1), ReduceLROnPlateauConfig(0.1, 1, 1e-4, None), cast(Any, Own())
+    )
+    with pytest.raises(ConfigError, match=r"reduce_lr_on_plateau.factor=0\.1 needs evaluations"):
         part.check_evaluations({})

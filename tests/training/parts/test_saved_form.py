@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from launcher.config.schema import PlateauConfig
+from launcher.config.schema import ReduceLROnPlateauConfig
 from launcher.telemetry import Telemetry
 from launcher.training.parts.micro_batch import MicroBatch
 from launcher.training.parts.plateau import Plateau
@@ -22,7 +22,7 @@ from tests.training.runs import run_alone
 def test_a_plateau_continues_from_an_earlier_checkpoint(best) -> None:
     saved = {"share": 0.5, "best": best, "bad": 1, "step": 3}
     run = run_alone(Telemetry([Recorder()]), LIMITS, 1)
-    part = Plateau(run, PlateauConfig(0.5, 1, 1e-4, None), cast(Any, Own()))
+    part = Plateau(run, ReduceLROnPlateauConfig(0.5, 1, 1e-4, None), cast(Any, Own()))
     part.load_state(saved)
     assert json.loads(json.dumps(part.state())) == saved
 
