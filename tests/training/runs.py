@@ -22,7 +22,7 @@ def run_alone(telemetry: Telemetry, limits: LossScaleConfig, log_every_steps: in
     config = composed()
     config = replace(
         config,
-        precision=replace(config.precision, scale=limits),
+        precision=replace(config.precision, loss_scale=limits),
         train=replace(config.train, log_every_steps=log_every_steps),
     )
     stepper = Stepper(nn.Linear(2, 2), SGD(lr=0.1))

@@ -105,7 +105,7 @@ def test_an_overflow_is_no_reason_to_look_at_the_weights() -> None:
     ],
 )
 def test_the_advice_at_the_floor_is_about_the_scale_that_there_is(mode, least, words) -> None:
-    limits = replace(LIMITS, mode=mode, min=least)
+    limits = replace(LIMITS, mode=mode, min_scale=least)
     with pytest.raises(DivergedError, match=words):
         checked([replace(OVERFLOW, floor_skips=4)], limits=limits)
 
