@@ -85,9 +85,7 @@ def run(
         signal_handlers_installed(stop_signal, alone),
         rank_log(run_dir, launch.rank, config.launch.log_level),
         # All sinks on rank 0, none elsewhere, so that callers need not check their rank.
-        open_telemetry(config, os.environ, with_gpu=torch.cuda.is_available())
-        if launch.rank == 0
-        else Telemetry() as telemetry,
+        open_telemetry(config, os.environ) if launch.rank == 0 else Telemetry() as telemetry,
     ):
         log.info(
             "rank %d of %d, process %d on %s", launch.rank, launch.world_size, os.getpid(), gethostname()

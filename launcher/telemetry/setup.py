@@ -41,13 +41,9 @@ EVERY_S = 0.1  # until the events of steps are in the files: what a killed proce
 def open_telemetry(
     config: Config,
     environ: Mapping[str, str],
-    with_gpu: bool,
     patience: TrackerTimeouts | None = None,
 ) -> Telemetry:
-    """Open all sinks of a run, for rank 0, and report the tracker's mode. Raises StorageError, ConfigError.
-
-    `with_gpu` enables wandb's sampling of system metrics, which costs processor time.
-    """
+    """Open all sinks of a run, for rank 0. Raises StorageError, ConfigError."""
     refuse_missing(config.tracker)
     run_dir = Path(config.run.dir)
     clear_away(run_dir)  # rank 0 of this attempt is the only writer
@@ -68,7 +64,7 @@ def open_telemetry(
         make_tracker: Callable[[], Tracker] = partial(make, name)
         if name != "wandb":
             telemetry.decision("tracker", f"{name} in {run.directory}", mode=name)
-        elif options := _wandb_options(telemetry, config, run, environ, with_gpu, timeouts):
+        elif options := _wandb_options(telemetry, config, run, environ, timeouts):
             make_tracker, timeouts = partial(WandbTracker, options), options.patience
         else:
             continue
@@ -82,7 +78,6 @@ def _wandb_options(
     config: Config,
     run: TrackedRun,
     environ: Mapping[str, str],
-    with_gpu: bool,
     timeouts: TrackerTimeouts,
 ) -> WandbOptions | None:
     """Report the mode of wandb, with what it takes from the environment; None if it is off."""
@@ -100,7 +95,7 @@ def _wandb_options(
         telemetry.decision("tracker", f"takes {given}")
     sync = sync_command(run.directory) if decision.mode == "offline" else None
     telemetry.decision("tracker", decision.text, mode=decision.mode, run_id=run.run_id, sync=sync)
-    options = WandbOptions(decision.mode == "online", with_gpu, telemetry.warn, timeouts)
+    options = WandbOptions(decision.mode == "online", telemetry.warn, timeouts)
     if tracker.artifacts != "none":
         chosen = partial(checkpoint_artifact, Path(config.run.dir), tracker.artifacts)
         options = replace(options, patience=replace(timeouts, finish_s=UPLOAD_S), checkpoint=chosen)

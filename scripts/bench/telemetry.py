@@ -63,7 +63,7 @@ def all_sinks(folder: Path) -> Iterator[Telemetry]:
     with open_run_dir(replace(config, run=RunConfig(str(folder / "run"))), []) as claim:
         shown = sys.stdout
         with open(folder / "console", "w") as sys.stdout:
-            telemetry = open_telemetry(claim.config, os.environ, False)
+            telemetry = open_telemetry(claim.config, os.environ)
             sys.stdout = shown
             telemetry.emit(StartEvent(0, total_steps=10**6))
             yield telemetry

@@ -88,17 +88,3 @@ class DirectedTracker(Tracker, Protocol):
 
     def directions(self, higher_is_better: Mapping[str, bool]) -> None:
         """Take which way is better, by the names of the next `log`, of the metrics that declare it."""
-
-
-@runtime_checkable
-class ServiceTracker(Tracker, Protocol):
-    """A tracker with a process of its own."""
-
-    def release(self) -> None:
-        """End the process. Called last, also after a method that raised."""
-
-    def abort(self) -> str:
-        """Kill the process, called from another thread while one of the methods does not return.
-
-        Returns at once, with what the user can do later ("; later: ..."), or "".
-        """

@@ -19,7 +19,7 @@ from launcher.errors import described
 from launcher.run_dir.atomic import all_encodable
 from launcher.telemetry.events import PERIODIC, EndEvent, Event, record_of
 from launcher.telemetry.stream import Record, Sink, SinkError
-from launcher.telemetry.tracker.protocol import DirectedTracker, ServiceTracker, TrackedRun, Tracker
+from launcher.telemetry.tracker.protocol import DirectedTracker, TrackedRun, Tracker
 from launcher.telemetry.tracker.rows import directions_of, media_of, row_of
 
 log = logging.getLogger("launcher")
@@ -103,8 +103,7 @@ class TrackerSink(Sink):
         limit_s = self._patience.init_s + self._patience.finish_s + 5
         self._thread.join(limit_s)
         if self._thread.is_alive():
-            advice = self._tracker.abort() if isinstance(self._tracker, ServiceTracker) else ""
-            raise TrackerError(f"did not finish within {limit_s:g} s{advice}")
+            raise TrackerError(f"did not finish within {limit_s:g} s")
         self._raise_failure()
         if self._dropped:
             self._warn(f"{self.name}: {self._dropped:,} rows were left out. metrics.jsonl has all of them.")
@@ -131,11 +130,7 @@ class TrackerSink(Sink):
 
     def _work(self) -> None:
         try:
-            try:
-                self._track()
-            finally:
-                if isinstance(self._tracker, ServiceTracker):
-                    self._tracker.release()
+            self._track()
         except (Exception, SystemExit) as error:  # raised by the next call of write or close
             if isinstance(error, TrackerError):
                 self._failure = error

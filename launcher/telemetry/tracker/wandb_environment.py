@@ -28,7 +28,6 @@ VARIABLES = {
 }
 MODES = ("WANDB_MODE", "WANDB_DISABLED")
 MODE_NAMES = ("online", "offline", "disabled", "dryrun", "run", "shared")  # wandb's own
-READ_HERE = (*VARIABLES.values(), *MODES)  # passed to wandb as arguments
 OF_THE_AGENT = ("project", "entity", "run_id")  # in a sweep of wandb's it takes these from the variables only
 
 
@@ -69,12 +68,6 @@ def of_agent(config: Config, environ: Mapping[str, str]) -> Config:
         return config
     directory = DEFAULT_ROOT / config.recipe.name / f"{sweep}-{run_id}"
     return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(directory)))
-
-
-def hidden(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The variables that wandb must not see, because it is given their values as arguments."""
-    kept = {VARIABLES[key] for key in OF_THE_AGENT} if sweep_of_agent(environ) else ()
-    return tuple(name for name in READ_HERE if name not in kept)
 
 
 def in_sweep(config: Config, job: str, number: int) -> Config:

@@ -25,7 +25,7 @@ from launcher.telemetry.tracker.sink import TrackerTimeouts
 from launcher.telemetry.tracker.wandb_tracker import WandbOptions, WandbTracker, checkpoint_artifact
 
 run_dir = Path(sys.argv[1])
-options = WandbOptions(False, False, print, TrackerTimeouts(), lambda: checkpoint_artifact(run_dir, "best"))
+options = WandbOptions(False, print, TrackerTimeouts(), lambda: checkpoint_artifact(run_dir, "best"))
 tracker = WandbTracker(options)
 tracker.start(TrackedRun(run_dir, "a name", "anid0001", "a project", {}))
 tracker.log(1, {"train/loss": 0.5})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import get_args
@@ -12,9 +11,7 @@ import pytest
 import wandb
 
 from launcher.errors import ConfigError
-from launcher.telemetry.tracker.sink import TrackerTimeouts
 from launcher.telemetry.tracker.wandb_environment import in_sweep, taken_from, with_environment
-from launcher.telemetry.tracker.wandb_tracker import WandbOptions, own_settings, quiet_environment
 from tests.configs import composed
 from tests.forked import launch_forked
 from tests.process.test_shortage import RECIPE, YAML
@@ -71,7 +68,7 @@ def test_all_variables_reach_the_run(tmp_path: Path) -> None:
     run = tracked(tmp_path / "elsewhere")
     assert (run.project, run.entity, run.display_name) == ("my project", "my-team", "a name")
     assert (run.run_id, run.run_group, list(run.tags)) == ("an-id", "a-group", ["one", "two"])
-    assert (run.notes, run.job_type) == ("some notes", "a-job-type")
+    assert (run.notes, run.job_type, run.git.commit) == ("some notes", "a-job-type", commit)
     assert not (tmp_path / "run" / "wandb").exists()
     assert "tracker takes project my project from WANDB_PROJECT, entity my-team from WANDB_ENTITY" in out
     assert f"wandb sync {tmp_path}/elsewhere/wandb/offline-run-*" in out
@@ -159,68 +156,6 @@ def test_an_unknown_mode_is_refused_unless_something_else_decides() -> None:
     assert with_environment(untracked, (), {"WANDB_MODE": "nonsense"}).tracker.name == "none"
     for mode in get_args(wandb.Settings.model_fields["mode"].annotation):
         assert environment_of(WANDB_MODE=mode).mode == "auto"
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"WANDB_MODE": ""},
-        {"WANDB_MODE": "nonsense"},
-        {"WANDB_TAGS": ",,"},
-        {"WANDB_TAGS": ""},
-        {"WANDB_RUN_ID": "a/b"},
-        {"WANDB_RUN_ID": ""},
-        {"WANDB_CONSOLE": ""},
-        {"WANDB_SILENT": ""},
-        {"WANDB_INIT_TIMEOUT": ""},
-    ],
-    ids=str,
-)
-def test_wandb_reads_no_empty_variable_and_none_that_has_been_read(environ, monkeypatch) -> None:
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    before = dict(os.environ)
-    with quiet_environment():
-        wandb.Settings().update_from_env_vars(os.environ)
-        assert not environ.keys() & os.environ.keys() - {"WANDB_SILENT"}
-    assert dict(os.environ) == before
-
-
-@pytest.mark.parametrize(
-    ("environ", "key", "value"),
-    [
-        ({}, "x_disable_stats", True),
-        ({"WANDB_X_DISABLE_STATS": "false"}, "x_disable_stats", False),
-        ({"WANDB__DISABLE_STATS": "false"}, "x_disable_stats", False),
-        ({"WANDB_X_DISABLE_META": "false"}, "x_disable_meta", False),
-        ({}, "save_code", False),
-        ({}, "disable_code", True),
-        ({"WANDB_SAVE_CODE": "true"}, "save_code", True),
-        ({"WANDB_SAVE_CODE": "true"}, "disable_code", False),
-        ({"WANDB_DISABLE_GIT": "false"}, "disable_git", False),
-        ({"WANDB_CONSOLE": "wrap"}, "console", "wrap"),
-        ({"WANDB_INIT_TIMEOUT": "99"}, "init_timeout", 99.0),
-    ],
-    ids=str,
-)
-def test_a_variable_of_wandb_wins_over_the_setting_of_the_launcher(environ, key, value, monkeypatch) -> None:
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    for name, text in environ.items():
-        monkeypatch.setenv(name, text)
-    settings = wandb.Settings()
-    settings.update_from_env_vars(os.environ)
-    settings.update_from_settings(own_settings(False, WandbOptions(False, False, print, TrackerTimeouts())))
-    assert getattr(settings, key) == value
-
-
-@pytest.mark.slow
-def test_an_empty_mode_leaves_the_command_line_its_word(tmp_path: Path) -> None:
-    out = train(tmp_path, "tracker.mode=offline", "run.dir=run", WANDB_MODE="", WANDB_TAGS=",,")
-    assert "given up" not in out
-    assert tracked(tmp_path / "run").project == "yaml"
 
 
 def test_a_sweep_leaves_what_is_not_set_alone() -> None:

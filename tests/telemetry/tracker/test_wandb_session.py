@@ -37,22 +37,7 @@ plan = json.loads(sys.argv[1])
 if plan.get("limit_bytes"):
     import resource
     resource.setrlimit(resource.RLIMIT_FSIZE, (plan["limit_bytes"], plan["limit_bytes"]))
-hooks = sys.exit, sys.excepthook, dict(os.environ)
 slowest_s, closing_s, dirs, held = 0.0, [], [], ExitStack()
-
-def services():
-    command = ["ps", "-o", "pid=,stat=,comm=", "--ppid", str(os.getpid())]
-    listed = subprocess.run(command, capture_output=True, text=True)
-    rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
-    return [int(pid) for pid, state, name in rows if "wandb" in name and not state.startswith("Z")]
-
-def freeze_or_kill():
-    until = time.monotonic() + 20
-    while not services() and time.monotonic() < until:
-        time.sleep(0.02)
-    time.sleep(0.7)
-    for pid in services():
-        os.kill(pid, getattr(signal, plan["signal"]))
 
 def is_on_disk(directory, name):
     found = Path(directory).glob("wandb/*/*.wandb")
@@ -62,11 +47,9 @@ for job in range(plan.get("jobs", 1)):
     wanted = sample_config(plan.get("dir", ""))
     began = time.monotonic()
     config = held.enter_context(open_run_dir(wanted, [])).config
-    telemetry = open_telemetry(config, os.environ, False, TrackerTimeouts(*plan.get("patience", ())))
+    telemetry = open_telemetry(config, os.environ, TrackerTimeouts(*plan.get("patience", ())))
     opening_s = time.monotonic() - began
     telemetry.emit(made("start", 0, total_steps=plan["steps"]))
-    if plan.get("signal"):
-        freeze_or_kill()
     for step in range(1, plan["steps"] + 1):
         began = time.monotonic()
         values = {"loss": job + 1 / step, "lr": 0.1, "scale": 65536.0 / step, "skipped": 0, "step_ms": 1.0}
@@ -98,9 +81,6 @@ for job in range(plan.get("jobs", 1)):
 
 print("RESULT " + json.dumps({
     "dirs": dirs, "opening_s": opening_s, "slowest_s": slowest_s, "closing_s": closing_s,
-    "services": services(),
-    "threads": sorted(thread.name for thread in threading.enumerate()),
-    "hooks_kept": hooks == (sys.exit, sys.excepthook, dict(os.environ)),
 }))
 """
 
@@ -239,6 +219,12 @@ def test_what_was_shown_is_in_the_file(offline):
     assert all("step" in row for row in rows)
 
 
+def test_wandb_records_host_and_packages_as_in_any_script(offline):
+    records = list(offline_records(offline.dirs[0]))
+    assert any(r.environment.host for r in records if r.WhichOneof("record_type") == "environment")
+    assert list(offline.dirs[0].glob("wandb/offline-run-*/files/requirements.txt"))
+
+
 def test_the_summary_has_the_best_values_of_the_evaluations(offline):
     records = offline_records(offline.dirs[0])
     metrics = {r.metric.name: r.metric for r in records if r.WhichOneof("record_type") == "metric"}
@@ -261,9 +247,7 @@ def test_wandb_gets_the_exit_code_of_the_run(tmp_path, state, code):
 def test_each_job_is_a_run_of_its_own_and_nothing_is_left_behind(offline):
     names = [next(directory.glob("wandb/offline-run-*")).name for directory in offline.dirs]
     assert len({name.rpartition("-")[2] for name in names}) == 2
-    assert offline.said["services"] == []
-    assert offline.said["threads"] == ["MainThread"]
-    assert offline.said["hooks_kept"], "sys.exit, sys.excepthook and the environment are as they were"
+    assert services_below(offline.dirs[0].parents[3]) == [], "wandb has ended its process"
     assert not (offline.dirs[0].parents[3] / "wandb").exists(), "nothing in the current directory"
 
 
@@ -279,12 +263,12 @@ def files_with(directory, needle):
 
 
 @pytest.mark.parametrize("mode", [pytest.param("offline", marks=pytest.mark.slow), "online"])
-def test_secrets_and_arguments_are_in_no_file(tmp_path, mode):
-    """The canaries are the key and an unused variable; argv is the plan, with a word of its own."""
+def test_secrets_are_in_no_file(tmp_path, mode):
+    """The canaries are the key and an unused variable."""
     with Server(lambda line: OK if b"healthz" in line else None) as server:
         trained = train(
             tmp_path,
-            {"steps": 3, "patience": [1.0, 1.0], "word-of-argv": 1},
+            {"steps": 3, "patience": [1.0, 1.0]},
             WANDB_API_KEY=CANARY,
             WANDB_MODE=mode,
             WANDB_BASE_URL=server.url,
@@ -293,7 +277,7 @@ def test_secrets_and_arguments_are_in_no_file(tmp_path, mode):
     assert f"tracker {mode}" in trained.out
     if mode == "online":
         assert any(b"graphql" in request for request in server.requests), "it did try"
-    for secret in (CANARY, CANARY[::-1], "word-of-argv"):
+    for secret in (CANARY, CANARY[::-1]):
         assert files_with(trained.dirs[0], secret.encode()) == []
         assert secret not in trained.out + trained.err
 
@@ -319,7 +303,7 @@ def test_a_server_that_never_answers_costs_the_probe(tmp_path):
 def test_a_server_that_answers_the_probe_only_ends_in_an_offline_run_with_one_warning(tmp_path):
     with Server(lambda line: OK if b"healthz" in line else None) as server:
         trained = train(
-            tmp_path, {"steps": 5, "patience": [2.0, 2.0]}, WANDB_API_KEY=CANARY, WANDB_BASE_URL=server.url
+            tmp_path, {"steps": 5, "patience": [2.0, 6.0]}, WANDB_API_KEY=CANARY, WANDB_BASE_URL=server.url
         )
     assert trained.code == 0, trained.err
     assert len(trained.warnings) == 1
@@ -332,31 +316,11 @@ def test_a_server_that_answers_the_probe_only_ends_in_an_offline_run_with_one_wa
     assert len([row for row in rows if "train/loss" in row]) == 5, "nothing that was logged meanwhile is lost"
 
 
-@pytest.mark.parametrize(
-    ("signal", "says"),
-    [
-        ("SIGKILL", "wandb is given up"),
-        pytest.param("SIGSTOP", "did not finish within 5.6 s", marks=pytest.mark.slow),
-    ],
-)
-def test_a_service_that_dies_or_stops_costs_one_warning_and_a_bounded_wait(tmp_path, signal, says):
-    trained = train(tmp_path, {"steps": 50, "signal": signal, "patience": [0.3, 0.3]})
-    assert trained.code == 0, trained.err
-    assert len(trained.warnings) == 1, trained.out
-    assert says in trained.warnings[0]
-    assert trained.said["slowest_s"] < at_most(0.5)
-    assert trained.said["closing_s"][0] < at_most(10)
-    assert trained.said["services"] == []
-    assert trained.seconds < at_most(25), "and the interpreter's exit does not wait for it either"
-    assert read_json(trained.dirs[0] / "status.json")["state"] == "done"
-
-
 def test_a_file_that_cannot_grow_is_told_once_for_each_writer(tmp_path):
     trained = train(tmp_path, {"steps": 400, "limit_bytes": 20_000})
     assert trained.code == 0, trained.err
-    first, last, wandb = trained.warnings
+    first, last = trained.warnings
     assert "metrics.jsonl cannot be written" in first
-    assert "could not write all of its offline run" in wandb
     assert "metrics.jsonl lacks " in last
     assert "events of steps" in last
     assert read_json(trained.dirs[0] / "status.json")["state"] == "done"
@@ -364,7 +328,7 @@ def test_a_file_that_cannot_grow_is_told_once_for_each_writer(tmp_path):
 
 def test_a_killed_run_has_its_rows_on_disk_and_takes_its_service_with_it(tmp_path):
     """Within seconds of their logging: wandb by itself would write them after 15 s or 32 kB."""
-    trained = train(tmp_path, {"steps": 5, "die": "eval/accuracy", "signal": "SIGCONT"})
+    trained = train(tmp_path, {"steps": 5, "die": "eval/accuracy"})
     assert trained.code == -9
     (path,) = tmp_path.rglob("run-*.wandb")
     rows = history_of(offline_records(path.parents[2]))
