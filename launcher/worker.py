@@ -43,7 +43,7 @@ from launcher.training.failures import rank_failure
 from launcher.training.failures.recipe_errors import guarded, guarding
 from launcher.training.job import Job
 from launcher.training.loop import train
-from launcher.training.part_list import parts_of
+from launcher.training.part_list import build_callbacks
 from launcher.training.parts.checkpoints import Checkpoints
 from launcher.training.parts.evaluation import Evaluator
 from launcher.training.parts.initial_weights import InitialWeights, Loaded, load_weights
@@ -136,11 +136,12 @@ def _join_and_run(
         gpus = measure_gpus(config, env, peers, telemetry)
         assembled, loaded = _assemble(config, env, telemetry, heartbeat, stop_signal)
         saved = SavedRun(assembled)
-        parts = assembled.parts = parts_of(assembled, saved, loaded, peers, gpus, heartbeat.first_step_done)
+        callbacks = build_callbacks(assembled, saved, loaded, peers, gpus, heartbeat.first_step_done)
+        assembled.callbacks = assembled.run.reports.callbacks = callbacks
         heartbeat.beat("restoring")
         start = saved.resume(launch)
-        parts.of(InitialWeights).check(saved.resumed)
-        parts.of(MicroBatch).choose(start.step < assembled.course.total_steps, launch.halved)
+        callbacks.get(InitialWeights).check(saved.resumed)
+        callbacks.get(MicroBatch).choose(start.step < assembled.course.total_steps, launch.halved)
         heartbeat.beat("data", start.step)
         ends.announce(assembled, [peer.device for peer in peers], start)
         _train(assembled, saved, start)
@@ -183,27 +184,27 @@ def _assemble(
 
 def _train(job: Job, saved: SavedRun, start: Start) -> None:
     """All steps from `start` on, and the result."""
-    run, parts, steps_left = job.run, job.parts, start.step < job.course.total_steps
+    run, callbacks, steps_left = job.run, job.callbacks, start.step < job.course.total_steps
     say = partial(run.telemetry.decision, "resume")
     job.batches = training_batches(
         job.data.train, job.plan, job.recipe.train_transform, job.course.total_steps, saved.stream, say
     )
-    micro_batch = parts.of(MicroBatch)
+    micro_batch = callbacks.get(MicroBatch)
     task = Task(run.stepper, job.model, job.recipe.loss, job.batches, job.answers, micro_batch)
     task.stop_requested = run.is_asked_to_end
     if steps_left:
         sanity_check.try_loader_processes(job)
     if steps_left and not start.owes_evaluation:
-        if (found := parts.of(Evaluator).rehearse()) is not None:
-            parts.check_evaluations(found)
+        if (found := callbacks.get(Evaluator).rehearse()) is not None:
+            callbacks.validate_metric_names(found)
         sanity_check.try_smallest_batch(job, task)
         after_evaluation.rehearse(job, start.step)
         run.heartbeat.beat("data")
     task.network = compilation.compiled(run.config.train.compile, job.model, run.stepper)
     began = time.perf_counter()
     run.stepper.clock.on_mark(run.heartbeat.entering(PHASE_AFTER))
-    with parts.of(Checkpoints):
-        parts.begin(start.step)
+    with callbacks.get(Checkpoints):
+        callbacks.on_train_start(start.step)
         with micro_batch.explained():
             end = train(job, start, task)
     run.heartbeat.beat("finishing")

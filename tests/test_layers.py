@@ -44,11 +44,12 @@ ENGINE_LAYERS = (
     {"__init__"},
 )
 TRAINING_LAYERS = (
-    {"votes", "progress", "pruning", "warning_log", "uncompiled"},
+    {"votes", "progress", "warning_log", "uncompiled"},
     {"device", "diagnostics", "answers"},
-    {"step_times"},
-    {"reports", "replicas"},
-    {"run", "moments", "failures"},
+    {"step_times", "replicas", "failures"},
+    {"callback"},
+    {"pruning", "reports"},
+    {"run"},
     {"job", "after_evaluation", "rerun"},
     {"setup"},
     {"resume"},

@@ -130,7 +130,7 @@ def announce(job: Job, devices: Sequence[str], start: Start) -> None:
 
 
 def result_of(job: Job, since_step: int, steps: int, seconds: float) -> Result:
-    """The content of result.json: what each run has, and what its parts add. A collective.
+    """The content of result.json: what each run has, and what its callbacks add. A collective.
 
     `seconds` are of this process, for the steps after `since_step`; all ranks hold the same numbers.
     """
@@ -156,7 +156,7 @@ def result_of(job: Job, since_step: int, steps: int, seconds: float) -> Result:
         seconds=seconds,
         peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         **facts_for_prediction(job.recipe),
-        # What parts find out; a run without such a part has none.
+        # What callbacks find out; a run without such a callback has none.
         metric_name=None,
         metric=None,
         metrics={},
@@ -165,7 +165,7 @@ def result_of(job: Job, since_step: int, steps: int, seconds: float) -> Result:
         wire_bytes_per_step=None,
         micro_batch=None,
     )
-    return job.parts.add_to(result)
+    return job.callbacks.add_to_result(result)
 
 
 def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
@@ -179,7 +179,7 @@ def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
             "precision.loss_scale.init_scale."
         )
     if run.env.is_leader:
-        write_files(run_dir, result, job.parts.of(Evaluator).confusion, run.telemetry)
+        write_files(run_dir, result, job.callbacks.get(Evaluator).confusion, run.telemetry)
     run.telemetry.emit(
         EndEvent(
             steps,
@@ -192,7 +192,7 @@ def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
             metric_name=result.metric_name,
             best_metric=result.best_metric,
             best_step=result.best_step,
-            reason=job.parts.ends or None,
+            reason=job.callbacks.stop_reason or None,
             weights_sha256=result.weights_sha256,
             step_time=result.step_time,
         )

@@ -1,4 +1,4 @@
-"""One rank's job, from which its parts are made."""
+"""One rank's job, from which its callbacks are made."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from launcher.data.sources import DataSets
 from launcher.data.tensors import Batches
 from launcher.recipe.contract import Recipe, Used
 from launcher.training.answers import Answers
-from launcher.training.moments import Parts
+from launcher.training.callback import CallbackList
 from launcher.training.progress import Course
 from launcher.training.run import Run
 
 
 @dataclass
 class Job:
-    """What one rank trains, and with which parts. The batches exist once it is known where the run starts."""
+    """What one rank trains, with which callbacks. The batches exist once it is known where the run starts."""
 
     run: Run
     recipe: Recipe
@@ -31,5 +31,5 @@ class Job:
     model: nn.Module
     answers: Answers
     host_ms: float  # per layer: what the host spends on it, however small
-    parts: Parts = field(init=False)
+    callbacks: CallbackList = field(init=False)
     batches: Batches = field(init=False)

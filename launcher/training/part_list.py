@@ -1,4 +1,4 @@
-"""The parts of a run, from its config: the one place where a feature is added."""
+"""The callbacks of a run, from its config: the one place where a feature is added."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from launcher.distributed.preflight import Peer
 from launcher.telemetry.gpu import GpuSampler
+from launcher.training.callback import Callback, CallbackList
 from launcher.training.job import Job
-from launcher.training.moments import Parts
 from launcher.training.parts.averages import Averages
 from launcher.training.parts.bad_samples import BadSamples
 from launcher.training.parts.checkpoints import Checkpoints
@@ -31,37 +31,36 @@ from launcher.training.rerun import DivergenceInspector
 from launcher.training.resume import SavedRun
 
 
-def parts_of(
+def build_callbacks(
     job: Job,
     saved: SavedRun,
     loaded: Loaded | None,
     peers: Sequence[Peer],
     gpus: GpuSampler | None,
     first_step_done: Callable[[], None],
-) -> Parts:
-    """The parts, in the order of their collectives; from the config alone, so that all ranks have the same.
+) -> CallbackList:
+    """The callbacks, in the order of their collectives; from the config alone, so equal on all ranks.
 
-    What a part measures on this rank, or is given by it, may differ; which parts there are may not.
+    What a callback measures on this rank, or is given by it, may differ; which callbacks there are may not.
     """
     run, config, course, several = job.run, job.run.config, job.course, job.run.env.world_size > 1
     inspector, trained, totals = DivergenceInspector(job), TrainingMetrics(job.answers), Totals(job)
     rescue = Rescue(run, inspector)
     stop, compare_by = config.early_stopping, job.recipe.compare_by
     plateau = config.reduce_lr_on_plateau
-    parts: list[object | None] = [
+    found: list[Callback | None] = [
         Averages(run, run.average) if run.average is not None else None,
-        run.reports,  # reads the step before: what follows may use it
-        MicroBatch(job),  # ends a run whose step was abandoned before anything is made of the step
+        MicroBatch(job),  # before all that use the metrics of a step: it ends a run whose step was abandoned
         Stragglers(run, [peer.host for peer in peers]) if several else None,
         BadSamples(run),
         trained,
         totals,
         GradientStats(run, every) if (every := config.telemetry.gradient_histogram_every_steps) else None,
-        FirstStep(run, first_step_done),
         rescue,
         SkippedSteps(run, rescue),
         DivergenceCheck(config.precision.loss_scale, inspector, run.stepper.counters),
-        Log(run, totals),  # after those that may end the run by the same step
+        Log(run, totals),  # after those that may end the run by the same step, which is then not logged
+        FirstStep(first_step_done),
         ReplicaCheck(run, course) if config.ddp.check_replicas_every_steps else None,
         InitialWeights(run, loaded),
         Evaluator(job, trained),
@@ -69,6 +68,6 @@ def parts_of(
         Plateau(run, plateau, job.recipe) if plateau.factor is not None else None,
         run.pruning if run.pruning.rule != "none" else None,
         Energy(gpus),
-        Checkpoints(run, saved),  # last: saves what the others have made of a step
+        Checkpoints(run, saved),  # last: it saves the state of all others after a step
     ]
-    return Parts(course, run.reports, [part for part in parts if part is not None])
+    return CallbackList([each for each in found if each is not None])

@@ -15,11 +15,12 @@ from launcher.config.wandb_sweep import sweep_of_agent
 from launcher.evaluation.comparison import refuse_none
 from launcher.evaluation.evaluate import Evaluation
 from launcher.run_dir.pruning import PruneRequest, prune_request
+from launcher.training.callback import Callback
 
 EVERY_S = 0.5  # between two looks: a step costs a comparison of clocks, a shared disk two look-ups a second
 
 
-class PruneCheck:
+class PruneCheck(Callback):
     """Looks for a request in the run's directory; `request` is what it has found.
 
     `rule` is that of the sweep, which needs evaluations to judge by. A part of the run for that check alone.
@@ -33,7 +34,7 @@ class PruneCheck:
         self._run_dir = run_dir
         self._next_s = 0.0 if is_leader else math.inf
 
-    def check_evaluations(self, evaluations: Mapping[str, Evaluation]) -> None:
+    def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
         """Raise ConfigError, on all ranks alike, for a run that its sweep could not judge."""
         refuse_none("sweep.prune", self.rule, evaluations)
 

@@ -86,10 +86,10 @@ class SavedRun:
             )
         self.scale = self.checkpointer.load(found.snapshot)
         extra = found.snapshot.extra
-        self.job.parts.load_state(extra.parts)
+        self.job.callbacks.load_state_dict(extra.parts)
         self.stream = extra.stream or ()
         # Killed before its result was written, or to be saved again with the evaluation that is due.
-        at_end = step == course.total_steps or bool(self.job.parts.ends)
+        at_end = step == course.total_steps or bool(self.job.callbacks.stop_reason)
         start = Start(step, at_end or (course.evaluates_after(step) and not extra.evaluated))
         self._report(found.snapshot, found.path, start, launch)
         return start
@@ -148,10 +148,10 @@ class SavedRun:
 
     def save(self, position: Position, metric: MonitoredMetric | None) -> SaveResult | None:
         """Save the run's state after `position`, as `Checkpointer.save`. A collective."""
-        parts, place = self.job.parts.state(), self.job.batches.position()
-        progress = TrainProgress(position.epoch, position.step, round(parts["totals"]["samples"]))
+        states, place = self.job.callbacks.state_dict(), self.job.batches.position()
+        progress = TrainProgress(position.epoch, position.step, round(states["totals"]["samples"]))
         extra = RunExtras(
-            parts,
+            states,
             evaluated=metric is not None,
             data=self.job.fingerprint,
             settings=self._settings,

@@ -44,9 +44,18 @@ class Run:
     votes: Votes = field(default_factory=Votes)
 
     def __post_init__(self) -> None:
-        self.reports = Reports(self.telemetry, self.votes, self.env.device.type != "cpu")
+        reads_late = self.env.device.type != "cpu" and not self.falls_back_to_fp32
+        self.reports = Reports(self.telemetry, self.votes, reads_late)
         self.pruning = PruneCheck(Path(self.config.run.dir), self.env.is_leader, self.config.sweep.prune)
         self._recorded = self.config
+
+    @property
+    def falls_back_to_fp32(self) -> bool:
+        """Whether modules whose outputs overflow compute in fp32 from then on: precision.fp32_fallback.
+
+        Each step must then be read before the next one.
+        """
+        return self.config.precision.fp32_fallback and self.stepper.policy.arithmetic.itemsize < 4
 
     def is_asked_to_end(self) -> bool:
         """Whether this rank has a request to stop, by a signal or by a sweep that prunes the run."""

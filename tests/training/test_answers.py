@@ -82,8 +82,8 @@ def test_without_classes_nothing_is_counted() -> None:
 def test_what_was_counted_survives_a_checkpoint() -> None:
     since = SinceEvaluation(3.5, 7.0, 2, 7)
     before, after = TrainingMetrics(Answers(ALONE, None)), TrainingMetrics(Answers(ALONE, None))
-    before.load_state(asdict(since))
-    after.load_state(json.loads(json.dumps(before.state())))
+    before.load_state_dict(asdict(since))
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert after.metrics() == since.metrics()
     assert since.metrics() == {"train_loss": 0.5, "train_accuracy": 2 / 7}
 
@@ -99,15 +99,15 @@ def test_the_table_has_them_beside_what_was_held_out() -> None:
 def test_an_evaluation_that_is_repeated_after_a_kill_says_the_same_of_training() -> None:
     position, measured = Position(0, 0, 1), Measured(evaluations={"all": Evaluation(0.5, 2, {}, {})})
     killed, resumed = (TrainingMetrics(Answers(ALONE, None)) for _ in range(2))
-    killed.after_step(position, replace(CLEAN, loss=0.25))
+    killed.on_step_metrics(position, replace(CLEAN, loss=0.25))
     found = killed.metrics()
     assert found["train_loss"] == 0.25
-    killed.after_evaluation(position, measured)
-    resumed.load_state(json.loads(json.dumps(killed.state())))
+    killed.on_eval_end(position, measured)
+    resumed.load_state_dict(json.loads(json.dumps(killed.state_dict())))
     for _ in range(2):
         assert resumed.metrics() == found
-        resumed.after_evaluation(position, measured)
-    resumed.after_step(position, replace(CLEAN, loss=4.0))
+        resumed.on_eval_end(position, measured)
+    resumed.on_step_metrics(position, replace(CLEAN, loss=4.0))
     assert resumed.metrics() == {"train_loss": 4.0}
 
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 from launcher.engine import StepResult, WeightAverage
 from launcher.engine.rank_state import size_bytes
 from launcher.run_dir.result import Result
+from launcher.training.callback import Callback
 from launcher.training.progress import Position
 from launcher.training.replicas import ema_sha256
 from launcher.training.run import Run
 
 
-class Averages:
+class Averages(Callback):
     """Takes each step into the average, which checkpoints have as tensors."""
 
     name = "averages"
@@ -21,10 +22,10 @@ class Averages:
         self._run = run
         self._average = average
 
-    def after_launch(self, position: Position, result: StepResult) -> None:
+    def on_step_launched(self, position: Position, result: StepResult) -> None:
         self._average.update(position.step)
 
-    def add_to(self, result: Result) -> Result:
+    def add_to_result(self, result: Result) -> Result:
         """A collective."""
         stepper = self._run.stepper
         return replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from launcher.engine import StepReport
 from launcher.errors import DataError, counted
+from launcher.training.callback import Callback
 from launcher.training.progress import Position
 from launcher.training.run import Run
 from launcher.training.votes import Question
@@ -17,7 +18,7 @@ def report_unreadable(run: Run, text: str, count: int) -> None:
     run.telemetry.warn(f"{text} and {'was' if count == 1 else 'were'} left out; {logs}.")
 
 
-class BadSamples:
+class BadSamples(Callback):
     """Counts the training samples that an epoch has left out, over all ranks."""
 
     name = "bad_samples"
@@ -26,7 +27,7 @@ class BadSamples:
         self._run = run
         self._epoch = self._bad = 0
 
-    def after_step(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
         if bad := report.votes[Question.BAD_SAMPLES]:
             # Anew in each epoch, which reads each sample once: what is counted are samples, not reads.
             self._bad = bad + (self._bad if position.epoch == self._epoch else 0)
@@ -35,8 +36,8 @@ class BadSamples:
             text = f"{text} by step {position.step} ({bad} of them in this step)"
             report_unreadable(self._run, text, self._bad)
 
-    def state(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         return {"epoch": self._epoch, "bad": self._bad}
 
-    def load_state(self, values: dict[str, int]) -> None:
+    def load_state_dict(self, values: dict[str, int]) -> None:
         self._epoch, self._bad = values["epoch"], values["bad"]

@@ -21,6 +21,7 @@ from launcher.process.signals import is_preemption
 from launcher.run_dir.pruning import PruneRequest
 from launcher.run_dir.records import JOB
 from launcher.telemetry.events import CheckpointEvent
+from launcher.training.callback import Callback
 from launcher.training.progress import Measured, Position
 from launcher.training.pruning import request_of_agent
 from launcher.training.replicas import check_replicas
@@ -29,7 +30,7 @@ from launcher.training.run import Run
 from launcher.training.votes import Question
 
 
-class Checkpoints:
+class Checkpoints(Callback):
     """Decides after each step whether the run is saved and whether it ends there."""
 
     name = "checkpoints"
@@ -52,10 +53,10 @@ class Checkpoints:
         finally:
             self._checkpointer.__exit__(*error)
 
-    def begin(self, step: int) -> None:
+    def on_train_start(self, step: int) -> None:
         self.due.done()  # the time until the next one counts from here
 
-    def vote(self, position: Position) -> None:
+    def on_step_start(self, position: Position) -> None:
         """Cast this rank's votes before a step; they are sent with the counts of the step."""
         run = self.run
         self._report(self._checkpointer.poll())
@@ -66,7 +67,7 @@ class Checkpoints:
         if self._failure and run.config.checkpoint.on_error == "stop":
             run.stepper.vote(Question.GIVE_UP)
 
-    def end_step(self, position: Position, measured: Measured | None) -> None:
+    def on_step_end(self, position: Position, measured: Measured | None) -> None:
         """Save and stop as voted and as due, the same on all ranks.
 
         `measured` is from this step; None if there was no evaluation, or an interrupted one. Raises

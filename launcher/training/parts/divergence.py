@@ -15,6 +15,7 @@ from typing import ClassVar
 from launcher.config.schema import LossScaleConfig
 from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError, listed
+from launcher.training.callback import Callback
 from launcher.training.progress import Measured, Position
 from launcher.training.rerun import MAX_NAMES, DivergenceInspector
 
@@ -23,7 +24,7 @@ SCALES_SHOWN = 10  # the latest changes of the loss scale that an error names
 
 
 @dataclass
-class DivergenceCheck:
+class DivergenceCheck(Callback):
     """Checks each step's report in order, and the end of the run. `counters` are those of the loss scale."""
 
     name: ClassVar[str] = "divergence"
@@ -34,7 +35,7 @@ class DivergenceCheck:
     _scales: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SCALES_SHOWN))
     _last: tuple[Position, StepReport] | None = None
 
-    def after_step(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
         """Raise DivergedError or DataError if no later step can recover.
 
         The same on all ranks, so the inspector may communicate.
@@ -57,7 +58,7 @@ class DivergenceCheck:
                 f"{position.step}. {advice}\n{self._evidence(position, report)}"
             )
 
-    def at_end(self, position: Position, measured: Measured) -> None:
+    def on_train_end(self, position: Position, measured: Measured) -> None:
         """Raise DivergedError if a run that has reached its last step has no usable result.
 
         That is: no step was applied, the last one's loss was not finite, or that on the held-out set is not.

@@ -18,6 +18,7 @@ from launcher.evaluation.comparison import comparison, refuse_none, refuse_unkno
 from launcher.evaluation.evaluate import Evaluation
 from launcher.run_dir.result import Result
 from launcher.telemetry import Telemetry
+from launcher.training.callback import Callback
 from launcher.training.progress import Course, Measured, Position
 
 
@@ -31,7 +32,7 @@ class WatchedMetric:
     step: int  # of the latest evaluation
 
 
-class EarlyStopping:
+class EarlyStopping(Callback):
     """Counts the evaluations without an improvement. `compare_by` is that of the recipe."""
 
     name = "early_stopping"
@@ -40,7 +41,7 @@ class EarlyStopping:
         self, config: EarlyStoppingConfig, compare_by: str | None, course: Course, telemetry: Telemetry
     ) -> None:
         assert config.patience is not None
-        self.ends = ""  # why the run ends before its last step
+        self.stop_reason = ""
         self._config = config
         self._patience = config.patience
         self._compare_by = compare_by
@@ -48,11 +49,11 @@ class EarlyStopping:
         self._telemetry = telemetry
         self._watched: WatchedMetric | None = None  # None before the first evaluation
 
-    def check_evaluations(self, evaluations: Mapping[str, Evaluation]) -> None:
+    def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
         refuse_none("early_stopping.patience", self._patience, evaluations)
         refuse_unknown("early_stopping", self._config.metric, evaluations)
 
-    def after_evaluation(self, position: Position, measured: Measured) -> None:
+    def on_eval_end(self, position: Position, measured: Measured) -> None:
         """Count an evaluation, unless it was counted before the run was restarted."""
         if not measured.evaluations:
             return
@@ -61,15 +62,15 @@ class EarlyStopping:
         watched, step = self._watched, position.step
         if watched is None or watched.step != step:
             self._watched = watched = self._counted(watched, found, step)
-        self.ends = ""
+        self.stop_reason = ""
         if watched.waited >= self._patience and not self._course.ends_with(step):
             best, delta = watched.best, self._config.min_delta
             by = f"by more than {delta:g} " if delta else ""
-            self.ends = (
+            self.stop_reason = (
                 f"{best.name} has not improved {by}in {counted(watched.waited, 'evaluation')}: "
                 f"{best.value:g} after step {watched.best_step} is the best, {found.value:g} the latest"
             )
-            self._telemetry.decision("early stopping", f"after step {step}: {self.ends}")
+            self._telemetry.decision("early stopping", f"after step {step}: {self.stop_reason}")
 
     def _counted(self, watched: WatchedMetric | None, found: MonitoredMetric, step: int) -> WatchedMetric:
         """A value that is not a number improves nothing."""
@@ -79,15 +80,15 @@ class EarlyStopping:
             return WatchedMetric(found, step, 0, step)
         return WatchedMetric(watched.best, watched.best_step, watched.waited + 1, step)
 
-    def state(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         return {"watched": None if self._watched is None else asdict(self._watched)}
 
-    def load_state(self, values: dict[str, Any]) -> None:
+    def load_state_dict(self, values: dict[str, Any]) -> None:
         if (saved := values["watched"]) is not None:
             self._watched = WatchedMetric(**{**saved, "best": MonitoredMetric(**saved["best"])})
             if self._watched.waited >= self._patience:
-                self.ends = "it had ended when it was saved"
+                self.stop_reason = "it had ended when it was saved"
 
-    def add_to(self, result: Result) -> Result:
-        reason = {"reason": self.ends, **asdict(self._config)}
-        return replace(result, stopped_early=reason) if self.ends else result
+    def add_to_result(self, result: Result) -> Result:
+        reason = {"reason": self.stop_reason, **asdict(self._config)}
+        return replace(result, stopped_early=reason) if self.stop_reason else result

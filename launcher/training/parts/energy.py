@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from launcher.run_dir.result import Result
 from launcher.telemetry.gpu import GpuSampler
+from launcher.training.callback import Callback
 
 
-class Energy:
+class Energy(Callback):
     """Adds it to the result, where it is measured."""
 
     name = "energy"
@@ -16,7 +17,7 @@ class Energy:
     def __init__(self, gpus: GpuSampler | None) -> None:
         self._gpus = gpus
 
-    def add_to(self, result: Result) -> Result:
+    def add_to_result(self, result: Result) -> Result:
         if self._gpus is None or (joules := self._gpus.finish()) is None:
             return result
         # 1 kWh is 3.6e6 J.

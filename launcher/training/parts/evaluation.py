@@ -27,6 +27,7 @@ from launcher.process.shortage import ran_out
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import EvalEvent
 from launcher.training import after_evaluation, device
+from launcher.training.callback import Callback
 from launcher.training.failures.recipe_errors import guarding
 from launcher.training.job import Job
 from launcher.training.parts.bad_samples import report_unreadable
@@ -39,7 +40,7 @@ log = logging.getLogger("launcher")
 
 
 @dataclass
-class Evaluator:
+class Evaluator(Callback):
     """Evaluates the model on the held-out sets. `latest` is the last complete evaluation, by set."""
 
     name: ClassVar[str] = "evaluation"
@@ -107,14 +108,14 @@ class Evaluator:
             self.best, self.best_step = metric, step
         return is_best
 
-    def state(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         return {"best": None if self.best is None else asdict(self.best), "best_step": self.best_step}
 
-    def load_state(self, values: dict[str, Any]) -> None:
+    def load_state_dict(self, values: dict[str, Any]) -> None:
         self.best = None if values["best"] is None else MonitoredMetric(**values["best"])
         self.best_step = values["best_step"]
 
-    def add_to(self, result: Result) -> Result:
+    def add_to_result(self, result: Result) -> Result:
         """What the last evaluation found: `metrics` of the first set, `sets` of all by name."""
         found, compare_by = self.latest, self.recipe.compare_by
         if not found:

@@ -1,25 +1,23 @@
-"""Logs the first step of a process at once, and has the limits of waiting fall after it."""
+"""Lowers the limits of waiting after the first step of a process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from launcher.engine import StepResult
+from launcher.engine import StepReport
+from launcher.training.callback import Callback
 from launcher.training.progress import Position
-from launcher.training.run import Run
 
 
-class FirstStep:
+class FirstStep(Callback):
     """Calls `done` when all ranks have made a step: they have started and compiled."""
 
     name = "first_step"
 
-    def __init__(self, run: Run, done: Callable[[], None]) -> None:
-        self._run = run
+    def __init__(self, done: Callable[[], None]) -> None:
         self._done: Callable[[], None] | None = done
 
-    def after_launch(self, position: Position, result: StepResult) -> None:
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
         if self._done is not None:
-            self._run.reports.drain()
-            done, self._done = self._done, None
-            done()
+            self._done()
+            self._done = None

@@ -10,12 +10,13 @@ from dataclasses import asdict
 
 from launcher.engine import StepReport, StepResult
 from launcher.telemetry.events import GradientsEvent, LayerShares
+from launcher.training.callback import Callback
 from launcher.training.diagnostics.exponents import FIRST_EXPONENT, ExponentCounter, ExponentCounts
 from launcher.training.progress import Position
 from launcher.training.run import Run
 
 
-class GradientStats:
+class GradientStats(Callback):
     """Counts the exponents of the reduced gradients every `every_steps` steps.
 
     Where they are equal on all ranks only the leader counts. With ddp.shard_optimizer each rank counts its
@@ -26,23 +27,26 @@ class GradientStats:
 
     def __init__(self, run: Run, every_steps: int) -> None:
         shards = run.config.ddp.shard_optimizer
-        self.silent = not (shards or run.env.is_leader)
+        self.enabled = shards or run.env.is_leader
         self._gradients = run.stepper.own_gradients if shards else run.stepper.reduced_gradients
         self._telemetry = run.telemetry
         self._every = self._next = every_steps
         self._counter = ExponentCounter(run.env.device, run.env.group if shards else None)
-        self._counts: ExponentCounts | None = None  # of the step that has not been read
+        self._counts: dict[int, ExponentCounts] = {}  # by step, of those that have not been read
 
-    def after_launch(self, position: Position, result: StepResult) -> None:
+    def on_step_launched(self, position: Position, result: StepResult) -> None:
         """Count the step just made, whose gradients are valid until the next backward pass."""
-        self._counts = self._counter.count(self._gradients()) if position.step >= self._next else None
+        if position.step >= self._next:
+            self._counts[position.step] = self._counter.count(self._gradients())
 
-    def after_step(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
         """Emit the statistics of a step that was not skipped."""
-        if self._counts is None or report.skipped:
+        counts = self._counts.pop(position.step, None)
+        # Below: counted before the count of the step before was read.
+        if counts is None or report.skipped or position.step < self._next:
             return
         self._next = position.step - position.step % self._every + self._every
-        found = self._counts.read(report.scale)
+        found = counts.read(report.scale)
         self._telemetry.emit(
             GradientsEvent(
                 position.step,

@@ -23,10 +23,11 @@ from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine.names import named_parameters, plain_name
 from launcher.errors import ConfigError, listed
 from launcher.run_dir.result import Result
+from launcher.training.callback import Callback
 from launcher.training.run import Run
 
 
-class InitialWeights:
+class InitialWeights(Callback):
     """Reports and records the weights that were `loaded`, None where the config names no file."""
 
     name = "initial_weights"
@@ -37,10 +38,10 @@ class InitialWeights:
         # model.init_from, and the SHA-256 that the file had.
         self._started_from: tuple[str, str] | None = None
 
-    def state(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         return {"started_from": self._started_from}
 
-    def load_state(self, values: dict[str, Any]) -> None:
+    def load_state_dict(self, values: dict[str, Any]) -> None:
         if (saved := values["started_from"]) is not None:
             self._started_from = tuple(saved)
 
@@ -63,7 +64,7 @@ class InitialWeights:
         if self._started_from is not None and self._started_from[0] == model.init_from:
             self._run.record(model=replace(model, init_from_sha256=self._started_from[1]))
 
-    def add_to(self, result: Result) -> Result:
+    def add_to_result(self, result: Result) -> Result:
         if self._started_from is None:
             return result
         file, digest = self._started_from

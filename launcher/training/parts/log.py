@@ -8,14 +8,15 @@ import torch
 
 from launcher.engine import StepReport
 from launcher.telemetry.events import StepEvent
+from launcher.training.callback import Callback
 from launcher.training.parts.totals import Totals
 from launcher.training.progress import Position
 from launcher.training.run import Run
 from launcher.training.step_times import StepTimes
 
 
-class Log:
-    """Logs the steps since the line before: after so many, before an evaluation, and at the end."""
+class Log(Callback):
+    """Logs the steps since the line before: the first of a process, every so many, before an evaluation."""
 
     name = "log"
 
@@ -33,15 +34,15 @@ class Log:
         self._samples = 0
         self._times = StepTimes(self._run.env.world_size)
 
-    def after_step(self, position: Position, report: StepReport) -> None:
-        self._last = position
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
+        is_first, self._last = self._last is None, position
         self._window.append(report)
         self._samples += self._totals.latest
         self._times.add(self._reports.seconds, report.spans_ms)
-        if position.step % self._every == 0:
+        if is_first or position.step % self._every == 0:
             self._log(position)
 
-    def pause(self) -> None:
+    def on_flush(self) -> None:
         if self._window and self._last is not None:
             self._log(self._last)
 

@@ -22,6 +22,7 @@ from launcher.errors import TO_RESUME, LauncherError, OutOfMemoryError
 from launcher.process import frames
 from launcher.process.shortage import TO_LOWER, ran_out, shortage_of
 from launcher.run_dir.result import Result
+from launcher.training.callback import Callback
 from launcher.training.device import free_memory
 from launcher.training.failures.rank_failure import at_shortage
 from launcher.training.job import Job
@@ -31,7 +32,7 @@ from launcher.training.setup.trials import half_of, search
 log = logging.getLogger("launcher")
 
 
-class MicroBatch:
+class MicroBatch(Callback):
     """Chooses the micro-batch, and ends the run on all ranks where it does not fit in memory."""
 
     name = "micro_batch"
@@ -44,14 +45,14 @@ class MicroBatch:
         self._agrees = not job.run.config.model.sync_bn
         self._shortage = ""  # of this rank, once it has abandoned a step
 
-    def state(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         return {"micro_batch": self._chosen and dict(zip(("wish", "size"), self._chosen, strict=True))}
 
-    def load_state(self, values: dict[str, Any]) -> None:
+    def load_state_dict(self, values: dict[str, Any]) -> None:
         if (saved := values["micro_batch"]) is not None:
             self._chosen = saved["wish"], saved["size"]
 
-    def add_to(self, result: Result) -> Result:
+    def add_to_result(self, result: Result) -> Result:
         return replace(result, micro_batch=self._job.batches.plan.largest_micro_batch)
 
     def choose(self, steps_left: bool, halved: int | None = None) -> None:
@@ -103,7 +104,7 @@ class MicroBatch:
         free_memory(run.env.device)
         return True
 
-    def after_step(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
         """End the run where a rank has abandoned the step. All ranks read so in the same step."""
         if not report.abandoned_ranks:
             return

@@ -16,11 +16,12 @@ from launcher.errors import ConfigError
 from launcher.evaluation.comparison import comparison, refuse_none, refuse_unknown
 from launcher.evaluation.evaluate import Evaluation
 from launcher.recipe.contract import Recipe
+from launcher.training.callback import Callback
 from launcher.training.progress import Measured, Position
 from launcher.training.run import Run
 
 
-class Plateau:
+class Plateau(Callback):
     """Multiplies the constant rate by `factor` after `patience` evaluations in a row that were no better."""
 
     name = "plateau"
@@ -40,11 +41,11 @@ class Plateau:
         self._bad = 0  # evaluations in a row that were no better
         self._step = 0  # of the latest evaluation, which a restarted run repeats
 
-    def check_evaluations(self, evaluations: Mapping[str, Evaluation]) -> None:
+    def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
         refuse_none("reduce_lr_on_plateau.factor", self._config.factor, evaluations)
         refuse_unknown("reduce_lr_on_plateau", self._config.metric, evaluations)
 
-    def after_evaluation(self, position: Position, measured: Measured) -> None:
+    def on_eval_end(self, position: Position, measured: Measured) -> None:
         if not measured.evaluations or position.step == self._step:
             return
         self._step = position.step
@@ -68,11 +69,11 @@ class Plateau:
             return found.value == found.value
         return found.cost < best.cost * (1 + self._config.threshold * (-1 if best.lower_is_better else 1))
 
-    def state(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         best = None if self._best is None else list(astuple(self._best))
         return {"share": self._share, "best": best, "bad": self._bad, "step": self._step}
 
-    def load_state(self, values: dict[str, Any]) -> None:
+    def load_state_dict(self, values: dict[str, Any]) -> None:
         self._share, self._bad, self._step = values["share"], values["bad"], values["step"]
         self._best = None if values["best"] is None else MonitoredMetric(*values["best"])
         if self._share != 1.0:  # the rate is not part of the Stepper's state

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from launcher.engine import StepResult
+from launcher.training.callback import Callback
 from launcher.training.progress import Course, Position
 from launcher.training.replicas import check_replicas
 from launcher.training.run import Run
 
 
 @dataclass(frozen=True)
-class ReplicaCheck:
+class ReplicaCheck(Callback):
     """Compares the ranks' replicas every `ddp.check_replicas_every_steps` steps."""
 
     name: ClassVar[str] = "replica_check"
@@ -20,6 +21,6 @@ class ReplicaCheck:
     run: Run
     course: Course
 
-    def after_launch(self, position: Position, result: StepResult) -> None:
+    def on_step_launched(self, position: Position, result: StepResult) -> None:
         if self.course.checks_after(position.step):
             check_replicas(self.run.stepper, self.run.average)

@@ -10,14 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from launcher.engine import StepReport, StepResult
+from launcher.engine import StepReport
 from launcher.engine.precision.fp32_modules import kind_of
+from launcher.training.callback import Callback
 from launcher.training.progress import Position
 from launcher.training.rerun import DivergenceInspector
 from launcher.training.run import Run
 
 
-class Rescue:
+class Rescue(Callback):
     """Computes in fp32 in the modules of the run's earlier rescues, and in those of new ones.
 
     New ones only where `precision.fp32_fallback` is set, and the arithmetic is half; those of the run so far
@@ -28,27 +29,23 @@ class Rescue:
 
     def __init__(self, run: Run, searcher: DivergenceInspector) -> None:
         self.latest = 0  # the step that has led to the latest rescue of this process
-        self.silent = not (run.config.precision.fp32_fallback and run.stepper.policy.arithmetic.itemsize < 4)
+        self.enabled = run.falls_back_to_fp32
         self._run = run
         self._searcher = searcher
         self._limit = run.config.precision.max_fp32_fallbacks
         self._rescued: list[list[str]] = []  # by rescue: patterns of modules now in fp32
 
-    def state(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         return {"rescued": [list(patterns) for patterns in self._rescued]}
 
-    def load_state(self, values: dict[str, Any]) -> None:
+    def load_state_dict(self, values: dict[str, Any]) -> None:
         self._rescued = values["rescued"]
         for patterns in self._rescued:
             self._run.stepper.compute_in_fp32(patterns)
         if self._rescued:
             self._record()
 
-    def after_launch(self, position: Position, result: StepResult) -> None:
-        """Have the step read before the next one, which may be the first of the rescued modules."""
-        self._run.reports.flush()
-
-    def after_step(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
         """Have further modules compute in fp32. A collective where the losses were not finite."""
         if not report.bad_losses or self._searcher.broken_weights():
             return

@@ -5,13 +5,14 @@ from __future__ import annotations
 from launcher.engine import StepReport
 from launcher.errors import counted
 from launcher.telemetry.events import OverflowEvent
+from launcher.training.callback import Callback
 from launcher.training.parts.rescue import Rescue
 from launcher.training.progress import Position
 from launcher.training.run import Run
 from launcher.training.warning_log import Occurrences
 
 
-class SkippedSteps:
+class SkippedSteps(Callback):
     """Emits an event per skipped step. A bad loss that led to a rescue, just before, needs no warning."""
 
     name = "skipped_steps"
@@ -21,7 +22,7 @@ class SkippedSteps:
         self._rescue = rescue
         self._bad_loss_steps = Occurrences()
 
-    def after_step(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
         if not report.skipped:
             return
         self._telemetry.emit(

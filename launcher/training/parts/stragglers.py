@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from launcher.engine import StepReport
 from launcher.engine.step_timer import DATA, WIRE
 from launcher.telemetry.events import StragglerEvent
+from launcher.training.callback import Callback
 from launcher.training.progress import Position
 from launcher.training.run import Run
 from launcher.training.step_times import StepTimes
@@ -26,7 +27,7 @@ LATE_SHARE = 0.25  # of a step: less is worth no look at another machine
 LATE_MS = 1.0  # in steps of some milliseconds a quarter is what the scheduler of one host already takes
 
 
-class Stragglers:
+class Stragglers(Callback):
     """Compares the ranks' times. All ranks call the same methods at the same steps."""
 
     name = "stragglers"
@@ -41,13 +42,13 @@ class Stragglers:
         self._received: dict[int, tuple[float, float]] = {}  # by rank: waited, and read data, in ms per step
         self._late = Occurrences()  # by rank: windows in which it was late
 
-    def vote(self, position: Position) -> None:
+    def on_step_start(self, position: Position) -> None:
         """Send this rank's times with the coming step, if it is its turn."""
         if self._done is not None and self._turn(position.step) == self._run.env.rank:
             self._run.stepper.vote(WAIT_SLOT, time_as_votes(self._done.mean_ms(WIRE)))
             self._run.stepper.vote(DATA_SLOT, time_as_votes(self._done.mean_ms(DATA)))
 
-    def after_step(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
         turn, votes = self._turn(position.step), report.votes
         if 0 <= turn < self._ranks and votes[WAIT_SLOT]:
             self._received[turn] = milliseconds_of(votes[WAIT_SLOT]), milliseconds_of(votes[DATA_SLOT])

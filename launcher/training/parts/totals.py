@@ -7,6 +7,7 @@ from typing import Any
 
 from launcher.engine import StepReport
 from launcher.run_dir.result import Result, StepTime
+from launcher.training.callback import Callback
 from launcher.training.diagnostics.host_cost import num_layers
 from launcher.training.job import Job
 from launcher.training.progress import Position
@@ -14,7 +15,7 @@ from launcher.training.step_times import StepTimes, of_the_slowest, overhead_ms
 from launcher.training.votes import samples_of
 
 
-class Totals:
+class Totals(Callback):
     """Sums over the steps of the run, and of its last process."""
 
     name = "totals"
@@ -27,7 +28,7 @@ class Totals:
         self.latest = 0  # samples of the step that was read last
         self._times = StepTimes(job.run.env.world_size, warms_up=True)
 
-    def after_step(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
         seconds = self._reports.seconds
         self.latest = samples_of(self._job.plan, position, report)
         self._samples += self.latest
@@ -35,13 +36,13 @@ class Totals:
         self._wire_bytes_per_step = report.wire_bytes
         self._times.add(seconds, report.spans_ms)
 
-    def state(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         return {"samples": self._samples, "seconds": self._seconds}
 
-    def load_state(self, values: dict[str, Any]) -> None:
+    def load_state_dict(self, values: dict[str, Any]) -> None:
         self._samples, self._seconds = values["samples"], values["seconds"]
 
-    def add_to(self, result: Result) -> Result:
+    def add_to_result(self, result: Result) -> Result:
         """A collective."""
         result = replace(
             result,

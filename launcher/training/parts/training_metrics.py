@@ -10,12 +10,13 @@ from typing import Any
 
 from launcher.engine import StepReport
 from launcher.training.answers import Answers, SinceEvaluation
+from launcher.training.callback import Callback
 from launcher.training.progress import Measured, Position
 
 HIGHER_IS_BETTER = {"loss": False, "train_loss": False, "train_accuracy": True}  # in every evaluation
 
 
-class TrainingMetrics:
+class TrainingMetrics(Callback):
     """Sums over the steps since the last evaluation."""
 
     name = "training_metrics"
@@ -25,7 +26,7 @@ class TrainingMetrics:
         self._since = SinceEvaluation()
         self._evaluated: dict[str, float] = {}  # of the last evaluation, while no step has followed it
 
-    def after_step(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
         self._evaluated = {}
         if report.count and not report.bad_losses:
             self._since.loss_sum += report.loss * report.count
@@ -39,16 +40,16 @@ class TrainingMetrics:
         self._answers.add_to(self._since)
         return self._evaluated or self._since.metrics()
 
-    def after_evaluation(self, position: Position, measured: Measured) -> None:
+    def on_eval_end(self, position: Position, measured: Measured) -> None:
         if measured.evaluations:
             self._evaluated = self._evaluated or self._since.metrics()
             self._since = SinceEvaluation()
 
-    def state(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         self._answers.add_to(self._since)
         return asdict(self._since) | {"evaluated": self._evaluated}
 
-    def load_state(self, values: dict[str, Any]) -> None:
+    def load_state_dict(self, values: dict[str, Any]) -> None:
         since = dict(values)
         self._evaluated = since.pop("evaluated", {})
         self._since = SinceEvaluation(**since)

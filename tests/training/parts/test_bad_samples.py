@@ -23,7 +23,7 @@ def part_of(max_bad_samples: int, saved: str | None = None) -> tuple[BadSamples,
     data = replace(run.config.data, max_bad_samples=max_bad_samples)
     part = BadSamples(replace(run, config=replace(run.config, data=data)))
     if saved is not None:
-        part.load_state(json.loads(saved))
+        part.load_state_dict(json.loads(saved))
     return part, recorder
 
 
@@ -31,7 +31,7 @@ def take(part: BadSamples, step: int, bad: int) -> None:
     """Step `step` of epochs of 4 steps, counted from 1."""
     votes = [0] * len(CLEAN.votes)
     votes[Question.BAD_SAMPLES] = bad
-    part.after_step(Position(*divmod(step - 1, 4), step), replace(CLEAN, votes=tuple(votes)))
+    part.on_step_metrics(Position(*divmod(step - 1, 4), step), replace(CLEAN, votes=tuple(votes)))
 
 
 def test_a_sample_that_cannot_be_read_is_left_out_in_each_epoch() -> None:
@@ -49,7 +49,7 @@ def test_one_sample_too_many_within_an_epoch_ends_the_run(resumed) -> None:
     take(part, 1, 3)
     take(part, 6, 2)
     if resumed:
-        part, _ = part_of(3, json.dumps(part.state()))
+        part, _ = part_of(3, json.dumps(part.state_dict()))
     take(part, 7, 1)
     with pytest.raises(
         DataError, match=r"^4 training samples of epoch 2 .* more than data.max_bad_samples=3"

@@ -41,7 +41,7 @@ def checked(
     """The check after these steps of a run."""
     check = DivergenceCheck(limits, inspector or Inspector(), lambda: counters or {})
     for step, report in enumerate(reports, 1):
-        check.after_step(Position(0, step - 1, step), report)
+        check.on_step_metrics(Position(0, step - 1, step), report)
     return check
 
 
@@ -125,16 +125,20 @@ def test_the_advice_at_the_floor_is_about_the_scale_that_there_is(mode, least, w
 def test_a_run_that_ends_with_nothing_to_show_for_it_is_refused(counters, held_out_loss, words) -> None:
     check = checked([replace(CLEAN, scale=512.0)], counters=counters)
     with pytest.raises(DivergedError, match=words):
-        check.at_end(Position(0, 2, 3), Measured(loss=held_out_loss))
+        check.on_train_end(Position(0, 2, 3), Measured(loss=held_out_loss))
 
 
 def test_the_end_of_a_run_resumed_after_its_last_step_has_no_step_to_name() -> None:
     with pytest.raises(DivergedError, match=r"none of 3 steps was applied.*more steps\.$"):
-        checked([], counters={"bad_losses": 0, "applied": 0}).at_end(Position(0, 2, 3), Measured(loss=1.0))
+        checked([], counters={"bad_losses": 0, "applied": 0}).on_train_end(
+            Position(0, 2, 3), Measured(loss=1.0)
+        )
 
 
 def test_a_run_that_has_trained_may_end() -> None:
-    checked([CLEAN], counters={"bad_losses": 0, "applied": 1}).at_end(Position(0, 0, 1), Measured(loss=1.0))
+    checked([CLEAN], counters={"bad_losses": 0, "applied": 1}).on_train_end(
+        Position(0, 0, 1), Measured(loss=1.0)
+    )
 
 
 @pytest.mark.parametrize(("name", "said"), [("rescued.weight", True), ("other.weight", False)])

@@ -24,10 +24,10 @@ def stops_at(values: list[float], *, higher: bool = True, **config) -> int | Non
         for _ in range(2):  # the second time after a restart
             part = EarlyStopping(rule, None, course, Telemetry())
             if saved is not None:
-                part.load_state(json.loads(saved))
-            part.after_evaluation(course.position_of(number + 1), Measured(evaluations={"": found}))
-            saved = json.dumps(part.state())
-        if part.ends:
+                part.load_state_dict(json.loads(saved))
+            part.on_eval_end(course.position_of(number + 1), Measured(evaluations={"": found}))
+            saved = json.dumps(part.state_dict())
+        if part.stop_reason:
             return number
     return None
 

@@ -50,7 +50,7 @@ def test_a_tie_stays_one_after_a_resume() -> None:
     """The first of two equal evaluations is kept: a resumed run evaluates its last step again."""
     before, resumed = evaluator_of(), evaluator_of()
     before.is_best(MonitoredMetric("accuracy", 0.9, lower_is_better=False), 1)
-    resumed.load_state(json.loads(json.dumps(before.state())))
+    resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert not resumed.is_best(MonitoredMetric("accuracy", 0.9, lower_is_better=False), 1)
     assert resumed.best == before.best
     assert resumed.best_step == before.best_step == 1

@@ -15,7 +15,7 @@ from launcher.telemetry import Telemetry
 from launcher.telemetry.events import Event, record_of
 from launcher.telemetry.stream import Sink
 from launcher.telemetry.tracker.rows import media_of, row_of
-from launcher.training.moments import Parts
+from launcher.training.callback import Callback, CallbackList
 from launcher.training.parts.divergence import DivergenceCheck
 from launcher.training.parts.first_step import FirstStep
 from launcher.training.parts.gradient_stats import GradientStats
@@ -23,7 +23,7 @@ from launcher.training.parts.log import Log
 from launcher.training.parts.rescue import Rescue
 from launcher.training.parts.skipped_steps import SkippedSteps
 from launcher.training.parts.totals import Totals
-from launcher.training.progress import Course, Position
+from launcher.training.progress import Position
 from launcher.training.run import Run
 from launcher.training.votes import Question
 from tests.training.reports import CLEAN, LIMITS, OVERFLOW
@@ -88,23 +88,27 @@ def parts_of(
     every: int = 2,
     gradients_every: int | None = None,
     first_step_done: Callable[[], None] | None = None,
+    starts: bool = False,
 ) -> Run:
-    """A run whose parts have seen these steps."""
+    """A run whose callbacks have seen these steps, of which the first is the process's if it `starts`."""
     run = run_alone(Telemetry([recorder]), LIMITS, every)
     rescue = Rescue(run, cast(Any, Searcher()))
-    parts: list[object] = [run.reports, rescue, SkippedSteps(run, rescue)]
+    parts: list[Callback] = [rescue, SkippedSteps(run, rescue)]
     if gradients_every:
         stats = GradientStats(run, gradients_every)
         stats._gradients = lambda: GRADIENTS
         parts.append(stats)
     parts.append(DivergenceCheck(LIMITS, Inspector(), run.stepper.counters))
-    parts += [totals := Totals(cast(Any, SimpleNamespace(run=run, plan=PLAN))), Log(run, totals)]
+    parts += [totals := Totals(cast(Any, SimpleNamespace(run=run, plan=PLAN))), (log := Log(run, totals))]
     if first_step_done is not None:
-        parts.append(FirstStep(run, first_step_done))
-    course = Course(100, 100, 1)
-    moments = Parts(course, run.reports, parts)
+        parts.append(FirstStep(first_step_done))
+    if not starts:
+        run.reports._is_first, log._last = False, Position(0, 0, 0)
+    callbacks = run.reports.callbacks = CallbackList(parts)
     for step, report in enumerate(reports, 1):
-        moments.after_launch(Position(0, step - 1, step), cast(Any, Ready(report)))
+        position, result = Position(0, step - 1, step), cast(Any, Ready(report))
+        callbacks.on_step_launched(position, result)
+        run.reports.push(position, result)
     return run
 
 
@@ -115,9 +119,10 @@ def test_a_step_is_reported_one_step_late(recorder) -> None:
     assert [event["step"] for event in recorder.of("step")] == [2, 4]
 
 
-def test_the_first_step_is_reported_at_once_where_somebody_waits_for_it(recorder) -> None:
+def test_the_first_step_of_a_process_is_reported_at_once(recorder) -> None:
     done: list[int] = []
-    parts_of(recorder, [CLEAN] * 4, first_step_done=lambda: done.append(len(recorder.of("step"))))
+    first = lambda: done.append(len(recorder.of("step")))  # noqa: E731
+    parts_of(recorder, [CLEAN] * 4, first_step_done=first, starts=True)
     assert done == [1]
     assert [event["step"] for event in recorder.of("step")] == [1, 2]
 
@@ -145,10 +150,10 @@ def test_the_totals_of_a_run_are_those_of_all_its_steps(recorder) -> None:
     before, after = (Totals(cast(Any, SimpleNamespace(run=run, plan=PLAN))) for _ in range(2))
     run.reports.seconds = 0.5
     for step in (98, 99):  # the last of an epoch is smaller
-        before.after_step(Position(0, step, step + 1), CLEAN)
-    after.load_state(before.state())
-    after.after_step(Position(1, 0, 101), CLEAN)
-    assert after.state() == {"samples": 8 + 5 + 8, "seconds": 1.5}
+        before.on_step_metrics(Position(0, step, step + 1), CLEAN)
+    after.load_state_dict(before.state_dict())
+    after.on_step_metrics(Position(1, 0, 101), CLEAN)
+    assert after.state_dict() == {"samples": 8 + 5 + 8, "seconds": 1.5}
 
 
 @pytest.mark.parametrize("count", [1e-8, 512.0, 1e10])

@@ -42,9 +42,9 @@ def rates_of(
                 run = run_alone(Telemetry([Recorder()]), LIMITS, 1)
                 part = Plateau(run, config, cast(Any, Own()))
                 if saved is not None:
-                    part.load_state(json.loads(saved))
-            part.after_evaluation(Position(0, 0, number), found)
-            saved = json.dumps(part.state())
+                    part.load_state_dict(json.loads(saved))
+            part.on_eval_end(Position(0, 0, number), found)
+            saved = json.dumps(part.state_dict())
         rates.append(run.stepper.lr)
     return rates
 
@@ -90,4 +90,4 @@ def test_a_run_without_evaluations_is_refused() -> None:
         run_alone(Telemetry(), LIMITS, 1), ReduceLROnPlateauConfig(0.1, 1, 1e-4, None), cast(Any, Own())
     )
     with pytest.raises(ConfigError, match=r"reduce_lr_on_plateau.factor=0\.1 needs evaluations"):
-        part.check_evaluations({})
+        part.validate_metric_names({})

@@ -23,12 +23,12 @@ def test_a_plateau_continues_from_an_earlier_checkpoint(best) -> None:
     saved = {"share": 0.5, "best": best, "bad": 1, "step": 3}
     run = run_alone(Telemetry([Recorder()]), LIMITS, 1)
     part = Plateau(run, ReduceLROnPlateauConfig(0.5, 1, 1e-4, None), cast(Any, Own()))
-    part.load_state(saved)
-    assert json.loads(json.dumps(part.state())) == saved
+    part.load_state_dict(saved)
+    assert json.loads(json.dumps(part.state_dict())) == saved
 
 
 @pytest.mark.parametrize("chosen", [None, {"wish": "auto", "size": 4}])
 def test_a_micro_batch_found_continues_from_an_earlier_checkpoint(chosen) -> None:
     part = MicroBatch(cast(Any, SimpleNamespace(run=run_alone(Telemetry([Recorder()]), LIMITS, 1))))
-    part.load_state({"micro_batch": chosen})
-    assert json.loads(json.dumps(part.state())) == {"micro_batch": chosen}
+    part.load_state_dict({"micro_batch": chosen})
+    assert json.loads(json.dumps(part.state_dict())) == {"micro_batch": chosen}

@@ -53,14 +53,14 @@ def train(
     for step in range(first, first + steps):
         position = Position(0, step - 1, step)
         for rank in ranks:
-            rank.vote(position)
+            rank.on_step_start(position)
         votes = tuple(map(sum, zip(*(ballot.take() for ballot in ballots), strict=True)))
         reports = [
             replace(CLEAN, votes=(0,) * VOTES if step in dropped else votes, spans_ms=own) for own in spans
         ]
         if waiting is not None:
             for rank, report in zip(ranks, waiting[1], strict=True):
-                rank.after_step(waiting[0], report)
+                rank.on_step_metrics(waiting[0], report)
         waiting = (position, reports)
     return recorder
 

@@ -1,4 +1,4 @@
-"""The parts of a run: the same on all ranks, and what one keeps from step to step is saved or named here."""
+"""The callbacks of a run: equal on all ranks, and what one keeps from step to step is saved or named here."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from launcher.distributed.env import LaunchEnv
 from launcher.run_dir.result import Result
 from launcher.training import ends, part_list
 from launcher.training import parts as folder
+from launcher.training.callback import Callback, CallbackList
 from launcher.training.job import Job
-from launcher.training.moments import Parts
 from launcher.training.parts.early_stopping import EarlyStopping, WatchedMetric
-from launcher.training.progress import Course
+from launcher.training.progress import Course, Position
 from launcher.training.pruning import PruneCheck
-from launcher.training.reports import Reports
 from tests.configs import composed
 from tests.forked import launch_forked
 
@@ -40,7 +39,6 @@ WORDS = [
 ]
 # What a part keeps from step to step without saving it: a resumed run begins anew with it.
 OF_THIS_PROCESS = {
-    "reports": {"seconds", "_waiting", "_previous"},  # the step that is not read yet: there is none then
     "log": {"_window", "_samples", "_times", "_last"},  # the steps of a line
     "totals": {
         "latest",
@@ -65,7 +63,7 @@ from recipes.cnn import cnn
 train = worker.train
 def reported(job, *more):
     with open(f"parts{os.environ['RANK']}.json", "w") as file:
-        json.dump(job.parts.names, file)
+        json.dump(job.callbacks.names, file)
     return train(job, *more)
 worker.train = reported
 
@@ -84,7 +82,7 @@ def test_the_list_is_equal_on_all_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"parts{rank}.json").read_text()) for rank in range(2))
     assert first == second
-    assert first.index("averages") < first.index("reports") < first.index("log"), "in this order"
+    assert first.index("averages") < first.index("divergence") < first.index("log"), "in this order"
     assert {"stragglers", "early_stopping", "replica_check"} <= set(first)
     assert first[-1] == "checkpoints"
 
@@ -106,7 +104,7 @@ SHARED = {
     *(
         "Run",
         "Job",
-        "Parts",
+        "CallbackList",
         "Answers",
         "SavedRun",
         "Checkpointer",
@@ -120,28 +118,28 @@ SHARED = {
 }
 
 
-def kept(part: object) -> dict[str, Any]:
+def kept(part: Callback) -> dict[str, Any]:
     values = {name: value for name, value in vars(part).items() if type(value).__name__ not in SHARED}
     return {name: plain(value) for name, value in values.items()}
 
 
-def is_saved(part: Any, name: str, before: Any) -> bool:
+def is_saved(part: Callback, name: str, before: Any) -> bool:
     """Whether the part saves something else where this attribute is as it was before."""
-    now, state = getattr(part, name), json.dumps(part.state())
+    now, state = getattr(part, name), json.dumps(part.state_dict())
     setattr(part, name, before)
     try:
-        return json.dumps(part.state()) != state
+        return json.dumps(part.state_dict()) != state
     finally:
         setattr(part, name, now)
 
 
-def test_what_a_part_keeps_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trains in this process, and compares each part after the steps with what it was before them."""
+def test_what_a_callback_keeps_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trains in this process, and compares each callback after the steps with what it was before them."""
     lost: dict[str, set[str]] = {}
     train = worker.train
 
     def compared(job: Job, *more: Any) -> int:
-        parts = dict(zip(job.parts.names, job.parts._parts, strict=True))
+        parts = dict(zip(job.callbacks.names, job.callbacks._callbacks, strict=True))
         before = {name: kept(part) for name, part in parts.items()}
         values = {
             name: {key: copy.copy(value) for key, value in vars(part).items()} for name, part in parts.items()
@@ -150,7 +148,7 @@ def test_what_a_part_keeps_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         end = train(job, *more)
         for name, part in parts.items():
             changed = {key for key, value in kept(part).items() if before[name].get(key) != value}
-            if hasattr(part, "state"):
+            if type(part).state_dict is not Callback.state_dict:
                 changed = {key for key in changed if not is_saved(part, key, values[name][key])}
             if changed:
                 lost[name] = changed
@@ -163,52 +161,52 @@ def test_what_a_part_keeps_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     worker.run(replace(config, run=replace(config.run, dir=str(tmp_path / "run"))), LaunchEnv(), None, "job")
     unnamed = {name: found - OF_THIS_PROCESS.get(name, set()) for name, found in lost.items()}
     assert {name: found for name, found in unnamed.items() if found} == {}
-    assert {"reports", "log", "divergence"} <= lost.keys(), "the test sees what changes"
+    assert {"log", "divergence"} <= lost.keys(), "the test sees what changes"
 
 
-def test_a_part_adds_to_the_result_by_its_type() -> None:
+def test_a_callback_adds_to_the_result_by_its_type() -> None:
     """mypy sees a key that the result lacks; it does not see a part without types, or under another name."""
     modules = [import_module(f"{folder.__name__}.{each.name}") for each in iter_modules(folder.__path__)]
     classes = {each for module in modules for each in vars(module).values() if isinstance(each, type)}
     adding = [
-        each for each in classes if each.__module__.startswith(folder.__name__) and hasattr(each, "add_to")
+        each
+        for each in classes
+        if each.__module__.startswith(folder.__name__)
+        and issubclass(each, Callback)
+        and each.add_to_result is not Callback.add_to_result
     ]
     assert len(adding) >= 7, "the test finds the parts"
     for each in adding:
-        assert get_type_hints(each.add_to) == {"result": Result, "return": Result}, each
+        assert get_type_hints(each.add_to_result) == {"result": Result, "return": Result}, each
 
 
-def parts_of(*parts: object) -> Parts:
-    return Parts(course=None, reports=REPORTS, parts=parts)  # type: ignore[arg-type]
-
-
-class Counting:
-    """A part that counts, and saves its count."""
+class Counting(Callback):
+    """Counts, and saves its count."""
 
     name = "counting"
 
     def __init__(self) -> None:
         self.count = 0
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"count": self.count}
 
-    def load_state(self, values: dict[str, Any]) -> None:
+    def load_state_dict(self, values: dict[str, Any]) -> None:
         self.count = values["count"]
 
 
-def test_the_state_of_a_part_that_a_run_lacks_is_kept_for_the_next_one_that_has_it() -> None:
+def test_the_state_of_a_callback_that_a_run_lacks_is_kept_for_the_next_one_that_has_it() -> None:
     first = Counting()
     first.count = 3
-    saved = parts_of(first).state()
-    without = parts_of()
-    without.load_state(saved)
+    saved = CallbackList([first]).state_dict()
+    without = CallbackList([])
+    without.load_state_dict(saved)
     again = Counting()
-    parts_of(again).load_state(without.state())
+    CallbackList([again]).load_state_dict(without.state_dict())
     assert again.count == 3
 
 
-def test_a_part_keeps_its_state_where_its_file_and_class_are_renamed(tmp_path: Path) -> None:
+def test_a_callback_keeps_its_state_where_its_file_and_class_are_renamed(tmp_path: Path) -> None:
     """The saved keys are what a run of today looks for after its source has been tidied."""
     source = Path(inspect.getsourcefile(EarlyStopping) or "").read_text()
     (tmp_path / "patience.py").write_text(source.replace("class EarlyStopping", "class Patience"))
@@ -227,58 +225,58 @@ def test_a_part_keeps_its_state_where_its_file_and_class_are_renamed(tmp_path: P
 
     before = part_of(EarlyStopping)
     before._watched = WatchedMetric(MonitoredMetric("accuracy", 0.5), 3, 2, 5)
-    saved = json.loads(json.dumps(parts_of(before).state()))
+    saved = json.loads(json.dumps(CallbackList([before]).state_dict()))
     renamed = part_of(module.Patience)
-    parts_of(renamed).load_state(saved)
-    assert renamed.state() == before.state() != part_of(EarlyStopping).state()
+    CallbackList([renamed]).load_state_dict(saved)
+    assert renamed.state_dict() == before.state_dict() != part_of(EarlyStopping).state_dict()
 
 
-def test_a_part_without_a_name_fails() -> None:
-    class Nameless:
-        def state(self) -> dict[str, Any]:
-            return {}
+def test_a_callback_without_a_name_fails() -> None:
+    class Nameless(Callback):
+        pass
 
     with pytest.raises(AssertionError, match="Nameless has no name"):
-        parts_of(Nameless())
+        CallbackList([Nameless()])
 
 
 def test_two_parts_with_one_name_fail() -> None:
     with pytest.raises(AssertionError, match="share a name"):
-        parts_of(Counting(), Counting())
+        CallbackList([Counting(), Counting()])
 
 
-def test_a_part_whose_state_a_checkpoint_lacks_keeps_its_default() -> None:
+def test_a_callback_whose_state_a_checkpoint_lacks_keeps_its_default() -> None:
     part = Counting()
-    parts_of(part).load_state({})
+    CallbackList([part]).load_state_dict({})
     assert part.count == 0
 
 
-class Nobody:
-    readers: tuple = ()
-    log_rests: tuple = ()
+class Hooked(Callback):
+    """Records which of its hooks were called."""
+
+    name = "hooked"
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def on_step_start(self, position: Position) -> None:
+        self.called.append("start")
+
+    def on_flush(self) -> None:
+        self.called.append("flush")
 
 
-REPORTS = Nobody()
+def test_only_overridden_hooks_are_called_and_none_of_a_callback_that_is_not_enabled() -> None:
+    first, off = Hooked(), type("Off", (Hooked,), {"name": "off", "enabled": False})()
+    callbacks = CallbackList([Counting(), first, off])
+    callbacks.on_step_start(Position(0, 0, 1))
+    callbacks.on_flush()
+    callbacks.on_step_end(Position(0, 0, 1), None)
+    assert (first.called, off.called) == (["start", "flush"], [])
+    assert callbacks._on_step_start == (first.on_step_start,), "an absent hook costs nothing in a step"
 
 
-# The methods that make a part, with the names of their arguments.
-MOMENTS = {
-    "begin": ("step",),
-    "vote": ("position",),
-    "after_launch": ("position", "result"),
-    "after_step": ("position", "report"),
-    "pause": (),
-    "check_evaluations": ("evaluations",),
-    "after_evaluation": ("position", "measured"),
-    "at_end": ("position", "measured"),
-    "end_step": ("position", "measured"),
-    "state": (),
-    "load_state": ("values",),
-    "add_to": ("result",),
-}
-# Those for callers that know the part.
+# Methods for callers that know the callback.
 OFFERED = {
-    "Reports": {"flush", "drain", "restart_timer"},
     "PruneCheck": {"asked"},
     "Evaluator": {"after", "evaluate", "is_best", "rehearse"},
     "InitialWeights": {"check"},
@@ -287,47 +285,34 @@ OFFERED = {
 }
 
 
+HOOKS = dict(inspect.getmembers(Callback, inspect.isfunction))
+
+
 def mistakes_of(kind: type) -> list[str]:
-    """The methods of a part that are neither moments nor offered, or take other arguments than a moment."""
+    """The public methods that override none of the base class, or have other arguments."""
     found = []
     for name, method in inspect.getmembers(kind, inspect.isfunction):
-        takes = tuple(inspect.signature(method).parameters)[1:]
-        if name in MOMENTS and takes != MOMENTS[name]:
-            found.append(
-                f"{kind.__name__}.{name} takes {takes}: as a moment of a run it takes {MOMENTS[name]}"
-            )
-        if name not in MOMENTS and not name.startswith("_") and name not in OFFERED.get(kind.__name__, ()):
-            found.append(f"{kind.__name__}.{name} is no moment of a run")
+        takes = tuple(inspect.signature(method).parameters)
+        if name in HOOKS and takes != (needed := tuple(inspect.signature(HOOKS[name]).parameters)):
+            found.append(f"{kind.__name__}.{name} takes {takes}: as a hook it takes {needed}")
+        if name not in HOOKS and not name.startswith("_") and name not in OFFERED.get(kind.__name__, ()):
+            found.append(f"{kind.__name__}.{name} overrides nothing")
     return found
 
 
-def test_the_parts_have_no_other_methods_than_the_moments() -> None:
-    """A misspelt moment would never be called, and a helper with the name of one would be."""
-    imported = [each for each in vars(part_list).values() if isinstance(each, type)]
-    kinds = [each for each in imported if each.__module__.startswith(folder.__name__)]
-    assert len(kinds) >= 20, "the test finds the parts"
+def test_callbacks_have_no_other_methods_than_the_hooks() -> None:
+    """A misspelt hook would never be called."""
+    kinds = [
+        each for each in vars(part_list).values() if isinstance(each, type) and issubclass(each, Callback)
+    ]
+    kinds.remove(Callback)
+    assert len(kinds) >= 19, "the test finds the callbacks"
     assert {"Log", "Checkpoints"} <= {kind.__name__ for kind in kinds}
-    assert [text for kind in (*kinds, Reports, PruneCheck) for text in mistakes_of(kind)] == []
+    assert [text for kind in (*kinds, PruneCheck) for text in mistakes_of(kind)] == []
 
 
-def part_with(name: str, *arguments: str) -> type:
-    """A part with one method."""
-    scope: dict[str, Any] = {}
-    exec(f"def {name}({', '.join(('self', *arguments))}): ...", scope)
-    return type("Mine", (), {name: scope[name]})
-
-
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [
-        (part_with("result"), ["Mine.result is no moment of a run"]),
-        (
-            part_with("pause", "seconds"),
-            ["Mine.pause takes ('seconds',): as a moment of a run it takes ()"],
-        ),
-        (part_with("vote"), ["Mine.vote takes (): as a moment of a run it takes ('position',)"]),
-        (part_with("_pause", "seconds"), []),
-    ],
-)
-def test_another_method_than_a_moment_is_found(part: type, words: list[str]) -> None:
-    assert mistakes_of(part) == words
+def test_a_misspelt_hook_is_found() -> None:
+    mine = type("Mine", (Callback,), {"on_step_ends": lambda self, position: None})
+    assert mistakes_of(mine) == ["Mine.on_step_ends overrides nothing"]
+    mine = type("Mine", (Callback,), {"on_flush": lambda self, seconds: None})
+    assert mistakes_of(mine) == ["Mine.on_flush takes ('self', 'seconds'): as a hook it takes ('self',)"]
