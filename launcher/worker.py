@@ -36,25 +36,25 @@ from launcher.run_dir.records import logs_of_failure, rank_log
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.gpu import measure_gpus
 from launcher.telemetry.tracker.registry import refuse_unknown
-from launcher.training import after_evaluation, device, ends, sanity_check
-from launcher.training.answers import Answers
-from launcher.training.diagnostics.host_cost import host_ms_per_layer
-from launcher.training.failures import rank_failure
-from launcher.training.failures.recipe_errors import guarded, guarding
-from launcher.training.job import Job
-from launcher.training.loop import train
-from launcher.training.part_list import build_callbacks
-from launcher.training.parts.checkpoints import Checkpoints
-from launcher.training.parts.evaluation import Evaluator
-from launcher.training.parts.initial_weights import InitialWeights, Loaded, load_weights
-from launcher.training.parts.micro_batch import MicroBatch
-from launcher.training.progress import Course, Start
-from launcher.training.resume import SavedRun
-from launcher.training.run import Run
-from launcher.training.setup import build, compilation, data_check
-from launcher.training.setup.memory_format import choose_memory_format
-from launcher.training.task import Task
-from launcher.training.warning_log import warnings_logged
+from launcher.trainer import after_evaluation, device, ends, sanity_check
+from launcher.trainer.answers import Answers
+from launcher.trainer.builders import build, compilation, data_check
+from launcher.trainer.builders.memory_format import choose_memory_format
+from launcher.trainer.callbacks.checkpoints import Checkpoints
+from launcher.trainer.callbacks.evaluation import Evaluator
+from launcher.trainer.callbacks.initial_weights import InitialWeights, Loaded, load_weights
+from launcher.trainer.callbacks.micro_batch import MicroBatch
+from launcher.trainer.diagnostics.host_cost import host_ms_per_layer
+from launcher.trainer.errors import rank_failure
+from launcher.trainer.errors.recipe_errors import guarded, guarding
+from launcher.trainer.job import Job
+from launcher.trainer.loop import train
+from launcher.trainer.part_list import build_callbacks
+from launcher.trainer.progress import Course, Start
+from launcher.trainer.resume import SavedRun
+from launcher.trainer.run import Run
+from launcher.trainer.task import Task
+from launcher.trainer.warning_log import warnings_logged
 
 if TYPE_CHECKING:
     import torch.distributed as dist

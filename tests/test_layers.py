@@ -23,7 +23,7 @@ LAYERS = (
     {"recipe"},
     {"checkpoint", "report"},
     {"evaluation"},
-    {"training"},
+    {"trainer"},
     {"worker"},
     {"supervisor", "sweep", "plan"},
     {"commands"},
@@ -43,17 +43,17 @@ ENGINE_LAYERS = (
     {"ema"},
     {"__init__"},
 )
-TRAINING_LAYERS = (
+TRAINER_LAYERS = (
     {"votes", "progress", "warning_log", "uncompiled"},
-    {"device", "diagnostics", "answers"},
-    {"step_times", "replicas", "failures"},
+    {"device", "answers"},
+    {"step_times", "replicas", "errors"},
     {"callback"},
     {"pruning", "reports"},
     {"run"},
-    {"job", "after_evaluation", "rerun"},
-    {"setup"},
+    {"job", "after_evaluation", "diagnostics"},
+    {"builders"},
     {"resume"},
-    {"parts"},
+    {"callbacks"},
     {"part_list", "task", "ends"},
     {"loop", "sanity_check"},
     {"__init__"},
@@ -125,7 +125,7 @@ OF_ENGINE = [file for file in FILES if file.is_relative_to(ROOT / "launcher" / "
 CORE_OF_DATA = [
     file for file in sorted((ROOT / "launcher" / "data").glob("*.py")) if file.name != "__init__.py"
 ]
-OF_TRAINING = [file for file in FILES if file.is_relative_to(ROOT / "launcher" / "training")]
+OF_TRAINER = [file for file in FILES if file.is_relative_to(ROOT / "launcher" / "trainer")]
 
 
 def room_of(file: Path, house: Path) -> str:
@@ -152,7 +152,7 @@ def layer_of(room: str, layers: tuple[set[str], ...]) -> int:
 HOUSES = [
     *((file, ROOT / "launcher", LAYERS) for file in FILES),
     *((file, ROOT / "launcher" / "engine", ENGINE_LAYERS) for file in OF_ENGINE),
-    *((file, ROOT / "launcher" / "training", TRAINING_LAYERS) for file in OF_TRAINING),
+    *((file, ROOT / "launcher" / "trainer", TRAINER_LAYERS) for file in OF_TRAINER),
 ]
 
 
@@ -167,7 +167,7 @@ def test_a_room_imports_only_from_its_left(file: Path, house: Path, layers: tupl
     [
         (ROOT / "launcher", LAYERS),
         (ROOT / "launcher" / "engine", ENGINE_LAYERS),
-        (ROOT / "launcher" / "training", TRAINING_LAYERS),
+        (ROOT / "launcher" / "trainer", TRAINER_LAYERS),
     ],
 )
 def test_every_room_has_a_layer_and_no_layer_a_circle(house: Path, layers: tuple[set[str], ...]) -> None:

@@ -27,8 +27,8 @@ from launcher.engine import AdamW, Policy, Stepper, Wire
 from launcher.engine.limits import VOTES
 from launcher.errors import DivergedError
 from launcher.recipe import load_recipe
-from launcher.training import ends
-from launcher.training.setup import build
+from launcher.trainer import ends
+from launcher.trainer.builders import build
 from tests.configs import composed
 from tests.meta_device import META, MetaDevice, fake_group
 from tests.models import conv_net

@@ -21,8 +21,8 @@ from launcher.engine import UnusableError
 from launcher.errors import ConfigError, LauncherError, first_line
 from launcher.plan.memory import LOG, PlannedRank, PlannedTask, StepMemory, rank_on
 from launcher.plan.meta import META
-from launcher.training.failures.recipe_errors import guarding
-from launcher.training.setup import build
+from launcher.trainer.builders import build
+from launcher.trainer.errors.recipe_errors import guarding
 
 GIB = 2**30
 # GiB that torch reports as a device's total, which is less than on the label.

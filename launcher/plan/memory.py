@@ -27,9 +27,9 @@ from launcher.engine.optim.update import CHUNK as UPDATED_AT_ONCE
 from launcher.plan.meta import META, AllocationTracker, Arithmetic, OnMeta
 from launcher.recipe.contract import Recipe, loss_of
 from launcher.recipe.registry import load_recipe
-from launcher.training.failures.recipe_errors import guarding
-from launcher.training.progress import Course
-from launcher.training.setup import build
+from launcher.trainer.builders import build
+from launcher.trainer.errors.recipe_errors import guarding
+from launcher.trainer.progress import Course
 
 LOG = "the log of a run"  # where a traceback is that is not shown here
 PASSES = 2  # of a step at most: the second adds to the sums of the first

@@ -12,8 +12,8 @@ from typing import Any
 
 from launcher.engine import StepResult
 from launcher.process.lifetime import ENDS_WITH_STARTER
-from launcher.training.progress import Position
-from launcher.training.task import Task
+from launcher.trainer.progress import Position
+from launcher.trainer.task import Task
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from launcher.engine import SGD, Policy, Stepper, StepResult
 from launcher.engine.step_timer import DATA, Mark
-from launcher.training.step_times import StepTimes, parts_of
+from launcher.trainer.step_times import StepTimes, parts_of
 from scripts.bench.interleaved import Goal, Times, goal_table, interleave, median_interval, row_of, write
 
 STEP_MS = 5.0

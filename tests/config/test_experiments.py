@@ -13,7 +13,7 @@ from launcher.config.resolve import compose_jobs, space_of, with_experiment
 from launcher.errors import ConfigError
 from tests.golden import Message
 from tests.test_end_to_end import launch
-from tests.training.test_sync_bn_option import RECIPE, SMALL
+from tests.trainer.test_sync_bn_option import RECIPE, SMALL
 
 EXPERIMENTS = group_choices(conf_dir())["experiment"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.training.setup.decisions import _length
+from launcher.trainer.builders.decisions import _length
 from tests.configs import composed
 
 

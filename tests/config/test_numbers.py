@@ -13,7 +13,7 @@ import torch
 from launcher.config.schema import rules
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError, Wire
 from launcher.engine.limits import VOTES
-from launcher.training.setup import build
+from launcher.trainer.builders import build
 from tests.models import loss_sum, mlp
 
 NAN, INF = math.nan, math.inf

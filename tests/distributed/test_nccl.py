@@ -15,7 +15,7 @@ from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import exit_record, is_secondary
 from launcher.distributed.process_group import join
 from launcher.errors import PreflightError, UnexpectedError
-from launcher.training.failures.rank_failure import failure_of
+from launcher.trainer.errors.rank_failure import failure_of
 
 ALL_HERE, ONE_OF_TWO_HOSTS = LaunchEnv(1, 2, 1, 2, launched=True), LaunchEnv(1, 2, 0, 1, launched=True)
 

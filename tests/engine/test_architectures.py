@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Scaling, Stepper
 from launcher.engine.precision.fp32_modules import kind_of
-from launcher.training.diagnostics.nonfinite import diagnose
+from launcher.trainer.diagnostics.nonfinite import diagnose
 from tests import architectures
 from tests.ranks.harness import run_ranks
 

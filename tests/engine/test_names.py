@@ -8,7 +8,7 @@ from torch import nn
 
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, UnusableError
 from launcher.engine.names import named_buffers, named_modules, named_parameters, plain_name
-from launcher.training.diagnostics.nonfinite import diagnose, diagnose_backward
+from launcher.trainer.diagnostics.nonfinite import diagnose, diagnose_backward
 from tests.engine.observe import state_digest, train
 from tests.models import conv_net, features
 

@@ -23,7 +23,7 @@ from launcher.evaluation.evaluate import Evaluation, Pass, rehearse
 from launcher.evaluation.measuring import MetricValues
 from launcher.metrics import Classification
 from launcher.recipe import Loss, Recipe, cross_entropy
-from launcher.training.failures.recipe_errors import guarding
+from launcher.trainer.errors.recipe_errors import guarding
 
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
 DATA = TensorData({"image": torch.randn(20, 4), "label": torch.arange(20) % 3})

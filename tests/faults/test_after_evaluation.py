@@ -13,7 +13,7 @@ from PIL import Image
 from launcher.errors import RecipeError
 from launcher.telemetry.tracker import Picture, Text
 from launcher.telemetry.tracker.rows import media_of, row_of
-from launcher.training.after_evaluation import sorted_by_kind
+from launcher.trainer.after_evaluation import sorted_by_kind
 from tests.faults.launching import Ended, run
 
 pytestmark = pytest.mark.timeout(90)

@@ -21,8 +21,8 @@ from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError
 from launcher.evaluation.evaluate import Pass, evaluate
 from launcher.recipe import Recipe, cross_entropy
-from launcher.training.setup.data_check import compare_data, refuse_other_data
-from launcher.training.setup.data_check import fingerprint as fingerprint_of
+from launcher.trainer.builders.data_check import compare_data, refuse_other_data
+from launcher.trainer.builders.data_check import fingerprint as fingerprint_of
 from tests.faults.launching import run
 from tests.faults.parent import Parent, write_recipe
 from tests.ranks.harness import run_ranks

@@ -36,7 +36,7 @@ VIEW, FLATTEN = "hidden.view(-1, 4 * 6 * 6)", "hidden.flatten(1)"
 
 def prefer_channels_last() -> None:
     """As on CUDA: there is none here, and the rest of the choice is the same."""
-    from launcher.training.setup import memory_format
+    from launcher.trainer.builders import memory_format
 
     memory_format.FASTER_ON = ("cpu",)
 

@@ -114,7 +114,7 @@ def test_an_unexpected_error_of_a_recipe_is_told_with_its_line(tmp_path: Path) -
 
 
 def test_an_unexpected_error_of_our_own_is_told_with_its_traceback(tmp_path: Path) -> None:
-    write_recipe(tmp_path, "from launcher.training import task\nif RANK == 0:\n    task.Task.train_on = None")
+    write_recipe(tmp_path, "from launcher.trainer import task\nif RANK == 0:\n    task.Task.train_on = None")
     with Parent(tmp_path, LONG) as parent:
         assert parent.end() == 1
         trace = parent.stderr.partition("error: ")[0].splitlines()
@@ -124,7 +124,7 @@ def test_an_unexpected_error_of_our_own_is_told_with_its_traceback(tmp_path: Pat
         ]
         assert not any("supervisor/" in line or "worker.py" in line for line in trace)
         assert error_of(parent).startswith("error: rank 0 failed: unexpected error at ")
-        assert "launcher/training/loop.py:" in error_of(parent)
+        assert "launcher/trainer/loop.py:" in error_of(parent)
         assert ", in train: TypeError: 'NoneType' object is not callable. The full" in error_of(parent)
         assert "worker.py" in (parent.run_dir / "logs" / "rank0.log").read_text()
         assert_written_down(parent, 1)
@@ -150,7 +150,7 @@ def test_the_steps_that_were_done_are_counted(tmp_path: Path, nproc) -> None:
 
 
 def slow_end() -> None:
-    from launcher.training import ends
+    from launcher.trainer import ends
 
     write = ends.write_files
 

@@ -47,7 +47,7 @@ def assert_each_step_once(ended: Ended) -> None:
 
 
 def kill_before_the_result() -> None:
-    from launcher.training import ends
+    from launcher.trainer import ends
 
     ends.result_of = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
 
@@ -65,7 +65,7 @@ def kill_in_a_rewrite_of_status() -> None:
 
 
 def kill_after_the_result() -> None:
-    from launcher.training import ends
+    from launcher.trainer import ends
 
     write_files = ends.write_files
 

@@ -126,7 +126,7 @@ def test_a_data_set_that_no_forked_process_can_read_is_read_in_the_training_proc
 
 
 def leave_out_trials() -> None:
-    from launcher.training import after_evaluation, sanity_check
+    from launcher.trainer import after_evaluation, sanity_check
 
     after_evaluation.rehearse = lambda job, step: None
     sanity_check.try_smallest_batch = lambda job, task: None

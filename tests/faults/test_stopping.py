@@ -122,7 +122,7 @@ def test_a_stop_in_the_last_step_leaves_its_evaluation_to_the_next_start(tmp_pat
 
 
 def signal_in_the_result() -> None:
-    from launcher.training import ends
+    from launcher.trainer import ends
 
     result_of = ends.result_of
 

@@ -14,8 +14,8 @@ from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
 from launcher.engine.optim.update import DEVICE_CHUNK, StepScalars, Updater
 from launcher.engine.params.flat_params import Piece
-from launcher.training.diagnostics.exponents import ExponentCounter
-from launcher.training.diagnostics.nonfinite import diagnose
+from launcher.trainer.diagnostics.exponents import ExponentCounter
+from launcher.trainer.diagnostics.nonfinite import diagnose
 from scripts.bench.baselines import Setup, raw
 from scripts.bench.gpu_road import profiled, resnet_steps
 from tests.configs import composed

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
-from launcher.training.setup.sync_batchnorm import synchronised
+from launcher.trainer.builders.sync_batchnorm import synchronised
 from tests.models import features, loss_sum
 from tests.ranks.harness import run_ranks
 

@@ -48,7 +48,7 @@ def forkserver() -> ForkServerContext:
 
 def leave_out_pictures() -> None:
     """In a process that runs the launcher: no plots and no report, which cost more than its short run."""
-    from launcher.training import ends
+    from launcher.trainer import ends
 
     ends.write_page = lambda run_dir, telemetry: None
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, UnusableError, Wire
-from launcher.training.diagnostics.exponents import ExponentCounter, GradientStatistics
+from launcher.trainer.diagnostics.exponents import ExponentCounter, GradientStatistics
 from tests.engine.observe import train
 from tests.models import Planted, mlp
 from tests.ranks.harness import run_ranks

@@ -15,8 +15,8 @@ from launcher.data.tensors import Batch, DeviceBatches, TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
 from launcher.recipe import Loss
-from launcher.training.progress import Position
-from launcher.training.rerun import DivergenceInspector
+from launcher.trainer.diagnostics.nonfinite_inspector import DivergenceInspector
+from launcher.trainer.progress import Position
 from tests.engine.observe import state_digest
 from tests.models import conv_net, features
 from tests.ranks.harness import run_ranks

@@ -4,7 +4,7 @@ from launcher.config.optimizers import OwnOptimConfig
 from launcher.engine import UnusableError
 from launcher.errors import ConfigError, DataError
 from launcher.recipe import registry_of
-from launcher.training.setup.build import build_optimizer
+from launcher.trainer.builders.build import build_optimizer
 from tests.configs import composed
 from tests.recipe.own import OWN_RECIPE, OWN_SCHEDULE, written
 

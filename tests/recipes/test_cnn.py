@@ -8,7 +8,7 @@ import torch
 from launcher.errors import ConfigError
 from launcher.recipe import load_recipe, registry_of
 from launcher.telemetry.event_log import read_events
-from launcher.training.setup.build import rates_of
+from launcher.trainer.builders.build import rates_of
 from tests.configs import composed
 from tests.forked import launch_forked
 

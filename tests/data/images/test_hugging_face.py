@@ -16,7 +16,7 @@ from launcher.data.indexed import IndexedData
 from launcher.data.loader import Loading
 from launcher.errors import ConfigError, DataError
 from launcher.recipe import Recipe
-from launcher.training.setup.data_check import fingerprint
+from launcher.trainer.builders.data_check import fingerprint
 from tests.data.images.photographs import data_config
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -18,7 +18,7 @@ from launcher.checkpoint.host_memory import PinnedStagingBuffer
 from launcher.checkpoint.snapshot import RunExtras, RunIdentity, SavedWith, TrainProgress, stage
 from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine import AdamW, Policy, Scaling, Stepper, WeightAverage, Wire
-from launcher.training.replicas import ema_sha256, weights_sha256
+from launcher.trainer.replicas import ema_sha256, weights_sha256
 from tests.configs import composed
 from tests.engine.observe import state_digest, train
 from tests.meta_device import META, MetaDevice, fake_group

@@ -1,0 +1,171 @@
+"""What a recipe shows after an evaluation: texts, numbers and pictures, made on rank 0.
+
+Owns the call of `Recipe.after_evaluation`, the wait of the other ranks, and the files of the pictures. The
+function cannot change the run: changed weights are an error, and what it draws is drawn by nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from launcher.data.seeding import derive_seed, seed_all
+from launcher.distributed.collectives import of_leader
+from launcher.engine.names import named_buffers, named_parameters
+from launcher.errors import ConfigError, RecipeError
+from launcher.evaluation.evaluate import evaluating, unchanged
+from launcher.run_dir.atomic import encodable, make_folder, write_content
+from launcher.run_dir.records import PICTURES
+from launcher.telemetry.events import AfterEvaluationEvent
+from launcher.trainer.errors.recipe_errors import found_in_trial, guarding
+from launcher.trainer.job import Job
+from launcher.trainer.progress import Position
+from launcher.trainer.replicas import checksums
+from launcher.trainer.run import Run
+
+TRIAL = "trying the evaluation"  # the phase of a call before the first step
+MAX_STEM_BYTES = 150  # a file name has room for 255, with the step
+
+
+def show(job: Job, position: Position) -> None:
+    """Report what the recipe's function returns, which rank 0 calls while the others wait.
+
+    Does nothing without one. A collective; raises on all ranks alike.
+    """
+    if job.recipe.after_evaluation is not None:
+        _call_while_others_wait(job, partial(_call_and_report, job, position), "evaluation")
+
+
+def rehearse(job: Job, step: int) -> None:
+    """Call the recipe's function before the first step, which comes after `step`, for its mistakes alone.
+
+    It gets the position of the next evaluation; nothing is reported or written. A collective, as `show`.
+    """
+    if job.recipe.after_evaluation is None or not job.data.validation:
+        return
+    position = job.course.position_of(job.course.next_evaluation(step))
+
+    def call() -> bytes:
+        with guarding("what the recipe's after_evaluation returned", job.run.logs_of_failure):
+            sorted_by_kind(_call(job, position))
+        return b""
+
+    with found_in_trial("after_evaluation"), unchanged(job.model):
+        _call_while_others_wait(job, call, TRIAL)
+
+
+def _call_while_others_wait(job: Job, call: Callable[[], bytes], phase: str) -> None:
+    """Call it on rank 0. Raises its LauncherError on all ranks."""
+    job.run.heartbeat.beat(phase)
+    of_leader(job.run.env, call)
+
+
+def _call_and_report(job: Job, position: Position) -> bytes:
+    found, step, epoch = _call(job, position), position.step, position.epoch
+    with guarding("what the recipe's after_evaluation returned", job.run.logs_of_failure):
+        texts, numbers, pictures = sorted_by_kind(found)
+        files = _written(job.run, pictures, step)
+        job.run.telemetry.emit(
+            AfterEvaluationEvent(step, epoch=epoch, texts=texts, numbers=numbers, pictures=files)
+        )
+    return b""
+
+
+def _call(job: Job, position: Position) -> object:
+    """What the function returns. The other ranks wait for as long as it takes."""
+    assert job.recipe.after_evaluation is not None
+    run, model = job.run, job.model
+    before = _digests(model)
+    # By the step, so that a resumed run shows the same.
+    seed_all(derive_seed(run.config.seed, position.step, "after_evaluation"), run.env.device)
+    with evaluating(model), torch.no_grad(), run.stepper.forward(), run.heartbeat.in_user_code():
+        found = job.recipe.after_evaluation(model, position)
+    if _digests(model) != before:
+        raise ConfigError(
+            "the recipe's after_evaluation has changed weights or buffers of the model, on rank 0 alone. "
+            "It may only read them: work on a copy.deepcopy of the model."
+        )
+    return found
+
+
+def _written(run: Run, pictures: Mapping[str, bytes], step: int) -> dict[str, str]:
+    """The paths of the pictures' files. One that cannot be written is a warning."""
+    folder, found = Path(run.config.run.dir) / PICTURES, {}
+    for name, stem in file_stems(pictures).items():
+        path = folder / f"{stem}-{step:08d}.png"
+        try:
+            make_folder(folder)
+            write_content(path, pictures[name])
+            found[name] = str(path)
+        except OSError as error:
+            run.telemetry.warn(f"the picture {name} cannot be written to {path}: {error}")
+    return found
+
+
+def file_stems(names: Iterable[str]) -> dict[str, str]:
+    """A part of a file name for each name, in any script, no two of them alike in any case."""
+    found: dict[str, str] = {}
+    for name in names:
+        text = encodable(unicodedata.normalize("NFC", name))
+        stem = re.sub(r"[^\w-]+", "_", text).encode()[:MAX_STEM_BYTES].decode(errors="ignore")
+        number, free = 1, stem
+        while free.casefold() in map(str.casefold, found.values()):
+            number += 1
+            free = f"{stem}_{number}"
+        found[name] = free
+    return found
+
+
+def sorted_by_kind(found: object) -> tuple[dict[str, str], dict[str, float], dict[str, bytes]]:
+    """Texts, numbers, and pictures as PNG. Raises RecipeError for anything else."""
+    if not isinstance(found, Mapping):
+        raise RecipeError(
+            f"the recipe's after_evaluation returned {type(found).__name__}. It has to return a mapping from "
+            "name to text, number or picture."
+        )
+    texts: dict[str, str] = {}
+    numbers: dict[str, float] = {}
+    pictures: dict[str, bytes] = {}
+    for key, value in found.items():
+        name = str(key)
+        if isinstance(value, str):
+            texts[name] = value
+        elif isinstance(value, int | float | np.number) or (isinstance(value, Tensor) and value.ndim == 0):
+            numbers[name] = float(value)
+        else:
+            pictures[name] = _png(name, value)
+    return texts, numbers, pictures
+
+
+def _png(name: str, value: Any) -> bytes:
+    """A picture of PIL, a figure of matplotlib, or uint8 [height, width] or [height, width, 3]."""
+    content = io.BytesIO()
+    if isinstance(value, Tensor):
+        value = value.cpu().numpy()
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim in (2, 3):
+        from PIL import Image
+
+        value = Image.fromarray(value)
+    save = getattr(value, "savefig", None) or getattr(value, "save", None)
+    if save is None:
+        shape = f" {value.dtype} {list(value.shape)}" if hasattr(value, "shape") else ""
+        raise RecipeError(
+            f"the recipe's after_evaluation gave {type(value).__name__}{shape} as {name!r}. It may give "
+            "texts, numbers and pictures: of PIL, figures of matplotlib, or uint8 [height, width, 3]."
+        )
+    save(content, format="png")
+    return content.getvalue()
+
+
+def _digests(model: nn.Module) -> list[int]:
+    tensors = {**named_parameters(model), **named_buffers(model)}
+    return list(checksums(tensors).tolist()) if tensors else []

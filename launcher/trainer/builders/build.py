@@ -1,0 +1,185 @@
+"""Turns the resolved config into what a job is made of: model and stepper.
+
+Owns every translation from config words to engine values. What is printed of the choices is in `decisions`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pkgutil
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from launcher.config.optimizers import OPTIMIZERS, CommonConfig, OptimConfig, OwnOptimConfig
+from launcher.config.rules import BLOCKS, SCHEDULES
+from launcher.config.schema import Config
+from launcher.data.batch_plan import BatchPlan
+from launcher.distributed.env import WorkerEnv
+from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, WeightAverage, Wire
+from launcher.engine.errors import EngineWarning, UnusableError
+from launcher.errors import ConfigError, listed
+from launcher.recipe.contract import Recipe
+from launcher.recipe.registry import look_up, registry_of
+from launcher.trainer.builders import compilation, lr_schedule, parameter_groups
+from launcher.trainer.builders.sync_batchnorm import synchronised
+
+SHOWN = 4  # parameters that an error names
+WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan) -> nn.Module:
+    """The recipe's model on the device, its batch norms synchronised if asked for. A collective then."""
+    built: object = recipe.build_model()
+    if not isinstance(built, nn.Module):
+        given = f"the class {built.__name__}" if isinstance(built, type) else repr(built)
+        raise ConfigError(
+            f"the recipe's build_model returned {given}. It must return an nn.Module: end it with return "
+            "model, and build what is a class."
+        )
+    refuse_switched_off(env)
+    tensors = [*built.named_parameters(), *built.named_buffers()]
+    if lazy := [name for name, value in tensors if is_lazy(value)]:
+        raise ConfigError(
+            f"the recipe's build_model returned a model without the shapes of {listed(lazy, SHOWN)}. Give "
+            "the sizes (nn.Linear for nn.LazyLinear), or call the model with one sample in build_model."
+        )
+    if config.train.compile == BLOCKS:
+        compilation.repeated_blocks(built)  # raises before training if there are none
+    model = built.to(env.device)
+    if not config.model.sync_bn or env.group is None:
+        return model
+    return synchronised(model, env, plan)
+
+
+def refuse_switched_off(env: WorkerEnv) -> None:
+    """Raise ConfigError if code of the recipe has left the process without what training needs."""
+    if not torch.is_grad_enabled():
+        raise ConfigError(
+            "gradients are switched off: the recipe, or what it imports, has called "
+            "torch.set_grad_enabled(False). Remove the call, or use `with torch.no_grad():` around what "
+            "needs no gradients."
+        )
+    if env.group is not None and not dist.is_initialized():
+        raise ConfigError(
+            "the recipe has called torch.distributed.destroy_process_group(). Remove the call: the launcher "
+            "ends the process group itself."
+        )
+
+
+def build_optimizer(optim: OptimConfig, recipes: str | None) -> SGD | AdamW | TorchOptimizer:
+    """The optimizer that the config names, which the file `recipes` may have registered."""
+    if isinstance(optim, OwnOptimConfig):
+        names = dict.fromkeys(OPTIMIZERS) | dict(registry_of(recipes).optimizers)
+        # TorchOptimizer refuses what is no such class.
+        return TorchOptimizer(look_up("optim.name", optim.name, names), optim.lr, optim.options)
+    known = OPTIMIZERS[optim.name]
+    kind: Any = pkgutil.resolve_name(known.place)
+    options = dataclasses.asdict(optim)
+    for each in dataclasses.fields(CommonConfig):  # about the run, and no arguments of the class
+        del options[each.name]
+    if not known.is_fused:
+        return TorchOptimizer(kind, optim.lr, options)
+    built: SGD | AdamW = kind(optim.lr, **options)
+    return built
+
+
+def build_scaling(config: Config) -> Scaling:
+    scale = config.precision.loss_scale
+    if Policy.named(config.precision.name).arithmetic != torch.float16:
+        return Scaling(mode="none")  # only fp16 needs one for its range
+    return Scaling(
+        mode=scale.mode,
+        init=scale.init_scale,
+        growth_interval=scale.growth_interval,
+        hysteresis=scale.hysteresis,
+        min=scale.min_scale,
+        max=scale.max_scale,
+    )
+
+
+def bucket_bytes(bucket_mb: float | str) -> int:
+    """Any size above 0 is allowed: the smallest bucket holds one parameter."""
+    return min(max(1, int(float(bucket_mb) * 2**20)), 2**53)
+
+
+def build_wire(config: Config, env: WorkerEnv) -> Wire:
+    ddp = config.ddp
+    return Wire(
+        dtype=None if ddp.gradient_dtype == "auto" else WIRE_DTYPES[ddp.gradient_dtype],
+        bucket_bytes=None if ddp.bucket_cap_mb == "auto" else bucket_bytes(ddp.bucket_cap_mb),
+        overlap=ddp.overlap and not shares_communicator(config, env),
+        predivide=None if ddp.gradient_predivide_factor == "auto" else int(ddp.gradient_predivide_factor),
+        shard=ddp.shard_optimizer,
+    )
+
+
+def shares_communicator(config: Config, env: WorkerEnv) -> bool:
+    """Whether synchronised batch norms use the communicator of the gradients.
+
+    Gradients are then reduced after the backward pass: a rank with unused parameters sends its buckets later,
+    and would call collectives in another order than other ranks.
+    """
+    return config.model.sync_bn and env.group is not None
+
+
+def rates_of(config: Config, recipe: Recipe, total_steps: int) -> list[float]:
+    """One learning rate per applied step, of the recipe's own schedule where it has one."""
+    peak, schedule = peak_rate(config), config.schedule
+    if recipe.schedule is not None:
+        return lr_schedule.own_rates(recipe.schedule, named_schedule(config), peak, total_steps)
+    return lr_schedule.learning_rates(schedule.name, peak, total_steps, schedule.warmup_fraction)
+
+
+def peak_rate(config: Config) -> float:
+    """optim.lr; scaled with the batch where schedule.lr_base_batch_size says for which one it is.
+
+    The linear rule of Goyal et al., 2017 (arXiv:1706.02677, section 2.1).
+    """
+    base = config.schedule.lr_base_batch_size
+    return config.optim.lr if base is None else config.optim.lr * config.data.batch_size / base
+
+
+def named_schedule(config: Config) -> str:
+    """What to call a recipe's own schedule."""
+    name = config.schedule.name
+    return "the recipe's schedule" if name in SCHEDULES else f"schedule.name={name}"
+
+
+def build_stepper(
+    config: Config, env: WorkerEnv, recipe: Recipe, model: nn.Module, plan: BatchPlan, rates: list[float]
+) -> Stepper:
+    """The Stepper of the config; `rates` are those of `rates_of`. A collective."""
+    optim = config.optim
+    emulate = config.precision.emulate
+    grouped = parameter_groups.parameter_groups(optim, recipe.groups, model)
+    for text in grouped.idle:
+        warnings.warn(text, EngineWarning, stacklevel=2)
+    stepper = Stepper(
+        model,
+        build_optimizer(optim, config.recipes.path),
+        Policy.named(config.precision.name),
+        env.group,
+        scaling=build_scaling(config),
+        wire=build_wire(config, env),
+        clip_norm=optim.clip_norm,
+        learning_rates=rates,
+        micro_batches=plan.micro_batches,
+        emulate=None if emulate == "auto" else bool(emulate),
+        groups=grouped.groups,
+    )
+    try:
+        stepper.compute_in_fp32(config.precision.fp32_modules)
+    except UnusableError as error:
+        raise ConfigError(f"precision.fp32_modules: {error}") from error
+    return stepper
+
+
+def weight_average(config: Config, stepper: Stepper) -> WeightAverage | None:
+    """The average of the weights that the config asks for."""
+    ema = config.ema
+    return None if ema.decay is None else WeightAverage(stepper, ema.decay, ema.every_steps)

@@ -1,0 +1,141 @@
+"""The decisions made for the user, each with its reason, printed at the start of a run.
+
+Owns the sentences; the modules that build the job make the decisions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from launcher.config.optimizers import CommonConfig, OptimConfig, is_fused
+from launcher.config.rules import BLOCKS
+from launcher.config.schema import Config
+from launcher.data.batch_plan import BatchPlan
+from launcher.data.sources import ONLY_SET, length_of
+from launcher.distributed.env import WorkerEnv
+from launcher.distributed.process_group import own_thread_count
+from launcher.engine import Stepper
+from launcher.errors import counted, listed
+from launcher.recipe.contract import Recipe
+from launcher.trainer.builders import build, compilation, parameter_groups
+
+SHOWN = 8  # classes
+
+
+def decisions(
+    config: Config, env: WorkerEnv, devices: Sequence[str], recipe: Recipe, stepper: Stepper, plan: BatchPlan
+) -> Iterator[tuple[str, str]]:
+    """The decisions made for the user, as (topic, sentence with the reason)."""
+    kinds = ", ".join(f"{devices.count(kind)} x {kind}" for kind in dict.fromkeys(devices))
+    backend = "alone" if env.group is None else "over NCCL" if env.device.type == "cuda" else "over Gloo"
+    yield "workers", f"{env.world_size} ({kinds}), {backend}{_of_machine(env)}"
+    yield "data", _data(recipe)
+    way = "emulated" if stepper.emulation.used else "native"
+    yield "precision", f"{config.precision.name}, {way}: {stepper.emulation.reason}"
+    yield "batch", _division(plan)
+    steps = config.train.total_steps(plan.steps_per_epoch)
+    if config.train.epochs is not None and config.train.max_steps is not None:
+        yield "length", _length(config.train.epochs, config.train.max_steps, plan.steps_per_epoch)
+    yield "optimizer", _optimizer(config.optim)
+    if (decay := config.ema.decay) is not None:
+        passes = "" if config.ema.every_steps == 1 else f", one pass every {config.ema.every_steps} steps"
+        text = f"evaluated and exported: the average of the weights, decay {decay:g} per applied step{passes}"
+        yield "ema", text
+    if (base := config.schedule.lr_base_batch_size) is not None:
+        factors = f"optim.lr={config.optim.lr:g} x data.batch_size={config.data.batch_size}"
+        yield "learning rate", f"{build.peak_rate(config):g}: {factors} / schedule.lr_base_batch_size={base}"
+    groups = parameter_groups.parameter_groups(config.optim, recipe.groups, stepper.model)
+    yield from groups.sentences
+    yield "schedule", _schedule(config, recipe, build.rates_of(config, recipe, steps))
+    if config.ddp.overlap and build.shares_communicator(config, env):
+        text = "gradients are reduced after the backward pass: model.sync_bn=true uses the same communicator"
+        yield "wire", text
+    if env.device.type == "cpu" and (threads := own_thread_count()):
+        yield "threads", f"{threads} per rank, as OMP_NUM_THREADS says"
+    if config.train.compile == BLOCKS:
+        shared = "blocks of one class and shape share a graph"
+        rest = "The rest of the model and all evaluations run uncompiled"
+        yield "compile", f"by block: {compilation.kinds_of_blocks(stepper.model)}; {shared}. {rest}"
+    if config.train.compile is True and config.ddp.overlap and env.world_size > 1:
+        text = (
+            "gradients are reduced after the backward pass, and are all in memory by then: a graph of the "
+            "whole model returns them at its end (train.compile=false or blocks reduces them during the pass)"
+        )
+        yield "compile", text
+
+
+def _data(recipe: Recipe) -> str:
+    held_out = ", ".join(
+        f"{_size(data)} to validate on{'' if name == ONLY_SET else f' ({name})'}"
+        for name, data in recipe.validation_sets.items()
+    )
+    classes = recipe.classes or ()
+    named = f"; {len(classes):,} classes: {listed(list(classes), SHOWN)}" if classes else ""
+    return f"{_size(recipe.train)} to train on, {held_out or 'none to validate on'}{named}"
+
+
+def _size(data: object) -> str:
+    """The number of samples of a data set; a stream does not know it."""
+    length = length_of(data)
+    return "a stream" if length is None else counted(length, "sample")
+
+
+def _optimizer(optim: OptimConfig) -> str:
+    """Its name and all its options, so that they can be compared with those of another program."""
+    common = {each.name for each in dataclasses.fields(CommonConfig)} | {"options"}
+    own = {name: value for name, value in dataclasses.asdict(optim).items() if name not in common}
+    options = {"lr": optim.lr, **own, **getattr(optim, "options", {}), "clip_norm": optim.clip_norm}
+    text = f"{optim.name}: {', '.join(f'{name}={_written(value)}' for name, value in options.items())}"
+    return text if is_fused(optim.name) else f"{text}; a torch.optim.Optimizer on fp32 masters, not one pass"
+
+
+def _written(value: object) -> str:
+    """The value as one would write it in a command."""
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
+
+
+def _length(epochs: int, max_steps: int, steps_per_epoch: int) -> str:
+    """Which of both lengths ends the run."""
+    of_epochs = f"train.epochs={epochs} ({counted(epochs * steps_per_epoch, 'step')})"
+    if max_steps < epochs * steps_per_epoch:
+        return f"train.max_steps={max_steps} ends the run: {of_epochs} is not reached"
+    return f"{of_epochs} ends the run: train.max_steps={max_steps} is not reached"
+
+
+def _schedule(config: Config, recipe: Recipe, rates: Sequence[float]) -> str:
+    name = config.schedule.name if recipe.schedule is None else build.named_schedule(config)
+    first, last, peak = rates[0], rates[-1], max(rates)
+    if min(rates) == peak:
+        text = f"{name}: lr {first:.3g} in all steps"
+    else:
+        most = f"{peak:.3g} at most (in step {rates.index(peak) + 1})"
+        text = f"{name}: lr {first:.3g} at first, {most}, {last:.3g} in the last step, {len(rates)}"
+    return text if recipe.schedule is None else f"{text}; schedule.warmup_fraction is not applied to it"
+
+
+def _division(plan: BatchPlan) -> str:
+    parts = f"{counted(plan.batch_size, 'sample')} per update over {counted(plan.world_size, 'rank')}"
+    if plan.micro_batches > 1:
+        parts += f", up to {plan.micro_batches} micro-batches of at most {plan.largest_micro_batch} each"
+    if plan.num_samples < plan.batch_size:
+        parts += (
+            f"; but the training set has {counted(plan.num_samples, 'sample')}: each update is of these, an "
+            "epoch is one step (lower data.batch_size for more)"
+        )
+    return parts
+
+
+def _of_machine(env: WorkerEnv) -> str:
+    """What the number of ranks leaves idle on this machine, or has them share."""
+    if env.device.type == "cuda":
+        idle = torch.cuda.device_count() - env.local_world_size
+        text = f"; {counted(idle, 'GPU')} of this machine idle: start with torchrun --nproc-per-node=gpu"
+        return text if idle > 0 else ""
+    cores = len(os.sched_getaffinity(0))
+    text = f"; they share {counted(cores, 'core')} and wait for each other"
+    return f"{text}: launch.nproc={cores} would be faster" if env.local_world_size > cores else ""

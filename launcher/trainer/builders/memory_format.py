@@ -1,0 +1,96 @@
+"""The memory format of images and convolutions: train.channels_last, which not every model bears.
+
+In channels_last the output of a convolution is not contiguous, so that a `.view(n, -1)` after it raises. The
+model is tried on a few samples before it is trained. Owns on which devices the format is the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from launcher.config.schema import Config
+from launcher.config.user_code import place_of
+from launcher.data.batch_plan import BatchPlan
+from launcher.data.sources import Readable, training_batches
+from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.env import WorkerEnv
+from launcher.errors import ConfigError, described
+from launcher.evaluation.evaluate import unchanged
+from launcher.process import frames
+from launcher.process.shortage import ran_out
+from launcher.recipe.contract import Recipe, loss_of
+from launcher.trainer.device import free_memory
+
+FASTER_ON = ("cuda",)  # kinds of devices; on a CPU it is slower
+MOST_SAMPLES = 8
+TOPIC = "memory format"
+
+
+def choose_memory_format(
+    config: Config,
+    env: WorkerEnv,
+    recipe: Recipe,
+    model: nn.Module,
+    data: Readable,
+    plan: BatchPlan,
+    decide: Callable[[str, str], None],
+) -> None:
+    """Bring the model on its device into the format that the config asks for, if it bears it. A collective.
+
+    Under `auto` a model that raises in channels_last alone trains contiguous; under `true` that is a
+    ConfigError, on all ranks.
+    """
+    wish = config.train.channels_last
+    if wish is False or not any(parameter.ndim == 4 for parameter in model.parameters()):
+        return
+    if wish == "auto" and env.device.type not in FASTER_ON:
+        return decide(TOPIC, f"contiguous: channels_last is not faster on the device {env.device.type}")
+
+    def failure_in(form: torch.memory_format) -> str:
+        model.to(memory_format=form)  # type: ignore[call-overload]
+        return next(filter(None, exchange_texts(env, _failure(env, recipe, model, data, plan))), "")
+
+    failure = failure_in(torch.channels_last)
+    if not failure:
+        return decide(TOPIC, "channels_last")
+    if failure_in(torch.contiguous_format):  # it is not the format that it fails of
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return decide(TOPIC, "channels_last")
+    if wish is True:
+        raise ConfigError(
+            f"train.channels_last=true: in this memory format the model raises {failure}, and without it "
+            "does not. Use .flatten(1) or .reshape() in place of .view(), or set train.channels_last=false."
+        )
+    return decide(TOPIC, f"contiguous: in channels_last, which is faster, the model raises {failure}")
+
+
+def _failure(env: WorkerEnv, recipe: Recipe, model: nn.Module, data: Readable, plan: BatchPlan) -> str:
+    """What a forward and backward pass in fp32 raises, on the same few samples on all ranks.
+
+    Empty where it raises nothing, or runs out of memory, which is not the format's fault.
+    """
+    size = min(plan.largest_micro_batch, MOST_SAMPLES)
+    last_rank = replace(plan, micro_batch=size, rank=plan.world_size - 1)  # whose share is the largest
+    with unchanged(model):
+        model.train()
+        try:
+            for batch in training_batches(data, last_rank, recipe.train_transform, 0).trial(0, 1)[:1]:
+                loss_of(recipe.loss, model, batch).sum.backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            cause = error.__cause__ or error
+            place = place_of(cause)
+            failure = (
+                ""
+                if ran_out(error)
+                else f"{described(cause).removesuffix('.')}{f' at {place}' if place else ''}"
+            )
+            frames.release(error)
+            return failure
+        finally:
+            model.zero_grad(set_to_none=True)
+            free_memory(env.device)
+    return ""

@@ -1,0 +1,136 @@
+"""The largest micro-batch that fits in memory, found by trying.
+
+Owns the sizes among which a run may choose for itself, the trials of data.micro_batch_size=auto, which change
+nothing of a run, and the choice by their results. A trial is a forward and backward pass on real samples,
+with the buffers that a step of such micro-batches needs, in a step that is dropped on all ranks: weights,
+BatchNorm statistics, loss scale and counters are kept, and the batches are made apart from those of the run.
+What a trial draws changes nothing either: the generators are seeded before each micro-batch of a step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from launcher.data.batch_plan import BatchPlan
+from launcher.data.sources import trial_batches
+from launcher.distributed.collectives import exchange_texts
+from launcher.errors import OutOfMemoryError, counted, in_words
+from launcher.process import frames, shortage
+from launcher.recipe.contract import loss_of
+from launcher.trainer.device import free_memory
+from launcher.trainer.job import Job
+
+
+def sizes_to_try(plan: BatchPlan) -> list[int]:
+    """The sizes that differ in the number of micro-batches per step, largest first; the last is 1.
+
+    They are about twice the square root of a rank's share, so that few trials by halves decide.
+    """
+    share = plan.largest_share
+    return sorted({-(-share // number) for number in range(1, share + 1)}, reverse=True)
+
+
+def half_of(plan: BatchPlan) -> int | None:
+    """The largest size of at most half of the present one, rounded up; None where there is none."""
+    present = plan.largest_micro_batch
+    return next((size for size in sizes_to_try(plan) if size <= -(-present // 2) and size < present), None)
+
+
+MOST_TRIALS = 8
+MOST_SIZES = 2 ** (MOST_TRIALS - 1)  # the first, and those of which so many trials by halves decide
+PASSES = 2  # per trial: the second adds to the sums of the first
+
+
+def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The first of `sizes`, which fall, that `fits`, by at most MOST_TRIALS calls; None where none does.
+
+    The whole share comes first: it usually fits. Of very many sizes some are tried, the last among them.
+    """
+    if len(sizes) > MOST_SIZES:
+        sizes = [sizes[at * (len(sizes) - 1) // (MOST_SIZES - 1)] for at in range(MOST_SIZES)]
+    at = 0 if fits(sizes[0]) else bisect_left(sizes, True, lo=1, key=fits)
+    return sizes[at] if at < len(sizes) else None
+
+
+def search(job: Job) -> int:
+    """The largest micro-batch that fits on all ranks, of a run that has not begun.
+
+    A collective: all ranks make the same trials. Raises OutOfMemoryError on all ranks.
+    """
+    tried: dict[int, str] = {}
+    config, plan = job.run.config, job.plan
+    sizes = sizes_to_try(plan)
+    # cuDNN would time its algorithms anew for the shapes of each trial.
+    tunes, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    try:
+        size = largest_that_fits(sizes, lambda size: _fits(job, size, tried))
+    finally:
+        torch.backends.cudnn.benchmark = tunes
+    last = next(reversed(tried.values()))
+    if size is None:
+        raise OutOfMemoryError(
+            f"data.micro_batch_size=auto: not even {counted(sizes[-1], 'sample')} per rank and forward pass "
+            f"fits in memory: {last}. Choose a smaller model or smaller samples, divide the optimizer's "
+            "states among the ranks with ddp.shard_optimizer=true, or use devices with more memory."
+        )
+    too_large = min((each for each, failure in tried.items() if failure), default=None)
+    rest = f"; {too_large} do not fit" if too_large else ", the whole share of a rank"
+    parts = counted(replace(plan, micro_batch=size).micro_batches, "micro-batch", "es")
+    way = " of the model without train.compile" if config.train.compile else ""
+    trials = f"{counted(len(tried), 'trial')}{way}"
+    text = (
+        f"data.micro_batch_size=auto: {size} per rank and forward pass{rest} ({trials}). "
+        f"The update stays that of {plan.batch_size} samples, in up to {parts} per rank"
+    )
+    fitted = [[each, not failure] for each, failure in tried.items()]
+    job.run.telemetry.decision("micro-batch", text, micro_batch=size, tried=fitted)
+    return size
+
+
+def _fits(job: Job, size: int, tried: dict[int, str]) -> bool:
+    """Whether it fits on all ranks. `tried` gets why not, by rank; empty if it does."""
+    job.run.heartbeat.beat("trying micro-batches")
+    failure = _failure(job, replace(job.plan, micro_batch=size), smaller=bool(tried))
+    texts = exchange_texts(job.run.env, failure)
+    tried[size] = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+    return not tried[size]
+
+
+def _failure(job: Job, plan: BatchPlan, smaller: bool) -> str:
+    """What this rank ran out of in a step of `plan`; empty if nothing. Raises as `_shortage`."""
+    run, failure = job.run, ""
+    try:
+        _pass(job, plan)
+    except Exception as error:
+        failure = _shortage(error, smaller)
+    # Whether it fitted or not: all ranks drop the step, by the same collectives.
+    run.stepper.abandon()
+    free_memory(run.env.device)
+    return failure
+
+
+def _pass(job: Job, plan: BatchPlan) -> None:
+    """The passes of a step, but not compiled: that would take minutes for each size."""
+    stepper = job.run.stepper
+    stepper.set_micro_batches(plan.micro_batches)
+    job.model.train()
+    for batch in trial_batches(job.data.train, plan, job.recipe.train_transform, PASSES)[:PASSES]:
+        with stepper.forward():
+            of_batch = loss_of(job.recipe.loss, job.model, batch)
+        stepper.backward(of_batch.sum, of_batch.count)
+
+
+def _shortage(error: Exception, smaller: bool) -> str:
+    """What a pass ran out of. Raises any other error, but for a pass that is `smaller` than one before.
+
+    That may be too small for a batch norm, which needs two samples.
+    """
+    failure = shortage.ran_out(error) or (in_words(error) if smaller else "")
+    if not failure:
+        raise error
+    frames.release(error)
+    return failure

@@ -1,0 +1,163 @@
+"""A feature of a run as a callback: the base class, and the list through which the loop calls all of them.
+
+Owns the hooks and the order of calls: that of the list, which is equal on all ranks, since hooks may contain
+collectives. The overridden hooks are collected once, so a hook that a callback lacks costs nothing in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+
+from launcher.engine import StepReport, StepResult
+from launcher.evaluation.evaluate import Evaluation
+from launcher.run_dir.result import Result
+from launcher.trainer.progress import Measured, Position
+
+Kind = TypeVar("Kind", bound="Callback")
+Arguments = ParamSpec("Arguments")
+
+
+class Callback:
+    """Base class of a feature. Override what it needs; a hook that is not overridden does nothing.
+
+    Every hook is called on all ranks at the same step, so a callback may communicate in it, but never under a
+    condition that differs between ranks.
+    """
+
+    name: ClassVar[str] = ""
+    """Key of the state in checkpoints: it stays when the class or its file is renamed."""
+
+    enabled: bool = True
+    """False: no hook is called, only state and result. May differ between ranks if no hook communicates."""
+
+    stop_reason: str = ""
+    """Why the run ends before its last step; empty while it goes on. Equal on all ranks."""
+
+    def on_train_start(self, step: int) -> None:
+        """Called before the first step of this process, which comes after `step`."""
+
+    def on_step_start(self, position: Position) -> None:
+        """Called before a step. What the ranks vote on here is sent with the totals of the step."""
+
+    def on_step_launched(self, position: Position, result: StepResult) -> None:
+        """Called once the step is in the queue of the device; its result has not been read."""
+
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
+        """Called with the report of each step in order, on a GPU one step late. It is equal on all ranks."""
+
+    def on_flush(self) -> None:
+        """Called before an evaluation and at the end, when all steps have been read."""
+
+    def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
+        """Called before the first step with evaluations that have the right names and no values, by set."""
+
+    def on_eval_end(self, position: Position, measured: Measured) -> None:
+        """Called after an evaluation, whose values are equal on all ranks."""
+
+    def on_train_end(self, position: Position, measured: Measured) -> None:
+        """Called after the last evaluation, before the run is saved for the last time."""
+
+    def on_step_end(self, position: Position, measured: Measured | None) -> None:
+        """Called after everything else of a step; `measured` is None where nothing was evaluated."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the callback keeps from step to step, as JSON values. Saved in every checkpoint."""
+        return {}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        """Load what `state_dict` returned. Called before the first step, if the checkpoint has a state."""
+
+    def add_to_result(self, result: Result) -> Result:
+        """The result of the run with the fields of this callback."""
+        return result
+
+
+class CallbackList:
+    """The callbacks of a run, called in order."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = callbacks
+        for each in callbacks:
+            assert each.name, f"{type(each).__name__} has no name, the key of its saved state"
+        self.names = [each.name for each in callbacks]  # in order
+        assert len(set(self.names)) == len(callbacks), f"callbacks of one run share a name: {self.names}"
+        self._unclaimed_state: dict[str, Mapping[str, Any]] = {}
+        self._on_step_start = self._overridden(Callback.on_step_start)
+        self._on_step_launched = self._overridden(Callback.on_step_launched)
+        self._on_step_metrics = self._overridden(Callback.on_step_metrics)
+        self._on_step_end = self._overridden(Callback.on_step_end)
+
+    def _overridden(
+        self, hook: Callable[Concatenate[Any, Arguments], None]
+    ) -> tuple[Callable[Arguments, None], ...]:
+        """The bound methods that override this hook of the base class, in order."""
+        name = hook.__name__
+        return tuple(
+            getattr(each, name)
+            for each in self._callbacks
+            if each.enabled and getattr(type(each), name) is not hook
+        )
+
+    def get(self, kind: type[Kind]) -> Kind:
+        """The callback of this class."""
+        return next(each for each in self._callbacks if isinstance(each, kind))
+
+    @property
+    def stop_reason(self) -> str:
+        """Why the run ends before its last step; empty if it does not."""
+        return next((each.stop_reason for each in self._callbacks if each.stop_reason), "")
+
+    def on_train_start(self, step: int) -> None:
+        for hook in self._overridden(Callback.on_train_start):
+            hook(step)
+
+    def on_step_start(self, position: Position) -> None:
+        for hook in self._on_step_start:
+            hook(position)
+
+    def on_step_launched(self, position: Position, result: StepResult) -> None:
+        for hook in self._on_step_launched:
+            hook(position, result)
+
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
+        for hook in self._on_step_metrics:
+            hook(position, report)
+
+    def on_flush(self) -> None:
+        for hook in self._overridden(Callback.on_flush):
+            hook()
+
+    def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
+        for hook in self._overridden(Callback.validate_metric_names):
+            hook(evaluations)
+
+    def on_eval_end(self, position: Position, measured: Measured) -> None:
+        for hook in self._overridden(Callback.on_eval_end):
+            hook(position, measured)
+
+    def on_train_end(self, position: Position, measured: Measured) -> None:
+        for hook in self._overridden(Callback.on_train_end):
+            hook(position, measured)
+
+    def on_step_end(self, position: Position, measured: Measured | None) -> None:
+        for hook in self._on_step_end:
+            hook(position, measured)
+
+    def state_dict(self) -> dict[str, Mapping[str, Any]]:
+        """The states of the callbacks by name, and those of callbacks that this run lacks. A collective."""
+        own = {each.name: state for each in self._callbacks if (state := each.state_dict())}
+        return self._unclaimed_state | own
+
+    def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Load what was saved. That of callbacks which this run lacks is kept for one that has them again."""
+        self._unclaimed_state = {name: state for name, state in saved.items() if name not in self.names}
+        for each in self._callbacks:
+            if (state := saved.get(each.name)) is not None:
+                each.load_state_dict(dict(state))
+
+    def add_to_result(self, result: Result) -> Result:
+        """The result of the run with what each callback adds to it. A collective."""
+        for each in self._callbacks:
+            result = each.add_to_result(result)
+        return result

@@ -1,0 +1,36 @@
+"""The moving average of the weights follows the steps: ema.decay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from launcher.engine import StepResult, WeightAverage
+from launcher.engine.rank_state import size_bytes
+from launcher.run_dir.result import Result
+from launcher.trainer.callback import Callback
+from launcher.trainer.progress import Position
+from launcher.trainer.replicas import ema_sha256
+from launcher.trainer.run import Run
+
+
+class Averages(Callback):
+    """Takes each step into the average, which checkpoints have as tensors."""
+
+    name = "averages"
+
+    def __init__(self, run: Run, average: WeightAverage) -> None:
+        self._run = run
+        self._average = average
+
+    def on_step_launched(self, position: Position, result: StepResult) -> None:
+        self._average.update(position.step)
+
+    def add_to_result(self, result: Result) -> Result:
+        """A collective."""
+        stepper = self._run.stepper
+        return replace(
+            result,
+            evaluated_weights="ema",
+            ema_sha256=ema_sha256(stepper, self._average, self._run.env),
+            state_bytes=stepper.state_bytes() + size_bytes(self._average.tensors()),
+        )

@@ -1,0 +1,177 @@
+"""When a run is saved, and when it stops on request.
+
+Owns the votes by which the ranks agree on both, the comparison of the replicas before each checkpoint, and
+what is reported of one. Every method is called by all ranks at the same point of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from dataclasses import asdict
+
+from launcher.checkpoint.async_writer import SaveResult, SaveSchedule
+from launcher.checkpoint.snapshot import MonitoredMetric
+from launcher.config.messages import directory_override, program
+from launcher.distributed.collectives import exchange_texts
+from launcher.errors import TO_RESUME, PreemptedError, PrunedError, StorageError
+from launcher.process.signals import is_preemption
+from launcher.run_dir.pruning import PruneRequest
+from launcher.run_dir.records import JOB
+from launcher.telemetry.events import CheckpointEvent
+from launcher.trainer.callback import Callback
+from launcher.trainer.progress import Measured, Position
+from launcher.trainer.pruning import request_of_agent
+from launcher.trainer.replicas import check_replicas
+from launcher.trainer.resume import SavedRun
+from launcher.trainer.run import Run
+from launcher.trainer.votes import Question
+
+
+class Checkpoints(Callback):
+    """Decides after each step whether the run is saved and whether it ends there."""
+
+    name = "checkpoints"
+
+    def __init__(self, run: Run, saved: SavedRun) -> None:
+        wish = run.config.checkpoint
+        self.run = run
+        self._saved, self._checkpointer = saved, saved.checkpointer
+        self.due = SaveSchedule(wish.every_steps, wish.every_s)
+        self._failure = ""  # of the latest checkpoint, on the leader
+        self._best_step = -1  # of the latest checkpoint that is the best so far
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Report the checkpoint that is still being written, also where an error ends the run."""
+        try:
+            self._report(self._checkpointer.wait())
+        finally:
+            self._checkpointer.__exit__(*error)
+
+    def on_train_start(self, step: int) -> None:
+        self.due.done()  # the time until the next one counts from here
+
+    def on_step_start(self, position: Position) -> None:
+        """Cast this rank's votes before a step; they are sent with the counts of the step."""
+        run = self.run
+        self._report(self._checkpointer.poll())
+        by_clock = run.env.is_leader and self.due.by_clock()
+        if run.stop_signal.pop_save() or by_clock:
+            self.due.done()  # requested now, saved after the next step
+            run.stepper.vote(Question.SAVE)
+        if self._failure and run.config.checkpoint.on_error == "stop":
+            run.stepper.vote(Question.GIVE_UP)
+
+    def on_step_end(self, position: Position, measured: Measured | None) -> None:
+        """Save and stop as voted and as due, the same on all ranks.
+
+        `measured` is from this step; None if there was no evaluation, or an interrupted one. Raises
+        PreemptedError for a run that was asked to stop, PrunedError for one that a sweep has given up, and
+        StorageError for one that cannot be saved.
+        """
+        due = self.due.after_step(position.step)
+        if measured is None and not (self.run.votes.some or due):
+            return
+        agreed = self.run.votes.take()
+        done = measured is not None and measured.is_last
+        stops = Question.STOP in agreed and not done
+        if Question.GIVE_UP in agreed and (failure := self._of_leader(self._failure)):
+            raise StorageError(failure)  # unless a later one was written
+        pruned = self._request_to_prune() if stops else None
+        if pruned is not None and not pruned.keep_checkpoint:
+            self._discard()
+            raise PrunedError(f"after step {position.step}: {pruned.reason}; no checkpoint was kept.")
+        is_best = measured is not None and measured.is_best
+        if is_best:
+            self._best_step = position.step
+        if stops or done or is_best or due or Question.SAVE in agreed:
+            self._save(position, None if measured is None else measured.metric)
+        if stops or done:
+            self._refuse_unsaved()
+        if stops:
+            self.run.reports.drain()
+            raise self._stopped(position.step, pruned)
+
+    def _refuse_unsaved(self) -> None:
+        """Raise StorageError, on all ranks, for a run that ends here and whose last checkpoint failed."""
+        self._report(self._checkpointer.wait())
+        failure = self._failure and (
+            f"the run is not saved: {self._failure} After freeing space, the same command with "
+            f"{self._run_dir} resumes from the newest checkpoint."
+        )
+        if failure := self._of_leader(failure):
+            raise StorageError(failure)
+
+    def _stopped(self, step: int, pruned: PruneRequest | None) -> PreemptedError:
+        """The error with which a run ends that was asked to, and is saved."""
+        if pruned is not None:
+            directory = self._checkpointer.directory.parent
+            of_sweep = f"{program()} job {shlex.quote(str(directory))}"
+            again = of_sweep if (directory / JOB).exists() else f"the same command with {self._run_dir}"
+            saved = f"checkpoint saved. To train it further: {again}"
+            return PrunedError(f"after step {step}: {pruned.reason}; {saved}")
+        text = f"after step {step}, on request; checkpoint saved. {TO_RESUME} {self._run_dir}"
+        stopped = PreemptedError(text)
+        stopped.by_scheduler = is_preemption(self.run.stop_signal.stop)
+        return stopped
+
+    @property
+    def _run_dir(self) -> str:
+        return directory_override("run.dir", self._checkpointer.directory.parent)
+
+    def _request_to_prune(self) -> PruneRequest | None:
+        """The request that the leader has found, the same on all ranks. A collective."""
+        found = self.run.pruning.request or request_of_agent(self.run.stop_signal.stop, os.environ)
+        text = self._of_leader("" if found is None else json.dumps(asdict(found)))
+        return PruneRequest(**json.loads(text)) if text else None
+
+    def _discard(self) -> None:
+        """Remove the checkpoints of a run that is given up; the last one is not written."""
+        self.run.reports.drain()
+        self._report(self._checkpointer.wait())
+        if self.run.env.is_leader:
+            shutil.rmtree(self._checkpointer.directory, ignore_errors=True)
+
+    def _save(self, position: Position, metric: MonitoredMetric | None) -> None:
+        self.run.reports.flush()  # raises if the run has diverged, which is then not saved
+        self.run.telemetry.flush()
+        self.run.heartbeat.beat("consistency check")
+        # Before anything is copied: a difference between the ranks ends the run, and is never saved.
+        check_replicas(self.run.stepper, self.run.average)
+        self.run.heartbeat.beat("checkpoint")
+        self._report(self._saved.save(position, metric))
+        self.due.done()
+        self.run.reports.restart_timer()
+
+    def _of_leader(self, text: str) -> str:
+        """The leader's text on all ranks: only the leader writes files. A collective."""
+        return exchange_texts(self.run.env, text)[0]
+
+    def _report(self, report: SaveResult | None) -> None:
+        if report is None:
+            return
+        if report.path is not None:
+            self._failure = ""
+            self.due.written()
+            size, seconds = report.size_bytes, report.seconds
+            self.run.telemetry.emit(
+                CheckpointEvent(
+                    report.step,
+                    path=str(report.path),
+                    seconds=seconds,
+                    size_bytes=size,
+                    best=report.step == self._best_step,
+                )
+            )
+        if report.error is None:
+            return
+        if report.path is None:
+            self.due.failed()
+        if report.path is not None or not self._failure:  # of several in a row the first is a warning
+            self.run.telemetry.warn(str(report.error))
+        self._failure = self._failure if report.path else str(report.error)

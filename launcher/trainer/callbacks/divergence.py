@@ -1,0 +1,134 @@
+"""Raises DivergedError if continuing a run is useless, with the evidence of its last step.
+
+Owns the limits on bad steps and the latest changes of the loss scale. All ranks check the same numbers and
+raise at the same step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from launcher.config.schema import LossScaleConfig
+from launcher.engine import StepReport
+from launcher.errors import DataError, DivergedError, listed
+from launcher.trainer.callback import Callback
+from launcher.trainer.diagnostics.nonfinite_inspector import MAX_NAMES, DivergenceInspector
+from launcher.trainer.progress import Measured, Position
+
+LARGEST_HALF = 65504  # of fp16
+SCALES_SHOWN = 10  # the latest changes of the loss scale that an error names
+
+
+@dataclass
+class DivergenceCheck(Callback):
+    """Checks each step's report in order, and the end of the run. `counters` are those of the loss scale."""
+
+    name: ClassVar[str] = "divergence"
+
+    limits: LossScaleConfig
+    inspector: DivergenceInspector
+    counters: Callable[[], Mapping[str, int]]
+    _scales: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SCALES_SHOWN))
+    _last: tuple[Position, StepReport] | None = None
+
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
+        """Raise DivergedError or DataError if no later step can recover.
+
+        The same on all ranks, so the inspector may communicate.
+        """
+        self._last = (position, report)
+        if not self._scales or self._scales[-1][1] != report.scale:
+            self._scales.append((position.step, report.scale))  # (first step, scale)
+        if not report.skipped:
+            return
+        if report.count == 0:
+            raise DataError(
+                f"step {position.step} had no sample that carries loss on any rank. Each step needs at least "
+                "one: check the data and its labels."
+            )
+        self._refuse_bad_losses(position, report)
+        if report.floor_skips >= self.limits.max_skips_at_min_scale:
+            at, advice = self._floor(report)
+            raise DivergedError(
+                f"the gradient overflowed in {report.floor_skips} steps in a row{at}, the last being step "
+                f"{position.step}. {advice}\n{self._evidence(position, report)}"
+            )
+
+    def on_train_end(self, position: Position, measured: Measured) -> None:
+        """Raise DivergedError if a run that has reached its last step has no usable result.
+
+        That is: no step was applied, the last one's loss was not finite, or that on the held-out set is not.
+        The same on all ranks, which may communicate.
+        """
+        counters, held_out_loss = self.counters(), measured.loss
+        bad, outcome = counters["bad_losses"], "so the run is not done"
+        if bad:
+            raise DivergedError(
+                f"the loss was not finite in the last {bad} of {position.step} steps, {outcome}. Check the "
+                f"input for NaN, lower optim.lr, or set optim.clip_norm.{self._evidence_of_last()}"
+            )
+        if not counters["applied"]:
+            raise DivergedError(
+                f"none of {position.step} steps was applied, because every gradient overflowed, {outcome}. "
+                "Lower precision.loss_scale.init_scale, or train for more steps."
+                f"{self._evidence_of_last()}"
+            )
+        if not math.isfinite(held_out_loss):
+            raise DivergedError(
+                f"the loss on the held-out set is {held_out_loss} after the last of {position.step} steps, "
+                f"{outcome}. Check that set for NaN, lower optim.lr, or set optim.clip_norm."
+            )
+
+    def _refuse_bad_losses(self, position: Position, report: StepReport) -> None:
+        if report.bad_losses and (broken := self.inspector.broken_weights()):
+            raise DivergedError(
+                f"the loss was not finite in step {position.step}, because weights are not: {broken}. No "
+                "later step can recover. Lower optim.lr, lengthen schedule.warmup_fraction, or set "
+                f"optim.clip_norm.\n{self._evidence(position, report)}"
+            )
+        if report.bad_loss_steps >= self.limits.max_bad_losses:
+            fallback = " If a module below made it, precision.fp32_fallback=true computes it in fp32."
+            raise DivergedError(
+                f"the loss was not finite in {report.bad_loss_steps} steps in a row, the last being step "
+                f"{position.step}. That is not the loss scale's fault: check the input for NaN, lower "
+                f"optim.lr, or set optim.clip_norm.{'' if self.limits.mode == 'none' else fallback}\n"
+                f"{self._evidence(position, report)}"
+            )
+
+    def _floor(self, report: StepReport) -> tuple[str, str]:
+        """The scale at which the gradient overflows although it cannot fall, and what to do, as texts."""
+        at = f" at loss scale {report.scale:g}, the smallest allowed"
+        advice = "Lower optim.lr or the loss, or give it more room with precision=bf16 or fp32."
+        if self.limits.mode == "none":
+            at = " without a loss scale"
+            advice = "Lower optim.lr, or make the loss smaller. ddp.gradient_dtype=fp32 has more room."
+        elif self.limits.mode == "static":
+            at = f" at the constant loss scale {report.scale:g}"
+            advice = "Lower precision.loss_scale.init_scale, or let it move with its mode=dynamic."
+        elif self.limits.min_scale != 1:
+            advice += " Lower precision.loss_scale.min_scale, too."
+        if names := self.inspector.narrowed(report.culprit_parameters):
+            advice += (
+                f" {listed(names, MAX_NAMES)}: the module computes in fp32 (precision.fp32_modules), but its "
+                f"gradient becomes half, of at most {LARGEST_HALF}, before the ranks sum it. "
+                "precision=amp_fp16 with ddp.gradient_dtype=fp32 keeps it in fp32."
+            )
+        return at, advice
+
+    def _evidence(self, position: Position, report: StepReport) -> str:
+        """The evidence of a step that ends the run: ranks, parameters, loss scale, and the inspection."""
+        scales = ", ".join(f"{scale:g} from step {step}" for step, scale in self._scales)
+        names = listed(report.culprit_parameters, MAX_NAMES)
+        seen = self.inspector.explain(position, report.culprit_ranks, backward=not report.bad_losses)
+        return (
+            f"Gradient not finite on ranks {list(report.culprit_ranks)}, in parameters: {names}\n"
+            f"Loss scale: {scales}\n{seen}"
+        )
+
+    def _evidence_of_last(self) -> str:
+        """The evidence of the last step; empty if an earlier process of the run took that step."""
+        return f"\n{self._evidence(*self._last)}" if self._last is not None else ""

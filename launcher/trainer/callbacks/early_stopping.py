@@ -1,0 +1,94 @@
+"""Ends a run whose metric no longer improves: early_stopping.patience.
+
+Owns the decision, which all ranks take from the same evaluation. What it remembers is saved, so a resumed run
+decides as the undisturbed one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from launcher.checkpoint.snapshot import MonitoredMetric
+from launcher.config.schema import EarlyStoppingConfig
+from launcher.errors import counted
+from launcher.evaluation.comparison import comparison, refuse_none, refuse_unknown
+from launcher.evaluation.evaluate import Evaluation
+from launcher.run_dir.result import Result
+from launcher.telemetry import Telemetry
+from launcher.trainer.callback import Callback
+from launcher.trainer.progress import Course, Measured, Position
+
+
+@dataclass(frozen=True)
+class WatchedMetric:
+    """The best value, and how many evaluations were no better since then."""
+
+    best: MonitoredMetric
+    best_step: int
+    waited: int
+    step: int  # of the latest evaluation
+
+
+class EarlyStopping(Callback):
+    """Counts the evaluations without an improvement. `compare_by` is that of the recipe."""
+
+    name = "early_stopping"
+
+    def __init__(
+        self, config: EarlyStoppingConfig, compare_by: str | None, course: Course, telemetry: Telemetry
+    ) -> None:
+        assert config.patience is not None
+        self.stop_reason = ""
+        self._config = config
+        self._patience = config.patience
+        self._compare_by = compare_by
+        self._course = course
+        self._telemetry = telemetry
+        self._watched: WatchedMetric | None = None  # None before the first evaluation
+
+    def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
+        refuse_none("early_stopping.patience", self._patience, evaluations)
+        refuse_unknown("early_stopping", self._config.metric, evaluations)
+
+    def on_eval_end(self, position: Position, measured: Measured) -> None:
+        """Count an evaluation, unless it was counted before the run was restarted."""
+        if not measured.evaluations:
+            return
+        refuse_unknown("early_stopping", self._config.metric, measured.evaluations)
+        found = comparison(self._config.metric or self._compare_by, measured.evaluations)
+        watched, step = self._watched, position.step
+        if watched is None or watched.step != step:
+            self._watched = watched = self._counted(watched, found, step)
+        self.stop_reason = ""
+        if watched.waited >= self._patience and not self._course.ends_with(step):
+            best, delta = watched.best, self._config.min_delta
+            by = f"by more than {delta:g} " if delta else ""
+            self.stop_reason = (
+                f"{best.name} has not improved {by}in {counted(watched.waited, 'evaluation')}: "
+                f"{best.value:g} after step {watched.best_step} is the best, {found.value:g} the latest"
+            )
+            self._telemetry.decision("early stopping", f"after step {step}: {self.stop_reason}")
+
+    def _counted(self, watched: WatchedMetric | None, found: MonitoredMetric, step: int) -> WatchedMetric:
+        """A value that is not a number improves nothing."""
+        if watched is None or not watched.best.same_metric(found) or math.isnan(watched.best.value):
+            return WatchedMetric(found, step, 0, step)
+        if found.cost < watched.best.cost - self._config.min_delta:
+            return WatchedMetric(found, step, 0, step)
+        return WatchedMetric(watched.best, watched.best_step, watched.waited + 1, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"watched": None if self._watched is None else asdict(self._watched)}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        if (saved := values["watched"]) is not None:
+            self._watched = WatchedMetric(**{**saved, "best": MonitoredMetric(**saved["best"])})
+            if self._watched.waited >= self._patience:
+                self.stop_reason = "it had ended when it was saved"
+
+    def add_to_result(self, result: Result) -> Result:
+        reason = {"reason": self.stop_reason, **asdict(self._config)}
+        return replace(result, stopped_early=reason) if self.stop_reason else result

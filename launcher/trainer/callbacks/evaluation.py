@@ -1,0 +1,248 @@
+"""The evaluations of a run during training: when, what is reported, and whether one is the best so far.
+
+Owns the use of an evaluation's result; `launcher.evaluation` computes it. All methods are collectives.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+from launcher.checkpoint.snapshot import MonitoredMetric
+from launcher.config.rules import BLOCKS
+from launcher.data.sources import ONLY_SET, set_title
+from launcher.data.tensors import Batch
+from launcher.errors import counted
+from launcher.evaluation.comparison import comparison
+from launcher.evaluation.confusion import Confusion
+from launcher.evaluation.evaluate import Evaluation, EvaluationStopped, Pass, evaluate, rehearse
+from launcher.process import frames
+from launcher.process.shortage import ran_out
+from launcher.run_dir.result import Result
+from launcher.telemetry.events import EvalEvent
+from launcher.trainer import after_evaluation, device
+from launcher.trainer.callback import Callback
+from launcher.trainer.callbacks.bad_samples import report_unreadable
+from launcher.trainer.callbacks.training_metrics import HIGHER_IS_BETTER, TrainingMetrics
+from launcher.trainer.errors.recipe_errors import guarding
+from launcher.trainer.job import Job
+from launcher.trainer.progress import Measured, Position
+from launcher.trainer.uncompiled import uncompiled
+from launcher.trainer.votes import Question
+
+log = logging.getLogger("launcher")
+
+
+@dataclass
+class Evaluator(Callback):
+    """Evaluates the model on the held-out sets. `latest` is the last complete evaluation, by set."""
+
+    name: ClassVar[str] = "evaluation"
+
+    job: Job
+    training: TrainingMetrics
+    latest: Mapping[str, Evaluation] = field(default_factory=dict)
+    best: MonitoredMetric | None = None  # of all evaluations so far
+    best_step: int | None = None  # after which it was measured
+    _fitting: int | None = None  # the largest batch of this rank, once it has run out of memory
+
+    def __post_init__(self) -> None:
+        self.run, self.recipe, self.model = self.job.run, self.job.recipe, self.job.model
+        self.data = self.job.data.validation
+
+    def after(self, position: Position) -> Measured | None:
+        """`evaluate` if an evaluation is due; None, on all ranks, if not or before a stop."""
+        due = self.job.course.evaluates_after(position.step) and Question.STOP not in self.run.votes
+        return self.evaluate(position) if due else None
+
+    def evaluate(self, position: Position) -> Measured | None:
+        """Evaluate on each set and report. None, on all ranks, where one of them was asked to stop.
+
+        A run without sets has only its end to report.
+        """
+        if not self.data:
+            return Measured() if self.job.course.ends_with(position.step) else None
+        # First: a run that has diverged ends here and is not evaluated.
+        self.run.reports.drain()
+        self.run.stepper.average_buffers()
+        trained = self.training.metrics()
+        if (average := self.run.average) is not None:
+            average.settle()
+        # Uncompiled: graphs of their own would take time, and depend on the batches of an evaluation.
+        plain = uncompiled() if self.run.config.train.compile == BLOCKS else nullcontext()
+        try:
+            with plain, nullcontext() if average is None else average.in_model():
+                self.latest = {name: self._evaluate(name, position, trained) for name in self.data}
+                after_evaluation.show(self.job, position)
+        except EvaluationStopped:
+            self.run.votes.agree(Question.STOP)
+            return None
+        finally:
+            self.run.reports.restart_timer()
+        compared = comparison(self.recipe.compare_by, self.latest)
+        if compared.name != "loss" and math.isnan(compared.value):  # that of the loss ends the run
+            self.run.telemetry.warn(
+                f"{compared.name}, by which runs are compared, is NaN at step {position.step}, so this "
+                "evaluation cannot be the best. Correct the metric, or name another with compare_by."
+            )
+        if self.best is not None and not self.best.same_metric(compared):
+            self.run.telemetry.decision(
+                "comparison",
+                f"by {compared.name} from here on. The best checkpoint so far is that by {self.best.name}, "
+                "whose values cannot be compared with these: the best is found anew",
+            )
+        loss = next(iter(self.latest.values())).loss
+        return Measured(compared, self.is_best(compared, position.step), loss, self.latest)
+
+    def is_best(self, metric: MonitoredMetric, step: int) -> bool:
+        """Record an evaluation's metric after `step`. A value that is not a number is never the best."""
+        best = self.best
+        is_best = metric.cost < (best.cost if best is not None and best.same_metric(metric) else math.inf)
+        if is_best:
+            self.best, self.best_step = metric, step
+        return is_best
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": None if self.best is None else asdict(self.best), "best_step": self.best_step}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.best = None if values["best"] is None else MonitoredMetric(**values["best"])
+        self.best_step = values["best_step"]
+
+    def add_to_result(self, result: Result) -> Result:
+        """What the last evaluation found: `metrics` of the first set, `sets` of all by name."""
+        found, compare_by = self.latest, self.recipe.compare_by
+        if not found:
+            return replace(result, metric_name=compare_by or "loss")
+        compared = comparison(compare_by, found)
+        sets = {name: {"loss": each.loss, **each.metrics} for name, each in found.items()}
+        if (confusion := self.confusion) is not None:
+            classes = result.classes or list(confusion.classes)
+            result = replace(result, confusion_matrix=confusion.counts.tolist(), classes=classes)
+        if (best := self.best) is not None and best.same_metric(compared):
+            result = replace(result, best_metric=best.value, best_step=self.best_step)
+        return replace(
+            result,
+            metric_name=compared.name,
+            metric=compared.value,
+            metrics=next(iter(sets.values())),
+            higher_is_better=not compared.lower_is_better,
+            sets=None if ONLY_SET in sets else sets,
+        )
+
+    @property
+    def confusion(self) -> Confusion | None:
+        """The confusion matrix of the first set; None without classes, and on all ranks but 0."""
+        return next((found.confusion for found in self.latest.values()), None)
+
+    def rehearse(self) -> Mapping[str, Evaluation] | None:
+        """Try loss and metrics on the first samples of each set, before the first step. Changes nothing.
+
+        Raises, on all ranks, what the first evaluation would raise because of a mistake in the recipe.
+        Returns evaluations with the names of all values by set, or None where these are not known.
+        """
+        found: dict[str, Evaluation] = {}
+        for name in self.data:
+            tried = rehearse(
+                self._pass(name, "trying the evaluation", "comparing the trials"),
+                self.data[name],
+                self._batch_size,
+            )
+            for text in tried.failed:
+                self.run.telemetry.warn(
+                    f"{text} This was a trial on a few samples of the {set_title(name)} set. If the metric "
+                    "needs others, or a trained model, ignore it; otherwise the first evaluation will fail."
+                )
+            if tried.failed:
+                return None
+            found[name] = Evaluation(0.0, 0, tried.values, tried.higher_is_better)
+        if found:
+            comparison(self.recipe.compare_by, found)
+        return found
+
+    @property
+    def _batch_size(self) -> int:
+        plan = self.job.batches.plan  # of training: an evaluation's batches are as large
+        as_trained = plan.micro_batch or max(1, plan.batch_size // plan.world_size)
+        return min(as_trained, self._fitting or as_trained)
+
+    def _smaller(self, error: Exception, size: int) -> int:
+        """Halve `size` for this rank from now on, after a shortage of memory; raises any other error."""
+        shortage = ran_out(error)
+        if not shortage or self.run.config.train.on_oom != "halve" or size == 1:
+            raise error
+        self._fitting = -(-size // 2)
+        log.warning("evaluation: this rank ran out of %s; batches of %d from now on", shortage, self._fitting)
+        frames.release(error)
+        device.free_memory(self.run.env.device)
+        return self._fitting
+
+    def _evaluate(self, name: str, position: Position, trained: dict[str, float]) -> Evaluation:
+        """Evaluate on one of the sets, and report. Raises EvaluationStopped on all ranks alike."""
+        began = time.perf_counter()
+        telemetry, of_set = self.run.telemetry, self._pass(name, "evaluation", "adding up the evaluation")
+        found = evaluate(of_set, self.data[name], self._batch_size, interrupted=self.run.is_asked_to_end)
+        title = f"the {set_title(name)} set"
+        if found.halvings:
+            telemetry.warn(
+                f"ranks ran out of memory in the evaluation on {title} and halved their batches, "
+                f"{counted(found.halvings, 'time')} over all ranks; logs/rank*.log has each. The numbers are "
+                "those of all samples."
+            )
+        if found.nan_outputs:
+            telemetry.warn(
+                f"NaN outputs for {counted(found.samples, 'sample')} of {title}: {found.nan_outputs:,}. "
+                "Metrics computed from them are meaningless. Check the input for NaN, or lower optim.lr."
+            )
+        if bad := found.unreadable:
+            report_unreadable(self.run, f"{counted(bad, 'sample')} of {title} could not be read", bad)
+        higher_is_better = found.higher_is_better | HIGHER_IS_BETTER
+        telemetry.emit(
+            EvalEvent(
+                position.step,
+                epoch=position.epoch,
+                set=None if name == ONLY_SET else name,
+                loss=found.loss,
+                metrics=found.metrics | trained,
+                samples=found.samples,
+                seconds=time.perf_counter() - began,
+                higher_is_better={each: up for each, up in higher_is_better.items() if up is not None},
+            )
+        )
+        return found
+
+    def _pass(self, name: str, phase: str, then: str) -> Pass:
+        """A pass over a set. Each batch is a sign of life, since a large set may exceed a phase's limit.
+
+        `then` is the phase in which a rank may wait for others: a hang is not blamed on it.
+
+        A trial is a phase of its own: after an evaluation the limits are those of a run that has made a step.
+        """
+        run = self.run
+
+        @contextmanager
+        def guard(what: str, batch: Batch | None) -> Iterator[None]:
+            """Guard each call of a metric, which may take long while the other ranks wait for this one."""
+            what = f"{what} on the {set_title(name)} set"
+            with guarding(what, run.logs_of_failure, batch, of_metric=True), run.heartbeat.in_user_code():
+                yield
+
+        beat, seed = partial(run.heartbeat.beat, phase), run.config.seed
+        return Pass(
+            self.recipe,
+            self.model,
+            run.stepper.forward,
+            run.env,
+            guard,
+            beat,
+            self._smaller,
+            run.heartbeat.in_user_code,
+            seed,
+            partial(run.heartbeat.beat, then),
+        )

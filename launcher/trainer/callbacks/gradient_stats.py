@@ -1,0 +1,61 @@
+"""Where the gradients lie in the range of fp16, every so many steps.
+
+Owns when to count and the form of the `gradients` event. The count is queued after the step on the device and
+read one step late. If a step was skipped, the next one is counted instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from launcher.engine import StepReport, StepResult
+from launcher.telemetry.events import GradientsEvent, LayerShares
+from launcher.trainer.callback import Callback
+from launcher.trainer.diagnostics.exponents import FIRST_EXPONENT, ExponentCounter, ExponentCounts
+from launcher.trainer.progress import Position
+from launcher.trainer.run import Run
+
+
+class GradientStats(Callback):
+    """Counts the exponents of the reduced gradients every `every_steps` steps.
+
+    Where they are equal on all ranks only the leader counts. With ddp.shard_optimizer each rank counts its
+    own elements, and all count the same steps: a collective.
+    """
+
+    name = "gradient_stats"
+
+    def __init__(self, run: Run, every_steps: int) -> None:
+        shards = run.config.ddp.shard_optimizer
+        self.enabled = shards or run.env.is_leader
+        self._gradients = run.stepper.own_gradients if shards else run.stepper.reduced_gradients
+        self._telemetry = run.telemetry
+        self._every = self._next = every_steps
+        self._counter = ExponentCounter(run.env.device, run.env.group if shards else None)
+        self._counts: dict[int, ExponentCounts] = {}  # by step, of those that have not been read
+
+    def on_step_launched(self, position: Position, result: StepResult) -> None:
+        """Count the step just made, whose gradients are valid until the next backward pass."""
+        if position.step >= self._next:
+            self._counts[position.step] = self._counter.count(self._gradients())
+
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
+        """Emit the statistics of a step that was not skipped."""
+        counts = self._counts.pop(position.step, None)
+        # Below: counted before the count of the step before was read.
+        if counts is None or report.skipped or position.step < self._next:
+            return
+        self._next = position.step - position.step % self._every + self._every
+        found = counts.read(report.scale)
+        self._telemetry.emit(
+            GradientsEvent(
+                position.step,
+                epoch=position.epoch,
+                scale=report.scale,
+                **asdict(found.total),
+                zeros=found.zeros,
+                first_exponent=FIRST_EXPONENT,
+                histogram=list(found.histogram),
+                layers={name: LayerShares(**asdict(shares)) for name, shares in found.layers.items()},
+            )
+        )

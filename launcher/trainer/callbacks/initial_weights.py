@@ -1,0 +1,175 @@
+"""Starts a new run from the weights of a safetensors file: `model.init_from=FILE`.
+
+Owns the comparison of the file with the model, and what is reported and recorded of it. Rank 0 reads the file
+into its model; building the Stepper then broadcasts its values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from launcher.checkpoint.weights_file import FLOATS, read, sha256_of
+from launcher.config.schema import Config
+from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.env import LEADER, WorkerEnv
+from launcher.engine.names import named_parameters, plain_name
+from launcher.errors import ConfigError, listed
+from launcher.run_dir.result import Result
+from launcher.trainer.callback import Callback
+from launcher.trainer.run import Run
+
+
+class InitialWeights(Callback):
+    """Reports and records the weights that were `loaded`, None where the config names no file."""
+
+    name = "initial_weights"
+
+    def __init__(self, run: Run, loaded: Loaded | None) -> None:
+        self._run = run
+        self._loaded = loaded
+        # model.init_from, and the SHA-256 that the file had.
+        self._started_from: tuple[str, str] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"started_from": self._started_from}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        if (saved := values["started_from"]) is not None:
+            self._started_from = tuple(saved)
+
+    def check(self, resumed: bool) -> None:
+        """Report what the run starts from. All ranks call it.
+
+        `resumed`: from a checkpoint, whose weights have replaced those of the file. Otherwise raises
+        ConfigError, on all ranks, for a file that cannot be used.
+        """
+        loaded, model = self._loaded, self._run.config.model
+        if loaded is not None and resumed:
+            self._run.telemetry.decision(
+                "weights", f"of the checkpoint, not of model.init_from={loaded.file}"
+            )
+        elif loaded is not None:
+            if loaded.error:
+                raise ConfigError(loaded.error)
+            self._started_from = (loaded.file, loaded.sha256)
+            self._report(loaded)
+        if self._started_from is not None and self._started_from[0] == model.init_from:
+            self._run.record(model=replace(model, init_from_sha256=self._started_from[1]))
+
+    def add_to_result(self, result: Result) -> Result:
+        if self._started_from is None:
+            return result
+        file, digest = self._started_from
+        return replace(result, started_from={"file": file, "sha256": digest})
+
+    def _report(self, loaded: Loaded) -> None:
+        telemetry, parameters = self._run.telemetry, named_parameters(self._run.stepper.model)
+        fields = {name: value for name, value in asdict(loaded).items() if name != "error"}
+        telemetry.decision("weights", loaded.sentence, **fields | {"loaded": len(loaded.loaded)})
+        random = {*loaded.missing, *(text.partition(" ")[0] for text in loaded.misfits)}
+        if idle := [name for name, p in parameters.items() if name in random and not p.requires_grad]:
+            telemetry.warn(
+                f"{listed(idle, SHOWN)} {'is' if len(idle) == 1 else 'are'} frozen and not in "
+                f"model.init_from={loaded.file}: they keep the random values that the recipe built. Do not "
+                "freeze them, or give a file that has them."
+            )
+
+
+SHOWN = 6  # names in a text
+COUNTER = "num_batches_tracked"  # of a BatchNorm; files older than it lack it, as torch accepts
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What of a file a model took. Names are keys of the model's state_dict, or of the file.
+
+    `error` is the text of the failure, empty where the model has the values.
+    """
+
+    file: str
+    sha256: str = ""
+    loaded: Sequence[str] = ()
+    missing: Sequence[str] = ()  # in the file: they keep the values that the recipe built
+    unexpected: Sequence[str] = ()  # in the file only
+    misfits: Sequence[str] = ()  # of another shape there: name and both shapes
+    error: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """What of the file fits, for people."""
+        total = len(self.loaded) + len(self.missing) + len(self.misfits)
+        text = f"{len(self.loaded)} of {total} tensors from {self.file} (sha256 {self.sha256[:12]})"
+        if kept := (*self.misfits, *self.missing):
+            text += f"; kept as the recipe builds them, not in it or of another shape: {listed(kept, SHOWN)}"
+        if self.unexpected:
+            text += f"; not in this model: {listed(self.unexpected, SHOWN)}"
+        return text
+
+
+def load_weights(config: Config, model: nn.Module, env: WorkerEnv) -> Loaded | None:
+    """Load the file of `model.init_from` into rank 0's `model`; None where none is given. A collective.
+
+    Never raises for the file: a run that resumes has no use for it. `Loaded.error` is the same on all ranks.
+    """
+    wish = config.model
+    if wish.init_from is None:
+        return None
+    loaded, file = Loaded(wish.init_from), Path(wish.init_from)
+    if env.is_leader:
+        try:
+            digest = sha256_of(file, wish.init_from_sha256)
+            loaded = _assign(model, read(file), file, digest, wish.init_from_strict)
+        except ConfigError as error:
+            loaded = Loaded(wish.init_from, error=f"model.init_from={wish.init_from}: {error}")
+    return Loaded(**json.loads(exchange_texts(env, json.dumps(asdict(loaded)))[LEADER]))
+
+
+def _assign(model: nn.Module, tensors: Mapping[str, Tensor], file: Path, digest: str, strict: bool) -> Loaded:
+    """Copy what fits. Raises ConfigError, before anything is copied, where the file must not be used."""
+    # Parameters and persistent buffers; a tied one under each of its keys. Lazy ones are left out: building
+    # the Stepper refuses them.
+    state = model.state_dict(keep_vars=True).items()
+    own = {plain_name(key): x for key, x in state if isinstance(x, Tensor) and not is_lazy(x)}
+    shared = [name for name in own if name in tensors]
+    for name in shared:
+        kinds = FLOATS if own[name].dtype in FLOATS else (own[name].dtype,)
+        if tensors[name].dtype not in kinds:
+            given, *needed = (str(dtype).removeprefix("torch.") for dtype in (tensors[name].dtype, *kinds))
+            raise ConfigError(f"{name} is {given} in the file; the model needs {' or '.join(needed)}.")
+    fitting = [name for name in shared if tensors[name].shape == own[name].shape]
+    first: dict[int, str] = {}  # a tied tensor may be given under one of its names, or alike under several
+    for name in fitting:
+        other = first.setdefault(id(own[name]), name)
+        if not torch.equal(tensors[other], tensors[name]):
+            raise ConfigError(
+                f"{other} and {name} are one tensor in the model, and differ in the file. It is of a model "
+                "that does not tie them."
+            )
+    there = {id(own[name]) for name in shared}
+    missing = [name for name in own if id(own[name]) not in there and not name.endswith(COUNTER)]
+    misfits = [
+        f"{name} ({list(tensors[name].shape)} in the file, {list(own[name].shape)} in the model)"
+        for name in shared
+        if id(own[name]) not in first
+    ]
+    unexpected = [name for name in tensors if name not in own]
+    found = Loaded(str(file), digest, fitting, missing, unexpected, misfits)
+    if not fitting or (strict and (missing or misfits or unexpected)):
+        advice = "No tensor fits by name and shape: it is of another model."
+        if fitting:
+            advice = (
+                "model.init_from_strict=false loads those that fit and keeps the others as they are built."
+            )
+        raise ConfigError(f"it does not fit the model: {found.sentence}. {advice}")
+    with torch.no_grad():
+        for name in fitting:
+            own[name].copy_(tensors[name])
+    return found

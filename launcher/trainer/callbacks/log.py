@@ -1,0 +1,82 @@
+"""The log of a run: the averages of every `train.log_every_steps` steps."""
+
+from __future__ import annotations
+
+import resource
+
+import torch
+
+from launcher.engine import StepReport
+from launcher.telemetry.events import StepEvent
+from launcher.trainer.callback import Callback
+from launcher.trainer.callbacks.totals import Totals
+from launcher.trainer.progress import Position
+from launcher.trainer.run import Run
+from launcher.trainer.step_times import StepTimes
+
+
+class Log(Callback):
+    """Logs the steps since the line before: the first of a process, every so many, before an evaluation."""
+
+    name = "log"
+
+    def __init__(self, run: Run, totals: Totals) -> None:
+        self._run = run
+        self._totals = totals
+        self._reports = run.reports
+        self._every = run.config.train.log_every_steps
+        self._last: Position | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a window: the steps since the last log line, and the time they took."""
+        self._window: list[StepReport] = []
+        self._samples = 0
+        self._times = StepTimes(self._run.env.world_size)
+
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
+        is_first, self._last = self._last is None, position
+        self._window.append(report)
+        self._samples += self._totals.latest
+        self._times.add(self._reports.seconds, report.spans_ms)
+        if is_first or position.step % self._every == 0:
+            self._log(position)
+
+    def on_flush(self) -> None:
+        if self._window and self._last is not None:
+            self._log(self._last)
+
+    def _log(self, position: Position) -> None:
+        reports, samples, times = self._window, self._samples, self._times
+        self._begin()
+        finite = [report for report in reports if not report.bad_losses] or reports
+        weight = sum(report.count for report in finite) or 1
+        latest = reports[-1]
+        parts_ms = times.means()
+        step_ms = parts_ms.pop("step_ms")
+        del parts_ms["steps"]
+        self._run.telemetry.emit(
+            StepEvent(
+                position.step,
+                epoch=position.epoch,
+                loss=sum(report.loss * report.count for report in finite) / weight,
+                lr=latest.lr,
+                grad_norm=latest.grad_norm,
+                scale=latest.scale,
+                skipped=latest.skipped_steps,
+                samples=samples,
+                samples_per_s=samples / times.seconds,
+                step_ms=step_ms,
+                **parts_ms,
+                other_ms=max(0.0, step_ms - sum(parts_ms.values())),
+                memory_bytes=_memory_bytes(self._run.env.device),
+            )
+        )
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """The largest amount of memory in use so far: on the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux gives it in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,80 @@
+"""Lowers the learning rate where the metric no longer improves: reduce_lr_on_plateau.factor.
+
+As `torch.optim.lr_scheduler.ReduceLROnPlateau` with threshold_mode="rel" and without cooldown. All ranks take
+the decision from the same evaluation, and the check of the replicas compares their rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple
+from typing import Any
+
+from launcher.checkpoint.snapshot import MonitoredMetric
+from launcher.config.schema import ReduceLROnPlateauConfig
+from launcher.errors import ConfigError
+from launcher.evaluation.comparison import comparison, refuse_none, refuse_unknown
+from launcher.evaluation.evaluate import Evaluation
+from launcher.recipe.contract import Recipe
+from launcher.trainer.callback import Callback
+from launcher.trainer.progress import Measured, Position
+from launcher.trainer.run import Run
+
+
+class Plateau(Callback):
+    """Multiplies the constant rate by `factor` after `patience` evaluations in a row that were no better."""
+
+    name = "plateau"
+
+    def __init__(self, run: Run, config: ReduceLROnPlateauConfig, recipe: Recipe) -> None:
+        if recipe.schedule is not None:
+            raise ConfigError(
+                "reduce_lr_on_plateau.factor: excludes the recipe's own schedule, which sets the rate of "
+                "each step."
+            )
+        self._run = run
+        self._config = config
+        self._compare_by = recipe.compare_by
+        self._rate = run.stepper.lr  # of the config
+        self._share = 1.0  # of it that is left
+        self._best: MonitoredMetric | None = None
+        self._bad = 0  # evaluations in a row that were no better
+        self._step = 0  # of the latest evaluation, which a restarted run repeats
+
+    def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
+        refuse_none("reduce_lr_on_plateau.factor", self._config.factor, evaluations)
+        refuse_unknown("reduce_lr_on_plateau", self._config.metric, evaluations)
+
+    def on_eval_end(self, position: Position, measured: Measured) -> None:
+        if not measured.evaluations or position.step == self._step:
+            return
+        self._step = position.step
+        found = comparison(self._config.metric or self._compare_by, measured.evaluations)
+        if self._improves(found):
+            self._best, self._bad = found, 0
+            return
+        self._bad += 1
+        if self._bad > self._config.patience:
+            assert self._config.factor is not None
+            self._share, self._bad = self._share * self._config.factor, 0
+            rate = self._run.stepper.lr = self._rate * self._share
+            text = f"{rate:g} from step {position.step + 1} on: {found.name} is at a plateau"
+            self._run.telemetry.decision("learning rate", text)
+
+    def _improves(self, found: MonitoredMetric) -> bool:
+        """A value that is not a number improves nothing, and anything else is better than nothing."""
+        best = self._best
+        if best is None or not best.same_metric(found):
+            # False for nan.
+            return found.value == found.value
+        return found.cost < best.cost * (1 + self._config.threshold * (-1 if best.lower_is_better else 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        best = None if self._best is None else list(astuple(self._best))
+        return {"share": self._share, "best": best, "bad": self._bad, "step": self._step}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self._share, self._bad, self._step = values["share"], values["bad"], values["step"]
+        self._best = None if values["best"] is None else MonitoredMetric(*values["best"])
+        if self._share != 1.0:  # the rate is not part of the Stepper's state
+            self._run.stepper.lr = self._rate * self._share

@@ -1,0 +1,78 @@
+"""Lets modules compute in fp32 once their outputs have left the range of fp16, and the run continue.
+
+Owns when that is tried and what is reported of it. A loss scale cannot help there: it moves gradients, not
+activations. All ranks read the same report of the same step, search together, and change the same modules
+before the next step; the skipped step has changed no weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from launcher.engine import StepReport
+from launcher.engine.precision.fp32_modules import kind_of
+from launcher.trainer.callback import Callback
+from launcher.trainer.diagnostics.nonfinite_inspector import DivergenceInspector
+from launcher.trainer.progress import Position
+from launcher.trainer.run import Run
+
+
+class Rescue(Callback):
+    """Computes in fp32 in the modules of the run's earlier rescues, and in those of new ones.
+
+    New ones only where `precision.fp32_fallback` is set, and the arithmetic is half; those of the run so far
+    always.
+    """
+
+    name = "rescue"
+
+    def __init__(self, run: Run, searcher: DivergenceInspector) -> None:
+        self.latest = 0  # the step that has led to the latest rescue of this process
+        self.enabled = run.falls_back_to_fp32
+        self._run = run
+        self._searcher = searcher
+        self._limit = run.config.precision.max_fp32_fallbacks
+        self._rescued: list[list[str]] = []  # by rescue: patterns of modules now in fp32
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rescued": [list(patterns) for patterns in self._rescued]}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self._rescued = values["rescued"]
+        for patterns in self._rescued:
+            self._run.stepper.compute_in_fp32(patterns)
+        if self._rescued:
+            self._record()
+
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
+        """Have further modules compute in fp32. A collective where the losses were not finite."""
+        if not report.bad_losses or self._searcher.broken_weights():
+            return
+        found, stepper = self._searcher.overflow(position), self._run.stepper
+        if found is None or found.module in stepper.fp32_modules:
+            return
+        why = f"{found.text} in step {position.step}"
+        if len(self._rescued) >= self._limit:
+            text = f"{why}: it is not rescued, after precision.max_fp32_fallbacks={self._limit} rescues."
+            self._run.telemetry.warn(text)
+            return
+        patterns = kind_of(stepper.model, found.module)
+        stepper.compute_in_fp32(patterns)
+        self._rescued.append(patterns)
+        self.latest = position.step
+        self._run.telemetry.decision(
+            "rescue",
+            f"fp32 arithmetic in {', '.join(patterns)} from step {self.latest + 1} on; {why}. To start with "
+            f"it: precision.fp32_modules={self._record()}",
+            module=found.module,
+            patterns=list(patterns),
+        )
+
+    def _record(self) -> list[str]:
+        """Record precision.fp32_modules of a run that starts as this one continues."""
+        precision = self._run.config.precision
+        rescued = [pattern for patterns in self._rescued for pattern in patterns]
+        modules = tuple(dict.fromkeys((*precision.fp32_modules, *rescued)))
+        self._run.record(precision=replace(precision, fp32_modules=modules))
+        return list(modules)

@@ -1,0 +1,55 @@
+"""The mean loss of the training samples since the last evaluation, and the share that was classified right.
+
+Owns what an evaluation's record says of training, over all ranks, as they were trained on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from launcher.engine import StepReport
+from launcher.trainer.answers import Answers, SinceEvaluation
+from launcher.trainer.callback import Callback
+from launcher.trainer.progress import Measured, Position
+
+HIGHER_IS_BETTER = {"loss": False, "train_loss": False, "train_accuracy": True}  # in every evaluation
+
+
+class TrainingMetrics(Callback):
+    """Sums over the steps since the last evaluation."""
+
+    name = "training_metrics"
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._since = SinceEvaluation()
+        self._evaluated: dict[str, float] = {}  # of the last evaluation, while no step has followed it
+
+    def on_step_metrics(self, position: Position, report: StepReport) -> None:
+        self._evaluated = {}
+        if report.count and not report.bad_losses:
+            self._since.loss_sum += report.loss * report.count
+            self._since.loss_count += report.count
+
+    def metrics(self) -> dict[str, float]:
+        """`train_loss` and `train_accuracy`. A collective.
+
+        A run that was killed before its result was written repeats its last evaluation: with the same ones.
+        """
+        self._answers.add_to(self._since)
+        return self._evaluated or self._since.metrics()
+
+    def on_eval_end(self, position: Position, measured: Measured) -> None:
+        if measured.evaluations:
+            self._evaluated = self._evaluated or self._since.metrics()
+            self._since = SinceEvaluation()
+
+    def state_dict(self) -> dict[str, Any]:
+        self._answers.add_to(self._since)
+        return asdict(self._since) | {"evaluated": self._evaluated}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        since = dict(values)
+        self._evaluated = since.pop("evaluated", {})
+        self._since = SinceEvaluation(**since)

@@ -1,0 +1,266 @@
+"""Runs the batch of the step that ended a run again, to find the rank, samples and module at fault.
+
+Owns that second pass, and the texts about what it shows, ordered by position in the pass and equal on all
+ranks. All ranks enter it at the same step, because all read the same numbers. The generators are seeded as in
+the step, so that dropout masks are the same. Called only after a failure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from launcher.data.seeding import seed_compute
+from launcher.data.tensors import Batch
+from launcher.distributed.collectives import exchange_texts
+from launcher.engine.names import named_parameters
+from launcher.errors import counted, described, listed
+from launcher.trainer.diagnostics import nonfinite
+from launcher.trainer.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
+from launcher.trainer.job import Job
+from launcher.trainer.progress import Position
+
+NOTHING = 2**64 - 1  # the order of a rank that found nothing: after all others
+AFTER_FORWARD = 2**31  # the position of what appears only in the loss or the backward pass
+MAX_SAMPLES = 8
+MAX_NAMES = 5
+MAX_RANKS = 4
+
+
+@dataclass(frozen=True, order=True)
+class Evidence:
+    """What one rank found; the smallest `order` came first in the pass. `module` is that of an overflow."""
+
+    order: int
+    text: str = field(compare=False)
+    module: str = field(default="", compare=False)
+
+
+class DivergenceInspector:
+    """Finds what made the loss or the gradient of a step not finite."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._stepper = job.run.stepper
+
+    def broken_weights(self) -> str:
+        """The weights that are not finite, each with its master's value; empty if all are finite.
+
+        All ranks hold the same weights, so all get the same answer.
+        """
+        broken = nonfinite.nonfinite_parameters(self._stepper.model)
+        masters = self._stepper.named_masters() if broken else {}
+        weights = named_parameters(self._stepper.model)
+        texts = {name: master_text(masters[name], weights[name].dtype) for name in broken if name in masters}
+        return listed([f"{name} ({texts[name]})" if name in texts else name for name in broken], MAX_NAMES)
+
+    def narrowed(self, parameters: Sequence[str]) -> list[str]:
+        """The parameters of modules that compute in fp32 whose gradients become fp16 all the same."""
+        of_fp32 = tuple(f"{name}." for name in self._stepper.fp32_modules)
+        sent, weights = self._stepper.own_gradients(), named_parameters(self._stepper.model)
+        return [
+            name
+            for name in parameters
+            if name.startswith(of_fp32) and torch.float16 in (sent[name].dtype, weights[name].dtype)
+        ]
+
+    def explain(self, position: Position, suspected_ranks: Sequence[int], backward: bool) -> str:
+        """Where the step at `position` went wrong, as lines of text; the same on all ranks.
+
+        A collective. `suspected_ranks` are those whose gradient was not finite: they are reported if neither
+        pass finds anything. `backward` runs the backward pass too: the losses were finite. The weights are
+        the present ones: the step did not change them, but the next one, already launched when this one is
+        read, may have.
+        """
+        return told_by_rank(self._of_all_ranks(partial(self._inspect, position, backward)), suspected_ranks)
+
+    def overflow(self, position: Position) -> Evidence | None:
+        """The first module that made values that are not finite from finite ones, in the step just read.
+
+        None where the batch, a weight or the loss itself was not finite. The same on all ranks: that of the
+        rank which has the earliest. A collective.
+        """
+        first = min(self._of_all_ranks(partial(self._first_overflow, position)))
+        return first if first.module else None
+
+    def _of_all_ranks(self, inspect: Callable[[], Evidence]) -> list[Evidence]:
+        """What each rank found, in rank order, on all ranks. A collective."""
+        try:
+            own = inspect()
+        except Exception as error:  # after any error, because the other ranks wait in the exchange below
+            # After what other ranks have found, but before those that found nothing, so that it is shown.
+            own = Evidence(NOTHING - 1, f"the batch could not be run again: {described(error)}")
+        texts = exchange_texts(self._job.run.env, json.dumps(asdict(own)))
+        return [Evidence(**json.loads(text)) for text in texts]
+
+    def _first_overflow(self, position: Position) -> Evidence:
+        """Evidence without a module where the cause is something else."""
+        found = [Evidence(NOTHING, "")]
+        for number, batch in enumerate(self._job.batches.step(position.epoch, position.step_of_epoch)):
+            origin = self._run(batch, position, number)[
+                0
+            ].origin  # of all micro-batches: collectives within modules match
+            if any(map(nonfinite_rows, batch.values())):
+                found.append(Evidence(number << 32, ""))
+            elif origin is not None:
+                found.append(Evidence((number << 32) + origin.position, module_text(origin), origin.name))
+        return min(found)
+
+    def _inspect(self, position: Position, backward: bool) -> Evidence:
+        """Run all of this rank's micro-batches again, so that collectives within modules match."""
+        batches = self._job.batches
+        micro_batches = batches.step(position.epoch, position.step_of_epoch)
+        found: list[Evidence] = []
+        by_batch = zip(micro_batches, batches.latest_indices(), strict=True)
+        for number, (batch, indices) in enumerate(by_batch):
+            forward, loss_finite = self._run(batch, position, number)
+            # Even if forward failed, so that collectives within modules match on all ranks.
+            back = self._run_back(batch, position, number) if backward else None
+            arithmetic = self._stepper.policy.arithmetic
+            found.append(evidence_of(forward, loss_finite, back, number, batch, indices, arithmetic))
+        return min(found, default=Evidence(NOTHING, "no samples"))
+
+    def _run(self, batch: Batch, position: Position, number: int) -> tuple[Diagnosis, bool]:
+        """One micro-batch through the model, in training mode, uncompiled; and whether its loss is finite."""
+        self._seed(position, number)
+        losses: list[Tensor] = []
+        diagnosis = nonfinite.diagnose(self._stepper.model, lambda: losses.append(self._loss_sum(batch)))
+        return diagnosis, bool(losses[0].isfinite())
+
+    def _seed(self, position: Position, number: int) -> None:
+        plan = self._job.batches.plan
+        seed_compute(plan.seed, position.step, plan.rank, number, self._stepper.device)
+
+    def _run_back(self, batch: Batch, position: Position, number: int) -> BackwardDiagnosis:
+        self._seed(position, number)
+        model, back = self._stepper.model, self._stepper.dry_backward
+        return nonfinite.diagnose_backward(model, lambda: back(self._loss_sum(batch)))
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        with self._stepper.forward():
+            return self._job.recipe.loss(self._stepper.model, batch).sum
+
+
+def evidence_of(
+    diagnosis: Diagnosis,
+    loss_finite: bool,
+    back: BackwardDiagnosis | None,
+    number: int,
+    batch: Batch,
+    indices: Sequence[int],
+    arithmetic: torch.dtype = torch.float32,
+) -> Evidence:
+    """The evidence in micro-batch `number`, which holds the training samples `indices`.
+
+    `arithmetic` is the dtype in which the model computes.
+    """
+    finding = diagnosis.finding
+    columns = {name: rows for name, column in batch.items() if (rows := nonfinite_rows(column))}
+    if finding is None and loss_finite and not columns:
+        seen = back is not None and (back.module is not None or bool(back.parameters))
+        finite = "the forward pass is finite"
+        if diagnosis.largest is not None:
+            name, size = diagnosis.largest
+            finite += f", its largest value {size:.3g} from {_called(name)}"
+        parts = [samples_text((), indices), finite, backward_text(back)]
+        return Evidence((number << 32) + AFTER_FORWARD if seen else NOTHING, "; ".join(parts))
+    suspects = sorted({row for rows in columns.values() for row in rows})
+    if not suspects and finding is not None and finding.num_rows == len(indices) != len(finding.rows):
+        suspects = list(finding.rows)
+    parts = [samples_text([indices[row] for row in suspects], indices)]
+    parts += [f"not finite in the batch itself: {name}" for name in columns]
+    parts += [beyond(name, column, arithmetic) for name, column in batch.items() if name not in columns]
+    parts = [part for part in parts if part]
+    if finding is not None:
+        parts.append(module_text(finding))
+    elif not loss_finite:
+        parts.append("every module's output was finite, the loss was not")
+    if diagnosis.parameters:
+        parts.append(f"weights not finite: {listed(diagnosis.parameters, MAX_NAMES)}")
+    position = 0 if columns else finding.position if finding is not None else AFTER_FORWARD
+    # By micro-batch first, then by position in its pass, which is below 2^32.
+    return Evidence((number << 32) + position, "; ".join(parts))
+
+
+def beyond(name: str, column: Tensor, arithmetic: torch.dtype) -> str:
+    """What to do about a column whose values the arithmetic cannot hold; "" where it holds them."""
+    limit = torch.finfo(arithmetic).max
+    if not column.is_floating_point() or not column.numel() or (size := float(column.abs().max())) <= limit:
+        return ""
+    kind = str(arithmetic).removeprefix("torch.")
+    return (
+        f"the column {name} has values up to {size:.3g}, and {kind} ends at {limit:.5g}: normalise it first"
+    )
+
+
+def backward_text(back: BackwardDiagnosis | None) -> str:
+    """Where the gradient left the range of the arithmetic, or how close it came."""
+    if back is None:
+        return "what is not finite arises in the backward pass"
+    if back.module is not None:
+        name, kind, value = back.module
+        text = f"first gradient that was not finite: at the output of {_called(name)} ({kind}), {value}"
+    elif back.parameters:
+        names = listed(back.parameters, MAX_NAMES)
+        text = f"gradients not finite: {names}, though those at all outputs were"
+    else:
+        text = "all gradients are finite: it is their sum over micro-batches and ranks that is not"
+    if back.largest is None:
+        return text
+    name, size = back.largest
+    before = "before it " if back.module else ""
+    return f"{text}, the largest {before}{size:.3g} at the output of {_called(name)}"
+
+
+def module_text(finding: ModuleFinding) -> str:
+    name = _called(finding.name)
+    text = f"first module whose output was not finite: {name} ({finding.type}), {finding.kind}"
+    if not finding.inputs_finite:
+        return f"{text}, which was given values that are not finite"
+    if finding.input_range is None:
+        return text
+    low, high = finding.input_range
+    return f"{text}, from inputs between {low:.4g} and {high:.4g}"
+
+
+def samples_text(suspects: Sequence[int], indices: Sequence[int]) -> str:
+    """The samples at fault if they can be distinguished, else all of the micro-batch."""
+    chosen = suspects or indices
+    numbers = listed(chosen, MAX_SAMPLES)
+    if suspects:
+        return f"training sample {numbers} (of {len(indices)} in the micro-batch)"
+    return f"micro-batch of {counted(len(indices), 'training sample')} {numbers}"
+
+
+def told_by_rank(found: Sequence[Evidence], suspected_ranks: Sequence[int]) -> str:
+    """A line per rank that found something, the earliest first; if none did, the suspected ranks."""
+    chosen = [rank for rank, evidence in enumerate(found) if evidence.order < NOTHING]
+    chosen = sorted(chosen, key=found.__getitem__) or list(suspected_ranks) or [0]
+    lines = [f"  rank {rank}: {found[rank].text}" for rank in chosen[:MAX_RANKS]]
+    if len(chosen) > MAX_RANKS:
+        lines.append(f"  and {counted(len(chosen) - MAX_RANKS, 'more rank')}")
+    return "\n".join(["The batch of that step, run again:", *lines])
+
+
+def nonfinite_rows(column: Tensor) -> list[int]:
+    """The samples of a floating-point column that hold inf or nan."""
+    if not column.is_floating_point() or not column.numel():
+        return []
+    return (~column.isfinite().reshape(len(column), -1).all(1)).nonzero().flatten().tolist()
+
+
+def master_text(master: Tensor, weight: torch.dtype) -> str:
+    """A text about a master whose weight, of this dtype, is not finite."""
+    if bool(master.isfinite().all()):
+        return f"master {float(master.abs().max()):.3g}, beyond the {torch.finfo(weight).max:.4g} of {weight}"
+    return "master nan" if bool(master.isnan().any()) else "master inf"
+
+
+def _called(module: str) -> str:
+    """A module by its name in named_modules()."""
+    return module or "the model itself"

@@ -1,0 +1,204 @@
+"""What a run reports and writes at its start and at its end. All ranks call `announce` and `finish`.
+
+Owns result.json, the report, and `model/`, which holds what predicting needs besides the weights:
+classes and normalisation, and for a model of `transformers` its config and tokenizer; `export RUN DIR/`
+copies it. A report that cannot be written does not fail the run; a result does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from launcher.errors import StorageError, counted, described
+from launcher.evaluation.confusion import Confusion
+from launcher.recipe.contract import Recipe, normalisation_of
+from launcher.report import page
+from launcher.report.run_record import RunRecord
+from launcher.run_dir import records, status
+from launcher.run_dir.atomic import write_text
+from launcher.run_dir.result import Result
+from launcher.telemetry import Telemetry
+from launcher.telemetry.events import EndEvent, ReportEvent, StartEvent
+from launcher.trainer.builders.decisions import decisions
+from launcher.trainer.callbacks.evaluation import Evaluator
+from launcher.trainer.job import Job
+from launcher.trainer.progress import Start
+from launcher.trainer.replicas import weights_sha256
+from launcher.trainer.run import asked
+
+SPLIT = "split.csv"
+MOST_CLASSES = 100  # in an event; a matrix of 1,000 would be a line of 3 MB: result.json has it
+
+
+def write_files(run_dir: Path, result: Result, confusion: Confusion | None, telemetry: Telemetry) -> None:
+    """The classification report, then result.json, which says that the run is done. Raises StorageError."""
+    try:
+        if confusion is not None:
+            text, counts, tables = confusion.report(), confusion.counts.tolist(), dict[str, Any]()
+            if len(confusion.classes) <= MOST_CLASSES:
+                classes = list(confusion.classes)
+                tables = {"table": confusion.table(), "classes": classes, "confusion_matrix": counts}
+            write_text(run_dir / "classification_report.txt", text)
+            telemetry.emit(ReportEvent(result.steps or 0, text=text, **tables))
+        records.write_result(run_dir, result)
+    except OSError as error:
+        raise StorageError(
+            f"The result cannot be written to {run_dir}: {error}. The training itself is complete; "
+            "make room and run it again."
+        ) from error
+
+
+def write_page(run_dir: Path, telemetry: Telemetry) -> None:
+    """Write report.html from the files of the run alone. A failure is a warning."""
+    try:
+        page.write_report(RunRecord.read(run_dir, telemetry.warn))
+    except Exception as error:  # a page must not fail a run that is complete
+        telemetry.warn(f"{records.REPORT} could not be drawn: {described(error)}")
+
+
+def facts_for_prediction(recipe: Recipe) -> dict[str, Any]:
+    """The classes in the order of the logits, and the `normalisation` of images, where there are any.
+
+    Mean and deviation are per channel, for pixels in 0..1.
+    """
+    facts = {
+        "classes": None if recipe.classes is None else list(recipe.classes),
+        "normalisation": normalisation_of(recipe),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def write_model_folder(
+    run_dir: Path, recipe: Recipe, network: nn.Module, warn: Callable[[str], None]
+) -> None:
+    """Write what is known before the first step. Raises StorageError; other failures are warnings.
+
+    Beside the folder: split.csv, the files of a data set that lists them, with label and split.
+    """
+    place = run_dir / SPLIT
+    try:
+        if callable(text := getattr(getattr(recipe.train, "listing", None), "csv_text", None)):
+            write_text(place, text())
+        place = folder = run_dir / records.MODEL
+        folder.mkdir(exist_ok=True)
+        write_text(folder / "prediction.json", json.dumps(facts_for_prediction(recipe), indent=1) + "\n")
+        config: Any = copy.deepcopy(getattr(network, "config", None))
+        if callable(getattr(config, "save_pretrained", None)):  # of transformers
+            config.architectures = [type(network).__name__]
+            if recipe.classes is not None:
+                config.id2label = dict(enumerate(recipe.classes))
+                config.label2id = {name: number for number, name in enumerate(recipe.classes)}
+            config.save_pretrained(folder)
+        if callable(save := getattr(getattr(recipe.train, "tokenizer", None), "save_pretrained", None)):
+            save(folder)
+    except OSError as error:
+        raise StorageError(f"{place} cannot be written: {error.strerror or error}") from error
+    except Exception as error:  # of a config or tokenizer, which training does not need
+        warn(f"{place} is incomplete, and so is what export makes of it: {described(error)}")
+
+
+def announce(job: Job, devices: Sequence[str], start: Start) -> None:
+    """Report the decisions and the start of the run; record its environment."""
+    run, run_dir = job.run, Path(job.run.config.run.dir)
+    if run.env.is_leader:
+        records.write_environment(run_dir, devices)
+        write_model_folder(run_dir, job.recipe, run.stepper.model, run.telemetry.warn)
+    for topic, text in decisions(run.config, run.env, devices, job.recipe, run.stepper, job.plan):
+        run.telemetry.decision(topic, text)
+    run.telemetry.emit(
+        StartEvent(
+            start.step,
+            epochs=-(-job.course.total_steps // job.course.steps_per_epoch),
+            steps_per_epoch=job.course.steps_per_epoch,
+            total_steps=job.course.total_steps,
+            world_size=run.env.world_size,
+            parameters=sum(p.numel() for p in job.model.parameters()),
+            model=job.used.model,
+            data=job.used.data,
+            compare_by=job.recipe.compare_by,
+            asked=asked(run.config),
+        )
+    )
+
+
+def result_of(job: Job, since_step: int, steps: int, seconds: float) -> Result:
+    """The content of result.json: what each run has, and what its callbacks add. A collective.
+
+    `seconds` are of this process, for the steps after `since_step`; all ranks hold the same numbers.
+    """
+    run, stepper = job.run, job.run.stepper
+    counters = stepper.counters()
+    device = run.env.device
+    result = Result(
+        state="done",
+        exit=0,
+        recipe=run.config.recipe.name,
+        model=job.used.model,
+        data=job.used.data,
+        precision=run.config.precision.name,
+        world_size=run.env.world_size,
+        applied_steps=counters["applied"],
+        skipped_steps=counters["skipped"],
+        scale=stepper.loss_scale,
+        parameters=sum(p.numel() for p in stepper.model.parameters()),
+        state_bytes=stepper.state_bytes(),
+        weights_sha256=weights_sha256(stepper, run.env),
+        steps=steps,
+        steps_per_epoch=job.course.steps_per_epoch,
+        seconds=seconds,
+        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        **facts_for_prediction(job.recipe),
+        # What callbacks find out; a run without such a callback has none.
+        metric_name=None,
+        metric=None,
+        metrics={},
+        samples_per_s=None,
+        training_seconds=None,
+        wire_bytes_per_step=None,
+        micro_batch=None,
+    )
+    return job.callbacks.add_to_result(result)
+
+
+def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
+    """Report the result, and write it on rank 0. The arguments are those of `result_of`. A collective."""
+    run, run_dir = job.run, Path(job.run.config.run.dir)
+    result = result_of(job, since_step, steps, seconds)
+    applied = result.applied_steps or 0
+    if applied < steps / 2:
+        run.telemetry.warn(
+            f"only {applied} of {counted(steps, 'step')} were applied, the others skipped: lower "
+            "precision.loss_scale.init_scale."
+        )
+    if run.env.is_leader:
+        write_files(run_dir, result, job.callbacks.get(Evaluator).confusion, run.telemetry)
+    run.telemetry.emit(
+        EndEvent(
+            steps,
+            state="done",
+            exit=0,
+            seconds=seconds,
+            since_step=since_step,
+            samples_per_s=result.samples_per_s,
+            metrics=result.metrics,
+            metric_name=result.metric_name,
+            best_metric=result.best_metric,
+            best_step=result.best_step,
+            reason=job.callbacks.stop_reason or None,
+            weights_sha256=result.weights_sha256,
+            step_time=result.step_time,
+        )
+    )
+    if run.env.is_leader:
+        with contextlib.suppress(OSError):
+            status.mark_ended(run_dir / status.FILE_NAME, "done", 0)
+        # Last: the page is drawn from the files of the run, in which its end must stand.
+        write_page(run_dir, run.telemetry)

@@ -1,0 +1,132 @@
+"""How the failure of a rank is explained, recorded and passed on to the other ranks.
+
+Owns the order in which causes are considered, and the advice for a lack of memory, by where in the run it
+occurred. The error for users is a LauncherError with the exit code.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import traceback
+from pathlib import Path
+
+from launcher.config.schema import Config
+from launcher.config.user_code import innermost, place_of, short_traceback
+from launcher.distributed import nccl
+from launcher.distributed.env import LaunchEnv
+from launcher.distributed.exit_records import is_secondary
+from launcher.distributed.heartbeat import Beat, where
+from launcher.engine import UnusableError, works
+from launcher.errors import ConfigError, LauncherError, UnexpectedError, described
+from launcher.process import frames
+from launcher.process.shortage import TO_LOWER, shortage_of
+from launcher.run_dir.records import write_failure
+from launcher.run_dir.result import Failure
+from launcher.telemetry import Telemetry
+from launcher.telemetry.events import EndEvent
+from launcher.trainer.errors.recipe_errors import IN_LOG, recipe_failure
+
+PARTS = {
+    "compute": "the forward or backward pass",
+    "wire": "the exchange of gradients",
+    "update": "the update",
+}
+BUILDING = ("building the model", "comparing the models", "restoring")  # masters and states are made then
+SHARDABLE = ("sgd", "adamw")
+MORE_ROOM = "a smaller data.micro_batch_size leaves more room beside it"
+
+
+def at_shortage(beat: Beat, config: Config, world_size: int) -> tuple[str, str]:
+    """Where the run is, as in ` in the update of step 7`, and what to change if it lacks memory there."""
+    at_step = beat.phase in PARTS and beat.step
+    place = f" in {PARTS[beat.phase]} of step {beat.step}" if at_step else f" {where(beat)}"
+    ddp, optim = config.ddp, config.optim
+    of_the_wire = {"a smaller ddp.bucket_cap_mb sends fewer gradients at once": True}
+    shardable = world_size > 1 and not ddp.shard_optimizer and optim.name in SHARDABLE
+    of_the_states = {
+        "ddp.shard_optimizer=true divides masters and optimizer states among the ranks": shardable,
+        f"optim=sgd has fewer states than {optim.name}": optim.name != "sgd",
+        "ema.decay=null saves 4 bytes per parameter": config.ema.decay is not None,
+    }
+    if beat.phase == "wire":
+        changes = of_the_wire | {MORE_ROOM: True}
+    elif beat.phase == "update":
+        changes = of_the_states | {MORE_ROOM: True}
+    elif beat.phase in BUILDING:
+        changes = of_the_states | {"choose a smaller model": True}
+    else:
+        return place, TO_LOWER
+    return place, f"What helps: {'; '.join(text for text, helps in changes.items() if helps)}."
+
+
+log = logging.getLogger("launcher")
+
+
+def failure_of(
+    error: BaseException, launch: LaunchEnv, logs: str, at_shortage: tuple[str, str]
+) -> LauncherError | None:
+    """The error for users, caused by `error`; None where it is to be raised as it is.
+
+    `at_shortage` is where the run is, and what to change if it lacks memory there. `logs` is the end of a
+    sentence: the log that the full traceback will be in, and those of other ranks.
+    """
+    return (
+        (ConfigError(str(error)) if isinstance(error, UnusableError) else None)
+        or shortage_of(error, f"rank {launch.rank}", *at_shortage)
+        or nccl.failure_of_nccl(error, launch.rank)
+        # In a recipe's line that no guard covers, such as in a backward pass.
+        or (recipe_failure(error, "code of the recipe", logs) if place_of(error) else None)
+        or _of_a_sample(error, logs)
+        or _unexpected(error, logs)
+    )
+
+
+def _of_a_sample(error: BaseException, logs: str) -> LauncherError | None:
+    """The error of a sample that raised, with its logs. Where samples are read these are not known."""
+    if not isinstance(error, LauncherError) or not error.traceback or IN_LOG in str(error):
+        return None
+    failure = type(error)(f"{str(error).rstrip().removesuffix('.')}. {IN_LOG} {logs}.")
+    failure.traceback = error.traceback
+    return failure
+
+
+def _unexpected(error: BaseException, logs: str) -> UnexpectedError | None:
+    """The error for an exception that nobody has foreseen. That of a lost rank is not the origin."""
+    if not isinstance(error, Exception) or isinstance(error, LauncherError) or is_secondary(error):
+        return None
+    failure = UnexpectedError(f"unexpected error at {innermost(error)}: {described(error)}. {IN_LOG} {logs}.")
+    failure.traceback = short_traceback(error)
+    return failure
+
+
+def release_frames(error: BaseException) -> None:
+    """Free what the frames of a failure hold, in particular the process group. Log its traceback before.
+
+    Gloo closes its connections when the last reference to the group is gone, and only then do the ranks
+    that wait in a collective for this one notice.
+    """
+    if isinstance(error, Exception):
+        frames.release(error)
+    else:  # the console shows the traceback of what is no Exception
+        traceback.clear_frames(error.__traceback__)
+    works.release()
+    gc.collect()
+
+
+def log_traceback(rank: int, error: BaseException) -> None:
+    """Write where a rank failed to its log, at once: explaining the failure drops the traceback."""
+    if Failure.of(error).state == "failed":
+        log.error("rank %d failed\n%s", rank, "".join(traceback.format_exception(error)))
+
+
+def report_failure(
+    telemetry: Telemetry, steps: int, run_dir: Path, launch: LaunchEnv, error: BaseException
+) -> None:
+    """Write to the log, to the events, and on rank 0 to the files of the run, how it ended."""
+    failure = Failure.of(error)
+    level = logging.ERROR if failure.state == "failed" else logging.INFO
+    log.log(level, "rank %d: %s", launch.rank, failure.error)
+    telemetry.emit(EndEvent(steps, state=failure.state, exit=failure.exit, error=failure.error))
+    if launch.rank == 0:
+        write_failure(run_dir, failure)

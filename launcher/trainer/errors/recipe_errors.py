@@ -1,0 +1,282 @@
+"""Turns exceptions of a recipe's code into one message: what failed, in which line, and the broken rule.
+
+Owns the guard around the functions that a recipe hands out, and the search for the user's line in a
+traceback. What a user can act on already, a lack of memory and the loss of another rank pass unchanged.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from types import CodeType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from launcher.config.messages import install_line
+from launcher.config.user_code import defined_at, innermost, is_the_users, place_of, short_traceback
+from launcher.data import labels, loader
+from launcher.distributed.alone import Alone
+from launcher.distributed.exit_records import is_secondary
+from launcher.engine import EngineWarning, UnusableError
+from launcher.errors import ConfigError, DataError, LauncherError, RecipeError, described, listed, whole_text
+from launcher.process.shortage import TO_LOWER, shortage_of
+from launcher.recipe.checks import refuse_other_arguments
+from launcher.recipe.contract import Recipe
+from launcher.trainer.errors.model_mistakes import SHAPES, module_given
+
+Result = TypeVar("Result")
+IN_LOG = "The full traceback is in"
+DTYPES = re.compile(
+    r"mat1 and mat2 must have the same dtype|expected .* to have the same dtype|should be the same"
+)  # from a linear layer or product, an einsum, a convolution
+TARGET = re.compile(r"Target (-?\d+) is out of bounds")
+OF_NORMS = {  # by what torch says
+    "Expected more than 1 value per channel when training": "A batch norm divides by the variance of a "
+    "channel, and a single value per channel has none. Give each rank at least two samples per forward pass: "
+    "raise data.batch_size or data.micro_batch_size, set data.drop_last=true if it is the rest of an epoch, "
+    "or use nn.LayerNorm.",
+    "Expected more than 1 spatial element when training": "An instance norm divides by the variance of a "
+    "sample's channel, which is a single value here. Give the model larger inputs, reduce their size less "
+    "before it, or use nn.GroupNorm.",
+}
+SHOWN_ROWS = 8
+LABELS = re.compile(r"target dtype to be Long|scalar type Long but found")
+OVER_FP16 = re.compile(r"cannot be converted to type \S*Half without overflow")
+CALLED_WITH = {  # what the launcher gives to the functions of a recipe, in order
+    "build_model": "()",
+    "loss": "(network, batch)",
+    "train_transform": "(batch, noise)",
+    "eval_transform": "(batch)",
+    "after_evaluation": "(model, position)",
+}
+
+
+def guarded(recipe: Recipe, logs: str) -> Recipe:
+    """The recipe with its functions guarded: an exception in one is a RecipeError or DataError.
+
+    All but the loss, which all ranks call equally often in training, run as if the process were alone.
+    Warns once of a loss that changes the mode of the network.
+
+    `logs` is the end of a sentence: the file that the full traceback will be in.
+    """
+    built_at = defined_at(recipe.build_model)
+    found: dict[str, Any] = {}
+    for name in (*CALLED_WITH, "schedule"):
+        if (function := getattr(recipe, name)) is not None:
+            if name in CALLED_WITH:
+                refuse_other_arguments(f"the recipe's {name}", function, CALLED_WITH[name])
+            found[name] = _guarded(name, function, logs, built_at if name == "loss" else "")
+    return replace(recipe, **found | {"loss": _keeping_mode(found["loss"])})
+
+
+@contextmanager
+def guarding(
+    what: str, logs: str, batch: Mapping[str, object] | None = None, of_metric: bool = False
+) -> Iterator[None]:
+    """Raise the `recipe_failure` of an exception in the context."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        failure = recipe_failure(error, what, logs, batch, of_metric)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+@contextmanager
+def found_in_trial(what: str) -> Iterator[None]:
+    """Say in an error that a trial before the first step found it, and not a step of the run."""
+    try:
+        yield
+    except LauncherError as error:
+        error.args = (f"{error.args[0]} Found before the first step, in a trial of {what}.",)
+        raise
+
+
+def recipe_failure(
+    error: BaseException,
+    what: str,
+    logs: str,
+    batch: Mapping[str, object] | None = None,
+    of_metric: bool = False,
+    built_at: str = "",
+) -> LauncherError | None:
+    """The error for an exception that `what` of a recipe raised; None for one that passes unchanged.
+
+    Shapes that do not fit are a ConfigError with the module and what it was given: no restart mends them.
+    `built_at` is where the model is defined, for an error without a line of the user's.
+
+    Of a metric it is no RecipeError but a ConfigError: after a restart the same samples raise it again. It
+    names the line of a library where the metric is one's.
+    """
+    place = place_of(error) or (innermost(error) if of_metric else "")
+    where = f" at {place}" if place else ""
+    if isinstance(error, SystemExit):
+        return RecipeError(
+            f"{what} called sys.exit({'' if error.code is None else repr(error.code)}){where}. Only the "
+            f"launcher ends a run: raise an exception instead. {IN_LOG} {logs}."
+        )
+    if not isinstance(error, Exception) or isinstance(error, LauncherError | UnusableError):
+        return None
+    advice = TO_LOWER if batch is not None else "Hold fewer or smaller samples, or choose a smaller model."
+    if (shortage := shortage_of(error, what, where, advice)) is not None:
+        return shortage
+    if is_secondary(error) or loader.is_of_loader_process(error):
+        return None
+    rule = _rule(error, batch or {})
+    compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+    beyond = OVER_FP16.search(whole_text(error)) is not None
+    is_shape = not rule and isinstance(error, RuntimeError | ValueError) and SHAPES.search(whole_text(error))
+    if is_shape and (given := module_given(error)):
+        where += f"{'' if place or not built_at else f' with the model of {built_at}'}: {given}"
+    of_setup = isinstance(error, ModuleNotFoundError) or _is_of_wandb(error)
+    kind = DataError if rule else ConfigError if of_metric else RecipeError
+    if compiler:
+        rule = "It is torch's compiler that failed: set train.compile=false."
+    if beyond:
+        rule = "fp16 ends at 65504: use torch.finfo(x.dtype).min and .max for x, or compute it in x.float()."
+    failure = (ConfigError if of_setup or is_shape or beyond or compiler else kind)(
+        f"{what} failed{where}: {described(error).removesuffix('.')}.{' ' if rule else ''}{rule} "
+        f"{IN_LOG} {logs}."
+    )
+    if not rule and not is_shape:
+        failure.traceback = short_traceback(error)
+    return failure
+
+
+def _guarded(name: str, function: Callable[..., Result], logs: str, built_at: str) -> Callable[..., Result]:
+    what = f"the recipe's {name}{_defined(function)}"
+
+    @functools.wraps(function, updated=())
+    def call(*arguments: object) -> Result:
+        try:  # not `guarding`, whose context takes as long as a small operation
+            if name == "loss":
+                return function(*arguments)
+            with Alone(what):
+                return function(*arguments)
+        except (Exception, SystemExit) as error:
+            batch = next((each for each in arguments if isinstance(each, dict)), None)
+            failure = recipe_failure(error, what, logs, batch, built_at=built_at)
+            if failure is None:
+                raise
+            raise failure from error
+
+    return call
+
+
+def _keeping_mode(loss: Callable[..., Result]) -> Callable[..., Result]:
+    """The loss, with a warning, once, if it leaves the network in another mode.
+
+    A part of the network may be switched on purpose, such as a batch norm with frozen statistics.
+    """
+    warned = False
+
+    @functools.wraps(loss, updated=())
+    def call(network: nn.Module, *more: object) -> Result:
+        nonlocal warned
+        training = network.training
+        found = loss(network, *more)
+        if network.training != training and not warned:
+            warned = True
+            now, doing = ("evaluation", "trained") if training else ("training", "evaluated")
+            warnings.warn(
+                f"the recipe's loss switched the network to {now} mode while it is {doing}, which changes "
+                "what batch norms and dropout do. Remove network.eval() and network.train() from it: the "
+                "launcher sets the mode itself.",
+                EngineWarning,
+                stacklevel=2,
+            )
+        return found
+
+    return call
+
+
+def _defined(function: Callable[..., object]) -> str:
+    """The function's name if it is not the user's code, so that no line of a traceback shows it."""
+    code = getattr(function, "__code__", None)
+    if isinstance(code, CodeType) and is_the_users(code):
+        return ""
+    return f" ({getattr(function, '__qualname__', type(function).__name__)})"
+
+
+def _rule(error: Exception, batch: Mapping[str, object]) -> str:
+    """The rule that the data breaks, if the data is at fault; else empty."""
+    if isinstance(error, KeyError) and batch and not _is_raised(error) and error.args[0] not in batch:
+        return (
+            f"A batch has the columns {', '.join(batch)}. Read one of these, or add the missing one to the "
+            "recipe's TensorData."
+        )
+    if isinstance(error, IndexError) and (found := TARGET.search(whole_text(error))):
+        rule = "A label must be at least 0 and less than the number of the model's outputs."
+        rule = f"{_rows_with(label := int(found[1]), batch)}{rule}"
+        if label == labels.VOID:
+            return f"{rule} If 255 marks what is to be left out, give the loss ignore_index=255."
+        if label == labels.UNLABELLED:
+            return f"{rule} {labels.OF_UNLABELLED}"
+        more = f"at least {label + 1} outputs" if label >= 0 else "no negative label"
+        return f"{rule} Give it {more}, or correct the labels."
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return (
+            f"The package that has {error.name} must be installed in the environment of {sys.executable}: "
+            f"{install_line('PACKAGE')}."
+        )
+    if _is_of_wandb(error):
+        return (
+            "The launcher owns the run of the tracker: return {name: value} from after_evaluation or a "
+            "metric, and every tracker gets it, with the step."
+        )
+    if isinstance(error, RuntimeError) and batch and LABELS.search(whole_text(error)):
+        return "Labels of classes must be int64: convert them with .long() in the recipe's TensorData."
+    if isinstance(error, ValueError):
+        return next((rule for pattern, rule in OF_NORMS.items() if pattern in whole_text(error)), "")
+    if isinstance(error, RuntimeError) and DTYPES.search(whole_text(error)) and (columns := _not_fp32(batch)):
+        return (
+            f"The batch holds {columns}, but a model's inputs have to be float32: convert what the model "
+            "reads with .float() in the recipe's TensorData (NumPy's numbers are float64)."
+        )
+    return ""
+
+
+def _rows_with(label: int, batch: Mapping[str, object]) -> str:
+    """Which samples of a batch have this label, as a sentence; "" where no column of integers has it."""
+    for name, column in batch.items():
+        if isinstance(column, Tensor) and not column.is_floating_point() and column.ndim:
+            rows = (column == label).reshape(len(column), -1).any(1).nonzero().flatten().tolist()
+            if rows:
+                which = f"sample{'s' if len(rows) > 1 else ''} {listed(rows, SHOWN_ROWS)}"
+                return f"The column {name} has {label} in {which} of this micro-batch, counted from 0. "
+    return ""
+
+
+def _is_of_wandb(error: Exception) -> bool:
+    return type(error).__module__.partition(".")[0] == "wandb"
+
+
+def _not_fp32(batch: Mapping[str, object]) -> str:
+    """The columns that a model's arithmetic may refuse, with dtype and shape.
+
+    Integers only where no column is float64: most are labels.
+    """
+    tensors = {name: each for name, each in batch.items() if isinstance(each, Tensor)}
+    double = {name: each for name, each in tensors.items() if each.dtype == torch.float64}
+    chosen = double or {name: each for name, each in tensors.items() if not each.is_floating_point()}
+    return " and ".join(
+        f"the column {name} of {str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
+        for name, each in chosen.items()
+    )
+
+
+def _is_raised(error: Exception) -> bool:
+    """Whether a `raise` in Python code is the origin, rather than an operation such as `batch["image"]`."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is None or dis.opname[frame.tb_frame.f_code.co_code[frame.tb_lasti]] == "RAISE_VARARGS"

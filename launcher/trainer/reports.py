@@ -1,0 +1,66 @@
+"""Reads the steps of a run, each one step late, and passes their reports to the callbacks.
+
+Owns the clock of the steps on the host. All ranks read the same numbers at the same step. A step that is
+read one step late has been finished by the device, so that reading it does not wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from launcher.engine import StepResult
+from launcher.engine.step_timer import PARTS
+from launcher.telemetry import Telemetry
+from launcher.trainer.callback import CallbackList
+from launcher.trainer.progress import Position
+from launcher.trainer.votes import Votes
+
+log = logging.getLogger("launcher")
+
+
+class Reports:
+    """Passes each step's report to the callbacks, while `seconds` is how long it took on the host."""
+
+    def __init__(self, telemetry: Telemetry, votes: Votes, reads_late: bool = True) -> None:
+        self._reads_late = reads_late  # a CPU has finished a step as soon as it is launched
+        self.seconds = 0.0
+        self.callbacks = CallbackList(())
+        self._telemetry = telemetry
+        self._votes = votes
+        self._waiting: tuple[Position, StepResult, float] | None = None
+        self._is_first = True
+        self._previous = time.perf_counter()  # when the step before ended
+
+    def push(self, position: Position, result: StepResult) -> None:
+        """Pass on the step before, and keep this one. The first one of a process is passed on at once."""
+        self.flush()
+        now = time.perf_counter()
+        self._waiting = (position, result, now - self._previous)
+        self._previous = now
+        if self._is_first or not self._reads_late:
+            self._is_first = False
+            self.flush()
+
+    def flush(self) -> None:
+        """Pass on the last step; waits for the device."""
+        if self._waiting is None:
+            return
+        (position, result, self.seconds), self._waiting = self._waiting, None
+        report = result.read()
+        if any(report.votes):
+            self._votes.count(report)
+        self._telemetry.advance(position.epoch, position.step)
+        if log.isEnabledFor(logging.DEBUG):
+            spans = ", ".join(f"{part} {report.spans_ms.get(part, 0.0):.2f}" for part in PARTS)
+            log.debug("step %d: %.2f ms: %s", position.step, 1e3 * self.seconds, spans)
+        self.callbacks.on_step_metrics(position, report)
+
+    def drain(self) -> None:
+        """Pass on the last step too, and log what is left. Before an evaluation and at the end."""
+        self.flush()
+        self.callbacks.on_flush()
+
+    def restart_timer(self) -> None:
+        """Restart the step timer, so that evaluation and saving are not counted."""
+        self._previous = time.perf_counter()

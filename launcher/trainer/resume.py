@@ -1,0 +1,162 @@
+"""From which checkpoint a run resumes, and what it saves for the next one.
+
+Owns the choice of the start, its report, and the copy of everything in a run's state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from launcher.checkpoint.async_writer import SaveResult
+from launcher.checkpoint.catalog import AUTO, FOLDER, NEVER
+from launcher.checkpoint.checkpointer import Checkpointer
+from launcher.checkpoint.snapshot import (
+    MonitoredMetric,
+    RunExtras,
+    RunIdentity,
+    SavedWith,
+    Snapshot,
+    TrainProgress,
+)
+from launcher.data.streamed import StreamData
+from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.env import LaunchEnv
+from launcher.engine.precision.loss_scale import ScaleStart
+from launcher.errors import ConfigError, listed
+from launcher.run_dir.differences import changed_settings, settings_of
+from launcher.telemetry.events import RestartEvent
+from launcher.trainer.builders import build
+from launcher.trainer.builders.data_check import refuse_other_meaning
+from launcher.trainer.job import Job
+from launcher.trainer.progress import Position, Start
+
+SHOWN = 8  # settings that have changed
+SAME_RATE = 0.1  # relative: a schedule changes by less from one step to the next
+
+
+class SavedRun:
+    """Resumes and saves the run of a job."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.run = job, job.run
+        self.scale: ScaleStart | None = None  # None if the run did not resume
+        self.stream: Sequence[str] = ()  # by rank: where it stood in a stream when the checkpoint was taken
+        num_samples = 0 if isinstance(job.data.train, StreamData) else job.plan.num_samples
+        identity = RunIdentity.of(self.run.config, self.run.stepper.model, num_samples)
+        ddp = self.run.config.ddp
+        form = f"{ddp.gradient_dtype}{', sharded' if ddp.shard_optimizer else ''}"
+        self.checkpointer = Checkpointer(
+            Path(self.run.config.run.dir) / FOLDER,
+            self.run.config.checkpoint.keep,
+            self.run.env,
+            self.run.stepper,
+            self.run.average,
+            identity,
+            SavedWith(self.run.env.world_size, form),
+        )
+        self._settings = settings_of(self.run.config)  # once: it takes 1 ms, which each checkpoint would wait
+
+    def resume(self, launch: LaunchEnv) -> Start:
+        """Load the checkpoint to resume from, if there is one. A collective.
+
+        After a restart that is always the newest of this run. Raises, on all ranks, ConfigError for another
+        run's checkpoint or one beyond the end, StorageError if none is intact although one was requested.
+        """
+        wish = self.run.config.checkpoint.resume
+        if launch.restart_count and (wish == NEVER or Path(wish).is_relative_to(self.run.config.run.dir)):
+            wish = AUTO  # its first start has already set the others aside
+        found = self.checkpointer.find(wish)
+        for name, problems in found.damaged.items():
+            self.run.telemetry.warn(f"a damaged checkpoint is skipped and set aside: {name} ({problems})")
+        if found.snapshot is None:
+            self.run.telemetry.rewind(0, evaluates_again=False)
+            if launch.halved is not None:
+                event = RestartEvent(0, path="", attempt=launch.restart_count, micro_batch=launch.halved)
+                self.run.telemetry.emit(event)
+            return Start()
+        step = found.snapshot.progress.step
+        course = self.job.course
+        if step > course.total_steps:
+            raise ConfigError(
+                f"{found.path} is after step {step}, but the run ends after {course.total_steps}. "
+                "Raise train.epochs or train.max_steps, or resume an earlier one with checkpoint.resume=PATH."
+            )
+        self.scale = self.checkpointer.load(found.snapshot)
+        extra = found.snapshot.extra
+        self.job.callbacks.load_state_dict(extra.parts)
+        self.stream = extra.stream or ()
+        # Killed before its result was written, or to be saved again with the evaluation that is due.
+        at_end = step == course.total_steps or bool(self.job.callbacks.stop_reason)
+        start = Start(step, at_end or (course.evaluates_after(step) and not extra.evaluated))
+        self._report(found.snapshot, found.path, start, launch)
+        return start
+
+    def _report(self, saved: Snapshot, path: Path | None, start: Start, launch: LaunchEnv) -> None:
+        """Report where the run resumes, and what has changed."""
+        telemetry = self.run.telemetry
+        allowed = self.run.config.checkpoint.allow_other_data
+        if text := refuse_other_meaning(saved.extra.data, self.job.fingerprint, allowed):
+            telemetry.warn(text)
+        if others := changed_settings(saved.extra.settings, self._settings):
+            text = listed(others, SHOWN, "; ")
+            telemetry.warn(f"resumed with other settings than the checkpoint's: {text}")
+        self._warn_of_another_rate(saved.extra, start.step)
+        telemetry.rewind(start.step, evaluates_again=start.owes_evaluation)
+        telemetry.emit(
+            RestartEvent(start.step, path=str(path), attempt=launch.restart_count, micro_batch=launch.halved)
+        )
+        telemetry.decision("resume", f"after step {start.step}, from {path}")
+        if self.run.average is not None and saved.average is None:
+            text = f"starts from the weights after step {start.step}: the checkpoint has none"
+            telemetry.decision("ema", text)
+        if self.scale is not None and not self.scale.restored:
+            telemetry.decision("loss scale", self.scale.reason)
+
+    def _warn_of_another_rate(self, saved: RunExtras, step: int) -> None:
+        """Warn where the schedule of a longer or shorter run jumps to another learning rate."""
+        total, config = self.job.course.total_steps, self.run.config
+        if saved.total_steps in (None, total) or saved.learning_rate is None or step == total:
+            return
+        rate, before = self._rates[min(self._applied, total - 1)], saved.learning_rate
+        if math.isclose(rate, before, rel_tol=SAME_RATE):
+            return
+        optim_lr = before * config.optim.lr / build.peak_rate(config)
+        keep = f"schedule=constant schedule.warmup_fraction=0 optim.lr={optim_lr:.3g}"
+        if self.job.recipe.schedule is not None:
+            keep = f"have the recipe's schedule return {before / build.peak_rate(config):.3g}"
+        self.run.telemetry.warn(
+            f"the schedule was for {saved.total_steps} steps and is for {total} now: the learning rate "
+            f"was {before:.3g} in the last step, and is {rate:.3g} in step {step + 1}. "
+            f"To keep the old one: {keep}"
+        )
+
+    @cached_property
+    def _rates(self) -> list[float]:
+        return build.rates_of(self.run.config, self.job.recipe, self.job.course.total_steps)
+
+    @property
+    def _applied(self) -> int:
+        return self.run.stepper.counters()["applied"]
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the run has started from a checkpoint."""
+        return self.scale is not None
+
+    def save(self, position: Position, metric: MonitoredMetric | None) -> SaveResult | None:
+        """Save the run's state after `position`, as `Checkpointer.save`. A collective."""
+        states, place = self.job.callbacks.state_dict(), self.job.batches.position()
+        progress = TrainProgress(position.epoch, position.step, round(states["totals"]["samples"]))
+        extra = RunExtras(
+            states,
+            evaluated=metric is not None,
+            data=self.job.fingerprint,
+            settings=self._settings,
+            stream=exchange_texts(self.run.env, place) if place else None,
+            total_steps=self.job.course.total_steps,
+            learning_rate=self._rates[min(max(0, self._applied - 1), len(self._rates) - 1)],
+        )
+        return self.checkpointer.save(progress, metric, extra)

@@ -1,0 +1,87 @@
+"""Tries what a run needs later before its first step, so that it does not fail at the end of an epoch.
+
+The last batch of an epoch may have one sample, on which a batch norm raises, or other numbers of samples on
+each rank, on which a collective in the loss fails. The trial is a step that all ranks drop: weights, buffers,
+optimizer and loss scale are those of a run without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import wraps
+
+from torch import nn
+
+from launcher.data.indexed import IndexedData
+from launcher.data.sources import training_batches
+from launcher.data.streamed import StreamData
+from launcher.data.tensors import Batch
+from launcher.distributed.collectives import raised_on_all
+from launcher.distributed.uneven import UnevenCollectives
+from launcher.errors import ConfigError, counted
+from launcher.evaluation.evaluate import unchanged
+from launcher.recipe.contract import Loss
+from launcher.trainer.errors.recipe_errors import found_in_trial
+from launcher.trainer.job import Job
+from launcher.trainer.task import Task
+
+TO_EVEN_OUT = (
+    "Set data.drop_last=true, choose a data.batch_size that leaves each rank as many samples, or compute the "
+    "loss of this rank's samples alone."
+)
+
+
+def try_loader_processes(job: Job) -> None:
+    """Have a loader process read a sample: not every data set can be used in a forked process.
+
+    Under data.num_workers=auto such a set is read in the training process; a number is a ConfigError.
+    """
+    data, config = job.data.train, job.run.config
+    if (
+        not isinstance(data, IndexedData)
+        or not data.how.workers
+        or not (failure := data.failure_of_processes())
+    ):
+        return
+    found = f"in a loader process sample 0 of the training set raises {failure}, in the training process not"
+    if config.data.num_workers != "auto":
+        raise ConfigError(f"data.num_workers={config.data.num_workers}: {found}. Set data.num_workers=0.")
+    for each in (data, *job.data.validation.values()):
+        if isinstance(each, IndexedData):
+            each.read_in_this_process()
+    job.run.telemetry.decision("loader processes", f"none: {found}")
+
+
+def try_smallest_batch(job: Job, task: Task) -> None:
+    """Run the smallest batch of the plan forward and backward, if it is another than the first one.
+
+    A collective: raises on all ranks alike. Not of a stream, whose end is not known, and not where batch
+    norms communicate: a pass that fails on one rank would leave the others waiting in them.
+    """
+    run, plan = job.run, job.plan
+    step = plan.smallest_step(job.course.total_steps)
+    sizes = plan.sizes_by_rank(step)
+    waits_for_others = run.config.model.sync_bn and run.env.group is not None
+    if isinstance(job.data.train, StreamData) or waits_for_others or plan.is_even(step):
+        return
+    run.heartbeat.beat("trying the smallest batch")
+    samples = counted(len(plan.global_batch(step)), "sample")
+    what = f"the smallest batch: {samples} in step {step + 1} of an epoch, by rank {sizes}"
+    refusing = UnevenCollectives(run.env, sizes, TO_EVEN_OUT)
+
+    @wraps(job.recipe.loss, updated=())
+    def loss(network: nn.Module, batch: Batch) -> Loss:
+        with refusing:
+            return job.recipe.loss(network, batch)
+
+    tried = replace(task, network=job.model, loss=loss)
+    batches = training_batches(job.data.train, plan, job.recipe.train_transform, total_steps=0)
+    with found_in_trial(what), raised_on_all(run.env), unchanged(job.model):
+        job.model.train()
+        try:
+            for batch in batches.trial(step, len(sizes[run.env.rank])):
+                tried.learn_from(batch)
+        finally:
+            run.heartbeat.beat("comparing the trials")  # from here on this rank may wait for another one
+            run.stepper.abandon()  # on all ranks, whether the pass failed or not: by the same collectives
+    task.inspected = tried.inspected

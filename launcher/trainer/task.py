@@ -1,0 +1,91 @@
+"""What a step trains: a network, its loss and this rank's batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from launcher.data.seeding import seed_compute
+from launcher.data.tensors import Batch, Batches
+from launcher.engine import EngineWarning, Stepper, StepResult
+from launcher.engine.step_timer import DATA
+from launcher.errors import DataError
+from launcher.recipe.contract import Loss, loss_of
+from launcher.trainer.answers import Answers
+from launcher.trainer.callbacks.micro_batch import MicroBatch
+from launcher.trainer.errors.model_mistakes import backward_mistake, unheld_parameters
+from launcher.trainer.progress import Position
+from launcher.trainer.votes import Question, samples_of
+
+
+@dataclass(eq=False)
+class Task:
+    """What is trained: a network, its loss and this rank's batches."""
+
+    stepper: Stepper
+    network: nn.Module
+    loss: Callable[[nn.Module, Batch], Loss]
+    batches: Batches
+    answers: Answers
+    micro_batch: MicroBatch
+    inspected: bool = False  # whether a loss was: the first one is
+    stop_requested: Callable[[], bool] = lambda: False
+
+    def train_on(self, position: Position) -> StepResult:
+        """One update from this rank's micro-batches, which may be none."""
+        if self.micro_batch.abandons:
+            return self.stepper.abandon()
+        try:
+            ends = self._learn(position)
+            if self.stop_requested():  # it travels with the totals of this step, after which all ranks stop
+                self.stepper.vote(Question.STOP)
+            result = self.stepper.step()
+        except Exception as error:
+            if not self.micro_batch.abandons_after(error):
+                raise
+            return self.stepper.abandon()
+        if not ends:
+            return result
+        report = result.read()  # without waiting for the next step: all ranks with nothing left do so
+        plan = self.batches.plan
+        if report.votes[Question.STREAM_END] == plan.world_size:
+            if not samples_of(plan, position, report):
+                raise DataError("the training stream is empty: a whole pass over it gave no samples.")
+            self.batches.begin_again()
+        return result
+
+    def _learn(self, position: Position) -> bool:
+        """All passes of a step. Whether this rank has nothing left of the stream."""
+        self.stepper.clock.restart()
+        micro_batches = self.batches.step(position.epoch, position.step_of_epoch)
+        self.stepper.clock.mark(DATA)
+        if bad := self.batches.latest_bad():
+            self.stepper.vote(Question.BAD_SAMPLES, bad)
+        if missing := self.batches.missing():
+            self.stepper.vote(Question.MISSING_SAMPLES, missing)
+        if ends := self.batches.at_end():
+            self.stepper.vote(Question.STREAM_END)
+        plan = self.batches.plan
+        for number, batch in enumerate(micro_batches):
+            seed_compute(plan.seed, position.step, plan.rank, number, self.stepper.device)
+            self.answers.count(self.learn_from(batch), batch)
+        return ends
+
+    def learn_from(self, batch: Batch) -> Loss:
+        """Forward and backward pass of a micro-batch."""
+        with self.stepper.forward():
+            of_batch = loss_of(self.loss, self.network, batch)
+        if not self.inspected:
+            self.inspected = True
+            if text := unheld_parameters(of_batch.sum, self.network):
+                warnings.warn(text, EngineWarning, stacklevel=2)
+        try:
+            self.stepper.backward(of_batch.sum, of_batch.count)
+        except RuntimeError as error:
+            if (mistake := backward_mistake(error, self.network)) is None:
+                raise
+            raise mistake from error
+        return of_batch

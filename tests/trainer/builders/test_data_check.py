@@ -1,0 +1,237 @@
+"""What is looked at in a data set before the first step."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from launcher.data.indexed import IndexedData
+from launcher.data.loader import Loading
+from launcher.data.sources import readable
+from launcher.data.tensors import TensorData
+from launcher.errors import DataError, DataWarning
+from launcher.recipe import Recipe
+from launcher.trainer.builders.data_check import (
+    digest,
+    fingerprint,
+    refuse_other_data,
+    refuse_other_meaning,
+    warn_unless_repeatable,
+)
+
+
+class Samples(Dataset):
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return {"index": index, "noise": torch.tensor(self.draw(), dtype=torch.float64)}
+
+
+class OwnGenerator:
+    """As augmentations with a generator of their own draw."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self):
+        return self.generator.random()
+
+
+def indexed(draw):
+    return IndexedData(Samples(draw), None, Loading(0, torch.device("cpu"), 0), "training")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.int64, torch.float32, torch.bool])
+def test_any_row_that_differs_is_noticed(dtype):
+    column = (torch.arange(4000 * 3) % 251).reshape(4000, 3).to(dtype)
+    before = digest(column)
+    assert digest(column.clone()) == digest(column.T.contiguous().T) == before
+    for row in (0, 1, 27, 28, 1999, 3998, 3999):
+        other = column.clone()
+        other[row, 2] = other[row, 2] + 1 if dtype != torch.bool else ~other[row, 2]
+        assert digest(other) != before
+    assert digest(column.flip(0)) != before
+    assert digest(column[:0]) != before
+
+
+def test_one_row_of_many_that_differs_between_ranks_is_named():
+    columns = {"x": torch.randn(4000, 2), "label": torch.zeros(4000)}
+    other = {**columns, "x": columns["x"].clone()}
+    other["x"][1234, 1] += 1e-3
+    recipe = Recipe(lambda: None, TensorData(columns), TensorData(columns), None)
+    found = [fingerprint(recipe, TensorData(each), {}) for each in (columns, other, columns)]
+    with pytest.raises(DataError, match=r"Rank 1 differs in: training column x \("):
+        refuse_other_data(found)
+
+
+def test_each_difference_is_named_with_the_first_rank_that_has_it():
+    usual, first, second = {"x": "1", "y": "1"}, {"x": "2", "y": "1"}, {"x": "1", "y": "3"}
+    with pytest.raises(DataError) as error:
+        refuse_other_data([usual, first, second, usual, usual])
+    assert "Rank 1, 2 differs in: x (2 on rank 1, 1 elsewhere); y (3 on rank 2, 1 elsewhere)." in str(
+        error.value
+    )
+
+
+def test_small_whole_numbers_in_another_order_are_noticed():
+    sets = [TensorData({"y": torch.tensor(rows)}) for rows in ([0, 1, 1, 0], [1, 0, 0, 1])]
+    found = [fingerprint(Recipe(lambda: None, each, each, None), each, {}) for each in sets]
+    with pytest.raises(DataError, match=r"Rank 1 differs in: training column y \("):
+        refuse_other_data(found)
+
+
+def test_a_data_set_with_a_generator_of_its_own_is_warned_of():
+    with pytest.warns(DataWarning, match="sample 0 of the training set differs .* seed, in noise. A resume"):
+        warn_unless_repeatable(indexed(OwnGenerator()))
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.rand, lambda: torch.rand(()).item(), lambda: float("nan")]
+)
+def test_a_data_set_that_draws_from_what_is_seeded_is_not(draw):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_unless_repeatable(indexed(draw))
+
+
+def known(data: Any, **changed: Any) -> dict[str, str]:
+    """What a checkpoint keeps of a training set."""
+    how = Loading(0, torch.device("cpu"), 0)
+    recipe = replace(Recipe(lambda: None, data, data, None, classes=("cat", "dog")), **changed)
+    return fingerprint(recipe, readable(data, None, how, "training"), {})
+
+
+IMAGES, LABELS = torch.arange(48).reshape(12, 4) / 7, torch.arange(12) % 2
+
+
+def columns(**changed: Any) -> TensorData:
+    return TensorData({"image": IMAGES, "label": LABELS, **changed})
+
+
+class Rows(Dataset):
+    """The same as a map-style set, with what those of torchvision and transformers have."""
+
+    def __init__(self, data: TensorData, **attributes: Any) -> None:
+        self.data = data
+        vars(self).update(attributes)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: column[index] for name, column in self.data.columns.items()}
+
+
+class Stream(IterableDataset):
+    def __init__(self, data: TensorData) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (Rows(self.data)[index] for index in range(12))
+
+
+class Tokenizer:
+    def __init__(self, *tokens: str) -> None:
+        self.tokens = tokens
+
+    def get_vocab(self) -> dict[str, int]:
+        return {token: number for number, token in enumerate(self.tokens)}
+
+
+MEANING: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
+    "the order of the classes": (
+        known(columns()),
+        known(columns(), classes=("dog", "cat")),
+        "the classes (('cat', 'dog') there, ('dog', 'cat') now)",
+    ),
+    "labels in memory": (known(columns()), known(columns(label=1 - LABELS)), "training column label ("),
+    "labels of few bits": (
+        known(columns(label=LABELS.to(torch.uint8))),
+        known(columns(label=(1 - LABELS).to(torch.uint8))),
+        "training column label (",
+    ),
+    "labels of samples": (
+        known(Rows(columns())),
+        known(Rows(columns(label=1 - LABELS))),
+        "training sample 0 column label (",
+    ),
+    "labels beside samples that are not read": (
+        known(Rows(columns(), targets=LABELS.tolist())),
+        known(Rows(columns(), targets=LABELS.flip(0))),
+        "the labels of the training set (",
+    ),
+    "labels of a stream": (
+        known(Stream(columns())),
+        known(Stream(columns(label=1 - LABELS))),
+        "training samples 0 to 3 column label (",
+    ),
+    "classes by number": (
+        known(Rows(columns(), class_to_idx={"cat": 0, "dog": 1})),
+        known(Rows(columns(), class_to_idx={"cat": 1, "dog": 0})),
+        "the classes of the training set (",
+    ),
+    "the vocabulary": (
+        known(Rows(columns(), tokenizer=Tokenizer("the", "cat"))),
+        known(Rows(columns(), tokenizer=Tokenizer("cat", "the"))),
+        "the vocabulary of the training set (",
+    ),
+    "tokens": (
+        known(TensorData({"tokens": LABELS})),
+        known(TensorData({"tokens": 1 - LABELS})),
+        "training column tokens (",
+    ),
+    "a column more": (known(columns()), known(columns(more=LABELS)), "the training columns ("),
+    "the shape": (known(columns()), known(columns(image=IMAGES[:, :2])), "training column image ("),
+    "the normalisation": (
+        known(columns(), eval_transform=SimpleNamespace(normalisation={"mean": [0.5], "std": [0.25]})),
+        known(columns(), eval_transform=SimpleNamespace(normalisation={"mean": [0.4], "std": [0.25]})),
+        "the normalisation (",
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "now", "named"), MEANING.values(), ids=MEANING)
+def test_what_gives_the_weights_their_meaning_must_be_that_of_the_checkpoint(before, now, named) -> None:
+    assert refuse_other_meaning(before, before, allowed=False) == ""
+    with pytest.raises(DataError, match=r"checkpoint\.allow_other_data=true") as error:
+        refuse_other_meaning(before, now, allowed=False)
+    assert f"another meaning: {named}" in str(error.value)
+    assert "the data is not that of the checkpoint" in refuse_other_meaning(before, now, allowed=True)
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        known(columns(image=IMAGES + 1e-6)),
+        known(columns(image=IMAGES.flip(0))),
+        known(columns()) | {"validation column label": "torch.int64 [12]: digest 1"},
+    ],
+    ids=["rounded otherwise", "in another order", "evaluated on other samples"],
+)
+def test_other_inputs_are_a_warning(now) -> None:
+    before = known(columns()) | {"validation column label": "torch.int64 [12]: digest 0"}
+    assert "the data is not that of the checkpoint" in refuse_other_meaning(before, now, allowed=False)
+
+
+def test_other_metrics_and_a_checkpoint_without_a_fingerprint_are_no_difference() -> None:
+    before = known(columns(), compare_by="loss", metrics=[])
+    assert refuse_other_meaning(before, known(columns()), allowed=False) == ""
+    assert refuse_other_meaning({}, known(columns()), allowed=False) == ""
+
+
+def test_attributes_of_other_kinds_are_not_taken_for_labels_or_classes() -> None:
+    odd = Rows(columns(), features=IMAGES, labels=object(), vocab=7, class_to_idx="cat", targets=[0.5])
+    assert known(odd) == known(Rows(columns()))

@@ -1,0 +1,278 @@
+"""`model.init_from=FILE`: what a model takes from a file, what is said of it, and which files are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from launcher.distributed.env import WorkerEnv
+from launcher.trainer.callbacks.initial_weights import Loaded, load_weights
+from tests.configs import composed
+from tests.models import Odd, conv_net, mlp
+
+ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+
+
+def load(model: nn.Module, file: Path | str, *, strict: bool = True, sha256: str | None = None) -> Loaded:
+    config = composed()
+    wish = dataclasses.replace(
+        config.model, init_from=str(file), init_from_strict=strict, init_from_sha256=sha256
+    )
+    loaded = load_weights(dataclasses.replace(config, model=wish), model, ALONE)
+    assert loaded is not None
+    return loaded
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.contiguous().clone() for name, value in model.state_dict().items()}
+
+
+def saved(path: Path, tensors: dict[str, Tensor]) -> Path:
+    save_file({name: value.contiguous().clone() for name, value in tensors.items()}, path)
+    return path
+
+
+def refused(model: nn.Module, file: Path | str, **options) -> str:
+    """The error; the model is unchanged."""
+    before = state_of(model)
+    loaded = load(model, file, **options)
+    assert loaded.error.startswith(f"model.init_from={file}: ")
+    assert loaded.loaded == []
+    assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
+    return loaded.error
+
+
+@pytest.mark.parametrize("build", [conv_net, Odd])
+def test_weights_and_buffers_are_those_of_the_file(tmp_path, build) -> None:
+    of_file = build(seed=1)
+    for buffer in of_file.buffers():
+        buffer.copy_(torch.ones_like(buffer))
+    file = saved(tmp_path / "w.safetensors", state_of(of_file))
+    model = build(seed=0)
+    loaded = load(model, file, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+    assert loaded.error == ""
+    assert loaded.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert set(loaded.loaded) == set(model.state_dict())
+    assert (loaded.missing, loaded.unexpected, loaded.misfits) == ([], [], [])
+    expected = of_file.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name].to(value.dtype)), name
+    strides = [value.stride() for value in build(seed=0).state_dict().values()]
+    assert [value.stride() for value in model.state_dict().values()] == strides
+
+
+def test_a_tied_weight_may_have_one_of_its_names(tmp_path) -> None:
+    tensors = state_of(Odd(seed=1))
+    del tensors["tied.weight"]
+    assert load(Odd(), saved(tmp_path / "w.safetensors", tensors)).error == ""
+    tensors["tied.weight"] = tensors["first.weight"] + 1
+    error = refused(Odd(), saved(tmp_path / "w.safetensors", tensors))
+    assert "first.weight and tied.weight are one tensor in the model, and differ in the file" in error
+
+
+def test_a_batch_norm_of_an_older_file_lacks_its_counter(tmp_path) -> None:
+    tensors = {name: value for name, value in state_of(conv_net(1)).items() if "num_batches" not in name}
+    assert load(conv_net(), saved(tmp_path / "w.safetensors", tensors)).error == ""
+
+
+def test_another_head_is_refused_and_stays_random_where_that_is_asked_for(tmp_path) -> None:
+    tensors = state_of(mlp(1)) | {"2.weight": torch.ones(5, 16), "more": torch.ones(1)}
+    del tensors["0.bias"]
+    file = saved(tmp_path / "w.safetensors", tensors)
+    error = refused(mlp(), file)
+    fits = (
+        "; kept as the recipe builds them, not in it or of another shape: "
+        "2.weight ([5, 16] in the file, [3, 16] in the model), 0.bias; "
+        "not in this model: more"
+    )
+    assert f"it does not fit the model: 2 of 4 tensors from {file} " in error
+    assert f"{fits}. " in error
+    assert "model.init_from_strict=false loads those that fit" in error
+    model, built = mlp(), state_of(mlp())
+    loaded = load(model, file, strict=False)
+    assert (loaded.error, loaded.missing, loaded.unexpected) == ("", ["0.bias"], ["more"])
+    assert loaded.sentence == f"2 of 4 tensors from {file} (sha256 {loaded.sha256[:12]}){fits}"
+    assert torch.equal(model.state_dict()["0.weight"], tensors["0.weight"])
+    for name in ("0.bias", "2.weight"):
+        assert torch.equal(model.state_dict()[name], built[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_values_are_taken(tmp_path, dtype) -> None:
+    tensors = {name: value.to(dtype) for name, value in state_of(mlp(1)).items()}
+    model = mlp()
+    assert load(model, saved(tmp_path / "w.safetensors", tensors)).error == ""
+    assert torch.equal(model.state_dict()["0.weight"], tensors["0.weight"].float())
+
+
+def test_a_file_of_another_model_is_refused_whatever_is_asked_for(tmp_path) -> None:
+    file = saved(tmp_path / "w.safetensors", state_of(conv_net()))
+    for strict in (True, False):
+        error = refused(mlp(), file, strict=strict)
+        assert "No tensor fits by name and shape: it is of another model." in error
+        assert "init_from_strict" not in error
+
+
+@pytest.mark.parametrize("name", ["w.bin", "w.pt", "w"])
+def test_a_safetensors_file_with_the_ending_of_a_pickle_is_read(tmp_path, name) -> None:
+    assert load(mlp(), saved(tmp_path / name, state_of(mlp(1)))).error == ""
+
+
+def test_a_pickle_is_refused_and_the_line_in_the_error_converts_it(tmp_path) -> None:
+    shared = mlp(1)
+    tensors = dict(shared.state_dict()) | {"0.weight": shared.state_dict()["0.weight"].t().contiguous().t()}
+    for name, zipped in (("w.pt", True), ("w.bin", False), ("w.weights", True)):
+        torch.save(tensors, tmp_path / name, _use_new_zipfile_serialization=zipped)
+        error = refused(mlp(), tmp_path / name)
+        assert "it is a pickle, which may run code when it is read. Only safetensors are read." in error
+        run_line_of(error)
+        assert load(mlp(), tmp_path / "w.safetensors").error == ""
+    pickled = tmp_path / "p.safetensors"
+    torch.save(tensors, pickled)
+    before = pickled.read_bytes()
+    run_line_of(refused(mlp(), pickled))
+    assert pickled.read_bytes() == before
+    assert load(mlp(), tmp_path / "p.converted.safetensors").error == ""
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "net"])
+def test_the_line_converts_a_state_dict_within_what_a_training_script_saves(tmp_path, key) -> None:
+    weights = mlp(1).state_dict()
+    optimizer = torch.optim.SGD(mlp(1).parameters(), 0.1, momentum=0.9).state_dict()
+    torch.save({"epoch": 3, "best": 0.5, key: weights, "optimizer": optimizer}, tmp_path / "w.pth")
+    run_line_of(refused(mlp(), tmp_path / "w.pth"))
+    model = mlp()
+    assert load(model, tmp_path / "w.safetensors").error == ""
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("size", [128, 640])
+def test_a_header_whose_length_begins_like_a_pickle_is_none(tmp_path, size) -> None:
+    bias = state_of(mlp(1))["2.bias"]
+    about = {"2.bias": {"dtype": "F32", "shape": list(bias.shape), "data_offsets": [0, 4 * len(bias)]}}
+    header = json.dumps(about).encode().ljust(size)
+    file = tmp_path / "w.safetensors"
+    file.write_bytes(size.to_bytes(8, "little") + header + bias.numpy().tobytes())
+    assert load(mlp(), file, strict=False).loaded == ["2.bias"]
+
+
+def sharded(folder: Path) -> Path:
+    """As large models of the hub are stored."""
+    names = {}
+    for number, name in enumerate(state_of(mlp(1))):
+        names[name] = f"model-0000{number % 2 + 1}-of-00002.safetensors"
+    for part in sorted(set(names.values())):
+        saved(folder / part, {name: value for name, value in state_of(mlp(1)).items() if names[name] == part})
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": names}))
+    return index
+
+
+def test_the_files_of_an_index_are_read_as_one(tmp_path) -> None:
+    index = sharded(tmp_path)
+    model = mlp()
+    loaded = load(model, index)
+    assert loaded.error == ""
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in state_of(mlp(1)).items())
+    assert load(mlp(), index, sha256=loaded.sha256).error == ""
+    assert f"Give its index: model.init_from={index}" in refused(mlp(), tmp_path)
+    damaged(tmp_path / "model-00002-of-00002.safetensors")
+    assert "its SHA-256 is" in refused(mlp(), index, sha256=loaded.sha256)
+    assert "it is damaged" in refused(mlp(), index)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    assert "it names model-00002-of-00002.safetensors, which is not beside it" in refused(mlp(), index)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (
+            '{"weight_map": {"a": "../a.safetensors"}}',
+            "it names '../a.safetensors', which is no safetensors file",
+        ),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "it names '/etc/passwd'"),
+        ('{"weight_map": {"a": "a.pth"}}', "it names 'a.pth'"),
+        ('{"weight_map": {"a": 1}}', "it names '1', which is no safetensors file"),
+        ("[]", "it is no index of safetensors files: TypeError"),
+        ("{", "it is no index of safetensors files: JSONDecodeError"),
+    ],
+)
+def test_an_index_that_cannot_be_used(tmp_path, content, text) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(content)
+    assert text in refused(mlp(), index)
+
+
+def run_line_of(error: str) -> None:
+    (line,) = re.findall(r'python (-c ".*")', error)
+    exec(shlex.split(line)[1], {})  # a process of its own would import torch for 2 s
+
+
+def damaged(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def emptied(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def made_text(file: Path) -> None:
+    file.write_text("weights " * 50)
+
+
+def made_infinite(file: Path) -> None:
+    tensors = load_file(file)
+    tensors["0.weight"][0, :2] = torch.tensor([float("nan"), float("inf")])
+    saved(file, tensors)
+
+
+def made_whole_numbers(file: Path) -> None:
+    saved(file, load_file(file) | {"0.weight": torch.ones(16, 8, dtype=torch.int8)})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (damaged, "it is damaged, or no safetensors file"),
+        (emptied, "it is damaged, or no safetensors file"),
+        (made_text, "it is damaged, or no safetensors file"),
+        (made_infinite, "0.weight holds 2 values that are inf or NaN"),
+        (made_whole_numbers, "0.weight is int8 in the file; the model needs float64 or float32"),
+        (Path.unlink, "there is no such file. Write one: python -m launcher export RUN FILE"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(tmp_path, spoil, text) -> None:
+    file = saved(tmp_path / "w.safetensors", state_of(mlp(1)))
+    spoil(file)
+    assert text in refused(mlp(), file, strict=False)
+
+
+def test_directories_are_refused_with_what_to_give(tmp_path) -> None:
+    assert "it is a directory. Give a safetensors file." in refused(mlp(), tmp_path)
+    file = saved(tmp_path / "model.safetensors", state_of(mlp(1)))
+    assert f"Give its file: model.init_from={file}" in refused(mlp(), tmp_path)
+    saved(tmp_path / "other.safetensors", state_of(mlp(1)))
+    text = refused(mlp(), tmp_path)
+    assert "a directory with 2 safetensors files and no *.safetensors.index.json. Merge" in text
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert f"python -m launcher export {tmp_path / 'run'} weights" in refused(mlp(), tmp_path / "run")
+    assert "it is a run. Export" in refused(mlp(), tmp_path / "run")
+    (tmp_path / "step-1").mkdir()
+    own = saved(tmp_path / "step-1" / "weights.safetensors", state_of(mlp(1)))
+    saved(tmp_path / "step-1" / "optimizer.safetensors", state_of(mlp(1)))
+    assert f"Give its file: model.init_from={own}" in refused(mlp(), tmp_path / "step-1")
+    assert "it is no plain file" in refused(mlp(), "/dev/zero")
+
+
+def test_another_digest_than_the_recorded_one_is_refused(tmp_path) -> None:
+    file = saved(tmp_path / "w.safetensors", state_of(mlp(1)))
+    assert f"but model.init_from_sha256={'0' * 64}" in refused(mlp(), file, sha256="0" * 64)

@@ -1,0 +1,149 @@
+"""Which steps end a run, and what the error says of the last one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from launcher.config.schema import LossScaleConfig
+from launcher.engine import StepReport
+from launcher.errors import DataError, DivergedError
+from launcher.trainer.callbacks.divergence import DivergenceCheck
+from launcher.trainer.progress import Measured, Position
+from tests.trainer.reports import CLEAN, LIMITS, OVERFLOW
+
+
+class Inspector:
+    """Answers as given, and keeps what it was asked."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.broken = broken
+        self.asked: list[tuple] = []
+
+    def broken_weights(self) -> str:
+        return self.broken
+
+    def narrowed(self, parameters) -> list[str]:
+        return [name for name in parameters if name.startswith("rescued.")]
+
+    def explain(self, *question, backward: bool) -> str:
+        self.asked.append((*question, backward))
+        return "seen again"
+
+
+def checked(
+    reports: list[StepReport],
+    inspector: Inspector | None = None,
+    limits: LossScaleConfig = LIMITS,
+    counters: dict[str, int] | None = None,
+) -> DivergenceCheck:
+    """The check after these steps of a run."""
+    check = DivergenceCheck(limits, inspector or Inspector(), lambda: counters or {})
+    for step, report in enumerate(reports, 1):
+        check.on_step_metrics(Position(0, step - 1, step), report)
+    return check
+
+
+@pytest.mark.parametrize(
+    ("report", "error", "words"),
+    [
+        (replace(OVERFLOW, bad_loss_steps=3), DivergedError, "the loss was not finite in 3 steps"),
+        (replace(OVERFLOW, floor_skips=4), DivergedError, "(?s)overflowed in 4 steps in a row.*fc.weight"),
+        (replace(OVERFLOW, count=0), DataError, "no sample that carries loss on any rank"),
+    ],
+)
+def test_a_run_that_cannot_recover_is_ended(report, error, words) -> None:
+    with pytest.raises(error, match=words):
+        checked([report])
+
+
+@pytest.mark.parametrize("report", [replace(OVERFLOW, bad_loss_steps=2), replace(OVERFLOW, floor_skips=3)])
+def test_a_run_below_the_limits_continues(report) -> None:
+    checked([report, CLEAN])
+
+
+def test_the_error_names_ranks_parameters_scales_and_what_was_seen_again() -> None:
+    names = tuple(f"layer{number}.weight" for number in range(7))
+    last = replace(OVERFLOW, scale=1.0, floor_skips=4, culprit_parameters=names)
+    halved = [replace(CLEAN, scale=2.0**exponent) for exponent in range(12, 0, -1)]
+    inspector = Inspector()
+    with pytest.raises(DivergedError) as caught:
+        checked([CLEAN, CLEAN, *halved, last], inspector)
+    lines = str(caught.value).splitlines()
+    assert lines[1].startswith("Gradient not finite on ranks [1], in parameters: layer0.weight")
+    assert lines[1].endswith("and 2 more")
+    assert lines[2].startswith("Loss scale: 512 from step 6, 256 from step 7")
+    assert lines[2].endswith("1 from step 15")
+    assert lines[3] == "seen again"
+    assert inspector.asked == [
+        (Position(0, 14, 15), (1,), True)
+    ]  # the losses were finite: the backward pass is to blame
+
+
+def test_a_bad_loss_over_broken_weights_ends_the_run_at_once() -> None:
+    bad = replace(OVERFLOW, bad_losses=1, bad_loss_steps=1)
+    with pytest.raises(DivergedError, match=r"step 1, because weights are not: conv1\.weight \(master inf\)"):
+        checked([bad], Inspector("conv1.weight (master inf)"))
+
+
+def test_an_overflow_is_no_reason_to_look_at_the_weights() -> None:
+    checked([OVERFLOW, CLEAN], Inspector("never asked"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "least", "words"),
+    [
+        ("dynamic", 1, r"at loss scale 1024, the smallest allowed, .*Lower optim.lr or the loss"),
+        ("dynamic", 64, r"the smallest allowed, .*Lower precision.loss_scale.min_scale, too"),
+        (
+            "static",
+            1,
+            r"at the constant loss scale 1024, .*precision.loss_scale.init_scale.*its mode=dynamic",
+        ),
+        ("none", 1, r"in a row without a loss scale, .*ddp.gradient_dtype=fp32"),
+    ],
+)
+def test_the_advice_at_the_floor_is_about_the_scale_that_there_is(mode, least, words) -> None:
+    limits = replace(LIMITS, mode=mode, min_scale=least)
+    with pytest.raises(DivergedError, match=words):
+        checked([replace(OVERFLOW, floor_skips=4)], limits=limits)
+
+
+@pytest.mark.parametrize(
+    ("counters", "held_out_loss", "words"),
+    [
+        (
+            {"bad_losses": 2, "applied": 1},
+            1.0,
+            "(?s)not finite in the last 2 of 3 steps.*512 from step 1",
+        ),
+        ({"bad_losses": 0, "applied": 0}, 1.0, "(?s)none of 3 steps was applied.*seen again"),
+        ({"bad_losses": 0, "applied": 1}, float("nan"), "held-out set is nan after the last of 3 steps"),
+    ],
+)
+def test_a_run_that_ends_with_nothing_to_show_for_it_is_refused(counters, held_out_loss, words) -> None:
+    check = checked([replace(CLEAN, scale=512.0)], counters=counters)
+    with pytest.raises(DivergedError, match=words):
+        check.on_train_end(Position(0, 2, 3), Measured(loss=held_out_loss))
+
+
+def test_the_end_of_a_run_resumed_after_its_last_step_has_no_step_to_name() -> None:
+    with pytest.raises(DivergedError, match=r"none of 3 steps was applied.*more steps\.$"):
+        checked([], counters={"bad_losses": 0, "applied": 0}).on_train_end(
+            Position(0, 2, 3), Measured(loss=1.0)
+        )
+
+
+def test_a_run_that_has_trained_may_end() -> None:
+    checked([CLEAN], counters={"bad_losses": 0, "applied": 1}).on_train_end(
+        Position(0, 0, 1), Measured(loss=1.0)
+    )
+
+
+@pytest.mark.parametrize(("name", "said"), [("rescued.weight", True), ("other.weight", False)])
+def test_a_gradient_that_leaves_fp16_although_its_module_computes_in_fp32_is_named(name, said) -> None:
+    with pytest.raises(DivergedError) as caught:
+        checked([replace(OVERFLOW, floor_skips=4, culprit_parameters=(name,))])
+    assert (f"{name}: the module computes in fp32 (precision.fp32_modules), but" in str(caught.value)) == said
+    assert ("precision=amp_fp16 with ddp.gradient_dtype=fp32" in str(caught.value)) == said

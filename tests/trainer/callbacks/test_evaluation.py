@@ -1,0 +1,56 @@
+"""Which evaluations count as the best so far."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, cast
+from unittest.mock import MagicMock
+
+import pytest
+
+from launcher.checkpoint.snapshot import MonitoredMetric
+from launcher.trainer.callbacks.evaluation import Evaluator
+
+
+def evaluator_of() -> Evaluator:
+    return Evaluator(cast(Any, MagicMock()), cast(Any, None))
+
+
+@pytest.mark.parametrize(
+    ("values", "lower_is_better", "best"),
+    [
+        ([0.5, 0.7, 0.6], False, [True, True, False]),
+        ([0.5, 0.3, 0.4], True, [True, True, False]),
+        ([0.5, 0.5, 0.5], False, [True, False, False]),
+        ([0.5, 0.5, 0.5], True, [True, False, False]),
+        ([0.0, -0.0], True, [True, False]),
+        ([math.nan, 0.5, math.nan, 0.5], False, [False, True, False, False]),
+        ([math.inf, 2.0], True, [False, True]),
+        ([-math.inf, 0.0], False, [False, True]),
+    ],
+)
+def test_only_what_is_better_than_all_before_is_a_new_best(values, lower_is_better, best) -> None:
+    evaluator = evaluator_of()
+    assert [
+        evaluator.is_best(MonitoredMetric("metric", value, lower_is_better), 1) for value in values
+    ] == best
+
+
+def test_what_another_metric_has_reached_is_not_compared() -> None:
+    """The recipe may compare by another one when the run is resumed."""
+    evaluator = evaluator_of()
+    assert evaluator.is_best(MonitoredMetric("perplexity", 12.0, lower_is_better=True), 1)
+    assert evaluator.is_best(MonitoredMetric("accuracy", 0.5, lower_is_better=False), 1)
+    assert not evaluator.is_best(MonitoredMetric("accuracy", 0.5, lower_is_better=False), 1)
+    assert evaluator.is_best(MonitoredMetric("accuracy", 0.6, lower_is_better=True), 1)
+
+
+def test_a_tie_stays_one_after_a_resume() -> None:
+    """The first of two equal evaluations is kept: a resumed run evaluates its last step again."""
+    before, resumed = evaluator_of(), evaluator_of()
+    before.is_best(MonitoredMetric("accuracy", 0.9, lower_is_better=False), 1)
+    resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert not resumed.is_best(MonitoredMetric("accuracy", 0.9, lower_is_better=False), 1)
+    assert resumed.best == before.best
+    assert resumed.best_step == before.best_step == 1

@@ -1,0 +1,238 @@
+"""What is recorded of each step."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from launcher.data.batch_plan import BatchPlan
+from launcher.engine import StepReport
+from launcher.errors import DivergedError
+from launcher.telemetry import Telemetry
+from launcher.telemetry.events import Event, record_of
+from launcher.telemetry.stream import Sink
+from launcher.telemetry.tracker.rows import media_of, row_of
+from launcher.trainer.callback import Callback, CallbackList
+from launcher.trainer.callbacks.divergence import DivergenceCheck
+from launcher.trainer.callbacks.first_step import FirstStep
+from launcher.trainer.callbacks.gradient_stats import GradientStats
+from launcher.trainer.callbacks.log import Log
+from launcher.trainer.callbacks.rescue import Rescue
+from launcher.trainer.callbacks.skipped_steps import SkippedSteps
+from launcher.trainer.callbacks.totals import Totals
+from launcher.trainer.progress import Position
+from launcher.trainer.run import Run
+from launcher.trainer.votes import Question
+from tests.trainer.reports import CLEAN, LIMITS, OVERFLOW
+from tests.trainer.runs import run_alone
+
+GRADIENTS = {"fc.weight": torch.tensor([[0.0, 1.0], [-2.0, 20000.0]]).half(), "fc.bias": torch.ones(4)}
+
+PLAN = BatchPlan(8 * 100 - 3, 8, None, 1, 0, 0, drop_last=False)
+
+
+class Ready:
+    """A step whose numbers are on the host already."""
+
+    def __init__(self, report: StepReport) -> None:
+        self.report = report
+
+    def read(self) -> StepReport:
+        return self.report
+
+
+class Recorder(Sink):
+    name = "recorder"
+
+    def __init__(self) -> None:
+        self.events: list[dict] = []
+
+    def write(self, event: Event) -> None:
+        self.events.append(record_of(event))
+
+    def close(self) -> None:
+        pass
+
+    def of(self, event: str) -> list[dict]:
+        return [record for record in self.events if record["event"] == event]
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+class Inspector:
+    """Answers without a second look."""
+
+    def broken_weights(self) -> str:
+        return ""
+
+    def narrowed(self, parameters) -> list[str]:
+        return [name for name in parameters if name.startswith("rescued.")]
+
+    def explain(self, *question, backward: bool) -> str:
+        return "seen again"
+
+
+class Searcher:
+    """Of a run without precision.fp32_fallback."""
+
+
+def parts_of(
+    recorder: Recorder,
+    reports: list[StepReport],
+    every: int = 2,
+    gradients_every: int | None = None,
+    first_step_done: Callable[[], None] | None = None,
+    starts: bool = False,
+) -> Run:
+    """A run whose callbacks have seen these steps, of which the first is the process's if it `starts`."""
+    run = run_alone(Telemetry([recorder]), LIMITS, every)
+    rescue = Rescue(run, cast(Any, Searcher()))
+    parts: list[Callback] = [rescue, SkippedSteps(run, rescue)]
+    if gradients_every:
+        stats = GradientStats(run, gradients_every)
+        stats._gradients = lambda: GRADIENTS
+        parts.append(stats)
+    parts.append(DivergenceCheck(LIMITS, Inspector(), run.stepper.counters))
+    parts += [totals := Totals(cast(Any, SimpleNamespace(run=run, plan=PLAN))), (log := Log(run, totals))]
+    if first_step_done is not None:
+        parts.append(FirstStep(first_step_done))
+    if not starts:
+        run.reports._is_first, log._last = False, Position(0, 0, 0)
+    callbacks = run.reports.callbacks = CallbackList(parts)
+    for step, report in enumerate(reports, 1):
+        position, result = Position(0, step - 1, step), cast(Any, Ready(report))
+        callbacks.on_step_launched(position, result)
+        run.reports.push(position, result)
+    return run
+
+
+def test_a_step_is_reported_one_step_late(recorder) -> None:
+    run = parts_of(recorder, [CLEAN] * 4)
+    assert [event["step"] for event in recorder.of("step")] == [2]
+    run.reports.drain()
+    assert [event["step"] for event in recorder.of("step")] == [2, 4]
+
+
+def test_the_first_step_of_a_process_is_reported_at_once(recorder) -> None:
+    done: list[int] = []
+    first = lambda: done.append(len(recorder.of("step")))  # noqa: E731
+    parts_of(recorder, [CLEAN] * 4, first_step_done=first, starts=True)
+    assert done == [1]
+    assert [event["step"] for event in recorder.of("step")] == [1, 2]
+
+
+def test_votes_are_counted_from_the_reports(recorder) -> None:
+    run = parts_of(recorder, [CLEAN, replace(CLEAN, votes=(0, 2, *CLEAN.votes[2:]))])
+    votes = run.votes
+    assert votes.take() == set()
+    run.reports.flush()
+    assert votes.take() == {Question.SAVE}
+    assert votes.take() == set()
+
+
+def test_losses_are_averaged_by_their_counts_over_the_window(recorder) -> None:
+    run = parts_of(recorder, [CLEAN, replace(CLEAN, loss=5.0, count=16)])
+    run.reports.drain()
+    (event,) = recorder.of("step")
+    assert event["loss"] == pytest.approx((2 * 8 + 5 * 16) / 24)
+    assert event["compute_ms"] == 3.0
+    assert (event["update_ms"], event["wire_ms"]) == (1.0, 0.0), "one rank has no wire"
+
+
+def test_the_totals_of_a_run_are_those_of_all_its_steps(recorder) -> None:
+    run = run_alone(Telemetry([recorder]), LIMITS, 2)
+    before, after = (Totals(cast(Any, SimpleNamespace(run=run, plan=PLAN))) for _ in range(2))
+    run.reports.seconds = 0.5
+    for step in (98, 99):  # the last of an epoch is smaller
+        before.on_step_metrics(Position(0, step, step + 1), CLEAN)
+    after.load_state_dict(before.state_dict())
+    after.on_step_metrics(Position(1, 0, 101), CLEAN)
+    assert after.state_dict() == {"samples": 8 + 5 + 8, "seconds": 1.5}
+
+
+@pytest.mark.parametrize("count", [1e-8, 512.0, 1e10])
+def test_samples_are_those_of_the_data_set_whatever_the_loss_counts(recorder, count) -> None:
+    """Tokens, pixels and weights are none: plan divides samples of the data set by the rate."""
+    without_two = replace(CLEAN, count=count, votes=(0, 0, 0, 2, *CLEAN.votes[4:]))
+    parts_of(recorder, [replace(CLEAN, count=count), without_two]).reports.drain()
+    (event,) = recorder.of("step")
+    assert event["samples"] == 8 + 6
+    assert event["samples_per_s"] == pytest.approx(14 / (2 * event["step_ms"] / 1000), rel=0.01)
+
+
+def test_a_bad_loss_does_not_spoil_the_average(recorder) -> None:
+    bad = replace(OVERFLOW, loss=float("nan"), bad_losses=1, bad_loss_steps=1)
+    parts_of(recorder, [CLEAN, bad]).reports.drain()
+    assert recorder.of("step")[0]["loss"] == 2.0
+
+
+def test_a_loss_that_is_not_finite_is_warned_of_and_then_counted(recorder) -> None:
+    """It is skipped as an overflow is, which is harmless: only the warning shows that the data is wrong."""
+    bad = replace(OVERFLOW, loss=float("nan"), bad_losses=2, bad_loss_steps=1)
+    parts_of(recorder, [OVERFLOW, CLEAN, *[bad, CLEAN] * 10]).reports.drain()
+    first, tenth = [event["text"] for event in recorder.of("warning")]
+    assert first == (
+        "the loss of step 3 was not finite in 2 micro-batches, so the step was skipped. That is no "
+        "overflow of the loss scale: check the samples for NaN and infinity, or lower optim.lr. Further "
+        "steps are counted."
+    )
+    assert tenth.startswith(
+        "the loss of step 21 was not finite in 2 micro-batches, as in 10 steps since this run started, "
+    )
+
+
+def test_a_step_that_ends_the_run_is_recorded_before_it_raises(recorder) -> None:
+    run = parts_of(recorder, [CLEAN, replace(OVERFLOW, floor_skips=4)])
+    with pytest.raises(DivergedError, match=r"overflowed in 4 steps in a row"):
+        run.reports.drain()
+    assert [event["step"] for event in recorder.of("overflow")] == [2]
+
+
+def test_a_skip_names_ranks_and_parameters(recorder) -> None:
+    parts_of(recorder, [OVERFLOW, CLEAN])
+    (event,) = recorder.of("overflow")
+    assert (event["step"], event["ranks"], event["parameters"]) == (1, [1], ["fc.weight"])
+
+
+@pytest.mark.parametrize(
+    ("every", "skipped", "told"),
+    [
+        (2, (), [2, 4, 6]),
+        (3, (), [3, 6]),
+        (3, (3, 4), [5, 6]),  # a skipped step has nothing to show: the next clean one is reported instead
+        (1, (), [1, 2, 3, 4, 5, 6]),
+        (7, (), []),
+        (0, (), []),
+        (None, (), []),
+    ],
+)
+def test_gradients_are_told_every_so_many_clean_steps(recorder, every, skipped, told) -> None:
+    reports = [OVERFLOW if step in skipped else CLEAN for step in range(1, 7)]
+    parts_of(recorder, reports, gradients_every=every).reports.drain()
+    assert [event["step"] for event in recorder.of("gradients")] == told
+
+
+def test_gradients_are_told_by_layer_and_as_a_histogram(recorder) -> None:
+    parts_of(recorder, [CLEAN], gradients_every=1).reports.drain()
+    (event,) = recorder.of("gradients")
+    assert (event["scale"], event["epoch"], event["zeros"]) == (1024.0, 0, 1)
+    assert event["layers"] == {
+        "fc.weight": {"zero_share": 0.25, "zero_share_at_scale_1": 0.25, "near_max_share": 0.25},
+        "fc.bias": {"zero_share": 0.0, "zero_share_at_scale_1": 0.0, "near_max_share": 0.0},
+    }
+    assert (event["zero_share"], event["near_max_share"]) == (1 / 8, 1 / 8)
+    counts = dict(enumerate(event["histogram"], event["first_exponent"]))
+    assert {exponent: count for exponent, count in counts.items() if count} == {0: 5, 1: 1, 14: 1}
+    assert media_of(event)["gradients/exponents"].counts == event["histogram"]
+    assert list(row_of(event)) == [
+        "gradients/scale",
+        "gradients/zero_share",
+        "gradients/zero_share_at_scale_1",
+        "gradients/near_max_share",
+    ]

@@ -1,0 +1,268 @@
+"""The first module whose output is not finite, named on models of every shape; nothing is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from launcher.engine import SGD, Policy, Stepper
+from launcher.trainer.diagnostics.nonfinite import (
+    MAX_ROWS,
+    buffers_kept,
+    diagnose,
+    diagnose_backward,
+    nonfinite_parameters,
+)
+from tests.engine.observe import state_digest
+from tests.models import conv_net, features, mlp
+
+
+class Faulty(nn.Module):
+    """Passes its input on, with one value replaced."""
+
+    def __init__(self, value: float, row: int = 0) -> None:
+        super().__init__()
+        self.value, self.row = value, row
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[self.row, 0] = self.value
+        return x
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(float("inf"))
+
+
+class Nested(nn.Module):
+    """Takes and gives containers, and calls a layer twice; the fault is in its own arithmetic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, inputs: dict[str, Tensor], *, factor: float) -> dict[str, list[Tensor]]:
+        x = self.layer(inputs["x"])
+        return {"parts": [x, self.layer(x) * factor, torch.zeros(3, dtype=torch.int64)]}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def on(model: nn.Module, x: Tensor) -> Callable[[], object]:
+    return lambda: model(x)
+
+
+@pytest.mark.parametrize(("value", "kind"), [(float("nan"), "nan"), (float("inf"), "inf")])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_module_that_made_it_is_named(value: float, kind: str, place: int) -> None:
+    layers = [nn.Linear(8, 8) for _ in range(3)]
+    model = nn.Sequential(*layers[:place], nn.Sequential(Faulty(value, row=2)), *layers[place:])
+    finding = diagnose(model, on(model, torch.ones(5, 8))).origin
+    assert finding is not None
+    assert (finding.name, finding.type, finding.kind) == (f"{place}.0", "Faulty", kind)
+    assert (finding.position, finding.inputs_finite) == (place, True)
+    assert (finding.rows, finding.num_rows) == ((2,), 5)
+    if place == 0:
+        assert finding.input_range == (1.0, 1.0)
+
+
+def test_a_finite_pass_has_no_culprit_but_a_largest_value() -> None:
+    model = nn.Sequential(nn.Identity(), nn.Hardtanh(-3, 3))
+    diagnosis = diagnose(model, on(model, torch.tensor([[-7.0, 2.0]])))
+    assert diagnosis.finding is None
+    assert diagnosis.parameters == ()
+    assert diagnosis.largest == ("0", 7.0)
+
+
+def test_an_input_that_is_not_finite_is_no_modules_fault() -> None:
+    model = mlp()
+    x = torch.ones(4, 8)
+    x[3, 5] = float("nan")
+    diagnosis = diagnose(model, on(model, x))
+    assert diagnosis.origin is None
+    assert diagnosis.first is not None
+    assert (diagnosis.first.name, diagnosis.first.inputs_finite, diagnosis.first.rows) == ("0", False, (3,))
+
+
+def test_a_weight_that_is_not_finite_is_named_with_its_module() -> None:
+    model = mlp()
+    with torch.no_grad():
+        model[2].weight[1, 1] = float("inf")
+    diagnosis = diagnose(model, on(model, torch.ones(4, 8)))
+    assert diagnosis.parameters == ("2.weight",) == tuple(nonfinite_parameters(model))
+    assert diagnosis.origin is not None
+    assert diagnosis.origin.name == "2"
+
+
+def test_the_inputs_are_read_before_the_module_overwrites_them() -> None:
+    model = nn.Sequential(nn.Identity(), InPlace(), nn.ReLU(inplace=True))
+    finding = diagnose(model, on(model, torch.ones(2, 3))).origin
+    assert finding is not None
+    assert (finding.name, finding.input_range) == ("1", (1.0, 1.0))
+
+
+def test_rows_are_those_of_the_output_and_a_single_number_is_one_row() -> None:
+    class Total(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum() * float("inf")
+
+    total = Total()
+    alone = diagnose(total, on(total, torch.ones(3, 2))).origin
+    assert alone is not None
+    assert (alone.rows, alone.num_rows) == ((0,), 1)
+    line = nn.Sequential(nn.Identity())
+    finding = diagnose(line, on(line, torch.tensor([1.0, float("nan"), 2.0]))).first
+    assert finding is not None
+    assert (finding.rows, finding.num_rows) == ((1,), 3)
+    many = nn.Sequential(InPlace())
+    finding = diagnose(many, on(many, torch.ones(MAX_ROWS + 9, 2))).origin
+    assert finding is not None
+    assert (finding.rows, finding.num_rows) == (tuple(range(MAX_ROWS)), MAX_ROWS + 9)
+
+
+def test_integers_have_no_range() -> None:
+    model = nn.Embedding(4, 2)
+    with torch.no_grad():
+        model.weight[3] = float("nan")
+    finding = diagnose(model, on(model, torch.tensor([0, 3, 1]))).origin
+    assert finding is not None
+    assert (finding.inputs_finite, finding.input_range, finding.rows) == (True, None, (1,))
+
+
+def test_a_module_whose_own_arithmetic_fails_is_named_not_its_parts() -> None:
+    model = Nested()
+    finding = diagnose(model, lambda: model({"x": torch.ones(2, 4)}, factor=float("inf"))).origin
+    assert finding is not None
+    assert (finding.name, finding.type) == ("", "Nested")
+
+
+@pytest.mark.parametrize("policy", [Policy.fp16(), Policy.amp_fp16(), Policy.bf16()], ids=lambda p: p.name)
+def test_overflow_of_fp16_is_found_under_the_precision_context(policy: Policy) -> None:
+    model = Checkpointed(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)))
+    with torch.no_grad():
+        for layer in model.inner:
+            layer.weight.fill_(100.0)  # 800, then 640000: more than fp16 holds
+    stepper = Stepper(model, SGD(0.1), policy, emulate=True)
+
+    def run() -> None:
+        with stepper.forward():
+            model(torch.ones(2, 8))
+
+    finding = diagnose(model, run).origin
+    if policy.arithmetic == torch.float16:
+        assert finding is not None
+        assert (finding.name, finding.kind, finding.input_range) == ("inner.1", "inf", (800.0, 800.0))
+    else:
+        assert finding is None
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_hooks_are_gone_and_buffers_back_also_after_an_error() -> None:
+    model = conv_net()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def run() -> None:
+        model(torch.ones(2, 3, 8, 8))
+        assert hooks_of(model) > 0
+        assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+        raise KeyError("on purpose")
+
+    with pytest.raises(KeyError):
+        diagnose(model, run)
+    assert hooks_of(model) == 0
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_no_gradient_and_no_grad_mode_is_left() -> None:
+    model = mlp()
+    diagnose(model, on(model, torch.ones(2, 8)))
+    assert torch.is_grad_enabled()
+    assert all(p.grad is None for p in model.parameters())
+    with buffers_kept(model):
+        pass
+
+
+class Growing(nn.Module):
+    """Passes its input on, and the gradient multiplied."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x * self.factor - (x * self.factor).detach())
+
+
+def gradients_on(model: nn.Module, x: Tensor) -> Callable[[], dict[str, Tensor]]:
+    parameters = dict(model.named_parameters())
+    return lambda: dict(
+        zip(parameters, torch.autograd.grad(model(x).sum(), list(parameters.values())), strict=True)
+    )
+
+
+def test_the_first_gradient_on_the_way_back_is_named_by_its_module() -> None:
+    """3 multiplies it beyond the range, so what comes out of 2 is the first that is not finite."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Growing(torch.inf), nn.Identity())
+    found = diagnose_backward(model, gradients_on(model, torch.ones(2, 4)))
+    assert found.module == ("2", "Linear", "inf")
+    assert found.largest is not None
+    assert found.largest[1] == 1.0
+    assert found.parameters == ("0.weight", "0.bias", "2.weight", "2.bias")
+
+
+def test_only_a_parameters_gradient_may_be_at_fault() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Identity())
+    found = diagnose_backward(model, gradients_on(model, torch.full((2, 1), 3e38)))
+    assert found.module is None
+    assert found.parameters == ("0.weight",)
+    assert found.largest is not None
+
+
+@pytest.mark.parametrize("policy", [Policy.fp16(), Policy.fp32()], ids=lambda policy: policy.name)
+def test_a_dry_backward_gives_the_gradients_of_the_step_and_leaves_no_trace(policy: Policy) -> None:
+    model = conv_net()
+    images, labels = features(8, 0, (3, 8, 8))
+    stepper = Stepper(model, SGD(0.1), policy, reference_count=8)
+
+    def loss_sum() -> Tensor:
+        with stepper.forward():
+            return F.cross_entropy(model(images).float(), labels, reduction="sum")
+
+    before = state_digest(stepper)
+    with buffers_kept(model):
+        dry = stepper.dry_backward(loss_sum())
+    assert state_digest(stepper) == before
+    assert all(p.grad is None for p in model.parameters())
+    stepper.backward(loss_sum(), 8)
+    stepper.step()
+    for name, gradient in stepper.layout.gradients().items():
+        assert torch.equal(dry[name].to(gradient.dtype), gradient), name
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_layer_within_activation_checkpointing_is_named_too(use_reentrant: bool) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), Growing(torch.inf))
+    model = nn.Sequential(nn.Linear(4, 4), inner)
+    stepper = Stepper(model, SGD(0.1), Policy.fp32(), reference_count=1)
+
+    def gradients() -> dict[str, Tensor]:
+        x = model[0](torch.ones(2, 4))
+        return stepper.dry_backward(checkpoint(inner, x, use_reentrant=use_reentrant).sum())
+
+    assert diagnose_backward(model, gradients).module == ("1.0", "Linear", "inf")

@@ -1,0 +1,129 @@
+"""The error of a diverged run: its texts. Pure functions.
+
+Whole runs are in ../test_diverged_runs.py, the search by real ranks in tests/ranks/test_divergence.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from launcher.trainer.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
+from launcher.trainer.diagnostics.nonfinite_inspector import (
+    NOTHING,
+    Evidence,
+    evidence_of,
+    master_text,
+    nonfinite_rows,
+    samples_text,
+    told_by_rank,
+)
+
+MODULE = ModuleFinding("fc", "Linear", "inf", 7, True, (-2.0, 3.0), (1,), 3)
+FINE = Diagnosis(None, None, (), ("fc", 12.5))
+BATCH = {"image": torch.zeros(3, 2), "label": torch.zeros(3, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize(
+    ("suspects", "indices", "text"),
+    [
+        ([], [5, 9], "micro-batch of 2 training samples 5, 9"),
+        ([9], [5, 9], "training sample 9 (of 2 in the micro-batch)"),
+        ([], list(range(10)), "micro-batch of 10 training samples 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"),
+    ],
+)
+def test_samples_are_listed_as_far_as_it_helps(suspects, indices, text) -> None:
+    assert samples_text(suspects, indices) == text
+
+
+def test_a_nan_in_the_batch_names_its_sample_and_column() -> None:
+    batch = {**BATCH, "image": torch.tensor([[0.0, 1.0], [0.0, 0.0], [float("nan"), 0.0]])}
+    found = Diagnosis(None, ModuleFinding("conv", "Conv2d", "nan", 0, False, None, (2,), 3), (), None)
+    evidence = evidence_of(found, False, None, 1, batch, [40, 41, 42])
+    assert evidence.order == 1 << 32
+    assert "training sample 42 (of 3" in evidence.text
+    assert "not finite in the batch itself: image" in evidence.text
+    assert "conv (Conv2d), nan, which was given values that are not finite" in evidence.text
+
+
+@pytest.mark.parametrize("arithmetic", [torch.float16, torch.float32])
+def test_values_of_the_batch_beyond_fp16_are_to_be_normalised(arithmetic: torch.dtype) -> None:
+    batch = {**BATCH, "image": torch.tensor([[0.0, 1.0], [0.0, -8e6], [0.0, 0.0]])}
+    text = evidence_of(FINE, False, None, 0, batch, [1, 2, 3], arithmetic).text
+    said = "the column image has values up to 8e+06, and float16 ends at 65504: normalise it first" in text
+    assert said == (arithmetic == torch.float16)
+
+
+def test_a_module_is_told_with_its_rows_inputs_and_bad_weights() -> None:
+    found = Diagnosis(MODULE, MODULE, tuple("abcdefg"), None)
+    text = evidence_of(found, False, None, 0, BATCH, [40, 41, 42]).text
+    assert "training sample 41 (of 3" in text
+    assert "fc (Linear), inf, from inputs between -2 and 3" in text
+    assert text.endswith("weights not finite: a, b, c, d, e and 2 more")
+
+
+def test_only_the_loss_may_be_at_fault() -> None:
+    evidence = evidence_of(FINE, False, None, 0, BATCH, [1, 2, 3])
+    assert evidence.order < NOTHING
+    assert "every module's output was finite, the loss was not" in evidence.text
+
+
+@pytest.mark.parametrize(
+    ("back", "found", "text"),
+    [
+        (
+            BackwardDiagnosis(("fc", "Linear", "inf"), ("", 6e4), ("fc.weight",)),
+            True,
+            "first gradient that was not finite: at the output of fc (Linear), inf, "
+            "the largest before it 6e+04 at the output of the model itself",
+        ),
+        (
+            BackwardDiagnosis(None, ("fc", 3.0), ("fc.weight",)),
+            True,
+            "gradients not finite: fc.weight, though those at all outputs were, the largest 3 at the",
+        ),
+        (
+            BackwardDiagnosis(None, ("fc", 3.0), ()),
+            False,
+            "their sum over micro-batches and ranks that is not, the largest 3 at the output of fc",
+        ),
+        (None, False, "what is not finite arises in the backward pass"),
+    ],
+)
+def test_a_finite_forward_pass_tells_what_the_backward_pass_showed(back, found, text) -> None:
+    evidence = evidence_of(FINE, True, back, 2, BATCH, [1, 2, 3])
+    assert (evidence.order < NOTHING) == found
+    assert "largest value 12.5 from fc; " in evidence.text
+    assert text in evidence.text
+
+
+def test_the_earliest_finding_is_told_first_and_the_innocent_not_at_all() -> None:
+    found = [Evidence(5, "late"), Evidence(NOTHING, "fine"), Evidence(2, "early")]
+    lines = told_by_rank(found, [0]).splitlines()
+    assert lines[1:] == ["  rank 2: early", "  rank 0: late"]
+
+
+def test_where_nobody_saw_anything_the_suspected_ranks_are_told() -> None:
+    found = [Evidence(NOTHING, f"fine {rank}") for rank in range(9)]
+    assert told_by_rank(found, [1]).splitlines()[1:] == ["  rank 1: fine 1"]
+    assert told_by_rank(found, []).splitlines()[1:] == ["  rank 0: fine 0"]
+    assert told_by_rank(found, range(9)).splitlines()[-1] == "  and 5 more ranks"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1e30, "master 1e+30, beyond the 6.55e+04 of torch.float16"),
+        (float("inf"), "master inf"),
+        (float("nan"), "master nan"),
+    ],
+)
+def test_a_master_is_told_by_what_it_holds(value: float, text: str) -> None:
+    assert master_text(torch.tensor([1.0, value]), torch.float16) == text
+
+
+def test_rows_that_are_not_finite() -> None:
+    assert nonfinite_rows(torch.tensor([[1.0], [float("inf")], [float("nan")]])) == [1, 2]
+    assert nonfinite_rows(torch.tensor([1, 2])) == []
+    assert nonfinite_rows(torch.zeros(0, 3)) == []
+    assert nonfinite_rows(torch.tensor([float("nan"), 0.0])) == [0]

@@ -1,0 +1,154 @@
+"""What an evaluation says of the training samples since the one before."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher.distributed.env import WorkerEnv
+from launcher.evaluation.evaluate import Evaluation
+from launcher.recipe import Loss
+from launcher.run_dir.atomic import read_json
+from launcher.telemetry.event_log import read_events
+from launcher.telemetry.formatting import evaluation_cells
+from launcher.trainer.answers import Answers, SinceEvaluation
+from launcher.trainer.callbacks.training_metrics import TrainingMetrics
+from launcher.trainer.progress import Measured, Position
+from tests.forked import launch_forked
+from tests.telemetry.made import made
+from tests.trainer.reports import CLEAN
+
+OF_TRAINING = ("train_loss", "train_accuracy")
+ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+LOGITS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "labels", "expected"),
+    [
+        (LOGITS, torch.tensor([0, 1, 1]), (2, 3)),
+        (LOGITS, torch.tensor([0, -100, 1]), (1, 2)),
+        (torch.tensor([0, 1, 0]), torch.tensor([0, 1, 1]), (2, 3)),
+        (LOGITS.T[None].expand(2, 2, 3), torch.tensor([[0, 1, 1], [0, 1, 0]]), (5, 6)),
+        (LOGITS, torch.tensor([[1.0, 0.0], [0.5, 0.5], [1.0, 0.0]]), (0, 0)),  # mixed labels
+        (LOGITS, torch.tensor([0, 1]), (0, 0)),
+        ({"logits": LOGITS}, torch.tensor([0, 1, 1]), (0, 0)),
+        (None, torch.tensor([0, 1, 1]), (0, 0)),
+    ],
+)
+def test_right_answers_are_counted_where_outputs_are_those_of_a_classifier(outputs, labels, expected) -> None:
+    answers, since = Answers(ALONE, "label"), SinceEvaluation()
+    answers.count(Loss(torch.zeros(()), 3, outputs), {"label": labels})
+    answers.add_to(since)
+    answers.add_to(since)
+    assert (since.right, since.answered) == expected
+
+
+@pytest.mark.parametrize("size", [(1,), (5, 3)], ids=str)
+def test_micro_batches_add_up(size) -> None:
+    answers, since = Answers(ALONE, "label"), SinceEvaluation()
+    drawn = torch.Generator().manual_seed(0)
+    predicted = torch.randint(0, 3, (9, *size), generator=drawn)
+    labels = torch.randint(-1, 3, (9, *size), generator=drawn)
+    for number in range(9):
+        answers.count(Loss(torch.zeros(()), 3, predicted[number]), {"label": labels[number]})
+    answers.add_to(since)
+    assert since.right == int((predicted == labels).sum())
+    assert since.answered == int((labels >= 0).sum())
+
+
+def test_tensors_that_are_filled_again_for_each_micro_batch_are_counted_as_they_were() -> None:
+    answers, since = Answers(ALONE, "label"), SinceEvaluation()
+    predicted, labels = torch.zeros(2, 4, dtype=torch.int64)
+    for number in range(3):
+        predicted.fill_(number)
+        labels.fill_(number if number else 7)
+        answers.count(Loss(torch.zeros(()), 4, predicted), {"label": labels})
+    answers.add_to(since)
+    assert (since.right, since.answered) == (8, 12)
+
+
+def test_without_classes_nothing_is_counted() -> None:
+    answers, since = Answers(ALONE, None), SinceEvaluation()
+    answers.count(Loss(torch.zeros(()), 3, LOGITS), {"label": torch.tensor([0, 1, 1])})
+    answers.add_to(since)
+    assert since.metrics() == {}
+
+
+def test_what_was_counted_survives_a_checkpoint() -> None:
+    since = SinceEvaluation(3.5, 7.0, 2, 7)
+    before, after = TrainingMetrics(Answers(ALONE, None)), TrainingMetrics(Answers(ALONE, None))
+    before.load_state_dict(asdict(since))
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.metrics() == since.metrics()
+    assert since.metrics() == {"train_loss": 0.5, "train_accuracy": 2 / 7}
+
+
+def test_the_table_has_them_beside_what_was_held_out() -> None:
+    metrics = {"accuracy": 0.5, "macro_f1": 0.4, "train_loss": 2.0, "train_accuracy": 0.25}
+    cells = evaluation_cells(made("eval", 5, epoch=0, loss=1.0, **metrics, samples=9, seconds=1.0))
+    titles = ["loss", "accuracy", "train loss", "train accuracy", "F1", "samples", "seconds"]
+    assert list(cells)[2:] == titles
+    assert cells["train accuracy"] == "25.00 %"
+
+
+def test_an_evaluation_that_is_repeated_after_a_kill_says_the_same_of_training() -> None:
+    position, measured = Position(0, 0, 1), Measured(evaluations={"all": Evaluation(0.5, 2, {}, {})})
+    killed, resumed = (TrainingMetrics(Answers(ALONE, None)) for _ in range(2))
+    killed.on_step_metrics(position, replace(CLEAN, loss=0.25))
+    found = killed.metrics()
+    assert found["train_loss"] == 0.25
+    killed.on_eval_end(position, measured)
+    resumed.load_state_dict(json.loads(json.dumps(killed.state_dict())))
+    for _ in range(2):
+        assert resumed.metrics() == found
+        resumed.on_eval_end(position, measured)
+    resumed.on_step_metrics(position, replace(CLEAN, loss=4.0))
+    assert resumed.metrics() == {"train_loss": 4.0}
+
+
+SHORT = [
+    "recipe=cnn",
+    "data=digits",
+    "data.batch_size=200",
+    "launch.nproc=2",
+    "tracker=none",
+    "train.epochs=2",
+]
+SAMPLES = [200] * 7 + [38]  # of the steps of an epoch
+
+
+def test_an_epoch_has_the_loss_and_accuracy_of_all_its_samples_also_after_a_resume(tmp_path: Path) -> None:
+    resumed = "checkpoint.resume=one/checkpoints/step-00000010"  # within the second epoch
+    found, losses, times_ms = [], {}, {}
+    for words in (
+        ["run.dir=one", "train.max_steps=11", "checkpoint.every_steps=1"],
+        ["run.dir=two", resumed],
+    ):
+        done = launch_forked(tmp_path, [*SHORT, "train.log_every_steps=1", *words])
+        assert done.returncode == 0, done.stderr
+        events = read_events(tmp_path / words[0].removeprefix("run.dir=") / "metrics.jsonl")
+        losses |= {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+        times_ms |= {event["step"]: event["step_ms"] for event in events if event["event"] == "step"}
+        found += [event for event in events if event["event"] == "eval"]
+    assert [event["step"] for event in found] == [8, 11, 16]
+    for event, steps in zip(found, (range(1, 9), range(9, 12), range(9, 17)), strict=True):
+        samples = [SAMPLES[(step - 1) % 8] for step in steps]
+        mean = sum(losses[step] * n for step, n in zip(steps, samples, strict=True)) / sum(samples)
+        assert event["train_loss"] == pytest.approx(mean)
+        assert event["train_accuracy"] * sum(samples) == pytest.approx(
+            round(event["train_accuracy"] * sum(samples))
+        )
+    assert found[0]["train_accuracy"] < found[2]["train_accuracy"]
+    whole = read_json(tmp_path / "two" / "result.json")["training_seconds"]
+    assert whole == pytest.approx(sum(times_ms.values()) / 1e3), "the time of the steps before it, too"
+    (tmp_path / "two" / "result.json").unlink()  # as if killed before it was written
+    assert launch_forked(tmp_path, [*SHORT, "run.dir=two"]).returncode == 0
+    *_, again = (
+        event for event in read_events(tmp_path / "two" / "metrics.jsonl") if event["event"] == "eval"
+    )
+    assert {key: again[key] for key in OF_TRAINING} == {key: found[2][key] for key in OF_TRAINING}

@@ -1,0 +1,281 @@
+"""Switches of torch that a config names, and what is said about what was decided."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import ChainDataset, IterableDataset
+
+from launcher.data.batch_plan import BatchPlan
+from launcher.data.loader import Loading
+from launcher.data.sources import batch_plan
+from launcher.data.streamed import StreamData
+from launcher.distributed.env import WorkerEnv
+from launcher.engine import SGD, Policy, Stepper
+from launcher.engine.precision.policy import choose_emulation
+from launcher.errors import ConfigError, DataError, RecipeError
+from launcher.recipe import Recipe, TensorData, cross_entropy
+from launcher.recipe.checks import checked
+from launcher.trainer.builders.build import build_model, rates_of
+from launcher.trainer.builders.decisions import decisions
+from launcher.trainer.device import apply_switches
+from launcher.trainer.errors.recipe_errors import guarded
+from tests.configs import composed
+from tests.models import mlp
+
+DATA = TensorData({"image": torch.zeros(4, 8), "label": torch.zeros(4, dtype=torch.int64)})
+
+
+@pytest.fixture
+def switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # noted, so that it is as before afterwards
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
+    yield monkeypatch
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("wish", [True, False])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # the compiler's own, at import
+def test_deterministic_means_matrix_products_too(switches, wish) -> None:
+    """torch refuses those on CUDA unless cuBLAS has a workspace of a fixed size."""
+    apply_switches(composed(f"train.deterministic={str(wish).lower()}"))
+    assert torch.are_deterministic_algorithms_enabled() is wish
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if wish else None)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_workspace_of_the_users_own_is_kept(switches) -> None:
+    switches.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    apply_switches(composed("train.deterministic=true"))
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+@pytest.mark.parametrize(("given", "processes"), [(None, 1), ("3", 3)])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_each_rank_compiles_in_one_process_unless_the_user_says_otherwise(switches, given, processes) -> None:
+    from torch._inductor.config import decide_compile_threads
+
+    switches.setenv("TORCHINDUCTOR_COMPILE_THREADS", given or "")  # noted, as above
+    if given is None:
+        switches.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    apply_switches(composed())
+    assert decide_compile_threads() == processes
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size", "said"),
+    [
+        (("train.compile=true",), 2, True),
+        (("train.compile=true",), 1, False),
+        (("train.compile=true", "ddp.overlap=false"), 2, False),
+        (("train.compile=blocks",), 2, False),
+        ((), 2, False),
+    ],
+)
+def test_a_graph_of_the_whole_model_is_said_to_end_the_overlap(words, world_size, said) -> None:
+    env = WorkerEnv(0, world_size, 0, world_size, torch.device("cpu"), None)
+    plan = BatchPlan(64, 8, None, world_size, 0, 0, False)
+    recipe = Recipe(mlp, DATA, DATA, cross_entropy)
+    model = nn.Sequential(mlp(), mlp()) if "train.compile=blocks" in words else mlp()
+    stepper = Stepper(model, SGD(0.1), reference_count=8)
+    lines = dict(decisions(composed(*words), env, ["CPU"] * world_size, recipe, stepper, plan))
+    after = "gradients are reduced after the backward pass, and are all in"
+    assert lines.get("compile", "").startswith(after) == said
+
+
+def test_a_batch_larger_than_the_data_and_slow_arithmetic_are_said() -> None:
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    stepper = Stepper(mlp(), SGD(0.1), policy=Policy.fp16(), emulate=False)
+    recipe = Recipe(mlp, DATA, DATA, cross_entropy)
+    plan = BatchPlan(12, 512, None, 1, 0, 0, False)
+    lines = dict(decisions(composed(), env, ["CPU"], recipe, stepper, plan))
+    assert "but the training set has 12 samples: each update is of these" in lines["batch"]
+    if choose_emulation(Policy.fp16(), torch.device("cpu"), None).used:
+        assert "though this CPU has no fp16 arithmetic: products take 50 to 100 times" in lines["precision"]
+
+
+def test_the_start_says_the_micro_batches_as_they_are_cut() -> None:
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    recipe = Recipe(mlp, DATA, DATA, cross_entropy)
+    plan = BatchPlan(64, 32, 5, 2, 0, 0, False)  # 16 samples of each rank
+    assert max(map(len, plan.micro_positions(0))) == 4
+    lines = dict(decisions(composed(), env, ["CPU"], recipe, Stepper(mlp(), SGD(0.1)), plan))
+    assert lines["batch"] == "32 samples per update over 2 ranks, up to 4 micro-batches of at most 4 each"
+
+
+def test_the_start_has_the_data_and_the_optimizer_with_all_options() -> None:
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    columns = {"x": torch.zeros(12, 3), "label": torch.arange(12) % 2}
+    data = TensorData(columns)
+    recipe = Recipe(mlp, data, {"near": data, "far": data}, cross_entropy, classes=("a", "b"))
+    plan = BatchPlan(12, 8, None, 1, 0, 0, False)
+    lines = dict(decisions(composed(), env, ["CPU"], recipe, Stepper(mlp(), SGD(0.1)), plan))
+    assert lines["data"] == (
+        "12 samples to train on, 12 samples to validate on (near), 12 samples to validate on (far); "
+        "2 classes: a, b"
+    )
+    assert lines["optimizer"] == (
+        "sgd: lr=0.1, weight_decay=0.0005, momentum=0.9, nesterov=true, clip_norm=null"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # the compiler's own, at import
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_graph_of_the_whole_model_gives_its_gradients_at_its_end(compiled) -> None:
+    """What that sentence says: else the last layer's gradient arrives before the first one's is computed."""
+    model = mlp()
+    order: list[str] = []
+    forward = torch.compile(model, backend="aot_eager") if compiled else model
+    model[2].weight.register_post_accumulate_grad_hook(lambda p: order.append("arrived"))
+    model[0].weight.register_hook(lambda g: order.append("computed"))
+    forward(torch.randn(4, 8)).sum().backward()
+    assert order.index("arrived") == int(compiled)
+
+
+ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+PLAN = BatchPlan(4, 4, None, 1, 0, 0, False)
+
+
+def test_a_model_without_shapes_is_refused_with_its_layers() -> None:
+    recipe = Recipe(lambda: nn.Sequential(nn.LazyLinear(4)), DATA, DATA, cross_entropy)
+    with pytest.raises(ConfigError, match=r"without the shapes of 0\.weight, 0\.bias\. Give the sizes"):
+        build_model(composed(), recipe, ALONE, PLAN)
+
+
+def test_a_recipe_that_switches_gradients_off_is_refused() -> None:
+    def build() -> nn.Module:
+        torch.set_grad_enabled(False)
+        return mlp()
+
+    try:
+        with pytest.raises(ConfigError, match=r"gradients are switched off: .*set_grad_enabled\(False\)"):
+            build_model(composed(), Recipe(build, DATA, DATA, cross_entropy), ALONE, PLAN)
+    finally:
+        torch.set_grad_enabled(True)
+
+
+def test_a_recipe_that_destroys_the_process_group_is_refused() -> None:
+    of_two = replace(ALONE, world_size=2, group=object())  # type: ignore[arg-type]  # none is initialised
+    with pytest.raises(ConfigError, match=r"has called torch\.distributed\.destroy_process_group\(\)"):
+        build_model(composed(), Recipe(mlp, DATA, DATA, cross_entropy), of_two, PLAN)
+
+
+def test_a_schedule_of_the_recipe_decides_on_the_whole_course() -> None:
+    """In place of the config's and of its warm-up, which is said; at the same rates on every rank."""
+    config = composed("optim.lr=0.2", "schedule.warmup_fraction=0.5", "train.max_steps=4")
+    own = Recipe(mlp, DATA, DATA, cross_entropy, schedule=lambda step, total: (step + 1) / total)
+    assert rates_of(config, own, 4) == [0.05, 0.1, pytest.approx(0.15), 0.2]
+    assert rates_of(config, replace(own, schedule=None), 4)[:2] == [0.1, 0.2]
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    plan = BatchPlan(64, 8, None, 1, 0, 0, False)
+    lines = dict(decisions(config, env, ["CPU"], own, Stepper(mlp(), SGD(0.1)), plan))
+    assert lines["schedule"] == (
+        "the recipe's schedule: lr 0.05 at first, 0.2 at most (in step 4), 0.2 in the last step, 4; "
+        "schedule.warmup_fraction is not applied to it"
+    )
+
+
+def test_a_schedule_that_ends_at_its_peak_is_not_called_constant() -> None:
+    own = Recipe(mlp, DATA, DATA, cross_entropy, schedule=lambda step, total: 0.1 if 0 < step < 3 else 1.0)
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    plan = BatchPlan(64, 8, None, 1, 0, 0, False)
+    config = composed("optim.lr=0.2", "train.max_steps=4")
+    found = dict(decisions(config, env, ["CPU"], own, Stepper(mlp(), SGD(0.1)), plan))["schedule"]
+    assert found.startswith(
+        "the recipe's schedule: lr 0.2 at first, 0.2 at most (in step 1), 0.2 in the last"
+    )
+
+
+def test_a_stream_of_streams_has_no_size() -> None:
+    """torch's ChainDataset has a __len__, which raises TypeError where its parts have none."""
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    plan = BatchPlan(64, 8, None, 1, 0, 0, False)
+    own = Recipe(mlp, ChainDataset([Stream(), Stream()]), DATA, cross_entropy)
+    found = dict(decisions(composed(), env, ["CPU"], own, Stepper(mlp(), SGD(0.1)), plan))["data"]
+    assert found.startswith("a stream to train on")
+    checked(replace(own, validation={"test": own.train}), may_lack=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["schedule=constant"], "constant: lr 0.2 in all steps"),
+        (
+            ["schedule=constant", "schedule.warmup_fraction=0.5"],
+            "constant: lr 0.1 at first, 0.2 at most (in step 2), 0.2 in the last step, 4",
+        ),
+        (
+            ["schedule=linear", "schedule.warmup_fraction=0.5"],
+            "linear: lr 0.1 at first, 0.2 at most (in step 2), 0.1 in the last step, 4",
+        ),
+        (
+            ["schedule=cosine", "schedule.warmup_fraction=0"],
+            "cosine: lr 0.2 at first, 0.2 at most (in step 1), 0.0293 in the last step, 4",
+        ),
+    ],
+)
+def test_the_start_says_the_schedule(words: list[str], sentence: str) -> None:
+    config = composed("optim.lr=0.2", "train.max_steps=4", *words)
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    plan = BatchPlan(64, 8, None, 1, 0, 0, False)
+    recipe = Recipe(mlp, DATA, DATA, cross_entropy)
+    assert (
+        dict(decisions(config, env, ["CPU"], recipe, Stepper(mlp(), SGD(0.1)), plan))["schedule"] == sentence
+    )
+
+
+def test_a_schedule_that_raises_is_the_recipes_error(tmp_path: Path) -> None:
+    own = guarded(Recipe(mlp, DATA, DATA, cross_entropy, schedule=lambda step, total: 1 / step), "rank0.log")
+    with pytest.raises(RecipeError, match=r"the recipe's schedule failed at .*ZeroDivisionError"):
+        rates_of(composed(), own, 4)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "text"),
+    [
+        ([1, 2, 3], r"has shape \[3\]: it must have one entry for each of the 64 training samples"),
+        (torch.ones(64, 2), r"has shape \[64, 2\]: it must have one entry"),
+        ([1.0] * 7 + [float("nan")] + [1.0] * 56, "entry 7 is nan: a length must be a finite number"),
+        ([1] * 63 + [-5], "entry 63 is -5: a length must be"),
+        (["long"] * 64, "is a list that no tensor can be made of"),
+    ],
+    ids=["too few", "two dimensions", "NaN", "negative", "no numbers"],
+)
+def test_lengths_that_do_not_fit_the_training_set_are_refused(lengths, text) -> None:
+    recipe = Recipe(mlp, DATA, DATA, cross_entropy, lengths=lengths)
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    data = TensorData({"x": torch.ones(64)})
+    with pytest.raises(DataError, match=f"Recipe.lengths.* {text}"):
+        batch_plan(composed(), env, data, recipe.lengths)
+    good = replace(recipe, lengths=np.arange(64))
+    assert batch_plan(composed(), env, data, good.lengths).lengths.tolist() == list(range(64))
+
+
+def test_lengths_of_a_stream_are_refused() -> None:
+    """Its order is the stream's own."""
+    recipe = Recipe(mlp, DATA, DATA, cross_entropy, lengths=[1, 2])
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    stream = StreamData([], None, Loading(0, torch.device("cpu"), 0), "training")
+    with pytest.raises(DataError, match=r"Recipe.lengths is given, but the training set is a stream"):
+        batch_plan(composed("train.max_steps=2"), env, stream, recipe.lengths)
+
+
+@pytest.mark.parametrize(("built", "said"), [(None, "None"), (nn.Linear, "the class Linear"), (3, "3")])
+def test_a_model_that_is_no_module_is_refused(built, said) -> None:
+    recipe = Recipe(lambda: built, DATA, DATA, cross_entropy)
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    with pytest.raises(ConfigError, match=f"build_model returned {said}. It must return an nn.Module"):
+        build_model(composed(), recipe, env, BatchPlan(64, 8, None, 1, 0, 0, False))

@@ -1,0 +1,68 @@
+"""Where this rank's steps spend their time, and which part of it is overhead."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from launcher.distributed.env import WorkerEnv
+from launcher.engine import Policy
+from launcher.trainer.diagnostics.host_cost import host_ms_per_layer, num_layers
+from launcher.trainer.step_times import StepTimes, of_the_slowest, overhead_ms, parts_of
+from tests.models import Odd
+from tests.ranks.harness import run_ranks
+
+CPU = torch.device("cpu")
+ALONE = WorkerEnv(0, 1, 0, 1, CPU, None)
+SPANS = {"data": 1.0, "compute": 5.0, "wire": 2.0, "update": 3.0}
+
+
+def test_without_other_ranks_the_reading_of_the_gradient_is_update() -> None:
+    assert parts_of(SPANS, 2) == {"data_ms": 1.0, "compute_ms": 5.0, "wire_ms": 2.0, "update_ms": 3.0}
+    assert parts_of(SPANS, 1) == {"data_ms": 1.0, "compute_ms": 5.0, "wire_ms": 0.0, "update_ms": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "step_ms"), [([9.0], 1, 9e3), ([9.0, 1.0], 1, 1e3), ([9, 1, 3], 2, 2e3)]
+)
+def test_the_first_step_counts_only_while_it_is_the_only_one(seconds, steps, step_ms) -> None:
+    times = StepTimes(1, warms_up=True)
+    assert of_the_slowest(ALONE, times) is None
+    for each in seconds:
+        times.add(each, SPANS)
+    found = of_the_slowest(ALONE, times)
+    assert found is not None
+    assert (found["steps"], found["step_ms"], found["data_ms"]) == (steps, step_ms, 1.0)
+    assert (found["rank"], found["waited_ms"]) == (0, 0.0)
+
+
+def slowest_of(env: WorkerEnv, waits_ms: list[float]) -> str:
+    times = StepTimes(env.world_size)
+    times.add(0.01, SPANS | {"wire": waits_ms[env.rank], "data": float(env.rank)})
+    return json.dumps(of_the_slowest(env, times))
+
+
+def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
+    texts = run_ranks(2, slowest_of, [7.0, 0.5])
+    assert texts[0] == texts[1]
+    found = json.loads(texts[0])
+    assert (found["rank"], found["waited_ms"], found["data_ms"], found["wire_ms"]) == (1, 6.5, 1.0, 0.5)
+
+
+def test_overhead_is_at_most_what_the_parts_take() -> None:
+    means = {"compute_ms": 5.0, "update_ms": 3.0}
+    assert overhead_ms(means, 0.1, 7, 2, 100_000) == pytest.approx(0.1 * 10 * 2 + 2.0)
+    assert overhead_ms(means, 0.1, 700, 2, 10**9) == 5.0
+
+
+def test_the_cost_of_a_layer_is_measured_without_a_trace() -> None:
+    before = torch.get_rng_state()
+    for policy in (Policy.fp32(), Policy.fp16()):
+        found = host_ms_per_layer(
+            lambda policy=policy: policy.forward(CPU, policy.name == "fp16"), CPU, policy.weights
+        )
+        assert 0.001 < found < 50
+    assert torch.equal(torch.get_rng_state(), before)
+    assert num_layers(Odd()) == 7, "all but the frozen one"
