@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,13 @@ def place_of_thread(thread: int) -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
+
+
+def place_in_stacks(text: str) -> str:
+    """As `place_of_thread`, of the thread that faulthandler's latest stacks in `text` call current."""
+    own = text.rpartition("\nCurrent thread ")[2].partition("\n\n")[0]
+    frames = re.findall(r'^  File "(.+)", line (\d+) in (.+)$', own, re.MULTILINE)
+    return next((f"{file}:{line}, in {name}" for file, line, name in frames[:-1] if is_of_the_user(file)), "")
 
 
 def _innermost_first(error: BaseException) -> list[tuple[CodeType, str]]:

@@ -47,6 +47,8 @@ END_S = 1.0  # for a loader process to end by itself
 LOST = "DataLoader worker (pid"  # in torch's errors for a process that ended
 READING, ENDS = 0, 1  # columns of what a pool shares with its processes
 REASON_BYTES = 2_000  # of the text with which a loader process ends
+TO_SEND = "It takes open files (ulimit -n), room in /dev/shm, a socket in TMPDIR; data.num_workers=0 none."
+TO_PICKLE = "A batch is pickled: make it of tensors, arrays, numbers and text, or set data.num_workers=0."
 LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")  # bytes: a socket's path has at most 107
 
 _pools: list[Pool] = []  # of this process, for their failures to be named
@@ -61,6 +63,7 @@ class Loading:
     seed: int
     max_bad_samples: int = 0
     timeout_s: float = 0.0  # longest wait for a batch; 0: without a limit
+    timeout_key: str = ""  # of the config, that sets it
     labels: Labels | None = None  # None: there are no classes
     reading: Callable[[int], None] = lambda index: None  # before each sample that is read in this process
 
@@ -155,7 +158,7 @@ class Pool:
         return StalledError(
             f"no batch came from the loader processes for {self._how.timeout_s:g} s; they were "
             f"{self._at(busy, 'reading')}. Check what these read from, set data.num_workers=0 if their data "
-            "set does not work in a forked process, or raise launch.hang_timeout_s."
+            f"set does not work in a forked process, or raise {self._how.timeout_key}."
         )
 
     def _ended(self, error: Exception) -> DataError | None:
@@ -169,12 +172,7 @@ class Pool:
         if not codes:
             return None
         if reason := self._reason(next(iter(codes))):
-            advice = (
-                "It takes open files (ulimit -n), room in /dev/shm, a socket in TMPDIR; data.num_workers=0 "
-                "none."
-            )
-            what = f"a loader process could not send a batch of the {self.kind} set"
-            return DataError(f"{what}: {reason.rstrip('.')}. {advice}")
+            return DataError(f"a loader process could not send a batch of the {self.kind} set: {reason}")
         # Torch names the signal only where its handler of SIGCHLD saw the end before its wait did.
         killed = "killed by signal" in str(error) or any(code < 0 for code in codes.values())
         code = ", ".join(map(str, codes.values()))
@@ -237,7 +235,9 @@ class Pool:
 
     def _cannot_send(self, error: Exception) -> None:
         """End this loader process, with the reason where its pool reads it."""
-        text = described(error).encode()[:REASON_BYTES]
+        of_machine = isinstance(error, OSError) or "memory" in str(error)
+        advice = TO_SEND if of_machine else TO_PICKLE
+        text = f"{described(error)[: REASON_BYTES // 4].rstrip('.')}. {advice}".encode()[:REASON_BYTES]
         begin = self._number * REASON_BYTES
         self._reasons[begin : begin + len(text)] = text
         os._exit(1)

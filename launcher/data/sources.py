@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -140,10 +140,15 @@ class DataSets:
             seed=config.seed,
             max_bad_samples=config.data.max_bad_samples,
             timeout_s=PATIENCE * config.launch.hang_timeout_s,
+            timeout_key="launch.hang_timeout_s",
             labels=labels,
             reading=reading,
         )
-        held_out = {name: readable(data, collate, how, set_title(name)) for name, data in validation.items()}
+        limit, key = config.launch.user_code_timeout_s, "launch.user_code_timeout_s"
+        unlimited = replace(how, timeout_s=PATIENCE * (limit or 0.0), timeout_key=key)
+        held_out = {
+            name: readable(data, collate, unlimited, set_title(name)) for name, data in validation.items()
+        }
         return cls(readable(train, collate, how, "training"), held_out)
 
 

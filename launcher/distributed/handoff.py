@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import Config, from_dict, to_dict
-from launcher.distributed.env import LaunchEnv, numbered
+from launcher.distributed.env import LEADER, LaunchEnv, numbered
 from launcher.distributed.exit_records import ExitRecord, JobFailed, StoreExitRecords, exit_record, with_rank
 from launcher.distributed.store import (
     ignore_store_errors,
@@ -233,7 +233,11 @@ def follow(
             failure = error
         record = exit_record(launch.rank, failure)
         with ignore_store_errors():  # waiting for the next job raises then
-            StoreExitRecords(store, job).write(record)
+            records = StoreExitRecords(store, job)
+            records.write(record)
+            # A rank 0 that hangs has said so before it ended, and gives no reason later.
+            if record.is_secondary and (cause := records.read([LEADER])) and not cause[0].is_secondary:
+                failure = JobFailed(with_rank(cause[0], cause), cause[0].exit_code)
         wait_s = patience.after(record) if failure else patience.next_job_s
     return message["exit_code"], message["reason"]
 

@@ -169,7 +169,7 @@ class HangTimer:
             key, limit = "launch.hang_timeout_s", limit_s(beat.phase, limits.hang_timeout_s)
         waits = " It waits for another rank, whose own output says where that is." * (beat.phase in WAITING)
         if quiet_s >= limit:
-            text = f"rank {rank} hangs: {where(beat)} for {quiet_s:.0f} s.{waits}"
+            text = f"rank {rank} hangs: {where(beat)} for {quiet_s:.0f} s{self._place()}.{waits}"
             return f"{text} {key} says how long a rank may be without progress.", StalledError.exit_code
         if self._stopped is not None and beat.phase in IN_A_STEP | {"report"}:
             stopped_s, number = self._stopped

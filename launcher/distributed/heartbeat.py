@@ -181,11 +181,12 @@ class Heartbeat:
 
         No collective may be called within it: a rank that waits there for a lost one would not be missed.
         """
+        before = self._user_code  # such contexts may be nested
         self._set_user_code(True)
         try:
             yield
         finally:
-            self._set_user_code(False)
+            self._set_user_code(before)
 
     def _set_user_code(self, inside: bool) -> None:
         self._user_code, self._since_s = inside, time.monotonic()

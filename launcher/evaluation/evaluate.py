@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, replace
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,7 @@ class _Totals:
         return _Totals(*sums.tolist())
 
 
+Read = TypeVar("Read")
 Smaller = Callable[[Exception, int], int]  # from an error and the size of a batch; raises what is no shortage
 
 
@@ -101,8 +102,9 @@ class Pass:
     """What a pass over a set measures, and what it calls.
 
     `guard` is the context of each call of a metric. `beat` is called before each batch, and `waits`
-    before each collective. `reading` is the context in which a rank reads its first batch, which may take
-    long to open files. `smaller` gives the size of the batches with which a rank begins again after an error.
+    before each collective. `in_user_code` is the context in which a rank reads and transforms a batch, and
+    in a trial computes its loss too. `smaller` gives the size of the batches with which a rank begins again
+    after an error.
     """
 
     recipe: Recipe
@@ -112,7 +114,7 @@ class Pass:
     guard: Guard = lambda what, batch: nullcontext()
     beat: Beat = lambda: None
     smaller: Smaller = never_smaller
-    reading: Callable[[], AbstractContextManager[None]] = nullcontext
+    in_user_code: Callable[[], AbstractContextManager[None]] = nullcontext
     seed: int = 0
     waits: Beat = lambda: None
 
@@ -122,11 +124,22 @@ class Pass:
         seed_evaluation(self.seed, self.env.rank, number, self.env.device)
         with self.forward_context():
             transform = self.recipe.eval_transform
-            made = batch if transform is None else transformed("eval_transform", transform, batch)
+            with self.in_user_code():
+                made = batch if transform is None else transformed("eval_transform", transform, batch)
             loss = loss_of(self.recipe.loss, self.model, made)
         refuse_unusable_loss(self.recipe, loss)
         measuring.update(loss, batch | made)
         return loss
+
+    def read(self, batches: Iterator[Read]) -> Iterator[Read]:
+        """The batches, with a sign of life before each one is read."""
+        while True:
+            self.beat()
+            with self.in_user_code():
+                read = next(batches, None)
+            if read is None:
+                return
+            yield read
 
     def in_smaller_batches(
         self, measure: Callable[[int], tuple[_Totals, Measuring]], size: int
@@ -160,9 +173,8 @@ def evaluate(
     def measure(size: int) -> tuple[_Totals, Measuring]:
         """This rank's share, up to a batch before which it is interrupted."""
         totals, measuring = _Totals(), Measuring(over.recipe, env, over.guard, over.waits)
-        for number, (num_samples, batch) in enumerate(
-            data.evaluation_batches(env.rank, env.world_size, size)
-        ):
+        batches = data.evaluation_batches(env.rank, env.world_size, size)
+        for number, (num_samples, batch) in enumerate(over.read(batches)):
             if interrupted():
                 totals.stopped = 1
                 break
@@ -250,10 +262,11 @@ def rehearse(over: Pass, data: Readable, batch_size: int) -> MetricValues:
 
     def measure(size: int) -> tuple[_Totals, Measuring]:
         totals, measuring = _Totals(), Measuring(over.recipe, env, over.guard, over.waits, rehearsal=True)
-        with over.reading():
+        over.beat()
+        with over.in_user_code():
             batch = data.first_batch(env.rank, env.world_size, size, FIRST)
-        if batch is not None:
-            totals.add(trial_of(size).measure_batch(batch, measuring))
+            if batch is not None:
+                totals.add(trial_of(size).measure_batch(batch, measuring))
         return totals, measuring
 
     with evaluating(over.model), torch.no_grad(), unchanged(over.model):

@@ -35,6 +35,7 @@ class RankResult:
     record: ExitRecord | None = None  # how it ended, if it had time to record it
     stopped: bool = False  # by SIGSTOP, a terminal or a debugger
     host: str = ""  # its name, where there are several
+    place: str = ""  # the line of the user's that it is in, of a rank that hangs
 
     @property
     def died_without_record(self) -> bool:
@@ -68,6 +69,7 @@ class GroupResult:
     results: Sequence[RankResult]
     first_failure: int | None = None  # the rank that claimed to be the first
     hanging: bool = False  # some have shown no sign of life for too long
+    limit: str = ""  # the config key that says how long, where these ranks have exceeded it
 
     @property
     def end(self) -> str:
@@ -95,7 +97,9 @@ def outcome_of(reports: Sequence[GroupResult], stacks: Path) -> RunOutcome:
     )
     if any(report.hanging for report in reports):
         outcome = hang_outcome(results)
-        return replace(outcome, text=f"{outcome.text}; stacks of all ranks: {stacks}")
+        limit = next((report.limit for report in reports if report.limit), "")
+        key = f". {limit} says how long a rank may be without progress" if limit else ""
+        return replace(outcome, text=f"{outcome.text}; stacks of all ranks: {stacks}{key}")
     # Each machine knows which of its ranks failed first; between machines their clocks have to decide.
     claims = {report.first_failure for report in reports}
     ended_s = {
@@ -156,7 +160,7 @@ def hang_outcome(results: Sequence[RankResult]) -> RunOutcome:
     waited_for = [result for result in alive if result.stopped] or last
     hanging = (
         f"{_name(result)} hangs: {where(result.beat)} for {result.beat.age_s:.0f} s"
-        f"{' (stopped by SIGSTOP)' if result.stopped else ''}"
+        f"{' (stopped by SIGSTOP)' if result.stopped else ''}{f' at {result.place}' if result.place else ''}"
         for result in waited_for
     )
     return RunOutcome(STALLED, "; ".join(hanging))

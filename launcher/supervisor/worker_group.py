@@ -16,6 +16,7 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from launcher.config.user_code import place_in_stacks
 from launcher.distributed.heartbeat import PHASES, Beat, limit_s
 from launcher.errors import ON_REQUEST
 from launcher.process.lifetime import kill_group, state_of
@@ -140,7 +141,15 @@ class WorkerGroup:
         # Killed by the caller, once all machines know: ranks of others end as soon as a connection breaks,
         # and would write no stacks.
         self.send(signal.SIGSTOP)
-        return GroupResult(results, hanging=True)
+        limit = "launch.hang_timeout_s" if self._has_stepped else "launch.init_timeout_s"
+        results = [replace(each, place=self._place_of(each.rank)) for each in results]
+        return GroupResult(results, hanging=True, limit="" if self._is_hanging else limit)
+
+    def _place_of(self, rank: int) -> str:
+        """The line of the user's that a rank is in, by the stacks that it has written."""
+        with contextlib.suppress(OSError):
+            return place_in_stacks(self._work.stacks_of(rank).read_text(errors="replace"))
+        return ""
 
     @property
     def furthest(self) -> Beat:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from launcher.data.seeding import derive_seed, seed_all
 from launcher.distributed.collectives import of_leader
 from launcher.engine.names import named_buffers, named_parameters
-from launcher.errors import ConfigError, RecipeError
+from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import evaluating, unchanged
 from launcher.run_dir.atomic import encodable, make_folder, write_content
 from launcher.run_dir.records import PICTURES
@@ -32,7 +32,6 @@ from launcher.trainer.progress import Position
 from launcher.trainer.replicas import checksums
 from launcher.trainer.run import Run
 
-TRIAL = "trying the evaluation"  # the phase of a call before the first step
 MAX_STEM_BYTES = 150  # a file name has room for 255, with the step
 
 
@@ -42,7 +41,8 @@ def show(job: Job, position: Position) -> None:
     Does nothing without one. A collective; raises on all ranks alike.
     """
     if job.recipe.after_evaluation is not None:
-        _call_while_others_wait(job, partial(_call_and_report, job, position), "evaluation")
+        call = partial(_call_and_report, job, position)
+        _call_while_others_wait(job, call, "evaluation", "adding up the evaluation")
 
 
 def rehearse(job: Job, step: int) -> None:
@@ -60,13 +60,25 @@ def rehearse(job: Job, step: int) -> None:
         return b""
 
     with found_in_trial("after_evaluation"), unchanged(job.model):
-        _call_while_others_wait(job, call, TRIAL)
+        _call_while_others_wait(job, call, "trying the evaluation", "comparing the trials")
 
 
-def _call_while_others_wait(job: Job, call: Callable[[], bytes], phase: str) -> None:
-    """Call it on rank 0. Raises its LauncherError on all ranks."""
-    job.run.heartbeat.beat(phase)
-    of_leader(job.run.env, call)
+def _call_while_others_wait(job: Job, call: Callable[[], bytes], phase: str, waiting: str) -> None:
+    """Call it on rank 0, which is in `phase` while the others are `waiting`.
+
+    Raises its LauncherError on all ranks.
+    """
+    heartbeat, env = job.run.heartbeat, job.run.env
+
+    def timed() -> bytes:
+        try:
+            with heartbeat.in_user_code():  # what it returned may be drawn only when it is saved
+                return call()
+        finally:
+            heartbeat.beat(waiting)  # from here on this rank may wait for another one
+
+    heartbeat.beat(phase if env.is_leader else waiting)
+    of_leader(env, timed)
 
 
 def _call_and_report(job: Job, position: Position) -> bytes:
@@ -87,7 +99,7 @@ def _call(job: Job, position: Position) -> object:
     before = _digests(model)
     # By the step, so that a resumed run shows the same.
     seed_all(derive_seed(run.config.seed, position.step, "after_evaluation"), run.env.device)
-    with evaluating(model), torch.no_grad(), run.stepper.forward(), run.heartbeat.in_user_code():
+    with evaluating(model), torch.no_grad(), run.stepper.forward():
         found = job.recipe.after_evaluation(model, position)
     if _digests(model) != before:
         raise ConfigError(
@@ -126,9 +138,9 @@ def file_stems(names: Iterable[str]) -> dict[str, str]:
 
 
 def sorted_by_kind(found: object) -> tuple[dict[str, str], dict[str, float], dict[str, bytes]]:
-    """Texts, numbers, and pictures as PNG. Raises RecipeError for anything else."""
+    """Texts, numbers, and pictures as PNG. Raises ConfigError for anything else."""
     if not isinstance(found, Mapping):
-        raise RecipeError(
+        raise ConfigError(
             f"the recipe's after_evaluation returned {type(found).__name__}. It has to return a mapping from "
             "name to text, number or picture."
         )
@@ -158,7 +170,7 @@ def _png(name: str, value: Any) -> bytes:
     save = getattr(value, "savefig", None) or getattr(value, "save", None)
     if save is None:
         shape = f" {value.dtype} {list(value.shape)}" if hasattr(value, "shape") else ""
-        raise RecipeError(
+        raise ConfigError(
             f"the recipe's after_evaluation gave {type(value).__name__}{shape} as {name!r}. It may give "
             "texts, numbers and pictures: of PIL, figures of matplotlib, or uint8 [height, width, 3]."
         )

@@ -71,7 +71,7 @@ def try_smallest_batch(job: Job, task: Task) -> None:
 
     @wraps(job.recipe.loss, updated=())
     def loss(network: nn.Module, batch: Batch) -> Loss:
-        with refusing:
+        with run.heartbeat.in_user_code(), refusing:
             return job.recipe.loss(network, batch)
 
     tried = replace(task, network=job.model, loss=loss)
@@ -79,7 +79,9 @@ def try_smallest_batch(job: Job, task: Task) -> None:
     with found_in_trial(what), raised_on_all(run.env), unchanged(job.model):
         job.model.train()
         try:
-            for batch in batches.trial(step, len(sizes[run.env.rank])):
+            with run.heartbeat.in_user_code():
+                micro_batches = batches.trial(step, len(sizes[run.env.rank]))
+            for batch in micro_batches:
                 tried.learn_from(batch)
         finally:
             run.heartbeat.beat("comparing the trials")  # from here on this rank may wait for another one

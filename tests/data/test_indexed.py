@@ -281,6 +281,20 @@ def test_a_batch_that_a_loader_process_cannot_send_ends_the_run_with_the_reason(
     assert time.monotonic() - began < 10  # and not with its timeout
 
 
+def test_a_batch_that_cannot_be_pickled_is_no_matter_of_the_machine():
+    def collate(samples):
+        return {"index": torch.ones(len(samples), requires_grad=True) * 2}  # as a model makes it
+
+    plan = BatchPlan(50, 8, None, 1, 0, seed=5, drop_last=False)
+    data = IndexedData(Noisy(50), collate, loading(2, timeout_s=20.0), "training")
+    words = (
+        r"could not send a batch of the training set: .*serialize non-leaf tensor.*\. A batch is pickled: "
+    )
+    with pytest.raises(DataError, match=words) as caught:
+        epoch(LoadedBatches(data, plan, None, 14))
+    assert "ulimit" not in str(caught.value)
+
+
 class Quiet(Noisy):
     """Samples without random numbers, several of which may be asked for at once."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from launcher.errors import RecipeError
+from launcher.errors import ConfigError
 from launcher.telemetry.tracker import Picture, Text
 from launcher.telemetry.tracker.rows import media_of, row_of
 from launcher.trainer.after_evaluation import sorted_by_kind
@@ -144,7 +144,7 @@ def test_a_mistake_is_one_message(tmp_path: Path, line, ranks, text) -> None:
     ],
 )
 def test_what_cannot_be_shown_is_refused(returned, text) -> None:
-    with pytest.raises(RecipeError, match=re.escape(text)):
+    with pytest.raises(ConfigError, match=re.escape(text)):
         sorted_by_kind(returned)
 
 

@@ -147,6 +147,10 @@ def start_slow(directory: Path, under_torchrun: bool, *words: str) -> subprocess
 SLOW_PLACES = {
     "a fingerprint of the data": ("data = TensorData(", "data = Slow("),
     "a schedule": ("after_evaluation=plot", "schedule=slow_schedule"),
+    "a loss in the trial": ("data, data, cross_entropy,", "data, data, slow_loss,"),
+    "a transform of the evaluation": ("after_evaluation=plot", "eval_transform=slow_transform"),
+    "a sample of the validation set": ("data, data, cross_entropy,", "data, SlowSamples(), cross_entropy,"),
+    "a picture that is drawn when it is saved": ("return {}", "return {'plot': SlowPicture()}"),
 }
 IN_SLOW_PLACES = """
 class Slow(TensorData):
@@ -161,13 +165,39 @@ def slow_schedule(step, total):
     time.sleep(LOADING_S * RANK * (len(CALLS) == 1))
     return 1.0
 
+def slow_transform(batch):
+    time.sleep(LOADING_S * RANK)
+    return batch
+
+def slow_loss(network, batch):
+    if not network.training:
+        CALLS.append(0)
+        time.sleep(LOADING_S * RANK * (len(CALLS) == 1))
+    return cross_entropy(network, batch)
+
+class SlowSamples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        CALLS.append(index)
+        # The last but one: not of the first batch, and in the evaluation after the last step alone.
+        time.sleep(LOADING_S * (index == 30))
+        return {"image": torch.zeros(4), "label": index % 2}
+
+class SlowPicture:
+    def savefig(self, file, format):
+        time.sleep(LOADING_S)
+        from PIL import Image
+        Image.new("L", (2, 2)).save(file, format=format)
+
 @recipe("tiny")
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", SLOW_PLACES)
-def test_slow_code_of_one_rank_before_its_first_step_is_no_hang(tmp_path: Path, place: str) -> None:
+def test_slow_code_of_one_rank_is_no_hang_anywhere(tmp_path: Path, place: str) -> None:
     slow_recipe(tmp_path, 0, 0)
     text = (tmp_path / "tiny.py").read_text().replace(*SLOW_PLACES[place])
     places = IN_SLOW_PLACES.replace("LOADING_S", str(LOADING_S))
@@ -185,6 +215,20 @@ def test_slow_code_of_the_user_is_no_hang(tmp_path: Path, under_torchrun: bool) 
     ended = start_slow(tmp_path, under_torchrun)
     assert ended.returncode == 0, ended.stderr
     assert json.loads((tmp_path / "run" / "result.json").read_text())["state"] == "done"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_waits_for_the_user_s_code_of_another_rank_names_that_one(tmp_path: Path, rank: int) -> None:
+    """And shows no traceback of Gloo, whose connection breaks when the other rank ends."""
+    slow_recipe(tmp_path, 0, 0)
+    text = (tmp_path / "tiny.py").read_text()
+    text = text.replace("return torch.nn", f"time.sleep(1000 * (RANK == {rank})); return torch.nn")
+    (tmp_path / "tiny.py").write_text(text)
+    ended = start_slow(tmp_path, True, "launch.user_code_timeout_s=4")
+    assert ended.stderr.count(f"error: rank {rank} hangs: while building the model for ") == 2
+    assert "gloo" not in ended.stderr.lower(), ended.stderr
+    assert f"rank {1 - rank} hangs" not in ended.stderr
 
 
 @pytest.mark.slow

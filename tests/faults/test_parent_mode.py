@@ -358,7 +358,8 @@ def test_a_hung_rank_is_named_with_its_phase_and_all_stacks(tmp_path: Path, hang
         why = r" \(stopped by SIGSTOP\)" if hang == "SIGSTOP" else ""
         assert re.match(
             # Its seventh pass: one was the trial before the first step.
-            rf"error: rank 1 \(pid \d+\) hangs: in compute of step 6 for 2 s{why}; stacks of all ranks: ",
+            rf"error: rank 1 \(pid \d+\) hangs: in compute of step 6 for 2 s{why} at \S+:\d+, in in_step"
+            r"; stacks of all ranks: \S+\. launch\.hang_timeout_s says how long a rank may be without ",
             error_of(parent),
         )
         assert_written_down(parent, 6)
@@ -384,30 +385,38 @@ def test_a_hang_in_evaluation_and_in_the_first_step_is_found_too(tmp_path: Path)
 @pytest.mark.slow
 def test_a_hang_in_the_trial_before_the_first_step_blames_no_rank_that_waits(tmp_path: Path) -> None:
     write_recipe(tmp_path, "if step == 1 and RANK == 1: time.sleep(1000)")  # 8 samples on 3 ranks: a trial
-    with Parent(tmp_path, LONG, "launch.hang_timeout_s=1", "launch.init_timeout_s=6", nproc=3) as parent:
+    with Parent(tmp_path, LONG, "launch.user_code_timeout_s=2", nproc=3) as parent:
         assert parent.end() == 6
         assert re.match(
-            r"error: rank 1 \(pid \d+\) hangs: while trying the smallest batch for \d s; stacks of",
+            r"error: rank 1 hangs: while trying the smallest batch for \d s, in the recipe's code at "
+            r"\S+tiny\.py:\d+, in in_step\. launch\.user_code_timeout_s limits how long it may take\.",
             error_of(parent),
         )
 
 
+IN_LOSS = r"at \S+tiny\.py:\d+, in loss"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("passes", "place"), [(1, "while trying the evaluation"), (2, "in the evaluation after step 4")]
+    ("passes", "limit", "place"),
+    [
+        (1, "user_code_timeout_s", rf"while trying the evaluation for \d s, in the recipe's code {IN_LOSS}"),
+        (2, "hang_timeout_s", rf"in the evaluation after step 4 for \d s {IN_LOSS}; stacks .*"),
+    ],
 )
-def test_a_hang_in_an_evaluation_blames_no_rank_that_waits(tmp_path: Path, passes: int, place: str) -> None:
+def test_a_hang_in_an_evaluation_blames_no_rank_that_waits(
+    tmp_path: Path, passes: int, limit: str, place: str
+) -> None:
     write_recipe(tmp_path)
     recipe = (tmp_path / "tiny.py").read_text()
     hang = f"    if not network.training and RANK == 1 and step == {4 * (passes - 1)}: time.sleep(1000)\n"
     (tmp_path / "tiny.py").write_text(
         recipe.replace("    if network.training:", f"{hang}    if network.training:")
     )
-    with Parent(tmp_path, "train.epochs=1", "launch.hang_timeout_s=2", "launch.init_timeout_s=6") as parent:
+    with Parent(tmp_path, "train.epochs=1", f"launch.{limit}=2") as parent:
         assert parent.end() == 6
-        assert re.match(rf"error: rank 1 \(pid \d+\) hangs: {place} for \d s; stacks of", error_of(parent)), (
-            error_of(parent)
-        )
+        assert re.match(rf"error: rank 1 (\(pid \d+\) )?hangs: {place}\. launch\.{limit} ", error_of(parent))
 
 
 @pytest.mark.slow

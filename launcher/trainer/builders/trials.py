@@ -115,11 +115,13 @@ def _failure(job: Job, plan: BatchPlan, smaller: bool) -> str:
 
 def _pass(job: Job, plan: BatchPlan) -> None:
     """The passes of a step, but not compiled: that would take minutes for each size."""
-    stepper = job.run.stepper
+    stepper, in_user_code = job.run.stepper, job.run.heartbeat.in_user_code
     stepper.set_micro_batches(plan.micro_batches)
     job.model.train()
-    for batch in trial_batches(job.data.train, plan, job.recipe.train_transform, PASSES)[:PASSES]:
-        with stepper.forward():
+    with in_user_code():
+        batches = trial_batches(job.data.train, plan, job.recipe.train_transform, PASSES)[:PASSES]
+    for batch in batches:
+        with stepper.forward(), in_user_code():
             of_batch = loss_of(job.recipe.loss, job.model, batch)
         stepper.backward(of_batch.sum, of_batch.count)
 
