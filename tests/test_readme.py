@@ -117,38 +117,10 @@ def test_it_is_short_enough_to_be_read() -> None:
     assert len(TEXT.splitlines()) <= 200
 
 
-@pytest.mark.parametrize("page", PAGES.values(), ids=[folder or "." for folder in FOLDERS])
-def test_a_cell_of_a_table_holds_one_number(page: str) -> None:
-    cells = [cell for line in page.splitlines() if line.startswith("|") for cell in line.split("|")[2:-1]]
-    lists = [cell for cell in cells if re.search(r"\d[^|]*[,;] *[\d.]+ ?(%|s\b|ms\b|\Z)", cell.strip())]
-    assert lists == []
-
-
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_links_lead_to_files(folder: str) -> None:
     links = re.findall(r"\]\(([^)]+)\)", PAGES[folder])
     assert all((ROOT / folder / link).is_file() for link in links), links
-
-
-WIRE_TABLES = {
-    "relative error at the largest scale": lambda row: f"{100 * row['error_at_largest_scale']:.2f} %",
-    "gradients that become zero at scale 1": lambda row: percent(row["zeros_by_scale_exponent"]["0"]),
-    "largest scale without overflow": lambda row: f"2^{row['largest_scale_exponent']}",
-}
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
-
-
-@pytest.mark.parametrize("title", WIRE_TABLES)
-def test_the_tables_of_wires_are_what_the_benchmark_found(title: str) -> None:
-    found = json.loads((ROOT / "scripts/bench/results/wire_precision.json").read_text())["rows"]
-    lines = PAGES["scripts"].partition(f"| {title} ")[2].splitlines()[2:6]
-    for wire, line in zip(("plain", "average", "split", "fp32"), lines, strict=True):
-        rows = [row for row in found if row["wire"] == wire]
-        assert [row["ranks"] for row in rows] == [8, 64, 512, 4096]
-        assert [cell.strip() for cell in line.split("|")[2:-1]] == [WIRE_TABLES[title](row) for row in rows]
 
 
 def test_a_recipe_of_ones_own_takes_at_most_25_lines() -> None:

@@ -1,6 +1,6 @@
-"""Measurements whose sides alternate, and goals that are read off them.
+"""Measurements whose sides alternate, and the figures that are read off them.
 
-Owns how times are taken, how a ratio and its spread are computed, and the form of a goal in a result file.
+Owns how times are taken, how a ratio and its spread are computed, and the form of a figure in a result file.
 """
 
 from __future__ import annotations
@@ -85,94 +85,79 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Goal:
-    """One figure of the table in the design: `value` is ours over `baseline`, or ours alone."""
+class Figure:
+    """One result of a benchmark: `value` is ours over the baseline's, or ours alone.
 
-    row: str  # of that table, such as P8
+    `low` and `high` bound the median, as `median_interval` does. `promised` is the largest value that the
+    project promises; None where it promises none.
+    """
+
     what: str
     ours: float
     unit: str
-    baseline: str
+    baseline: str  # "" if there is none
     theirs: float | None
     value: float
-    low: float  # of the interval in which the true value is, as `median_interval`
+    low: float
     high: float
-    goal: float
-    limit: float | None = None
-    at_most: bool = True
+    promised: float | None = None
 
     @property
-    def reached(self) -> bool:
-        return self.value <= self.goal if self.at_most else self.value >= self.goal
-
-    @property
-    def verdict(self) -> str:
-        """Nothing can be said where the goal is within the interval."""
-        if self.low <= self.goal < self.high if self.at_most else self.low < self.goal <= self.high:
+    def kept(self) -> str:
+        """Whether the promise is kept; it cannot be said where it lies within the interval."""
+        if self.promised is None:
+            return ""
+        if self.low <= self.promised < self.high:
             return CANNOT_BE_SAID
-        return "reached" if self.reached else "not reached"
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"verdict": self.verdict}
+        return "yes" if self.value <= self.promised else "no"
 
     @classmethod
-    def of(
+    def ratio(
         cls,
-        row: str,
         what: str,
         times: Mapping[str, Sequence[float]],
         ours: str,
         baseline: str,
-        goal: float,
-        limit: float | None = None,
-    ) -> Goal:
-        """The median of ours over that of a baseline of the same rounds, which must be at most `goal`.
-
-        Low and high are of the ratios within a round.
-        """
+        promised: float | None = None,
+    ) -> Figure:
+        """The median of ours over that of a baseline; the interval is that of the ratios within a round."""
         own, other = times[ours], times[baseline]
         low, high = median_interval([one / two for one, two in zip(own, other, strict=True)])
         mine, theirs = statistics.median(own), statistics.median(other)
-        return cls(
-            row=row,
-            what=what,
-            ours=1e3 * mine,
-            unit="ms",
-            baseline=baseline,
-            theirs=1e3 * theirs,
-            value=mine / theirs,
-            low=low,
-            high=high,
-            goal=goal,
-            limit=limit,
-        )
+        return cls(what, 1e3 * mine, "ms", baseline, 1e3 * theirs, mine / theirs, low, high, promised)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Goal:
-        return cls(**{key: value for key, value in values.items() if key != "verdict"})
+    def alone(cls, what: str, values: Sequence[float], unit: str, promised: float | None = None) -> Figure:
+        """The median of what has no baseline."""
+        median = statistics.median(values)
+        return cls(what, median, unit, "", None, median, *median_interval(values), promised)
 
 
-def goal_table(goals: Iterable[Goal]) -> str:
-    """One line per goal."""
-    head = ("", "what", "ours", "baseline", "value", "90 % interval", "limit", "goal", "verdict")
-    lines = [head]
-    for goal in goals:
-        theirs = "" if goal.theirs is None else f" {goal.theirs:.3g} {goal.unit}"
-        sign = "<=" if goal.at_most else ">="
-        lines.append(
-            (
-                goal.row,
-                goal.what,
-                f"{goal.ours:.3g} {goal.unit}",
-                goal.baseline + theirs,
-                f"{goal.value:.3f}",
-                f"{goal.low:.2f} to {goal.high:.2f}",
-                "" if goal.limit is None else f"{goal.limit:.2f}",
-                f"{sign} {goal.goal:.2f}",
-                goal.verdict,
-            )
-        )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+HEAD = ("what", "ours", "baseline", "ratio or value", "90 % interval", "promised", "kept")
+
+
+def cells(figure: Figure) -> tuple[str, ...]:
+    """A figure's line of a table, under HEAD."""
+    theirs = "" if figure.theirs is None else f": {rounded(figure.theirs)} {figure.unit}"
+    return (
+        figure.what,
+        f"{rounded(figure.ours)} {figure.unit}".rstrip(),
+        figure.baseline + theirs,
+        f"{figure.value:.2f}",
+        f"{figure.low:.2f} to {figure.high:.2f}",
+        "" if figure.promised is None else f"<= {figure.promised:g}",
+        figure.kept,
+    )
+
+
+def rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def text_table(figures: Iterable[Figure]) -> str:
+    """One line per figure, for a terminal."""
+    lines = [HEAD, *map(cells, figures)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
@@ -180,9 +165,9 @@ def goal_table(goals: Iterable[Goal]) -> str:
 
 
 def write(
-    file: Path | None, what: str, repeats: int, rows: Any, goals: Sequence[Goal] = (), **more: Any
+    file: Path | None, what: str, repeats: int, rows: Any, figures: Sequence[Figure] = (), **more: Any
 ) -> None:
-    """The result file of a benchmark: machine, versions, date, repeats, rows and goals."""
+    """The result file of a benchmark: machine, versions, date, repeats, rows and figures."""
     if file is None:
         return
     content = {
@@ -191,6 +176,6 @@ def write(
         "n": repeats,
         **more,
         "rows": rows,
-        "goals": [goal.as_json() for goal in goals],
+        "figures": [asdict(figure) for figure in figures],
     }
     file.write_text(json.dumps(content, indent=2) + "\n")

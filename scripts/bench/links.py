@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from launcher.distributed.links import PAYLOAD, StepSeconds, ring_bytes, wire_seconds
-from scripts.bench.interleaved import Goal, Times, goal_table, row_of, write
+from scripts.bench.interleaved import Figure, Times, row_of, text_table, write
 from scripts.bench.links_rank import ARITHMETIC, AUTO, BARE_HOOK, OURS, Plan
 from scripts.bench.network import INTERFACE, Network, burst_bytes, lacking, network
 
@@ -42,11 +42,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LIMIT_S = 900
 TAIL = 3000  # characters kept of what a failed rank wrote
-OF_LIMIT = {100: 1.03, 300: 1.05, 1000: 1.12}
-SPEED_UP = {100: 1.95, 300: 1.9, 1000: 1.75}
-OF_HOOK_DEFAULT, OF_HOOK_BEST, OF_NATIVE = 0.95, 1.0, 1.03
-OF_FORECAST = 0.1
-OF_BEST_SIZE = 1.03  # of buckets: by chance the best of several is better than it is
+RATES = (100, 300, 1000)  # Mbit/s
+PROMISED_BYTES = 2.02  # per parameter, in units of what a ring sends of one byte per parameter
+OVER_DDP, OVER_HOOK = {100: 0.55, 1000: 0.65}, {100: 1.05, 1000: 1.05}  # promised, by Mbit/s
 
 
 def on_hosts(hosts: Network, plan: Plan) -> list[Any]:
@@ -95,33 +93,24 @@ def wait_for(processes: list[subprocess.Popen[bytes]]) -> None:
         time.sleep(0.1)
 
 
-def goals_of_bytes(by_rank: list[Any]) -> list[Goal]:
-    """P1 and P2. Bytes are the mean of the hosts, in units of what a ring sends of one byte per parameter."""
+def figures_of_bytes(by_rank: list[Any]) -> list[Figure]:
+    """Bytes are the mean of the hosts, in units of what a ring sends of one byte per parameter."""
     world_size = len(by_rank)
     unit = 2 * (world_size - 1) / world_size
     sent = {
         name: statistics.mean(rank["bytes_per_parameter"][name] for rank in by_rank) / unit
         for name in by_rank[0]["bytes_per_parameter"]
     }
-    goals = []
+    figures = []
     for name in OURS:
-        own, fp32, what = sent[name], sent["ddp"], f"bytes per parameter, {world_size} ranks, {name}"
-        alone = {"unit": "B", "low": own, "high": own}
-        goals.append(
-            Goal("P1", what, own, baseline="none", theirs=None, value=own, goal=2.02, limit=2.0, **alone)
-        )
+        own, fp32, where = sent[name], sent["ddp"], f"{world_size} ranks, {name}"
+        promised = PROMISED_BYTES if name == "ours" and world_size == 2 else None
+        figures.append(Figure.alone(f"bytes per parameter, {where}", [own], "B", promised))
         ratio = own / fp32
-        goals.append(
-            Goal("P1", what, own, "B", "ddp", fp32, ratio, low=ratio, high=ratio, goal=0.505, limit=0.5)
-        )
+        figures.append(Figure(f"bytes, {where}", own, "B", "ddp", fp32, ratio, ratio, ratio))
         number = float(max(rank["collectives_beyond"][name] for rank in by_rank))
-        goals.append(
-            Goal(
-                *("P2", f"collectives beyond the buckets, {world_size} ranks, {name}", number, ""),
-                *("none", None, number, number, number, 1.0, 0.0),
-            )
-        )
-    return goals
+        figures.append(Figure.alone(f"collectives beyond the buckets, {where}", [number], ""))
+    return figures
 
 
 def seconds_on_wire(num_bytes: int, mbit: int) -> float:
@@ -147,64 +136,47 @@ def best(times: Times, kind: str) -> str:
     return min(names, key=lambda name: statistics.median(times[name]))
 
 
-def goals_of_times(mbit: int, found: dict[str, Any], num_parameters: int) -> list[Goal]:
-    """P3, P4, P5, and the other wires over native, at one rate."""
+def figures_of_times(mbit: int, found: dict[str, Any], num_parameters: int) -> list[Figure]:
+    """Ours at one rate, over the lower limit of a step, over DDP in fp32, and over DDP with torch's hook."""
     times: Times = dict(found["times"])
-    goals = []
+    figures = []
     for side, policy in ARITHMETIC.items():
         alone = "torch" if policy == "fp32" else policy
         times["limit"] = limits_of(found["alone"][alone], mbit, num_parameters)
-        goals.append(Goal.of("P3", f"{mbit} Mbit, {side}", times, side, "limit", OF_LIMIT[mbit], 1.0))
-        goals.append(speed_up(mbit, times, side))
-        goals.append(goal_of_forecast(mbit, found, num_parameters, side))
+        figures.append(Figure.ratio(f"step at {mbit} Mbit/s, {side}", times, side, "limit"))
+        promised = OVER_DDP.get(mbit) if side == "ours" else None
+        figures.append(Figure.ratio(f"step at {mbit} Mbit/s, {side}", times, side, "ddp", promised))
+        figures.append(error_of_computed_step(mbit, found, num_parameters, side))
     own = "ours, fp32 arithmetic"
     for hook in ("ddp + hook", BARE_HOOK):
         tuned = best(times, hook)
-        goals.append(Goal.of("P5", f"{mbit} Mbit, {own}", times, own, hook, OF_HOOK_DEFAULT))
-        goals.append(Goal.of("P5", f"{mbit} Mbit, {own}, best buckets", times, own, tuned, OF_HOOK_BEST))
-    wires = ("ours, shard",)
-    goals += [Goal.of("wire", f"{mbit} Mbit, {side}", times, side, "ours", OF_NATIVE) for side in wires]
+        promised = OVER_HOOK.get(mbit) if hook == "ddp + hook" else None
+        for other in dict.fromkeys([hook, tuned]):
+            promise = promised if other == tuned else None
+            figures.append(Figure.ratio(f"step at {mbit} Mbit/s, {own}", times, own, other, promise))
     times["limit"] = limits_of_shards(found["alone"]["fp16"], mbit, num_parameters)
-    what = f"{mbit} Mbit, ours, shard"
-    goals.append(Goal.of("wire", what, times, "ours, shard", "limit", OF_LIMIT[mbit], 1.0))
-    return goals
+    what = f"step at {mbit} Mbit/s, ours, shard"
+    return figures + [Figure.ratio(what, times, "ours, shard", other) for other in ("ours", "limit")]
 
 
-def goal_of_forecast(mbit: int, found: dict[str, Any], num_parameters: int, side: str) -> Goal:
-    """P27: how far the step that is computed from the parts of a step alone is from the measured one."""
+def error_of_computed_step(mbit: int, found: dict[str, Any], num_parameters: int, side: str) -> Figure:
+    """How far the step that is computed from the parts of a step alone is from the measured one."""
     policy, median = ARITHMETIC[side], statistics.median
     parts = [median(part) for part in zip(*found["alone"][policy], strict=True)]
     cost = median(found["unlimited"][side]) - median(found["unlimited"][f"alone, {policy}"])
     wire_s = wire_seconds(ring_bytes(2 * num_parameters, 2), mbit)
-    foretold = StepSeconds(*parts).over(wire_s, found["num_buckets"], max(0.0, cost))
+    computed = StepSeconds(*parts).over(wire_s, found["num_buckets"], max(0.0, cost))
     measured = median(found["times"][side])
-    off = abs(foretold / measured - 1)
-    return Goal(
-        *(
-            "P27",
-            f"{mbit} Mbit, {side}, step computed as by plan: share that it is off",
-            1000 * foretold,
-            "ms",
-        ),
-        *("measured", 1000 * measured, off, off, off, OF_FORECAST, 0.0),
-    )
+    error = abs(computed / measured - 1)
+    what = f"step as plan computes it at {mbit} Mbit/s, {side}: share that it is off"
+    return Figure(what, 1000 * computed, "ms", "measured", 1000 * measured, error, error, error)
 
 
-def speed_up(mbit: int, times: Times, side: str) -> Goal:
-    """P4: the time of DistributedDataParallel as it comes over ours."""
-    ratio = Goal.of("P4", f"speed-up, {mbit} Mbit, {side}", times, "ddp", side, SPEED_UP[mbit], 2.0)
-    return Goal(
-        *(ratio.row, ratio.what, ratio.theirs or 0.0, "ms", "ddp", ratio.ours),
-        *(ratio.value, ratio.low, ratio.high, ratio.goal, ratio.limit),
-        at_most=False,
-    )
-
-
-def goal_of_buckets(mbit: int, times: Times) -> Goal:
+def figure_of_buckets(mbit: int, times: Times) -> Figure:
     """The size that the launcher chooses over the best of those that were given."""
     given = [name for name in times if name != AUTO]
     fastest = min(given, key=lambda name: statistics.median(times[name]))
-    return Goal.of("buckets", f"{mbit} Mbit, size as chosen", times, AUTO, fastest, OF_BEST_SIZE)
+    return Figure.ratio(f"size of buckets as chosen, {mbit} Mbit/s", times, AUTO, fastest)
 
 
 def tell(mbit: int, times: Times, limits: dict[str, list[float]]) -> None:
@@ -221,19 +193,19 @@ def main() -> None:
         sys.exit(f"links.py cannot run here: {reason}.")
     plan = Plan(layers=4, width=64, batch=16) if arguments.quick else Plan()
     repeats = 2 if arguments.quick else arguments.repeats
-    goals: list[Goal] = []
+    figures: list[Figure] = []
     rows: dict[str, Any] = {}
     for num_hosts in arguments.hosts:
         with network(num_hosts) as hosts:
             found = on_hosts(hosts, plan)
-        goals += goals_of_bytes(found)
+        figures += figures_of_bytes(found)
         rows[f"{num_hosts} hosts"] = found
     if arguments.rates:
         with network(2) as hosts:
             timed = on_hosts(hosts, plan.over(arguments.rates, repeats))[0]
         for rate in arguments.rates:
             found = timed[str(rate)]
-            goals += goals_of_times(rate, found, plan.num_parameters)
+            figures += figures_of_times(rate, found, plan.num_parameters)
             limits = {
                 f"limit, {policy}": limits_of(each, rate, plan.num_parameters)
                 for policy, each in found["alone"].items()
@@ -248,13 +220,13 @@ def main() -> None:
             timed = on_hosts(hosts, replace(plan.over(arguments.buckets, repeats), buckets=True))[0]
         for rate in arguments.buckets:
             found = timed[str(rate)]
-            goals.append(goal_of_buckets(rate, found["times"]))
+            figures.append(figure_of_buckets(rate, found["times"]))
             tell(rate, found["times"], {})
             rows[f"buckets, {rate} Mbit"] = {
                 name: row_of(seconds) for name, seconds in found["times"].items()
             }
-    print(f"\n{goal_table(goals)}")
-    write(arguments.json, "bytes and step times over limited links", repeats, rows, goals)
+    print(f"\n{text_table(figures)}")
+    write(arguments.json, "bytes and step times over limited links", repeats, rows, figures)
 
 
 def parse() -> argparse.Namespace:
@@ -264,9 +236,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--hosts", type=int, nargs="*", default=[2, 4], help="between which bytes are counted"
     )
-    parser.add_argument(
-        "--rates", type=int, nargs="*", default=[*OF_LIMIT], choices=[*OF_LIMIT], help="in Mbit/s"
-    )
+    parser.add_argument("--rates", type=int, nargs="*", default=[*RATES], choices=[*RATES], help="in Mbit/s")
     parser.add_argument(
         "--buckets", type=int, nargs="*", default=[100, 1000], help="rates for buckets of several sizes"
     )

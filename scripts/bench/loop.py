@@ -11,8 +11,8 @@ that of the launcher's other threads on its side, and by wall time:
   in fp32: the microseconds that the launcher adds;
 - a bare Stepper around the same batches, gathered by hand from tensors; without a tracker, and with the
   default one (wandb, offline), with a step of about 1.8 ms;
-- a hand-written loop around torch's DataLoader, with 0 and with 2 processes. With processes the goal is on
-  wall time: what they do is not in the processor time of the one that trains.
+- a hand-written loop around torch's DataLoader, with 0 and with 2 processes. With processes wall time
+  counts: what they do is not in the processor time of the one that trains.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.interleaved import Goal, Times, goal_table, median_interval, row_of, write
+from scripts.bench.interleaved import Figure, Times, median_interval, row_of, text_table, write
 from scripts.bench.loop_recipe import SETTINGS, Settings
 from scripts.bench.real_run import times_of
 
 LIMIT_S = 300
 STEPS_PER_EPOCH, BATCH = 50, 128
-LOOP_GOAL, LOADER_GOAL = 1.03, 1.05
-ADDED_GOAL_US = 60
 WORDS = (
     "recipe=resnet18",
     "recipe.uses=bench_loop",
@@ -50,12 +48,11 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One run of the launcher. `goal` is on the times of `clock`; of the README's loop in microseconds."""
+    """One run of the launcher, judged by the times of `clock`."""
 
     title: str
     source: str
     tracker: str
-    goal: float
     workers: int = 0
     clock: str = "cpu"
     precision: str = "fp16"
@@ -78,12 +75,12 @@ class Case:
 
 
 CASES = (
-    Case("the README's loop, fp16", "readme", "none", ADDED_GOAL_US),
-    Case("the README's loop, fp32", "readme", "none", ADDED_GOAL_US, precision="fp32"),
-    Case("bare Stepper, tracker=none", "tensors", "none", LOOP_GOAL),
-    Case("bare Stepper, default tracker", "tensors", "wandb", LOOP_GOAL),
-    Case("DataLoader, 0 processes", "loader", "none", LOADER_GOAL),
-    Case("DataLoader, 2 processes", "loader", "none", LOADER_GOAL, workers=2, clock="wall"),
+    Case("the README's loop, fp16", "readme", "none"),
+    Case("the README's loop, fp32", "readme", "none", precision="fp32"),
+    Case("bare Stepper, tracker=none", "tensors", "none"),
+    Case("bare Stepper, default tracker", "tensors", "wandb"),
+    Case("DataLoader, 0 processes", "loader", "none"),
+    Case("DataLoader, 2 processes", "loader", "none", workers=2, clock="wall"),
 )
 
 
@@ -109,21 +106,19 @@ def rows_of(times: dict[str, Times]) -> dict[str, dict[str, float]]:
     }
 
 
-def goal_of(case: Case, times: dict[str, Times]) -> Goal:
+def figure_of(case: Case, times: dict[str, Times]) -> Figure:
     if case.source == "readme":
         return added(case, times[case.clock])
-    row = "P16" if case.source == "tensors" else "loader"
     what = f"{case.clock} time of a step over {case.title}"
-    return Goal.of(row, what, times[case.clock], "launcher", "by hand", case.goal)
+    return Figure.ratio(what, times[case.clock], "launcher", "by hand")
 
 
-def added(case: Case, times: Times) -> Goal:
+def added(case: Case, times: Times) -> Figure:
     """The time that the launcher adds to a step."""
     us = [1e6 * (one - other) for one, other in zip(times["launcher"], times["by hand"], strict=True)]
-    low, high = median_interval(us)
     ours, theirs = (1e6 * statistics.median(times[side]) for side in ("launcher", "by hand"))
     what = f"microseconds that the launcher adds to {case.title}"
-    return Goal("P16", what, ours, "us", "by hand", theirs, statistics.median(us), low, high, case.goal)
+    return Figure(what, ours, "us", "by hand", theirs, statistics.median(us), *median_interval(us))
 
 
 def tell(title: str, rows: dict[str, dict[str, float]]) -> None:
@@ -136,16 +131,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     rounds, block = (2, 5) if arguments.quick else (arguments.repeats, arguments.block)
     found: dict[str, Any] = {}
-    goals: list[Goal] = []
+    figures: list[Figure] = []
     for case in CASES:
         if arguments.only and not any(word in case.title for word in arguments.only):
             continue
         times = measure(case, rounds, block)
         found[case.title] = rows_of(times)
-        goals.append(goal_of(case, times))
+        figures.append(figure_of(case, times))
         tell(case.title, found[case.title])
-    print(f"\n{goal_table(goals)}")
-    write(arguments.json, "what the launcher's loop adds to a step", rounds, found, goals, block=block)
+    print(f"\n{text_table(figures)}")
+    write(arguments.json, "what the launcher's loop adds to a step", rounds, found, figures, block=block)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -12,7 +12,7 @@ from torch import nn
 
 from launcher.distributed.env import WorkerEnv
 from scripts.bench.baselines import PEERS, Disagreement, Setup, installed, refuse_disagreement
-from scripts.bench.interleaved import CANNOT_BE_SAID, Goal, goal_table, interleave, median_interval
+from scripts.bench.interleaved import CANNOT_BE_SAID, Figure, interleave, median_interval, text_table
 from scripts.bench.ours import ours
 from tests.ranks.harness import run_ranks
 
@@ -84,30 +84,29 @@ def test_the_sides_alternate_and_none_always_follows_the_same() -> None:
     assert {name: len(values) for name, values in times.items()} == {"a": 6, "b": 6, "c": 6}
 
 
-def test_a_goal_is_reached_or_not_by_the_median_of_both_sides() -> None:
+def test_a_ratio_is_of_the_medians_of_both_sides() -> None:
     times = {"ours": [2.0, 2.0, 9.0], "theirs": [1.0, 2.0, 2.0]}
-    goal = Goal.of("P1", "what", times, "ours", "theirs", goal=0.9)
-    assert (goal.value, goal.low, goal.high) == (1.0, 1.0, 4.5)
-    assert not goal.reached
-    assert Goal.from_json(goal.as_json()) == goal
-    assert goal.verdict == "not reached"
-    assert goal_table([goal]).endswith("not reached")
+    figure = Figure.ratio("what", times, "ours", "theirs", promised=0.9)
+    assert (figure.value, figure.low, figure.high) == (1.0, 1.0, 4.5)
+    assert figure.kept == "no"
+    assert text_table([figure]).endswith("<= 0.9    no")
 
 
 @pytest.mark.parametrize(
-    ("ratios", "interval", "verdict"),
+    ("ratios", "interval", "kept"),
     [
-        ([0.7] * 8, (0.7, 0.7), "reached"),
-        ([0.5, *[0.7] * 6, 9.0], (0.7, 0.7), "reached"),
-        ([0.5, *[1.1] * 6, 9.0], (1.1, 1.1), "not reached"),
+        ([0.7] * 8, (0.7, 0.7), "yes"),
+        ([0.5, *[0.7] * 6, 9.0], (0.7, 0.7), "yes"),
+        ([0.5, *[1.1] * 6, 9.0], (1.1, 1.1), "no"),
         ([0.5, 0.8, 0.8, 0.8, 1.1, 1.1, 1.1, 9.0], (0.8, 1.1), CANNOT_BE_SAID),
         ([0.8, 0.8, 0.8, 1.1], (0.8, 1.1), CANNOT_BE_SAID),
     ],
 )
-def test_a_verdict_needs_an_interval_on_one_side_of_the_goal(ratios, interval, verdict) -> None:
-    goal = Goal.of("P1", "what", {"ours": ratios, "theirs": [1.0] * len(ratios)}, "ours", "theirs", goal=0.9)
-    assert (goal.low, goal.high) == interval
-    assert goal.verdict == verdict
+def test_a_promise_is_judged_if_the_interval_lies_on_one_side_of_it(ratios, interval, kept) -> None:
+    times = {"ours": ratios, "theirs": [1.0] * len(ratios)}
+    figure = Figure.ratio("what", times, "ours", "theirs", promised=0.9)
+    assert (figure.low, figure.high) == interval
+    assert figure.kept == kept
 
 
 def test_the_interval_has_the_median_nine_times_in_ten() -> None:

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-
 from scripts.bench.sweep import measured
+
 from tests.faults.parent import Parent, write_recipe
 from tests.sweep.test_sweep import HERE, jobs, states
 

@@ -1,11 +1,11 @@
-"""Runs the benchmarks that this machine can, and prints all goals in one table.
+"""Runs the benchmarks that this machine can, and prints their figures in one table.
 
     scripts/bench/all [--quick] [--only NAME ...] [--json FILE]
 
 Each benchmark is a process of its own, one after another. One that fails is reported with the end of its
-output, and the others run. The table has a line per goal and baseline. The exit code is 1 if a benchmark
-failed, and does not depend on the goals. The JSON has machine, versions, date, and by benchmark repeats,
-spread and goals; it is written after each, so that a run that is interrupted keeps what it has.
+output, and the others run. The exit code is 1 if a benchmark failed, and does not depend on the figures. The
+result of each replaces its former one in the JSON as soon as it is there; those of the others stay, also if a
+run is interrupted. `scripts/bench/tables.py` writes the promised figures into the README.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -27,8 +26,7 @@ from typing import Any
 import torch
 
 from scripts.bench import network
-from scripts.bench.interleaved import Goal, goal_table
-from scripts.bench.machine import machine
+from scripts.bench.interleaved import Figure, text_table
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "all.json"
@@ -87,22 +85,15 @@ def benchmarks() -> list[Benchmark]:
         Benchmark("precision_step", on_ranks("precision_step.py"), 900),
         Benchmark("update", (str(HERE / "update.py"), *RESNET50), 1800),
         Benchmark("checkpoint", (str(HERE / "checkpoint.py"),), 7200),
-        Benchmark("threads", (str(HERE / "threads.py"),), 1800),
-        Benchmark("bookkeeping", (str(HERE / "bookkeeping.py"),), 600),
-        Benchmark("time_split", (str(HERE / "time_split.py"),), 300),
         Benchmark("links", (str(HERE / "links.py"),), 1800, network.lacking),
         Benchmark("launch", (str(HERE / "launch.py"),), 1800),
         Benchmark("plan", (str(HERE / "plan.py"),), 600),
-        Benchmark("sweep", (str(HERE / "sweep.py"),), 3600),
-        Benchmark("telemetry", (str(HERE / "telemetry.py"),), 900),
-        Benchmark("ema", (str(HERE / "ema.py"),), 900),
-        Benchmark("data", (str(HERE / "data.py"),), 1800),
         Benchmark("gpu", (str(HERE / "gpu_session.py"),), 900, without_gpu, "--dry-run"),
     ]
 
 
-def goals_in(found: dict[str, Any]) -> list[Goal]:
-    return [Goal.from_json(values) for values in found.get("goals", ())]
+def figures_in(result: dict[str, Any]) -> list[Figure]:
+    return [Figure(**values) for values in result.get("figures", ())]
 
 
 def versions() -> dict[str, str]:
@@ -112,29 +103,25 @@ def versions() -> dict[str, str]:
 def main(argv: Sequence[str] | None = None, known: Sequence[Benchmark] | None = None) -> int:
     known = benchmarks() if known is None else known
     arguments = parse(argv, [each.name for each in known])
-    found: dict[str, dict[str, Any]] = {}
-    goals: list[Goal] = []
-    file = arguments.json or (None if arguments.quick else RESULTS)  # where a result would lie
+    file = arguments.json or (None if arguments.quick else RESULTS)
+    failed, figures = False, []
     with tempfile.TemporaryDirectory() as folder:
         for benchmark in known:
             if arguments.only and benchmark.name not in arguments.only:
                 continue
             print(f"{benchmark.name} ...", end=" ", flush=True)
-            found[benchmark.name] = result = benchmark.run(arguments.quick, Path(folder))
-            print(told(result), flush=True)
-            goals += goals_in(result)
-            if file is not None:
-                keep(file, arguments.quick, found)
-    print(f"\n{goal_table(sorted(goals, key=row_order))}")
-    verdicts = Counter(goal.verdict for goal in goals)
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
-    print(
-        f"Goals: {len(goals)}, of which {counts}. On a loaded machine none of this holds: see load_average."
-    )
-    return int(any("failed" in result for result in found.values()))
+            result = benchmark.run(arguments.quick, Path(folder))
+            print(ending_of(result), flush=True)
+            failed |= "failed" in result
+            figures += figures_in(result)
+            if file is not None and "figures" in result:
+                keep(file, benchmark.name, {**result, "versions": versions()})
+    print(f"\n{text_table(figures)}")
+    print("On a loaded machine none of this holds: see load_average.")
+    return int(failed)
 
 
-def told(result: dict[str, Any]) -> str:
+def ending_of(result: dict[str, Any]) -> str:
     """How a benchmark ended."""
     for word in ("skipped", "failed"):
         if word in result:
@@ -142,17 +129,13 @@ def told(result: dict[str, Any]) -> str:
     return f"{result['seconds']:.0f} s"
 
 
-def keep(file: Path, quick: bool, found: dict[str, dict[str, Any]]) -> None:
-    content = {"machine": machine(), "versions": versions(), "quick": quick, "benchmarks": found}
+def keep(file: Path, name: str, result: dict[str, Any]) -> None:
+    """Replace the result of this benchmark in the file, whole or not at all."""
+    results = json.loads(file.read_text()) if file.exists() else {}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def row_order(goal: Goal) -> tuple[str, int, str]:
-    """P2 before P10."""
-    letters = goal.row.rstrip("0123456789")
-    number = goal.row.removeprefix(letters)
-    return letters, int(number or 0), goal.what
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(results | {name: result}, indent=2) + "\n")
+    new.replace(file)
 
 
 def parse(argv: Sequence[str] | None, names: list[str]) -> argparse.Namespace:
