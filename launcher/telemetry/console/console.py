@@ -16,7 +16,7 @@ import launcher.telemetry.events as events
 from launcher.errors import counted
 from launcher.process.streams import write
 from launcher.process.terminal import columns_of, wrapped
-from launcher.telemetry.console.progress_bar import Bars
+from launcher.telemetry.console.progress_bar import ProgressBar
 from launcher.telemetry.formatting import (
     duration,
     evaluation_cells,
@@ -49,7 +49,7 @@ class Console(Sink):
     ) -> None:
         self._out = out
         self._run_dir = run_dir
-        self._bars = Bars(err, clock) if err.isatty() else None
+        self._bar = ProgressBar(err, clock) if err.isatty() else None
         self._pace = Pace(clock)  # of the lines where there is no bar
         self._plan = events.StartEvent(0)
         self._times = TimeTotals()  # of the whole run, for the verdict at its end
@@ -65,8 +65,8 @@ class Console(Sink):
             case events.StartEvent():
                 self._started, self._plan = True, event
                 self._print(f"directory {self._run_dir}")  # `watch` and `report` take it while the run trains
-                if self._bars is not None:
-                    self._bars.plan = event
+                if self._bar is not None:
+                    self._bar.plan = event
             case events.StepEvent():
                 self._times.add(event)
                 self._step(event)
@@ -84,16 +84,16 @@ class Console(Sink):
                 self._end(event)
 
     def advance(self, epoch: int, step: int) -> None:
-        if self._bars is not None:
-            self._bars.advance(epoch, step)
+        if self._bar is not None:
+            self._bar.advance(epoch, step)
 
     def close(self) -> None:
-        if self._bars is not None:
-            self._bars.close()
+        if self._bar is not None:
+            self._bar.close()
 
     def _step(self, event: events.StepEvent) -> None:
-        if self._bars is not None:
-            self._bars.show(event)
+        if self._bar is not None:
+            self._bar.show(event)
         else:
             eta_s = self._pace.eta_s(event.step, self._plan.total_steps)
             self._print(step_line(event, self._plan.epochs, self._plan.total_steps, eta_s))
@@ -118,7 +118,7 @@ class Console(Sink):
     def _print(self, *lines: str) -> None:
         self._widths = {}
         columns = columns_of(self._out)
-        with nullcontext() if self._bars is None else self._bars.aside():
+        with nullcontext() if self._bar is None else self._bar.paused():
             write("".join(f"{wrapped(line, columns)}\n" for line in lines), self._out)
 
 
