@@ -1,7 +1,6 @@
 """What `watch` shows of a run or a sweep: one screen, or one line.
 
-Owns the texts and their fit to the terminal. Reads the files of the run and never writes to it; the command
-owns the terminal.
+Owns the texts. Reads the files of the run and never writes to it; the command owns the terminal.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from textwrap import wrap
 
 from launcher.config.messages import program
 from launcher.errors import DIVERGED, PRUNED, TO_RESUME, counted, listed
-from launcher.report.charts.characters import characters, curve_chart
 from launcher.report.comparison import TABLE, compares_precisions, job_directories, jobs_of
 from launcher.report.overview import first_line, printable, shortened
 from launcher.report.reading import sweep_of, text_of
@@ -30,9 +27,8 @@ from launcher.telemetry.formatting import duration, metric, number, percent, ste
 STATES = (*ENDED, KILLED, NO_RESULT, "running")  # in the order in which a sweep counts them
 SETTLE_S = 15.0  # for which a run that failed may still be restarted by its parent
 BAR = 20  # characters, each 5 % of the run
-MIN_NAME = 10  # characters: less of a name says nothing
+LONGEST_NAME = 40  # characters of a job's name, of which the end is shown
 SHOWN_JOBS = 5  # that are left
-WIDE = 400  # characters of a job's line where there is no terminal: its reason of a failure fits
 # Without a running job and a comparison, after which a sweep has ended: its next job starts sooner
 QUIET_S = 60.0
 KILLED_S = 3.0  # the same, where the sweep's process no longer exists
@@ -60,8 +56,8 @@ class Watched:
         """Read what is new; whether the run has ended."""
         return self.view().has_ended
 
-    def screen(self, columns: int, rows: int, braille: bool) -> list[str]:
-        return run_screen(self, columns, rows, braille)
+    def screen(self) -> list[str]:
+        return run_screen(self)
 
     def lines(self) -> list[str]:
         return [run_line(self)]
@@ -121,13 +117,11 @@ class WatchedSweep:
         self._over = ended and (compared or now - (self._quiet_since or now) > limit_s)
         return self._over
 
-    def screen(self, columns: int, rows: int, braille: bool) -> list[str]:
-        rest = [line for text in self._rest() for line in wrap(text, columns, break_long_words=False)]
-        return [*sweep_screen([*self._runs.values()], columns, rows - len(rest), self._waiting()), *rest]
+    def screen(self) -> list[str]:
+        return self.lines()
 
     def lines(self) -> list[str]:
-        runs = [*self._runs.values()]
-        return [*sweep_screen(runs, WIDE, len(runs) + 3, self._waiting()), *self._rest()]
+        return [*sweep_screen([*self._runs.values()], self._waiting()), *self._rest()]
 
     def warnings(self) -> list[str]:
         """Return no warnings: `report` prints those of the jobs."""
@@ -150,19 +144,14 @@ class WatchedSweep:
         return rest_of_sweep(self._directory, self._runs) if self._over else []
 
 
-def run_screen(view: Watched, columns: int, rows: int, braille: bool = True) -> list[str]:
-    """The screen of a run: at most `rows` lines of at most `columns` characters."""
+def run_screen(view: Watched) -> list[str]:
+    """The lines of a live view of a run."""
     record = view.record
-    top = [line for line in _facts(view, columns) if line]
     warning = record.recording.of(WarningEvent).last
     bottom = [f"warning: {text}"] if warning and (text := first_line(warning.text)) else []
-    bottom += [text for text in (first_line(record.error), *wrap(record.note, columns)) if text]
-    room = rows - len(top) - len(bottom) - 2
-    curve = characters(curve_chart("loss", record.recording.steps["loss"]), columns, min(room, 16), braille)
-    title = ["loss"] if curve else []
+    bottom += [text for text in (first_line(record.error), printable(record.note)) if text]
     leave = ["Ctrl-C leaves; the run continues."] if not (view.has_ended or view.state == KILLED) else []
-    lines = [*top, *title, *curve, *bottom, *leave]
-    return [_cut(line, columns) for line in lines[:rows]]
+    return [printable(line) for line in (*_facts(view), *bottom, *leave) if line]
 
 
 def run_line(view: Watched) -> str:
@@ -181,21 +170,16 @@ def run_line(view: Watched) -> str:
     return "  ".join(parts)
 
 
-def sweep_screen(views: Sequence[Watched], columns: int, rows: int, waiting: int = 0) -> list[str]:
-    """One line per job that has started; those that have ended are left out first where there is no room."""
+def sweep_screen(views: Sequence[Watched], waiting: int = 0) -> list[str]:
+    """One line per job that has started; those that run come first, then those that ended last."""
     counts = {state: sum(view.state == state for view in views) for state in STATES}
     counts["waiting"] = waiting
     head = f"{counted(len(views) + waiting, 'job')}: "
     head += ", ".join(f"{n} {state}" for state, n in counts.items() if n)
     going = [view for view in views if not view.has_ended]
     ended = [view for view in views if view.has_ended]
-    room = max(0, rows - 3)
-    shown = set(map(id, [*going, *reversed(ended)][:room]))
     width = max((len(view.record.directory.name) for view in views), default=0)
-    lines = [job_line(view, columns, width) for view in views if id(view) in shown]
-    left_out = len(views) - len(lines)
-    more = [f"and {left_out} more"] if left_out else []
-    return [_cut(line, columns) for line in [head, *lines, *more]][:rows]
+    return [head, *(job_line(view, width) for view in (*going, *reversed(ended)))]
 
 
 def rest_of_sweep(directory: Path, views: Mapping[str, Watched]) -> list[str]:
@@ -214,13 +198,11 @@ def rest_of_sweep(directory: Path, views: Mapping[str, Watched]) -> list[str]:
     ]
 
 
-def job_line(view: Watched, columns: int, longest_name: int = 0) -> str:
-    """One line of a sweep, with the names of its jobs in a column of up to a third of the width."""
+def job_line(view: Watched, longest_name: int = 0) -> str:
+    """One line of a sweep, with the names of its jobs in a column."""
     record = view.record
-    width = max(MIN_NAME, columns // 3)
-    name = shortened(record.directory.name, width)
     parts = [
-        name.ljust(min(longest_name, width)),
+        shortened(record.directory.name, LONGEST_NAME).ljust(min(longest_name, LONGEST_NAME)),
         state_of(view),
         _progress(record),
         _loss(record),
@@ -237,12 +219,11 @@ def state_of(view: Watched) -> str:
     return f"no sign of life for {silent_s:.0f} s" if silent_s else view.state
 
 
-def _facts(view: Watched, columns: int) -> Iterator[str]:
+def _facts(view: Watched) -> Iterator[str]:
     record = view.record
     last = record.recording.last_step
-    state = state_of(view)
-    yield f"{shortened(record.name, max(MIN_NAME, columns - len(state) - 2))}  {state}"
-    yield _bar(view, columns)
+    yield f"{record.name}  {state_of(view)}"
+    yield _bar(view)
     yield "  ".join([_loss(record), *_metric(record), f"lr {number(last and last.lr)}"])
     yield "  ".join(_pace(record))
     if (shares := record.recording.time_shares) is not None:
@@ -250,15 +231,13 @@ def _facts(view: Watched, columns: int) -> Iterator[str]:
     yield from _gpus(record)
 
 
-def _bar(view: Watched, columns: int) -> str:
+def _bar(view: Watched) -> str:
     record = view.record
     total = record.total_steps
     text = f"step {_progress(record)}"
     if total:
         share = min(1.0, record.steps / total)
-        done = round(BAR * share)
-        bar = f"[{'#' * done}{'-' * (BAR - done)}] {percent(share)}"
-        text = f"{text}  {bar}" if len(text) + len(bar) + 16 < columns else f"{text}  {share:.0%}"
+        text += f"  [{'#' * round(BAR * share):-<{BAR}}] {percent(share)}"
     return text + (f"  eta {duration(view.eta_s)}" if view.eta_s is not None else "")
 
 
@@ -299,8 +278,3 @@ def _gpus(record: RunRecord) -> Iterator[str]:
             if value is not None
         ]
         yield "  ".join([f"GPU {'' if gpu.index is None else gpu.index}:", *shown])
-
-
-def _cut(line: str, columns: int) -> str:
-    line = printable(line)
-    return line if len(line) <= columns else f"{line[: max(0, columns - 3)]}..."

@@ -83,15 +83,15 @@ class SweepProgress:
         head += ", ".join(f"{counts[each]} {each}" for each in State if counts[each])
         running = [job for job in self._jobs if job.state == State.RUNNING][: max(1, rows - 1)]
         width = max((len(job.name) for job in running), default=0)
-        return [line[: columns - 1] for line in (head, *(self._line(job, columns, width) for job in running))]
+        return [line[: columns - 1] for line in (head, *(self._line(job, width) for job in running))]
 
-    def _line(self, job: SweepJob, columns: int, width: int) -> str:
+    def _line(self, job: SweepJob, width: int) -> str:
         from launcher.report.watching import Watched, job_line
 
         try:
             if job.number not in self._watched:
                 self._watched[job.number] = Watched(self._directory / job.name)
-            return job_line(self._watched[job.number].view(), columns, width)
+            return job_line(self._watched[job.number].view(), width)
         except OSError as error:  # which must not end the sweep
             return f"{job.name}  cannot be read: {error.strerror or error}"
 

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 
-from launcher.report.charts.characters import LABEL_WIDTH, characters
 from launcher.report.charts.chart import Axis, Chart, Line, axis_of, stacked
 from launcher.report.charts.svg import markup
 from launcher.report.html import ASSETS
@@ -66,21 +65,3 @@ def test_ticks_differ_in_few_digits(axis):
     texts = [text for _, text in axis.ticks()]
     assert len(set(texts)) == len(texts) > 1
     assert max(map(len, texts)) <= 12
-
-
-@pytest.mark.parametrize(
-    ("axis", "shown"),
-    [
-        (Axis(0.5, 2.0), ("2", "0.5")),
-        (Axis(2.30214, 2.30236), ("2.3024", "2.3021")),
-        (Axis(10.001, 10.002), ("10.002", "10.001")),
-        (Axis(1.0, 1.2345e15), ("1.2e+15", "1")),
-        (Axis(1.23e-5, 1.0), ("1", "1.2e-05")),
-        (Axis(2.3021411, 2.3021412), ("2.302", "2.302")),
-    ],
-    ids=str,
-)
-def test_the_ends_of_an_axis_of_characters_differ_where_there_is_room(axis, shown):
-    line = Line("loss", 0, np.arange(2.0), np.array([axis.low, axis.high]))
-    rows = characters(Chart("loss", "", [line], Axis(0, 1), axis), 40, 8)
-    assert (rows[0][:LABEL_WIDTH].strip(), rows[-1][:LABEL_WIDTH].strip()) == shown
