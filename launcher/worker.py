@@ -171,7 +171,8 @@ def _assemble(
     with heartbeat.in_user_code():
         model = build.build_model(config, recipe, env, plan)
         rates = build.rates_of(config, recipe, course.total_steps)
-    choose_memory_format(config, env, recipe, model, data.train, plan, telemetry.decision)
+    decide = telemetry.decision
+    choose_memory_format(config, env, recipe, model, data.train, plan, decide, heartbeat.in_user_code)
     weights = load_weights(config, model, env)
     heartbeat.beat("comparing the models")
     stepper = build.build_stepper(config, env, recipe, model, plan, rates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,18 @@ def images(config):
     return Recipe(Net, data, data, cross_entropy, classes=("a", "b"))
 """
 VIEW, FLATTEN = "hidden.view(-1, 4 * 6 * 6)", "hidden.flatten(1)"
+VIEW_IN_EVAL = f"{FLATTEN} if self.training else {VIEW}"
+IN_METRIC = """
+class Viewing:
+    def reset(self): pass
+    def update(self, outputs, batch): outputs.view(len(outputs), -1)
+    def compute(self): return {"viewed": 1.0}
+
+def maps(network, batch):
+    found = network.convolution(batch["image"])
+    return Loss(found.float().square().sum(), len(found), found)
+
+"""
 
 
 def prefer_channels_last() -> None:
@@ -41,10 +54,10 @@ def prefer_channels_last() -> None:
     memory_format.FASTER_ON = ("cpu",)
 
 
-def started(directory: Path, name: str, flat: str, *words: str, prepare=prefer_channels_last) -> Ended:
-    (directory / f"{name}.py").write_text(RECIPE.replace("FLAT", flat))
+def started(directory: Path, name: str, flat: str, *words: str, recipe: str = RECIPE) -> Ended:
+    (directory / f"{name}.py").write_text(recipe.replace("FLAT", flat))
     words = f"recipes.path={directory / name}.py", "recipe.uses=images", "train.epochs=1", *words
-    return run(directory / name, *words, ranks=2, prepare=prepare)
+    return run(directory / name, *words, ranks=2, prepare=prefer_channels_last)
 
 
 def formats(ended: Ended) -> list[str]:
@@ -60,6 +73,27 @@ def test_under_auto_a_model_that_raises_trains_contiguous_and_it_is_said_once(tm
     )
     assert "viewed.py:15, in forward" in text
     assert ended.digest == started(tmp_path, "plain", VIEW, "train.channels_last=false").digest
+
+
+def test_a_view_that_runs_only_in_an_evaluation_is_found_too(tmp_path) -> None:
+    (text,) = formats(started(tmp_path, "evaluated", VIEW_IN_EVAL))
+    assert text.startswith(
+        "contiguous: in channels_last, which is faster, the model raises RuntimeError: view"
+    )
+    ended = started(tmp_path, "asked", VIEW_IN_EVAL, "train.channels_last=true")
+    assert ended.codes == [2, 2]
+    assert "train.channels_last=true: in this memory format" in str(ended)
+
+
+def test_a_view_in_a_metric_ends_the_run_with_the_key(tmp_path) -> None:
+    recipe = RECIPE.replace("cross_entropy, classes", "maps, metrics=[Viewing()], classes")
+    recipe = recipe.replace('@recipe("images")', f'{IN_METRIC}@recipe("images")')
+    recipe = recipe.replace("import Recipe", "import Loss, Recipe")
+    ended = started(tmp_path, "measured", FLATTEN, recipe=recipe)
+    assert ended.codes == [2, 2], ended
+    assert re.search(r"measured\.py:\d+, in update: RuntimeError: view size", str(ended)), ended
+    assert "train.channels_last=false makes it contiguous." in str(ended)
+    assert not ended.events("step")
 
 
 def test_under_auto_a_model_that_bears_it_trains_in_channels_last(tmp_path) -> None:

@@ -7,6 +7,7 @@ model is tried on a few samples before it is trained. Owns on which devices the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -38,6 +39,7 @@ def choose_memory_format(
     data: Readable,
     plan: BatchPlan,
     decide: Callable[[str, str], None],
+    in_user_code: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Bring the model on its device into the format that the config asks for, if it bears it. A collective.
 
@@ -52,7 +54,9 @@ def choose_memory_format(
 
     def failure_in(form: torch.memory_format) -> str:
         model.to(memory_format=form)  # type: ignore[call-overload]
-        return next(filter(None, exchange_texts(env, _failure(env, recipe, model, data, plan))), "")
+        with in_user_code():
+            failure = _failure(env, recipe, model, data, plan)
+        return next(filter(None, exchange_texts(env, failure)), "")
 
     failure = failure_in(torch.channels_last)
     if not failure:
@@ -69,7 +73,7 @@ def choose_memory_format(
 
 
 def _failure(env: WorkerEnv, recipe: Recipe, model: nn.Module, data: Readable, plan: BatchPlan) -> str:
-    """What a forward and backward pass in fp32 raises, on the same few samples on all ranks.
+    """What a pass in fp32 raises, for training or for evaluation, on the same few samples on all ranks.
 
     Empty where it raises nothing, or runs out of memory, which is not the format's fault.
     """
@@ -80,6 +84,9 @@ def _failure(env: WorkerEnv, recipe: Recipe, model: nn.Module, data: Readable, p
         try:
             for batch in training_batches(data, last_rank, recipe.train_transform, 0).trial(0, 1)[:1]:
                 loss_of(recipe.loss, model, batch).sum.backward()  # type: ignore[no-untyped-call]
+                model.eval()  # what a model computes then may be something else
+                with torch.no_grad():
+                    loss_of(recipe.loss, model, batch)
         except Exception as error:
             cause = error.__cause__ or error
             place = place_of(cause)
@@ -91,6 +98,7 @@ def _failure(env: WorkerEnv, recipe: Recipe, model: nn.Module, data: Readable, p
             frames.release(error)
             return failure
         finally:
+            model.train()
             model.zero_grad(set_to_none=True)
             free_memory(env.device)
     return ""

@@ -134,6 +134,7 @@ def recipe_failure(
     rule = _rule(error, batch or {})
     compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
     beyond = OVER_FP16.search(whole_text(error)) is not None
+    viewed = "view size is not compatible" in whole_text(error)
     is_shape = not rule and isinstance(error, RuntimeError | ValueError) and SHAPES.search(whole_text(error))
     if is_shape and (given := module_given(error)):
         where += f"{'' if place or not built_at else f' with the model of {built_at}'}: {given}"
@@ -143,7 +144,12 @@ def recipe_failure(
         rule = "It is torch's compiler that failed: set train.compile=false."
     if beyond:
         rule = "fp16 ends at 65504: use torch.finfo(x.dtype).min and .max for x, or compute it in x.float()."
-    failure = (ConfigError if of_setup or is_shape or beyond or compiler else kind)(
+    if viewed:
+        rule = (
+            "Use .flatten() or .reshape() in place of .view(). If it is what a convolution returned, "
+            "train.channels_last=false makes it contiguous."
+        )
+    failure = (ConfigError if of_setup or is_shape or beyond or viewed or compiler else kind)(
         f"{what} failed{where}: {described(error).removesuffix('.')}.{' ' if rule else ''}{rule} "
         f"{IN_LOG} {logs}."
     )
