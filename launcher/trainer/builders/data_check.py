@@ -79,6 +79,9 @@ def _is_raw(key: str, before: Mapping[str, str], now: Mapping[str, str]) -> bool
     about, _, column = key.partition(" column ")
     if "validation" in about or about.startswith("the fingerprint of"):
         return True
+    inputs = [each for each in before if each.startswith(f"{about} column ") and before[each].startswith(RAW)]
+    if any(before[each] == now.get(each) for each in inputs):
+        return False  # beside equal inputs it is a target
     (form, _, _), (form_now, _, _) = before[key].partition(":"), now[key].partition(":")
     return form == form_now and form.startswith(RAW) and column != before.get("the label column")
 

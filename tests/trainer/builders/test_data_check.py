@@ -163,6 +163,11 @@ MEANING: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
         known(columns(label=(1 - LABELS).to(torch.uint8))),
         "training column label (",
     ),
+    "targets of another name beside equal inputs": (
+        known(Rows(columns(height=LABELS.float()))),
+        known(Rows(columns(height=1 - LABELS.float() / 2))),
+        "training sample 0 column height (",
+    ),
     "labels of samples": (
         known(Rows(columns())),
         known(Rows(columns(label=1 - LABELS))),
