@@ -30,6 +30,7 @@ from launcher.doctor.machine import warn_of_machine
 from launcher.engine.step_timer import PARTS
 from launcher.process import allocator, torch_build
 from launcher.process.signals import RankStopSignal, save_means_stop, signal_handlers_installed
+from launcher.recipe import rank0
 from launcher.recipe.contract import Used
 from launcher.recipe.registry import load_recipe
 from launcher.run_dir.records import logs_of_failure, rank_log
@@ -154,7 +155,8 @@ def _assemble(
     seed_all(config.seed, env.device)  # the same on all ranks: they make the same data
     heartbeat.beat("loading data")
     logs = logs_of_failure(Path(config.run.dir), env.rank, env.world_size)
-    with stop_signal.interruptible(env.group is None), heartbeat.in_user_code():
+    loading = rank0.entries_counted("loading data")
+    with stop_signal.interruptible(env.group is None), heartbeat.in_user_code(), loading:
         with guarding(f'the function under @recipe("{config.recipe.uses}")', logs):
             recipe = guarded(load_recipe(config), logs)
         refuse_unknown(config.tracker)
@@ -168,7 +170,7 @@ def _assemble(
     course = Course.of(plan.steps_per_epoch, config.train, config.ddp.check_replicas_every_steps)
     heartbeat.beat("building the model")
     seed_all(derive_seed(config.seed, "model"), env.device)  # whatever was drawn while the data was read
-    with heartbeat.in_user_code():
+    with heartbeat.in_user_code(), rank0.entries_counted("building the model"):
         model = build.build_model(config, recipe, env, plan)
         rates = build.rates_of(config, recipe, course.total_steps)
     decide = telemetry.decision
