@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, escaped
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.torchmetrics_objects import adapted, is_torchmetrics
-from launcher.evaluation.transport import PLAIN, CannotSendError, Known, known_of, packed, unpacked
+from launcher.evaluation.transport import NotSerializableError, deserialize, serialize, state_of, with_state
 from launcher.metrics import Classification, LossMetric
 from launcher.metrics.metric import direction_of, name_of
 from launcher.recipe.checks import refuse_taken_name
@@ -36,12 +36,10 @@ from launcher.recipe.contract import Loss, Recipe
 
 Guard = Callable[[str, Batch | None], AbstractContextManager[None]]
 Beat = Callable[[], object]
-Sent = TypeVar("Sent")
 HOST = torch.device("cpu")
 MISTAKES = (NameError, AttributeError, TypeError, ImportError, NotImplementedError)  # on any samples
 SENDABLE = (
-    "Numbers, text, bytes, lists, tuples, sets, dicts, tensors and arrays can be sent; an object that pickle "
-    "can copy only if the metric had one of the same class before the first batch. Keep no others in it, "
+    "Numbers, text, bytes, lists, tuples, sets, dicts, tensors and arrays can be sent. Keep no others in it, "
     "define __getstate__ and __setstate__, or remove merge: then only rank 0 updates the metric."
 )
 
@@ -73,9 +71,8 @@ class Measuring:
             for metric in self._metrics
             if not hasattr(metric, "merge") and not isinstance(metric, LossMetric)
         ]
-        self._known = [
-            self._sent(metric, partial(known_of, metric)) for metric in self._merged if env.world_size > 1
-        ]
+        for metric in self._merged if env.world_size > 1 else ():  # an error now costs no evaluation
+            self._received(metric, self._packed_state(metric))
         self._kept: list[dict[str, object]] = []  # on other ranks: outputs and batch for `_fed`
         self._failure: LauncherError | None = None  # on rank 0, until it is sent to all ranks
 
@@ -93,9 +90,8 @@ class Measuring:
     def conclude(self, loss_sum: float, count: float) -> MetricValues:
         """The numbers over all ranks. A collective; raises on all ranks alike."""
         for rank in range(1, self._env.world_size):  # in rank order: rank 0 has the first samples of the set
-            for metric, known in zip(self._merged, self._known, strict=True):
-                pack = partial(self._sent, metric, partial(packed, metric, known))
-                self._pass_on(rank, pack, partial(self._merge, metric, known))
+            for metric in self._merged:
+                self._pass_on(rank, partial(self._packed_state, metric), partial(self._merge, metric))
             number = send_to_all(self._env, str(len(self._kept)).encode(), rank)
             for index in range(int(number)):
                 self._pass_on(rank, partial(self._packed_rows, index), self._feed)
@@ -152,22 +148,35 @@ class Measuring:
         known = {name for columns in read for name in columns or ()}
         return batch if None in read else {name: batch[name] for name in batch if name in known}
 
-    def _sent(self, metric: object, send: Callable[[], Sent]) -> Sent:
-        """What `send` returns. Raises ConfigError for a state that cannot be sent to rank 0."""
+    @contextmanager
+    def _sending(self, metric: object) -> Iterator[None]:
+        """Raises ConfigError for a state that cannot be sent to rank 0."""
+        try:
+            yield
+        except NotSerializableError as error:
+            raise ConfigError(
+                f"the metric {name_of(metric)} has merge, but its state cannot be sent to rank 0: "
+                f"{error}. {SENDABLE}"
+            ) from error
+
+    def _packed_state(self, metric: object) -> bytes:
         with self._calling(metric, "__getstate__"):
-            try:
-                return send()
-            except CannotSendError as error:
-                raise ConfigError(
-                    f"the metric {name_of(metric)} has merge, but its state cannot be sent to rank 0: "
-                    f"{error}. {SENDABLE}"
-                ) from error
+            state = state_of(metric)
+        with self._sending(metric):
+            return serialize(state)
+
+    def _received(self, metric: object, sent: bytes) -> object:
+        """A metric with the state that another rank has sent."""
+        with self._sending(metric):
+            state = deserialize(sent, self._env.device)
+        with self._calling(metric, "__setstate__"):
+            return with_state(metric, state)
 
     def _packed_rows(self, index: int) -> bytes:
         """What this rank has kept of a batch. Raises ConfigError for a column that cannot be sent."""
         try:
-            return packed(self._kept[index], PLAIN)
-        except CannotSendError as error:
+            return serialize(self._kept[index])
+        except NotSerializableError as error:
             names = ", ".join(name_of(metric) for metric in self._fed)
             raise ConfigError(
                 f"the metrics without merge ({names}) are updated on rank 0, but a batch cannot be sent "
@@ -175,14 +184,14 @@ class Measuring:
                 "metric reads in its attribute columns."
             ) from error
 
-    def _merge(self, metric: Any, known: Known, sent: bytes) -> None:
-        other = self._sent(metric, partial(unpacked, sent, known, self._env.device))
+    def _merge(self, metric: Any, sent: bytes) -> None:
+        other = self._received(metric, sent)
         with self._calling(metric, "merge"):
             metric.merge(other)
 
     def _feed(self, sent: bytes) -> None:
         """Update rank 0's copies with what another rank has kept of a batch."""
-        rows = _on(self._env.device, unpacked(sent, PLAIN, self._env.device))
+        rows = _on(self._env.device, deserialize(sent, self._env.device))
         self._update(self._fed, rows["outputs"], rows["batch"])
 
     def _compute(self, total: MetricValues, loss_sum: float, count: float) -> None:

@@ -1,120 +1,93 @@
 """States of metrics and rows for them as bytes: what the ranks of one job send to each other.
 
-Owns the encoding, which is `pickle` without its freedom: the receiver looks up no name but those that its own
-metric had before the first batch, so a message cannot name other code. The class of a metric is not sent at
-all, since no other process may find it by name.
-
-Numbers, tensors and arrays keep their bits. A view is sent without the rest of its storage.
+The bytes are those of `torch.save`, and are read by `torch.load(weights_only=True)`: numbers, texts, tensors,
+arrays and containers of them arrive bit for bit, and no other class or function can be named. A
+defaultdict arrives as a dict, a deque as a list.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections import Counter, OrderedDict, defaultdict, deque
-from dataclasses import dataclass
+import re
+from collections import defaultdict, deque
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.serialization import default_restore_location, safe_globals
+
+# Beside what torch.load allows by itself. Functions of numpy are taken from values, because their names
+# differ from one release to the next.
+ALLOWED: list[Any] = [
+    *(frozenset, complex, bytes, np.ndarray, np.dtype),
+    *(np.zeros(1).__reduce__()[0], np.float32(0).__reduce__()[0]),
+    *(kind for kind in vars(np.dtypes).values() if isinstance(kind, type)),
+]
 
 
-class CannotSendError(TypeError):
-    """A value that cannot be sent, or not be received. The text names its type."""
+class NotSerializableError(TypeError):
+    """A value that cannot be sent. The text names its type."""
 
 
-@dataclass(frozen=True)
-class Known:
-    """What a message may consist of besides numbers, texts and containers."""
-
-    own: type  # the class of the metric
-    names: frozenset[tuple[str, str]]  # module and name of other classes and of functions
-
-
-def known_of(value: object) -> Known:
-    """What `value` consists of. Raises CannotSendError where it cannot be sent."""
-    unpickler = _Unpickler(packed(value, Known(type(value), frozenset())), type(value), torch.device("cpu"))
-    unpickler.load()
-    return Known(type(value), frozenset(unpickler.looked_up))
-
-
-def packed(value: object, known: Known) -> bytes:
-    """The bytes of `value`. Raises CannotSendError for what pickle refuses."""
+def serialize(value: object) -> bytes:
+    """The bytes of `value`. Raises NotSerializableError for what pickle refuses."""
     file = io.BytesIO()
     try:
-        _Pickler(file, known.own).dump(value)
-    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
-        # What a __getstate__ raises is left as it is. RuntimeError: of an object that pybind11 has made.
-        if not isinstance(error, pickle.PicklingError | RecursionError) and "pickl" not in str(error):
-            raise
-        raise CannotSendError(str(error)) from error
+        torch.save(_compact(value), file)
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError, RecursionError) as error:
+        raise NotSerializableError(str(error)) from error
     return file.getvalue()
 
 
-def unpacked(data: bytes, known: Known, device: torch.device) -> object:
-    """The inverse of `packed`, with the receiver's `known`.
+def deserialize(data: bytes, device: torch.device) -> Any:
+    """The value. A tensor is created on `device`, or on the host if it was sent from one.
 
-    A tensor is created on `device`, or on the host if it was sent from one. Raises CannotSendError for bytes
-    that name something unknown.
+    Raises NotSerializableError for bytes that name something that is not allowed, which is not executed.
     """
-    return _Unpickler(data, known.own, device, known.names | PLAIN.names).load()
+    try:
+        with safe_globals(ALLOWED):
+            return torch.load(io.BytesIO(data), partial(_placed, device), weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        text = re.sub(r"(?s).*WeightsUnpickler error: (.*?)\n.*", r"\1", str(error))  # torch adds advice
+        named = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", text)
+        raise NotSerializableError(f"it has a {named[1]}" if named else text) from error
 
 
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, own: type) -> None:
-        super().__init__(file, protocol=5)
-        self._own = own
-
-    def persistent_id(self, value: object) -> tuple[object, ...] | None:
-        """What is sent instead of `value`; None: what pickle sends."""
-        if value is self._own:
-            return ("class",)
-        if isinstance(value, torch.device):
-            return "device", value.type == "cpu"
-        if isinstance(value, Tensor):
-            if value.layout is not torch.strided or value.is_quantized:
-                raise pickle.PicklingError(f"a tensor is {value.layout}, {value.dtype}, which is not dense")
-            # A view may have any stride.
-            host = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
-            content = host.view(-1).view(torch.uint8).numpy().tobytes()
-            return "tensor", value.device, value.dtype, tuple(value.shape), content
-        return None
+def state_of(metric: object) -> object:
+    """What is sent of a metric: what its `__getstate__` returns, by default its attributes."""
+    return metric.__getstate__()
 
 
-class _Unpickler(pickle.Unpickler):
-    """`names` are those that may be looked up; None: all, which then are in `looked_up`."""
-
-    def __init__(
-        self, data: bytes, own: type, device: torch.device, names: frozenset[tuple[str, str]] | None = None
-    ) -> None:
-        super().__init__(io.BytesIO(data))
-        self._own, self._device, self._names = own, device, names
-        self.looked_up: set[tuple[str, str]] = set()
-
-    def find_class(self, module: str, name: str) -> object:
-        if self._names is not None and (module, name) not in self._names:
-            raise CannotSendError(f"it has a {module}.{name}, which it had not before the first batch")
-        self.looked_up.add((module, name))
-        return super().find_class(module, name)
-
-    def persistent_load(self, sent: Any) -> object:
-        kind, *parts = sent
-        if kind == "class":
-            return self._own
-        if kind == "device":
-            return torch.device("cpu") if parts[0] else self._device
-        device, dtype, shape, content = parts
-        plain = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
-        return plain.view(shape).to(device)
+def with_state(metric: Any, state: Any) -> Any:
+    """A new object of the metric's class with the state that another rank has sent."""
+    made = object.__new__(type(metric))
+    if hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+        return made
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    for name, value in {**(attributes or {}), **(slots or {})}.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
-# Taken from values, because numpy names its functions differently in each release.
-PLAIN = known_of(
-    (
-        *(bool, int, float, complex, str, bytes, list, dict, tuple, set, frozenset, bytearray),
-        *(0j, bytearray(), Counter(), OrderedDict(), defaultdict(), deque(), torch.Size()),
-        *(np.zeros(1), np.zeros((2, 2))[:, 0], np.zeros((2, 2)).T, np.array([{}]), np.float32(0)),
-        *(each for each in vars(torch).values() if isinstance(each, torch.dtype)),
-    )
-)
+def _placed(device: torch.device, storage: Any, sender: str) -> Any:
+    place = "cpu" if sender == "cpu" else str(device)
+    return default_restore_location(storage, place)  # type: ignore[no-untyped-call]
+
+
+def _compact(value: Any) -> Any:
+    """The value in types that torch.load reads, views as copies: torch.save writes their whole storage."""
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        value = value.detach()
+        is_view = value.untyped_storage().nbytes() != value.nbytes
+        return value.clone(memory_format=torch.contiguous_format) if is_view else value
+    if type(value) in (dict, defaultdict):
+        return {name: _compact(each) for name, each in value.items()}
+    if type(value) in (list, deque):
+        return [_compact(each) for each in value]
+    if type(value) is tuple:
+        return tuple(map(_compact, value))
+    return value

@@ -40,11 +40,10 @@ class Metric(Protocol):
     Optional attributes:
 
     - `merge(other)`: add the samples that another object of the class has seen. Then each rank updates its
-      own copy, and rank 0 merges their states in rank order. A state is what `pickle` would copy: the
-      attributes, or what `__getstate__` returns. It may hold plain values, containers, tensors, arrays, and
-      an object only if the metric held one of its class from the start; no lambdas. Without `merge`, the
-      outputs and batches of all ranks are kept on the host and sent to one copy on rank 0, in the order of
-      the set: exact for any metric, at the cost of that memory and of sending it.
+      own copy, and rank 0 merges their states in rank order. A state is the attributes, or what
+      `__getstate__` returns. It may hold plain values, containers, tensors and arrays, and no other objects.
+      Without `merge`, the outputs and batches of all ranks are kept on the host and sent to one copy on
+      rank 0, in the order of the set: exact for any metric, at the cost of that memory and of sending it.
     - `higher_is_better`: True, False, or a mapping from name to either. Needed to compare runs by it.
     - `names`: the names that `compute` may return. Needed where it returns fewer for the first samples of a
       set than for all: the metrics are tried on these before the first step.

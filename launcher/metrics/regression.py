@@ -80,6 +80,13 @@ class Regression:
         self.target, self.output, self.prefix = target, output, prefix
         self._sums = _Sums.none()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes in plain types, which is all that ranks send to each other."""
+        return vars(self) | {"_sums": astuple(self._sums)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"_sums": _Sums(*state["_sums"])})
+
     @property
     def names(self) -> tuple[str, ...]:
         """What `compute` returns."""
