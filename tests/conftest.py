@@ -7,11 +7,9 @@ Which of the two a session is has to be settled before CUDA is initialised, once
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -53,25 +51,19 @@ def _signal_handlers_restored() -> Iterator[None]:
 
 
 NEEDS_GPU = ("gpu", "gpus2")
-# Tests beyond the six minutes of the default set, by id: the longest on two cores, and all variants of a test
-# but its quickest. `ID 1/N` are all variants of a test but each Nth: a default run samples a long table.
-# In a file of their own, because most of them are single cases of a table.
-SLOW = Path(__file__).with_name("slow.txt")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    listed = set(SLOW.read_text().splitlines())
-    sampled = {m[1]: int(m[2]) for line in listed if (m := re.fullmatch(r"(\S+) 1/(\d+)", line))}
+    """Of a test that is `sampled`, each `every`-th case from `first` on is in the default set."""
     met: Counter[str] = Counter()
     for item in items:
+        if (mark := item.get_closest_marker("sampled")) is None:
+            continue
         test = item.nodeid.partition("[")[0]
-        if item.nodeid in listed:
+        if met[test] % mark.kwargs["every"] != mark.kwargs.get("first", 0):
             item.add_marker(pytest.mark.slow)
-        elif test in sampled:
-            if met[test] % sampled[test]:
-                item.add_marker(pytest.mark.slow)
-            met[test] += 1
+        met[test] += 1
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -127,6 +127,7 @@ def test_a_recipe_has_a_page_with_all_that_it_sets(tmp_path) -> None:
     assert {"  data.batch_size=1024", "  schedule.lr_base_batch_size=256", "  model.name=cnn"} <= set(lines)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "words",
     [["recipes", "resent18"], ["recipes", "a", "b"], ["recipe=resnet18", "-c", "job", "-p", "optimm"]],
@@ -148,6 +149,7 @@ def test_recipes_are_told_with_what_they_are_and_their_options(tmp_path) -> None
     assert "data.num_samples=" in text
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
@@ -176,6 +178,7 @@ def test_an_answer_needs_no_torch_and_leaves_no_file(tmp_path, words, code, text
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "words",
     [

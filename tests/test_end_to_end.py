@@ -51,6 +51,7 @@ def finished(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
     return done, only_run(directory)
 
 
+@pytest.mark.slow
 def test_it_prints_decisions_evaluation_report_and_files_once(finished) -> None:
     done, run_dir = finished
     for line in (
@@ -65,6 +66,7 @@ def test_it_prints_decisions_evaluation_report_and_files_once(finished) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_run_directory_holds_what_the_readme_lists(finished) -> None:
     _, run_dir = finished
     expected = {
@@ -200,6 +202,7 @@ def alone(config):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_alone_ends_the_others_at_once_with_its_reason(tmp_path) -> None:
     (tmp_path / "alone.py").write_text(FAILS_ALONE)
     words = ["recipe=resnet18", "recipe.uses=alone", "recipes.path=alone.py", "tracker=none"]

@@ -64,6 +64,7 @@ def check(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Check:
     return run
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("leak", "line"), LEAKS.values(), ids=LEAKS)
 def test_what_a_test_leaves_behind_fails_that_test_alone(check: Check, leak: str, line: str) -> None:
     result = check(f"def test_guilty():\n    {leak}\n\ndef test_next():\n    pass\n")
@@ -127,6 +128,7 @@ def compiler() -> Iterator[Any]:
     async_compile.shutdown_compile_workers()
 
 
+@pytest.mark.slow
 def test_the_processes_of_torchs_compiler_stay(compiler: Any) -> None:
     """The first Triton kernel of a process starts them. Without them every later kernel would fail.
 

@@ -83,6 +83,7 @@ def pairs() -> list[object]:
     ]
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("policy", "wire"), pairs())
 def test_no_step_reads_a_value_or_waits_for_an_upload(policy, wire) -> None:
     """For one micro-batch and for two, in backward and in step."""
@@ -192,6 +193,7 @@ def small_images(config):
 """
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize(
     "words",
     [

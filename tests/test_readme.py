@@ -127,6 +127,7 @@ def test_a_recipe_of_ones_own_takes_at_most_25_lines() -> None:
     assert len(OWN_RECIPE.splitlines()) <= 25
 
 
+@pytest.mark.slow
 def test_the_metric_of_ones_own_measures_as_the_page_says(tmp_path) -> None:
     code = next(block.text for block in BLOCKS if "class MissRate" in block.text)
     fields = 'metrics=[MissRate()], compare_by="miss_rate", after_evaluation=largest_weight'
@@ -223,6 +224,7 @@ def test_the_loop_of_many_ranks_runs_on_the_gpu_of_its_rank(monkeypatch) -> None
     assert names["outputs"].is_meta
 
 
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_accepted(command: str, clone: Path) -> None:
     """Everything up to the start of training: composed, checked, printed as a resolved config."""
@@ -247,6 +249,7 @@ def test_commands_are_accepted(command: str, clone: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_each_command_runs_as_it_is_printed_and_as_the_pages_have_it(clone: Path) -> None:
     """From a new recipe to its exported weights, typed in a clone in which no environment is active."""
     done = typed("scripts/run new points", clone)
@@ -288,6 +291,7 @@ def test_a_python_without_the_dependencies_says_which_command_has_them(words: st
     )
 
 
+@pytest.mark.slow
 def test_the_recipe_of_ones_own_trains_with_the_command_below_it(tmp_path) -> None:
     write_own_recipe(tmp_path)
     command = next(command for command in COMMANDS if "recipe=rings" in command)

@@ -178,6 +178,7 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.com
 DTYPES += [torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=5).filter(lambda name: name.isprintable()),
@@ -833,6 +834,7 @@ def test_the_search_for_pickle_can_find(source) -> None:
     assert unpicklers(source)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "folder", [ROOT / "launcher", ROOT / "recipes", ROOT / "scripts"], ids=lambda folder: folder.name
 )

@@ -88,6 +88,7 @@ def test_lists_are_no_variation() -> None:
     assert swept("precision=fp32,fp16", *words).words[:2] == words
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_is_a_finding(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(BREAKING)
     words = ("train.max_steps=12", "precision=fp32,fp16,bf16", "hydra.sweep.dir=sweep")

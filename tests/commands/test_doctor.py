@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from launcher import cli
 from launcher.errors import PreflightError
 from launcher.supervisor import worker_count
@@ -35,6 +37,7 @@ def test_it_says_in_json_what_it_found_and_leaves_nothing(tmp_path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".doctor", "outputs"))]
 
 
+@pytest.mark.slow
 def test_a_failure_is_exit_code_3_with_what_to_do(tmp_path) -> None:
     done = doctor(tmp_path, "tracker=none", "launch.nproc=1", GLOO_SOCKET_IFNAME="none0")
     assert done.returncode == 3, done.stderr

@@ -25,6 +25,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_skeleton_runs_as_it_is_with_the_command_that_is_printed(here, capsys) -> None:
     write("mine")
     python, yaml, command = capsys.readouterr().out.splitlines()

@@ -63,6 +63,7 @@ def test_a_plan_has_steps_memory_wire_and_files_and_starts_nothing(capsys, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("words", "pet"), [(["launch.nnodes=2"], ""), ([], "2"), (["launch.nnodes=2"], "3")])
 def test_a_plan_of_several_machines_has_the_ranks_of_all(capsys, monkeypatch, words, pet) -> None:
     monkeypatch.setenv("PET_NNODES", pet)
@@ -97,6 +98,7 @@ def test_a_plan_of_one_rank_foretells_several_with_the_buckets_that_they_send(ca
     assert one["wire"]["buckets"] == two["wire"]["buckets"] > 2
 
 
+@pytest.mark.slow
 def test_the_page_names_what_the_values_are(capsys) -> None:
     assert cli.main([*WORDS, "--link", "2500", "--ranks", "16"]) == 0
     page = capsys.readouterr().out
@@ -154,6 +156,7 @@ def test_a_condition_on_a_tensor_is_said_to_be_taken_as_false(capsys, tmp_path) 
     assert "1 condition on tensors taken as false" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_forward_pass_that_depends_on_values_is_measured_for_real(capsys, tmp_path) -> None:
     found = planned(capsys, *own(tmp_path, line="x = x * 2 if float(x.sum()) > 0 else x"))
     assert found["measured_because"] == "ValueNeeded: it reads the value of a tensor"

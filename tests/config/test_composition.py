@@ -57,6 +57,7 @@ def test_the_groups_are_those_of_the_design() -> None:
     assert set(CHOICES["precision"]) == {"fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16"}
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize(
     "choice",
     [
@@ -135,6 +136,7 @@ def test_what_the_environment_says_of_a_group_is_not_recorded(monkeypatch: pytes
     assert "${oc.env:OWN_PATTERN}" in config_yaml(config)
 
 
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -202,6 +204,7 @@ def test_a_wrong_override_is_refused_with_its_reason(override: str, words: str, 
     assert len(text.splitlines()) == 1
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("value", ["runs/lr=0.1", "it's", 'a"b', "a\\b=", "(x", "a b=c"])
 def test_the_quoted_form_of_a_value_is_the_value(value: str) -> None:
     text = problems("recipe=resnet18", f"tracker.run_name={value}")
@@ -248,6 +251,7 @@ def test_a_sweep_has_all_combinations_in_hydras_order() -> None:
     assert [each.key for each in space_of(request.overrides).dimensions] == ["optim.lr", "seed"]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("overrides", "lines"),
     [
@@ -320,6 +324,7 @@ def own_request(tmp_path) -> Request:
     return Request((), config_dir=tree)
 
 
+@pytest.mark.slow
 def test_values_on_a_copy_of_the_choices_give_the_tree_that_hydra_composes(own_request) -> None:
     composer = Composer(own_request)
     for overrides in COMPOSED.values():
@@ -328,6 +333,7 @@ def test_values_on_a_copy_of_the_choices_give_the_tree_that_hydra_composes(own_r
     assert len(composer.bases) < len(COMPOSED)
 
 
+@pytest.mark.slow
 def test_any_overrides_give_the_tree_that_hydra_composes(own_request) -> None:
     drawn, words = random.Random(0), [word for overrides in COMPOSED.values() for word in overrides]
     composer = Composer(own_request)
@@ -345,6 +351,7 @@ def test_any_overrides_give_the_tree_that_hydra_composes(own_request) -> None:
         assert found[0] == found[1], lines
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("overrides", NOT_COMPOSED.values(), ids=NOT_COMPOSED)
 def test_what_hydra_does_not_compose_fails_with_the_same_words(own_request, overrides) -> None:
     lines = ("recipe=resnet18", *overrides)
@@ -354,6 +361,7 @@ def test_what_hydra_does_not_compose_fails_with_the_same_words(own_request, over
         Composer(own_request).resolved(lines)
 
 
+@pytest.mark.slow
 def test_a_sweep_reads_the_files_once_per_choice(monkeypatch) -> None:
     read = []
     monkeypatch.setattr(composition, "compose", lambda *given: read.append(given) or compose(*given))
@@ -378,6 +386,7 @@ def test_a_job_directory_is_a_plain_short_name(number: int, overrides: str, name
     assert job_name(space, number, ("recipe=resnet18", *reversed(lines))) == name
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("settings", "directories"),
     [
@@ -458,6 +467,7 @@ def test_a_recipe_of_ones_own_comes_with_its_own_keys(tmp_path) -> None:
     )
 
 
+@pytest.mark.sampled(every=3, first=1)
 @pytest.mark.parametrize("name", ["nan", "1e3", "true", "7"])
 def test_a_name_that_hydra_reads_as_a_value_is_to_be_quoted(tmp_path, name: str) -> None:
     tree = own_tree(tmp_path, OWN_RECIPE, name)
@@ -484,6 +494,7 @@ def test_a_recipe_without_its_file_of_settings_is_shown_the_content(tmp_path) ->
     assert composed("recipe=rings", config_dir=tmp_path).recipe.uses == "rings"
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("group", "text", "missing", "base"),
     [
@@ -513,6 +524,7 @@ def test_a_primary_config_of_ones_own(tmp_path) -> None:
     assert (config.recipe.name, config.seed) == ("resnet34", 7)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     ("addition", "reason"),
     [
@@ -597,6 +609,7 @@ def test_an_optimizer_that_is_not_offered_is_refused_with_the_reason() -> None:
     assert "it evaluates the loss several times per step" in problems("recipe=resnet18", "optim=lbfgs")
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("words", "warmup"),
     [
@@ -620,6 +633,7 @@ def test_of_swept_schedules_the_constant_one_has_no_warmup() -> None:
     ]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("typed", "words"),
     [

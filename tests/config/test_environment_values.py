@@ -26,6 +26,7 @@ def composed(*overrides: str, **settings) -> Config:
     return config
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     ("override", "value", "read", "recorded"),
     [
@@ -90,6 +91,7 @@ def run(directory: Path, *words: str, **environ: str) -> subprocess.CompletedPro
     return launch_forked(directory, [*fixed, *words], HOME=str(directory), **environ)
 
 
+@pytest.mark.slow
 def test_the_value_is_in_no_file_but_where_it_is_used(tmp_path) -> None:
     """The group's name has to reach wandb as its group; its copy of the config has the key."""
     done = run(tmp_path, "run.dir=run", MY_GROUP=CANARY)

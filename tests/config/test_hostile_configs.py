@@ -47,6 +47,7 @@ def refused(capfd, *argv: str) -> str:
     return err.removeprefix("error: ").rstrip()
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -90,6 +91,7 @@ def test_a_file_that_no_run_can_be_made_of(tmp_path, capfd, text, reason, messag
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("key", sorted(rules()))
 @pytest.mark.parametrize("value", [10**400, -(10**400), 16**5000], ids=["above", "below", "unprintable"])
 def test_a_whole_number_beyond_every_float_is_no_value_of_any_key(key, value) -> None:
@@ -98,6 +100,7 @@ def test_a_whole_number_beyond_every_float_is_no_value_of_any_key(key, value) ->
     assert len(value_problem(key, value, rules()[key])) < 400
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", ["pipe", "directory", "dangling link"])
 def test_what_is_no_file_is_no_choice(tmp_path, capfd, kind) -> None:
     tree = tree_with(tmp_path / "own", None)
@@ -127,6 +130,7 @@ def test_the_list_of_recipes_has_the_same_limits(tmp_path, capfd, text) -> None:
     assert str(tree / "recipe" / "mine.yaml") in capfd.readouterr().err
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("group", sorted(group_choices(conf_dir()).keys() - {"sweep"}))
 def test_a_group_cannot_be_left_empty(capfd, group) -> None:
     recipe = () if group == "recipe" else ("recipe=resnet18",)
@@ -140,6 +144,7 @@ def test_all_empty_groups_are_named_at_once(capfd) -> None:
     assert [line.split("=")[0].strip() for line in lines[1:]] == ["optim", "recipe", "model"]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("override", "reason"),
     [

@@ -126,6 +126,7 @@ CASES = [(name, value) for name, row in NUMBERS.items() for value in row[2] + ro
 ONLY_IN_A_LOOP = {"optim.lr": 0}
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("name", "value"), CASES, ids=str)
 def test_the_engine_and_the_config_accept_and_refuse_the_same_numbers(name: str, value: Any) -> None:
     build, key, accepted, _ = NUMBERS[name]

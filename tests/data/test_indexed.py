@@ -177,6 +177,7 @@ def test_a_transform_gets_the_noise_of_the_sample_whatever_the_rank():
     assert torch.equal(in_memory.step(1, 2)[0]["noise"], alone)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_evaluation_visits_every_sample_once_in_order(workers):
     with loader_processes():
@@ -205,6 +206,7 @@ def test_a_sample_that_raises_is_named_with_its_line(workers):
     assert "ValueError: torn. Correct or remove it, or set data.max_bad_samples=N" in str(raised.value)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_samples_are_left_out_the_same_on_any_number_of_ranks(workers):
     def left(world_size):
@@ -248,6 +250,7 @@ def test_an_evaluation_never_waits_for_the_device():
     assert {upload.partition(":")[0] for upload in device.uploads} == {"data/tensors.py to_device"}
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("seen_by", ["torch's handler of SIGCHLD", "its wait for a batch"])
 def test_a_loader_process_that_is_killed_is_named_with_its_sample(seen_by, monkeypatch):
     def die():
@@ -383,6 +386,7 @@ def hold_the_interpreter():
     library.pthread_mutex_lock(mutex)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "hang",
     [lambda: time.sleep(600), lambda: os.kill(os.getpid(), signal.SIGSTOP), hold_the_interpreter],

@@ -114,6 +114,7 @@ def numbers(make, world_size, workers, micro_batch=None, name="index"):
         return [joined(step, name) for step in run_steps(ranks, range(STEPS))]
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("name", ["index", "drawn"])
 def test_the_batches_are_the_same_on_any_number_of_ranks_and_loader_processes(name):
     expected = numbers(Numbers, 1, 0, name=name)
@@ -143,6 +144,7 @@ def test_a_stream_that_divides_itself_among_workers_is_read_whole(workers):
     assert sorted(chain.from_iterable(found[:4])) == list(range(30))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (2, 0), (2, 2), (3, 1)])
 def test_a_stream_of_hugging_face_is_visited_once_in_each_pass(world_size, workers):
     found = numbers(lambda: of_hugging_face(29), world_size, workers)
@@ -156,6 +158,7 @@ def test_a_stream_of_hugging_face_is_visited_once_in_each_pass(world_size, worke
     assert sorted(seen) == list(range(29)), "ranks whose part is used up wait for the others"
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("make", "world_size", "workers"),
     [(Numbers, 2, 0), (Numbers, 2, 3), (Remembering, 2, 2), (of_hugging_face, 2, 0), (of_hugging_face, 2, 2)],
@@ -263,6 +266,7 @@ def test_the_noise_of_a_sample_does_not_depend_on_the_ranks():
     assert joined(run_steps(ranks, range(4))[3], "noise") == alone
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("make", [Numbers, of_hugging_face])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_evaluation_visits_every_sample_once(make, workers):

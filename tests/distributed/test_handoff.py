@@ -161,6 +161,7 @@ def test_a_process_alone_needs_no_store(start, tmp_path) -> None:
     assert (code, out) == (0, f"rank 0 job 0 seed 0 {tmp_path / 'mine'} None\n")
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("words", "text", "expected"),
     [
@@ -239,6 +240,7 @@ def test_a_rank_that_lost_another_one_is_not_the_origin(error: Exception, lost: 
     assert bool(record.traceback) == isinstance(error, ValueError)
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_in_a_job_is_named(start) -> None:
     leader, _ = start(ENDS, ["stays"], 2)
     assert leader.wait(30) == 6

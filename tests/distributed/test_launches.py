@@ -94,6 +94,7 @@ def test_a_port_in_use_is_one_sentence(start, tmp_path) -> None:
     assert [code for code, _, _ in ends([leader, own])] == [0, 0]
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize(
     ("rank", "text"), [(0, "rank 1 did not come to MASTER_ADDR="), (1, "rank 1 could not reach")]
 )
@@ -107,6 +108,7 @@ def test_a_rank_that_never_comes_is_awaited_for_init_timeout_s(start, rank, text
     assert "within 2 s" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_ends_a_rank_that_waits_for_the_others(start, rank) -> None:
     (alone,) = start(PROCESS, WORDS, 2, [rank])

@@ -72,6 +72,7 @@ def test_wrong_sums_of_all_ranks_are_a_failure() -> None:
     assert links.judged_exchange({"summed": False, "bytes_per_s": 1e9}, 2).verdict == FAILURE
 
 
+@pytest.mark.slow
 def test_two_ranks_over_loopback_sum_exactly_and_have_a_rate(monkeypatch) -> None:
     monkeypatch.setattr(links, "MEASURED_S", 0.1)
     (found,) = links.bandwidth(["cpu", "cpu"])

@@ -47,6 +47,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(map(torch.equal, one, other))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("every_steps", [1, 3])
 @pytest.mark.parametrize(
     "options",
@@ -205,6 +206,7 @@ def test_wrong_values_and_states_are_refused() -> None:
     assert not [tensor for tensor in average.tensors() if tensor.requires_grad]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("on_device", [False, True], ids=["on the host", "on a device"])
 @pytest.mark.parametrize("every_steps", [1, 3])
 def test_a_roll_back_of_the_stepper_leaves_averages_of_weights(every_steps, on_device) -> None:

@@ -59,6 +59,7 @@ def test_a_module_that_is_really_called_so_keeps_its_name(key) -> None:
     assert dict(named_modules(model))[key] is model[0]
 
 
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("wrap", WRAPPINGS)
 @pytest.mark.parametrize("back", [False, True])
 def test_a_state_goes_from_compiled_to_plain_and_back(wrap, back) -> None:

@@ -154,6 +154,7 @@ def ours(build: Callable[[], nn.Module] = resnet18, micro_batches: int = 1) -> C
     return step
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("build", "operations", "kernels"), [(resnet18, 1.15, 1.15), (resnet50, 0.95, 0.95)], ids=["18", "50"]
 )
@@ -181,6 +182,7 @@ def test_a_checkpoint_compares_large_models_in_as_few_operations_as_small_ones(o
     assert kernels(30) == kernels(3) < 80
 
 
+@pytest.mark.slow
 def test_a_further_micro_batch_adds_two_kernels_a_bucket_to_its_passes() -> None:
     """Its gradients are copied to the message and added to the sums, which widens them all at once."""
     alone, two, three = (counted(ours(resnet18, micro_batches=k))[1] for k in (1, 2, 3))

@@ -30,6 +30,7 @@ def stepper_of(name: str = "adamw", policy: Policy | None = None, model: nn.Modu
     return Stepper(model or conv_net(), OPTIMIZERS[name], policy, scaling=scaling)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("policy", [Policy.fp16(), Policy.fp32()], ids=lambda policy: policy.name)
 def test_a_run_continues_bit_for_bit_from_a_file(tmp_path: Path, name, policy) -> None:
@@ -154,6 +155,7 @@ UNREADABLE = {
 LAST = {"weights": "0.weight", "optimizer": "exp_avg_sq/0.weight", "buffers": "4.running_var"}
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("part", LAST)
 @pytest.mark.parametrize("kind", UNREADABLE)
 @pytest.mark.parametrize("name", ["adamw", "adam of torch"])

@@ -139,6 +139,7 @@ def of_whole_set() -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
 
 
+@pytest.mark.slow
 def test_they_are_exact_on_several_ranks() -> None:
     alone, (first, second) = measure(ALONE), run_ranks(2, measure)
     wanted = of_whole_set()

@@ -66,6 +66,7 @@ def ended(tmp_path_factory) -> Ended:
     return found
 
 
+@pytest.mark.slow
 def test_texts_numbers_and_pictures_are_recorded(ended: Ended) -> None:
     first, last = ended.events("after_evaluation")
     assert last["texts"] == {"a sample": "<6>"}
@@ -94,6 +95,7 @@ def test_the_tracker_shows_them(ended: Ended) -> None:
     assert any("<pre>&lt;6&gt;</pre>" in text for text in texts)
 
 
+@pytest.mark.slow
 def test_the_run_is_the_same_without_it(ended: Ended, tmp_path: Path) -> None:
     """Bit for bit: dropout draws what it would have drawn."""
     without = run_recipe(tmp_path, after="None")
@@ -123,6 +125,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("line", "ranks", "text"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_one_message(tmp_path: Path, line, ranks, text) -> None:
     ended = run_recipe(tmp_path, shown=line, ranks=ranks)

@@ -33,6 +33,7 @@ def assert_all_intact(directory: Path) -> None:
 # G5: SIGKILL at any instant of a save loses nothing
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "torn",
     [pytest.param(False, marks=pytest.mark.slow), True],

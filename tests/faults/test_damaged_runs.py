@@ -73,6 +73,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_the_newest_damaged(again: Path, undisturbed, damage) -> None:
     """Beside a newer one that has never been finished; times of files say nothing."""
@@ -87,6 +88,7 @@ def test_the_newest_damaged(again: Path, undisturbed, damage) -> None:
     assert "damaged-step-00000012" in names(again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("demanded", [True, False])
 def test_none_intact(again: Path, undisturbed, demanded) -> None:
     for step in (5, 10, 12):
@@ -139,6 +141,7 @@ def assert_all_intact(ended: Ended) -> None:
     assert {path: verify(path) for path in ended.checkpoints.values() if verify(path)} == {}
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path: Path, undisturbed) -> None:
     ended = run(tmp_path / "run", *FEW_LINES, user_code=partial(full_disk, begins=18, ends=24))
     whole = undisturbed(*FEW_LINES)
@@ -166,6 +169,7 @@ def test_a_full_disk_ends_the_run_on_all_ranks_where_that_is_asked_for(tmp_path:
     assert run(tmp_path / "run", *words, ranks=2).digest == undisturbed(ranks=2).digest
 
 
+@pytest.mark.slow
 def test_a_stop_that_cannot_be_saved_is_no_preemption(tmp_path: Path) -> None:
     ended = run(
         tmp_path / "run", *FEW_LINES, user_code=partial(full_disk, begins=16, ends=1000, then=terminate)
@@ -211,6 +215,7 @@ def test_a_directory_that_becomes_read_only(tmp_path: Path, undisturbed) -> None
 # G8: what is kept
 
 
+@pytest.mark.slow
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     """The best is that of the second epoch: the third one's labels are wrong. It is known across a stop."""
     words = ("checkpoint.keep=2", "checkpoint.every_steps=3")
@@ -242,6 +247,7 @@ def poison(network: Any, batch: Any, since: int, rank: int) -> None:
         batch["x"][0, 2] = float("nan")
 
 
+@pytest.mark.slow
 def test_nan_on_one_rank_ends_the_run_and_leaves_the_checkpoints(tmp_path: Path, undisturbed) -> None:
     ended = run(tmp_path / "run", ranks=2, user_code=partial(poison, since=11, rank=1))
     assert ended.codes == [5, 5], ended
@@ -291,6 +297,7 @@ def state_of(stepper: Stepper, name: str) -> torch.Tensor:
     return stepper.replicas()[f"{name} (optimizer state 0)"]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "where",
     [
@@ -312,6 +319,7 @@ def test_one_bit_on_one_rank_is_found_before_it_is_saved(tmp_path: Path, where) 
 # G23: hostile files execute nothing
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", [WEIGHTS, OPTIMIZER, STATE, MANIFEST])
 def test_a_pickle_in_a_checkpoint_is_not_executed(again: Path, tmp_path: Path, name) -> None:
     """Under a valid manifest, as someone would who means harm; in place of the manifest it is damage."""
@@ -332,6 +340,7 @@ def test_a_pickle_in_a_checkpoint_is_not_executed(again: Path, tmp_path: Path, n
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("what", ["a checkpoint", "the folder"])
 def test_a_link_out_of_the_run_is_refused(again: Path, tmp_path: Path, what) -> None:
     inside = step_dir(again, 12) if what == "a checkpoint" else again / "checkpoints"
@@ -347,6 +356,7 @@ def test_a_link_out_of_the_run_is_refused(again: Path, tmp_path: Path, what) -> 
 # Wrong input
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -363,6 +373,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_all_ranks(stopped, tmp_path: 
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_run_cannot_end_before_the_step_it_goes_on_from(again: Path) -> None:
     ended = run(again, "train.max_steps=11")
     assert ended.codes == [2], ended
@@ -399,6 +410,7 @@ sys.exit(code if not [name for name in sys.modules if name.startswith("torch.")]
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_not_there_is_refused_before_torch(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *WORDS, "checkpoint.resume=/no/such/path"],
@@ -413,6 +425,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_torch(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_goes_on_for_more(tmp_path: Path, undisturbed) -> None:
     whole = undisturbed(ranks=2)
     shutil.copytree(whole.directory, tmp_path / "run")

@@ -152,6 +152,7 @@ def draw(network: Any, batch: Any, how: str, directory: Path) -> None:
     (directory / f"drawn{os.environ['RANK']}").write_text(str(drawn))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["random", "numpy", "torch"])
 def test_every_rank_draws_the_same_while_it_builds(tmp_path: Path, how) -> None:
     ended = run(

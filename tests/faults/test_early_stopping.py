@@ -18,6 +18,7 @@ def evaluated(ended: Ended) -> list[int]:
     return [event["step"] for event in ended.events("eval")]
 
 
+@pytest.mark.slow
 def test_it_ends_after_the_same_evaluation_when_it_was_killed_at_its_end(tmp_path: Path) -> None:
     words = (*NEVER, "early_stopping.patience=2")
     ended = run(tmp_path / "run", *words, ranks=2, prepare=kill_before_the_result)
@@ -57,6 +58,7 @@ def test_a_resume_in_between_and_a_higher_patience_continue_the_count(tmp_path: 
     assert "stopped_early" not in to_the_end.result
 
 
+@pytest.mark.slow
 def test_a_metric_that_evaluations_do_not_have_is_refused_before_the_first_step(tmp_path: Path) -> None:
     words = ("early_stopping.patience=2", "early_stopping.metric=accuracy")
     ended = run(tmp_path / "run", *NEVER, *words, ranks=2)

@@ -25,6 +25,7 @@ def average_of(ended: Ended, step: int) -> object:
     return comparable(snapshot.average), comparable(snapshot.average_buffers)
 
 
+@pytest.mark.slow
 def test_it_changes_no_step_is_evaluated_and_exported_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     words = (*LENGTH, SKIPPING)
     plain = run(tmp_path / "plain", *words, ranks=2)

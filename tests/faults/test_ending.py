@@ -65,6 +65,7 @@ def test_a_run_of_which_no_step_was_applied_is_not_done(tmp_path: Path) -> None:
     assert not ended.checkpoints
 
 
+@pytest.mark.slow
 def test_a_held_out_loss_that_is_not_finite_at_the_end_is_no_good_end(tmp_path: Path) -> None:
     ended = run(tmp_path / "run", *WORDS, ranks=2, user_code=partial(poison, first_pass=0, training=False))
     assert_diverged(ended, f"the loss on the held-out set is nan after the last of {LAST} steps")
@@ -104,6 +105,7 @@ def assert_not_saved(ended: Ended) -> None:
     assert "done after" not in ended.outputs[0]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("ranks", "on_error"), [pytest.param(1, "stop", marks=pytest.mark.slow), (2, "warn")]
 )
@@ -150,6 +152,7 @@ def fail(network: Any, batch: Any) -> None:
         raise RuntimeError("planted")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_being_written_when_the_run_fails_is_recorded(tmp_path: Path) -> None:
     ended = run(tmp_path / "run", *WORDS, user_code=fail, prepare=slow_to_write)
     assert ended.codes == [1], ended
@@ -225,6 +228,7 @@ def fill(network: Any, batch: Any, disk: Path) -> None:
                 file.write(bytes(4096))
 
 
+@pytest.mark.slow
 def test_a_disk_without_a_free_block_keeps_no_run_from_its_end(small_disk: Path, undisturbed) -> None:
     """Not even a temporary file fits, but in place of status.json."""
     words = (*WORDS, "checkpoint.on_error=warn")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,7 @@ def decision(ended: Ended) -> dict:
     return dict(last)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_the_export_of_another_and_a_resume_from_its_own_checkpoint(tmp_path: Path) -> None:
     assert run(tmp_path / "first", "train.max_steps=6").codes == [0]
     file = tmp_path / "weights.safetensors"
@@ -49,6 +51,7 @@ def test_a_run_starts_from_the_export_of_another_and_a_resume_from_its_own_check
     assert config_of(resumed)["model"]["init_from_sha256"] == digest
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_used_ends_all_ranks_with_one_error(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     save_file({"other": torch.zeros(3)}, file)
@@ -58,6 +61,7 @@ def test_a_file_that_cannot_be_used_ends_all_ranks_with_one_error(tmp_path: Path
     assert ended.checkpoints == {}
 
 
+@pytest.mark.slow
 def test_what_is_frozen_at_random_is_warned_of(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     save_file({"inner.weight": torch.ones(16, 6, dtype=torch.float16)}, file)

@@ -43,6 +43,7 @@ DISTURBANCES = {
 }
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("name", ["indexed", pytest.param("stream", marks=pytest.mark.slow)])
 def test_whatever_ends_it_it_resumes_to_the_same_bits(tmp_path: Path, undisturbed, name) -> None:
     words, disturbances = DISTURBANCES[name]
@@ -69,6 +70,7 @@ if step == 5 and RANK == 1 and GENERATION == 0:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["killed", "bad sample"])
 def test_the_run_is_restarted_after_the_kill_of_a_loader_process_and_not_for_a_bad_sample(
     tmp_path: Path, what
@@ -85,6 +87,7 @@ def test_the_run_is_restarted_after_the_kill_of_a_loader_process_and_not_for_a_b
         assert parent.stderr.count("restart 1 of 1: rank 1") == (what == "killed")
 
 
+@pytest.mark.slow
 def test_a_sample_that_hangs_without_loader_processes_is_named(tmp_path: Path) -> None:
     write_recipe(tmp_path, "pass")
     recipe = tmp_path / "tiny.py"

@@ -121,6 +121,7 @@ REFUSED: dict[str, tuple[str, str, int, str]] = {
 }
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize(
     ("mark", "text"), [("COMPUTE", "the metric Margin's compute"), ("BUILD", "the recipe's build_model")]
 )
@@ -133,6 +134,7 @@ def test_a_collective_of_which_the_other_ranks_know_nothing_is_refused_by_name(t
     assert not ended.events("step", "eval")
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("mark", "line", "code", "text"), REFUSED.values(), ids=REFUSED)
 def test_a_mistake_is_one_message_on_all_ranks_before_the_first_step(
     tmp_path: Path, mark, line, code, text
@@ -173,6 +175,7 @@ def test_a_metric_to_compare_by_that_is_nan_is_a_warning(tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.slow
 def test_a_resume_with_another_metric_to_compare_by_says_so(tmp_path: Path) -> None:
     assert run_recipe(tmp_path).codes == [0]
     resumed = run_recipe(tmp_path, "'margin'", words=("train.max_steps=8",))

@@ -45,6 +45,7 @@ RUNS = {
 SLOW = ("in loader processes", "from a stream", "sharded")
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RUNS]
 )
@@ -78,6 +79,7 @@ def test_a_resume_takes_the_number_of_the_run_and_tries_nothing(tmp_path: Path) 
     assert by_hand.result["micro_batch"] == 4, "16 in fewest pieces of at most 5"
 
 
+@pytest.mark.slow
 def test_where_not_even_one_sample_fits_all_ranks_leave_with_exit_4(tmp_path: Path) -> None:
     """Rank 0 has room for one, from which its batch norm cannot compute a variance."""
     ended = run(tmp_path / "run", AUTO, ranks=2, user_code=lacking_memory(0, 1))

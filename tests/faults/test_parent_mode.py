@@ -56,6 +56,7 @@ def test_a_run_ends_with_its_result_and_leaves_nothing_behind(tmp_path: Path) ->
         assert {path.name for path in (parent.run_dir / "logs").iterdir()} == {"rank0.log", "rank1.log"}
 
 
+@pytest.mark.slow
 def test_one_worker_can_be_supervised(tmp_path: Path) -> None:
     write_recipe(tmp_path, "if step == 5 and GENERATION == 0: os.kill(os.getpid(), signal.SIGKILL)")
     with Parent(tmp_path, "train.epochs=2", "launch.max_restarts=1", nproc=1) as parent:
@@ -66,6 +67,7 @@ def test_one_worker_can_be_supervised(tmp_path: Path) -> None:
 # G1: a crashed worker ends or restarts the job at once
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_others_at_once_and_is_named(tmp_path: Path, rank) -> None:
     write_recipe(tmp_path, ENDLESS)
@@ -84,6 +86,7 @@ def test_a_killed_rank_ends_the_others_at_once_and_is_named(tmp_path: Path, rank
         assert parent.json("status.json")["total_steps"], "what the leader wrote about the way stays"
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_notice_is_ended_with_the_others(tmp_path: Path) -> None:
     write_recipe(tmp_path, "if step == 6 and RANK == 0: open('asleep', 'w').close(); time.sleep(1000)")
     with Parent(tmp_path, LONG) as parent:
@@ -95,6 +98,7 @@ def test_a_rank_that_does_not_notice_is_ended_with_the_others(tmp_path: Path) ->
         assert error_of(parent).startswith("error: rank 1 was killed by SIGKILL")
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_alone_is_the_culprit_and_not_who_lost_it(tmp_path: Path) -> None:
     write_recipe(tmp_path, "if step == 5 and RANK == 2: raise DataError('a fault on purpose')")
     with Parent(tmp_path, LONG, "launch.max_restarts=3", nproc=3) as parent:
@@ -104,6 +108,7 @@ def test_a_rank_that_raises_alone_is_the_culprit_and_not_who_lost_it(tmp_path: P
         assert_written_down(parent, 7)
 
 
+@pytest.mark.slow
 def test_an_unexpected_error_of_a_recipe_is_told_with_its_line(tmp_path: Path) -> None:
     write_recipe(tmp_path, "if step == 5 and RANK == 0: raise KeyError('a fault on purpose')")
     with Parent(tmp_path, LONG) as parent:
@@ -113,6 +118,7 @@ def test_an_unexpected_error_of_a_recipe_is_told_with_its_line(tmp_path: Path) -
         assert f"The full traceback is in {parent.run_dir / 'logs' / 'rank0.log'}" in error_of(parent)
 
 
+@pytest.mark.slow
 def test_an_unexpected_error_of_our_own_is_told_with_its_traceback(tmp_path: Path) -> None:
     write_recipe(tmp_path, "from launcher.trainer import task\nif RANK == 0:\n    task.Task.train_on = None")
     with Parent(tmp_path, LONG) as parent:
@@ -130,6 +136,7 @@ def test_an_unexpected_error_of_our_own_is_told_with_its_traceback(tmp_path: Pat
         assert_written_down(parent, 1)
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("code", [0, pytest.param(3, marks=pytest.mark.slow), 75])
 def test_a_rank_that_leaves_without_a_word_has_not_succeeded(tmp_path: Path, code) -> None:
     write_recipe(tmp_path, f"if step == 5 and RANK == 1: os._exit({code})")
@@ -139,6 +146,7 @@ def test_a_rank_that_leaves_without_a_word_has_not_succeeded(tmp_path: Path, cod
         assert re.match(rf"error: rank 1 \(pid \d+\) {how}", error_of(parent))
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("nproc", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_steps_that_were_done_are_counted(tmp_path: Path, nproc) -> None:
     write_recipe(tmp_path, "if step == 20: raise DataError('a fault on purpose')")
@@ -161,6 +169,7 @@ def slow_end() -> None:
     ends.write_files = write_files
 
 
+@pytest.mark.slow
 def test_a_slow_end_is_not_a_hang(tmp_path: Path) -> None:
     write_recipe(tmp_path)
     with Parent(tmp_path, "train.epochs=1", "launch.hang_timeout_s=2", prepare=slow_end) as parent:
@@ -170,6 +179,7 @@ def test_a_slow_end_is_not_a_hang(tmp_path: Path) -> None:
 # RestartPolicy, and G3: crash loops stop
 
 
+@pytest.mark.slow
 def test_a_crash_is_mended_by_a_restart(tmp_path: Path) -> None:
     write_recipe(tmp_path, ENDLESS)
     with Parent(tmp_path, "train.epochs=10", "launch.max_restarts=2") as parent:
@@ -202,6 +212,7 @@ def test_an_error_of_the_recipe_is_not_restarted(tmp_path: Path) -> None:
         assert_written_down(parent, 1)
 
 
+@pytest.mark.slow
 def test_a_crash_loop_stops_after_three_generations_without_a_checkpoint(tmp_path: Path) -> None:
     write_recipe(tmp_path, "if step == 5 and RANK == 1: os.kill(os.getpid(), signal.SIGKILL)")
     with Parent(tmp_path, LONG, "launch.max_restarts=50") as parent:
@@ -230,6 +241,7 @@ DEAF = (
 )
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
@@ -280,6 +292,7 @@ def test_a_run_that_is_stopped_while_its_report_is_written_is_saved(tmp_path: Pa
     assert json.loads((tmp_path / "run" / "result.json").read_text())["state"] == "done"
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_killed_at_the_grace(tmp_path: Path) -> None:
     write_recipe(tmp_path, ENDLESS)
     with Parent(tmp_path, LONG, "launch.grace_s=1") as parent:
@@ -288,6 +301,7 @@ def test_a_stopped_worker_is_killed_at_the_grace(tmp_path: Path) -> None:
         assert parent.end() == 143
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
     note = "signal.signal(signal.SIGINT, lambda *_: open(f'told-{RANK}', 'w').close())"
     write_recipe(tmp_path, f"{note}; signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])\n{ENDLESS}")
@@ -316,6 +330,7 @@ def nohup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
+@pytest.mark.slow
 def test_a_hangup_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:
     write_recipe(tmp_path, ENDLESS)
     with Parent(tmp_path, "train.epochs=10", prepare=nohup) as parent:
@@ -324,6 +339,7 @@ def test_a_hangup_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path) ->
         assert parent.end() == 0
 
 
+@pytest.mark.slow
 def test_a_request_to_save_reaches_the_workers(tmp_path: Path) -> None:
     note = "signal.signal(signal.SIGUSR1, lambda *_: open(f'saved-{RANK}', 'w').close())"
     write_recipe(tmp_path, f"{note}; signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])\n{ENDLESS}")
@@ -345,6 +361,7 @@ HANGS = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "hang", [pytest.param(name, marks=[pytest.mark.slow] if "sleep" in name else []) for name in HANGS]
 )
@@ -369,6 +386,7 @@ def test_a_hung_rank_is_named_with_its_phase_and_all_stacks(tmp_path: Path, hang
         assert "in in_step" not in stacks[0] + stacks[2]
 
 
+@pytest.mark.slow
 def test_a_hang_in_evaluation_and_in_the_first_step_is_found_too(tmp_path: Path) -> None:
     """The trial of the metrics before the first step is no evaluation after one, whoever looks at it."""
     write_recipe(tmp_path, "if step == 1 and RANK == 0: time.sleep(1000)")
@@ -440,6 +458,7 @@ def test_a_stopped_parent_takes_no_rank_for_hung(tmp_path: Path) -> None:
 # G13: start-up cannot deadlock
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("number", "code", "text"),
     [
@@ -463,6 +482,7 @@ def test_a_rank_that_does_not_come_up_is_named(tmp_path: Path, number, code, tex
         assert re.match(f"error: {text}", error_of(parent))
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_while_it_builds_the_model_is_named(tmp_path: Path) -> None:
     write_recipe(tmp_path, in_build="if RANK == 1: time.sleep(1000)")
     with Parent(tmp_path, LONG, "launch.user_code_timeout_s=2") as parent:
@@ -478,6 +498,7 @@ def test_a_rank_that_hangs_while_it_builds_the_model_is_named(tmp_path: Path) ->
 # G14: no orphans
 
 
+@pytest.mark.slow
 def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     write_recipe(tmp_path, DEAF)
     with Parent(tmp_path, LONG) as parent:
@@ -490,6 +511,7 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
 # G21, G22: jobs on one machine do not meet, and nothing listens off it
 
 
+@pytest.mark.slow
 def test_three_at_once_in_one_folder_finish_in_folders_of_their_own(tmp_path: Path) -> None:
     write_recipe(tmp_path)
     words = ("train.epochs=2",)
@@ -537,6 +559,7 @@ def listening_of(pid: int) -> set[str]:
 # Sweeps
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_after_a_job_whose_rank_was_killed(tmp_path: Path) -> None:
     write_recipe(
         tmp_path,
@@ -552,6 +575,7 @@ def test_a_sweep_goes_on_after_a_job_whose_rank_was_killed(tmp_path: Path) -> No
     assert ['"done"' in text for text in states] == [False, True]
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_asked_to_stop_starts_no_further_job(tmp_path: Path) -> None:
     write_recipe(tmp_path, DEAF)
     with Parent(tmp_path, "-m", LONG, "seed=0,1", "hydra.sweep.dir=sweep", "launch.grace_s=0.5") as parent:

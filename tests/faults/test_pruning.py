@@ -21,6 +21,7 @@ LONG = "train.epochs=100000"
 REASON = "accuracy 0.4 after step 40 is not among the best third"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [True, False], ids=["keeping its checkpoint", "removing its checkpoints"])
 def test_a_supervised_run_ends_with_the_state_pruned(tmp_path: Path, keep: bool) -> None:
     write_recipe(tmp_path, ENDLESS)
@@ -39,6 +40,7 @@ def test_a_supervised_run_ends_with_the_state_pruned(tmp_path: Path, keep: bool)
         assert "pruned" in run_line(Watched(parent.run_dir).view())
 
 
+@pytest.mark.slow
 def test_ranks_that_were_started_alone_agree_on_the_step(tmp_path: Path) -> None:
     with Started(tmp_path / "run", (LONG,), ranks=2, user_code=slowly) as started:
         started.until(lambda: step_reached(tmp_path / "run", 4))

@@ -168,6 +168,7 @@ def assert_told_once(ended: Ended, text: str, code: int, tracebacks: int = 0) ->
     assert text in ended.result["error"]
 
 
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize(("mark", "line", "code", "text"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_one_message_with_its_line(tmp_path: Path, mark, line, code, text) -> None:
     file, number = written(tmp_path, mark, line)
@@ -195,6 +196,7 @@ def fail_alone(network: Any, batch: Any, passes: int, training: bool) -> None:
         raise DataError("the shard caf\udce9 is missing")  # as a name that is not UTF-8 is read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False], ids=["in a step", "in an evaluation"])
 def test_a_mistake_of_another_rank_is_what_the_files_of_the_run_say(tmp_path: Path, training) -> None:
     """Rank 0 itself sees no more than a lost connection."""
@@ -220,6 +222,7 @@ IN_A_LOADER = """
 """
 
 
+@pytest.mark.slow
 def test_a_sample_that_raises_in_a_loader_process_has_its_own_traceback(tmp_path: Path) -> None:
     file, _ = written(tmp_path, "RECIPE", IN_A_LOADER)
     ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS, "data.num_workers=1", ranks=2)
@@ -263,6 +266,7 @@ REFUSED: dict[str, tuple[str, int, str]] = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("line", "code", "text"), REFUSED.values(), ids=REFUSED)
 def test_data_that_cannot_be_evaluated_is_refused_at_the_start(tmp_path: Path, line, code, text) -> None:
     file, _ = written(tmp_path, "RECIPE", line)
@@ -277,6 +281,7 @@ def test_an_eval_transform_that_leaves_out_samples_is_refused(tmp_path: Path) ->
     assert_told_once(ended, " samples and returned the column x in the shape [3, 4]. ", 7)
 
 
+@pytest.mark.slow
 def test_logits_of_a_wrong_shape_are_refused(tmp_path: Path) -> None:
     file, _ = written(tmp_path, "FORWARD", "return self.inner(x).sum(1)")
     ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS, ranks=2)
@@ -284,6 +289,7 @@ def test_logits_of_a_wrong_shape_are_refused(tmp_path: Path) -> None:
     assert_told_once(ended, text, 2)
 
 
+@pytest.mark.slow
 def test_a_loss_that_gives_metrics_nothing_to_read_is_refused(tmp_path: Path) -> None:
     file, _ = written(tmp_path, "LOSS", "return Loss(network(batch['x']).sum(), len(batch['x']))")
     ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS, ranks=2)
@@ -329,6 +335,7 @@ UNTRAINABLE: dict[str, tuple[str, str, str]] = {
 }
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize(("mark", "line", "text"), UNTRAINABLE.values(), ids=UNTRAINABLE)
 def test_what_no_run_can_train_is_one_sentence_with_the_line(tmp_path: Path, mark, line, text) -> None:
     file, number = written(tmp_path, mark, line)
@@ -357,6 +364,7 @@ def test_a_batch_smaller_than_the_ranks_is_refused_before_a_worker_starts(tmp_pa
         assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_more_workers_than_cores_are_a_decision_and_no_error(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     write_recipe(tmp_path)
@@ -371,6 +379,7 @@ def holding_the_group(network: Any, batch: Any) -> None:
         [group.size() + int(part) for part in ("1", "no number")]
 
 
+@pytest.mark.slow
 def test_other_ranks_notice_a_failure_in_a_comprehension_that_uses_the_group(tmp_path: Path) -> None:
     """By the end of the connection, which the frame of the comprehension would hold open."""
     ended = run(tmp_path / "run", ranks=2, user_code=holding_the_group)

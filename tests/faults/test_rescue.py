@@ -77,6 +77,7 @@ def test_the_config_of_a_rescued_run_starts_the_next_one_with_its_modules(tmp_pa
     assert ended.result["skipped_steps"] == 0
 
 
+@pytest.mark.slow
 def test_after_max_rescues_the_run_ends_with_the_module_named(tmp_path: Path) -> None:
     ended = trained(
         tmp_path / "run", "no_norm", "precision.fp32_fallback=true", "precision.max_fp32_fallbacks=1"
@@ -87,6 +88,7 @@ def test_after_max_rescues_the_run_ends_with_the_module_named(tmp_path: Path) ->
     assert "precision.max_fp32_fallbacks=1" in ended.warnings[0]
 
 
+@pytest.mark.slow
 def test_a_gradient_beyond_fp16_of_a_module_in_fp32_is_named_with_what_keeps_it(tmp_path: Path) -> None:
     words = (
         "precision.fp32_modules=[inner]",

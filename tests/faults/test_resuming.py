@@ -124,6 +124,7 @@ def test_killed_again_and_again_it_ends_as_if_nothing_had_happened(tmp_path: Pat
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_killed_between_its_result_and_its_last_words_it_says_them_again(tmp_path: Path, undisturbed) -> None:
     killed = run(tmp_path / "run", prepare=kill_after_the_result)
     assert killed.codes == [-signal.SIGKILL], killed
@@ -176,6 +177,7 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...], tuple[int, ...]]] = {
 SLOW = ("fp16 on two ranks", "fp32 sums, overflows after the stop", "a scale found by itself")
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in VARIANTS]
 )
@@ -202,6 +204,7 @@ def test_stopped_anywhere_it_ends_as_if_nothing_had_happened(tmp_path: Path, und
         assert max(skipped) > 20, "no overflow after it"
 
 
+@pytest.mark.slow
 def test_evaluations_in_mid_epoch_are_made_once_wherever_it_stops(tmp_path: Path) -> None:
     """Stopped where one is owed, and between two of them."""
     words = ("train.eval_every_steps=6", "train.max_steps=20")
@@ -270,6 +273,7 @@ LEFT_OUT: dict[str, Callable[[Snapshot], Snapshot]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", LEFT_OUT)
 def test_leaving_anything_out_is_noticed(tmp_path: Path, undisturbed, part) -> None:
     """The state of step 30 with that part left out, under a valid manifest: the run ends elsewhere."""
@@ -294,6 +298,7 @@ def what_counts(ended: Ended, earlier: Snapshot) -> tuple[Any, ...]:
     return ended.digest, last.progress, last.extra.parts["evaluation"]["best"], has_the_time_before
 
 
+@pytest.mark.slow
 def test_going_back_to_an_earlier_checkpoint(tmp_path: Path, undisturbed) -> None:
     """Of a run that is done: what came after it is set aside, in metrics.jsonl too."""
     whole = undisturbed()
@@ -321,6 +326,7 @@ def global_batches(directory: Path, ranks: int) -> list[list[int]]:
     return [[int(number) for _, numbers in lines for number in numbers.split()] for lines in steps]
 
 
+@pytest.mark.slow
 def test_other_numbers_of_ranks_go_through_the_same_batches(tmp_path: Path) -> None:
     """Two ranks until step 8, three until step 20, then one."""
     seen = []

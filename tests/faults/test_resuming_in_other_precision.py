@@ -31,6 +31,7 @@ def changed(ended: Ended) -> list[str]:
     return [text for event in ended.events("warning") if "other settings" in (text := event["text"])]
 
 
+@pytest.mark.slow
 def test_from_fp32_into_fp16_the_scale_starts_as_in_a_new_run(tmp_path: Path) -> None:
     second, logged = continued(tmp_path, ("precision=fp32",), ("precision=fp16",))
     assert scales(second) == [1024] * 4
@@ -39,6 +40,7 @@ def test_from_fp32_into_fp16_the_scale_starts_as_in_a_new_run(tmp_path: Path) ->
     assert second.result["applied_steps"] == STEPS + 4
 
 
+@pytest.mark.slow
 def test_from_dynamic_into_static_it_is_the_static_one(tmp_path: Path) -> None:
     static = ("precision.loss_scale.mode=static", "precision.loss_scale.init_scale=128")
     second, logged = continued(tmp_path, (), static)
@@ -50,6 +52,7 @@ def test_from_dynamic_into_static_it_is_the_static_one(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_what_moves_alike_is_taken_and_nothing_is_said(tmp_path: Path) -> None:
     second, logged = continued(tmp_path, (), ())
     assert scales(second) == [2048] * 4  # it has grown once, after 7 clean steps

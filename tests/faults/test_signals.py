@@ -56,6 +56,7 @@ def test_a_stop_is_answered_at_once_and_acted_on_after_the_step_in_progress(tmp_
         assert parent.json("status.json")["step"] == 5
 
 
+@pytest.mark.slow
 def test_sigusr2_saves_and_the_run_continues_and_another_signal_shows_the_stacks(tmp_path: Path) -> None:
     write_recipe(tmp_path, ENDLESS)
     with Parent(tmp_path, LONG) as parent:
@@ -70,6 +71,7 @@ def test_sigusr2_saves_and_the_run_continues_and_another_signal_shows_the_stacks
         assert not (parent.run_dir / "logs" / "stacks-rank0.txt").read_text()
 
 
+@pytest.mark.slow
 def test_sigusr2_under_slurm_stops_the_run(tmp_path: Path) -> None:
     write_recipe(tmp_path, ENDLESS)
     with Parent(tmp_path, LONG, prepare=in_slurm) as parent:
@@ -78,6 +80,7 @@ def test_sigusr2_under_slurm_stops_the_run(tmp_path: Path) -> None:
         assert_saved_and_stopped(parent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_further_interrupts_while_a_stopped_run_ends_change_nothing(tmp_path: Path, nproc) -> None:
     write_recipe(tmp_path, ENDLESS)
@@ -96,6 +99,7 @@ def test_further_interrupts_while_a_stopped_run_ends_change_nothing(tmp_path: Pa
         assert "\nstopped: after step " in parent.stderr
 
 
+@pytest.mark.slow
 def test_what_a_stopped_sweep_advises_completes_it(tmp_path: Path) -> None:
     write_recipe(tmp_path, "if os.path.exists('slow'): " + ENDLESS)
     (tmp_path / "slow").touch()

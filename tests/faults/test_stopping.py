@@ -61,6 +61,7 @@ def test_sigterm_to_one_of_three_stops_all_after_the_same_step(tmp_path: Path, u
     go_on(ended, undisturbed(ranks=3), 3)
 
 
+@pytest.mark.slow
 def test_sigint_stops_a_process_on_its_own(tmp_path: Path, undisturbed) -> None:
     with Started(tmp_path / "run", user_code=slowly) as started:
         started.until(lambda: step_reached(tmp_path / "run", 6))
@@ -70,6 +71,7 @@ def test_sigint_stops_a_process_on_its_own(tmp_path: Path, undisturbed) -> None:
     go_on(ended, undisturbed(), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "passes", "training", "step"),
     [
@@ -115,6 +117,7 @@ def test_in_a_save_and_twice(tmp_path: Path, undisturbed) -> None:
     go_on(ended, undisturbed(ranks=2), 2)
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_last_step_leaves_its_evaluation_to_the_next_start(tmp_path: Path, undisturbed) -> None:
     ended = run(tmp_path / "run", user_code=stop_after(3 * EPOCH))
     assert assert_stopped(ended, 1) == 3 * EPOCH
@@ -133,6 +136,7 @@ def signal_in_the_result() -> None:
     ends.result_of = signalled
 
 
+@pytest.mark.slow
 def test_a_stop_while_the_result_is_written_leaves_a_complete_run(tmp_path: Path, undisturbed) -> None:
     """Nothing is left to be stopped: no rank says that it was."""
     ended = run(tmp_path / "run", ranks=2, prepare=signal_in_the_result)
@@ -208,6 +212,7 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
     return children_of(process.pid)
 
 
+@pytest.mark.slow
 def test_sigterm_to_torchrun_stops_all_its_workers(tmp_path: Path, undisturbed) -> None:
     run_dir = tmp_path / "run"
     process = torchrun(tmp_path, f"run.dir={run_dir}")
@@ -303,6 +308,7 @@ def build(config):
 """
 
 
+@pytest.mark.slow
 def test_a_process_alone_that_hangs_in_loading_ends_at_once(tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGING)
     words = ["recipe=resnet18", "recipe.uses=hangs", f"recipes.path={tmp_path / 'hangs.py'}", "tracker=none"]

@@ -72,6 +72,7 @@ CASES = [(fault, nproc) for fault in FAULTS for nproc in (None, 2)]
 QUICK = [("closed", None), ("unread", 2)]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("fault", "nproc"),
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
@@ -80,6 +81,7 @@ def test_a_run_ends_as_it_would(tmp_path: Path, digest, fault, nproc) -> None:
     assert trained(tmp_path, nproc, FAULTS[fault]) == digest(nproc)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("fault", ["stdout closed", "full"])
 def test_a_failure_keeps_its_exit_code(tmp_path: Path, fault) -> None:
     write_recipe(tmp_path, "if step == 2: raise DataError('a fault on purpose')")
@@ -107,6 +109,7 @@ SHELL = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("case", SHELL)
 def test_help_and_config_errors_keep_their_exit_code(case) -> None:
     line, code = SHELL[case]

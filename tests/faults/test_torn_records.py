@@ -36,6 +36,7 @@ def write_tearing(directory: Path, kept: int, then: str, at: str = "step == 6 an
     recipe.write_text(f"import contextlib\n{recipe.read_text()}\n{TEAR}")
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("kept", [1, pytest.param(8, marks=pytest.mark.slow), 10])
 def test_a_rank_that_is_killed_within_a_write_is_named(tmp_path: Path, kept) -> None:
     write_tearing(tmp_path, kept, "os.kill(os.getpid(), signal.SIGKILL)")
@@ -44,6 +45,7 @@ def test_a_rank_that_is_killed_within_a_write_is_named(tmp_path: Path, kept) -> 
         assert "error: rank 1 was killed by SIGKILL (pid " in parent.stderr
 
 
+@pytest.mark.slow
 def test_the_workers_that_are_started_again_do_not_read_the_torn_record(tmp_path: Path) -> None:
     at = "step == 6 and RANK == 1 and GENERATION == 0"
     write_tearing(tmp_path, 3, "os.kill(os.getpid(), signal.SIGKILL)", at)
@@ -52,6 +54,7 @@ def test_the_workers_that_are_started_again_do_not_read_the_torn_record(tmp_path
         assert parent.stderr.count("restart 1 of 1: rank 1 was killed by SIGKILL") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_tore_a_record_and_raises_is_named_with_its_error(tmp_path: Path) -> None:
     """It claims to be the first that failed, and says why, without the store."""
     write_tearing(tmp_path, 3, "raise DataError('a fault on purpose')")
@@ -60,6 +63,7 @@ def test_a_rank_that_tore_a_record_and_raises_is_named_with_its_error(tmp_path: 
         assert "error: rank 1 failed: a fault on purpose" in parent.stderr
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_run_whose_ranks_read_a_torn_record_for_ever(tmp_path: Path) -> None:
     write_tearing(tmp_path, 3, "raise DataError('a fault on purpose')", "step == 6")
     recipe = tmp_path / "tiny.py"
@@ -78,6 +82,7 @@ def limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("size", [0, 100])
 def test_a_run_that_may_write_next_to_nothing_ends_with_a_reason(tmp_path: Path, size) -> None:
     write_recipe(tmp_path, ENDLESS)
@@ -110,6 +115,7 @@ def full_temporary_folder() -> None:
     tempfile.tempdir = str(folder.absolute())
 
 
+@pytest.mark.slow
 def test_the_ranks_meet_while_the_temporary_folder_is_full(tmp_path: Path) -> None:
     write_recipe(tmp_path)
     with Parent(tmp_path, "train.epochs=2", prepare=full_temporary_folder) as parent:

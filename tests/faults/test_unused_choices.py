@@ -33,6 +33,7 @@ def ended(tmp_path_factory) -> Ended:
     return done
 
 
+@pytest.mark.slow
 def test_the_result_names_what_the_recipe_used_and_what_it_measured(ended) -> None:
     result = ended.result
     assert (result["model"], result["data"]) == ("Noisy", "noisy")
@@ -42,6 +43,7 @@ def test_the_result_names_what_the_recipe_used_and_what_it_measured(ended) -> No
         assert (start["model"], start["data"]) == ("Noisy", "noisy")
 
 
+@pytest.mark.slow
 def test_the_same_command_again_tells_the_loss_and_no_accuracy(ended) -> None:
     again = run(ended.directory, *WORDS)
     assert again.codes == [0]
@@ -50,6 +52,7 @@ def test_the_same_command_again_tells_the_loss_and_no_accuracy(ended) -> None:
     assert "None" not in again.outputs[0] + ended.outputs[0]
 
 
+@pytest.mark.slow
 def test_the_page_says_which_choices_nobody_looked_up(ended) -> None:
     page = write_report(RunRecord.read(ended.directory)).read_text()
     assert "  name: resnet18  # not used: the recipe has its own, Noisy" in page
@@ -57,6 +60,7 @@ def test_the_page_says_which_choices_nobody_looked_up(ended) -> None:
     assert '<th scope="row">model</th><td>Noisy</td>' in page
 
 
+@pytest.mark.slow
 def test_the_tracker_has_what_the_recipe_used(ended) -> None:
     paths = list((ended.directory / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(paths) == 2

@@ -33,6 +33,7 @@ def train(directory: Path, *words: str, sets: str = "{}", ranks: int = 2) -> End
     return run(directory / "run", f"recipes.path={directory / 'own.py'}", *WORDS, *words, ranks=ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sets", ["{}", "TensorData(data.select(torch.arange(0)))"])
 def test_nothing_is_evaluated_and_the_run_is_done(tmp_path: Path, sets) -> None:
     ended = train(tmp_path, "checkpoint.every_steps=3", sets=sets)
@@ -54,6 +55,7 @@ def test_what_needs_evaluations_is_refused_before_the_first_step(tmp_path: Path)
     assert "early_stopping.patience=3 needs evaluations" in ended.result["error"]
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize(
     "words",
     [

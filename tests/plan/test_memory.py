@@ -101,6 +101,7 @@ def test_weights_masters_gradients_and_states_are_as_large_as_the_policy_says() 
         assert 0 < gpu.activations < cpu.activations  # a CPU widens halves to compute with them
 
 
+@pytest.mark.slow
 def test_a_sharded_optimizer_has_its_part_of_masters_and_states() -> None:
     held = []
     for shard in ("false", "true"):

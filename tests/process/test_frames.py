@@ -86,6 +86,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.sampled(every=7, first=3)
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_kept(way: Callable[[Held], None]) -> None:
     held = Held()

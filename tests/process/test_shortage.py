@@ -48,6 +48,7 @@ def train(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("build", "said"),
     [
@@ -69,6 +70,7 @@ def test_too_little_memory_is_exit_4_with_what_to_lower(train, tmp_path, capfd, 
 FILES = ["env.json", "config.yaml", "overrides.txt", "status.json", "result.json"]
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("name", FILES)
 def test_no_room_for_a_file_of_the_run_is_exit_8(train, tmp_path, capfd, monkeypatch, name):
     """The system's own call refuses the last rename, as a file system without a free inode does."""

@@ -151,6 +151,7 @@ def listed(name: str) -> list[str]:
     return [each for each in NAMES if each.rpartition(".")[2] == name]
 
 
+@pytest.mark.slow
 def test_every_private_name_of_torch_is_listed() -> None:
     missing = {
         f"{use.place} {use.name}"
@@ -240,6 +241,7 @@ def test_an_unknown_version_is_said_once(version: str, warned: bool) -> None:
     assert not warned or f"torch {version} is not among the versions" in str(said[0].message)
 
 
+@pytest.mark.slow
 def test_the_parent_says_it_before_it_forks() -> None:
     code = """
 import torch

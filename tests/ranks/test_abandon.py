@@ -91,6 +91,7 @@ def some_cases(env: WorkerEnv, cases: list[Any]) -> list[Any]:
     return [abandon_some(env, *case) for case in cases]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("world_size", "cases"), [(2, CASES), (3, CASES[-6:])], ids=["2 ranks", "3 ranks"])
 def test_all_ranks_skip_what_one_abandons(world_size, cases) -> None:
     expected = [(1,)] * 3 + [(0,)] * 3 + [(0, world_size - 1)] * 3 + [()]
@@ -120,6 +121,7 @@ def refuse_on_one_rank(env: WorkerEnv, wire: str, micro_batches: int) -> list[Te
     return [master.clone() for master in stepper.named_masters().values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_refused_loss_of_one_rank_leaves_no_trace_on_the_others(wire, micro_batches) -> None:

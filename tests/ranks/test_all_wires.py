@@ -61,6 +61,7 @@ def all_wires(env: WorkerEnv, policy: Policy, steps: int) -> dict[str, dict]:
     return {name: trained(env, wire, policy, steps) for name, wire in SMALL.items()}
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("world_size", [1, 2, 3, FOUR])
 def test_all_wires_train_alike_in_fp32(world_size) -> None:
     """With nothing to round, they differ by the order of fp32 sums only."""
@@ -73,6 +74,7 @@ def test_all_wires_train_alike_in_fp32(world_size) -> None:
                 assert torch.equal(rank[name]["weights"][key], ranks[0][name]["weights"][key]), (name, key)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("world_size", [2, 3, FOUR])
 def test_fp16_weights_are_the_rounded_masters_on_all_ranks_for_every_wire(world_size) -> None:
     ranks = run_ranks(world_size, all_wires, Policy.fp16(), 20)
@@ -125,6 +127,7 @@ def plant(env: WorkerEnv, wire: Wire, matrix: float, scale: int = 1) -> dict:
     return {"skipped": report.skipped, "norm": report.grad_norm, "moved": moved, "report": report}
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("world_size", [2, 3, FOUR])
 def test_60000_on_every_rank_overflows_native_and_gives_the_mean_sharded(world_size) -> None:
     mean_norm = 60000 * 35**0.5
@@ -141,6 +144,7 @@ def plant_inf_on_last_rank(env: WorkerEnv, wire: Wire) -> tuple:
     return result["skipped"], result["moved"], report.culprit_ranks, report.culprit_parameters
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_an_overflow_is_skipped_and_named_on_every_wire(world_size) -> None:
     expected = dict.fromkeys(WIRES, (True, 0.0, (world_size - 1,), ("matrix",)))
@@ -208,6 +212,7 @@ def recording(original, name, calls):
     return record
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize(
     ("world_size", "name", "expected"),
     [
@@ -262,6 +267,7 @@ def counted_gradients(env: WorkerEnv) -> dict[str, GradientStatistics]:
     return found
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("world_size", [1, 2, 3, FOUR])
 def test_sharded_gradients_are_counted_once_each(world_size) -> None:
     """Vectors are whole on all ranks, matrices in pieces, and 35 elements do not divide."""
@@ -287,6 +293,7 @@ def train_matrices_alone(env: WorkerEnv, wire: Wire, policy: Policy) -> tuple[to
     return stepper.named_masters()["weight"].clone(), skipped, culprits
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_model_of_matrices_alone_travels_on_every_wire(world_size) -> None:
     for rank in run_ranks(world_size, on_every_wire, train_matrices_alone, Policy.fp32()):

@@ -72,6 +72,7 @@ def place_of(position: int, world_size: int) -> tuple[int, int]:
     return int(order[at]), rank
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("world_size", "position"), [(1, 0), (2, 3), (2, 15), (3, 7), (4, 12)])
 def test_all_ranks_name_the_same_rank_sample_and_module(world_size, position, backward) -> None:

@@ -45,6 +45,7 @@ def clamp_between(env: WorkerEnv, wire: Wire) -> tuple[str, str]:
     return digests[0], digests[1]
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("wire", ["native", "sharded"])
 def test_a_clamp_reaches_the_masters_wherever_they_are(wire) -> None:
     for written, loaded in run_ranks(2, clamp_between, WIRES[wire]):

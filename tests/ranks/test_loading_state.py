@@ -71,6 +71,7 @@ SLOW = pytest.mark.slow
 FP16, FP32 = Policy.fp16(), Policy.fp32()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
@@ -138,6 +139,7 @@ def load_on_ranks(env: WorkerEnv, wire: Wire | None, state: EngineState) -> bool
     return equal and again.counters == state.counters and all(len(a) == len(b) for a, b in kinds)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("before", "after", "sharded"),
     [
@@ -171,6 +173,7 @@ def refused_on_one_rank(env: WorkerEnv, wire: Wire, part: str) -> tuple[str, boo
     return str(refusal.value), unchanged, state_digest(stepper) == before
 
 
+@pytest.mark.sampled(every=3, first=2)
 @pytest.mark.parametrize("part", ["weights", "optimizer", "counters"])
 def test_a_state_that_one_rank_refuses_is_loaded_on_none(part) -> None:
     (first, *others), (second, *rest) = run_ranks(2, refused_on_one_rank, Wire(shard=True), part)
@@ -196,6 +199,7 @@ def load_from_file(env: WorkerEnv, wire: Wire | None, folder: Path) -> bool:
     return again.keys() == kept.keys() and all(torch.equal(again[key], kept[key]) for key in kept)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("before", "after", "sharded"),
     [

@@ -37,6 +37,7 @@ def meet_with(env: WorkerEnv, folder: str, difference: str) -> str:
         return str(error)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("difference", "told"),
     [

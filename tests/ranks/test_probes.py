@@ -62,6 +62,7 @@ def all_cases(env: WorkerEnv) -> list[tuple[list[Tensor], list[bool], bool]]:
     return [train_beside_probes(env, case) for case in CASES]
 
 
+@pytest.mark.slow
 def test_a_probe_of_one_rank_is_not_sent_on_any_wire() -> None:
     for results in run_ranks(2, all_cases):
         for case, (masters, skipped, kept) in zip(CASES, results, strict=True):
@@ -94,6 +95,7 @@ def train_two_networks(env: WorkerEnv, wire: str) -> list[Tensor]:
     return [master.clone() for stepper in steppers for master in stepper.named_masters().values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 def test_two_networks_whose_steps_interleave_train_as_if_alone(wire) -> None:
     for masters in run_ranks(2, train_two_networks, wire):

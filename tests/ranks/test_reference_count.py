@@ -116,6 +116,7 @@ def agreed(env: WorkerEnv, shares: list[list[int]]) -> tuple[int | None, list[in
     return steppers[0].state().reference_count, extra, fresh.state().reference_count
 
 
+@pytest.mark.sampled(every=6, first=5)
 @pytest.mark.parametrize(("shares", "n0"), SHARES, ids=str)
 def test_all_ranks_agree_in_the_first_step_alone(shares, n0) -> None:
     grouped = len(shares) > 1
@@ -158,6 +159,7 @@ def tokens(config):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(("ranks", "mode", "n0"), [(1, "dynamic", 256), (2, "dynamic", 128)])
 def test_the_launcher_counts_what_the_recipe_counts_and_a_resume_keeps_it(

@@ -147,6 +147,7 @@ def trained_apart(env: WorkerEnv) -> tuple[str, list[float]]:
     return state_digest(stepper, counters=True), losses
 
 
+@pytest.mark.slow
 def test_micro_batches_and_emulation_may_differ_between_ranks() -> None:
     first, second = run_ranks(2, trained_apart)
     assert first == second
@@ -171,6 +172,7 @@ def test_embeddings_with_a_max_norm_are_refused_on_several_ranks() -> None:
         assert "0 of Sequential has max_norm" in text
 
 
+@pytest.mark.slow
 def test_equal_settings_take_one_exchange() -> None:
     assert run_ranks(2, collectives_of_building) == [1, 1]
 
@@ -184,6 +186,7 @@ def built_with_a_group_of_rank_1(env: WorkerEnv) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_group_of_other_ranks_is_refused() -> None:
     outside, member = run_ranks(2, built_with_a_group_of_rank_1)
     assert outside.startswith("rank 0 is not a member of the group")

@@ -72,6 +72,7 @@ def test_equal_replicas_pass() -> None:
     assert run_ranks(3, drift, None) == [""] * 3
 
 
+@pytest.mark.sampled(every=5, first=4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_bit_on_one_rank_is_caught_and_named(fault) -> None:
     texts = run_ranks(3, drift, fault)
@@ -122,6 +123,7 @@ def drift_of_buffers(env: WorkerEnv, fault: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_buffers_may_differ_but_none_may_change_on_one_rank_only() -> None:
     assert run_ranks(3, drift_of_buffers, "") == [""] * 3
     assert run_ranks(3, drift_of_buffers, "1.running_mean") == [""] * 3, "it is each rank's own"

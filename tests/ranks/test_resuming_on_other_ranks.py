@@ -59,12 +59,14 @@ def go_on(env: WorkerEnv, directory: Path, shard: bool) -> tuple[str, dict]:
     return state_digest(stepper, counters=True), comparable(again and again.engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
 def test_two_ranks_go_on_bit_for_bit(tmp_path: Path, shard) -> None:
     saved = run_ranks(2, save, tmp_path, shard)
     assert run_ranks(2, go_on, tmp_path, shard) == saved
 
 
+@pytest.mark.slow
 def test_other_ranks_and_another_wire_go_on_from_the_same_values(tmp_path: Path) -> None:
     (_, engine), _ = run_ranks(2, save, tmp_path, True)
     for world_size in (3, 1):

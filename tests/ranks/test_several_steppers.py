@@ -169,6 +169,7 @@ def trains_a_gan(env: WorkerEnv) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_gan_of_the_engine_page_trains_on_all_ranks_alike(world_size) -> None:
     first, *others = run_ranks(world_size, trains_a_gan)

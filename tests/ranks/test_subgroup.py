@@ -54,6 +54,7 @@ def beside_another(env: WorkerEnv) -> dict[str, Any]:
     return all_that_communicates(group) if env.rank else {}
 
 
+@pytest.mark.slow
 def test_two_of_three_ranks_train_as_two_ranks_do() -> None:
     expected, (_, *found) = run_ranks(2, alone), run_ranks(3, beside_another, timeout_s=30)
     for ours, theirs in zip(found, expected, strict=True):
@@ -77,6 +78,7 @@ def train_without_naming_a_group(env: WorkerEnv) -> tuple[bool, torch.Tensor]:
     return stepper.group is env.group, stepper.named_masters()["matrix"].clone()
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_without_a_group_the_default_one_is_trained_in(world_size) -> None:
     """From rank 0's values, by the mean of all ranks' gradients; one process is alone."""
@@ -97,6 +99,7 @@ def train_in_a_group_of_one(env: WorkerEnv, wire: Wire) -> tuple[bool, torch.Ten
     return stepper.group is None, stepper.named_masters()["matrix"].clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
 def test_a_group_of_one_is_no_group(wire) -> None:
     for rank, (no_group, matrix) in enumerate(run_ranks(2, train_in_a_group_of_one, wire)):

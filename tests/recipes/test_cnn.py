@@ -37,6 +37,7 @@ def test_smaller_images_are_refused(height, width) -> None:
 SMALL = ["data.image_size=12", "data.num_samples=512", "data.batch_size=32", "schedule.lr_base_batch_size=64"]
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -57,6 +58,7 @@ def test_it_learns_on_two_ranks(words, said, tmp_path) -> None:
     assert last["accuracy"] > 0.8
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     ("words", "peak"),
     [

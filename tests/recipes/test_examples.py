@@ -72,6 +72,7 @@ def test_segmentation_measures_its_own_metric(tmp_path: Path) -> None:
     assert last["samples"] == 160
 
 
+@pytest.mark.slow
 def test_the_weights_of_several_losses_are_learned(tmp_path: Path) -> None:
     last = train("learned_weights", tmp_path, "train.epochs=3")
     assert last["accuracy"] > 0.8
@@ -94,6 +95,7 @@ def test_a_frozen_trunk_stays_as_it_was_loaded(tmp_path: Path) -> None:
     assert found["fc.weight"].shape == (2, 512)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("weights", "text"),
     [("null", "give the others with model.init_from=FILE"), ("nowhere.safetensors", "there is no such file")],
@@ -111,6 +113,7 @@ def weights_of(name: str, directory: Path, *words: str) -> str:
     return json.loads((directory / "run" / "result.json").read_text())["weights_sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lion", "unpadded"])
 def test_what_is_kept_between_steps_survives_a_resume(name: str, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
@@ -119,6 +122,7 @@ def test_what_is_kept_between_steps_survives_a_resume(name: str, tmp_path: Path)
     assert weights_of(name, tmp_path, "schedule=constant", "train.max_steps=20") == whole != half
 
 
+@pytest.mark.slow
 def test_a_recurrent_network_learns_from_segments_and_weights(tmp_path: Path) -> None:
     first, last = (train("recurrent", tmp_path, f"train.epochs={n}", "schedule=constant") for n in (1, 4))
     assert last["loss"] < 0.5 * first["loss"]

@@ -28,6 +28,7 @@ def test_parameter_counts(name, count):
     assert sum(parameter.numel() for parameter in network.parameters()) == count
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("name", "layers"), LAYERS.items())
 def test_the_name_counts_the_layers_on_the_main_path(name, layers):
     with torch.device("meta"):
@@ -48,6 +49,7 @@ def sizes_after_stages(network, images):
     return sizes
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("name", "image_size", "options", "expected"),
     [
@@ -73,6 +75,7 @@ def test_the_bottleneck_strides_on_its_3x3():
     assert (block.conv1.stride, block.conv2.stride, block.conv3.stride) == ((1, 1), (2, 2), (1, 1))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("name", "last_norm"), [("resnet18", "bn2"), ("resnet50", "bn3")])
 @pytest.mark.parametrize("zero", [True, False])
 def test_zero_init_residual_starts_blocks_as_their_shortcut(name, last_norm, zero):
@@ -108,6 +111,7 @@ def test_bad_options_are_config_errors(options, message):
         build("resnet18", **options)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.slow if n in ("resnet101", "resnet152") else ()) for n in PARAMETERS],

@@ -238,6 +238,7 @@ BARS = {"scale": 2.0, "histogram": [5, 5], "first_exponent": -3, "zeros": 1, **S
 AT = {"time": 1.0, "step": 1}
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "event",
     [

@@ -105,6 +105,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("directory", "num_distinct"), [pytest.param("", 3, marks=pytest.mark.slow), ("mine", 1)]
 )
@@ -421,6 +422,7 @@ def put_in_place(path: Path, kind: str, target: Path) -> None:
         path.mkdir()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", ["link", "pipe", "socket", "directory"])
 @pytest.mark.parametrize("name", [*records.FILES, "logs/rank0.log"])
 def test_what_is_no_plain_file_is_refused_and_named(tmp_path, name, kind):

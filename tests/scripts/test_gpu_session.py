@@ -163,6 +163,7 @@ def test_operations_are_counted_without_memory() -> None:
     assert flops_of(task) == 2 * 2 * 3 * 8 * 4  # forward, and the gradient of the weights
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_parts_are_skipped(tmp_path, capsys) -> None:
     assert main(["--only", "H3", "--json", str(tmp_path / "gpu.json")]) == 0
     assert "no CUDA device: --dry-run runs all of it" in capsys.readouterr().out

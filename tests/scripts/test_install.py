@@ -148,6 +148,7 @@ def test_pips_settings_reach_uv(clone, tmp_path) -> None:
     assert "UV_INDEX_STRATEGY=unsafe-best-match" in environ
 
 
+@pytest.mark.slow
 def test_pip_installs_where_uv_fails_and_its_failure_leaves_nothing_that_looks_set_up(
     clone,
 ) -> None:
@@ -171,6 +172,7 @@ def test_a_uv_that_is_too_old_is_not_asked(clone) -> None:
     assert clone.called() == []
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("during", ["creation", "installation", "replacement"])
 def test_an_interrupted_set_up_ends_by_the_signal_and_is_made_again_from_the_start(clone, during) -> None:
     if during == "replacement":

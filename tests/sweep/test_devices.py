@@ -29,6 +29,7 @@ from tests.faults.parent import is_alive
 EIGHT = [f"GPU-{number}" for number in range(8)]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -105,6 +106,7 @@ def test_a_job_runs_in_a_session_of_its_own_on_its_devices(tmp_path) -> None:
     assert (tmp_path / "0" / "output.log").read_text() == "a line of the job\n"
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("pool", "workers", "expected"),
     [
@@ -150,6 +152,7 @@ def test_no_job_outlives_the_context(tmp_path) -> None:
     assert not is_alive(pid)
 
 
+@pytest.mark.slow
 def test_devices_are_busy_and_no_file_stays_open(tmp_path) -> None:
     lengths = random.Random(0).choices([1.0, 2.0, 3.0, 4.0], k=200)
 

@@ -23,6 +23,7 @@ def placed(config: Config, directory: Path) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(directory)))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "words",
     [

@@ -45,6 +45,7 @@ def digests(directory: Path) -> list[str]:
     return [json.loads(path.read_text())["weights_sha256"] for path in results]
 
 
+@pytest.mark.slow
 def test_jobs_side_by_side_have_the_results_of_jobs_one_by_one(tmp_path: Path) -> None:
     found = {}
     for parallel in (1, 2):
@@ -78,6 +79,7 @@ def test_what_a_sweep_imports_before_its_jobs_is_imported_by_each_job(tmp_path: 
     assert {*FOR_JOBS} - {*done.stderr.splitlines()[-1].split()} == set()
 
 
+@pytest.mark.slow
 def test_a_job_whose_process_is_killed_is_told_at_once_and_tried_again(tmp_path: Path) -> None:
     write_recipe(tmp_path, DIES)
     words = (*HERE, "sweep.parallel=2", "sweep.retries=1", "train.epochs=2", "seed=0,1")
@@ -91,6 +93,7 @@ def test_a_job_whose_process_is_killed_is_told_at_once_and_tried_again(tmp_path:
     assert sorted(job["attempts"] for job in jobs(tmp_path)) == [1, 2]
 
 
+@pytest.mark.slow
 def test_sigterm_saves_all_jobs_and_says_how_to_continue(tmp_path: Path) -> None:
     write_recipe(tmp_path, "if os.path.exists('slow'): " + ENDLESS)
     (tmp_path / "slow").touch()
@@ -109,6 +112,7 @@ def test_sigterm_saves_all_jobs_and_says_how_to_continue(tmp_path: Path) -> None
         assert "sweep: 3 of 3 jobs done" in parent.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_a_request_to_save_is_passed_on_to_the_jobs(tmp_path: Path, parallel: int) -> None:
     write_recipe(tmp_path, "if os.path.exists('slow'): " + ENDLESS)
@@ -128,6 +132,7 @@ def test_a_request_to_save_is_passed_on_to_the_jobs(tmp_path: Path, parallel: in
     assert states(tmp_path) == ["done"] * 2
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_killed_again_and_again_ends_as_one_that_is_not(tmp_path: Path) -> None:
     """The same command each time. Which moments are hit depends on the machine; the results must not.
 
@@ -160,6 +165,7 @@ def test_a_sweep_that_is_killed_again_and_again_ends_as_one_that_is_not(tmp_path
     assert [job["name"] for job in jobs(killed)] == [job["name"] for job in jobs(undisturbed)]
 
 
+@pytest.mark.slow
 def test_a_finished_sweep_is_left_and_another_is_refused(tmp_path: Path, capsys, monkeypatch) -> None:
     write_recipe(tmp_path)
     words = (*HERE, "train.epochs=1", "seed=0,1", "sweep.parallel=2")
@@ -183,6 +189,7 @@ def test_a_finished_sweep_is_left_and_another_is_refused(tmp_path: Path, capsys,
             assert difference in " ".join(parent.stderr.split())
 
 
+@pytest.mark.slow
 def test_after_a_limit_the_recorded_command_runs_the_rest(tmp_path: Path) -> None:
     write_recipe(tmp_path)
     with Parent(tmp_path, *HERE, "sweep.stop.max_trials=1", "train.epochs=1", "seed=0,1", nproc=1) as parent:
@@ -195,6 +202,7 @@ def test_after_a_limit_the_recorded_command_runs_the_rest(tmp_path: Path) -> Non
     assert states(tmp_path) == ["done", "done"]
 
 
+@pytest.mark.slow
 def test_two_processes_cannot_run_one_sweep(tmp_path: Path) -> None:
     write_recipe(tmp_path, ENDLESS)
     words = (*HERE, "train.epochs=1000", "seed=0,1")
@@ -228,6 +236,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(("words", "text"), REFUSED)
 def test_what_cannot_run_is_refused_before_the_first_job(tmp_path, monkeypatch, capsys, words, text) -> None:
     monkeypatch.chdir(tmp_path)

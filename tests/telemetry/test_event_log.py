@@ -49,6 +49,7 @@ def refuse(word):
     raise AssertionError(f"{word} is not JSON")
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(fields=st.dictionaries(words, values, max_size=5))
 def test_what_is_written_is_read_back(tmp_path, fields):
@@ -248,6 +249,7 @@ def recorded_steps(path, count, **fields):
             file.write(json_line({"event": "step", "time": 1000.0 + step, "step": step, **fields}))
 
 
+@pytest.mark.slow
 def test_a_resume_reads_a_long_recording_in_little_memory(tmp_path):
     path = tmp_path / "metrics.jsonl"
     recorded_steps(path, 40_000, text="x" * 500)
@@ -292,6 +294,7 @@ ENDS = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", ENDS)
 def test_a_resume_reads_what_is_new_of_a_recording_and_keeps_what_a_whole_reading_keeps(
     tmp_path, monkeypatch, name

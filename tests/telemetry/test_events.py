@@ -58,6 +58,7 @@ def of(hint):
     return plain[hint] if hint in plain else made(hint)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 @given(data=st.data())
 def test_an_event_is_read_back_as_it_was_written(kind, data):
@@ -69,6 +70,7 @@ def read(event):
     return restored(json.loads(json_line(record_of(event))))
 
 
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 @given(data=st.data())
 def test_any_value_of_a_file_is_read(kind, data):

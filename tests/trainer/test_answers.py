@@ -122,6 +122,7 @@ SHORT = [
 SAMPLES = [200] * 7 + [38]  # of the steps of an epoch
 
 
+@pytest.mark.slow
 def test_an_epoch_has_the_loss_and_accuracy_of_all_its_samples_also_after_a_resume(tmp_path: Path) -> None:
     resumed = "checkpoint.resume=one/checkpoints/step-00000010"  # within the second epoch
     found, losses, times_ms = [], {}, {}

@@ -127,6 +127,7 @@ def test_the_start_has_the_data_and_the_optimizer_with_all_options() -> None:
     )
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # the compiler's own, at import
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_graph_of_the_whole_model_gives_its_gradients_at_its_end(compiled) -> None:
@@ -209,6 +210,7 @@ def test_a_stream_of_streams_has_no_size() -> None:
     checked(replace(own, validation={"test": own.train}), may_lack=True)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -66,6 +66,7 @@ def diverge(directory: Path, words: Sequence[str], poisoned: int | None = None, 
     return error
 
 
+@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_nan_in_one_samples_pixels_names_rank_sample_and_module(tmp_path, rank) -> None:
     sample = int(epoch_order(NUM_SAMPLES, 0, 0)[BATCH // 2 * rank + 7])
@@ -88,6 +89,7 @@ def test_a_learning_rate_that_breaks_the_weights_ends_the_run_at_once(tmp_path) 
     )
 
 
+@pytest.mark.slow
 def test_an_infinite_master_is_named(tmp_path) -> None:
     error = diverge(tmp_path, ["optim.lr=1e30", "precision=fp32"], factor=1e12)
     assert re.search(r"because weights are not: .*0\.weight \(master (nan|inf)\)", error)

@@ -278,6 +278,7 @@ def test_names_of_the_hub_stay_names_and_what_is_here_becomes_absolute(tmp_path,
     assert resolved("imagefolder", path=None, csv=None, cache="kept")["cache"] == str(tmp_path / "kept")
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("words", "refused"),
     [

@@ -205,6 +205,7 @@ def torchvision_region(height, width, scale, ratio):
     return (height - h) // 2, (width - w) // 2, h, w
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("width", "height"), [(500, 375), (256, 256), (900, 100), (100, 900)])
 def test_regions_are_distributed_as_torchvisions(width, height):
     torch.manual_seed(0)

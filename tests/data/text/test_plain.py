@@ -133,6 +133,7 @@ def test_a_folder_without_texts(tmp_path):
         text_files(str(tmp_path / "absent"))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("option", "message"),
     [

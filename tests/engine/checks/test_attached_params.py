@@ -106,6 +106,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {  # with what t
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_is_refused_at_the_next_moment(change, moment) -> None:
@@ -222,6 +223,7 @@ HARMLESS = (
 )
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("change", HARMLESS, ids=lambda change: change.__name__)

@@ -194,6 +194,7 @@ def averaged(config):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_the_launcher_logs_it_once(tmp_path) -> None:
     (tmp_path / "averaged.py").write_text(RECIPE)

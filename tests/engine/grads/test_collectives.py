@@ -56,6 +56,7 @@ def test_nothing_is_sent_within_backward_without_overlap() -> None:
     assert backward == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", [Wire(), Wire(shard=True)], ids=["native", "sharded"])
 def test_each_bucket_is_sent_and_gathered_once_wherever_memory_runs_out(wire) -> None:
     """The other ranks wait for all."""

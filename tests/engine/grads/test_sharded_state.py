@@ -75,6 +75,7 @@ DONE: dict[str, Callable[[Stepper, WeightAverage, Any, Any], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [8, 64])
 def test_no_gpu_ever_holds_more_than_a_piece_of_what_is_sharded(world_size, monkeypatch) -> None:
     """Twelve bytes for each parameter would be more than the 4 + 12 / world_size that a step takes."""
@@ -166,6 +167,7 @@ def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
     return {"digests": digests, "weights": after.weights}
 
 
+@pytest.mark.slow
 def test_a_sharded_run_is_saved_by_one_rank_in_memory_that_it_uses_again() -> None:
     whole, sharded = run_ranks(3, on_the_leader, False), run_ranks(3, on_the_leader, True)
     assert len({each["digests"][1] for each in sharded}) == 1

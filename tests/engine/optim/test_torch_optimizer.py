@@ -166,6 +166,7 @@ def trained(name: str, steps: int = 3) -> Stepper:
     return stepper
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", ALL)
 def test_the_state_of_another_optimizer_is_refused_as_a_whole(name) -> None:
     """Of each that has other states; every one loads its own, saved before the first update and after it."""

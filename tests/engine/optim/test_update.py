@@ -79,6 +79,7 @@ def largest_error(optimizer: Optimizer, torch_class: type, options: dict, form: 
     return max(((ours - theirs).abs().max() / theirs.abs().max()).item() for ours, theirs in pairs)
 
 
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", TORCH)
 def test_optimizers_equal_torch_in_fp64_over_200_steps(name, form) -> None:
@@ -95,6 +96,7 @@ def test_more_elements_than_a_chunk_are_all_updated() -> None:
     assert torch.equal(stepper.named_masters()["matrix"], -matrix)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("optimizer", [SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.1), AdamW(0.1)])
 @pytest.mark.parametrize("policy", [Policy.fp16(), Policy.pure_fp16(), Policy.fp32()], ids=lambda p: p.name)

@@ -20,6 +20,7 @@ def rounded(dtype: torch.dtype) -> nn.Module:
     return conv_net().to(dtype).float()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("emulate", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -42,6 +42,7 @@ def states() -> dict[tuple[str, str], EngineState]:
     return {run: state_of(*run) for run in RUNS}
 
 
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("saved", RUNS, ids="-".join)
 def test_a_state_brings_its_scale_only_where_mode_and_limits_allow_it(states, saved) -> None:
     state = states[saved]
@@ -62,6 +63,7 @@ def test_a_state_brings_its_scale_only_where_mode_and_limits_allow_it(states, sa
         assert train(stepper, *features(8, 9)).scale == 2.0 ** now["exponent"]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("run", RUNS, ids="-".join)
 def test_a_plain_resume_is_bit_for_bit(states, run) -> None:
     for state in (states[run], floored(states[run])):

@@ -167,6 +167,7 @@ def test_on_a_terminal_there_is_a_bar_per_epoch_and_one_table():
     assert shown.endswith(("\r", "\x1b[A", " ", "\x1b[K")), "the bar is gone at the end"
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("columns", [20, 40, 80])
 def test_a_narrow_terminal_gets_one_line_that_fits(columns):
     _, shown = run_on_terminal(columns)
@@ -239,6 +240,7 @@ def test_the_first_event_does_not_count_and_the_rest_weigh_by_their_steps():
     assert shares.step_ms == pytest.approx((10 * 10 + 30 * 50) / 40)
 
 
+@pytest.mark.slow
 def test_the_memory_of_the_console_does_not_grow_with_the_run():
     kept = []
     with open(os.devnull, "w") as null:

@@ -89,6 +89,7 @@ def too_wide(lines: list[str], columns: int) -> list[str]:
 SLOW = [pytest.param(columns, marks=pytest.mark.slow) for columns in (80, 60, 20)]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("columns", [40, *SLOW])
 def test_a_run_fits_its_terminal(place: Path, columns: int) -> None:
     terminal = Terminal(columns)

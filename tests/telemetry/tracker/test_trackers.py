@@ -69,6 +69,7 @@ def test_event_files_are_what_tensorboard_reads(tmp_path: Path) -> None:
     assert "some notes" in text("notes")
 
 
+@pytest.mark.slow
 def test_the_tracker_of_the_readme_runs_beside_the_others(tmp_path: Path) -> None:
     """As its lines stand, in a whole run with three trackers at once."""
     pytest.importorskip("tensorboard")

@@ -62,6 +62,7 @@ def clone_with_a_token(directory: Path) -> str:
     return git("rev-parse", "HEAD")
 
 
+@pytest.mark.slow
 def test_all_variables_reach_the_run(tmp_path: Path) -> None:
     commit = clone_with_a_token(tmp_path)
     out = train(tmp_path, "run.dir=run", **ALL, WANDB_DIR=str(tmp_path / "elsewhere"))
@@ -101,6 +102,7 @@ def test_each_job_of_a_sweep_is_a_run_of_its_own(tmp_path: Path) -> None:
     assert {run.run_group for run in runs} == {"a-group"}
 
 
+@pytest.mark.slow
 def test_a_run_of_wandbs_agent_is_the_one_that_it_has_named(tmp_path: Path) -> None:
     """wandb takes project, entity and id from the variables alone there, whatever it is called with."""
     file = tmp_path / "values.yaml"

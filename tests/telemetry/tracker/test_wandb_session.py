@@ -163,6 +163,7 @@ def offline(tmp_path_factory):
     return train(folder, {"steps": 20, "jobs": 2, "picture": str(folder / "picture.png")})
 
 
+@pytest.mark.slow
 def test_without_a_key_and_a_terminal_the_run_is_tracked_offline(offline):
     assert offline.code == 0, offline.err
     assert offline.err == "", "wandb says nothing by itself"
@@ -172,6 +173,7 @@ def test_without_a_key_and_a_terminal_the_run_is_tracked_offline(offline):
     assert offline.said["opening_s"] < at_most(1)
 
 
+@pytest.mark.slow
 def test_the_offline_file_holds_config_losses_accuracy_and_loss_scale(offline):
     for job, directory in enumerate(offline.dirs):
         records = list(offline_records(directory))
@@ -234,6 +236,7 @@ def test_the_summary_has_the_best_values_of_the_evaluations(offline):
     assert "eval/undeclared" not in metrics, "the last value alone: nobody knows which way is better"
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("state", "code"), [pytest.param("diverged", 5, marks=pytest.mark.slow), ("preempted", 75)]
 )
@@ -282,6 +285,7 @@ def test_secrets_are_in_no_file(tmp_path, mode):
         assert secret not in trained.out + trained.err
 
 
+@pytest.mark.slow
 def test_an_unreachable_server_costs_nothing(tmp_path):
     url = f"http://127.0.0.1:{closed_port()}"
     trained = train(tmp_path, {"steps": 3}, WANDB_API_KEY=CANARY, WANDB_BASE_URL=url)
@@ -291,6 +295,7 @@ def test_an_unreachable_server_costs_nothing(tmp_path):
     assert [row for row in history_of(offline_records(trained.dirs[0])) if "train/loss" in row]
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_costs_the_probe(tmp_path):
     with Server(lambda _: None) as server:
         trained = train(tmp_path, {"steps": 3}, WANDB_API_KEY=CANARY, WANDB_BASE_URL=server.url)
@@ -300,6 +305,7 @@ def test_a_server_that_never_answers_costs_the_probe(tmp_path):
     assert trained.said["slowest_s"] < at_most(0.5)
 
 
+@pytest.mark.slow
 def test_a_server_that_answers_the_probe_only_ends_in_an_offline_run_with_one_warning(tmp_path):
     with Server(lambda line: OK if b"healthz" in line else None) as server:
         trained = train(
@@ -316,6 +322,7 @@ def test_a_server_that_answers_the_probe_only_ends_in_an_offline_run_with_one_wa
     assert len([row for row in rows if "train/loss" in row]) == 5, "nothing that was logged meanwhile is lost"
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_grow_is_told_once_for_each_writer(tmp_path):
     trained = train(tmp_path, {"steps": 400, "limit_bytes": 20_000})
     assert trained.code == 0, trained.err
@@ -326,6 +333,7 @@ def test_a_file_that_cannot_grow_is_told_once_for_each_writer(tmp_path):
     assert read_json(trained.dirs[0] / "status.json")["state"] == "done"
 
 
+@pytest.mark.slow
 def test_a_killed_run_has_its_rows_on_disk_and_takes_its_service_with_it(tmp_path):
     """Within seconds of their logging: wandb by itself would write them after 15 s or 32 kB."""
     trained = train(tmp_path, {"steps": 5, "die": "eval/accuracy"})

@@ -127,6 +127,7 @@ def test_blocks_of_one_kind_share_a_graph_and_give_their_gradients_one_by_one(gr
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 @OF_COMPILER
 def test_more_shapes_of_blocks_than_the_compiler_allows_by_default_are_compiled(graphs) -> None:
     model = nn.Sequential(*(Block(width) for width in range(1, 10)))
