@@ -44,18 +44,17 @@ ENGINE_LAYERS = (
     {"__init__"},
 )
 TRAINER_LAYERS = (
-    {"votes", "progress", "warning_log", "uncompiled"},
-    {"device", "answers"},
+    {"votes", "progress", "warning_log", "uncompiled", "device", "answers"},
     {"step_times", "replicas", "errors"},
     {"callback"},
     {"pruning", "reports"},
-    {"run"},
-    {"job", "after_evaluation", "diagnostics"},
-    {"builders"},
-    {"resume"},
-    {"callbacks"},
-    {"part_list", "task", "ends"},
-    {"loop", "sanity_check"},
+    {"context"},
+    {"after_evaluation", "diagnostics", "builders"},
+    {"resume", "out_of_memory"},
+    {"evaluation_loop", "task", "ends"},
+    {"callbacks", "sanity_check"},
+    {"trainer", "build_callbacks"},
+    {"build_trainer"},
     {"__init__"},
 )
 ROOT_FILES = {"__init__.py", "__main__.py", "cli.py", "worker.py", "errors.py", "py.typed"}

@@ -26,7 +26,7 @@ from launcher.engine.precision.loss_scale import ScaleStart
 
 
 class Checkpointer:
-    """Keeps the `keep` newest checkpoints of a run and the best. A context, whose end waits for the last."""
+    """Keeps the `keep` newest checkpoints of a run and the best."""
 
     def __init__(
         self,
@@ -43,11 +43,9 @@ class Checkpointer:
         self._identity, self._origin = identity, origin
         self._writer, self._memory = AsyncCheckpointWriter(directory, keep), PinnedStagingBuffer()
 
-    def __enter__(self) -> Checkpointer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._writer.__exit__(*error)
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written, and end the thread that writes."""
+        self._writer.__exit__()
 
     def find(self, wish: str) -> ResumeChoice:
         """The checkpoint to resume from, as `checkpoint.resume` says, read by rank 0. A collective.

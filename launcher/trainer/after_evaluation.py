@@ -26,49 +26,50 @@ from launcher.evaluation.evaluate import evaluating, unchanged
 from launcher.run_dir.atomic import encodable, make_folder, write_content
 from launcher.run_dir.records import PICTURES
 from launcher.telemetry.events import AfterEvaluationEvent
+from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import found_in_trial, guarding
-from launcher.trainer.job import Job
 from launcher.trainer.progress import Position
 from launcher.trainer.replicas import checksums
-from launcher.trainer.run import Run
 
 MAX_STEM_BYTES = 150  # a file name has room for 255, with the step
 
 
-def show(job: Job, position: Position) -> None:
+def show(context: TrainContext, position: Position) -> None:
     """Report what the recipe's function returns, which rank 0 calls while the others wait.
 
     Does nothing without one. A collective; raises on all ranks alike.
     """
-    if job.recipe.after_evaluation is not None:
-        call = partial(_call_and_report, job, position)
-        _call_while_others_wait(job, call, "evaluation", "adding up the evaluation")
+    if context.recipe.after_evaluation is not None:
+        call = partial(_call_and_report, context, position)
+        _call_while_others_wait(context, call, "evaluation", "adding up the evaluation")
 
 
-def rehearse(job: Job, step: int) -> None:
+def rehearse(context: TrainContext, step: int) -> None:
     """Call the recipe's function before the first step, which comes after `step`, for its mistakes alone.
 
     It gets the position of the next evaluation; nothing is reported or written. A collective, as `show`.
     """
-    if job.recipe.after_evaluation is None or not job.data.validation:
+    if context.recipe.after_evaluation is None or not context.data.validation:
         return
-    position = job.course.position_of(job.course.next_evaluation(step))
+    position = context.course.position_of(context.course.next_evaluation(step))
 
     def call() -> bytes:
-        with guarding("what the recipe's after_evaluation returned", job.run.logs_of_failure):
-            sorted_by_kind(_call(job, position))
+        with guarding("what the recipe's after_evaluation returned", context.logs_of_failure):
+            sorted_by_kind(_call(context, position))
         return b""
 
-    with found_in_trial("after_evaluation"), unchanged(job.model):
-        _call_while_others_wait(job, call, "trying the evaluation", "comparing the trials")
+    with found_in_trial("after_evaluation"), unchanged(context.model):
+        _call_while_others_wait(context, call, "trying the evaluation", "comparing the trials")
 
 
-def _call_while_others_wait(job: Job, call: Callable[[], bytes], phase: str, waiting: str) -> None:
+def _call_while_others_wait(
+    context: TrainContext, call: Callable[[], bytes], phase: str, waiting: str
+) -> None:
     """Call it on rank 0, which is in `phase` while the others are `waiting`.
 
     Raises its LauncherError on all ranks.
     """
-    heartbeat, env = job.run.heartbeat, job.run.env
+    heartbeat, env = context.heartbeat, context.env
 
     def timed() -> bytes:
         try:
@@ -81,26 +82,26 @@ def _call_while_others_wait(job: Job, call: Callable[[], bytes], phase: str, wai
     of_leader(env, timed)
 
 
-def _call_and_report(job: Job, position: Position) -> bytes:
-    found, step, epoch = _call(job, position), position.step, position.epoch
-    with guarding("what the recipe's after_evaluation returned", job.run.logs_of_failure):
+def _call_and_report(context: TrainContext, position: Position) -> bytes:
+    found, step, epoch = _call(context, position), position.step, position.epoch
+    with guarding("what the recipe's after_evaluation returned", context.logs_of_failure):
         texts, numbers, pictures = sorted_by_kind(found)
-        files = _written(job.run, pictures, step)
-        job.run.telemetry.emit(
+        files = _written(context, pictures, step)
+        context.telemetry.emit(
             AfterEvaluationEvent(step, epoch=epoch, texts=texts, numbers=numbers, pictures=files)
         )
     return b""
 
 
-def _call(job: Job, position: Position) -> object:
+def _call(context: TrainContext, position: Position) -> object:
     """What the function returns. The other ranks wait for as long as it takes."""
-    assert job.recipe.after_evaluation is not None
-    run, model = job.run, job.model
+    assert context.recipe.after_evaluation is not None
+    model = context.model
     before = _digests(model)
     # By the step, so that a resumed run shows the same.
-    seed_all(derive_seed(run.config.seed, position.step, "after_evaluation"), run.env.device)
-    with evaluating(model), torch.no_grad(), run.stepper.forward():
-        found = job.recipe.after_evaluation(model, position)
+    seed_all(derive_seed(context.config.seed, position.step, "after_evaluation"), context.env.device)
+    with evaluating(model), torch.no_grad(), context.stepper.forward():
+        found = context.recipe.after_evaluation(model, position)
     if _digests(model) != before:
         raise ConfigError(
             "the recipe's after_evaluation has changed weights or buffers of the model, on rank 0 alone. "
@@ -109,9 +110,9 @@ def _call(job: Job, position: Position) -> object:
     return found
 
 
-def _written(run: Run, pictures: Mapping[str, bytes], step: int) -> dict[str, str]:
+def _written(context: TrainContext, pictures: Mapping[str, bytes], step: int) -> dict[str, str]:
     """The paths of the pictures' files. One that cannot be written is a warning."""
-    folder, found = Path(run.config.run.dir) / PICTURES, {}
+    folder, found = Path(context.config.run.dir) / PICTURES, {}
     for name, stem in file_stems(pictures).items():
         path = folder / f"{stem}-{step:08d}.png"
         try:
@@ -119,7 +120,7 @@ def _written(run: Run, pictures: Mapping[str, bytes], step: int) -> dict[str, st
             write_content(path, pictures[name])
             found[name] = str(path)
         except OSError as error:
-            run.telemetry.warn(f"the picture {name} cannot be written to {path}: {error}")
+            context.telemetry.warn(f"the picture {name} cannot be written to {path}: {error}")
     return found
 
 

@@ -7,15 +7,25 @@ collectives. The overridden hooks are collected once, so a hook that a callback 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Concatenate, ParamSpec
 
 from launcher.engine import StepReport, StepResult
 from launcher.evaluation.evaluate import Evaluation
 from launcher.run_dir.result import Result
 from launcher.trainer.progress import Measured, Position
 
-Kind = TypeVar("Kind", bound="Callback")
 Arguments = ParamSpec("Arguments")
+
+
+@dataclass
+class StepMetrics:
+    """What is known of a step once it has been read. The report and the samples are equal on all ranks."""
+
+    report: StepReport
+    samples: int  # of the data set that the step trained on, over all ranks; not the count of the loss
+    seconds: float  # that the step took on the host of this rank
+    falls_back: bool = False  # a callback has found how the next steps avoid what spoiled this one
 
 
 class Callback:
@@ -43,14 +53,17 @@ class Callback:
     def on_step_launched(self, position: Position, result: StepResult) -> None:
         """Called once the step is in the queue of the device; its result has not been read."""
 
-    def on_step_metrics(self, position: Position, report: StepReport) -> None:
-        """Called with the report of each step in order, on a GPU one step late. It is equal on all ranks."""
+    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+        """Called with the metrics of each step in order, on a GPU one step late."""
 
     def on_flush(self) -> None:
         """Called before an evaluation and at the end, when all steps have been read."""
 
     def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
         """Called before the first step with evaluations that have the right names and no values, by set."""
+
+    def on_eval_start(self, position: Position) -> None:
+        """Called before an evaluation, when all steps have been read."""
 
     def on_eval_end(self, position: Position, measured: Measured) -> None:
         """Called after an evaluation, whose values are equal on all ranks."""
@@ -60,6 +73,9 @@ class Callback:
 
     def on_step_end(self, position: Position, measured: Measured | None) -> None:
         """Called after everything else of a step; `measured` is None where nothing was evaluated."""
+
+    def close(self) -> None:
+        """Called when training has ended, also where an error has ended it."""
 
     def state_dict(self) -> dict[str, Any]:
         """What the callback keeps from step to step, as JSON values. Saved in every checkpoint."""
@@ -76,13 +92,17 @@ class Callback:
 class CallbackList:
     """The callbacks of a run, called in order."""
 
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
+    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+        self._unclaimed_state: dict[str, Mapping[str, Any]] = {}
+        self.fill(callbacks)
+
+    def fill(self, callbacks: Sequence[Callback]) -> None:
+        """Take these callbacks: what they are built from has the list before it has them."""
         self._callbacks = callbacks
         for each in callbacks:
             assert each.name, f"{type(each).__name__} has no name, the key of its saved state"
         self.names = [each.name for each in callbacks]  # in order
         assert len(set(self.names)) == len(callbacks), f"callbacks of one run share a name: {self.names}"
-        self._unclaimed_state: dict[str, Mapping[str, Any]] = {}
         self._on_step_start = self._overridden(Callback.on_step_start)
         self._on_step_launched = self._overridden(Callback.on_step_launched)
         self._on_step_metrics = self._overridden(Callback.on_step_metrics)
@@ -98,10 +118,6 @@ class CallbackList:
             for each in self._callbacks
             if each.enabled and getattr(type(each), name) is not hook
         )
-
-    def get(self, kind: type[Kind]) -> Kind:
-        """The callback of this class."""
-        return next(each for each in self._callbacks if isinstance(each, kind))
 
     @property
     def stop_reason(self) -> str:
@@ -120,9 +136,9 @@ class CallbackList:
         for hook in self._on_step_launched:
             hook(position, result)
 
-    def on_step_metrics(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         for hook in self._on_step_metrics:
-            hook(position, report)
+            hook(position, metrics)
 
     def on_flush(self) -> None:
         for hook in self._overridden(Callback.on_flush):
@@ -131,6 +147,10 @@ class CallbackList:
     def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
         for hook in self._overridden(Callback.validate_metric_names):
             hook(evaluations)
+
+    def on_eval_start(self, position: Position) -> None:
+        for hook in self._overridden(Callback.on_eval_start):
+            hook(position)
 
     def on_eval_end(self, position: Position, measured: Measured) -> None:
         for hook in self._overridden(Callback.on_eval_end):
@@ -143,6 +163,10 @@ class CallbackList:
     def on_step_end(self, position: Position, measured: Measured | None) -> None:
         for hook in self._on_step_end:
             hook(position, measured)
+
+    def close(self) -> None:
+        for hook in self._overridden(Callback.close):
+            hook()
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
         """The states of the callbacks by name, and those of callbacks that this run lacks. A collective."""

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from launcher.config.schema import Config
+from launcher.process import allocator
 
 
-def apply_switches(config: Config) -> None:
+def apply_switches(config: Config, device: torch.device) -> None:
     """Process-wide switches of torch that the config names, and a compile cache that survives a reboot."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp16-launcher" / "inductor"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))  # torch's own default is below /tmp
@@ -24,6 +25,8 @@ def apply_switches(config: Config) -> None:
     if config.train.deterministic:  # torch refuses matrix products on CUDA without it
         # One of the two values that torch accepts: 24 MiB more on the GPU, where ":16:8" may be slower.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if device.type == "cpu":
+        allocator.keep_freed_memory()
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.train.tf32

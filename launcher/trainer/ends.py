@@ -28,11 +28,9 @@ from launcher.run_dir.result import Result
 from launcher.telemetry import Telemetry
 from launcher.telemetry.events import EndEvent, ReportEvent, StartEvent
 from launcher.trainer.builders.decisions import decisions
-from launcher.trainer.callbacks.evaluation import Evaluator
-from launcher.trainer.job import Job
+from launcher.trainer.context import TrainContext, asked
 from launcher.trainer.progress import Start
 from launcher.trainer.replicas import weights_sha256
-from launcher.trainer.run import asked
 
 SPLIT = "split.csv"
 MOST_CLASSES = 100  # in an event; a matrix of 1,000 would be a line of 3 MB: result.json has it
@@ -105,57 +103,59 @@ def write_model_folder(
         warn(f"{place} is incomplete, and so is what export makes of it: {described(error)}")
 
 
-def announce(job: Job, devices: Sequence[str], start: Start) -> None:
+def announce(context: TrainContext, devices: Sequence[str], start: Start) -> None:
     """Report the decisions and the start of the run; record its environment."""
-    run, run_dir = job.run, Path(job.run.config.run.dir)
-    if run.env.is_leader:
+    run_dir = Path(context.config.run.dir)
+    if context.env.is_leader:
         records.write_environment(run_dir, devices)
-        write_model_folder(run_dir, job.recipe, run.stepper.model, run.telemetry.warn)
-    for topic, text in decisions(run.config, run.env, devices, job.recipe, run.stepper, job.plan):
-        run.telemetry.decision(topic, text)
-    run.telemetry.emit(
+        write_model_folder(run_dir, context.recipe, context.stepper.model, context.telemetry.warn)
+    for topic, text in decisions(
+        context.config, context.env, devices, context.recipe, context.stepper, context.plan
+    ):
+        context.telemetry.decision(topic, text)
+    context.telemetry.emit(
         StartEvent(
             start.step,
-            epochs=-(-job.course.total_steps // job.course.steps_per_epoch),
-            steps_per_epoch=job.course.steps_per_epoch,
-            total_steps=job.course.total_steps,
-            world_size=run.env.world_size,
-            parameters=sum(p.numel() for p in job.model.parameters()),
-            model=job.used.model,
-            data=job.used.data,
-            compare_by=job.recipe.compare_by,
-            asked=asked(run.config),
+            epochs=-(-context.course.total_steps // context.course.steps_per_epoch),
+            steps_per_epoch=context.course.steps_per_epoch,
+            total_steps=context.course.total_steps,
+            world_size=context.env.world_size,
+            parameters=sum(p.numel() for p in context.model.parameters()),
+            model=context.used.model,
+            data=context.used.data,
+            compare_by=context.recipe.compare_by,
+            asked=asked(context.config),
         )
     )
 
 
-def result_of(job: Job, since_step: int, steps: int, seconds: float) -> Result:
+def result_of(context: TrainContext, since_step: int, steps: int, seconds: float) -> Result:
     """The content of result.json: what each run has, and what its callbacks add. A collective.
 
     `seconds` are of this process, for the steps after `since_step`; all ranks hold the same numbers.
     """
-    run, stepper = job.run, job.run.stepper
+    stepper = context.stepper
     counters = stepper.counters()
-    device = run.env.device
+    device = context.env.device
     result = Result(
         state="done",
         exit=0,
-        recipe=run.config.recipe.name,
-        model=job.used.model,
-        data=job.used.data,
-        precision=run.config.precision.name,
-        world_size=run.env.world_size,
+        recipe=context.config.recipe.name,
+        model=context.used.model,
+        data=context.used.data,
+        precision=context.config.precision.name,
+        world_size=context.env.world_size,
         applied_steps=counters["applied"],
         skipped_steps=counters["skipped"],
         scale=stepper.loss_scale,
         parameters=sum(p.numel() for p in stepper.model.parameters()),
         state_bytes=stepper.state_bytes(),
-        weights_sha256=weights_sha256(stepper, run.env),
+        weights_sha256=weights_sha256(stepper, context.env),
         steps=steps,
-        steps_per_epoch=job.course.steps_per_epoch,
+        steps_per_epoch=context.course.steps_per_epoch,
         seconds=seconds,
         peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        **facts_for_prediction(job.recipe),
+        **facts_for_prediction(context.recipe),
         # What callbacks find out; a run without such a callback has none.
         metric_name=None,
         metric=None,
@@ -165,22 +165,24 @@ def result_of(job: Job, since_step: int, steps: int, seconds: float) -> Result:
         wire_bytes_per_step=None,
         micro_batch=None,
     )
-    return job.callbacks.add_to_result(result)
+    return context.callbacks.add_to_result(result)
 
 
-def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
+def finish(
+    context: TrainContext, since_step: int, steps: int, seconds: float, confusion: Confusion | None
+) -> None:
     """Report the result, and write it on rank 0. The arguments are those of `result_of`. A collective."""
-    run, run_dir = job.run, Path(job.run.config.run.dir)
-    result = result_of(job, since_step, steps, seconds)
+    run_dir = Path(context.config.run.dir)
+    result = result_of(context, since_step, steps, seconds)
     applied = result.applied_steps or 0
     if applied < steps / 2:
-        run.telemetry.warn(
+        context.telemetry.warn(
             f"only {applied} of {counted(steps, 'step')} were applied, the others skipped: lower "
             "precision.loss_scale.init_scale."
         )
-    if run.env.is_leader:
-        write_files(run_dir, result, job.callbacks.get(Evaluator).confusion, run.telemetry)
-    run.telemetry.emit(
+    if context.env.is_leader:
+        write_files(run_dir, result, confusion, context.telemetry)
+    context.telemetry.emit(
         EndEvent(
             steps,
             state="done",
@@ -192,13 +194,13 @@ def finish(job: Job, since_step: int, steps: int, seconds: float) -> None:
             metric_name=result.metric_name,
             best_metric=result.best_metric,
             best_step=result.best_step,
-            reason=job.callbacks.stop_reason or None,
+            reason=context.callbacks.stop_reason or None,
             weights_sha256=result.weights_sha256,
             step_time=result.step_time,
         )
     )
-    if run.env.is_leader:
+    if context.env.is_leader:
         with contextlib.suppress(OSError):
             status.mark_ended(run_dir / status.FILE_NAME, "done", 0)
         # Last: the page is drawn from the files of the run, in which its end must stand.
-        write_page(run_dir, run.telemetry)
+        write_page(run_dir, context.telemetry)

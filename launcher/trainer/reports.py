@@ -9,23 +9,31 @@ from __future__ import annotations
 import logging
 import time
 
+from launcher.data.batch_plan import BatchPlan
 from launcher.engine import StepResult
 from launcher.engine.step_timer import PARTS
 from launcher.telemetry import Telemetry
-from launcher.trainer.callback import CallbackList
+from launcher.trainer.callback import CallbackList, StepMetrics
 from launcher.trainer.progress import Position
-from launcher.trainer.votes import Votes
+from launcher.trainer.votes import Votes, samples_of
 
 log = logging.getLogger("launcher")
 
 
 class Reports:
-    """Passes each step's report to the callbacks, while `seconds` is how long it took on the host."""
+    """Passes the metrics of each step to the callbacks, and counts its votes."""
 
-    def __init__(self, telemetry: Telemetry, votes: Votes, reads_late: bool = True) -> None:
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        votes: Votes,
+        callbacks: CallbackList,
+        plan: BatchPlan,
+        reads_late: bool = True,
+    ) -> None:
         self._reads_late = reads_late  # a CPU has finished a step as soon as it is launched
-        self.seconds = 0.0
-        self.callbacks = CallbackList(())
+        self._callbacks = callbacks
+        self._plan = plan
         self._telemetry = telemetry
         self._votes = votes
         self._waiting: tuple[Position, StepResult, float] | None = None
@@ -46,20 +54,21 @@ class Reports:
         """Pass on the last step; waits for the device."""
         if self._waiting is None:
             return
-        (position, result, self.seconds), self._waiting = self._waiting, None
+        (position, result, seconds), self._waiting = self._waiting, None
         report = result.read()
         if any(report.votes):
             self._votes.count(report)
         self._telemetry.advance(position.epoch, position.step)
         if log.isEnabledFor(logging.DEBUG):
             spans = ", ".join(f"{part} {report.spans_ms.get(part, 0.0):.2f}" for part in PARTS)
-            log.debug("step %d: %.2f ms: %s", position.step, 1e3 * self.seconds, spans)
-        self.callbacks.on_step_metrics(position, report)
+            log.debug("step %d: %.2f ms: %s", position.step, 1e3 * seconds, spans)
+        metrics = StepMetrics(report, samples_of(self._plan, position, report), seconds)
+        self._callbacks.on_step_metrics(position, metrics)
 
     def drain(self) -> None:
         """Pass on the last step too, and log what is left. Before an evaluation and at the end."""
         self.flush()
-        self.callbacks.on_flush()
+        self._callbacks.on_flush()
 
     def restart_timer(self) -> None:
         """Restart the step timer, so that evaluation and saving are not counted."""

@@ -30,7 +30,7 @@ from launcher.run_dir.differences import changed_settings, settings_of
 from launcher.telemetry.events import RestartEvent
 from launcher.trainer.builders import build
 from launcher.trainer.builders.data_check import refuse_other_meaning
-from launcher.trainer.job import Job
+from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position, Start
 
 SHOWN = 8  # settings that have changed
@@ -40,24 +40,26 @@ SAME_RATE = 0.1  # relative: a schedule changes by less from one step to the nex
 class SavedRun:
     """Resumes and saves the run of a job."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.run = job, job.run
+    def __init__(self, context: TrainContext) -> None:
+        self._context = context
         self.scale: ScaleStart | None = None  # None if the run did not resume
         self.stream: Sequence[str] = ()  # by rank: where it stood in a stream when the checkpoint was taken
-        num_samples = 0 if isinstance(job.data.train, StreamData) else job.plan.num_samples
-        identity = RunIdentity.of(self.run.config, self.run.stepper.model, num_samples)
-        ddp = self.run.config.ddp
+        num_samples = 0 if isinstance(context.data.train, StreamData) else context.plan.num_samples
+        identity = RunIdentity.of(self._context.config, self._context.stepper.model, num_samples)
+        ddp = self._context.config.ddp
         form = f"{ddp.gradient_dtype}{', sharded' if ddp.shard_optimizer else ''}"
         self.checkpointer = Checkpointer(
-            Path(self.run.config.run.dir) / FOLDER,
-            self.run.config.checkpoint.keep,
-            self.run.env,
-            self.run.stepper,
-            self.run.average,
+            Path(self._context.config.run.dir) / FOLDER,
+            self._context.config.checkpoint.keep,
+            self._context.env,
+            self._context.stepper,
+            self._context.average,
             identity,
-            SavedWith(self.run.env.world_size, form),
+            SavedWith(self._context.env.world_size, form),
         )
-        self._settings = settings_of(self.run.config)  # once: it takes 1 ms, which each checkpoint would wait
+        self._settings = settings_of(
+            self._context.config
+        )  # once: it takes 1 ms, which each checkpoint would wait
 
     def resume(self, launch: LaunchEnv) -> Start:
         """Load the checkpoint to resume from, if there is one. A collective.
@@ -65,20 +67,24 @@ class SavedRun:
         After a restart that is always the newest of this run. Raises, on all ranks, ConfigError for another
         run's checkpoint or one beyond the end, StorageError if none is intact although one was requested.
         """
-        wish = self.run.config.checkpoint.resume
-        if launch.restart_count and (wish == NEVER or Path(wish).is_relative_to(self.run.config.run.dir)):
+        wish = self._context.config.checkpoint.resume
+        if launch.restart_count and (
+            wish == NEVER or Path(wish).is_relative_to(self._context.config.run.dir)
+        ):
             wish = AUTO  # its first start has already set the others aside
         found = self.checkpointer.find(wish)
         for name, problems in found.damaged.items():
-            self.run.telemetry.warn(f"a damaged checkpoint is skipped and set aside: {name} ({problems})")
+            self._context.telemetry.warn(
+                f"a damaged checkpoint is skipped and set aside: {name} ({problems})"
+            )
         if found.snapshot is None:
-            self.run.telemetry.rewind(0, evaluates_again=False)
+            self._context.telemetry.rewind(0, evaluates_again=False)
             if launch.halved is not None:
                 event = RestartEvent(0, path="", attempt=launch.restart_count, micro_batch=launch.halved)
-                self.run.telemetry.emit(event)
+                self._context.telemetry.emit(event)
             return Start()
         step = found.snapshot.progress.step
-        course = self.job.course
+        course = self._context.course
         if step > course.total_steps:
             raise ConfigError(
                 f"{found.path} is after step {step}, but the run ends after {course.total_steps}. "
@@ -86,19 +92,19 @@ class SavedRun:
             )
         self.scale = self.checkpointer.load(found.snapshot)
         extra = found.snapshot.extra
-        self.job.callbacks.load_state_dict(extra.parts)
+        self._context.callbacks.load_state_dict(extra.parts)
         self.stream = extra.stream or ()
         # Killed before its result was written, or to be saved again with the evaluation that is due.
-        at_end = step == course.total_steps or bool(self.job.callbacks.stop_reason)
+        at_end = step == course.total_steps or bool(self._context.callbacks.stop_reason)
         start = Start(step, at_end or (course.evaluates_after(step) and not extra.evaluated))
         self._report(found.snapshot, found.path, start, launch)
         return start
 
     def _report(self, saved: Snapshot, path: Path | None, start: Start, launch: LaunchEnv) -> None:
         """Report where the run resumes, and what has changed."""
-        telemetry = self.run.telemetry
-        allowed = self.run.config.checkpoint.allow_other_data
-        if text := refuse_other_meaning(saved.extra.data, self.job.fingerprint, allowed):
+        telemetry = self._context.telemetry
+        allowed = self._context.config.checkpoint.allow_other_data
+        if text := refuse_other_meaning(saved.extra.data, self._context.fingerprint, allowed):
             telemetry.warn(text)
         if others := changed_settings(saved.extra.settings, self._settings):
             text = listed(others, SHOWN, "; ")
@@ -109,7 +115,7 @@ class SavedRun:
             RestartEvent(start.step, path=str(path), attempt=launch.restart_count, micro_batch=launch.halved)
         )
         telemetry.decision("resume", f"after step {start.step}, from {path}")
-        if self.run.average is not None and saved.average is None:
+        if self._context.average is not None and saved.average is None:
             text = f"starts from the weights after step {start.step}: the checkpoint has none"
             telemetry.decision("ema", text)
         if self.scale is not None and not self.scale.restored:
@@ -117,7 +123,7 @@ class SavedRun:
 
     def _warn_of_another_rate(self, saved: RunExtras, step: int) -> None:
         """Warn where the schedule of a longer or shorter run jumps to another learning rate."""
-        total, config = self.job.course.total_steps, self.run.config
+        total, config = self._context.course.total_steps, self._context.config
         if saved.total_steps in (None, total) or saved.learning_rate is None or step == total:
             return
         rate, before = self._rates[min(self._applied, total - 1)], saved.learning_rate
@@ -125,9 +131,9 @@ class SavedRun:
             return
         optim_lr = before * config.optim.lr / build.peak_rate(config)
         keep = f"schedule=constant schedule.warmup_fraction=0 optim.lr={optim_lr:.3g}"
-        if self.job.recipe.schedule is not None:
+        if self._context.recipe.schedule is not None:
             keep = f"have the recipe's schedule return {before / build.peak_rate(config):.3g}"
-        self.run.telemetry.warn(
+        self._context.telemetry.warn(
             f"the schedule was for {saved.total_steps} steps and is for {total} now: the learning rate "
             f"was {before:.3g} in the last step, and is {rate:.3g} in step {step + 1}. "
             f"To keep the old one: {keep}"
@@ -135,11 +141,11 @@ class SavedRun:
 
     @cached_property
     def _rates(self) -> list[float]:
-        return build.rates_of(self.run.config, self.job.recipe, self.job.course.total_steps)
+        return build.rates_of(self._context.config, self._context.recipe, self._context.course.total_steps)
 
     @property
     def _applied(self) -> int:
-        return self.run.stepper.counters()["applied"]
+        return self._context.stepper.counters()["applied"]
 
     @property
     def resumed(self) -> bool:
@@ -148,15 +154,15 @@ class SavedRun:
 
     def save(self, position: Position, metric: MonitoredMetric | None) -> SaveResult | None:
         """Save the run's state after `position`, as `Checkpointer.save`. A collective."""
-        states, place = self.job.callbacks.state_dict(), self.job.batches.position()
+        states, place = self._context.callbacks.state_dict(), self._context.batches.position()
         progress = TrainProgress(position.epoch, position.step, round(states["totals"]["samples"]))
         extra = RunExtras(
             states,
             evaluated=metric is not None,
-            data=self.job.fingerprint,
+            data=self._context.fingerprint,
             settings=self._settings,
-            stream=exchange_texts(self.run.env, place) if place else None,
-            total_steps=self.job.course.total_steps,
+            stream=exchange_texts(self._context.env, place) if place else None,
+            total_steps=self._context.course.total_steps,
             learning_rate=self._rates[min(max(0, self._applied - 1), len(self._rates) - 1)],
         )
         return self.checkpointer.save(progress, metric, extra)

@@ -21,8 +21,8 @@ from launcher.distributed.uneven import UnevenCollectives
 from launcher.errors import ConfigError, counted
 from launcher.evaluation.evaluate import unchanged
 from launcher.recipe.contract import Loss
+from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import found_in_trial
-from launcher.trainer.job import Job
 from launcher.trainer.task import Task
 
 TO_EVEN_OUT = (
@@ -31,12 +31,12 @@ TO_EVEN_OUT = (
 )
 
 
-def try_loader_processes(job: Job) -> None:
+def try_loader_processes(context: TrainContext) -> None:
     """Have a loader process read a sample: not every data set can be used in a forked process.
 
     Under data.num_workers=auto such a set is read in the training process; a number is a ConfigError.
     """
-    data, config = job.data.train, job.run.config
+    data, config = context.data.train, context.config
     if (
         not isinstance(data, IndexedData)
         or not data.how.workers
@@ -46,44 +46,44 @@ def try_loader_processes(job: Job) -> None:
     found = f"in a loader process sample 0 of the training set raises {failure}, in the training process not"
     if config.data.num_workers != "auto":
         raise ConfigError(f"data.num_workers={config.data.num_workers}: {found}. Set data.num_workers=0.")
-    for each in (data, *job.data.validation.values()):
+    for each in (data, *context.data.validation.values()):
         if isinstance(each, IndexedData):
             each.read_in_this_process()
-    job.run.telemetry.decision("loader processes", f"none: {found}")
+    context.telemetry.decision("loader processes", f"none: {found}")
 
 
-def try_smallest_batch(job: Job, task: Task) -> None:
+def try_smallest_batch(context: TrainContext, task: Task) -> None:
     """Run the smallest batch of the plan forward and backward, if it is another than the first one.
 
     A collective: raises on all ranks alike. Not of a stream, whose end is not known, and not where batch
     norms communicate: a pass that fails on one rank would leave the others waiting in them.
     """
-    run, plan = job.run, job.plan
-    step = plan.smallest_step(job.course.total_steps)
+    plan = context.plan
+    step = plan.smallest_step(context.course.total_steps)
     sizes = plan.sizes_by_rank(step)
-    waits_for_others = run.config.model.sync_bn and run.env.group is not None
-    if isinstance(job.data.train, StreamData) or waits_for_others or plan.is_even(step):
+    waits_for_others = context.config.model.sync_bn and context.env.group is not None
+    if isinstance(context.data.train, StreamData) or waits_for_others or plan.is_even(step):
         return
-    run.heartbeat.beat("trying the smallest batch")
+    context.heartbeat.beat("trying the smallest batch")
     samples = counted(len(plan.global_batch(step)), "sample")
     what = f"the smallest batch: {samples} in step {step + 1} of an epoch, by rank {sizes}"
-    refusing = UnevenCollectives(run.env, sizes, TO_EVEN_OUT)
+    refusing = UnevenCollectives(context.env, sizes, TO_EVEN_OUT)
 
-    @wraps(job.recipe.loss, updated=())
+    @wraps(context.recipe.loss, updated=())
     def loss(network: nn.Module, batch: Batch) -> Loss:
-        with run.heartbeat.in_user_code(), refusing:
-            return job.recipe.loss(network, batch)
+        with context.heartbeat.in_user_code(), refusing:
+            return context.recipe.loss(network, batch)
 
-    tried = replace(task, network=job.model, loss=loss)
-    batches = training_batches(job.data.train, plan, job.recipe.train_transform, total_steps=0)
-    with found_in_trial(what), raised_on_all(run.env), unchanged(job.model):
-        job.model.train()
+    tried = replace(task, network=context.model, loss=loss)
+    batches = training_batches(context.data.train, plan, context.recipe.train_transform, total_steps=0)
+    with found_in_trial(what), raised_on_all(context.env), unchanged(context.model):
+        context.model.train()
         try:
-            with run.heartbeat.in_user_code():
-                micro_batches = batches.trial(step, len(sizes[run.env.rank]))
+            with context.heartbeat.in_user_code():
+                micro_batches = batches.trial(step, len(sizes[context.env.rank]))
             for batch in micro_batches:
                 tried.learn_from(batch)
         finally:
-            run.heartbeat.beat("comparing the trials")  # from here on this rank may wait for another one
-            run.stepper.abandon()  # on all ranks, whether the pass failed or not: by the same collectives
+            context.heartbeat.beat("comparing the trials")  # from here on this rank may wait for another one
+            context.stepper.abandon()  # on all ranks, whether the pass failed or not: by the same collectives
     task.inspected = tried.inspected

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from launcher.data.seeding import seed_compute
-from launcher.data.tensors import Batch, Batches
-from launcher.engine import EngineWarning, Stepper, StepResult
+from launcher.data.tensors import Batch
+from launcher.engine import EngineWarning, StepResult
 from launcher.engine.step_timer import DATA
 from launcher.errors import DataError
 from launcher.recipe.contract import Loss, loss_of
-from launcher.trainer.answers import Answers
-from launcher.trainer.callbacks.micro_batch import MicroBatch
+from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.model_mistakes import backward_mistake, unheld_parameters
+from launcher.trainer.out_of_memory import abandons_after
 from launcher.trainer.progress import Position
 from launcher.trainer.votes import Question, samples_of
 
@@ -25,53 +25,54 @@ from launcher.trainer.votes import Question, samples_of
 class Task:
     """What is trained: a network, its loss and this rank's batches."""
 
-    stepper: Stepper
-    network: nn.Module
+    context: TrainContext
+    network: nn.Module  # the model, compiled or not
     loss: Callable[[nn.Module, Batch], Loss]
-    batches: Batches
-    answers: Answers
-    micro_batch: MicroBatch
     inspected: bool = False  # whether a loss was: the first one is
-    stop_requested: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        self.stepper = self.context.stepper
 
     def train_on(self, position: Position) -> StepResult:
         """One update from this rank's micro-batches, which may be none."""
-        if self.micro_batch.abandons:
+        if self.context.shortage:
+            # Ranks read the report of a step while the next one runs: until then they wait for this one.
             return self.stepper.abandon()
         try:
             ends = self._learn(position)
-            if self.stop_requested():  # it travels with the totals of this step, after which all ranks stop
+            if self.context.is_asked_to_end():
+                # Sent with the totals of this step, after which all ranks stop.
                 self.stepper.vote(Question.STOP)
             result = self.stepper.step()
         except Exception as error:
-            if not self.micro_batch.abandons_after(error):
+            if not abandons_after(self.context, error):
                 raise
             return self.stepper.abandon()
         if not ends:
             return result
         report = result.read()  # without waiting for the next step: all ranks with nothing left do so
-        plan = self.batches.plan
+        batches, plan = self.context.batches, self.context.plan
         if report.votes[Question.STREAM_END] == plan.world_size:
             if not samples_of(plan, position, report):
                 raise DataError("the training stream is empty: a whole pass over it gave no samples.")
-            self.batches.begin_again()
+            batches.begin_again()
         return result
 
     def _learn(self, position: Position) -> bool:
         """All passes of a step. Whether this rank has nothing left of the stream."""
+        batches, plan = self.context.batches, self.context.plan
         self.stepper.clock.restart()
-        micro_batches = self.batches.step(position.epoch, position.step_of_epoch)
+        micro_batches = batches.step(position.epoch, position.step_of_epoch)
         self.stepper.clock.mark(DATA)
-        if bad := self.batches.latest_bad():
+        if bad := batches.latest_bad():
             self.stepper.vote(Question.BAD_SAMPLES, bad)
-        if missing := self.batches.missing():
+        if missing := batches.missing():
             self.stepper.vote(Question.MISSING_SAMPLES, missing)
-        if ends := self.batches.at_end():
+        if ends := batches.at_end():
             self.stepper.vote(Question.STREAM_END)
-        plan = self.batches.plan
         for number, batch in enumerate(micro_batches):
             seed_compute(plan.seed, position.step, plan.rank, number, self.stepper.device)
-            self.answers.count(self.learn_from(batch), batch)
+            self.context.answers.count(self.learn_from(batch), batch)
         return ends
 
     def learn_from(self, batch: Batch) -> Loss:

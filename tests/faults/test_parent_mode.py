@@ -130,8 +130,8 @@ def test_an_unexpected_error_of_our_own_is_told_with_its_traceback(tmp_path: Pat
         ]
         assert not any("supervisor/" in line or "worker.py" in line for line in trace)
         assert error_of(parent).startswith("error: rank 0 failed: unexpected error at ")
-        assert "launcher/trainer/loop.py:" in error_of(parent)
-        assert ", in train: TypeError: 'NoneType' object is not callable. The full" in error_of(parent)
+        assert "launcher/trainer/trainer.py:" in error_of(parent)
+        assert ", in fit: TypeError: 'NoneType' object is not callable. The full" in error_of(parent)
         assert "worker.py" in (parent.run_dir / "logs" / "rank0.log").read_text()
         assert_written_down(parent, 1)
 

@@ -53,9 +53,9 @@ def explain(env: WorkerEnv, planted: int, transform_fails: bool, backward: bool 
         reference_count=8,
     )
     before = state_digest(stepper)
-    run, recipe = SimpleNamespace(stepper=stepper, env=env), SimpleNamespace(loss=loss)
-    job = SimpleNamespace(run=run, recipe=recipe, batches=batches)
-    text = DivergenceInspector(cast(Any, job)).explain(
+    recipe = SimpleNamespace(loss=loss)
+    context = SimpleNamespace(stepper=stepper, env=env, recipe=recipe, batches=batches)
+    text = DivergenceInspector(cast(Any, context)).explain(
         Position(EPOCH, STEP - 1, EPOCH * plan.steps_per_epoch + STEP), range(env.world_size), backward
     )
     return text, state_digest(stepper) == before

@@ -7,6 +7,7 @@ from dataclasses import replace
 from launcher.config.schema import LossScaleConfig
 from launcher.engine import StepReport
 from launcher.engine.limits import VOTES
+from launcher.trainer.callback import StepMetrics
 
 LIMITS = LossScaleConfig(
     mode="dynamic",
@@ -39,3 +40,7 @@ CLEAN = StepReport(
 OVERFLOW = replace(
     CLEAN, skipped=True, skipped_steps=1, culprit_ranks=(1,), culprit_parameters=("fc.weight",)
 )
+
+
+def metrics_of(report: StepReport, samples: int = 8, seconds: float = 0.5) -> StepMetrics:
+    return StepMetrics(report, samples, seconds)

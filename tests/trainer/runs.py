@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from launcher.config.schema import LossScaleConfig
+from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine import SGD, Stepper
 from launcher.process.signals import StopSignal
 from launcher.telemetry import Telemetry
+from launcher.trainer.context import TrainContext
+from launcher.trainer.progress import Course
 from launcher.trainer.reports import Reports
-from launcher.trainer.run import Run
 from tests.configs import composed
 
+PLAN = BatchPlan(8 * 100 - 3, 8, None, 1, 0, 0, drop_last=False)  # the last step of an epoch has 5 samples
 
-def run_alone(telemetry: Telemetry, limits: LossScaleConfig, log_every_steps: int) -> Run:
+
+def context_alone(telemetry: Telemetry, limits: LossScaleConfig, log_every_steps: int) -> TrainContext:
     config = composed()
     config = replace(
         config,
         precision=replace(config.precision, loss_scale=limits),
         train=replace(config.train, log_every_steps=log_every_steps),
     )
-    stepper = Stepper(nn.Linear(2, 2), SGD(lr=0.1))
-    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
-    run = Run(config, env, stepper, telemetry, Heartbeat(), StopSignal())
-    run.reports = Reports(telemetry, run.votes)  # one step late, as on a GPU
-    return run
+    model, absent = nn.Linear(2, 2), cast(Any, None)
+    context = TrainContext(
+        config,
+        env=WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None),
+        telemetry=telemetry,
+        heartbeat=Heartbeat(),
+        stop_signal=StopSignal(),
+        recipe=cast(Any, SimpleNamespace(compare_by=None, schedule=None)),
+        data=absent,
+        fingerprint={},
+        used=absent,
+        plan=PLAN,
+        course=Course(100, 100, 1),
+        model=model,
+        stepper=Stepper(model, SGD(lr=0.1)),
+        answers=absent,
+        host_ms=0.0,
+    )
+    # One step late, as on a GPU.
+    context.reports = Reports(telemetry, context.votes, context.callbacks, PLAN)
+    return context

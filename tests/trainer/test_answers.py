@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from launcher.distributed.env import WorkerEnv
 from launcher.evaluation.evaluate import Evaluation
 from launcher.recipe import Loss
 from launcher.run_dir.atomic import read_json
+from launcher.telemetry import Telemetry
 from launcher.telemetry.event_log import read_events
 from launcher.telemetry.formatting import evaluation_cells
 from launcher.trainer.answers import Answers, SinceEvaluation
@@ -20,7 +22,8 @@ from launcher.trainer.callbacks.training_metrics import TrainingMetrics
 from launcher.trainer.progress import Measured, Position
 from tests.forked import launch_forked
 from tests.telemetry.made import made
-from tests.trainer.reports import CLEAN
+from tests.trainer.reports import CLEAN, LIMITS, metrics_of
+from tests.trainer.runs import context_alone
 
 OF_TRAINING = ("train_loss", "train_accuracy")
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
@@ -79,12 +82,22 @@ def test_without_classes_nothing_is_counted() -> None:
     assert since.metrics() == {}
 
 
+def metrics_alone() -> TrainingMetrics:
+    return TrainingMetrics(replace(context_alone(Telemetry(), LIMITS, 1), answers=Answers(ALONE, None)))
+
+
+def evaluated(metrics: TrainingMetrics) -> Mapping[str, float]:
+    """What an evaluation now says of training."""
+    metrics.on_eval_start(Position(0, 0, 1))
+    return metrics._context.train_metrics
+
+
 def test_what_was_counted_survives_a_checkpoint() -> None:
     since = SinceEvaluation(3.5, 7.0, 2, 7)
-    before, after = TrainingMetrics(Answers(ALONE, None)), TrainingMetrics(Answers(ALONE, None))
+    before, after = metrics_alone(), metrics_alone()
     before.load_state_dict(asdict(since))
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert after.metrics() == since.metrics()
+    assert evaluated(after) == since.metrics()
     assert since.metrics() == {"train_loss": 0.5, "train_accuracy": 2 / 7}
 
 
@@ -98,17 +111,17 @@ def test_the_table_has_them_beside_what_was_held_out() -> None:
 
 def test_an_evaluation_that_is_repeated_after_a_kill_says_the_same_of_training() -> None:
     position, measured = Position(0, 0, 1), Measured(evaluations={"all": Evaluation(0.5, 2, {}, {})})
-    killed, resumed = (TrainingMetrics(Answers(ALONE, None)) for _ in range(2))
-    killed.on_step_metrics(position, replace(CLEAN, loss=0.25))
-    found = killed.metrics()
+    killed, resumed = (metrics_alone() for _ in range(2))
+    killed.on_step_metrics(position, metrics_of(replace(CLEAN, loss=0.25)))
+    found = evaluated(killed)
     assert found["train_loss"] == 0.25
     killed.on_eval_end(position, measured)
     resumed.load_state_dict(json.loads(json.dumps(killed.state_dict())))
     for _ in range(2):
-        assert resumed.metrics() == found
+        assert evaluated(resumed) == found
         resumed.on_eval_end(position, measured)
-    resumed.on_step_metrics(position, replace(CLEAN, loss=4.0))
-    assert resumed.metrics() == {"train_loss": 4.0}
+    resumed.on_step_metrics(position, metrics_of(replace(CLEAN, loss=4.0)))
+    assert evaluated(resumed) == {"train_loss": 4.0}
 
 
 SHORT = [

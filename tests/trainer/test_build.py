@@ -32,6 +32,8 @@ from tests.models import mlp
 
 DATA = TensorData({"image": torch.zeros(4, 8), "label": torch.zeros(4, dtype=torch.int64)})
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture
 def switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
@@ -46,7 +48,7 @@ def switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # the compiler's own, at import
 def test_deterministic_means_matrix_products_too(switches, wish) -> None:
     """torch refuses those on CUDA unless cuBLAS has a workspace of a fixed size."""
-    apply_switches(composed(f"train.deterministic={str(wish).lower()}"))
+    apply_switches(composed(f"train.deterministic={str(wish).lower()}"), CPU)
     assert torch.are_deterministic_algorithms_enabled() is wish
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if wish else None)
 
@@ -54,7 +56,7 @@ def test_deterministic_means_matrix_products_too(switches, wish) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_workspace_of_the_users_own_is_kept(switches) -> None:
     switches.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    apply_switches(composed("train.deterministic=true"))
+    apply_switches(composed("train.deterministic=true"), CPU)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
@@ -66,7 +68,7 @@ def test_each_rank_compiles_in_one_process_unless_the_user_says_otherwise(switch
     switches.setenv("TORCHINDUCTOR_COMPILE_THREADS", given or "")  # noted, as above
     if given is None:
         switches.delenv("TORCHINDUCTOR_COMPILE_THREADS")
-    apply_switches(composed())
+    apply_switches(composed(), CPU)
     assert decide_compile_threads() == processes
 
 

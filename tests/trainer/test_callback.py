@@ -21,15 +21,18 @@ from launcher.checkpoint.snapshot import MonitoredMetric
 from launcher.config.schema import EarlyStoppingConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.run_dir.result import Result
+from launcher.telemetry import Telemetry
+from launcher.trainer import build_callbacks, ends
 from launcher.trainer import callbacks as folder
-from launcher.trainer import ends, part_list
 from launcher.trainer.callback import Callback, CallbackList
 from launcher.trainer.callbacks.early_stopping import EarlyStopping, WatchedMetric
-from launcher.trainer.job import Job
-from launcher.trainer.progress import Course, Position
+from launcher.trainer.progress import Position
 from launcher.trainer.pruning import PruneCheck
+from launcher.trainer.trainer import Trainer
 from tests.configs import composed
 from tests.forked import launch_forked
+from tests.trainer.reports import LIMITS
+from tests.trainer.runs import context_alone
 
 WORDS = [
     *("recipe=cnn", "data=digits", "data.batch_size=256", "tracker=none", "checkpoint.every_steps=2"),
@@ -41,7 +44,6 @@ WORDS = [
 OF_THIS_PROCESS = {
     "log": {"_window", "_samples", "_times", "_last"},  # the steps of a line
     "totals": {
-        "latest",
         "_times",
         "_wire_bytes_per_step",
     },  # of a step; of the last process, as result.json says
@@ -56,16 +58,16 @@ REPORTED = """
 import json
 import os
 
-from launcher import worker
 from launcher.recipe import recipe
+from launcher.trainer.trainer import Trainer
 from recipes.cnn import cnn
 
-train = worker.train
-def reported(job, *more):
+fit = Trainer.fit
+def reported(trainer):
     with open(f"parts{os.environ['RANK']}.json", "w") as file:
-        json.dump(job.callbacks.names, file)
-    return train(job, *more)
-worker.train = reported
+        json.dump(trainer.callbacks.names, file)
+    return fit(trainer)
+Trainer.fit = reported
 
 
 @recipe("own")
@@ -102,17 +104,12 @@ def plain(value: Any) -> Any:
 
 SHARED = {
     *(
-        "Run",
-        "Job",
+        "TrainContext",
         "CallbackList",
         "Answers",
         "SavedRun",
         "Checkpointer",
         "Course",
-        "Rescue",
-        "TrainingMetrics",
-        "Reports",
-        "Totals",
     ),
     "DivergenceInspector",  # which keeps the job alone
 }
@@ -136,16 +133,15 @@ def is_saved(part: Callback, name: str, before: Any) -> bool:
 def test_what_a_callback_keeps_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trains in this process, and compares each callback after the steps with what it was before them."""
     lost: dict[str, set[str]] = {}
-    train = worker.train
+    fit = Trainer.fit
 
-    def compared(job: Job, *more: Any) -> int:
-        parts = dict(zip(job.callbacks.names, job.callbacks._callbacks, strict=True))
+    def compared(trainer: Trainer) -> int:
+        parts = dict(zip(trainer.callbacks.names, trainer.callbacks._callbacks, strict=True))
         before = {name: kept(part) for name, part in parts.items()}
         values = {
             name: {key: copy.copy(value) for key, value in vars(part).items()} for name, part in parts.items()
         }
-        values |= {"training_metrics": copy.deepcopy(values["training_metrics"])}
-        end = train(job, *more)
+        end = fit(trainer)
         for name, part in parts.items():
             changed = {key for key, value in kept(part).items() if before[name].get(key) != value}
             if type(part).state_dict is not Callback.state_dict:
@@ -154,7 +150,7 @@ def test_what_a_callback_keeps_is_saved(tmp_path: Path, monkeypatch: pytest.Monk
                 lost[name] = changed
         return end
 
-    monkeypatch.setattr(worker, "train", compared)
+    monkeypatch.setattr(Trainer, "fit", compared)
     monkeypatch.setattr(ends, "write_page", lambda run_dir, telemetry: None)
     config = composed(*WORDS)
     (tmp_path / "run").mkdir()
@@ -175,7 +171,7 @@ def test_a_callback_adds_to_the_result_by_its_type() -> None:
         and issubclass(each, Callback)
         and each.add_to_result is not Callback.add_to_result
     ]
-    assert len(adding) >= 7, "the test finds the parts"
+    assert len(adding) >= 6, "the test finds the parts"
     for each in adding:
         assert get_type_hints(each.add_to_result) == {"result": Result, "return": Result}, each
 
@@ -221,7 +217,7 @@ def test_a_callback_keeps_its_state_where_its_file_and_class_are_renamed(tmp_pat
         del sys.modules["patience"]
 
     def part_of(kind: type[Any]) -> Any:
-        return kind(EarlyStoppingConfig(9, 0.0, None), None, Course(1, 9, 1), None)
+        return kind(context_alone(Telemetry(), LIMITS, 1), EarlyStoppingConfig(9, 0.0, None))
 
     before = part_of(EarlyStopping)
     before._watched = WatchedMetric(MonitoredMetric("accuracy", 0.5), 3, 2, 5)
@@ -278,10 +274,9 @@ def test_only_overridden_hooks_are_called_and_none_of_a_callback_that_is_not_ena
 # Methods for callers that know the callback.
 OFFERED = {
     "PruneCheck": {"asked"},
-    "Evaluator": {"after", "evaluate", "is_best", "rehearse"},
+    "Evaluator": {"run", "evaluate", "is_best", "rehearse"},
     "InitialWeights": {"check"},
-    "MicroBatch": {"choose", "abandons_after", "explained"},
-    "TrainingMetrics": {"metrics"},
+    "MicroBatch": {"choose"},
 }
 
 
@@ -303,7 +298,9 @@ def mistakes_of(kind: type) -> list[str]:
 def test_callbacks_have_no_other_methods_than_the_hooks() -> None:
     """A misspelt hook would never be called."""
     kinds = [
-        each for each in vars(part_list).values() if isinstance(each, type) and issubclass(each, Callback)
+        each
+        for each in vars(build_callbacks).values()
+        if isinstance(each, type) and issubclass(each, Callback)
     ]
     kinds.remove(Callback)
     assert len(kinds) >= 19, "the test finds the callbacks"

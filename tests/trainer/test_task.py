@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +42,8 @@ def test_a_loss_with_parameters_of_its_own_is_a_warning_once() -> None:
 
     x, classes = features(4, 0)
     model = mlp()
-    task = Task(Stepper(model, SGD(0.1), Policy.fp32()), model, loss, None, None, None)  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(stepper=Stepper(model, SGD(0.1), Policy.fp32()))
+    task = Task(context, model, loss)
     with pytest.warns(EngineWarning, match="1 parameters that the model does not hold"):
         task.learn_from({"x": x, "label": classes})
     task.stepper.step()
@@ -77,9 +78,16 @@ def trained_on_stream(size: int, steps: int, weight: float) -> list[tuple[int, f
 
     model = mlp()
     answers = SimpleNamespace(count=lambda of_batch, batch: None)
-    micro_batch = SimpleNamespace(abandons=False)
     stepper = Stepper(model, SGD(0.1), Policy.fp32())
-    task = Task(stepper, model, loss, batches, cast(Any, answers), cast(Any, micro_batch))
+    context: Any = SimpleNamespace(
+        stepper=stepper,
+        batches=batches,
+        plan=plan,
+        answers=answers,
+        shortage="",
+        is_asked_to_end=lambda: False,
+    )
+    task = Task(context, model, loss)
     positions = [Position(0, step, step + 1) for step in range(steps)]
     reports = [task.train_on(position).read() for position in positions]
     return [

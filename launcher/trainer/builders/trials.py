@@ -21,8 +21,8 @@ from launcher.distributed.collectives import exchange_texts
 from launcher.errors import OutOfMemoryError, counted, in_words
 from launcher.process import frames, shortage
 from launcher.recipe.contract import loss_of
+from launcher.trainer.context import TrainContext
 from launcher.trainer.device import free_memory
-from launcher.trainer.job import Job
 
 
 def sizes_to_try(plan: BatchPlan) -> list[int]:
@@ -56,18 +56,18 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int 
     return sizes[at] if at < len(sizes) else None
 
 
-def search(job: Job) -> int:
+def search(context: TrainContext) -> int:
     """The largest micro-batch that fits on all ranks, of a run that has not begun.
 
     A collective: all ranks make the same trials. Raises OutOfMemoryError on all ranks.
     """
     tried: dict[int, str] = {}
-    config, plan = job.run.config, job.plan
+    config, plan = context.config, context.plan
     sizes = sizes_to_try(plan)
     # cuDNN would time its algorithms anew for the shapes of each trial.
     tunes, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:
-        size = largest_that_fits(sizes, lambda size: _fits(job, size, tried))
+        size = largest_that_fits(sizes, lambda size: _fits(context, size, tried))
     finally:
         torch.backends.cudnn.benchmark = tunes
     last = next(reversed(tried.values()))
@@ -87,42 +87,42 @@ def search(job: Job) -> int:
         f"The update stays that of {plan.batch_size} samples, in up to {parts} per rank"
     )
     fitted = [[each, not failure] for each, failure in tried.items()]
-    job.run.telemetry.decision("micro-batch", text, micro_batch=size, tried=fitted)
+    context.telemetry.decision("micro-batch", text, micro_batch=size, tried=fitted)
     return size
 
 
-def _fits(job: Job, size: int, tried: dict[int, str]) -> bool:
+def _fits(context: TrainContext, size: int, tried: dict[int, str]) -> bool:
     """Whether it fits on all ranks. `tried` gets why not, by rank; empty if it does."""
-    job.run.heartbeat.beat("trying micro-batches")
-    failure = _failure(job, replace(job.plan, micro_batch=size), smaller=bool(tried))
-    texts = exchange_texts(job.run.env, failure)
+    context.heartbeat.beat("trying micro-batches")
+    failure = _failure(context, replace(context.plan, micro_batch=size), smaller=bool(tried))
+    texts = exchange_texts(context.env, failure)
     tried[size] = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
     return not tried[size]
 
 
-def _failure(job: Job, plan: BatchPlan, smaller: bool) -> str:
+def _failure(context: TrainContext, plan: BatchPlan, smaller: bool) -> str:
     """What this rank ran out of in a step of `plan`; empty if nothing. Raises as `_shortage`."""
-    run, failure = job.run, ""
+    failure = ""
     try:
-        _pass(job, plan)
+        _pass(context, plan)
     except Exception as error:
         failure = _shortage(error, smaller)
     # Whether it fitted or not: all ranks drop the step, by the same collectives.
-    run.stepper.abandon()
-    free_memory(run.env.device)
+    context.stepper.abandon()
+    free_memory(context.env.device)
     return failure
 
 
-def _pass(job: Job, plan: BatchPlan) -> None:
+def _pass(context: TrainContext, plan: BatchPlan) -> None:
     """The passes of a step, but not compiled: that would take minutes for each size."""
-    stepper, in_user_code = job.run.stepper, job.run.heartbeat.in_user_code
+    stepper, in_user_code = context.stepper, context.heartbeat.in_user_code
     stepper.set_micro_batches(plan.micro_batches)
-    job.model.train()
+    context.model.train()
     with in_user_code():
-        batches = trial_batches(job.data.train, plan, job.recipe.train_transform, PASSES)[:PASSES]
+        batches = trial_batches(context.data.train, plan, context.recipe.train_transform, PASSES)[:PASSES]
     for batch in batches:
         with stepper.forward(), in_user_code():
-            of_batch = loss_of(job.recipe.loss, job.model, batch)
+            of_batch = loss_of(context.recipe.loss, context.model, batch)
         stepper.backward(of_batch.sum, of_batch.count)
 
 

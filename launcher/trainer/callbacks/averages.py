@@ -8,9 +8,9 @@ from launcher.engine import StepResult, WeightAverage
 from launcher.engine.rank_state import size_bytes
 from launcher.run_dir.result import Result
 from launcher.trainer.callback import Callback
+from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
 from launcher.trainer.replicas import ema_sha256
-from launcher.trainer.run import Run
 
 
 class Averages(Callback):
@@ -18,8 +18,8 @@ class Averages(Callback):
 
     name = "averages"
 
-    def __init__(self, run: Run, average: WeightAverage) -> None:
-        self._run = run
+    def __init__(self, context: TrainContext, average: WeightAverage) -> None:
+        self._context = context
         self._average = average
 
     def on_step_launched(self, position: Position, result: StepResult) -> None:
@@ -27,10 +27,10 @@ class Averages(Callback):
 
     def add_to_result(self, result: Result) -> Result:
         """A collective."""
-        stepper = self._run.stepper
+        stepper = self._context.stepper
         return replace(
             result,
             evaluated_weights="ema",
-            ema_sha256=ema_sha256(stepper, self._average, self._run.env),
+            ema_sha256=ema_sha256(stepper, self._average, self._context.env),
             state_bytes=stepper.state_bytes() + size_bytes(self._average.tensors()),
         )

@@ -22,11 +22,11 @@ from launcher.run_dir.pruning import PruneRequest
 from launcher.run_dir.records import JOB
 from launcher.telemetry.events import CheckpointEvent
 from launcher.trainer.callback import Callback
+from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Measured, Position
 from launcher.trainer.pruning import request_of_agent
 from launcher.trainer.replicas import check_replicas
 from launcher.trainer.resume import SavedRun
-from launcher.trainer.run import Run
 from launcher.trainer.votes import Question
 
 
@@ -35,37 +35,34 @@ class Checkpoints(Callback):
 
     name = "checkpoints"
 
-    def __init__(self, run: Run, saved: SavedRun) -> None:
-        wish = run.config.checkpoint
-        self.run = run
+    def __init__(self, context: TrainContext, saved: SavedRun) -> None:
+        wish = context.config.checkpoint
+        self._context = context
         self._saved, self._checkpointer = saved, saved.checkpointer
         self.due = SaveSchedule(wish.every_steps, wish.every_s)
         self._failure = ""  # of the latest checkpoint, on the leader
         self._best_step = -1  # of the latest checkpoint that is the best so far
 
-    def __enter__(self) -> Checkpoints:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         """Report the checkpoint that is still being written, also where an error ends the run."""
         try:
             self._report(self._checkpointer.wait())
         finally:
-            self._checkpointer.__exit__(*error)
+            self._checkpointer.close()
 
     def on_train_start(self, step: int) -> None:
         self.due.done()  # the time until the next one counts from here
 
     def on_step_start(self, position: Position) -> None:
         """Cast this rank's votes before a step; they are sent with the counts of the step."""
-        run = self.run
+        context = self._context
         self._report(self._checkpointer.poll())
-        by_clock = run.env.is_leader and self.due.by_clock()
-        if run.stop_signal.pop_save() or by_clock:
+        by_clock = context.env.is_leader and self.due.by_clock()
+        if context.stop_signal.pop_save() or by_clock:
             self.due.done()  # requested now, saved after the next step
-            run.stepper.vote(Question.SAVE)
-        if self._failure and run.config.checkpoint.on_error == "stop":
-            run.stepper.vote(Question.GIVE_UP)
+            context.stepper.vote(Question.SAVE)
+        if self._failure and context.config.checkpoint.on_error == "stop":
+            context.stepper.vote(Question.GIVE_UP)
 
     def on_step_end(self, position: Position, measured: Measured | None) -> None:
         """Save and stop as voted and as due, the same on all ranks.
@@ -75,9 +72,9 @@ class Checkpoints(Callback):
         StorageError for one that cannot be saved.
         """
         due = self.due.after_step(position.step)
-        if measured is None and not (self.run.votes.some or due):
+        if measured is None and not (self._context.votes.some or due):
             return
-        agreed = self.run.votes.take()
+        agreed = self._context.votes.take()
         done = measured is not None and measured.is_last
         stops = Question.STOP in agreed and not done
         if Question.GIVE_UP in agreed and (failure := self._of_leader(self._failure)):
@@ -94,7 +91,7 @@ class Checkpoints(Callback):
         if stops or done:
             self._refuse_unsaved()
         if stops:
-            self.run.reports.drain()
+            self._context.reports.drain()
             raise self._stopped(position.step, pruned)
 
     def _refuse_unsaved(self) -> None:
@@ -117,7 +114,7 @@ class Checkpoints(Callback):
             return PrunedError(f"after step {step}: {pruned.reason}; {saved}")
         text = f"after step {step}, on request; checkpoint saved. {TO_RESUME} {self._run_dir}"
         stopped = PreemptedError(text)
-        stopped.by_scheduler = is_preemption(self.run.stop_signal.stop)
+        stopped.by_scheduler = is_preemption(self._context.stop_signal.stop)
         return stopped
 
     @property
@@ -126,31 +123,31 @@ class Checkpoints(Callback):
 
     def _request_to_prune(self) -> PruneRequest | None:
         """The request that the leader has found, the same on all ranks. A collective."""
-        found = self.run.pruning.request or request_of_agent(self.run.stop_signal.stop, os.environ)
+        found = self._context.pruning.request or request_of_agent(self._context.stop_signal.stop, os.environ)
         text = self._of_leader("" if found is None else json.dumps(asdict(found)))
         return PruneRequest(**json.loads(text)) if text else None
 
     def _discard(self) -> None:
         """Remove the checkpoints of a run that is given up; the last one is not written."""
-        self.run.reports.drain()
+        self._context.reports.drain()
         self._report(self._checkpointer.wait())
-        if self.run.env.is_leader:
+        if self._context.env.is_leader:
             shutil.rmtree(self._checkpointer.directory, ignore_errors=True)
 
     def _save(self, position: Position, metric: MonitoredMetric | None) -> None:
-        self.run.reports.flush()  # raises if the run has diverged, which is then not saved
-        self.run.telemetry.flush()
-        self.run.heartbeat.beat("consistency check")
+        self._context.reports.flush()  # raises if the run has diverged, which is then not saved
+        self._context.telemetry.flush()
+        self._context.heartbeat.beat("consistency check")
         # Before anything is copied: a difference between the ranks ends the run, and is never saved.
-        check_replicas(self.run.stepper, self.run.average)
-        self.run.heartbeat.beat("checkpoint")
+        check_replicas(self._context.stepper, self._context.average)
+        self._context.heartbeat.beat("checkpoint")
         self._report(self._saved.save(position, metric))
         self.due.done()
-        self.run.reports.restart_timer()
+        self._context.reports.restart_timer()
 
     def _of_leader(self, text: str) -> str:
         """The leader's text on all ranks: only the leader writes files. A collective."""
-        return exchange_texts(self.run.env, text)[0]
+        return exchange_texts(self._context.env, text)[0]
 
     def _report(self, report: SaveResult | None) -> None:
         if report is None:
@@ -159,7 +156,7 @@ class Checkpoints(Callback):
             self._failure = ""
             self.due.written()
             size, seconds = report.size_bytes, report.seconds
-            self.run.telemetry.emit(
+            self._context.telemetry.emit(
                 CheckpointEvent(
                     report.step,
                     path=str(report.path),
@@ -173,5 +170,5 @@ class Checkpoints(Callback):
         if report.path is None:
             self.due.failed()
         if report.path is not None or not self._failure:  # of several in a row the first is a warning
-            self.run.telemetry.warn(str(report.error))
+            self._context.telemetry.warn(str(report.error))
         self._failure = self._failure if report.path else str(report.error)

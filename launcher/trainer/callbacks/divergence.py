@@ -15,7 +15,7 @@ from typing import ClassVar
 from launcher.config.schema import LossScaleConfig
 from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError, listed
-from launcher.trainer.callback import Callback
+from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.diagnostics.nonfinite_inspector import MAX_NAMES, DivergenceInspector
 from launcher.trainer.progress import Measured, Position
 
@@ -35,11 +35,12 @@ class DivergenceCheck(Callback):
     _scales: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SCALES_SHOWN))
     _last: tuple[Position, StepReport] | None = None
 
-    def on_step_metrics(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         """Raise DivergedError or DataError if no later step can recover.
 
         The same on all ranks, so the inspector may communicate.
         """
+        report = metrics.report
         self._last = (position, report)
         if not self._scales or self._scales[-1][1] != report.scale:
             self._scales.append((position.step, report.scale))  # (first step, scale)

@@ -17,9 +17,9 @@ from launcher.errors import counted
 from launcher.evaluation.comparison import comparison, refuse_none, refuse_unknown
 from launcher.evaluation.evaluate import Evaluation
 from launcher.run_dir.result import Result
-from launcher.telemetry import Telemetry
 from launcher.trainer.callback import Callback
-from launcher.trainer.progress import Course, Measured, Position
+from launcher.trainer.context import TrainContext
+from launcher.trainer.progress import Measured, Position
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,18 @@ class WatchedMetric:
 
 
 class EarlyStopping(Callback):
-    """Counts the evaluations without an improvement. `compare_by` is that of the recipe."""
+    """Counts the evaluations without an improvement."""
 
     name = "early_stopping"
 
-    def __init__(
-        self, config: EarlyStoppingConfig, compare_by: str | None, course: Course, telemetry: Telemetry
-    ) -> None:
+    def __init__(self, context: TrainContext, config: EarlyStoppingConfig) -> None:
         assert config.patience is not None
         self.stop_reason = ""
         self._config = config
         self._patience = config.patience
-        self._compare_by = compare_by
-        self._course = course
-        self._telemetry = telemetry
+        self._compare_by = context.recipe.compare_by
+        self._course = context.course
+        self._telemetry = context.telemetry
         self._watched: WatchedMetric | None = None  # None before the first evaluation
 
     def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from launcher.engine import StepReport
-from launcher.trainer.callback import Callback
+from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.progress import Position
 
 
@@ -17,7 +16,7 @@ class FirstStep(Callback):
     def __init__(self, done: Callable[[], None]) -> None:
         self._done: Callable[[], None] | None = done
 
-    def on_step_metrics(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         if self._done is not None:
             self._done()
             self._done = None

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from launcher.engine import StepReport, StepResult
+from launcher.engine import StepResult
 from launcher.telemetry.events import GradientsEvent, LayerShares
-from launcher.trainer.callback import Callback
+from launcher.trainer.callback import Callback, StepMetrics
+from launcher.trainer.context import TrainContext
 from launcher.trainer.diagnostics.exponents import FIRST_EXPONENT, ExponentCounter, ExponentCounts
 from launcher.trainer.progress import Position
-from launcher.trainer.run import Run
 
 
 class GradientStats(Callback):
@@ -25,13 +25,13 @@ class GradientStats(Callback):
 
     name = "gradient_stats"
 
-    def __init__(self, run: Run, every_steps: int) -> None:
-        shards = run.config.ddp.shard_optimizer
-        self.enabled = shards or run.env.is_leader
-        self._gradients = run.stepper.own_gradients if shards else run.stepper.reduced_gradients
-        self._telemetry = run.telemetry
+    def __init__(self, context: TrainContext, every_steps: int) -> None:
+        shards = context.config.ddp.shard_optimizer
+        self.enabled = shards or context.env.is_leader
+        self._gradients = context.stepper.own_gradients if shards else context.stepper.reduced_gradients
+        self._telemetry = context.telemetry
         self._every = self._next = every_steps
-        self._counter = ExponentCounter(run.env.device, run.env.group if shards else None)
+        self._counter = ExponentCounter(context.env.device, context.env.group if shards else None)
         self._counts: dict[int, ExponentCounts] = {}  # by step, of those that have not been read
 
     def on_step_launched(self, position: Position, result: StepResult) -> None:
@@ -39,8 +39,9 @@ class GradientStats(Callback):
         if position.step >= self._next:
             self._counts[position.step] = self._counter.count(self._gradients())
 
-    def on_step_metrics(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         """Emit the statistics of a step that was not skipped."""
+        report = metrics.report
         counts = self._counts.pop(position.step, None)
         # Below: counted before the count of the step before was read.
         if counts is None or report.skipped or position.step < self._next:

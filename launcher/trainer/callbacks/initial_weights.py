@@ -24,7 +24,7 @@ from launcher.engine.names import named_parameters, plain_name
 from launcher.errors import ConfigError, listed
 from launcher.run_dir.result import Result
 from launcher.trainer.callback import Callback
-from launcher.trainer.run import Run
+from launcher.trainer.context import TrainContext
 
 
 class InitialWeights(Callback):
@@ -32,8 +32,8 @@ class InitialWeights(Callback):
 
     name = "initial_weights"
 
-    def __init__(self, run: Run, loaded: Loaded | None) -> None:
-        self._run = run
+    def __init__(self, context: TrainContext, loaded: Loaded | None) -> None:
+        self._context = context
         self._loaded = loaded
         # model.init_from, and the SHA-256 that the file had.
         self._started_from: tuple[str, str] | None = None
@@ -51,9 +51,9 @@ class InitialWeights(Callback):
         `resumed`: from a checkpoint, whose weights have replaced those of the file. Otherwise raises
         ConfigError, on all ranks, for a file that cannot be used.
         """
-        loaded, model = self._loaded, self._run.config.model
+        loaded, model = self._loaded, self._context.config.model
         if loaded is not None and resumed:
-            self._run.telemetry.decision(
+            self._context.telemetry.decision(
                 "weights", f"of the checkpoint, not of model.init_from={loaded.file}"
             )
         elif loaded is not None:
@@ -62,7 +62,7 @@ class InitialWeights(Callback):
             self._started_from = (loaded.file, loaded.sha256)
             self._report(loaded)
         if self._started_from is not None and self._started_from[0] == model.init_from:
-            self._run.record(model=replace(model, init_from_sha256=self._started_from[1]))
+            self._context.record(model=replace(model, init_from_sha256=self._started_from[1]))
 
     def add_to_result(self, result: Result) -> Result:
         if self._started_from is None:
@@ -71,7 +71,7 @@ class InitialWeights(Callback):
         return replace(result, started_from={"file": file, "sha256": digest})
 
     def _report(self, loaded: Loaded) -> None:
-        telemetry, parameters = self._run.telemetry, named_parameters(self._run.stepper.model)
+        telemetry, parameters = self._context.telemetry, named_parameters(self._context.stepper.model)
         fields = {name: value for name, value in asdict(loaded).items() if name != "error"}
         telemetry.decision("weights", loaded.sentence, **fields | {"loaded": len(loaded.loaded)})
         random = {*loaded.missing, *(text.partition(" ")[0] for text in loaded.misfits)}

@@ -8,10 +8,9 @@ import torch
 
 from launcher.engine import StepReport
 from launcher.telemetry.events import StepEvent
-from launcher.trainer.callback import Callback
-from launcher.trainer.callbacks.totals import Totals
+from launcher.trainer.callback import Callback, StepMetrics
+from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
-from launcher.trainer.run import Run
 from launcher.trainer.step_times import StepTimes
 
 
@@ -20,11 +19,9 @@ class Log(Callback):
 
     name = "log"
 
-    def __init__(self, run: Run, totals: Totals) -> None:
-        self._run = run
-        self._totals = totals
-        self._reports = run.reports
-        self._every = run.config.train.log_every_steps
+    def __init__(self, context: TrainContext) -> None:
+        self._context = context
+        self._every = context.config.train.log_every_steps
         self._last: Position | None = None
         self._begin()
 
@@ -32,13 +29,14 @@ class Log(Callback):
         """Begin a window: the steps since the last log line, and the time they took."""
         self._window: list[StepReport] = []
         self._samples = 0
-        self._times = StepTimes(self._run.env.world_size)
+        self._times = StepTimes(self._context.env.world_size)
 
-    def on_step_metrics(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+        report = metrics.report
         is_first, self._last = self._last is None, position
         self._window.append(report)
-        self._samples += self._totals.latest
-        self._times.add(self._reports.seconds, report.spans_ms)
+        self._samples += metrics.samples
+        self._times.add(metrics.seconds, report.spans_ms)
         if is_first or position.step % self._every == 0:
             self._log(position)
 
@@ -55,7 +53,7 @@ class Log(Callback):
         parts_ms = times.means()
         step_ms = parts_ms.pop("step_ms")
         del parts_ms["steps"]
-        self._run.telemetry.emit(
+        self._context.telemetry.emit(
             StepEvent(
                 position.step,
                 epoch=position.epoch,
@@ -69,7 +67,7 @@ class Log(Callback):
                 step_ms=step_ms,
                 **parts_ms,
                 other_ms=max(0.0, step_ms - sum(parts_ms.values())),
-                memory_bytes=_memory_bytes(self._run.env.device),
+                memory_bytes=_memory_bytes(self._context.env.device),
             )
         )
 

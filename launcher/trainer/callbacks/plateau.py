@@ -15,10 +15,9 @@ from launcher.config.schema import ReduceLROnPlateauConfig
 from launcher.errors import ConfigError
 from launcher.evaluation.comparison import comparison, refuse_none, refuse_unknown
 from launcher.evaluation.evaluate import Evaluation
-from launcher.recipe.contract import Recipe
 from launcher.trainer.callback import Callback
+from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Measured, Position
-from launcher.trainer.run import Run
 
 
 class Plateau(Callback):
@@ -26,16 +25,16 @@ class Plateau(Callback):
 
     name = "plateau"
 
-    def __init__(self, run: Run, config: ReduceLROnPlateauConfig, recipe: Recipe) -> None:
-        if recipe.schedule is not None:
+    def __init__(self, context: TrainContext, config: ReduceLROnPlateauConfig) -> None:
+        if context.recipe.schedule is not None:
             raise ConfigError(
                 "reduce_lr_on_plateau.factor: excludes the recipe's own schedule, which sets the rate of "
                 "each step."
             )
-        self._run = run
+        self._context = context
         self._config = config
-        self._compare_by = recipe.compare_by
-        self._rate = run.stepper.lr  # of the config
+        self._compare_by = context.recipe.compare_by
+        self._rate = context.stepper.lr  # of the config
         self._share = 1.0  # of it that is left
         self._best: MonitoredMetric | None = None
         self._bad = 0  # evaluations in a row that were no better
@@ -57,9 +56,9 @@ class Plateau(Callback):
         if self._bad > self._config.patience:
             assert self._config.factor is not None
             self._share, self._bad = self._share * self._config.factor, 0
-            rate = self._run.stepper.lr = self._rate * self._share
+            rate = self._context.stepper.lr = self._rate * self._share
             text = f"{rate:g} from step {position.step + 1} on: {found.name} is at a plateau"
-            self._run.telemetry.decision("learning rate", text)
+            self._context.telemetry.decision("learning rate", text)
 
     def _improves(self, found: MonitoredMetric) -> bool:
         """A value that is not a number improves nothing, and anything else is better than nothing."""
@@ -77,4 +76,4 @@ class Plateau(Callback):
         self._share, self._bad, self._step = values["share"], values["bad"], values["step"]
         self._best = None if values["best"] is None else MonitoredMetric(*values["best"])
         if self._share != 1.0:  # the rate is not part of the Stepper's state
-            self._run.stepper.lr = self._rate * self._share
+            self._context.stepper.lr = self._rate * self._share

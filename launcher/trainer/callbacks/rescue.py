@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from launcher.engine import StepReport
 from launcher.engine.precision.fp32_modules import kind_of
-from launcher.trainer.callback import Callback
+from launcher.trainer.callback import Callback, StepMetrics
+from launcher.trainer.context import TrainContext
 from launcher.trainer.diagnostics.nonfinite_inspector import DivergenceInspector
 from launcher.trainer.progress import Position
-from launcher.trainer.run import Run
 
 
 class Rescue(Callback):
@@ -27,12 +26,11 @@ class Rescue(Callback):
 
     name = "rescue"
 
-    def __init__(self, run: Run, searcher: DivergenceInspector) -> None:
-        self.latest = 0  # the step that has led to the latest rescue of this process
-        self.enabled = run.falls_back_to_fp32
-        self._run = run
+    def __init__(self, context: TrainContext, searcher: DivergenceInspector) -> None:
+        self.enabled = context.falls_back_to_fp32
+        self._context = context
         self._searcher = searcher
-        self._limit = run.config.precision.max_fp32_fallbacks
+        self._limit = context.config.precision.max_fp32_fallbacks
         self._rescued: list[list[str]] = []  # by rescue: patterns of modules now in fp32
 
     def state_dict(self) -> dict[str, Any]:
@@ -41,38 +39,39 @@ class Rescue(Callback):
     def load_state_dict(self, values: dict[str, Any]) -> None:
         self._rescued = values["rescued"]
         for patterns in self._rescued:
-            self._run.stepper.compute_in_fp32(patterns)
+            self._context.stepper.compute_in_fp32(patterns)
         if self._rescued:
             self._record()
 
-    def on_step_metrics(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         """Have further modules compute in fp32. A collective where the losses were not finite."""
+        report = metrics.report
         if not report.bad_losses or self._searcher.broken_weights():
             return
-        found, stepper = self._searcher.overflow(position), self._run.stepper
+        found, stepper = self._searcher.overflow(position), self._context.stepper
         if found is None or found.module in stepper.fp32_modules:
             return
         why = f"{found.text} in step {position.step}"
         if len(self._rescued) >= self._limit:
             text = f"{why}: it is not rescued, after precision.max_fp32_fallbacks={self._limit} rescues."
-            self._run.telemetry.warn(text)
+            self._context.telemetry.warn(text)
             return
         patterns = kind_of(stepper.model, found.module)
         stepper.compute_in_fp32(patterns)
         self._rescued.append(patterns)
-        self.latest = position.step
-        self._run.telemetry.decision(
+        metrics.falls_back = True
+        self._context.telemetry.decision(
             "rescue",
-            f"fp32 arithmetic in {', '.join(patterns)} from step {self.latest + 1} on; {why}. To start with "
-            f"it: precision.fp32_modules={self._record()}",
+            f"fp32 arithmetic in {', '.join(patterns)} from step {position.step + 1} on; {why}. To start "
+            f"with it: precision.fp32_modules={self._record()}",
             module=found.module,
             patterns=list(patterns),
         )
 
     def _record(self) -> list[str]:
         """Record precision.fp32_modules of a run that starts as this one continues."""
-        precision = self._run.config.precision
+        precision = self._context.config.precision
         rescued = [pattern for patterns in self._rescued for pattern in patterns]
         modules = tuple(dict.fromkeys((*precision.fp32_modules, *rescued)))
-        self._run.record(precision=replace(precision, fp32_modules=modules))
+        self._context.record(precision=replace(precision, fp32_modules=modules))
         return list(modules)

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from launcher.engine import StepReport
 from launcher.errors import counted
 from launcher.telemetry.events import OverflowEvent
-from launcher.trainer.callback import Callback
-from launcher.trainer.callbacks.rescue import Rescue
+from launcher.trainer.callback import Callback, StepMetrics
+from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
-from launcher.trainer.run import Run
 from launcher.trainer.warning_log import Occurrences
 
 
 class SkippedSteps(Callback):
-    """Emits an event per skipped step. A bad loss that led to a rescue, just before, needs no warning."""
+    """Emits an event per skipped step. A bad loss after which modules fall back to fp32 needs no warning."""
 
     name = "skipped_steps"
 
-    def __init__(self, run: Run, rescue: Rescue) -> None:
-        self._telemetry = run.telemetry
-        self._rescue = rescue
+    def __init__(self, context: TrainContext) -> None:
+        self._telemetry = context.telemetry
         self._bad_loss_steps = Occurrences()
 
-    def on_step_metrics(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+        report = metrics.report
         if not report.skipped:
             return
         self._telemetry.emit(
@@ -35,7 +33,7 @@ class SkippedSteps(Callback):
                 bad_losses=report.bad_losses,
             )
         )
-        if not report.bad_losses or self._rescue.latest == position.step:
+        if not report.bad_losses or metrics.falls_back:
             return
         if times := self._bad_loss_steps.add():
             often = "" if times == 1 else f", as in {times} steps since this run started"

@@ -11,12 +11,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from launcher.engine import StepReport
 from launcher.engine.step_timer import DATA, WIRE
 from launcher.telemetry.events import StragglerEvent
-from launcher.trainer.callback import Callback
+from launcher.trainer.callback import Callback, StepMetrics
+from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
-from launcher.trainer.run import Run
 from launcher.trainer.step_times import StepTimes
 from launcher.trainer.votes import DATA_SLOT, WAIT_SLOT, milliseconds_of, time_as_votes
 from launcher.trainer.warning_log import Occurrences
@@ -32,8 +31,8 @@ class Stragglers(Callback):
 
     name = "stragglers"
 
-    def __init__(self, run: Run, hosts: Sequence[str]) -> None:
-        self._run = run
+    def __init__(self, context: TrainContext, hosts: Sequence[str]) -> None:
+        self._context = context
         self._hosts = hosts  # by rank
         self._ranks = len(hosts)
         self._length = max(WINDOW, self._ranks + LAG)
@@ -44,18 +43,19 @@ class Stragglers(Callback):
 
     def on_step_start(self, position: Position) -> None:
         """Send this rank's times with the coming step, if it is its turn."""
-        if self._done is not None and self._turn(position.step) == self._run.env.rank:
-            self._run.stepper.vote(WAIT_SLOT, time_as_votes(self._done.mean_ms(WIRE)))
-            self._run.stepper.vote(DATA_SLOT, time_as_votes(self._done.mean_ms(DATA)))
+        if self._done is not None and self._turn(position.step) == self._context.env.rank:
+            self._context.stepper.vote(WAIT_SLOT, time_as_votes(self._done.mean_ms(WIRE)))
+            self._context.stepper.vote(DATA_SLOT, time_as_votes(self._done.mean_ms(DATA)))
 
-    def on_step_metrics(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+        report = metrics.report
         turn, votes = self._turn(position.step), report.votes
         if 0 <= turn < self._ranks and votes[WAIT_SLOT]:
             self._received[turn] = milliseconds_of(votes[WAIT_SLOT]), milliseconds_of(votes[DATA_SLOT])
         if turn == self._ranks - 1 and len(self._received) == self._ranks and self._done is not None:
             first_step = position.step - position.step % self._length - self._length
             self._conclude(position.step, first_step, self._done)
-        self._window.add(self._run.reports.seconds, report.spans_ms)
+        self._window.add(metrics.seconds, report.spans_ms)
         if position.step % self._length == self._length - 1:
             is_whole = self._window.steps == self._length
             self._done, self._window = self._window if is_whole else None, StepTimes(self._ranks)
@@ -77,7 +77,7 @@ class Stragglers(Callback):
         advice = "Its forward and backward take longer: look for other processes on it, or a low clock."
         if own_data_ms - data_ms > late_ms / 2:
             cause, advice = "data", "It waits for its data: look at its disk, or raise data.num_workers."
-        self._run.telemetry.emit(
+        self._context.telemetry.emit(
             StragglerEvent(
                 step,
                 rank=latest,
@@ -91,7 +91,7 @@ class Stragglers(Callback):
         )
         if times := self._late.add(latest):
             often, host = "" if times == 1 else f", {times} times so far", self._hosts[latest]
-            self._run.telemetry.warn(
+            self._context.telemetry.warn(
                 f"rank {latest} on {host} arrives last{often}: the other ranks waited {late_ms:.1f} of the "
                 f"{step_ms:.1f} ms of a step for it, over {self._length} steps. {advice}"
             )

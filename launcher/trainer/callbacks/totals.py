@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from launcher.engine import StepReport
 from launcher.run_dir.result import Result, StepTime
-from launcher.trainer.callback import Callback
+from launcher.trainer.callback import Callback, StepMetrics
+from launcher.trainer.context import TrainContext
 from launcher.trainer.diagnostics.host_cost import num_layers
-from launcher.trainer.job import Job
 from launcher.trainer.progress import Position
 from launcher.trainer.step_times import StepTimes, of_the_slowest, overhead_ms
-from launcher.trainer.votes import samples_of
 
 
 class Totals(Callback):
@@ -20,39 +18,36 @@ class Totals(Callback):
 
     name = "totals"
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._reports = job.run.reports
-        self._samples = self._seconds = 0.0  # of the whole run
+    def __init__(self, context: TrainContext) -> None:
+        self._context = context
+        self._seconds = 0.0  # of the whole run
         self._wire_bytes_per_step = 0
-        self.latest = 0  # samples of the step that was read last
-        self._times = StepTimes(job.run.env.world_size, warms_up=True)
+        self._times = StepTimes(context.env.world_size, warms_up=True)
 
-    def on_step_metrics(self, position: Position, report: StepReport) -> None:
-        seconds = self._reports.seconds
-        self.latest = samples_of(self._job.plan, position, report)
-        self._samples += self.latest
-        self._seconds += seconds
+    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+        report = metrics.report
+        self._context.samples += metrics.samples
+        self._seconds += metrics.seconds
         self._wire_bytes_per_step = report.wire_bytes
-        self._times.add(seconds, report.spans_ms)
+        self._times.add(metrics.seconds, report.spans_ms)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"samples": self._samples, "seconds": self._seconds}
+        return {"samples": self._context.samples, "seconds": self._seconds}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
-        self._samples, self._seconds = values["samples"], values["seconds"]
+        self._context.samples, self._seconds = values["samples"], values["seconds"]
 
     def add_to_result(self, result: Result) -> Result:
         """A collective."""
         result = replace(
             result,
-            samples_per_s=self._samples / self._seconds if self._seconds else None,
+            samples_per_s=self._context.samples / self._seconds if self._seconds else None,
             training_seconds=self._seconds,  # `seconds` are those of the last process
             wire_bytes_per_step=self._wire_bytes_per_step,
         )
-        job = self._job
-        if (times := of_the_slowest(job.run.env, self._times)) is not None:
-            passes, numel = job.batches.plan.micro_batches, job.run.stepper.num_trainable
-            added = overhead_ms(times, job.host_ms, num_layers(job.model), passes, numel)
+        context = self._context
+        if (times := of_the_slowest(context.env, self._times)) is not None:
+            passes, numel = context.batches.plan.micro_batches, context.stepper.num_trainable
+            added = overhead_ms(times, context.host_ms, num_layers(context.model), passes, numel)
             result = replace(result, step_time=StepTime(**times, overhead_ms=added))
         return result

@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from launcher.engine import StepReport
-from launcher.trainer.answers import Answers, SinceEvaluation
-from launcher.trainer.callback import Callback
+from launcher.trainer.answers import SinceEvaluation
+from launcher.trainer.callback import Callback, StepMetrics
+from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Measured, Position
-
-HIGHER_IS_BETTER = {"loss": False, "train_loss": False, "train_accuracy": True}  # in every evaluation
 
 
 class TrainingMetrics(Callback):
@@ -21,24 +19,26 @@ class TrainingMetrics(Callback):
 
     name = "training_metrics"
 
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
+    def __init__(self, context: TrainContext) -> None:
+        self._context = context
+        self._answers = context.answers
         self._since = SinceEvaluation()
         self._evaluated: dict[str, float] = {}  # of the last evaluation, while no step has followed it
 
-    def on_step_metrics(self, position: Position, report: StepReport) -> None:
+    def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
+        report = metrics.report
         self._evaluated = {}
         if report.count and not report.bad_losses:
             self._since.loss_sum += report.loss * report.count
             self._since.loss_count += report.count
 
-    def metrics(self) -> dict[str, float]:
-        """`train_loss` and `train_accuracy`. A collective.
+    def on_eval_start(self, position: Position) -> None:
+        """Set `train_loss` and `train_accuracy` for the record of the evaluation. A collective.
 
         A run that was killed before its result was written repeats its last evaluation: with the same ones.
         """
         self._answers.add_to(self._since)
-        return self._evaluated or self._since.metrics()
+        self._context.train_metrics = self._evaluated or self._since.metrics()
 
     def on_eval_end(self, position: Position, measured: Measured) -> None:
         if measured.evaluations:

@@ -20,9 +20,9 @@ from launcher.data.tensors import Batch
 from launcher.distributed.collectives import exchange_texts
 from launcher.engine.names import named_parameters
 from launcher.errors import counted, described, listed
+from launcher.trainer.context import TrainContext
 from launcher.trainer.diagnostics import nonfinite
 from launcher.trainer.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
-from launcher.trainer.job import Job
 from launcher.trainer.progress import Position
 
 NOTHING = 2**64 - 1  # the order of a rank that found nothing: after all others
@@ -44,9 +44,9 @@ class Evidence:
 class DivergenceInspector:
     """Finds what made the loss or the gradient of a step not finite."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._stepper = job.run.stepper
+    def __init__(self, context: TrainContext) -> None:
+        self._context = context
+        self._stepper = context.stepper
 
     def broken_weights(self) -> str:
         """The weights that are not finite, each with its master's value; empty if all are finite.
@@ -95,13 +95,13 @@ class DivergenceInspector:
         except Exception as error:  # after any error, because the other ranks wait in the exchange below
             # After what other ranks have found, but before those that found nothing, so that it is shown.
             own = Evidence(NOTHING - 1, f"the batch could not be run again: {described(error)}")
-        texts = exchange_texts(self._job.run.env, json.dumps(asdict(own)))
+        texts = exchange_texts(self._context.env, json.dumps(asdict(own)))
         return [Evidence(**json.loads(text)) for text in texts]
 
     def _first_overflow(self, position: Position) -> Evidence:
         """Evidence without a module where the cause is something else."""
         found = [Evidence(NOTHING, "")]
-        for number, batch in enumerate(self._job.batches.step(position.epoch, position.step_of_epoch)):
+        for number, batch in enumerate(self._context.batches.step(position.epoch, position.step_of_epoch)):
             origin = self._run(batch, position, number)[
                 0
             ].origin  # of all micro-batches: collectives within modules match
@@ -113,7 +113,7 @@ class DivergenceInspector:
 
     def _inspect(self, position: Position, backward: bool) -> Evidence:
         """Run all of this rank's micro-batches again, so that collectives within modules match."""
-        batches = self._job.batches
+        batches = self._context.batches
         micro_batches = batches.step(position.epoch, position.step_of_epoch)
         found: list[Evidence] = []
         by_batch = zip(micro_batches, batches.latest_indices(), strict=True)
@@ -133,7 +133,7 @@ class DivergenceInspector:
         return diagnosis, bool(losses[0].isfinite())
 
     def _seed(self, position: Position, number: int) -> None:
-        plan = self._job.batches.plan
+        plan = self._context.batches.plan
         seed_compute(plan.seed, position.step, plan.rank, number, self._stepper.device)
 
     def _run_back(self, batch: Batch, position: Position, number: int) -> BackwardDiagnosis:
@@ -143,7 +143,7 @@ class DivergenceInspector:
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         with self._stepper.forward():
-            return self._job.recipe.loss(self._stepper.model, batch).sum
+            return self._context.recipe.loss(self._stepper.model, batch).sum
 
 
 def evidence_of(

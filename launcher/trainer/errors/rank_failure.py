@@ -16,12 +16,12 @@ from launcher.config.user_code import innermost, place_of, short_traceback
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import is_secondary
-from launcher.distributed.heartbeat import Beat, where
+from launcher.distributed.heartbeat import Beat, Heartbeat, where
 from launcher.engine import UnusableError, works
 from launcher.errors import ConfigError, LauncherError, UnexpectedError, described
 from launcher.process import frames
 from launcher.process.shortage import TO_LOWER, shortage_of
-from launcher.run_dir.records import write_failure
+from launcher.run_dir.records import logs_of_failure, write_failure
 from launcher.run_dir.result import Failure
 from launcher.telemetry import Telemetry
 from launcher.telemetry.events import EndEvent
@@ -61,6 +61,26 @@ def at_shortage(beat: Beat, config: Config, world_size: int) -> tuple[str, str]:
 
 
 log = logging.getLogger("launcher")
+
+
+def explain_and_report(
+    error: BaseException, config: Config, launch: LaunchEnv, telemetry: Telemetry, heartbeat: Heartbeat
+) -> LauncherError | None:
+    """Record that this rank has failed. Returns the error for users, None where it is `error` itself.
+
+    Frees what the frames of `error` hold. No context manager: the `__exit__` of one keeps the traceback.
+    """
+    # First, because explaining a failure takes time, and other ranks fail of this one meanwhile.
+    if heartbeat.exit_records is not None:
+        heartbeat.exit_records.mark_failed(launch.rank)
+    log_traceback(launch.rank, error)
+    run_dir = Path(config.run.dir)
+    logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
+    failure = failure_of(error, launch, logs, at_shortage(heartbeat.latest, config, launch.world_size))
+    steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
+    report_failure(telemetry, steps, run_dir, launch, failure or error)
+    release_frames(error)
+    return failure
 
 
 def failure_of(

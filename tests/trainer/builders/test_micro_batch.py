@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_half_is_of_what_the_largest_micro_batch_really_has(share, micro_batch, 
 def test_cudnn_times_its_algorithms_only_for_the_size_that_is_chosen(monkeypatch) -> None:
     tuned: list[bool] = []
 
-    def fits(job: object, size: int, tried: dict[int, str]) -> bool:
+    def fits(context: object, size: int, tried: dict[int, str]) -> bool:
         """Only one sample fits."""
         tuned.append(torch.backends.cudnn.benchmark)
         tried[size] = "" if size == 1 else "memory"
@@ -78,9 +78,10 @@ def test_cudnn_times_its_algorithms_only_for_the_size_that_is_chosen(monkeypatch
     monkeypatch.setattr(trials, "_fits", fits)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     telemetry = SimpleNamespace(decision=lambda *words, **values: None)
-    run = SimpleNamespace(config=composed("data.batch_size=8"), telemetry=telemetry)
-    job = SimpleNamespace(run=run, plan=plan_of(8), course=Course(1, 1, 1))
-    assert trials.search(cast(Any, job)) == 1
+    context: Any = SimpleNamespace(
+        config=composed("data.batch_size=8"), telemetry=telemetry, plan=plan_of(8), course=Course(1, 1, 1)
+    )
+    assert trials.search(context) == 1
     assert len(tuned) > 1
     assert not any(tuned)
     assert torch.backends.cudnn.benchmark

@@ -13,13 +13,13 @@ from launcher.trainer.callbacks.bad_samples import BadSamples
 from launcher.trainer.progress import Position
 from launcher.trainer.votes import Question
 from tests.trainer.callbacks.test_log import Recorder
-from tests.trainer.reports import CLEAN, LIMITS
-from tests.trainer.runs import run_alone
+from tests.trainer.reports import CLEAN, LIMITS, metrics_of
+from tests.trainer.runs import context_alone
 
 
 def part_of(max_bad_samples: int, saved: str | None = None) -> tuple[BadSamples, Recorder]:
     recorder = Recorder()
-    run = run_alone(Telemetry([recorder]), LIMITS, 1)
+    run = context_alone(Telemetry([recorder]), LIMITS, 1)
     data = replace(run.config.data, max_bad_samples=max_bad_samples)
     part = BadSamples(replace(run, config=replace(run.config, data=data)))
     if saved is not None:
@@ -31,7 +31,7 @@ def take(part: BadSamples, step: int, bad: int) -> None:
     """Step `step` of epochs of 4 steps, counted from 1."""
     votes = [0] * len(CLEAN.votes)
     votes[Question.BAD_SAMPLES] = bad
-    part.on_step_metrics(Position(*divmod(step - 1, 4), step), replace(CLEAN, votes=tuple(votes)))
+    part.on_step_metrics(Position(*divmod(step - 1, 4), step), metrics_of(replace(CLEAN, votes=tuple(votes))))
 
 
 def test_a_sample_that_cannot_be_read_is_left_out_in_each_epoch() -> None:

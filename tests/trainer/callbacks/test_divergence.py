@@ -11,7 +11,7 @@ from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError
 from launcher.trainer.callbacks.divergence import DivergenceCheck
 from launcher.trainer.progress import Measured, Position
-from tests.trainer.reports import CLEAN, LIMITS, OVERFLOW
+from tests.trainer.reports import CLEAN, LIMITS, OVERFLOW, metrics_of
 
 
 class Inspector:
@@ -41,7 +41,7 @@ def checked(
     """The check after these steps of a run."""
     check = DivergenceCheck(limits, inspector or Inspector(), lambda: counters or {})
     for step, report in enumerate(reports, 1):
-        check.on_step_metrics(Position(0, step - 1, step), report)
+        check.on_step_metrics(Position(0, step - 1, step), metrics_of(report))
     return check
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,8 @@ from launcher.evaluation.evaluate import Evaluation
 from launcher.telemetry import Telemetry
 from launcher.trainer.callbacks.early_stopping import EarlyStopping
 from launcher.trainer.progress import Course, Measured
+from tests.trainer.reports import LIMITS
+from tests.trainer.runs import context_alone
 
 
 def stops_at(values: list[float], *, higher: bool = True, **config) -> int | None:
@@ -22,7 +25,8 @@ def stops_at(values: list[float], *, higher: bool = True, **config) -> int | Non
     for number, value in enumerate(values):
         found = Evaluation(-value, 10, {"score": value}, {"score": higher})
         for _ in range(2):  # the second time after a restart
-            part = EarlyStopping(rule, None, course, Telemetry())
+            context = replace(context_alone(Telemetry(), LIMITS, 1), course=course)
+            part = EarlyStopping(context, rule)
             if saved is not None:
                 part.load_state_dict(json.loads(saved))
             part.on_eval_end(course.position_of(number + 1), Measured(evaluations={"": found}))

@@ -10,11 +10,11 @@ from unittest.mock import MagicMock
 import pytest
 
 from launcher.checkpoint.snapshot import MonitoredMetric
-from launcher.trainer.callbacks.evaluation import Evaluator
+from launcher.trainer.evaluation_loop import Evaluator
 
 
 def evaluator_of() -> Evaluator:
-    return Evaluator(cast(Any, MagicMock()), cast(Any, None))
+    return Evaluator(cast(Any, MagicMock()))
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from launcher.data.batch_plan import BatchPlan
 from launcher.engine import StepReport
 from launcher.errors import DivergedError
 from launcher.telemetry import Telemetry
 from launcher.telemetry.events import Event, record_of
 from launcher.telemetry.stream import Sink
 from launcher.telemetry.tracker.rows import media_of, row_of
-from launcher.trainer.callback import Callback, CallbackList
+from launcher.trainer.callback import Callback
 from launcher.trainer.callbacks.divergence import DivergenceCheck
 from launcher.trainer.callbacks.first_step import FirstStep
 from launcher.trainer.callbacks.gradient_stats import GradientStats
@@ -23,15 +21,13 @@ from launcher.trainer.callbacks.log import Log
 from launcher.trainer.callbacks.rescue import Rescue
 from launcher.trainer.callbacks.skipped_steps import SkippedSteps
 from launcher.trainer.callbacks.totals import Totals
+from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
-from launcher.trainer.run import Run
 from launcher.trainer.votes import Question
-from tests.trainer.reports import CLEAN, LIMITS, OVERFLOW
-from tests.trainer.runs import run_alone
+from tests.trainer.reports import CLEAN, LIMITS, OVERFLOW, metrics_of
+from tests.trainer.runs import context_alone
 
 GRADIENTS = {"fc.weight": torch.tensor([[0.0, 1.0], [-2.0, 20000.0]]).half(), "fc.bias": torch.ones(4)}
-
-PLAN = BatchPlan(8 * 100 - 3, 8, None, 1, 0, 0, drop_last=False)
 
 
 class Ready:
@@ -89,22 +85,22 @@ def parts_of(
     gradients_every: int | None = None,
     first_step_done: Callable[[], None] | None = None,
     starts: bool = False,
-) -> Run:
+) -> TrainContext:
     """A run whose callbacks have seen these steps, of which the first is the process's if it `starts`."""
-    run = run_alone(Telemetry([recorder]), LIMITS, every)
-    rescue = Rescue(run, cast(Any, Searcher()))
-    parts: list[Callback] = [rescue, SkippedSteps(run, rescue)]
+    run = context_alone(Telemetry([recorder]), LIMITS, every)
+    parts: list[Callback] = [Rescue(run, cast(Any, Searcher())), SkippedSteps(run)]
     if gradients_every:
         stats = GradientStats(run, gradients_every)
         stats._gradients = lambda: GRADIENTS
         parts.append(stats)
     parts.append(DivergenceCheck(LIMITS, Inspector(), run.stepper.counters))
-    parts += [totals := Totals(cast(Any, SimpleNamespace(run=run, plan=PLAN))), (log := Log(run, totals))]
+    parts += [Totals(run), (log := Log(run))]
     if first_step_done is not None:
         parts.append(FirstStep(first_step_done))
     if not starts:
         run.reports._is_first, log._last = False, Position(0, 0, 0)
-    callbacks = run.reports.callbacks = CallbackList(parts)
+    callbacks = run.callbacks
+    callbacks.fill(parts)
     for step, report in enumerate(reports, 1):
         position, result = Position(0, step - 1, step), cast(Any, Ready(report))
         callbacks.on_step_launched(position, result)
@@ -146,13 +142,11 @@ def test_losses_are_averaged_by_their_counts_over_the_window(recorder) -> None:
 
 
 def test_the_totals_of_a_run_are_those_of_all_its_steps(recorder) -> None:
-    run = run_alone(Telemetry([recorder]), LIMITS, 2)
-    before, after = (Totals(cast(Any, SimpleNamespace(run=run, plan=PLAN))) for _ in range(2))
-    run.reports.seconds = 0.5
-    for step in (98, 99):  # the last of an epoch is smaller
-        before.on_step_metrics(Position(0, step, step + 1), CLEAN)
+    before, after = (Totals(context_alone(Telemetry([recorder]), LIMITS, 2)) for _ in range(2))
+    for step, samples in ((98, 8), (99, 5)):
+        before.on_step_metrics(Position(0, step, step + 1), metrics_of(CLEAN, samples))
     after.load_state_dict(before.state_dict())
-    after.on_step_metrics(Position(1, 0, 101), CLEAN)
+    after.on_step_metrics(Position(1, 0, 101), metrics_of(CLEAN))
     assert after.state_dict() == {"samples": 8 + 5 + 8, "seconds": 1.5}
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, cast
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +21,7 @@ from launcher.trainer.progress import Measured, Position
 from tests.configs import composed
 from tests.trainer.callbacks.test_log import Recorder
 from tests.trainer.reports import LIMITS
-from tests.trainer.runs import run_alone
-
-
-class Own:
-    """What the part reads of a recipe."""
-
-    compare_by = None
-    schedule: Any = None
+from tests.trainer.runs import context_alone
 
 
 def rates_of(
@@ -39,8 +34,8 @@ def rates_of(
         found = Measured(evaluations={"": Evaluation(-value, 10, {"score": value}, {"score": higher})})
         for _ in range(2 if restarts else 1):
             if part is None or restarts:
-                run = run_alone(Telemetry([Recorder()]), LIMITS, 1)
-                part = Plateau(run, config, cast(Any, Own()))
+                run = context_alone(Telemetry([Recorder()]), LIMITS, 1)
+                part = Plateau(run, config)
                 if saved is not None:
                     part.load_state_dict(json.loads(saved))
             part.on_eval_end(Position(0, 0, number), found)
@@ -77,17 +72,13 @@ def test_a_schedule_that_sets_each_rate_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"reduce_lr_on_plateau.factor=0\.1: excludes schedule=cosine"):
         composed("reduce_lr_on_plateau.factor=0.1", "schedule=cosine")
     composed("reduce_lr_on_plateau.factor=0.1", "schedule=constant")
-    own = Own()
-    own.schedule = lambda step, total: 1.0
+    context = context_alone(Telemetry(), LIMITS, 1)
+    recipe: Any = SimpleNamespace(compare_by=None, schedule=lambda step, total: 1.0)
     with pytest.raises(ConfigError, match="the recipe's own schedule"):
-        Plateau(
-            run_alone(Telemetry(), LIMITS, 1), ReduceLROnPlateauConfig(0.1, 1, 1e-4, None), cast(Any, own)
-        )
+        Plateau(replace(context, recipe=recipe), ReduceLROnPlateauConfig(0.1, 1, 1e-4, None))
 
 
 def test_a_run_without_evaluations_is_refused() -> None:
-    part = Plateau(
-        run_alone(Telemetry(), LIMITS, 1), ReduceLROnPlateauConfig(0.1, 1, 1e-4, None), cast(Any, Own())
-    )
+    part = Plateau(context_alone(Telemetry(), LIMITS, 1), ReduceLROnPlateauConfig(0.1, 1, 1e-4, None))
     with pytest.raises(ConfigError, match=r"reduce_lr_on_plateau.factor=0\.1 needs evaluations"):
         part.validate_metric_names({})

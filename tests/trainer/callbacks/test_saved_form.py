@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -13,22 +11,21 @@ from launcher.telemetry import Telemetry
 from launcher.trainer.callbacks.micro_batch import MicroBatch
 from launcher.trainer.callbacks.plateau import Plateau
 from tests.trainer.callbacks.test_log import Recorder
-from tests.trainer.callbacks.test_plateau import Own
 from tests.trainer.reports import LIMITS
-from tests.trainer.runs import run_alone
+from tests.trainer.runs import context_alone
 
 
 @pytest.mark.parametrize("best", [None, ["score", 1.0, True]])
 def test_a_plateau_continues_from_an_earlier_checkpoint(best) -> None:
     saved = {"share": 0.5, "best": best, "bad": 1, "step": 3}
-    run = run_alone(Telemetry([Recorder()]), LIMITS, 1)
-    part = Plateau(run, ReduceLROnPlateauConfig(0.5, 1, 1e-4, None), cast(Any, Own()))
+    run = context_alone(Telemetry([Recorder()]), LIMITS, 1)
+    part = Plateau(run, ReduceLROnPlateauConfig(0.5, 1, 1e-4, None))
     part.load_state_dict(saved)
     assert json.loads(json.dumps(part.state_dict())) == saved
 
 
 @pytest.mark.parametrize("chosen", [None, {"wish": "auto", "size": 4}])
 def test_a_micro_batch_found_continues_from_an_earlier_checkpoint(chosen) -> None:
-    part = MicroBatch(cast(Any, SimpleNamespace(run=run_alone(Telemetry([Recorder()]), LIMITS, 1))))
+    part = MicroBatch(context_alone(Telemetry([Recorder()]), LIMITS, 1))
     part.load_state_dict({"micro_batch": chosen})
     assert json.loads(json.dumps(part.state_dict())) == {"micro_batch": chosen}

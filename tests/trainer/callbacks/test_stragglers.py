@@ -13,12 +13,12 @@ from launcher.report.recording import Recording
 from launcher.run_dir.atomic import json_line
 from launcher.telemetry import Telemetry
 from launcher.trainer.callbacks.stragglers import WINDOW, Stragglers
+from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
-from launcher.trainer.run import Run
 from launcher.trainer.votes import DATA_SLOT, WAIT_SLOT, Question
 from tests.trainer.callbacks.test_log import Recorder
-from tests.trainer.reports import CLEAN, LIMITS
-from tests.trainer.runs import run_alone
+from tests.trainer.reports import CLEAN, LIMITS, metrics_of
+from tests.trainer.runs import context_alone
 
 Spans = dict[str, float]
 
@@ -60,13 +60,13 @@ def train(
         ]
         if waiting is not None:
             for rank, report in zip(ranks, waiting[1], strict=True):
-                rank.on_step_metrics(waiting[0], report)
+                rank.on_step_metrics(waiting[0], metrics_of(report))
         waiting = (position, reports)
     return recorder
 
 
-def run_of(rank: int, ballot: Ballot, recorder: Recorder) -> Run:
-    run = run_alone(Telemetry([recorder] if rank == 0 else []), LIMITS, 1)
+def run_of(rank: int, ballot: Ballot, recorder: Recorder) -> TrainContext:
+    run = context_alone(Telemetry([recorder] if rank == 0 else []), LIMITS, 1)
     return replace(run, env=replace(run.env, rank=rank), stepper=cast(Any, ballot))
 
 

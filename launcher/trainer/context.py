@@ -1,26 +1,37 @@
-"""What the parts of a run share on one rank."""
+"""What the parts of a trainer share on one rank: what is trained, on what, and with which settings."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from launcher.config.schema import Config
+from launcher.data.batch_plan import BatchPlan
+from launcher.data.sources import DataSets
+from launcher.data.tensors import Batches
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine import Stepper, WeightAverage
+from launcher.errors import DataError
 from launcher.process.signals import StopSignal
+from launcher.recipe.contract import Recipe, Used
 from launcher.run_dir.records import logs_of_failure, write_config
 from launcher.telemetry import Telemetry
+from launcher.trainer.answers import Answers
+from launcher.trainer.callback import CallbackList
+from launcher.trainer.progress import Course
 from launcher.trainer.pruning import PruneCheck
 from launcher.trainer.reports import Reports
 from launcher.trainer.votes import Votes
 
 
 def asked(config: Config) -> dict[str, Any]:
-    """The user's values of what `Run.record` may replace, by key, so that reports compare runs by them.
+    """The user's values of what `TrainContext.record` may replace, by key: reports compare runs by them.
 
     Without model.init_from_sha256: weights of other content are another start.
     """
@@ -31,21 +42,35 @@ def asked(config: Config) -> dict[str, Any]:
 
 
 @dataclass
-class Run:
-    """One rank of a running job."""
+class TrainContext:
+    """What is trained on one rank, and what callbacks find out for each other and for the loop."""
 
     config: Config
     env: WorkerEnv
-    stepper: Stepper
     telemetry: Telemetry
     heartbeat: Heartbeat
     stop_signal: StopSignal
+    recipe: Recipe
+    data: DataSets
+    fingerprint: Mapping[str, str]  # of the data
+    used: Used
+    plan: BatchPlan  # with the micro-batch that the run uses, once that is known
+    course: Course
+    model: nn.Module
+    stepper: Stepper
+    answers: Answers
+    host_ms: float  # per layer: what the host spends on it, however small
     average: WeightAverage | None = None  # of the weights, where ema.decay asks for one
+    batches: Batches = field(init=False)  # known once it is known where the run starts
+    callbacks: CallbackList = field(default_factory=CallbackList)
     votes: Votes = field(default_factory=Votes)
+    train_metrics: Mapping[str, float] = field(default_factory=dict)  # since the last evaluation
+    samples: float = 0.0  # trained on since the run began
+    shortage: str = ""  # what this rank has run out of, once it has abandoned a step
 
     def __post_init__(self) -> None:
         reads_late = self.env.device.type != "cpu" and not self.falls_back_to_fp32
-        self.reports = Reports(self.telemetry, self.votes, reads_late)
+        self.reports = Reports(self.telemetry, self.votes, self.callbacks, self.plan, reads_late)
         self.pruning = PruneCheck(Path(self.config.run.dir), self.env.is_leader, self.config.sweep.prune)
         self._recorded = self.config
 
@@ -77,3 +102,12 @@ class Run:
             write_config(Path(self.config.run.dir), self._recorded)
         except OSError as error:
             self.telemetry.warn(f"config.yaml lacks what the run has found out: {error}")
+
+    def report_unreadable(self, text: str, count: int) -> None:
+        """Warn of `count` samples that were left out, as `text` says; DataError where these are too many."""
+        limit, logs = self.config.data.max_bad_samples, "logs/rank*.log names each with its error"
+        if count > limit:
+            raise DataError(
+                f"{text}, more than data.max_bad_samples={limit}. Correct or remove them: {logs}."
+            )
+        self.telemetry.warn(f"{text} and {'was' if count == 1 else 'were'} left out; {logs}.")

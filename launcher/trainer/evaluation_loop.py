@@ -10,9 +10,9 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from launcher.checkpoint.snapshot import MonitoredMetric
 from launcher.config.rules import BLOCKS
@@ -28,38 +28,33 @@ from launcher.run_dir.result import Result
 from launcher.telemetry.events import EvalEvent
 from launcher.trainer import after_evaluation, device
 from launcher.trainer.callback import Callback
-from launcher.trainer.callbacks.bad_samples import report_unreadable
-from launcher.trainer.callbacks.training_metrics import HIGHER_IS_BETTER, TrainingMetrics
+from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import guarding
-from launcher.trainer.job import Job
 from launcher.trainer.progress import Measured, Position
 from launcher.trainer.uncompiled import uncompiled
 from launcher.trainer.votes import Question
 
+HIGHER_IS_BETTER = {"loss": False, "train_loss": False, "train_accuracy": True}  # in every evaluation
+
 log = logging.getLogger("launcher")
 
 
-@dataclass
 class Evaluator(Callback):
-    """Evaluates the model on the held-out sets. `latest` is the last complete evaluation, by set."""
+    """Evaluates the model on the validation sets."""
 
-    name: ClassVar[str] = "evaluation"
+    name = "evaluation"
 
-    job: Job
-    training: TrainingMetrics
-    latest: Mapping[str, Evaluation] = field(default_factory=dict)
-    best: MonitoredMetric | None = None  # of all evaluations so far
-    best_step: int | None = None  # after which it was measured
-    _fitting: int | None = None  # the largest batch of this rank, once it has run out of memory
+    def __init__(self, context: TrainContext) -> None:
+        self.latest: Mapping[str, Evaluation] = {}  # the last complete evaluation, by set
+        self.best: MonitoredMetric | None = None  # of all evaluations so far
+        self.best_step: int | None = None  # after which it was measured
+        self._context = context
+        self._fitting: int | None = None  # the largest batch of this rank, once it has run out of memory
+        self.recipe, self.model, self.data = context.recipe, context.model, context.data.validation
 
-    def __post_init__(self) -> None:
-        self.run, self.recipe, self.model = self.job.run, self.job.recipe, self.job.model
-        self.data = self.job.data.validation
-
-    def after(self, position: Position) -> Measured | None:
-        """`evaluate` if an evaluation is due; None, on all ranks, if not or before a stop."""
-        due = self.job.course.evaluates_after(position.step) and Question.STOP not in self.run.votes
-        return self.evaluate(position) if due else None
+    def run(self, position: Position) -> Measured | None:
+        """`evaluate` unless the ranks have agreed to stop: then None, on all ranks."""
+        return None if Question.STOP in self._context.votes else self.evaluate(position)
 
     def evaluate(self, position: Position) -> Measured | None:
         """Evaluate on each set and report. None, on all ranks, where one of them was asked to stop.
@@ -67,32 +62,32 @@ class Evaluator(Callback):
         A run without sets has only its end to report.
         """
         if not self.data:
-            return Measured() if self.job.course.ends_with(position.step) else None
+            return Measured() if self._context.course.ends_with(position.step) else None
         # First: a run that has diverged ends here and is not evaluated.
-        self.run.reports.drain()
-        self.run.stepper.average_buffers()
-        trained = self.training.metrics()
-        if (average := self.run.average) is not None:
+        self._context.reports.drain()
+        self._context.callbacks.on_eval_start(position)
+        self._context.stepper.average_buffers()
+        if (average := self._context.average) is not None:
             average.settle()
         # Uncompiled: graphs of their own would take time, and depend on the batches of an evaluation.
-        plain = uncompiled() if self.run.config.train.compile == BLOCKS else nullcontext()
+        plain = uncompiled() if self._context.config.train.compile == BLOCKS else nullcontext()
         try:
             with plain, nullcontext() if average is None else average.in_model():
-                self.latest = {name: self._evaluate(name, position, trained) for name in self.data}
-                after_evaluation.show(self.job, position)
+                self.latest = {name: self._evaluate(name, position) for name in self.data}
+                after_evaluation.show(self._context, position)
         except EvaluationStopped:
-            self.run.votes.agree(Question.STOP)
+            self._context.votes.agree(Question.STOP)
             return None
         finally:
-            self.run.reports.restart_timer()
+            self._context.reports.restart_timer()
         compared = comparison(self.recipe.compare_by, self.latest)
         if compared.name != "loss" and math.isnan(compared.value):  # that of the loss ends the run
-            self.run.telemetry.warn(
+            self._context.telemetry.warn(
                 f"{compared.name}, by which runs are compared, is NaN at step {position.step}, so this "
                 "evaluation cannot be the best. Correct the metric, or name another with compare_by."
             )
         if self.best is not None and not self.best.same_metric(compared):
-            self.run.telemetry.decision(
+            self._context.telemetry.decision(
                 "comparison",
                 f"by {compared.name} from here on. The best checkpoint so far is that by {self.best.name}, "
                 "whose values cannot be compared with these: the best is found anew",
@@ -155,7 +150,7 @@ class Evaluator(Callback):
                 self._batch_size,
             )
             for text in tried.failed:
-                self.run.telemetry.warn(
+                self._context.telemetry.warn(
                     f"{text} This was a trial on a few samples of the {set_title(name)} set. If the metric "
                     "needs others, or a trained model, ignore it; otherwise the first evaluation will fail."
                 )
@@ -168,26 +163,29 @@ class Evaluator(Callback):
 
     @property
     def _batch_size(self) -> int:
-        plan = self.job.batches.plan  # of training: an evaluation's batches are as large
+        plan = self._context.plan  # of training: an evaluation's batches are as large
         as_trained = plan.micro_batch or max(1, plan.batch_size // plan.world_size)
         return min(as_trained, self._fitting or as_trained)
 
     def _smaller(self, error: Exception, size: int) -> int:
         """Halve `size` for this rank from now on, after a shortage of memory; raises any other error."""
         shortage = ran_out(error)
-        if not shortage or self.run.config.train.on_oom != "halve" or size == 1:
+        if not shortage or self._context.config.train.on_oom != "halve" or size == 1:
             raise error
         self._fitting = -(-size // 2)
         log.warning("evaluation: this rank ran out of %s; batches of %d from now on", shortage, self._fitting)
         frames.release(error)
-        device.free_memory(self.run.env.device)
+        device.free_memory(self._context.env.device)
         return self._fitting
 
-    def _evaluate(self, name: str, position: Position, trained: dict[str, float]) -> Evaluation:
+    def _evaluate(self, name: str, position: Position) -> Evaluation:
         """Evaluate on one of the sets, and report. Raises EvaluationStopped on all ranks alike."""
         began = time.perf_counter()
-        telemetry, of_set = self.run.telemetry, self._pass(name, "evaluation", "adding up the evaluation")
-        found = evaluate(of_set, self.data[name], self._batch_size, interrupted=self.run.is_asked_to_end)
+        telemetry, of_set = (
+            self._context.telemetry,
+            self._pass(name, "evaluation", "adding up the evaluation"),
+        )
+        found = evaluate(of_set, self.data[name], self._batch_size, interrupted=self._context.is_asked_to_end)
         title = f"the {set_title(name)} set"
         if found.halvings:
             telemetry.warn(
@@ -201,7 +199,7 @@ class Evaluator(Callback):
                 "Metrics computed from them are meaningless. Check the input for NaN, or lower optim.lr."
             )
         if bad := found.unreadable:
-            report_unreadable(self.run, f"{counted(bad, 'sample')} of {title} could not be read", bad)
+            self._context.report_unreadable(f"{counted(bad, 'sample')} of {title} could not be read", bad)
         higher_is_better = found.higher_is_better | HIGHER_IS_BETTER
         telemetry.emit(
             EvalEvent(
@@ -209,7 +207,7 @@ class Evaluator(Callback):
                 epoch=position.epoch,
                 set=None if name == ONLY_SET else name,
                 loss=found.loss,
-                metrics=found.metrics | trained,
+                metrics={**found.metrics, **self._context.train_metrics},
                 samples=found.samples,
                 seconds=time.perf_counter() - began,
                 higher_is_better={each: up for each, up in higher_is_better.items() if up is not None},
@@ -224,25 +222,28 @@ class Evaluator(Callback):
 
         A trial is a phase of its own: after an evaluation the limits are those of a run that has made a step.
         """
-        run = self.run
+        context = self._context
 
         @contextmanager
         def guard(what: str, batch: Batch | None) -> Iterator[None]:
             """Guard each call of a metric, which may take long while the other ranks wait for this one."""
             what = f"{what} on the {set_title(name)} set"
-            with guarding(what, run.logs_of_failure, batch, of_metric=True), run.heartbeat.in_user_code():
+            with (
+                guarding(what, context.logs_of_failure, batch, of_metric=True),
+                context.heartbeat.in_user_code(),
+            ):
                 yield
 
-        beat, seed = partial(run.heartbeat.beat, phase), run.config.seed
+        beat, seed = partial(context.heartbeat.beat, phase), context.config.seed
         return Pass(
             self.recipe,
             self.model,
-            run.stepper.forward,
-            run.env,
+            context.stepper.forward,
+            context.env,
             guard,
             beat,
             self._smaller,
-            run.heartbeat.in_user_code,
+            context.heartbeat.in_user_code,
             seed,
-            partial(run.heartbeat.beat, then),
+            partial(context.heartbeat.beat, then),
         )

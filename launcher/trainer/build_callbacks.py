@@ -1,0 +1,78 @@
+"""The callbacks of a run, from its config: the one place where a feature is added."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launcher.distributed.preflight import Peer
+from launcher.telemetry.gpu import GpuSampler
+from launcher.trainer.callback import Callback
+from launcher.trainer.callbacks.averages import Averages
+from launcher.trainer.callbacks.bad_samples import BadSamples
+from launcher.trainer.callbacks.checkpoints import Checkpoints
+from launcher.trainer.callbacks.divergence import DivergenceCheck
+from launcher.trainer.callbacks.early_stopping import EarlyStopping
+from launcher.trainer.callbacks.energy import Energy
+from launcher.trainer.callbacks.first_step import FirstStep
+from launcher.trainer.callbacks.gradient_stats import GradientStats
+from launcher.trainer.callbacks.initial_weights import InitialWeights
+from launcher.trainer.callbacks.log import Log
+from launcher.trainer.callbacks.micro_batch import MicroBatch
+from launcher.trainer.callbacks.plateau import Plateau
+from launcher.trainer.callbacks.replica_check import ReplicaCheck
+from launcher.trainer.callbacks.rescue import Rescue
+from launcher.trainer.callbacks.skipped_steps import SkippedSteps
+from launcher.trainer.callbacks.stragglers import Stragglers
+from launcher.trainer.callbacks.totals import Totals
+from launcher.trainer.callbacks.training_metrics import TrainingMetrics
+from launcher.trainer.context import TrainContext
+from launcher.trainer.diagnostics.nonfinite_inspector import DivergenceInspector
+from launcher.trainer.evaluation_loop import Evaluator
+from launcher.trainer.resume import SavedRun
+
+
+def build_callbacks(
+    context: TrainContext,
+    saved: SavedRun,
+    micro_batch: MicroBatch,
+    weights: InitialWeights,
+    evaluation: Evaluator,
+    peers: Sequence[Peer],
+    gpus: GpuSampler | None,
+) -> list[Callback]:
+    """The callbacks, in the order of their collectives; from the config alone, so equal on all ranks.
+
+    What a callback measures on this rank, or is given by it, may differ; which callbacks there are may not.
+    """
+    config, several = context.config, context.env.world_size > 1
+    inspector = DivergenceInspector(context)
+    stop, plateau = config.early_stopping, config.reduce_lr_on_plateau
+    every = config.telemetry.gradient_histogram_every_steps
+    found: list[Callback | None] = [
+        # Before all that use the metrics of a step: it ends a run whose step was abandoned.
+        micro_batch,
+        Averages(context, context.average) if context.average is not None else None,
+        Stragglers(context, [peer.host for peer in peers]) if several else None,
+        BadSamples(context),
+        TrainingMetrics(context),
+        Totals(context),
+        GradientStats(context, every) if every else None,
+        # Before those that warn of a loss that is not finite, or end the run for it: it may have a remedy.
+        Rescue(context, inspector),
+        SkippedSteps(context),
+        DivergenceCheck(config.precision.loss_scale, inspector, context.stepper.counters),
+        # After those that may end the run by the same step, which is then not logged.
+        Log(context),
+        FirstStep(context.heartbeat.first_step_done),
+        ReplicaCheck(context) if config.ddp.check_replicas_every_steps else None,
+        weights,
+        # Before those that use the best evaluation.
+        evaluation,
+        EarlyStopping(context, stop) if stop.patience is not None else None,
+        Plateau(context, plateau) if plateau.factor is not None else None,
+        context.pruning if context.pruning.rule != "none" else None,
+        Energy(gpus),
+        # Last: it saves the state of all others after a step, and may end the run there.
+        Checkpoints(context, saved),
+    ]
+    return [each for each in found if each is not None]

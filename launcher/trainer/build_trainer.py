@@ -1,0 +1,145 @@
+"""Builds the trainer of one rank from the resolved config: recipe, model, engine, callbacks, resumed state.
+
+Owns the order of what happens before the first step. It runs the same lines on every rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from launcher.config.schema import Config
+from launcher.data.labels import Labels
+from launcher.data.seeding import derive_seed, seed_all
+from launcher.data.sources import DataSets, batch_plan, training_batches
+from launcher.distributed.env import LaunchEnv, WorkerEnv
+from launcher.distributed.heartbeat import Heartbeat
+from launcher.distributed.preflight import Peer
+from launcher.engine.step_timer import PARTS
+from launcher.process.signals import RankStopSignal
+from launcher.recipe import rank0
+from launcher.recipe.contract import Used
+from launcher.recipe.registry import load_recipe
+from launcher.run_dir.records import logs_of_failure
+from launcher.telemetry import Telemetry
+from launcher.telemetry.gpu import GpuSampler
+from launcher.telemetry.tracker.registry import refuse_unknown
+from launcher.trainer import after_evaluation, ends, sanity_check
+from launcher.trainer.answers import Answers
+from launcher.trainer.build_callbacks import build_callbacks
+from launcher.trainer.builders import build, compilation, data_check
+from launcher.trainer.builders.memory_format import choose_memory_format
+from launcher.trainer.callbacks.initial_weights import InitialWeights, Loaded, load_weights
+from launcher.trainer.callbacks.micro_batch import MicroBatch
+from launcher.trainer.context import TrainContext
+from launcher.trainer.diagnostics.host_cost import host_ms_per_layer
+from launcher.trainer.errors.recipe_errors import guarded, guarding
+from launcher.trainer.evaluation_loop import Evaluator
+from launcher.trainer.progress import Course, Start
+from launcher.trainer.resume import SavedRun
+from launcher.trainer.task import Task
+from launcher.trainer.trainer import Trainer
+
+PHASE_AFTER = dict(itertools.pairwise((*PARTS, "report")))
+
+
+def build_trainer(
+    config: Config,
+    launch: LaunchEnv,
+    env: WorkerEnv,
+    peers: Sequence[Peer],
+    gpus: GpuSampler | None,
+    telemetry: Telemetry,
+    heartbeat: Heartbeat,
+    stop_signal: RankStopSignal,
+) -> Trainer:
+    """A trainer that is ready for its first step, the state of a checkpoint loaded. A collective."""
+    context, loaded = _build_context(config, env, telemetry, heartbeat, stop_signal)
+    saved, evaluation = SavedRun(context), Evaluator(context)
+    micro_batch, weights = MicroBatch(context), InitialWeights(context, loaded)
+    context.callbacks.fill(build_callbacks(context, saved, micro_batch, weights, evaluation, peers, gpus))
+    heartbeat.beat("restoring")
+    start = saved.resume(launch)
+    weights.check(saved.resumed)
+    steps_left = start.step < context.course.total_steps
+    # After the checkpoint, which may have the size; before all that divides batches.
+    micro_batch.choose(steps_left, launch.halved)
+    heartbeat.beat("data", start.step)
+    ends.announce(context, [peer.device for peer in peers], start)
+    say = partial(telemetry.decision, "resume")
+    transform, steps = context.recipe.train_transform, context.course.total_steps
+    context.batches = training_batches(context.data.train, context.plan, transform, steps, saved.stream, say)
+    task = Task(context, context.model, context.recipe.loss)
+    if steps_left:
+        _try_out(context, evaluation, task, start)
+    context.stepper.clock.on_mark(heartbeat.entering(PHASE_AFTER))
+    # After the trials, which are not compiled.
+    task.network = compilation.compiled(config.train.compile, context.model, context.stepper)
+    return Trainer(context, task, evaluation, start)
+
+
+def _try_out(context: TrainContext, evaluation: Evaluator, task: Task, start: Start) -> None:
+    """Try what the run needs later, so that it does not fail at the end of an epoch."""
+    sanity_check.try_loader_processes(context)
+    if start.owes_evaluation:
+        return
+    if (found := evaluation.rehearse()) is not None:
+        context.callbacks.validate_metric_names(found)
+    sanity_check.try_smallest_batch(context, task)
+    after_evaluation.rehearse(context, start.step)
+    context.heartbeat.beat("data")
+
+
+def _build_context(
+    config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat, stop_signal: RankStopSignal
+) -> tuple[TrainContext, Loaded | None]:
+    """What is trained, and the weights of the file that the config names."""
+    seed_all(config.seed, env.device)  # the same on all ranks: they make the same data
+    heartbeat.beat("loading data")
+    logs = logs_of_failure(Path(config.run.dir), env.rank, env.world_size)
+    loading = rank0.entries_counted("loading data")
+    with stop_signal.interruptible(env.group is None), heartbeat.in_user_code(), loading:
+        with guarding(f'the function under @recipe("{config.recipe.uses}")', logs):
+            recipe = guarded(load_recipe(config), logs)
+        refuse_unknown(config.tracker)
+        labels = None if recipe.classes is None else Labels(recipe.label, len(recipe.classes))
+        held_out = recipe.validation_sets
+        data = DataSets.of(config, env, recipe.train, held_out, recipe.collate, labels, heartbeat.reading)
+        fingerprint = data_check.fingerprint(recipe, data.train, data.validation)  # reads some samples
+    heartbeat.beat("comparing the data")
+    data_check.compare_data(fingerprint, env)
+    plan = batch_plan(config, env, data.train, recipe.lengths)
+    course = Course.of(plan.steps_per_epoch, config.train, config.ddp.check_replicas_every_steps)
+    heartbeat.beat("building the model")
+    seed_all(derive_seed(config.seed, "model"), env.device)  # whatever was drawn while the data was read
+    with heartbeat.in_user_code(), rank0.entries_counted("building the model"):
+        model = build.build_model(config, recipe, env, plan)
+        rates = build.rates_of(config, recipe, course.total_steps)
+    decide = telemetry.decision
+    choose_memory_format(config, env, recipe, model, data.train, plan, decide, heartbeat.in_user_code)
+    weights = load_weights(config, model, env)
+    heartbeat.beat("comparing the models")
+    stepper = build.build_stepper(config, env, recipe, model, plan, rates)
+    average = build.weight_average(config, stepper)
+    host_ms = host_ms_per_layer(stepper.forward, env.device, stepper.policy.weights)
+    context = TrainContext(
+        config,
+        env,
+        telemetry,
+        heartbeat,
+        stop_signal,
+        recipe,
+        data,
+        fingerprint,
+        Used.of(config, recipe, model),
+        plan,
+        course,
+        model,
+        stepper,
+        Answers(env, None if labels is None else recipe.label),
+        host_ms,
+        average,
+    )
+    return context, weights

@@ -1,0 +1,80 @@
+"""What happens where a rank runs out of memory in training: all ranks end with the same OutOfMemoryError.
+
+A rank that runs out in a forward or backward pass abandons the step, so that no other rank waits for it, and
+all ranks raise when they read the step. The error has half the micro-batch, with which a parent process
+restarts the run (train.on_oom=halve).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from launcher.config.messages import directory_override
+from launcher.errors import TO_RESUME, LauncherError, OutOfMemoryError
+from launcher.process import frames
+from launcher.process.shortage import TO_LOWER, ran_out, shortage_of
+from launcher.trainer.builders.trials import half_of
+from launcher.trainer.context import TrainContext
+from launcher.trainer.device import free_memory
+from launcher.trainer.errors.rank_failure import at_shortage
+
+log = logging.getLogger("launcher")
+
+
+def abandons_after(context: TrainContext, error: Exception) -> bool:
+    """Whether this rank abandons the step that raised `error`, for all ranks to end together.
+
+    False for an error that is no shortage of memory, and for one that only this rank can report: the other
+    ranks may have applied the step. With batch norms that are synchronised a rank that abandons a pass would
+    leave the others waiting in it.
+    """
+    shortage = ran_out(error)
+    agrees = context.env.group is not None and not context.config.model.sync_bn
+    if not (shortage and agrees and context.stepper.can_abandon):
+        return False
+    log.warning("step %d: this rank ran out of %s", context.heartbeat.latest.step, shortage, exc_info=error)
+    context.shortage = shortage
+    frames.release(error)  # what the abandoned step needs must find room
+    free_memory(context.env.device)
+    return True
+
+
+@contextmanager
+def shortage_explained(context: TrainContext) -> Iterator[None]:
+    """Raise an OutOfMemoryError with what to do now, for a shortage of memory within the context."""
+    try:
+        yield
+    except Exception as error:
+        found = error
+        if not isinstance(error, LauncherError) and ran_out(error):
+            place, advice = at_shortage(context.heartbeat.latest, context.config, context.env.world_size)
+            advice = "" if advice == TO_LOWER else advice  # which is what `_failure` says
+            found = shortage_of(error, f"rank {context.env.rank}", place, advice) or error
+        if not isinstance(found, OutOfMemoryError):
+            raise
+        raise _failure(context, str(found).strip()) from error
+
+
+def _failure(context: TrainContext, text: str) -> OutOfMemoryError:
+    """The error with this text, and with what a smaller micro-batch makes of the run."""
+    plan = context.plan
+    half = half_of(plan)
+    text = f"{text} The micro-batch is {plan.largest_micro_batch} per rank and forward pass"
+    if half is None:
+        text = f"{text}, which cannot be halved: choose a smaller model or smaller samples."
+        return OutOfMemoryError(text)
+    text = f"{text}; data.micro_batch_size={half} needs less memory for the same update."
+    halves = context.config.train.on_oom == "halve"
+    if halves and not context.heartbeat.watched:
+        run_dir = directory_override("run.dir", Path(context.config.run.dir))
+        text = (
+            f"{text} No parent process restarts this run with it (train.on_oom=halve). {TO_RESUME} "
+            f"{run_dir} data.micro_batch_size={half}"
+        )
+    failure = OutOfMemoryError(text)
+    if halves:
+        failure.halved, failure.restart_helps = half, True
+    return failure

@@ -1,0 +1,77 @@
+"""The training loop: a table of contents of a run.
+
+Owns the order of training, evaluating and the hooks of callbacks. Every line runs alike on all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from launcher.trainer import ends
+from launcher.trainer.context import TrainContext
+from launcher.trainer.evaluation_loop import Evaluator
+from launcher.trainer.out_of_memory import shortage_explained
+from launcher.trainer.progress import Position, Start
+from launcher.trainer.task import Task
+
+
+@dataclass
+class Trainer:
+    """Trains one rank of a run from `start` on; complete when it is built."""
+
+    context: TrainContext
+    task: Task
+    evaluation: Evaluator
+    start: Start
+
+    def __post_init__(self) -> None:
+        context = self.context
+        self.callbacks, self.course, self.reports = context.callbacks, context.course, context.reports
+
+    def run(self) -> None:
+        """Train to the end, and write the result. A collective.
+
+        Raises PreemptedError, on all ranks after the same step, if any of them was asked to stop.
+        """
+        began = time.perf_counter()
+        try:
+            with shortage_explained(self.context):
+                steps = self.fit()
+        finally:
+            self.callbacks.close()
+        self.context.heartbeat.beat("finishing")
+        seconds, confusion = time.perf_counter() - began, self.evaluation.confusion
+        ends.finish(self.context, self.start.step, steps, seconds, confusion)
+        self.context.heartbeat.beat("done")
+
+    def fit(self) -> int:
+        """Train to the last step, or until a callback has a `stop_reason`. Returns the number of the step."""
+        self.task.network.train()
+        self.callbacks.on_train_start(self.start.step)
+        done = self.start.step
+        if self.start.owes_evaluation:
+            self._end_step(self.course.position_of(done), evaluates=True)
+        self.reports.restart_timer()
+        while done < self.course.total_steps and not self.callbacks.stop_reason:
+            position = self.course.position_of(done + 1)
+            self.context.heartbeat.beat("data", position.step)
+            self.callbacks.on_step_start(position)  # votes cast here are sent with the totals of this step
+            result = self.task.train_on(position)
+            # First what adds work to the device's queue, and then the wait for the step before.
+            self.callbacks.on_step_launched(position, result)
+            self.reports.push(position, result)
+            self._end_step(position, evaluates=self.course.evaluates_after(position.step))
+            done = position.step
+        return done
+
+    def _end_step(self, position: Position, evaluates: bool) -> None:
+        """Evaluate if it is due, and call the hooks after it, at the end of the run, and of each step."""
+        measured = self.evaluation.run(position) if evaluates else None
+        if measured is not None:
+            self.callbacks.on_eval_end(position, measured)
+            if self.course.ends_with(position.step) or self.callbacks.stop_reason:
+                measured = replace(measured, is_last=True)
+                self.reports.drain()
+                self.callbacks.on_train_end(position, measured)
+        self.callbacks.on_step_end(position, measured)
