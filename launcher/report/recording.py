@@ -1,8 +1,7 @@
-"""Reads metrics.jsonl of any size in one pass, for reports and for `watch`.
+"""Reads metrics.jsonl, for reports, comparisons, sweeps and `watch`.
 
-Owns what is kept of each event: thinned curves, counts, and a bounded number of records. A file of several
-gigabytes is never held in memory. Unknown events are counted and left out; only an unreadable file is an
-error.
+Owns what is kept of each event: curves, counts, and a bounded number of records. Unknown events are counted
+and left out; only an unreadable file is an error.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import numpy as np
 
 from launcher.errors import listed
-from launcher.report.curve import Curve, FloatArray, Means
+from launcher.report.curve import Curve, FloatArray
 from launcher.report.reading import MAX_TEXT, bounded
-from launcher.report.step_lines import PREFIX, Columns, columns_of_events, columns_of_lines
 from launcher.run_dir.codec import decoded, encoded
 from launcher.telemetry import events
 from launcher.telemetry.event_log import FILE_NAME, LAST_BYTES, lines_of, opened, parsed
@@ -29,7 +27,6 @@ from launcher.telemetry.stream import Record
 
 Kind = TypeVar("Kind", bound=events.Event)
 
-BLOCK_BYTES = 1 << 20  # added at once, about 3,000 lines: what a call of numpy costs is spread over them
 STEP_FIELDS = ("loss", "lr", "grad_norm", "scale", "samples_per_s", "step_ms", "memory_bytes")
 NO_METRICS = ("samples", "tokens", "seconds")
 MAX_CURVES = 5000  # of evaluations, and of devices, of 6 KB: a damaged file may name one in every line
@@ -81,7 +78,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.steps = {name: Curve() for name in STEP_FIELDS}
-        self.parts_ms = {part: Means() for part in PARTS}  # of a step, over the steps
+        self.parts_ms = {part: Curve() for part in PARTS}  # of a step, over the steps
         self.evaluations, self.other_sets = Curves(), Curves()  # by metric; of other sets by SET/METRIC
         self.gpus: dict[str, Curves] = {}  # by device, by field
         self.skips = Curve()  # step -> loss scale
@@ -97,7 +94,7 @@ class Recording:
         self.unknown: Counter[str] = Counter()
         self._sets: dict[str | None, None] = {}  # in the order of their first evaluations
         self._resumes = False  # a process that has not recorded its `start` yet
-        self._latest = b""  # the line of the latest event that is not OF_A_BEGINNING
+        self._latest: Record | None = None  # the latest event that is not OF_A_BEGINNING
         self._time = TimeTotals()
         self._rated_step = self._rated_steps = self._rated_time = 0.0
 
@@ -145,29 +142,26 @@ class Recording:
 
     def add(self, lines: Sequence[bytes]) -> None:
         """Add complete lines, without their line ends."""
-        alike = [line for line in lines if line.startswith(PREFIX)]
-        columns = columns_of_lines(alike) if alike else None
-        if columns is not None:
-            self._add_steps(columns, bounded_event(alike[-1]))
         steps: list[Record] = []
         for number, line in enumerate(lines, self.num_lines + 1):
-            if not line or (columns is not None and line.startswith(PREFIX)):
-                self._latest = line or self._latest
-            elif (record := bounded_event(line)) is None:
+            if not line:
+                continue
+            if (record := bounded_event(line)) is None:
                 self.num_damaged += 1
                 if self.num_damaged <= MAX_DAMAGED:
                     self.damaged.append(number)
+                continue
+            if record["event"] == events.StepEvent.kind:
+                steps.append(record)
             else:
-                if record["event"] == events.StepEvent.kind:
-                    steps.append(record)
-                else:
-                    self._add_rare(record)
-                if record["event"] not in OF_A_BEGINNING:
-                    self._latest = line
+                self._add_rare(record)
+            if record["event"] not in OF_A_BEGINNING:
+                self._latest = record
         if steps:
-            self._add_steps(columns_of_events(steps), steps[-1])
+            self._add_steps(steps)
         self.num_lines += len(lines)
-        self._extend_attempt(next((line for line in reversed(lines) if line), b""))
+        last = next((line for line in reversed(lines) if line), b"")
+        self._extend_attempt(bounded_event(last))
 
     def _begin_attempt(self, event: events.RestartEvent | events.StartEvent) -> None:
         """A process that resumes records `restart` first, then `start`; others only the latter."""
@@ -179,9 +173,8 @@ class Recording:
         self.attempts.append(Attempt(time, time))
         self._resumes = isinstance(event, events.RestartEvent)
 
-    def _extend_attempt(self, line: bytes) -> None:
+    def _extend_attempt(self, record: Record | None) -> None:
         """All events up to this one belong to the latest attempt."""
-        record = bounded_event(line)
         if record is None:
             return
         event = decoded(events.Event, record)
@@ -192,19 +185,21 @@ class Recording:
             attempt = self.attempts[-1]
             attempt.ended = max(attempt.ended, time)  # nan is not larger
 
-    def _add_steps(self, columns: Columns, last: Record | None) -> None:
-        if last is not None:
-            self.last_step = decoded(events.StepEvent, last)
-        steps = columns["step"]
-        for name in columns.keys() & self.steps.keys():
-            self.steps[name].add(steps, columns[name])
-        missing = np.full(steps.size, math.nan)
-        self._add_rates(steps, columns.get("samples_per_s", missing))
-        times = np.stack([columns.get(key, missing) for key in TIMES], axis=1)
+    def _add_steps(self, records: Sequence[Record]) -> None:
+        self.last_step = decoded(events.StepEvent, records[-1])
+
+        def column(key: str) -> FloatArray:
+            return np.array([_number(record.get(key)) for record in records])
+
+        steps = column("step")
+        for name, curve in self.steps.items():
+            given = np.array([name in record for record in records])  # a value that is absent is no NaN
+            curve.add(steps[given], column(name)[given])
+        self._add_rates(steps, column("samples_per_s"))
+        times = np.stack([column(key) for key in TIMES], axis=1)
         steps, times = self._time.add_all(steps, times)
-        for part, column in zip(PARTS, times[:, 1:].T, strict=True):
-            if steps.size:
-                self.parts_ms[part].add(steps, column)
+        for part, times_ms in zip(PARTS, times[:, 1:].T, strict=True):
+            self.parts_ms[part].add(steps, times_ms)
 
     def _add_rates(self, steps: FloatArray, rates: FloatArray) -> None:
         weights = np.maximum(1.0, np.diff(steps, prepend=self._rated_step))
@@ -294,21 +289,12 @@ class Follower:
 
     def _read(self, file: BinaryIO) -> bool:
         begin = self._offset
-        block: list[bytes] = []
-        for _, end, line in lines_of(file, begin):
-            block.append(line[:-1])
-            if end - self._offset >= BLOCK_BYTES:
-                self._add(block, end)
-                block = []
-        if block:
-            self._add(block, end)
+        found = list(lines_of(file, begin))
+        self.recording.add([line[:-1] for _, _, line in found])
+        self._offset = found[-1][1] if found else begin
         file.seek(max(0, self._offset - LAST_BYTES))
         self._last = file.read(min(self._offset, LAST_BYTES))
         return self._offset > begin
-
-    def _add(self, block: Sequence[bytes], end: int) -> None:
-        self.recording.add(block)
-        self._offset = end
 
 
 def read_recording(run_dir: Path) -> Recording:
@@ -316,6 +302,16 @@ def read_recording(run_dir: Path) -> Recording:
     follower = Follower(run_dir / FILE_NAME)
     follower.poll()
     return follower.recording
+
+
+def _number(value: object) -> float:
+    """NaN for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _sane(value: float) -> float:

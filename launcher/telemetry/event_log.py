@@ -2,7 +2,7 @@
 
 Owns the format, its writer and its reader. Strict JSON: non-finite floats are the strings "inf", "-inf" and
 "nan", which the reader converts back. Complete lines are never changed; they are dropped where a run resumes
-from an earlier step. The file may be large: it is read line by line, and only what is needed is parsed.
+from an earlier step.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import contextlib
 import io
 import json
 import os
-import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,14 +22,8 @@ from launcher.telemetry.events import PERIODIC, Event, record_of
 from launcher.telemetry.stream import LIMIT, Record, Sink
 
 FILE_NAME = METRICS
-# A longer line is damaged: the largest events, tables of an evaluation, have some MB.
-MAX_LINE_BYTES = 1 << 24
-BLOCK_BYTES = 1 << 20  # read at once: more makes it no faster
 LAST_BYTES = 512  # a whole line of a step: by its time a reader knows that the file was not cut behind it
 MAX_STEP = 1 << 53  # exact in a float
-# The beginning of every line that `EventLog` writes: what decides whether the line is needed.
-HEAD = re.compile(rb'\{"event": "(\w+)", "time": (\d+(?:\.\d+)?), "step": (\d{1,18})[,}]')
-TOO_LONG = b"a longer line\n"  # holds no event
 
 
 class EventLog(Sink):
@@ -126,21 +119,15 @@ class EventLog(Sink):
             )
 
     def _drop_events(self, step: int, evaluates_again: bool) -> None:
-        def settled(heads: Sequence[Record | None]) -> bool:
-            """Lines of `step` are written in order: before one of an earlier step nothing is dropped."""
-            return any(head and head["event"] == "step" and head["step"] < step for head in heads) and all(
-                happened(head, step, evaluates_again) for head in heads
-            )
-
         end = None  # of what stays as it is
         kept: list[tuple[str, int, bytes]] = []  # what the process that resumes has written so far
         with opened(self._path) as file:
-            for begin, _, line in lines_of(file, _latest(file, settled)):
-                head = _head(line)
-                if not happened(head, step, evaluates_again):
+            for begin, _, line in lines_of(file):
+                event = parsed(line)
+                if not happened(event, step, evaluates_again):
                     end = begin if end is None else end
                 elif end is not None:
-                    kept.append((head["event"], head["step"], line) if head else ("", 0, line))
+                    kept.append((event["event"], event["step"], line) if event else ("", 0, line))
         if end is not None:
             os.ftruncate(self._file.fileno(), end)
             self._unwritten.extendleft(reversed(kept))
@@ -155,31 +142,9 @@ def read_events(path: Path) -> list[dict[str, object]]:
         return [event for _, _, line in lines_of(file) if (event := parsed(line)) is not None]
 
 
-def recorded(
-    path: Path,
-    wanted: Callable[[Record], bool],
-    settled: Callable[[Sequence[Record | None]], bool] = lambda heads: False,
-) -> Iterator[dict[str, object]]:
-    """The events of the file that are `wanted`, in order. Only these are parsed, and none is kept.
-
-    `wanted` gets at least event, time and step. Reading begins with the last MB whose lines are `settled`:
-    nothing wanted stands before them; None is a damaged line. Nothing without a file. Raises OSError.
-    """
-    if path.exists():
-        with opened(path) as file:
-            for _, _, line in lines_of(file, _latest(file, settled)):
-                head = _head(line)
-                if head is not None and wanted(head) and (event := parsed(line)) is not None:
-                    yield event
-
-
-def recorded_after(path: Path, time_s: float) -> Iterator[dict[str, object]]:
-    """The events of the file after a time, for which only what follows it is read. Raises OSError."""
-    return recorded(
-        path,
-        lambda event: time_of(event) > time_s,
-        lambda heads: all(time_of(head) <= time_s for head in heads if head is not None),
-    )
+def recorded(path: Path, kind: str) -> list[dict[str, object]]:
+    """The events of one kind, in order; none without a file. Raises OSError."""
+    return [event for event in read_events(path) if event["event"] == kind] if path.exists() else []
 
 
 def happened(event: Record | None, step: int, evaluates_again: bool) -> bool:
@@ -188,12 +153,6 @@ def happened(event: Record | None, step: int, evaluates_again: bool) -> bool:
         return True
     repeated = event["event"] in ("eval", "after_evaluation") and evaluates_again and event["step"] == step
     return event["event"] != "end" and int(event["step"]) <= step and not repeated
-
-
-def time_of(event: Record) -> float:
-    """The time of an event that may be from a file: 0 if it has no valid one."""
-    time_s = event.get("time")
-    return float(time_s) if isinstance(time_s, int | float) else 0.0
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
@@ -208,64 +167,25 @@ def parsed(line: bytes) -> dict[str, Any] | None:
     return event if whole and 0 <= event["step"] < MAX_STEP else None
 
 
-def _head(line: bytes) -> dict[str, Any] | None:
-    """`event`, `time` and `step` of a line as a run writes it, in a tenth of the time of `parsed`.
-
-    Any other line is parsed whole. None if it holds no event.
-    """
-    found = HEAD.match(line) if line.endswith(b"}\n") else None
-    if found is None:
-        return parsed(line)
-    return {"event": found[1].decode(), "time": float(found[2]), "step": int(found[3])}
-
-
 def opened(path: Path) -> BinaryIO:
     """The file, to be read. Raises OSError."""
-    return open(open_plain(path, os.O_RDONLY), "rb", buffering=BLOCK_BYTES)
-
-
-def _latest(file: BinaryIO, settled: Callable[[Sequence[Record | None]], bool]) -> int:
-    """Where the last block begins whose whole lines are `settled`; 0 if there is none.
-
-    The blocks are read from the end of the file on, so that a long recording costs what is new in it.
-    """
-    begin = file.seek(0, os.SEEK_END)
-    while begin > 0:
-        begin = max(0, begin - BLOCK_BYTES)
-        file.seek(begin)
-        first, *lines = file.read(BLOCK_BYTES).split(b"\n")
-        if len(lines) > 1 and settled([_head(line + b"\n") for line in lines[:-1]]):
-            return begin + len(first) + 1
-    return 0
+    return open(open_plain(path, os.O_RDONLY), "rb")
 
 
 def lines_of(file: BinaryIO, begin: int = 0) -> Iterator[tuple[int, int, bytes]]:
-    """Begin, end and content of each complete line; `TOO_LONG` for one that nobody should hold in memory."""
-    end = begin
+    """Begin, end and content of each complete line."""
     file.seek(begin)
-    while line := file.readline(MAX_LINE_BYTES):
-        end += len(line)
-        if line.endswith(b"\n"):
-            yield begin, end, line
-            begin = end
-        elif len(line) == MAX_LINE_BYTES:
-            line = b""  # frees it
-            while (rest := file.readline(BLOCK_BYTES)) and not rest.endswith(b"\n"):
-                end += len(rest)
-            if not rest:
-                return
-            end += len(rest)
-            yield begin, end, TOO_LONG
-            begin = end
-        else:
+    for line in file:
+        if not line.endswith(b"\n"):
             return  # or what is appended meanwhile would be taken for a line of its own
+        yield begin, begin + len(line), line
+        begin += len(line)
 
 
 def _cut_torn_line(path: Path) -> None:
     """Remove an incomplete last line, so that a resumed run does not append its first event to it."""
     if path.exists():
         with opened(path) as file:
-            lines = lines_of(file, _latest(file, lambda heads: True))
-            end_bytes = max((end for _, end, _ in lines), default=0)
+            end_bytes = sum(len(line) for _, _, line in lines_of(file))
             if end_bytes < file.seek(0, os.SEEK_END):
                 os.truncate(path, end_bytes)

@@ -1,21 +1,15 @@
-"""metrics.jsonl of any size and of any quality is read in one pass, and followed while it grows."""
+"""metrics.jsonl of any quality is read, and followed while it grows."""
 
 from __future__ import annotations
-
-import io
-import math
-import subprocess
-import sys
 
 import pytest
 
 from launcher.report import recording as module
 from launcher.report.recording import Follower, Recording, read_recording
-from launcher.report.step_lines import columns_of_events, columns_of_lines
 from launcher.run_dir.atomic import json_line
 from launcher.telemetry import event_log
-from launcher.telemetry.event_log import MAX_LINE_BYTES, EventLog, parsed
-from launcher.telemetry.events import FORMAT, OverflowEvent, WarningEvent
+from launcher.telemetry.event_log import EventLog
+from launcher.telemetry.events import FORMAT, OverflowEvent
 from tests.telemetry.console.test_console import shares_of
 
 
@@ -35,55 +29,6 @@ def recording_of(*events):
     found = Recording()
     found.add([json_line(event)[:-1] for event in events])
     return found
-
-
-def as_lists(columns):
-    return {name: [None if math.isnan(v) else v for v in column] for name, column in columns.items()}
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {},
-        {"loss": math.inf},
-        {"loss": math.nan},
-        {"loss": -math.inf},
-        {"loss": None},
-        {"loss": 1e-300},
-        {"lr": 3},
-    ],
-    ids=str,
-)
-def test_the_fast_reader_finds_what_the_parser_finds(odd):
-    events = [step(k, **(odd if k == 7 or "lr" in odd else {})) for k in range(1, 20)]
-    lines = [json_line(event)[:-1] for event in events]
-    fast = columns_of_lines(lines)
-    assert fast is not None
-    assert as_lists(fast) == as_lists(columns_of_events([parsed(line) for line in lines]))
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b'{"event": "step", "time": 1.0, "step": 5, "loss": 1.0, "more": 2}',
-        b'{"event": "step", "time": 1.0, "loss": 1.0, "step": 5}',
-        b'{"event": "step", "time": 1.0, "step": 5, "loss": true}',
-        b'{"event": "step", "time": 1.0, "step": 5, "loss": "1.0"}',
-        b'{"event": "step", "time": 1.0, "step": 5.5, "loss": 1.0}',
-        b'{"event": "step", "time": 1.0, "step": -5, "loss": 1.0}',
-        b'{"event": "step", "time": 1.0, "step": 5, "loss": 1.0.0}',
-        b'{"event": "step", "time": 1.0, "step": 5, "loss": }',
-        b'{"event": "step", "time": 1.0, "step": 5, "loss": [1.0]}',
-    ],
-)
-def test_lines_of_another_shape_are_left_to_the_parser(line):
-    plain = b'{"event": "step", "time": 1.0, "step": 4, "loss": 1.0}'
-    assert columns_of_lines([plain, plain]) is not None
-    assert columns_of_lines([plain, line]) is None
-    found = Recording()
-    found.add([plain, line, plain])
-    assert found.num_damaged + int(found.steps["loss"].num_points) >= 2, "the others are read all the same"
-    assert found.steps["loss"].num_points >= 2
 
 
 def test_the_averages_of_the_time_are_those_of_the_console():
@@ -153,20 +98,6 @@ def test_a_file_that_is_rewound_replaced_or_gone_is_read_again(tmp_path):
     assert follower.recording.steps["loss"].num_points == 0
 
 
-def test_blocks_that_cut_lines_change_nothing(tmp_path, monkeypatch):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"".join(json_line(step(k)) for k in range(1, 200)))
-    whole = read_recording(tmp_path)
-    for size in (1, 13, 1000):
-        monkeypatch.setattr(module, "BLOCK_BYTES", size)
-        cut = read_recording(tmp_path)
-        assert [v.tolist() for v in cut.steps["loss"].points()] == [
-            v.tolist() for v in whole.steps["loss"].points()
-        ]
-        assert cut.time_shares.parts_ms == pytest.approx(whole.time_shares.parts_ms)
-        assert cut.num_damaged == 0
-
-
 def test_processes_of_a_run_are_told_apart():
     found = recording_of(
         {"event": "decision", "time": 1.0, "step": 0, "topic": "a", "text": "b"},
@@ -202,43 +133,6 @@ def test_many_events_of_a_kind_are_counted_and_bounded():
     assert found.skips.num_points == 5000
 
 
-def test_an_endless_line_is_damaged_and_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(event_log, "MAX_LINE_BYTES", 5000)
-    long = json_line({"event": "warning", "step": 1, "text": "x" * 50_000})
-    (tmp_path / "metrics.jsonl").write_bytes(long + json_line(step(1)))
-    found = read_recording(tmp_path)
-    assert (found.num_damaged, found.steps["loss"].num_points) == (1, 1)
-    assert found.of(WarningEvent).count == 0, "its beginning and its end are no event"
-    assert MAX_LINE_BYTES > 5000
-
-
-GROW = """
-import resource, sys
-from pathlib import Path
-from launcher.report.recording import read_recording
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-found = read_recording(Path(sys.argv[1]))
-print(found.steps["loss"].num_points, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_two_gigabytes_are_read_in_little_memory(tmp_path):
-    line = json_line(step(1, **{f"number_{letter * 3}": 1 / 3 for letter in "abcdef"}))[:-1]
-    block = b"".join(line.replace(b'"step": 1,', b'"step": %d,' % k) + b"\n" for k in range(1, 20_001))
-    with (tmp_path / "metrics.jsonl").open("wb") as file:
-        while file.tell() < 2_000_000_000:
-            file.write(block)
-    done = subprocess.run(
-        [sys.executable, "-c", GROW, str(tmp_path)], capture_output=True, text=True, check=True, timeout=280
-    )
-    points, megabytes = map(int, done.stdout.split())
-    assert points > 4_000_000
-    assert megabytes < 200
-
-
 def test_steps_beyond_what_a_float_holds_are_damaged():
     found = Recording()
     found.add([b'{"event": "step", "step": 1%s, "loss": 1.0}' % (b"0" * 400), b"{}", b'{"event": "step"}'])
@@ -254,17 +148,6 @@ def test_the_speed_is_samples_over_time():
     )
     assert found.samples_per_s == pytest.approx(20 / (10 / 100 + 10 / 10000))
     assert recording_of().samples_per_s is None
-
-
-def test_a_line_that_grows_while_it_is_read_waits_for_its_end(tmp_path):
-    class Growing(io.BytesIO):
-        """What a file is to a reader at its end: first a part of a line, then the rest of it."""
-
-        def readline(self, *limit):
-            return parts.pop(0) if parts else b""
-
-    parts = [b'{"event": "wh', b'ole"}\n']
-    assert [*event_log.lines_of(Growing())] == []
 
 
 def test_a_torn_end_is_read_once(tmp_path, monkeypatch):

@@ -172,7 +172,7 @@ def mean_of(curves: Sequence[Curve]) -> tuple[FloatArray, FloatArray]:
 
     Between its own steps a curve is straight. Of thinned curves their values count, not their peaks.
     """
-    points = [curve.mean.points() for curve in curves]
+    points = [curve.means() for curve in curves]
     if not points or not all(x.size for x, _ in points):
         return np.empty(0), np.empty(0)
     x = np.unique(np.concatenate([x for x, _ in points]))

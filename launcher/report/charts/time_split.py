@@ -27,7 +27,7 @@ def time_split(run: RunRecord) -> str:
 
 
 def _areas(run: RunRecord) -> str:
-    points = [run.recording.parts_ms[part].points() for part in PARTS]
+    points = [run.recording.parts_ms[part].means() for part in PARTS]
     x = points[0][0]
     if x.size < 2:
         return ""

@@ -26,7 +26,7 @@ from launcher.telemetry.gpu.conditions import Conditions, name, other_processes
 from launcher.telemetry.gpu.devices import Gpu, RankDevice, gpus_of
 from launcher.telemetry.gpu.readings import GpuLostError, NvmlReader
 from launcher.telemetry.gpu.window import Window
-from launcher.telemetry.stream import Record, Sink, Telemetry
+from launcher.telemetry.stream import Sink, Telemetry
 
 if TYPE_CHECKING:
     from launcher.distributed.env import WorkerEnv
@@ -212,14 +212,9 @@ def _library() -> Iterator[ModuleType]:
 def energy_before_j(metrics: Path) -> float:
     """The energy that earlier processes of a run have recorded, steps that are repeated included.
 
-    It grows, so the last ones are enough. Raises OSError.
+    Raises OSError.
     """
-
-    def of_gpu(head: Record | None) -> bool:
-        return head is not None and head["event"] == "gpu"
-
-    found = recorded(metrics, of_gpu, settled=lambda heads: any(map(of_gpu, heads)))
-    joules = (event.get("run_energy_j") for event in found)
+    joules = (event.get("run_energy_j") for event in recorded(metrics, "gpu"))
     return max((float(value) for value in joules if isinstance(value, int | float)), default=0.0)
 
 

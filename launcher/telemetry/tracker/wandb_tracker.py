@@ -179,7 +179,7 @@ def _confusion(item: protocol.ConfusionMatrix, name: str) -> object:
 
 def checkpoint_artifact(run_dir: Path, wanted: str) -> CheckpointArtifact | None:
     """The `last` or `best` checkpoint that is on the disk; None without one. Raises OSError."""
-    saved = list(recorded(run_dir / FILE_NAME, lambda event: event["event"] == "checkpoint"))
+    saved = recorded(run_dir / FILE_NAME, "checkpoint")
     latest, best = _newest(saved), _newest([event for event in saved if event.get("best")])
     chosen = best if wanted == "best" else latest
     if chosen is None:
