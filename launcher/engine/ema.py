@@ -26,7 +26,7 @@ CHUNK = 1 << 24  # elements on a device: 64 MB for each of two results, less tha
 
 @dataclass(frozen=True)
 class AverageState:
-    """A WeightAverage by name: fp32 weights, the floating-point buffers of this rank, and a counter.
+    """A WeightAverage by name: fp32 weights, the running statistics of this rank, and a counter.
 
     `applied` is the number of applied steps at the latest pass.
     """
@@ -50,9 +50,9 @@ class WeightAverage:
 
     `decay` is per applied step; after t of them d = min(decay, (1 + t) / (10 + t)), so that the average soon
     leaves the initial weights. A pass is made after the steps whose number is a multiple of `every_steps`,
-    with d of the last step to the power of the steps since the pass before. Running statistics (of BatchNorm)
-    are averaged alike, each rank's for itself; other buffers keep their present values. Averages are fp32
-    and start as the present weights.
+    with d of the last applied step to the power of the applied steps since the pass before. Running
+    statistics (of BatchNorm) are averaged alike, each rank's for itself; other buffers keep their present
+    values. Averages are fp32 and start as the present weights.
 
     After Stepper.load() the averages are still those of the steps before it: load() those that were saved
     with the state, or restart(). Without either, they continue with the steps after the load.
@@ -64,37 +64,30 @@ class WeightAverage:
         self._stepper = stepper
         self._decay, self._every_steps = decay, every_steps
         self._weights = [values.clone() for values in stepper.shards.masters()]
-        self._buffers = [flat.clone() for flat in stepper.buffers.floats()]
-        self._applied = stepper.scale.applied.clone()  # at the latest pass
-        self._before = self._applied.clone()  # the coming step
+        self._statistics = [flat.clone() for flat in stepper.buffers.statistics]
+        self._applied = stepper.scale.state.applied_steps  # at the latest pass
         self._loads = stepper.scale.loads
 
     def restart(self) -> None:
-        """Forget all steps: the averages are the present weights and buffers."""
+        """Forget all steps: the averages are the present weights and statistics."""
         self._stepper.refuse_averages()
         for average, values in self._pairs():
             average.copy_(values)
-        self._copy_others()
-        self._applied.copy_(self._stepper.scale.applied)
-        self._before.copy_(self._applied)
-        self._loads = self._stepper.scale.loads
+        self._applied, self._loads = self._stepper.scale.state.applied_steps, self._stepper.scale.loads
 
     def update(self, step: int) -> None:
-        """Take the step that has just been made, number `step`, into the average unless it was skipped."""
+        """Make a pass if the step that has just been made, number `step`, is one after which there is one."""
         self._stepper.refuse_averages()
-        self._follow_loads()
         if step % self._every_steps == 0:
-            self._pass(self._before)
-        self._before.copy_(self._stepper.scale.applied)
+            self._pass()
 
     def settle(self) -> None:
-        """Take all steps so far into the average. Before an evaluation, or the end.
+        """Make a pass now, for the steps since the latest. Before an evaluation, or the end.
 
-        Part of the average's course: make it at the same steps wherever the same bits are wanted.
+        Averages depend on when passes are made: make them at the same steps where the same bits are wanted.
         """
         self._stepper.refuse_averages()
-        self._follow_loads()
-        self._pass(self._applied)
+        self._pass()
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
@@ -106,8 +99,8 @@ class WeightAverage:
         segments, buffers = self._stepper.layout.segments, self._stepper.buffers
         with self._stepper.holding_averages():
             kept = [(segment.weight, self._stepper.shards.keep_weights(segment)) for segment in segments]
-            kept += [(flat, flat.clone()) for flat in buffers.floats()]
-            held = [*(piece.weight for piece in self._stepper.shards.pieces), *buffers.floats()]
+            kept += [(flat, flat.clone()) for flat in buffers.flat]
+            held = [*(piece.weight for piece in self._stepper.shards.pieces), *buffers.statistics]
             try:
                 for flat, average in zip(held, self.tensors(), strict=True):
                     flat.copy_(average)
@@ -128,7 +121,7 @@ class WeightAverage:
         """
         self._follow_loads()
         weights = self._stepper.shards.gather_full(self._weights, rank, allocate)
-        return AverageState(weights, self._named_buffers(), {"applied": int(self._applied)})
+        return AverageState(weights, self._named_statistics(), {"applied": int(self._applied)})
 
     @torch.no_grad()
     def load(self, state: AverageState) -> None:
@@ -138,11 +131,12 @@ class WeightAverage:
         """
         if not isinstance(state, AverageState):
             raise UnusableError(f"load() takes what state() returned, not a {type(state).__name__}.")
-        shards, buffers = self._stepper.shards, self._named_buffers()
+        shards, buffers = self._stepper.shards, self._named_statistics()
         refuse_misfits("averaged weights", shards.forms, state.weights)
         refuse_misfits("averaged buffers", forms_of(buffers), state.buffers)
         refuse_other_names("counters of the average", {"applied"}, set(state.counters))
-        applied, present = state.counters["applied"], int(self._stepper.scale.applied)
+        scale = self._stepper.scale
+        applied, present = state.counters["applied"], int(scale.state.applied_steps)
         if not (limits.is_whole(applied) and 0 <= applied <= present):
             raise ValueError(
                 f"the state does not fit: its counter applied is {applied!r}. It must be an int from 0 to "
@@ -151,9 +145,7 @@ class WeightAverage:
         shards.scatter(state.weights, self._weights)
         for name, buffer in buffers.items():
             buffer.copy_(state.buffers[name])
-        self._applied.fill_(applied)
-        self._loads = self._stepper.scale.loads
-        self._before.copy_(self._stepper.scale.applied)
+        self._applied, self._loads = scale.placed(applied), scale.loads
 
     def replicas(self, by_parameter: bool = True) -> dict[str, Tensor]:
         """Flat averages that must hold the same bits on all ranks; none of sharded ones.
@@ -170,7 +162,7 @@ class WeightAverage:
 
     def tensors(self) -> list[Tensor]:
         """The memory of the averages."""
-        return [*self._weights, *self._buffers]
+        return [*self._weights, *self._statistics]
 
     def _follow_loads(self) -> None:
         """Forget the steps since the latest pass if the Stepper has loaded a state: they are rolled back.
@@ -179,57 +171,45 @@ class WeightAverage:
         """
         scale = self._stepper.scale
         if self._loads != scale.loads:
-            self._loads = scale.loads
-            self._applied.fill_(scale.loaded)
-            self._before.fill_(scale.loaded)
+            self._applied, self._loads = scale.placed(scale.loaded), scale.loads
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The pairs of an average and what it averages, flat."""
         yield from zip(self._weights, self._stepper.shards.masters(), strict=True)
-        for average, values, statistic in self._of_buffers():
-            if statistic:
-                yield average, values
-
-    def _copy_others(self) -> None:
-        """Take the present values of buffers that are no statistics: a mean of -inf and -inf would be NaN."""
-        for average, values, statistic in self._of_buffers():
-            if not statistic:
-                average.copy_(values)
-
-    def _of_buffers(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        buffers = self._stepper.buffers
-        yield from zip(self._buffers, buffers.floats(), buffers.are_statistics(), strict=True)
+        yield from zip(self._statistics, self._stepper.buffers.statistics, strict=True)
 
     @torch.no_grad()
-    def _pass(self, before: Tensor) -> None:
-        """Average all steps since the latest pass, if one was applied since there were `before`."""
-        applied, at_pass = self._stepper.scale.applied, self._applied
-        if self._stepper.decides_on_host:
-            n = int(applied)
-            if n != int(before):
-                # The ramp of TensorFlow's ExponentialMovingAverage with num_updates.
-                share = 1 - min(self._decay, (1 + n) / (10 + n)) ** (n - int(at_pass))
-                for average, values in self._pairs():
-                    average.lerp_(values, share)
-                self._copy_others()
-                at_pass.fill_(n)
+    def _pass(self) -> None:
+        """Average the steps since the latest pass; change nothing if none of them was applied."""
+        self._follow_loads()
+        applied = self._stepper.scale.state.applied_steps  # a number, or 0-dim where the device decides
+        unchanged = applied == self._applied
+        if unchanged is True:
             return
-        # The same without a read by the host.
-        skipped, t = applied == before, applied.double()
-        weight = 1 - ((1 + t) / (10 + t)).clamp(max=self._decay) ** (applied - at_pass)
-        for averages, values in self._pairs():
-            rate = weight.to(averages.dtype)
-            for average, value in zip(torch.split(averages, CHUNK), torch.split(values, CHUNK), strict=True):
-                torch.where(skipped, average, average.lerp(value, rate), out=average)
-        self._copy_others()  # a skipped step has restored them
-        at_pass.copy_(torch.where(skipped, at_pass, applied))
+        # The ramp of TensorFlow's ExponentialMovingAverage with num_updates.
+        ramp = (1 + applied) / (10 + applied)
+        decay = ramp.clamp(max=self._decay) if isinstance(ramp, Tensor) else min(ramp, self._decay)
+        weight = 1 - decay ** (applied - self._applied)
+        for average, values in self._pairs():
+            _blend(average, values, weight, unchanged)
+        self._applied = applied
 
-    def _named_buffers(self) -> dict[str, Tensor]:
-        """Averages of the floating-point buffers by name, as views."""
-        flats = zip(self._stepper.buffers.floats(), self._buffers, strict=True)
+    def _named_statistics(self) -> dict[str, Tensor]:
+        """Averages of the running statistics by name, as views."""
+        flats = zip(self._stepper.buffers.statistics, self._statistics, strict=True)
         averages = {flat.untyped_storage().data_ptr(): average for flat, average in flats}
         return {
             name: averages[place].as_strided(buffer.shape, buffer.stride(), buffer.storage_offset())
             for name, buffer in named_buffers(self._stepper.model).items()
             if buffer.numel() and (place := buffer.untyped_storage().data_ptr()) in averages
         }
+
+
+def _blend(average: Tensor, values: Tensor, weight: Tensor | float, unchanged: Tensor | bool) -> None:
+    """Move `average` towards `values`. `unchanged`, where the device decides, forbids writing."""
+    if not isinstance(unchanged, Tensor):
+        average.lerp_(values, weight)
+        return
+    # Not by a weight of 0, which would make a NaN of a value that is inf.
+    for old, new in zip(torch.split(average, CHUNK), torch.split(values, CHUNK), strict=True):
+        torch.where(unchanged, old, old.lerp(new, weight.to(old.dtype)), out=old)

@@ -127,7 +127,7 @@ def train_at_random(env: WorkerEnv, policy: Policy, wire: Wire, num_steps: int) 
             expected = reference.step()
             skipped += expected
             assert report.skipped == expected, (step, report)
-        assert int(stepper.scale.applied) == reference.applied, step
+        assert int(stepper.scale.state.applied_steps) == reference.applied, step
         assert float(stepper.scale.value()) == (2.0**reference.exponent if dynamic else 1.0), step
         masters = stepper.named_masters()
         for name, p in reference.master.named_parameters():

@@ -64,7 +64,7 @@ def plant_everywhere(env: WorkerEnv, policy: Policy, optimizer: SGD | AdamW, ove
     problems = []
     tried = places(stepper, env.world_size)
     for number, place in enumerate(tried):
-        before, applied = state_digest(stepper), int(stepper.scale.applied)
+        before, applied = state_digest(stepper), int(stepper.scale.state.applied_steps)
         report = train_planted(env, stepper, place, seed=100 * number)
         exponent = stepper.counters()["exponent"]
         expected = (True, (place[0],), (place[1],), applied, 0)

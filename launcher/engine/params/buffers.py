@@ -5,30 +5,28 @@ Owns their snapshot, their roll-back after a skipped step, and their values in e
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import launcher.engine.works as works
-from launcher.engine.errors import EngineWarning, UnusableError, listed
+from launcher.engine.errors import UnusableError
 from launcher.engine.names import named_buffers, named_modules
 from launcher.engine.precision.op_lists import HALF
-
-SHOWN = 5  # buffers that a warning names
 
 
 class Buffers:
     """All buffers of a model, moved into one flat tensor per dtype so that each operation is one copy.
 
-    Half-precision buffers become fp32 under every policy: statistics over many steps need it.
+    Half-precision buffers become fp32 under every policy: statistics over many steps need it. `flat` has all
+    of them; `statistics` those of `flat` that are running statistics, such as those of BatchNorm.
     """
 
     def __init__(self, model: nn.Module, group: works.Group) -> None:
-        self._group, self._warned = group, False
-        # Of a buffer with several names one decides.
+        self._group = group
+        # Of a buffer with several names one that says so is enough.
         statistics = {
             id(each) for m in model.modules() for key, each in m._buffers.items() if is_statistic(key)
         }
@@ -37,32 +35,25 @@ class Buffers:
             dtype = torch.float32 if buffer.dtype in HALF else buffer.dtype
             kind = dtype, dtype.is_floating_point and id(buffer) in statistics
             by_kind.setdefault(kind, []).append(buffer)
-        self.flat = [_flatten(buffers, dtype) for (dtype, _), buffers in by_kind.items()]
-        self._kinds = list(by_kind)
-        self._before = [torch.empty_like(flat) for flat in self.flat]
+        flat = {kind: _flatten(buffers, kind[0]) for kind, buffers in by_kind.items()}
+        self.flat = list(flat.values())
+        self.statistics = [each for (_, is_statistics), each in flat.items() if is_statistics]
+        self._others = [
+            each
+            for (dtype, is_statistics), each in flat.items()
+            if dtype.is_floating_point and not is_statistics
+        ]
+        self._before = [torch.empty_like(each) for each in self.flat]
         self._homes = [
             (f"{prefix}.{key}".lstrip("."), module, key, buffer, buffer.detach(), buffer.data_ptr())
             for prefix, module in named_modules(model)
             for key, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._others = {
-            name: buffer
-            for name, _, _, buffer, _, _ in self._homes
-            if buffer.is_floating_point() and id(buffer) not in statistics
-        }
 
     def tensors(self) -> list[Tensor]:
         """Everything held here, the snapshot included."""
         return [*self.flat, *self._before]
-
-    def floats(self) -> list[Tensor]:
-        """The flat tensors of floating-point buffers."""
-        return [flat for flat in self.flat if flat.is_floating_point()]
-
-    def are_statistics(self) -> list[bool]:
-        """Whether each of `floats` has running statistics, or else the buffers that no mean may change."""
-        return [statistic for dtype, statistic in self._kinds if dtype.is_floating_point]
 
     def snapshot(self) -> None:
         """Remember the present values: the state to return to if the coming step is skipped.
@@ -100,34 +91,13 @@ class Buffers:
         """
         if self._group is None:
             return
-        own = {} if self._warned else {name: bits_of(buffer) for name, buffer in self._others.items()}
-        for flat, statistic in zip(self.floats(), self.are_statistics(), strict=True):
-            if statistic:
-                total = flat.double()  # exact for equal values: averaging twice changes nothing
-                works.all_reduce(total, self._group)
-                flat.copy_(total / dist.get_world_size(self._group))
-            else:
-                works.broadcast(flat.view(torch.uint8), self._group)
+        for flat in self.statistics:
+            total = flat.double()  # exact for equal values: averaging twice changes nothing
+            works.all_reduce(total, self._group)
+            flat.copy_(total / dist.get_world_size(self._group))
+        for flat in self._others:
+            works.broadcast(flat.view(torch.uint8), self._group)  # as bytes: bit for bit
         self.snapshot()
-        if own:
-            self._warn_of_changed(own)
-
-    def _warn_of_changed(self, own: Mapping[str, Tensor]) -> None:
-        """Warn once, on all ranks alike, where bits of some rank were not those of rank 0. A collective."""
-        differ = torch.stack([(bits_of(self._others[name]) != bits).any() for name, bits in own.items()])
-        ranks = differ.int()
-        works.all_reduce(ranks, self._group)
-        names = [name for name, number in zip(own, ranks.tolist(), strict=True) if number]
-        if names:
-            self._warned = True
-            warnings.warn(
-                f"{listed(names, SHOWN)}: buffers differed between the ranks, and now have the values of "
-                "rank 0, as before every evaluation. Only running statistics are averaged: if it is one, "
-                "let its name begin with running_ (BatchNorm's is running_mean). Else compute the buffer "
-                "alike on all ranks.",
-                EngineWarning,
-                stacklevel=4,
-            )
 
     def collect(self) -> None:
         """Copy buffers that a forward pass has replaced back into flat memory: `self.mean = ...` does so.

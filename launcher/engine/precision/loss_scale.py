@@ -94,13 +94,14 @@ class LossScale:
         self.scaling = scaling
         on_host = device.type == "cpu" if on_host is None else on_host
         self._device = None if on_host else device
-        self.state = self._placed(ScaleState(2.0**scaling.exponent, 0, scaling.hysteresis, 0, 0, 0, 0))
+        self.state = ScaleState(*map(self.placed, (2.0**scaling.exponent, 0, scaling.hysteresis, 0, 0, 0, 0)))
         self.loads, self.loaded = 0, 0  # how often counters were restored, and the applied steps of the last
 
-    def _placed(self, state: ScaleState) -> ScaleState:
-        if self._device is None:
-            return state
-        return ScaleState(*torch.tensor(state, dtype=torch.float64, device=self._device).unbind())
+    def placed(self, number: float) -> Any:
+        """A number of the host, or 0-dim fp64, where the step is decided."""
+        return (
+            number if self._device is None else torch.tensor(number, dtype=torch.float64, device=self._device)
+        )
 
     def counters(self) -> dict[str, int]:
         """Return the counters by name, with the scale's exponent. Waits for the device."""
@@ -113,11 +114,6 @@ class LossScale:
     def tensors(self) -> list[Tensor]:
         """What is held on the device."""
         return [] if self._device is None else [*self.state]
-
-    @property
-    def applied(self) -> Tensor:
-        """The count of applied steps, 0-dim; fp64 on the device."""
-        return torch.as_tensor(self.state.applied_steps)
 
     def restore(self, counters: Mapping[str, int], mode: ScaleMode | None) -> ScaleStart:
         """Restore the counters of a run with this scaling `mode`; None: unknown, taken for this run's.
@@ -138,7 +134,7 @@ class LossScale:
         if not reason and (scaling.mode != "dynamic" or fields["exponent"] == _exponent(scaling.min)):
             fields["floor_skips"] = counters["floor_skips"]
         scale, *others = (fields[name] for name in self.FIELDS)
-        self.state = self._placed(ScaleState(2.0**scale, *others))
+        self.state = ScaleState(*map(self.placed, (2.0**scale, *others)))
         self.loads, self.loaded = self.loads + 1, counters["applied"]
         return ScaleStart(fields["exponent"], not reason, reason)
 
