@@ -205,9 +205,9 @@ class WeightAverage:
         }
 
 
-def _blend(average: Tensor, values: Tensor, weight: Tensor | float, unchanged: Tensor | bool) -> None:
+def _blend(average: Tensor, values: Tensor, weight: Tensor | float, unchanged: Tensor) -> None:
     """Move `average` towards `values`. `unchanged`, where the device decides, forbids writing."""
-    if not isinstance(unchanged, Tensor):
+    if not isinstance(weight, Tensor):
         average.lerp_(values, weight)
         return
     # Not by a weight of 0, which would make a NaN of a value that is inf.

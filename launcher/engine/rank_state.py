@@ -23,7 +23,7 @@ from launcher.engine.params.buffers import Buffers, bits_of
 from launcher.engine.params.flat_params import Layout
 from launcher.engine.precision.loss_scale import LossScale, ScaleStart
 from launcher.engine.precision.op_lists import widen
-from launcher.engine.state import EngineState, counters_of, refuse_numbers, refuse_other_model
+from launcher.engine.state import EngineState, refuse_numbers, refuse_other_model
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class Replica:
             weights=frozen | self.masters(rank, allocate),
             optimizer=self.updater.named_states(collect),
             buffers=named_buffers(self.model),
-            counters=counters_of(self.scale),
+            counters=self.scale.counters(),
             reference_count=reference_count,
             scale_mode=self.scale.scaling.mode,
         )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
 from launcher.engine.limits import LARGEST_COUNT, a_reference_count, is_whole
-from launcher.engine.names import extent, named_buffers, named_parameters
+from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.precision.loss_scale import LossScale
 from launcher.engine.precision.op_lists import HALF
 from launcher.engine.precision.policy import ScaleMode
@@ -80,7 +80,7 @@ def refuse_other_forms(values: Mapping[str, Any]) -> None:
     if missing or unknown:
         raise UnusableError(
             f"this is not the state of a Stepper: {len(missing)} keys are missing ({', '.join(missing)}) and "
-            f"{len(unknown)} are not known ({', '.join(unknown[:3])}). {_guess(values)}"
+            f"{len(unknown)} are not known ({', '.join(unknown[:3])}). {EXPECTED}"
         )
     for part in _PARTS:
         kind = int if part == "counters" else Tensor
@@ -89,20 +89,6 @@ def refuse_other_forms(values: Mapping[str, Any]) -> None:
         for name, value in values[part].items():
             if not isinstance(value, kind):
                 raise UnusableError(f"{part}/{name} of a state is a {type(value).__name__}. {EXPECTED}")
-
-
-def _guess(values: Mapping[str, object]) -> str:
-    """What was probably given instead, and how to load it."""
-    if set(values) == {"state", "param_groups"}:
-        return f"It looks like the state_dict of a torch optimizer. {EXPECTED}"
-    if values and all(isinstance(value, Tensor) for value in values.values()):
-        return "It looks like the state_dict of a model: load it into the model before building the Stepper."
-    return EXPECTED
-
-
-def counters_of(scale: LossScale) -> dict[str, int]:
-    """The loss scale's counters by name. Waits for the device."""
-    return scale.counters()
 
 
 def refuse_numbers(state: EngineState) -> None:
@@ -149,24 +135,11 @@ def refuse_other_model(model: nn.Module, state: EngineState) -> None:
     refuse_misfits("buffers", forms_of(named_buffers(model)), state.buffers, widens=True)
 
 
-def is_readable(value: object) -> bool:
-    """Whether `value` is a tensor whose values can be copied to any device; a Parameter is."""
+def _has_values(value: object) -> bool:
+    """Whether `value` is a dense tensor, which can be copied to any device; a Parameter is."""
     return (
-        isinstance(value, Tensor)
-        and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__  # else a DTensor, a FakeTensor, ...
-        and not (value.is_nested or value.is_meta)
-        and value.layout == torch.strided
-        # Memory that was freed, as FSDP does with untyped_storage().resize_(0): reading it ends the process.
-        and (int(value.storage_offset()) + extent(value)) * value.element_size()
-        <= value.untyped_storage().nbytes()
+        isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_nested or value.is_meta)
     )
-
-
-def _described(value: object) -> str:
-    kind = f"a {type(value).__name__}"
-    if not isinstance(value, Tensor):
-        return kind
-    return f"{kind} of {value.dtype}, {value.layout}, on {value.device}"
 
 
 def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, Form]:
@@ -184,11 +157,8 @@ def refuse_misfits(
     refuse_other_names(kind, set(expected), set(given))
     for name, (shape, dtype) in expected.items():
         found = given[name]
-        if not is_readable(found):
-            problem = (
-                f"is {_described(found)}, and must be a dense tensor that holds its values: not sparse, on "
-                "meta, freed or of a library's own class"
-            )
+        if not _has_values(found):
+            problem = f"is a {type(found).__name__}, and must be a dense tensor that has values"
         elif found.shape != shape:
             problem = f"has shape {tuple(found.shape)} in the state and {tuple(shape)} in the model"
         elif found.dtype != dtype and not (widens and dtype == torch.float32 and found.dtype in HALF):

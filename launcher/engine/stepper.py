@@ -23,7 +23,7 @@ from launcher.engine.checks.arguments import group_of, rates_of, refuse_kinds, r
 from launcher.engine.checks.attached_params import refuse_lent
 from launcher.engine.checks.mean_loss import WARNING, is_mean
 from launcher.engine.checks.ported_loop import clipping_beside, note_calls_outside, refuse_scaler
-from launcher.engine.checks.same_on_all_ranks import refuse_differences, refusing_together
+from launcher.engine.checks.same_on_all_ranks import check_same_on_all_ranks, refusing_together
 from launcher.engine.checks.step_warnings import warn_if_alone
 from launcher.engine.errors import NO_BACKWARD, EngineWarning, UnusableError, refuse_loss
 from launcher.engine.grads.communication import Wire
@@ -36,7 +36,7 @@ from launcher.engine.precision.loss_scale import ScaleStart, Scaling
 from launcher.engine.precision.policy import Policy
 from launcher.engine.rank_state import size_bytes
 from launcher.engine.result import StepResult
-from launcher.engine.state import EngineState, counters_of
+from launcher.engine.state import EngineState
 from launcher.engine.step import Step
 
 
@@ -118,7 +118,7 @@ class Stepper:
         if self.group is None:
             warn_if_alone(stacklevel=2)
         # First: what comes next then raises on all ranks or on none.
-        refuse_differences(model, choices.shared(), self.group)
+        check_same_on_all_ranks(model, choices.shared(), self.group)
         self._parts = parts = StepperParts(model, choices, self.group)
         for text in idle_groups(model, groups):
             warnings.warn(text, EngineWarning, stacklevel=2)
@@ -382,7 +382,7 @@ class Stepper:
 
     def counters(self) -> dict[str, int]:
         """Counters of the loss scale by name, including applied and skipped steps. Waits for the device."""
-        return counters_of(self.scale)
+        return self.scale.counters()
 
     def average_buffers(self) -> None:
         """Replace running statistics (BatchNorm) by their mean over the ranks, other buffers by rank 0's.

@@ -107,26 +107,8 @@ def refuse_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
             f"{listed(lazy, SHOWN)} of {kind} have no shape before the first forward pass. Run one forward "
             "pass, then build the Stepper."
         )
-    made = [name for name, p in named_parameters(model).items() if p.is_inference()]
-    if made or torch.is_inference_mode_enabled():
-        what = f"{listed(made, SHOWN)} of {kind} was made" if made else "a Stepper is being built"
-        raise UnusableError(
-            f"{what} within torch.inference_mode(), whose tensors cannot be trained. Build the model and the "
-            "Stepper outside it; torch.no_grad() has no such effect."
-        )
-    for name, value in tensors:
-        if value.layout != torch.strided or value.is_nested or value.is_quantized:
-            raise UnusableError(
-                f"{name} of {kind} is {value.dtype}, {value.layout}. Parameters and buffers must be dense: "
-                "convert it with to_dense(), or keep it as a plain attribute of its module."
-            )
     kinds, modules = nn.Embedding | nn.EmbeddingBag, model.named_modules()
     embeddings = [(name or kind, each) for name, each in modules if isinstance(each, kinds)]
-    if odd := [name for name, each in embeddings if each.sparse and each.weight.requires_grad]:
-        raise UnusableError(
-            f"{listed(odd, SHOWN)} of {kind} has sparse=True, but gradients are reduced and applied in flat "
-            "memory, which is dense. Build it with sparse=False."
-        )
     if normed := [name for name, each in embeddings if each.max_norm is not None and group is not None]:
         raise UnusableError(
             f"{listed(normed, SHOWN)} of {kind} has max_norm, which rescales rows on one rank and not on the "

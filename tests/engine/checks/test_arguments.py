@@ -66,16 +66,6 @@ def test_a_lazy_model_is_refused_until_its_first_forward_pass() -> None:
         Stepper(buffers, SGD(0.1))
 
 
-def test_what_is_built_in_inference_mode_is_refused() -> None:
-    usual = mlp()
-    with torch.inference_mode():
-        model = nn.Linear(3, 2)
-        with pytest.raises(UnusableError, match=r"a Stepper is being built within torch\.inference_mode"):
-            Stepper(usual, SGD(0.1))
-    with pytest.raises(UnusableError, match=r"weight, bias of Linear was made within torch\.inference_mode"):
-        Stepper(model, SGD(0.1))
-
-
 def test_a_dry_backward_needs_the_reference_count() -> None:
     x, classes = features(4, 0)
     model = mlp()
@@ -112,17 +102,6 @@ def test_a_subclass_has_attributes_of_its_own() -> None:
     stepper.log = [1.0]
     assert (stepper.log, stepper.early, stepper._steps, stepper.lr_of_head) == ([1.0], [1], 1, 0.1)
     assert stepper.lr == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients_are_refused_unless_they_are_not_trained(kind) -> None:
-    model = nn.Sequential(kind(10, 4, sparse=True), nn.Linear(4, 2))
-    with pytest.raises(
-        UnusableError, match=r"0 of Sequential has sparse=True, .* Build it with sparse=False"
-    ):
-        Stepper(model, SGD(0.1))
-    model[0].requires_grad_(False)
-    Stepper(model, SGD(0.1))
 
 
 def test_a_loss_without_values_is_refused() -> None:

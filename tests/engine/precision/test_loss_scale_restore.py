@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from launcher.engine import AdamW, Policy, Scaling, Stepper
-from launcher.engine.state import EngineState, counters_of
+from launcher.engine.state import EngineState
 from tests.engine.observe import state_digest, train
 from tests.models import features, mlp
 
@@ -48,9 +48,9 @@ def test_a_state_brings_its_scale_only_where_mode_and_limits_allow_it(states, sa
     state = states[saved]
     for run in RUNS:
         stepper = stepper_of(*run)
-        scaling, own = stepper.scale.scaling, counters_of(stepper.scale)
+        scaling, own = stepper.scale.scaling, stepper.counters()
         start = stepper.load(state)
-        now = counters_of(stepper.scale)
+        now = stepper.counters()
         inside = scaling.min <= 2 ** state.counters["exponent"] <= scaling.max
         taken = scaling.mode == state.scale_mode == "dynamic" and inside
         assert now["exponent"] == (state.counters if taken else own)["exponent"] == start.exponent
@@ -92,7 +92,7 @@ def test_overflows_at_the_smallest_scale_count_only_where_it_is_still_the_smalle
     for low, count in ((2**5, 4), (2**4, 0)):
         stepper = Stepper(mlp(), AdamW(0.01), scaling=Scaling(init=64, min=low))
         assert stepper.load(at_floor).restored
-        assert counters_of(stepper.scale)["floor_skips"] == count
+        assert stepper.counters()["floor_skips"] == count
 
 
 def test_the_reason_names_both_scales() -> None:
