@@ -33,7 +33,7 @@ from torch import nn
 
 from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
 from launcher.engine.optim.update import StepScalars, Updater
-from launcher.engine.params.flat_params import Piece
+from launcher.engine.params.flat_buffers import Piece
 from launcher.recipe import registry_of
 from scripts.bench.baselines import Setup, raw
 from scripts.bench.gpu_session import SKIPPED

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from launcher.engine.grads.collectives import Bucket
+from launcher.engine.grads.bucket import Bucket
 from launcher.engine.grads.reducer import Reducer
 from launcher.engine.optim.update import Updater
 from tests.faults import parent

@@ -13,7 +13,7 @@ from launcher.checkpoint.snapshot import RunExtras, RunIdentity, SavedWith, Trai
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
 from launcher.engine.optim.update import DEVICE_CHUNK, StepScalars, Updater
-from launcher.engine.params.flat_params import Piece
+from launcher.engine.params.flat_buffers import Piece
 from launcher.trainer.diagnostics.exponents import ExponentCounter
 from launcher.trainer.diagnostics.nonfinite import diagnose
 from scripts.bench.baselines import Setup, raw

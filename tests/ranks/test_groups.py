@@ -30,8 +30,7 @@ def trained(group: dist.ProcessGroup | None, name: str, wire: str) -> tuple[dict
         train(stepper, *batch(step))
     inside = any(
         stretch.start < part.start < stretch.stop
-        for segment in stepper.layout.segments
-        for part in stepper.shards._parts(segment)
+        for segment, part in stepper.shards.places
         for stretches in stepper.layout.stretches(segment, slice(0, segment.numel)).values()
         for stretch in stretches
     )

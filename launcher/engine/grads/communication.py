@@ -8,7 +8,8 @@ from typing import Annotated
 import torch
 
 import launcher.engine.limits as limits
-from launcher.engine.grads.collectives import AllReduceSum, Collective, ShardedSum
+from launcher.engine.grads.bucket import Collective
+from launcher.engine.grads.collectives import AllReduceSum, ShardedSum
 from launcher.engine.params.flat_params import VECTORS, Layout
 from launcher.engine.works import Group
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
-from launcher.engine.params.flat_params import Segment, Slot, SlotRun
+from launcher.engine.params.flat_buffers import Segment, Slot, SlotRun
 
 
 class CopyIn:

@@ -20,10 +20,12 @@ from torch.utils.hooks import RemovableHandle
 
 import launcher.engine.works as works
 from launcher.engine.errors import UnusableError, refuse_loss
-from launcher.engine.grads.collectives import Bucket, Collective, ShardedSum
+from launcher.engine.grads.bucket import Bucket, Collective
+from launcher.engine.grads.collectives import ShardedSum
 from launcher.engine.grads.copy_in import CopyIn, refuse_sparse
 from launcher.engine.grads.grad_norm import SquaresReader, is_not_finite
-from launcher.engine.params.flat_params import Layout, Segment, Slot, SlotRun
+from launcher.engine.params.flat_buffers import Segment, Slot, SlotRun
+from launcher.engine.params.flat_params import Layout
 from launcher.engine.precision.found_inf import ABANDONED
 
 # Gradients of one process that may stay in `p.grad` until the backward pass ends: nothing waits for them, and

@@ -6,19 +6,18 @@ divides the memory of masters and optimizer states by the number of ranks; vecto
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import launcher.engine.works as works
-from launcher.engine.grads.collectives import Collective, ShardedSum, is_sharded, start_gather
-from launcher.engine.params.flat_params import Layout, Piece, Segment, Slot, Stretches
+from launcher.engine.grads.bucket import Collective
+from launcher.engine.grads.collectives import ShardedSum, is_sharded, start_gather
+from launcher.engine.params.flat_buffers import Piece, Segment, Slot
+from launcher.engine.params.flat_params import Layout, Stretches
 
-T = TypeVar("T")
 Allocate = Callable[[int, bool], Tensor]  # fp32 host memory for so many elements, pinned or not
 CHUNK = 1 << 24  # elements gathered at once: 64 MB on a device
 
@@ -35,10 +34,25 @@ class Zero1:
     """
 
     def __init__(self, layout: Layout, collectives: Mapping[str, Collective], group: works.Group) -> None:
-        self._layout = layout
-        self._group = group
-        self._collectives = collectives
-        self.pieces = [piece for segment in layout.segments for piece in self._pieces_of(segment)]
+        self._layout, self._collectives, self._group = layout, collectives, group
+        self.pieces: list[Piece] = []
+        self.places: list[tuple[Segment, slice]] = []  # which elements of which segment each piece is
+        for segment in layout.segments:
+            collective = collectives[segment.name]
+            if not isinstance(collective, ShardedSum):
+                self._add(segment, segment, slice(0, segment.numel))
+                continue
+            for run in segment.runs:
+                part = run.piece(dist.get_rank(group), layout.world_size)
+                piece = segment.part(part)
+                master = piece.master.clone() if piece.half and piece.master is not None else piece.master
+                self._add(Piece(piece.weight, master, collective.owned(segment, run)), segment, part)
+            if segment.half:
+                segment.master = None  # frees the memory of what other ranks own
+
+    def _add(self, piece: Piece, segment: Segment, part: slice) -> None:
+        self.pieces.append(piece)
+        self.places.append((segment, part))
 
     @property
     def forms(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -47,8 +61,7 @@ class Zero1:
 
     def stretches(self) -> list[Stretches]:
         """The elements that are updated alike, by piece, counted from the piece's start."""
-        layout = self._layout
-        return [layout.stretches(each, part) for each in layout.segments for part in self._parts(each)]
+        return [self._layout.stretches(segment, part) for segment, part in self.places]
 
     def any_rank(self, found: bool) -> bool:
         """Whether `found` on any rank; a collective where the optimizer is sharded, else this rank's own."""
@@ -68,10 +81,9 @@ class Zero1:
         collective, and takes CHUNK elements on the device, however large the model is.
         """
         found: dict[str, Tensor] = {}
-        for segment, own in self._by_segment(tensors):
-            whole: Tensor | None = own[0]
-            if self._divides(segment):
-                whole = self._gathered(segment, own, rank, allocate)
+        for segment in self._layout.segments:
+            own = [tensor for tensor, (each, _) in zip(tensors, self.places, strict=True) if each is segment]
+            whole = self._gathered(segment, own, rank, allocate) if self._divides(segment) else own[0]
             if whole is not None:
                 found |= {slot.name: slot.view(whole) for slot in segment.slots}
         if self.sharded and self._layout.device.type == "cuda":
@@ -84,9 +96,13 @@ class Zero1:
 
     def scatter(self, named: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> None:
         """The inverse of `gather_full`: copy values by parameter name into one flat tensor per piece."""
-        for segment, own in self._by_segment(tensors):
-            for tensor, part in zip(own, self._parts(segment), strict=True):
-                _scatter(segment.slots, named, tensor, part)
+        for tensor, (segment, part) in zip(tensors, self.places, strict=True):
+            for slot in segment.slots:
+                inside = slot.within(part)  # of `tensor`, the elements of this parameter
+                if inside.start < inside.stop:
+                    first = part.start + inside.start - slot.offset  # in the parameter
+                    values = slot.in_memory_order(named[slot.name])
+                    tensor[inside].copy_(values[first : first + inside.stop - inside.start])
 
     def load_masters(self, named: Mapping[str, Tensor]) -> None:
         """Take fp32 weights by name, and round the half weights from them. A collective if sharded."""
@@ -104,17 +120,17 @@ class Zero1:
 
     def rounded(self) -> list[tuple[Segment, Slot]]:
         """The parameters whose weights are rounded copies of masters, on whichever ranks those are."""
-        return [
-            (segment, slot)
-            for segment, (piece, *_) in self._by_segment(self.pieces)
-            if piece.half and piece.master is not None
-            for slot in segment.slots
-        ]
+        pieces = zip(self.pieces, self.places, strict=True)
+        halves = {id(segment) for piece, (segment, _) in pieces if piece.half and piece.master is not None}
+        return [(each, slot) for each in self._layout.segments if id(each) in halves for slot in each.slots]
 
     def take_weights(self, segment: Segment, slot: Slot) -> None:
         """Set this rank's masters of a parameter to its weights where they do not round to them."""
-        for master, weight in self._masters_and_weights(segment, slot):
-            master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
+        for piece, (each, part) in zip(self.pieces, self.places, strict=True):
+            if each is segment and piece.master is not None:
+                inside = slot.within(part)
+                master, weight = piece.master[inside], piece.weight[inside]
+                master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
 
     def gather_weights(self) -> None:
         """Give all ranks the weights of all pieces, after an update. A collective where sharded.
@@ -141,41 +157,6 @@ class Zero1:
         if gradient.element_size() == weight.element_size():
             return gradient.view(weight.dtype).copy_(weight)
         return weight.to("cpu", copy=True)
-
-    def _masters_and_weights(self, segment: Segment, slot: Slot) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's part of a parameter's masters, flat, with the weights of the same elements."""
-        own = next(pieces for each, pieces in self._by_segment(self.pieces) if each is segment)
-        for piece, part in zip(own, self._parts(segment), strict=True):
-            inside = slot.within(part)
-            if piece.master is not None and inside.start < inside.stop:
-                yield piece.master[inside], piece.weight[inside]
-
-    def _by_segment(self, by_piece: Iterable[T]) -> Iterator[tuple[Segment, list[T]]]:
-        """The segments, each with what belongs to its pieces."""
-        rest = iter(by_piece)
-        for segment in self._layout.segments:
-            yield segment, list(itertools.islice(rest, len(self._parts(segment))))
-
-    def _pieces_of(self, segment: Segment) -> list[Piece]:
-        collective = self._collectives[segment.name]
-        if not isinstance(collective, ShardedSum):
-            return [segment]
-        pieces = []
-        for run, part in zip(segment.runs, self._parts(segment), strict=True):
-            weight, master = segment.weight[part], None
-            if segment.master is not None:
-                master = segment.master[part].clone() if segment.half else weight
-            pieces.append(Piece(weight, master, collective.owned(segment, run)))
-        if segment.half:
-            segment.master = None
-        return pieces
-
-    def _parts(self, segment: Segment) -> list[slice]:
-        """Which elements of a segment this rank's pieces are."""
-        if not self._divides(segment):
-            return [slice(0, segment.numel)]
-        rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        return [run.piece(rank, world_size) for run in segment.runs]
 
     def _divides(self, segment: Segment) -> bool:
         """Whether each rank owns a piece of each run, not all of them."""
@@ -206,17 +187,3 @@ class Zero1:
                     for row, values in zip(rows, received, strict=True):  # contiguous, so without a wait
                         row[start : start + step].copy_(values, non_blocking=True)
         return whole
-
-
-def _scatter(slots: Sequence[Slot], named: Mapping[str, Tensor], tensor: Tensor, part: slice) -> None:
-    """Copy into `tensor` the elements `part` of what the parameters of a segment are."""
-    for slot in slots:
-        inside = slot.within(part)
-        if inside.stop - inside.start == slot.numel:
-            tensor[inside].as_strided(slot.shape, slot.stride).copy_(named[slot.name])
-        elif inside.start < inside.stop:
-            value = named[slot.name]
-            flat = value.new_empty(slot.numel)  # in the order of the layout
-            flat.as_strided(slot.shape, slot.stride).copy_(value)
-            first = inside.start + part.start - slot.offset
-            tensor[inside].copy_(flat[first : first + inside.stop - inside.start])

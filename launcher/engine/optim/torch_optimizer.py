@@ -22,7 +22,8 @@ from launcher.engine.grads.zero1 import Zero1
 from launcher.engine.names import named_parameters
 from launcher.engine.optim.optimizers import Optimizer
 from launcher.engine.optim.update import Collect, StepScalars, Updater
-from launcher.engine.params.flat_params import Layout, Piece, half_in
+from launcher.engine.params.flat_buffers import Piece
+from launcher.engine.params.flat_params import Layout, half_in
 from launcher.engine.params.param_groups import Grouping, Rates
 from launcher.engine.precision.policy import Policy
 from launcher.engine.state import forms_of, refuse_misfits

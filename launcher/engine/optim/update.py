@@ -16,7 +16,8 @@ from torch import Tensor
 
 from launcher.engine.grads.zero1 import Zero1
 from launcher.engine.optim.optimizers import KernelScalars, Optimizer
-from launcher.engine.params.flat_params import Piece, Stretches
+from launcher.engine.params.flat_buffers import Piece
+from launcher.engine.params.flat_params import Stretches
 from launcher.engine.params.param_groups import Rates
 from launcher.engine.state import refuse_misfits
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
 from launcher.engine.names import named_parameters
+from launcher.engine.params.flat_buffers import Segment, Slot, SlotRun
 from launcher.engine.params.param_groups import Grouping
 from launcher.engine.precision.op_lists import FLOATS
 from launcher.engine.precision.policy import Policy
@@ -31,110 +31,6 @@ FIRST_RUN_BYTES = 1 << 20
 MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 25 << 20
 # Elements of a flat tensor that are updated alike: its stretches in order, by index into a grouping's rates.
 Stretches = dict[int, list[slice]]
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One parameter's place: `numel` elements from `offset` in each flat buffer of its segment."""
-
-    name: str
-    index: int  # position in the order of all slots of a layout
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    numel: int
-
-    def view(self, flat: Tensor) -> Tensor:
-        """This parameter's part of a flat buffer, in the parameter's shape and memory format."""
-        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
-
-    def flat(self, flat: Tensor) -> Tensor:
-        """This parameter's part of a flat buffer in memory order, [numel]."""
-        return flat[self.offset : self.offset + self.numel]
-
-    def within(self, part: slice) -> slice:
-        """Which elements of `part` of a flat buffer are this parameter's, counted from the part's start."""
-        start = max(self.offset, part.start) - part.start
-        return slice(start, max(start, min(self.offset + self.numel, part.stop) - part.start))
-
-
-@dataclass(frozen=True)
-class SlotRun:
-    """Adjacent parameters that are sent together: elements [start, end) of a segment.
-
-    The length is a multiple of the number of ranks, so that each rank can own an equal piece; up to
-    MAX_ALIGNED_RANKS each piece begins at a multiple of ALIGNMENT elements.
-    """
-
-    slots: tuple[Slot, ...]
-    start: int
-    end: int
-
-    def gaps(self) -> list[slice]:
-        """The elements that belong to no parameter: the padding after each."""
-        ends = [slot.offset + slot.numel for slot in self.slots]
-        nexts = [*(slot.offset for slot in self.slots[1:]), self.end]
-        return [slice(end, begin) for end, begin in zip(ends, nexts, strict=True) if end < begin]
-
-    def piece(self, rank: int, world_size: int) -> slice:
-        """The elements that `rank` owns where the optimizer is sharded."""
-        length = (self.end - self.start) // world_size
-        return slice(self.start + rank * length, self.start + (rank + 1) * length)
-
-
-@dataclass
-class Piece:
-    """What one rank updates: flat tensors of equal length.
-
-    `weight` is what the model computes with; `master` is fp32, the same tensor as `weight` where the weights
-    are fp32, and None where a policy has no masters; `grad` is the reduced gradient, in the dtype of the wire
-    or its fp32 sum.
-    """
-
-    weight: Tensor
-    master: Tensor | None
-    grad: Tensor
-
-    @property
-    def half(self) -> bool:
-        """Whether the model's weights are a rounded copy rather than the masters themselves."""
-        return self.weight.dtype != torch.float32
-
-    def part(self, elements: slice) -> Piece:
-        """The same of some of the elements."""
-        weight, master = self.weight[elements], self.master
-        if master is not None:
-            master = master[elements] if self.half else weight
-        return Piece(weight, master, self.grad[elements])
-
-    def exact(self) -> Tensor:
-        """The masters, or the widened weights where there are none."""
-        return self.weight.float() if self.master is None else self.master
-
-    def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.weight, self.master, self.grad) if tensor is not None]
-
-
-@dataclass
-class Segment(Piece):
-    """The parameters of one kind. Buffers are flat, `numel` elements long, padding included."""
-
-    name: str
-    runs: list[SlotRun]
-
-    @property
-    def slots(self) -> list[Slot]:
-        return [slot for run in self.runs for slot in run.slots]
-
-    @property
-    def numel(self) -> int:
-        return self.weight.numel()
-
-    def named(self, kind: str, flat: Tensor, by_parameter: bool) -> dict[str, Tensor]:
-        """One of its flat tensors by readable name: in parts, or whole with its padding."""
-        if by_parameter:
-            return {f"{slot.name} ({kind})": slot.flat(flat) for slot in self.slots}
-        return {f"{self.name} ({kind})": flat}
 
 
 class Layout:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper
 from launcher.engine.optim.optimizers import Optimizer
 from launcher.engine.optim.update import CHUNK, DEVICE_CHUNK, StepScalars, _Batch
-from launcher.engine.params.flat_params import Piece
+from launcher.engine.params.flat_buffers import Piece
 from tests.engine.observe import deciding_on_device, state_digest, weights_are_rounded_masters
 from tests.meta_device import META, MetaDevice
 from tests.models import Planted

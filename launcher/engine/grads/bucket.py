@@ -1,0 +1,67 @@
+"""A bucket of gradients: parameters whose gradients are sent between ranks in one message.
+
+Owns what is known of a bucket within a step, and what a bucket asks of its collective. `collectives` has the
+two kinds, the reducer their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.engine.grads.copy_in import CopyIn
+from launcher.engine.grads.grad_norm import SquaresReader
+from launcher.engine.params.flat_buffers import Segment, Slot, SlotRun
+
+
+@dataclass
+class Bucket:
+    """One run of a segment's gradients and its message on the wire.
+
+    `copy_in` fills the message. `extremes` are the least and the greatest element of this rank's gradient.
+    `squares` reads the reduced gradient as this rank holds it, of this bucket and of those before it from the
+    last that has such a reader.
+    """
+
+    index: int  # position in the order of launching
+    segment: Segment
+    run: SlotRun
+    collective: Collective
+    message: Tensor
+    copy_in: CopyIn
+    squares: SquaresReader | None = None
+    work: dist.Work | None = None
+    received: Tensor | None = None
+    extremes: Sequence[Tensor] = ()
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        return self.run.slots
+
+    @property
+    def size_bytes(self) -> int:
+        return self.message.numel() * self.message.element_size()
+
+
+class Collective:
+    """Sends the buckets of one segment; `before`, a power of two, multiplies what is written to a message."""
+
+    before = 1.0
+
+    def clear_padding(self, bucket: Bucket) -> None:
+        """Zero what a message holds between parameters, where that is not zero anyway."""
+
+    def launch(self, bucket: Bucket) -> int:
+        """Start sending; returns the bytes, counted as those of an all-reduce of the same traffic."""
+        raise NotImplementedError
+
+    def wait(self, bucket: Bucket) -> None:
+        """Wait for the sum over the ranks (on CUDA: make the current stream wait)."""
+        raise NotImplementedError
+
+    def parts(self, bucket: Bucket) -> list[Tensor]:
+        """The reduced gradient as this rank holds it, flat, by slot of the bucket."""
+        return [slot.flat(bucket.segment.grad) for slot in bucket.slots]
