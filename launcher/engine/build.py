@@ -17,6 +17,7 @@ from torch import nn
 import launcher.engine.limits as limits
 import launcher.engine.works as works
 from launcher.engine.checks.attached_params import Attachment, InPlaceChanges
+from launcher.engine.checks.param_owners import ParamOwner
 from launcher.engine.checks.step_warnings import Notices
 from launcher.engine.errors import UnusableError
 from launcher.engine.grads.collectives import ShardedSum
@@ -90,11 +91,13 @@ class StepperParts:
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
         collectives, self.divisor = choose_collectives(wire, layout, group)
         self.reducer = Reducer(layout, group, collectives, choices.micro_batches, wire.overlap)
+        # An older Stepper of these parameters loses its hooks, which would take the same gradients.
+        self.owner = ParamOwner(layout.parameters.values(), group, self.reducer.close)
         sharded = [
             isinstance(collectives[each.name], ShardedSum) for each in layout.segments for _ in each.slots
         ]
         self.totals = TotalsReducer(on_host, layout.device, group, sharded)
-        self.attachment = Attachment(model, layout, self.reducer)
+        self.attachment = Attachment(model, layout, self.owner)
         # After the reducer, which moves a segment's gradients.
         self.shards = Zero1(layout, collectives, group)
         self.updater = updater_of(optimizer, layout, self.shards)

@@ -30,7 +30,7 @@ class EngineWarning(UserWarning):
     """Issued for a training loop that runs, but probably not as its author intended."""
 
 
-def refuse_loss(loss_sum: Tensor, count: float | Tensor, device: torch.device) -> None:
+def check_loss(loss_sum: Tensor, count: float | Tensor, device: torch.device) -> None:
     """Raise UnusableError unless `loss_sum` can be the sum of `count` losses of a model on `device`."""
     if loss_sum.dtype != torch.float32 or loss_sum.ndim != 0:
         raise UnusableError(
@@ -44,7 +44,7 @@ def refuse_loss(loss_sum: Tensor, count: float | Tensor, device: torch.device) -
             "gradients are switched off here, by torch.no_grad() or torch.inference_mode(): move the call, "
             "and the forward pass, out of that context."
         )
-    refuse_count(count)
+    check_count(count)
     if loss_sum.is_meta and device.type != "meta":
         raise UnusableError(
             "the loss is on the device meta, which holds no values: model or batch was moved there within "
@@ -52,7 +52,7 @@ def refuse_loss(loss_sum: Tensor, count: float | Tensor, device: torch.device) -
         )
 
 
-def refuse_count(count: float | Tensor) -> None:
+def check_count(count: float | Tensor) -> None:
     """Raise UnusableError unless `count` is a number of samples or tokens. Reads only CPU tensors."""
     if isinstance(count, Tensor) and count.numel() != 1:
         raise UnusableError(
@@ -65,7 +65,7 @@ def refuse_count(count: float | Tensor) -> None:
         raise UnusableError(f"backward() was given {count!r} samples; it must be a number of at least 0.")
 
 
-def refuse_backward(calls: int, failed: bool, micro_batches: int) -> None:
+def check_backward(calls: int, failed: bool, micro_batches: int) -> None:
     """Raise RuntimeError for a backward() after one that `failed`, or after `micro_batches` of them."""
     if failed:
         raise RuntimeError(

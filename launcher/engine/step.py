@@ -14,7 +14,7 @@ from torch import Tensor
 
 from launcher.engine.build import StepperOptions, StepperParts
 from launcher.engine.checks.step_warnings import SHARED_GROUP
-from launcher.engine.errors import NO_GRADIENT, UnusableError, refuse_backward
+from launcher.engine.errors import NO_GRADIENT, UnusableError, check_backward
 from launcher.engine.grads.loss_normaliser import LossNormaliser
 from launcher.engine.optim.learning_rates import LearningRates
 from launcher.engine.optim.update import StepScalars
@@ -56,7 +56,7 @@ class Step:
 
     def refuse_detached(self) -> None:
         """The full check once per step, at its first call: it costs about 0.3 us per parameter."""
-        self._parts.attachment.refuse_other_weights()
+        self._parts.owner.check()
         if self.exchanged:
             raise RuntimeError(
                 "a step() raised an error after this rank had agreed to it: the other ranks may have "
@@ -80,7 +80,7 @@ class Step:
     def backward(self, loss_sum: Tensor, count: float | Tensor) -> None:
         """Back-propagate one micro-batch whose loss and count can be trained on."""
         parts = self._parts
-        refuse_backward(self.done, self.failed, self.reference.micro_batches)
+        check_backward(self.done, self.failed, self.reference.micro_batches)
         self.failed = True  # until the pass has finished
         if not self.done:
             self._begin(count)
@@ -104,7 +104,7 @@ class Step:
         """
         reducer = self._parts.reducer
         self.reference.expect(count)
-        shared = reducer.shares_group()
+        shared = self._parts.owner.shares_group()
         if shared and reducer.overlap:
             self._parts.notices.warn(SHARED_GROUP, stacklevel=4)
         # In a step before the ranks have agreed on n0, finish() corrects what is sent.

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 import launcher.engine.limits as limits
 from launcher.engine.build import StepperOptions, StepperParts
 from launcher.engine.checks.arguments import group_of, rates_of, refuse_kinds, refuse_model
-from launcher.engine.checks.attached_params import refuse_lent
 from launcher.engine.checks.mean_loss import WARNING, is_mean
+from launcher.engine.checks.param_owners import check_not_swapped
 from launcher.engine.checks.ported_loop import clipping_beside, note_calls_outside, refuse_scaler
 from launcher.engine.checks.same_on_all_ranks import check_same_on_all_ranks, refusing_together
 from launcher.engine.checks.step_warnings import warn_if_alone
-from launcher.engine.errors import NO_BACKWARD, EngineWarning, UnusableError, refuse_loss
+from launcher.engine.errors import NO_BACKWARD, EngineWarning, UnusableError, check_loss
 from launcher.engine.grads.communication import Wire
+from launcher.engine.grads.param_grads import dry_backward
 from launcher.engine.grads.zero1 import Allocate, on_host
 from launcher.engine.optim.lr_optimizer import LrOptimizer
 from launcher.engine.optim.torch_optimizer import AnyOptimizer
@@ -100,7 +101,7 @@ class Stepper:
             refuse_kinds(model, optimizer, groups, {"policy": policy, "scaling": scaling, "wire": wire})
             refuse_model(model, own_group)
             # After the kinds are known: it reads the parameters of `model`.
-            refuse_lent(model)
+            check_not_swapped(model)
             policy = policy or Policy.fp16()
             choices = StepperOptions(
                 policy=policy,
@@ -221,7 +222,7 @@ class Stepper:
         gradients are incomplete: only abandon() or step() may follow, and both abandon the step.
         """
         self._step.refuse_detached()
-        refuse_loss(loss_sum, count, self.device)
+        check_loss(loss_sum, count, self.device)
         if not self._inspected:
             refuse_scaler(loss_sum)
         if is_mean(loss_sum, count):
@@ -240,7 +241,7 @@ class Stepper:
                 "reference_count, the usual number of samples per rank and step, or call it after backward()."
             )
         with self._step.during_backward():
-            return self.reducer.gradients_aside(loss_sum, self._step.slope())
+            return dry_backward(self.layout.parameters, loss_sum, self._step.slope(), self.device)
 
     def step(self) -> StepResult:
         """Reduce, agree, unscale, clip, update or skip. A collective: every rank calls it once per step.
@@ -294,7 +295,7 @@ class Stepper:
 
         Those are gathered in host memory, on all ranks or only on `rank` of the group, as in `state`.
         """
-        self._parts.attachment.refuse_other_weights()
+        self._parts.owner.check()
         self._parts.in_place.take()
         return self._parts.replica.masters(rank)
 
@@ -353,7 +354,7 @@ class Stepper:
         learning rate of the next step, which may be set in training. Waits for the device. Without
         `by_parameter` a few large tensors, whose padding may differ.
         """
-        self._parts.attachment.refuse_other_weights()
+        self._parts.owner.check()
         self._parts.in_place.take()
         rate = torch.tensor([self.lr], dtype=torch.float64, device=self.device)
         return {"learning rate": rate} | self._parts.replica.comparable(
@@ -401,7 +402,7 @@ class Stepper:
         """
         self._step.refuse_within("WeightAverage.in_model()")
         self.refuse_averages()
-        self.reducer.lent = True
+        self._parts.owner.weights_swapped = True
         # Counted at both ends: neither may a graph over the weights run backward over the averages, nor the
         # reverse.
         self._parts.in_place.count_update()
@@ -409,11 +410,11 @@ class Stepper:
             yield
         finally:
             self._parts.in_place.count_update()
-            self.reducer.lent = False
+            self._parts.owner.weights_swapped = False
 
     def refuse_averages(self) -> None:
         """Raise UnusableError within `holding_averages`."""
-        self._parts.attachment.refuse_other_weights()
+        self._parts.owner.check()
 
     def reduced_gradients(self) -> dict[str, Tensor]:
         """The reduced gradients by parameter name, scaled by the loss scale, in the dtype of the wire.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, UnusableError
+from launcher.engine import SGD, Policy, Scaling, Stepper, UnusableError
 from tests.engine.observe import state_digest
 from tests.models import conv_net, features, loss_sum
 
@@ -65,30 +65,3 @@ def test_it_is_refused_within_a_step_and_below_one() -> None:
     stepper.backward(loss, 12)
     with pytest.raises(UnusableError, match="Call it between steps"):
         stepper.set_micro_batches(1)
-
-
-@pytest.mark.parametrize("predivide", [False, True])
-def test_gradients_that_land_in_the_message_are_added_with_the_same_bits(predivide) -> None:
-    """As on a GPU, where that saves a kernel per gradient. Some of the steps overflow."""
-    found = []
-    for lands in (False, True):
-        stepper = Stepper(
-            conv_net(), AdamW(0.01), Policy.fp16(), micro_batches=3, scaling=Scaling(init=2**24)
-        )
-        for bucket in stepper.reducer.buckets:
-            assert bucket.copy_in._landing == []
-            if predivide:
-                bucket.copy_in._factor = 0.5
-            if lands:
-                bucket.copy_in._landing = [slot.view(bucket.segment.grad) for slot in bucket.slots]
-        skipped = 0
-        for step in range(8):
-            for part in range(3):
-                x, classes = features(4, 3 * step + part, (3, 8, 8))
-                with stepper.forward():
-                    loss = loss_sum(stepper.model(x), classes)
-                stepper.backward(loss, 4)
-            skipped += stepper.step().read().skipped
-        assert 0 < skipped < 8
-        found.append(state_digest(stepper, counters=True))
-    assert found[0] == found[1]

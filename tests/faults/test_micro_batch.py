@@ -201,15 +201,15 @@ def test_a_shortage_outside_the_passes_names_its_place_and_what_helps(
 
 
 def lack_memory_once_for_the_last_bucket() -> None:
-    launch, short = Reducer._launch, [True]
+    launch, short = Reducer._send, [True]
 
-    def launching(self: Reducer, bucket: Bucket, abandoned: bool = False) -> None:
+    def launching(self: Reducer, bucket: Bucket, *rest: Any) -> None:
         if self._rank == 1 and bucket is self.buckets[-1] and short:
             short.clear()
             no_room()
-        launch(self, bucket, abandoned)
+        launch(self, bucket, *rest)
 
-    Reducer._launch = launching  # type: ignore[method-assign]
+    Reducer._send = launching  # type: ignore[method-assign]
 
 
 def test_a_shortage_in_the_exchange_of_one_rank_ends_all_ranks(tmp_path: Path) -> None:

@@ -18,31 +18,20 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from launcher.engine.checks.param_owners import ParamOwner, trained_parameters
 from launcher.engine.errors import EngineWarning, UnusableError, listed
-from launcher.engine.grads.reducer import Reducer, is_lent, trained_parameters
 from launcher.engine.grads.zero1 import Zero1
 from launcher.engine.names import named_parameters
 from launcher.engine.params.flat_params import Layout
 
 SHOWN = 5  # parameters named in a message; more would bury the rest
 
-HOLDS_OTHERS = (
-    "within WeightAverage.in_model() the model has the averages, not the weights that the Stepper trains: "
-    "only forward passes are possible there. Build Steppers, train, save, load and update averages after it."
-)
-
-
-def refuse_lent(model: nn.Module) -> None:
-    """Raise UnusableError within in_model(): another Stepper would take the averages for the weights."""
-    if is_lent(model):
-        raise UnusableError(HOLDS_OTHERS)
-
 
 class Attachment:
     """Compares the model's parameters with those with which the Stepper was built."""
 
-    def __init__(self, model: nn.Module, layout: Layout, reducer: Reducer) -> None:
-        self._model, self._reducer = model, reducer
+    def __init__(self, model: nn.Module, layout: Layout, owner: ParamOwner) -> None:
+        self._model, self._owner = model, owner
         places = {  # views of the flat memory, in which trained parameters must still be
             layout.parameters[slot.name]: slot.view(segment.weight)
             for segment in layout.segments
@@ -66,7 +55,7 @@ class Attachment:
 
     def check(self) -> None:
         """Raise UnusableError if a parameter is no longer the one in flat memory."""
-        self.refuse_other_weights()
+        self._owner.check()
         if self._quick_look() == self._expected:
             return
         present = list(self._model.parameters())
@@ -83,16 +72,6 @@ class Attachment:
                 "p.copy_() under torch.no_grad()."
             )
         self._accept()  # a harmless change, such as torch.compile around a layer
-
-    def refuse_other_weights(self) -> None:
-        """Raise UnusableError where the model does not have the weights that this Stepper trains."""
-        if self._reducer.closed:
-            raise UnusableError(
-                "a newer Stepper was built on this model, or on one with which it shares parameters, and now "
-                "holds them. Use that one, and build one Stepper on a module that holds all."
-            )
-        if self._reducer.lent:
-            raise UnusableError(HOLDS_OTHERS)
 
     def _changed(self) -> list[str]:
         """The names of present parameters that are not as they were; of removed ones how many there are."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,11 +18,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 import launcher.engine.works as works
-from launcher.engine.errors import UnusableError, refuse_loss
+from launcher.engine.errors import UnusableError
 from launcher.engine.grads.bucket import Bucket, Collective
 from launcher.engine.grads.collectives import ShardedSum
-from launcher.engine.grads.copy_in import CopyIn, refuse_sparse
+from launcher.engine.grads.copy_in import CopyIn
 from launcher.engine.grads.grad_norm import SquaresReader, is_not_finite
+from launcher.engine.grads.param_grads import grads_set_aside
 from launcher.engine.params.flat_buffers import Segment, Slot, SlotRun
 from launcher.engine.params.flat_params import Layout
 from launcher.engine.precision.found_inf import ABANDONED
@@ -31,16 +31,6 @@ from launcher.engine.precision.found_inf import ABANDONED
 # Gradients of one process that may stay in `p.grad` until the backward pass ends: nothing waits for them, and
 # hooks on 1000 parameters cost 3 ms of a step of 15.
 KEPT_BYTES = 1 << 24
-
-
-@dataclass
-class _Sync:
-    """How far the buckets of the present step have been sent, in their fixed order."""
-
-    next: int = 0  # first bucket that was not sent
-    sent_bytes: int = 0  # passed to collectives
-    early: bool = False  # whether buckets are sent within the present backward pass, the last of the step
-    correction: float = 1.0  # of this rank's gradients, a power of two
 
 
 class Reducer:
@@ -57,29 +47,31 @@ class Reducer:
         micro_batches: int = 1,
         overlap: bool = True,
     ) -> None:
-        self._layout, self._group, self._collectives = layout, group, collectives
+        self._layout, self._group, self._collectives, self.overlap = layout, group, collectives, overlap
         self._rank = dist.get_rank(group) if group else 0
-        self.overlap = overlap
         self._accumulated: dict[str, Tensor] = {}  # by segment; none for one micro-batch
+        self.buckets = self._buckets()  # in the order in which all ranks send them
+        for together in self._read_together():
+            parts = [part for bucket in together for part in bucket.collective.parts(bucket)]
+            together[-1].squares = SquaresReader(parts)
         # What the hooks read and write. These lists and the set stay the same objects: a hook keeps them.
         self.listens = False
         self.seen: set[int] = set()  # by Slot.index, the gradients of this micro-batch
-        self.home = [0] * len(layout.parameters)  # by Slot.index, its bucket
+        self.home = [bucket.index for bucket in self.buckets for _ in bucket.slots]  # by Slot.index
         self.pending: list[int] = []  # by bucket, the gradients of this micro-batch that have not arrived
-        self._sync = _Sync()
-        self.buckets = self._buckets()  # in launch order, the same on all ranks
-        for together in self._read_together():
-            together[-1].squares = SquaresReader(_parts(together))
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                self.home[slot.index] = bucket.index
+        self.restart()
         self.accumulate(micro_batches > 1)
-        # Before the hooks are registered: those of an older reducer would take the same gradients.
-        _take_over(self, layout)
         stays = group is None and sum(bucket.size_bytes for bucket in self.buckets) <= KEPT_BYTES
         self._hooks = [] if stays else [_hook(self, slot) for slot in layout.slots]
-        self.closed = False
-        self.lent = False  # the parameters hold other weights than those that are trained
+
+    def restart(self) -> None:
+        """Begin the next step."""
+        for bucket in self.buckets:
+            bucket.copy_in.drop()
+        self.seen.clear()
+        self._next = 0  # the first bucket that was not sent
+        self._sends = False  # whether buckets are sent within the present backward pass, the last of the step
+        self.sent_bytes = 0  # that this rank has passed to collectives in this step
 
     def accumulate(self, accumulates: bool) -> None:
         """Make room for the fp32 sums of several micro-batches per step, or free it. Between steps only."""
@@ -128,10 +120,10 @@ class Reducer:
 
         Outside this context a backward pass is plain torch: its gradients stay in `p.grad`.
         """
-        self._sync.early = early and self.overlap
+        self._sends = early and self.overlap
         self.seen.clear()
         self.pending[:] = [len(bucket.slots) for bucket in self.buckets]
-        with self.grad_put_aside():
+        with grads_set_aside(self._layout.parameters.values()):
             self.listens = True
             try:
                 yield
@@ -140,49 +132,6 @@ class Reducer:
                         bucket.copy_in.drain()
             finally:
                 self.listens = False
-
-    @contextlib.contextmanager
-    def grad_put_aside(self) -> Iterator[None]:
-        """Set `p.grad` to None on entry, and restore it on exit.
-
-        Gradients of a pass that raises are dropped; one that does not raise must remove its own.
-        """
-        parameters = self._layout.parameters.values()
-        held = [(p, grad) for p in parameters if (grad := p.grad) is not None]
-        for p, _ in held:
-            p.grad = None
-        try:
-            yield
-        except BaseException:
-            for p in parameters:
-                p.grad = None
-            raise
-        finally:
-            for p, grad in held:
-                p.grad = grad
-
-    def gradients_aside(self, loss: Tensor, slope: Tensor | None = None) -> dict[str, Tensor]:
-        """Gradients by name from a backward pass of `slope * loss` that is not part of a step.
-
-        `slope`: fp32, 0-dim; None: 1.
-        Not with `autograd.grad`, under which re-entrant activation checkpointing refuses to run.
-        """
-        refuse_loss(loss, 0, self._layout.device)
-        parameters = self._layout.parameters
-        with self.grad_put_aside():
-            loss.backward(slope)  # type: ignore[no-untyped-call]
-            found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-            for p in parameters.values():
-                p.grad = None
-        for name, gradient in found.items():
-            refuse_sparse(name, gradient)
-        return {name: gradient for name, gradient in found.items() if gradient.numel()}
-
-    def shares_group(self) -> bool:
-        """Whether the gradients of another network are sent over the same process group."""
-        if self._group is None or len(_LIVING) == 1:  # usual; a walk through a WeakSet costs 3 us
-            return False
-        return any(other._group is self._group for other in _LIVING if other is not self)
 
     @property
     def has_received(self) -> bool:
@@ -195,17 +144,17 @@ class Reducer:
 
         `again`: another gradient of this slot is. Raises UnusableError where the first one was sent.
         """
-        bucket, sync = self.home[slot.index], self._sync
-        if again and bucket < sync.next:
-            raise UnusableError(
-                f"parameter {slot.name} received a gradient twice in one backward pass, as re-entrant "
-                "activation checkpointing does: use use_reentrant=False, or Wire(overlap=False)."
-            )
+        bucket = self.home[slot.index]
         if again:
+            if bucket < self._next:
+                raise UnusableError(
+                    f"parameter {slot.name} received a gradient twice in one backward pass, as re-entrant "
+                    "activation checkpointing does: use use_reentrant=False, or Wire(overlap=False)."
+                )
             return
         self.buckets[bucket].copy_in.drain()
-        while sync.early and sync.next < len(self.buckets) and not self.pending[sync.next]:
-            self._launch(self.buckets[sync.next])
+        while self._sends and self._next < len(self.buckets) and not self.pending[self._next]:
+            self._send(self.buckets[self._next])
 
     def start_grad_sync(self, abandoned: bool = False, correction: float = 1.0) -> None:
         """Send the remaining buckets, and those of parameters without a gradient, with zeros.
@@ -215,9 +164,8 @@ class Reducer:
         two; other than 1 only if nothing was sent early. After an error, here or in a backward pass, another
         call sends what is missing, and nothing twice.
         """
-        self._sync.correction = correction
-        for bucket in self.buckets[self._sync.next :]:
-            self._launch(bucket, abandoned)
+        for bucket in self.buckets[self._next :]:
+            self._send(bucket, abandoned, correction)
 
     def finish_grad_sync(self, abandoned: bool = False) -> tuple[Tensor, Tensor | int]:
         """Wait for the buckets in order, and read their squares.
@@ -236,18 +184,6 @@ class Reducer:
             return torch.cat(found), 0  # a rank alone checks nothing before it sends
         extremes = [extreme for bucket in self.buckets for extreme in bucket.extremes]
         return torch.cat(found), is_not_finite(extremes)
-
-    def restart(self) -> None:
-        """Begin the next step."""
-        for bucket in self.buckets:
-            bucket.copy_in.drop()
-        self.seen.clear()
-        self._sync = _Sync()
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank has passed to collectives in this step."""
-        return self._sync.sent_bytes
 
     def own_gradients(self) -> dict[str, Tensor]:
         """The elements of the reduced gradient that this rank owns, flat, by parameter name.
@@ -270,11 +206,10 @@ class Reducer:
 
     def close(self) -> None:
         """Remove the hooks: a newer reducer receives the gradients from now on."""
-        self.closed = True
         for hook in self._hooks:
             hook.remove()
 
-    def _launch(self, bucket: Bucket, abandoned: bool = False) -> None:
+    def _send(self, bucket: Bucket, abandoned: bool = False, correction: float = 1.0) -> None:
         """Check this rank's gradient, then send the bucket.
 
         Memory may run out anywhere in here, and the other ranks wait for what this rank has not sent. So a
@@ -285,18 +220,13 @@ class Reducer:
             bucket.copy_in.drop()
         else:
             bucket.copy_in.complete()
-            if self._sync.correction != 1.0:
-                bucket.message.mul_(self._sync.correction)
+            if correction != 1.0:
+                bucket.message.mul_(correction)
             bucket.collective.clear_padding(bucket)
             if self._group is not None:
                 bucket.extremes = torch.aminmax(bucket.message)
-        self._sync.sent_bytes += bucket.collective.launch(bucket)
-        self._sync.next = bucket.index + 1
-
-
-def _parts(buckets: Sequence[Bucket]) -> list[Tensor]:
-    """The reduced gradient of these buckets as this rank holds it, flat, by parameter."""
-    return [part for bucket in buckets for part in bucket.collective.parts(bucket)]
+        self.sent_bytes += bucket.collective.launch(bucket)
+        self._next = bucket.index + 1
 
 
 def _hook(reducer: Reducer, slot: Slot) -> RemovableHandle:
@@ -325,31 +255,3 @@ def _hook(reducer: Reducer, slot: Slot) -> RemovableHandle:
     register: Any = reducer._layout.parameters[slot.name].register_post_accumulate_grad_hook
     handle: RemovableHandle = register(receive)
     return handle
-
-
-_LIVING: weakref.WeakSet[Reducer] = weakref.WeakSet()  # a weak reference to a parameter forbids swapping it
-
-
-def _take_over(reducer: Reducer, layout: Layout) -> None:
-    """Close older reducers of parameters of this layout.
-
-    There is one when a notebook cell is run again, for instance.
-    """
-    own = {id(parameter) for parameter in layout.parameters.values()}
-    for older in list(_LIVING):
-        if not own.isdisjoint(map(id, older._layout.parameters.values())):
-            older.close()
-            _LIVING.discard(older)
-    _LIVING.add(reducer)
-
-
-def is_lent(model: nn.Module) -> bool:
-    """Whether the parameters hold other weights than those that a living Stepper trains."""
-    own = set(map(id, model.parameters()))
-    lent = (older._layout.parameters.values() for older in _LIVING if older.lent)
-    return any(id(parameter) in own for parameters in lent for parameter in parameters)
-
-
-def trained_parameters() -> set[int]:
-    """The ids of all parameters that a living Stepper trains."""
-    return {id(p) for each in _LIVING for p in each._layout.parameters.values()}
