@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,10 @@ from torch import nn
 
 import launcher.engine.limits as limits
 import launcher.engine.works as works
+from launcher.engine.checks.arguments import check_model, check_types, rates_of
 from launcher.engine.checks.attached_params import Attachment, InPlaceChanges
-from launcher.engine.checks.param_owners import ParamOwner
+from launcher.engine.checks.param_owners import ParamOwner, check_not_swapped
+from launcher.engine.checks.ported_loop import PortedLoop
 from launcher.engine.checks.step_warnings import Notices
 from launcher.engine.errors import UnusableError
 from launcher.engine.grads.collectives import ShardedSum
@@ -35,7 +37,7 @@ from launcher.engine.precision.policy import Policy, choose_emulation
 from launcher.engine.rank_state import Replica
 from launcher.engine.step_timer import StepClock
 
-MAY_DIFFER = ("micro_batches", "emulate")  # between ranks: `agreement` says why
+MAY_DIFFER = ("micro_batches", "emulate")  # between ranks: checks/same_on_all_ranks says why
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,35 @@ class StepperOptions:
             raise UnusableError("learning_rates is empty: it must hold at least one rate.")
         for step, rate in enumerate(self.learning_rates):
             limits.rate.require(f"learning rate of applied step {step}", rate)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optimizer: AnyOptimizer,
+        policy: Policy | None,
+        group: works.Group,
+        *,
+        scaling: Scaling | None,
+        wire: Wire | None,
+        learning_rates: Sequence[float] | None,
+        groups: Sequence[ParameterGroup],
+        **numbers: Any,
+    ) -> StepperOptions:
+        """The arguments of a Stepper as given. Raises UnusableError for those of the wrong type."""
+        check_types(model, optimizer, groups, {"policy": policy, "scaling": scaling, "wire": wire})
+        check_model(model, group)
+        check_not_swapped(model)  # after the kinds are known: it reads the parameters of `model`
+        policy = policy or Policy.fp16()
+        return cls(
+            policy=policy,
+            wire=wire or Wire(),
+            scaling=scaling or Scaling.of(policy),
+            optimizer=optimizer,
+            learning_rates=rates_of(learning_rates, optimizer.lr),
+            groups=groups,
+            **numbers,
+        )
 
     def shared(self) -> dict[str, object]:
         """The choices that must be equal on all ranks, by name."""
@@ -107,6 +138,7 @@ class StepperParts:
         self.clock = StepClock(layout.device)
         self.names = [slot.name for slot in layout.slots]
         self.notices = Notices(sum(slot.numel > 0 for slot in layout.slots), self.reducer.unused)
+        self.ported_loop = PortedLoop(layout.parameters.values(), group, choices.clip_norm is not None)
         self.replica = Replica(model, layout, self.buffers, self.shards, self.updater, self.scale)
 
 

@@ -14,12 +14,6 @@ from torch import Tensor
 NEAREST = 3  # names that an error suggests
 
 NO_GRADIENT = "the loss does not depend on any trainable parameter. Compute it from the model."
-NO_BACKWARD = (
-    "step() was called without backward(), and parameters hold gradients in p.grad, which step() does not "
-    "read. If they come from this network's loss, call stepper.backward(loss_sum, count) instead of "
-    "loss.backward(). If they come from another network's backward pass (a generator's through its "
-    "discriminator), call model.zero_grad() before step(), or skip step() on all ranks."
-)
 
 
 class UnusableError(ValueError):

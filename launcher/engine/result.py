@@ -42,7 +42,7 @@ class StepReport:
     wire_bytes: int  # of gradients, passed to collectives by this rank
     culprit_ranks: tuple[int, ...]  # ranks whose own gradient was not finite
     culprit_parameters: tuple[str, ...]  # parameters whose reduced gradient was not finite
-    votes: tuple[int, ...]  # sum over the ranks, by question
+    votes: tuple[float, ...]  # sum over the ranks, by question
     spans_ms: dict[str, float]  # compute, wire (not overlapped), update, and parts marked by the caller
     abandoned_ranks: tuple[int, ...] = ()  # ranks that called abandon(), or step() after a failed backward()
 
@@ -55,9 +55,10 @@ class StepNumbers:
     votes: Any  # [VOTES], a list or a tensor
     status: Tensor  # [ranks]
     squares_by_parameter: Tensor
+    sent_bytes: int  # of gradients, passed to collectives by this rank
 
     @classmethod
-    def of(cls, totals: StepTotals, verdict: Verdict, scale: Any, lr: Any) -> StepNumbers:
+    def of(cls, totals: StepTotals, verdict: Verdict, scale: Any, lr: Any, sent_bytes: int) -> StepNumbers:
         """`scale` and `lr` are those that the step used."""
         numbers = {
             "loss": verdict.loss,
@@ -72,7 +73,7 @@ class StepNumbers:
             "floor_skips": verdict.state.skips_at_min_scale,
             "bad_loss_steps": verdict.state.bad_loss_steps,
         }
-        return cls(numbers, totals.votes, totals.status, totals.squares_by_parameter)
+        return cls(numbers, totals.votes, totals.status, totals.squares_by_parameter, sent_bytes)
 
     def packed(self) -> Tensor:
         """One fp64 tensor, so that one copy brings all of them to the host."""
@@ -85,7 +86,7 @@ class StepNumbers:
         few, status, squares = torch.split(packed, lengths)
         numbers = few.tolist()
         named = dict(zip(self.numbers, numbers[:-VOTES], strict=True))
-        return StepNumbers(named, numbers[-VOTES:], status, squares)
+        return StepNumbers(named, numbers[-VOTES:], status, squares, self.sent_bytes)
 
 
 @dataclass(eq=False)
@@ -94,7 +95,6 @@ class StepResult:
 
     _numbers: StepNumbers
     _names: list[str]  # of the parameters, in the order of their squares
-    wire_bytes: int  # of gradients, passed to collectives by this rank
     _marks: Sequence[Mark]
     _notices: Notices
     _copy: Tensor | None = None  # None where the numbers are on the host
@@ -121,7 +121,7 @@ class StepResult:
             self._ready.synchronize()
         found = self._numbers if self._copy is None else self._numbers.unpacked(self._copy)
         numbers, squares = dict(found.numbers), found.squares_by_parameter
-        votes = tuple(map(int, found.votes))
+        votes = tuple(found.votes)
         abandoned: tuple[int, ...] = ()
         culprits: tuple[int, ...] = ()
         parameters: tuple[str, ...] = ()
@@ -136,14 +136,14 @@ class StepResult:
             self._notices.gradients(self._names, squares, stacklevel=2)
         if abandoned:  # what the other ranks have found and counted is of no step
             numbers |= {"loss": math.nan, "grad_norm": math.nan, "count": 0.0, "bad_losses": 0}
-            votes, culprits, parameters = (0,) * VOTES, (), ()
+            votes, culprits, parameters = (0.0,) * VOTES, (), ()
         if numbers["count"] == 0 and not abandoned:
             self._notices.warn(NO_SAMPLES, stacklevel=2)
         whole = ("bad_losses", "applied_steps", "skipped_steps", "floor_skips", "bad_loss_steps")
         numbers |= {name: int(numbers[name]) for name in whole} | {"skipped": bool(numbers["skipped"])}
         return StepReport(
             **numbers,
-            wire_bytes=self.wire_bytes,
+            wire_bytes=found.sent_bytes,
             culprit_ranks=culprits,
             culprit_parameters=parameters,
             votes=votes,

@@ -18,7 +18,7 @@ from launcher.engine.errors import NO_GRADIENT, UnusableError, check_backward
 from launcher.engine.grads.loss_normaliser import LossNormaliser
 from launcher.engine.optim.learning_rates import LearningRates
 from launcher.engine.optim.update import StepScalars
-from launcher.engine.precision.found_inf import judge
+from launcher.engine.precision.found_inf import StepTotals, Verdict, judge
 from launcher.engine.result import StepNumbers
 from launcher.engine.step_timer import COMPUTE, UPDATE, WIRE
 
@@ -41,12 +41,13 @@ class Step:
         self.done = 0  # backward() calls of this step
         self._sends_early = False  # whether buckets are sent within them
         self.failed = False  # whether one of them, or the step, raised: it can then only be abandoned
+        self._abandoned = False  # whether this rank drops the step that is being finished
         self.exchanged = False  # whether the totals have been sent: it can then not be abandoned
         self.reference.restart(kept)
         self._parts.reducer.restart()
         self._parts.totals.restart()
 
-    def refuse_within(self, call: str) -> None:
+    def check_between_steps(self, call: str) -> None:
         """Raise UnusableError for a call that belongs between two steps."""
         if calls := self.done + self.failed:
             raise UnusableError(
@@ -54,7 +55,7 @@ class Step:
                 "after step() or abandon(), before the next backward()."
             )
 
-    def refuse_detached(self) -> None:
+    def check_attached(self) -> None:
         """The full check once per step, at its first call: it costs about 0.3 us per parameter."""
         self._parts.owner.check()
         if self.exchanged:
@@ -110,32 +111,49 @@ class Step:
         # In a step before the ranks have agreed on n0, finish() corrects what is sent.
         self._sends_early = self.reference.count is not None and not shared
 
-    def finish(self) -> tuple[StepNumbers, int]:
-        """Reduce, agree, unscale, clip, update or skip. On a GPU the host waits for nothing.
+    def finish(self) -> StepNumbers:
+        """Reduce, agree, unscale, clip, update or skip. On a GPU the host waits for nothing."""
+        squares, status = self._reduce_gradients()
+        totals = self._reduce_totals(squares, status)
+        verdict, numbers = self._judge(totals)
+        self._update(verdict, numbers.numbers["lr"])
+        self._restore_buffers(verdict.skip)
+        self._end(verdict)
+        return numbers
 
-        Returns the step's numbers, and the bytes of gradients that this rank sent.
-        """
+    def _reduce_gradients(self) -> tuple[Tensor, Tensor | int]:
+        """Send what was not sent in the backward pass; the sums of squares, and the status of this rank."""
         parts = self._parts
-        self.refuse_detached()
+        self.check_attached()
         if not self.failed:
             parts.buffers.collect()  # may raise, so it comes before anything is sent or written
-        abandoned, self.failed = self.failed, True  # until the step has finished
+        self._abandoned, self.failed = self.failed, True  # until the step has finished
         # Before any bucket, and not in the backward pass: a rank may have no pass.
         correction = self.reference.agree()
         parts.clock.mark(COMPUTE)
-        parts.reducer.start_grad_sync(abandoned, correction)
-        squares, status = parts.reducer.finish_grad_sync(abandoned)
-        message = parts.totals.message(squares, status)
+        parts.reducer.start_grad_sync(self._abandoned, correction)
+        return parts.reducer.finish_grad_sync(self._abandoned)
+
+    def _reduce_totals(self, squares: Tensor, status: Tensor | int) -> StepTotals:
+        message = self._parts.totals.message(squares, status)
         # From here on other ranks can apply the step without this one.
         self.exchanged = True
-        totals = parts.totals.reduce(message)
-        parts.in_place.take()
-        parts.clock.mark(WIRE)
+        totals = self._parts.totals.reduce(message)
+        self._parts.clock.mark(WIRE)
+        return totals
 
+    def _judge(self, totals: StepTotals) -> tuple[Verdict, StepNumbers]:
+        """What all ranks do with the step, from the same bits, and what its report says."""
+        parts = self._parts
         scale, unit = parts.scale, float(parts.divisor * self.reference.divisor)
         verdict = judge(parts.operations, totals, scale.state, scale.scaling, unit, self._clip_norm)
         lr = self.rates.at(scale.state.applied_steps)
-        numbers = StepNumbers.of(totals, verdict, scale.state.scale, lr)
+        return verdict, StepNumbers.of(totals, verdict, scale.state.scale, lr, parts.reducer.sent_bytes)
+
+    def _update(self, verdict: Verdict, lr: Tensor | float) -> None:
+        """Update masters and weights, or write nothing where the step is skipped."""
+        parts = self._parts
+        parts.in_place.take()  # first: the update would undo what was written to weights since the last one
         self._wait_for_readers()
         parts.updater.step(StepScalars(verdict.multiplier, lr, verdict.state.applied_steps, verdict.skip))
         # After a skipped step as well: on a GPU the host does not know the verdict, and all ranks must call
@@ -143,18 +161,21 @@ class Step:
         parts.shards.gather_weights()
         if verdict.skip is not True:  # a tensor where the device decides: counted as an update, as by torch
             parts.in_place.count_update()
-        if abandoned:
-            parts.buffers.restore()  # a pass that failed may have replaced one
+
+    def _restore_buffers(self, skip: Tensor | bool) -> None:
+        """Return to the buffers from before a skipped step."""
+        if self._abandoned:
+            self._parts.buffers.restore()  # a pass that failed may have replaced one
         else:
-            parts.buffers.restore_if(verdict.skip)
-        scale.state = verdict.state
-        # Only where this rank had samples; its weights move in any case.
-        if self.done:
-            parts.replica.count_update(verdict.skip)
-        parts.clock.mark(UPDATE)
-        sent_bytes = parts.reducer.sent_bytes
+            self._parts.buffers.restore_if(skip)
+
+    def _end(self, verdict: Verdict) -> None:
+        """Move the loss scale, and begin the next step."""
+        self._parts.scale.state = verdict.state
+        if self.done:  # only where this rank had samples; its weights move in any case
+            self._parts.replica.count_update(verdict.skip)
+        self._parts.clock.mark(UPDATE)
         self.restart(verdict.kept)
-        return numbers, sent_bytes
 
     def _wait_for_readers(self) -> None:
         # A checkpoint may still be copying the weights and states that the update overwrites.

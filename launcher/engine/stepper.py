@@ -19,17 +19,15 @@ from torch import Tensor, nn
 
 import launcher.engine.limits as limits
 from launcher.engine.build import StepperOptions, StepperParts
-from launcher.engine.checks.arguments import group_of, rates_of, refuse_kinds, refuse_model
+from launcher.engine.checks.arguments import group_of
 from launcher.engine.checks.mean_loss import WARNING, is_mean
-from launcher.engine.checks.param_owners import check_not_swapped
-from launcher.engine.checks.ported_loop import clipping_beside, note_calls_outside, refuse_scaler
+from launcher.engine.checks.ported_loop import note_calls_outside
 from launcher.engine.checks.same_on_all_ranks import check_same_on_all_ranks, refusing_together
 from launcher.engine.checks.step_warnings import warn_if_alone
-from launcher.engine.errors import NO_BACKWARD, EngineWarning, UnusableError, check_loss
+from launcher.engine.errors import EngineWarning, UnusableError, check_loss
 from launcher.engine.grads.communication import Wire
 from launcher.engine.grads.param_grads import dry_backward
 from launcher.engine.grads.zero1 import Allocate, on_host
-from launcher.engine.optim.lr_optimizer import LrOptimizer
 from launcher.engine.optim.torch_optimizer import AnyOptimizer
 from launcher.engine.params.param_groups import ParameterGroup, idle_groups
 from launcher.engine.precision.fp32_modules import compute_in_fp32, names_in_fp32
@@ -96,40 +94,34 @@ class Stepper:
         emulate: bool | None = None,
         groups: Sequence[ParameterGroup] = (),
     ) -> None:
-        own_group = group_of(group)
-        with refusing_together(model, own_group):
-            refuse_kinds(model, optimizer, groups, {"policy": policy, "scaling": scaling, "wire": wire})
-            refuse_model(model, own_group)
-            # After the kinds are known: it reads the parameters of `model`.
-            check_not_swapped(model)
-            policy = policy or Policy.fp16()
-            choices = StepperOptions(
-                policy=policy,
-                wire=wire or Wire(),
-                scaling=scaling or Scaling.of(policy),
+        self.group = group_of(group)
+        with refusing_together(model, self.group):
+            options = StepperOptions.of(
+                model,
+                optimizer,
+                policy,
+                self.group,
+                scaling=scaling,
+                wire=wire,
                 clip_norm=clip_norm,
-                optimizer=optimizer,
-                learning_rates=rates_of(learning_rates, optimizer.lr),
-                groups=groups,
-                reference_count=reference_count,
+                learning_rates=learning_rates,
                 micro_batches=micro_batches,
+                reference_count=reference_count,
                 emulate=emulate,
+                groups=groups,
             )
-        self.model, self.policy, self.group = model, policy, own_group
         if self.group is None:
             warn_if_alone(stacklevel=2)
-        # First: what comes next then raises on all ranks or on none.
-        check_same_on_all_ranks(model, choices.shared(), self.group)
-        self._parts = parts = StepperParts(model, choices, self.group)
+        # Before anything is built: what comes next then raises on all ranks or on none.
+        check_same_on_all_ranks(model, options.shared(), self.group)
+        self.model, self.policy, self.clip_norm = model, options.policy, clip_norm
+        self._parts = parts = StepperParts(model, options, self.group)
         for text in idle_groups(model, groups):
             warnings.warn(text, EngineWarning, stacklevel=2)
         self.layout, self.buffers, self.clock = parts.layout, parts.buffers, parts.clock
         self.reducer, self.shards, self.updater = parts.reducer, parts.shards, parts.updater
         self.scale, self.emulation = parts.scale, parts.emulation
-        self._step = Step(choices, parts, self.group)
-        self.clip_norm = clip_norm
-        self._inspected = False  # whether the first step was looked at for what is left of another loop
-        self._lr_optimizer: LrOptimizer | None = None
+        self._step = Step(options, parts, self.group)
         note_calls_outside(model)
 
     @property
@@ -140,15 +132,10 @@ class Stepper:
         loop; `lr_optimizer` is for schedulers of torch. Setting does not wait for the device. The rate is
         not part of state_dict(): set it again after load_state_dict().
         """
-        if self._lr_optimizer is not None:
-            return self._lr_optimizer.lr
-        return float(self._step.rates.at(self.scale.state.applied_steps))
+        return self._step.rates.next(self.scale.state.applied_steps)
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        limits.rate.require("lr", rate)
-        if self._lr_optimizer is not None:
-            self._lr_optimizer.param_groups[0]["lr"] = float(rate)
         self._step.rates.replace(rate)
 
     @property
@@ -158,9 +145,7 @@ class Stepper:
         `scheduler = CosineAnnealingLR(stepper.lr_optimizer, T_max=100)`, and scheduler.step() after each
         step(). A skipped step counts for the scheduler, unless the loop leaves its step() out.
         """
-        if self._lr_optimizer is None:
-            self._lr_optimizer = LrOptimizer(self.lr)
-        return self._lr_optimizer
+        return self._step.rates.optimizer(self.scale.state.applied_steps)
 
     def forward(self) -> AbstractContextManager[object]:
         """The precision context for a forward pass."""
@@ -175,7 +160,7 @@ class Stepper:
         all ranks alike, between steps. Not for models under torch.compile. Raises UnusableError for a
         pattern that matches no module.
         """
-        self._step.refuse_within("compute_in_fp32()")
+        self._step.check_between_steps("compute_in_fp32()")
         return compute_in_fp32(self.model, modules)
 
     @property
@@ -189,7 +174,7 @@ class Stepper:
         Several are summed in fp32, which takes 4 bytes per parameter; changes nothing else. Call it on all
         ranks alike, between steps.
         """
-        self._step.refuse_within("set_micro_batches()")
+        self._step.check_between_steps("set_micro_batches()")
         limits.at_least_one.require("micro_batches", micro_batches)
         self.reducer.accumulate(micro_batches > 1)
         self._step.reference.micro_batches = micro_batches
@@ -199,7 +184,7 @@ class Stepper:
         """The number of messages in which the gradients of a step are sent."""
         return len(self.reducer.buckets)
 
-    def vote(self, question: int, votes: int = 1) -> None:
+    def vote(self, question: int, votes: float = 1.0) -> None:
         """Vote on one of the caller's questions in the coming step, at any time before step().
 
         The votes are sent with the totals of the step, so they cost no extra collective:
@@ -221,10 +206,9 @@ class Stepper:
         another backward() may follow. After any other error, from the model or out of memory, this rank's
         gradients are incomplete: only abandon() or step() may follow, and both abandon the step.
         """
-        self._step.refuse_detached()
+        self._step.check_attached()
         check_loss(loss_sum, count, self.device)
-        if not self._inspected:
-            refuse_scaler(loss_sum)
+        self._parts.ported_loop.check_backward(loss_sum)
         if is_mean(loss_sum, count):
             self._parts.notices.warn(WARNING, stacklevel=2)
         self._step.backward(loss_sum, count)
@@ -250,18 +234,12 @@ class Stepper:
         after `loss.backward()`. On several ranks, some of which may have no samples, it warns once instead.
         After a backward() that raised, it does what `abandon` does.
         """
-        if not self._step.failed:
-            self._refuse_missed_backward()
-        if not self._inspected:
-            self._inspected = True
-            if self.clip_norm is None and (text := clipping_beside(sys._getframe(1))):
-                self._parts.notices.warn(text, stacklevel=2)
-        if self._lr_optimizer is not None:
-            self.lr = self._lr_optimizer.lr
-            self._lr_optimizer.step()
-        numbers, wire_bytes = self._step.finish()
-        names, notices, marks = self._parts.names, self._parts.notices, self.clock.take()
-        return StepResult(numbers, names, wire_bytes, marks, notices)
+        parts, step = self._parts, self._step
+        has_backward = step.done > 0 or step.failed
+        if text := parts.ported_loop.check_step(has_backward, sys._getframe(1)):
+            parts.notices.warn(text, stacklevel=2)
+        step.rates.follow_scheduler()
+        return StepResult(step.finish(), parts.names, self.clock.take(), parts.notices)
 
     def abandon(self) -> StepResult:
         """Drop this step on all ranks, as if backward() had not been called; in place of step().
@@ -307,7 +285,7 @@ class Stepper:
         by one. The others' state then lacks the sharded parameters. `allocate(numel, pinned)` gives the
         memory, fp32, for a caller that reuses it. Waits for the device.
         """
-        self._step.refuse_within("state()")
+        self._step.check_between_steps("state()")
         self._parts.attachment.check()
         self._parts.in_place.take()
         return self._parts.replica.state(self._step.reference.count, rank, allocate)
@@ -320,7 +298,7 @@ class Stepper:
         anything is changed, for the state of another model or optimizer. Between steps only. A collective
         where the optimizer is sharded.
         """
-        self._step.refuse_within("load()")
+        self._step.check_between_steps("load()")
         self._parts.attachment.check()
         start = self._parts.replica.load(state)
         # A graph over the old weights must raise in its backward pass, as after an update.
@@ -367,11 +345,6 @@ class Stepper:
         return self.layout.device
 
     @property
-    def decides_on_host(self) -> bool:
-        """Whether the host reads each step's numbers: on a CPU, where that costs less."""
-        return self._parts.on_host
-
-    @property
     def num_trainable(self) -> int:
         """Elements of all trainable parameters; tied ones count once."""
         return sum(segment.numel for segment in self.layout.segments)
@@ -391,7 +364,7 @@ class Stepper:
         Statistics are floating-point buffers whose names begin with running_. Integers are left as they are.
         A collective, called before an evaluation, between steps. A checkpoint keeps each rank's own buffers.
         """
-        self._step.refuse_within("average_buffers()")
+        self._step.check_between_steps("average_buffers()")
         self.buffers.average()
 
     @contextmanager
@@ -400,7 +373,7 @@ class Stepper:
 
         Between steps only. Autograd refuses the backward pass of a graph over its start or its end.
         """
-        self._step.refuse_within("WeightAverage.in_model()")
+        self._step.check_between_steps("WeightAverage.in_model()")
         self.refuse_averages()
         self._parts.owner.weights_swapped = True
         # Counted at both ends: neither may a graph over the weights run backward over the averages, nor the
@@ -449,12 +422,3 @@ class Stepper:
         An optimizer of torch makes its states in its first step.
         """
         return self._parts.replica.bytes_by_kind()
-
-    def _refuse_missed_backward(self) -> None:
-        """Refuse gradients in p.grad without any of this step: loss.backward() was called instead."""
-        if self._step.done or all(p.grad is None for p in self.layout.parameters.values()):
-            return
-        if self.layout.world_size == 1:
-            raise UnusableError(NO_BACKWARD)
-        # No error: this rank may have no samples in this step, and the others are in the step's collectives.
-        self._parts.notices.warn(NO_BACKWARD, stacklevel=3)

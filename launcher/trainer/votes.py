@@ -1,6 +1,6 @@
 """The questions that ranks vote on in each step, and what else travels with its counts.
 
-Owns the meaning of each vote, and how a time travels as one; how votes travel is the engine's.
+Owns the meaning of each vote; how votes travel is the engine's.
 """
 
 from __future__ import annotations
@@ -23,18 +23,8 @@ class Question(IntEnum):
     MISSING_SAMPLES = 8  # as many votes as a rank lacks of its share, where a stream ends
 
 
-# No questions: the times of one rank, which `stragglers` sends as votes.
+# No questions: the times of one rank in milliseconds, which `stragglers` sends.
 WAIT_SLOT, DATA_SLOT = 5, 6
-
-
-def time_as_votes(milliseconds: float) -> int:
-    """A time as votes: whole microseconds, and one more, because no vote is 0."""
-    return round(1e3 * milliseconds) + 1
-
-
-def milliseconds_of(votes: int) -> float:
-    return (votes - 1) / 1e3
-
 
 # Read in every step: a plain int indexes in a third of the time that an IntEnum takes.
 _BAD, _MISSING = int(Question.BAD_SAMPLES), int(Question.MISSING_SAMPLES)
@@ -45,7 +35,7 @@ def samples_of(plan: BatchPlan, position: Position, report: StepReport) -> int:
 
     Not `report.count`, which a loss may give in tokens, pixels or weights.
     """
-    return plan.samples_of(position.step_of_epoch) - report.votes[_BAD] - report.votes[_MISSING]
+    return plan.samples_of(position.step_of_epoch) - int(report.votes[_BAD] + report.votes[_MISSING])
 
 
 class Votes:

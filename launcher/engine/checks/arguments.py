@@ -30,12 +30,12 @@ KINDS = {
 }
 
 
-def refuse_kinds(model: object, optimizer: object, groups: object, given: Mapping[str, object]) -> None:
+def check_types(model: object, optimizer: object, groups: object, given: Mapping[str, object]) -> None:
     """Raise UnusableError for arguments of a Stepper of the wrong type.
 
     `given` are those of KINDS by name, where None means the default.
     """
-    _refuse_optimizer(optimizer)
+    _check_optimizer(optimizer)
     if not isinstance(model, nn.Module):
         raise UnusableError(f"model={model!r}: it must be a torch.nn.Module.")
     for name, value in given.items():
@@ -51,7 +51,7 @@ def refuse_kinds(model: object, optimizer: object, groups: object, given: Mappin
         )
 
 
-def _refuse_optimizer(optimizer: object) -> None:
+def _check_optimizer(optimizer: object) -> None:
     """Raise UnusableError unless `optimizer` is one of the engine's.
 
     A torch optimizer already holds the parameters, whose memory and dtype a Stepper replaces.
@@ -92,7 +92,7 @@ def group_of(group: object) -> dist.ProcessGroup | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
-def refuse_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Raise UnusableError for a model that flat memory cannot hold, or whose training would go wrong."""
     kind = type(model).__name__
     if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules()):

@@ -1,21 +1,33 @@
 """What a loop that was ported from torch.amp may have kept, and would train wrongly with.
 
-Owns three checks: a GradScaler in front of backward(), clip_grad_norm_ before step(), and a forward pass
-outside `stepper.forward()`. Each looks once, and none reads from a device.
+Owns four checks: loss.backward() in place of stepper.backward(), a GradScaler in front of it, clip_grad_norm_
+before step(), and a forward pass outside `stepper.forward()`. None reads from a device.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Collection
 from types import FrameType
 
 import torch
 from torch import Tensor, nn
 
+import launcher.engine.works as works
 from launcher.engine.errors import UnusableError
 from launcher.engine.precision.op_lists import HALF
 
+NO_BACKWARD = (
+    "step() was called without backward(), and parameters hold gradients in p.grad, which step() does not "
+    "read. If they come from this network's loss, call stepper.backward(loss_sum, count) instead of "
+    "loss.backward(). If they come from another network's backward pass (a generator's through its "
+    "discriminator), call model.zero_grad() before step(), or skip step() on all ranks."
+)
+SCALED = (
+    "the loss was multiplied by a GradScaler. The Stepper has a loss scale itself, and does not undo this "
+    "one: remove scaler.scale(), unscale_(), step() and update()."
+)
 NO_CLIPPING = (
     "{name}() is called beside stepper.step(), and clips nothing there: between backward() and step() p.grad "
     "is None. Give the Stepper clip_norm=..., which clips the mean gradient of all ranks."
@@ -26,26 +38,44 @@ OUTSIDE = (
 )
 
 
-def refuse_scaler(loss_sum: Tensor) -> None:
-    """Raise UnusableError for a loss that torch's GradScaler has multiplied by its scale."""
+class PortedLoop:
+    """Looks at the first step of a Stepper for calls of torch.amp, and at each for a missing backward()."""
+
+    def __init__(self, parameters: Collection[nn.Parameter], group: works.Group, clips: bool) -> None:
+        self._parameters, self._alone, self._clips = parameters, group is None, clips
+        self._has_stepped = False
+
+    def check_backward(self, loss_sum: Tensor) -> None:
+        """Raise UnusableError for a loss that torch's GradScaler has multiplied by its scale."""
+        if not self._has_stepped and _is_scaled(loss_sum):
+            raise UnusableError(SCALED)
+
+    def check_step(self, has_backward: bool, caller: FrameType | None) -> str:
+        """A warning for a step() that `caller` calls; empty if there is none.
+
+        Raises UnusableError if p.grad holds gradients and no backward() came before: loss.backward() was
+        called instead. With a group that is a warning, because this rank may have no samples in this step,
+        and the others are in the step's collectives.
+        """
+        first, self._has_stepped = not self._has_stepped, True
+        if not has_backward and any(p.grad is not None for p in self._parameters):
+            if self._alone:
+                raise UnusableError(NO_BACKWARD)
+            return NO_BACKWARD
+        names = caller.f_code.co_names if first and caller is not None and not self._clips else ()
+        found = next((name for name in ("clip_grad_norm_", "clip_grad_value_") if name in names), "")
+        return found and NO_CLIPPING.format(name=found)
+
+
+def _is_scaled(loss_sum: Tensor) -> bool:
+    """Whether the last thing that was done to the loss is a GradScaler's product."""
     factor = getattr(loss_sum.grad_fn, "_saved_other", None)
     if not isinstance(factor, Tensor) or factor.ndim or factor.requires_grad:
-        return
+        return False
     # Which tensor it is shows without reading it. A look at all objects takes some 50 ms, once.
     scalers = (each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler))
     scales = [scaler._scale for scaler in scalers]
-    if any(scale is not None and scale.data_ptr() == factor.data_ptr() for scale in scales):
-        raise UnusableError(
-            "the loss was multiplied by a GradScaler. The Stepper has a loss scale itself, and does not undo "
-            "this one: remove scaler.scale(), unscale_(), step() and update()."
-        )
-
-
-def clipping_beside(frame: FrameType | None) -> str:
-    """A warning if the function that calls step() also names torch's clipping; empty if it does not."""
-    names = () if frame is None else frame.f_code.co_names
-    found = next((name for name in ("clip_grad_norm_", "clip_grad_value_") if name in names), "")
-    return found and NO_CLIPPING.format(name=found)
+    return any(scale is not None and scale.data_ptr() == factor.data_ptr() for scale in scales)
 
 
 def note_calls_outside(model: nn.Module) -> None:

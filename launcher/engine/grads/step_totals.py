@@ -60,7 +60,7 @@ class TotalsReducer:
                 count.detach().to(self._device).view(()) if isinstance(count, Tensor) else float(count)
             )
 
-    def vote(self, question: int, votes: int) -> None:
+    def vote(self, question: int, votes: float) -> None:
         """Record this rank's votes for `question`."""
         self._votes[question] = float(votes)
 
@@ -130,8 +130,7 @@ class TotalsReducer:
             parts = [
                 samples.double().view(1) if isinstance(samples, Tensor) else filled(samples),
                 losses.sum(dtype=torch.float64).view(1),
-                # x - x is nan where x is inf or nan, and takes fewer kernels than isfinite().
-                ((losses - losses) != 0).sum(dtype=torch.float64).view(1),
+                losses.isfinite().logical_not_().sum(dtype=torch.float64).view(1),
             ]
         votes = self._no_votes.clone() if any(self._votes) else self._no_votes
         for question, number in enumerate(self._votes):

@@ -20,7 +20,7 @@ class BadSamples(Callback):
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         report = metrics.report
-        if bad := report.votes[Question.BAD_SAMPLES]:
+        if bad := int(report.votes[Question.BAD_SAMPLES]):
             # Anew in each epoch, which reads each sample once: what is counted are samples, not reads.
             self._bad = bad + (self._bad if position.epoch == self._epoch else 0)
             self._epoch = position.epoch

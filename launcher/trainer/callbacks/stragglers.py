@@ -17,7 +17,7 @@ from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
 from launcher.trainer.step_times import StepTimes
-from launcher.trainer.votes import DATA_SLOT, WAIT_SLOT, milliseconds_of, time_as_votes
+from launcher.trainer.votes import DATA_SLOT, WAIT_SLOT
 from launcher.trainer.warning_log import Occurrences
 
 WINDOW = 50  # steps, or as many as there are ranks
@@ -44,14 +44,14 @@ class Stragglers(Callback):
     def on_step_start(self, position: Position) -> None:
         """Send this rank's times with the coming step, if it is its turn."""
         if self._done is not None and self._turn(position.step) == self._context.env.rank:
-            self._context.stepper.vote(WAIT_SLOT, time_as_votes(self._done.mean_ms(WIRE)))
-            self._context.stepper.vote(DATA_SLOT, time_as_votes(self._done.mean_ms(DATA)))
+            self._context.stepper.vote(WAIT_SLOT, self._done.mean_ms(WIRE))
+            self._context.stepper.vote(DATA_SLOT, self._done.mean_ms(DATA))
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         report = metrics.report
         turn, votes = self._turn(position.step), report.votes
         if 0 <= turn < self._ranks and votes[WAIT_SLOT]:
-            self._received[turn] = milliseconds_of(votes[WAIT_SLOT]), milliseconds_of(votes[DATA_SLOT])
+            self._received[turn] = votes[WAIT_SLOT], votes[DATA_SLOT]
         if turn == self._ranks - 1 and len(self._received) == self._ranks and self._done is not None:
             first_step = position.step - position.step % self._length - self._length
             self._conclude(position.step, first_step, self._done)
