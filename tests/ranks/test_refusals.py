@@ -46,7 +46,7 @@ DEFAULTS: dict[str, Any] = {
 ODD: dict[str, tuple[dict[str, Any], str]] = {
     "policy": (
         {"policy": Policy.bf16()},
-        "policy.name is 'bf16', not 'fp16'; policy.weights is torch.bfloat16",
+        "policy.arithmetic is torch.bfloat16, not torch.float16; policy.name is 'bf16', not 'fp16';",
     ),
     "clip": ({"clip_norm": 1.0}, "clip_norm is 1.0, not None."),
     "momentum": ({"optimizer": SGD(0.1, momentum=0.5)}, "optimizer.momentum is 0.5, not 0.9."),

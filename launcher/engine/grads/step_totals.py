@@ -20,7 +20,11 @@ import launcher.engine.works as works
 from launcher.engine.limits import VOTES
 from launcher.engine.precision.found_inf import StepTotals
 
-COUNTS = 3 + VOTES + 1  # samples, sum of losses, non-finite losses, the votes, sum of squares
+# The message: samples, sum of losses, non-finite losses; the votes; the sum of squares; the status by rank;
+# the sums of squares by parameter.
+COUNTED = 3
+SQUARES = COUNTED + VOTES
+COUNTS = SQUARES + 1
 
 
 class TotalsReducer:
@@ -31,15 +35,12 @@ class TotalsReducer:
 
     def __init__(self, on_host: bool, device: torch.device, group: works.Group, sharded: list[bool]) -> None:
         self._on_host, self._device, self._group = on_host, device, group
-        # Sends nothing, and spares itself the tensors: 25 us of a step of 500 us of a tiny network.
-        self._alone_on_host = on_host and group is None
         self._world_size = dist.get_world_size(group) if group else 1
+        # Each rank gives a part of the sum: its shard, or of a gradient that all hold a W-th of its own sum.
         shares = [1.0 if each else 1.0 / self._world_size for each in sharded]
         self._shares = torch.tensor(shares, dtype=torch.float64).to(device)
-        rank = dist.get_rank(group) if group else 0
-        own = [float(rank == each) for each in range(self._world_size)]
-        self._own_slot = torch.tensor(own, dtype=torch.float64).to(device)  # [ranks]: 1 for this one
-        self._no_votes = torch.zeros(VOTES, dtype=torch.float64, device=device)
+        self._rank = dist.get_rank(group) if group else 0
+        self._num_head = COUNTS + self._world_size  # numbers before the sums of squares by parameter
         self.restart()
 
     def restart(self) -> None:
@@ -47,7 +48,6 @@ class TotalsReducer:
         self._losses: list[Any] = []  # of micro-batches
         self._counts: list[Any] = []
         self._votes = [0.0] * VOTES
-        self._status: Any = 0
 
     def add(self, loss_sum: Tensor, count: float | Tensor) -> None:
         """A micro-batch of `count` samples whose losses sum to `loss_sum`."""
@@ -70,55 +70,37 @@ class TotalsReducer:
         `squares` [parameters] are of the reduced gradient as this rank holds it; `status` is 0-dim where the
         device decides.
         """
-        if self._alone_on_host:
-            self._status = status
-            return squares
         by_parameter = squares if self._group is None else squares * self._shares
-        counts = self._counts_on_host() if self._on_host else self._counts_on_device()
-        # The sum before the exchange: sums over parameters may differ between unlike processors.
-        return torch.cat([counts, by_parameter.sum().view(1), self._own_slot * status, by_parameter])
+        # Summed before the exchange: sums over parameters may differ between unlike processors.
+        total = by_parameter.sum()
+        head = self._head_on_host if self._on_host else self._head_on_device
+        return torch.cat([head(total, status), by_parameter])
 
     def reduce(self, message: Tensor) -> StepTotals:
         """Add up the ranks' messages. A collective: the only one of a step beside the buckets."""
-        if self._alone_on_host:
-            return self._totals_alone(message)
         works.all_reduce(message, self._group)
-        counts, status, by_parameter = torch.split(message, [COUNTS, self._world_size, len(self._shares)])
-        worst = status.max()
-        numbers: list[Any] = counts.tolist() if self._on_host else list(counts.unbind())
-        samples, loss_sum, bad_losses, *votes, total = numbers
+        head, by_parameter = message[: self._num_head], message[self._num_head :]
+        votes, status = head[COUNTED:SQUARES], head[COUNTS:]
+        numbers: list[Any] = head.tolist() if self._on_host else list(head.unbind())
         return StepTotals(
-            samples=samples,
-            loss_sum=loss_sum,
-            bad_losses=bad_losses,
-            squares=total,
-            worst_status=worst.item() if self._on_host else worst,
-            votes=votes if self._on_host else counts[3:-1],
+            samples=numbers[0],
+            loss_sum=numbers[1],
+            bad_losses=numbers[2],
+            squares=numbers[SQUARES],
+            worst_status=max(numbers[COUNTS:]) if self._on_host else status.max(),
+            votes=numbers[COUNTED:SQUARES] if self._on_host else votes,
             status=status,
             squares_by_parameter=by_parameter,
         )
 
-    def _totals_alone(self, squares: Tensor) -> StepTotals:
-        samples, loss_sum, bad_losses, *votes = self._numbers()
-        return StepTotals(
-            samples=samples,
-            loss_sum=loss_sum,
-            bad_losses=bad_losses,
-            squares=squares.sum().item(),
-            worst_status=self._status,
-            votes=votes,
-            status=self._own_slot * self._status,
-            squares_by_parameter=squares,
-        )
-
-    def _numbers(self) -> list[float]:
+    def _head_on_host(self, total: Tensor, status: Tensor | int) -> Tensor:
         bad = sum(not math.isfinite(loss) for loss in self._losses)
-        return [sum(self._counts), sum(self._losses), bad, *self._votes]
+        by_rank = [0.0] * self._world_size
+        by_rank[self._rank] = float(status)
+        counts = [sum(self._counts), sum(self._losses), bad, *self._votes, float(total)]
+        return torch.tensor([*counts, *by_rank], dtype=torch.float64)
 
-    def _counts_on_host(self) -> Tensor:
-        return torch.tensor(self._numbers(), dtype=torch.float64)
-
-    def _counts_on_device(self) -> Tensor:
+    def _head_on_device(self, total: Tensor, status: Tensor | int) -> Tensor:
         """The same without waiting: numbers of the host are written by kernels, not uploaded."""
 
         def filled(number: float) -> Tensor:
@@ -132,8 +114,10 @@ class TotalsReducer:
                 losses.sum(dtype=torch.float64).view(1),
                 losses.isfinite().logical_not_().sum(dtype=torch.float64).view(1),
             ]
-        votes = self._no_votes.clone() if any(self._votes) else self._no_votes
+        votes = torch.zeros(VOTES, dtype=torch.float64, device=self._device)
         for question, number in enumerate(self._votes):
             if number:
                 votes[question] = number
-        return torch.cat([*parts, votes])
+        by_rank = torch.zeros(self._world_size, dtype=torch.float64, device=self._device)
+        by_rank[self._rank] = status
+        return torch.cat([*parts, votes, total.view(1), by_rank])
