@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.distributed.links import ring_bytes
-from launcher.engine.params.flat_params import MAX_RUN_BYTES
+from launcher.engine.params.flat_params import MAX_BUCKET_BYTES
 from launcher.process.lifetime import die_with_launcher
 
 COPIED_BYTES = 64 << 20
@@ -39,7 +39,7 @@ def exchange(rank: int, world_size: int, device: torch.device, seconds: float) -
     # int32, which wraps around on both sides in the same way: exact for any number of ranks.
     wrong = (found != numbers * (world_size * (world_size + 1) // 2)).sum()
     dist.all_reduce(wrong)
-    message = torch.zeros(MAX_RUN_BYTES // 2, dtype=torch.float16, device=device)
+    message = torch.zeros(MAX_BUCKET_BYTES // 2, dtype=torch.float16, device=device)
     for _ in range(WARM_UP):
         one_s = _timed(message, 1)
     count = torch.tensor([min(MOST, max(1, int(seconds / one_s)))], device=device)

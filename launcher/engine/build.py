@@ -117,7 +117,7 @@ class StepperParts:
         # One contract, two places for a step's numbers: on a CPU the host reads them, which costs less.
         self.on_host = on_host = decides_on_host(layout.device)
         self.buffers = Buffers(model, group)
-        # Once all is in flat memory: one broadcast per segment instead of one per parameter.
+        # Once all is in flat memory: one broadcast per flat buffer instead of one per parameter.
         _take_values_of_rank_0(layout, model, self.buffers, group)
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
         collectives, self.divisor = choose_collectives(wire, layout, group)
@@ -125,34 +125,41 @@ class StepperParts:
         # An older Stepper of these parameters loses its hooks, which would take the same gradients.
         self.owner = ParamOwner(layout.parameters.values(), group, self.reducer.close)
         sharded = [
-            isinstance(collectives[each.name], ShardedSum) for each in layout.segments for _ in each.slots
+            isinstance(collectives[each.name], ShardedSum)
+            for each in layout.flat_buffers
+            for _ in each.param_ranges
         ]
         self.totals = TotalsReducer(on_host, layout.device, group, sharded)
         self.attachment = Attachment(model, layout, self.owner)
-        # After the reducer, which moves a segment's gradients.
-        self.shards = Zero1(layout, collectives, group)
-        self.updater = updater_of(optimizer, layout, self.shards)
-        self.in_place = InPlaceChanges(model, layout, self.shards)
+        # After the reducer, which moves a flat buffer's gradients.
+        self.zero1 = Zero1(layout, collectives, group)
+        self.updater = updater_of(optimizer, layout, self.zero1)
+        self.in_place = InPlaceChanges(model, layout, self.zero1)
         self.scale = LossScale(choices.scaling, layout.device, on_host)
         self.operations = ON_HOST if on_host else ON_DEVICE
         self.clock = StepClock(layout.device)
-        self.names = [slot.name for slot in layout.slots]
-        self.notices = Notices(sum(slot.numel > 0 for slot in layout.slots), self.reducer.unused)
+        self.names = [param_range.name for param_range in layout.param_ranges]
+        self.notices = Notices(
+            sum(param_range.numel > 0 for param_range in layout.param_ranges), self.reducer.unused
+        )
         self.ported_loop = PortedLoop(layout.parameters.values(), group, choices.clip_norm is not None)
-        self.replica = Replica(model, layout, self.buffers, self.shards, self.updater, self.scale)
+        self.replica = Replica(model, layout, self.buffers, self.zero1, self.updater, self.scale)
 
 
 def _take_values_of_rank_0(layout: Layout, model: nn.Module, buffers: Buffers, group: works.Group) -> None:
     """Broadcast parameters, including frozen ones, and buffers, bit for bit."""
     if group is None:
         return
-    exact = [segment.weight if segment.master is None else segment.master for segment in layout.segments]
+    exact = [
+        flat_buffer.weight if flat_buffer.master is None else flat_buffer.master
+        for flat_buffer in layout.flat_buffers
+    ]
     frozen = [p.detach() for p in model.parameters() if not p.requires_grad]
     for tensor in (*exact, *frozen, *buffers.flat):
         values = tensor.contiguous()
         # As bytes: Gloo has no integers of 16 bits, for one.
         works.broadcast(values.reshape(-1).view(torch.uint8), group)
         tensor.copy_(values)
-    for segment in layout.segments:
-        if segment.half and segment.master is not None:
-            segment.weight.copy_(segment.master)
+    for flat_buffer in layout.flat_buffers:
+        if flat_buffer.half and flat_buffer.master is not None:
+            flat_buffer.weight.copy_(flat_buffer.master)

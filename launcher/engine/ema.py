@@ -2,7 +2,7 @@
 
 Owns the averages, the pass that moves them after a step, and their temporary use in the model. Knows nothing
 of files and configs. A skipped step changes no average. Where the optimizer is sharded, each rank has the
-averages of its own pieces.
+averages of its own shards.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class WeightAverage:
         limits.at_least_one.require("WeightAverage every_steps", every_steps)
         self._stepper = stepper
         self._decay, self._every_steps = decay, every_steps
-        self._weights = [values.clone() for values in stepper.shards.masters()]
+        self._weights = [values.clone() for values in stepper.zero1.masters()]
         self._statistics = [flat.clone() for flat in stepper.buffers.statistics]
         self._applied = stepper.scale.state.applied_steps  # at the latest pass
         self._loads = stepper.scale.loads
@@ -96,15 +96,18 @@ class WeightAverage:
         A collective at its start. Afterwards weights and buffers have the bits that they had before, also
         where the context raises. Within it the Stepper neither trains nor saves nor loads.
         """
-        segments, buffers = self._stepper.layout.segments, self._stepper.buffers
+        flat_buffers, buffers = self._stepper.layout.flat_buffers, self._stepper.buffers
         with self._stepper.holding_averages():
-            kept = [(segment.weight, self._stepper.shards.keep_weights(segment)) for segment in segments]
+            kept = [
+                (flat_buffer.weight, self._stepper.zero1.keep_weights(flat_buffer))
+                for flat_buffer in flat_buffers
+            ]
             kept += [(flat, flat.clone()) for flat in buffers.flat]
-            held = [*(piece.weight for piece in self._stepper.shards.pieces), *buffers.statistics]
+            held = [*(shard.weight for shard in self._stepper.zero1.shards), *buffers.statistics]
             try:
                 for flat, average in zip(held, self.tensors(), strict=True):
                     flat.copy_(average)
-                self._stepper.shards.gather_weights()
+                self._stepper.zero1.gather_weights()
                 self._stepper.average_buffers()
                 yield
             finally:  # without a collective, because one rank may be alone here
@@ -120,7 +123,7 @@ class WeightAverage:
         `rank` and `allocate` are those of `Stepper.state`.
         """
         self._follow_loads()
-        weights = self._stepper.shards.gather_full(self._weights, rank, allocate)
+        weights = self._stepper.zero1.gather_full(self._weights, rank, allocate)
         return AverageState(weights, self._named_statistics(), {"applied": int(self._applied)})
 
     @torch.no_grad()
@@ -131,8 +134,8 @@ class WeightAverage:
         """
         if not isinstance(state, AverageState):
             raise UnusableError(f"load() takes what state() returned, not a {type(state).__name__}.")
-        shards, buffers = self._stepper.shards, self._named_statistics()
-        refuse_misfits("averaged weights", shards.forms, state.weights)
+        zero1, buffers = self._stepper.zero1, self._named_statistics()
+        refuse_misfits("averaged weights", zero1.forms, state.weights)
         refuse_misfits("averaged buffers", forms_of(buffers), state.buffers)
         refuse_other_names("counters of the average", {"applied"}, set(state.counters))
         scale = self._stepper.scale
@@ -142,7 +145,7 @@ class WeightAverage:
                 f"the state does not fit: its counter applied is {applied!r}. It must be an int from 0 to "
                 f"the {present} steps that are applied: first load the Stepper's state of the same step."
             )
-        shards.scatter(state.weights, self._weights)
+        zero1.scatter(state.weights, self._weights)
         for name, buffer in buffers.items():
             buffer.copy_(state.buffers[name])
         self._applied, self._loads = scale.placed(applied), scale.loads
@@ -154,10 +157,10 @@ class WeightAverage:
         """
         return {
             name: flat
-            for segment in self._stepper.layout.segments
-            for piece, average in zip(self._stepper.shards.pieces, self._weights, strict=True)
-            if piece is segment
-            for name, flat in segment.named("average", average, by_parameter).items()
+            for flat_buffer in self._stepper.layout.flat_buffers
+            for shard, average in zip(self._stepper.zero1.shards, self._weights, strict=True)
+            if shard is flat_buffer
+            for name, flat in flat_buffer.named("average", average, by_parameter).items()
         }
 
     def tensors(self) -> list[Tensor]:
@@ -175,7 +178,7 @@ class WeightAverage:
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The pairs of an average and what it averages, flat."""
-        yield from zip(self._weights, self._stepper.shards.masters(), strict=True)
+        yield from zip(self._weights, self._stepper.zero1.masters(), strict=True)
         yield from zip(self._statistics, self._stepper.buffers.statistics, strict=True)
 
     @torch.no_grad()

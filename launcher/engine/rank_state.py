@@ -33,7 +33,7 @@ class Replica:
     model: nn.Module
     layout: Layout
     buffers: Buffers
-    shards: Zero1
+    zero1: Zero1
     updater: Updater | AdaptedUpdater
     scale: LossScale
 
@@ -43,7 +43,7 @@ class Replica:
 
     def masters(self, rank: int | None = None, allocate: Allocate = on_host) -> dict[str, Tensor]:
         """fp32 values of the trainable parameters by name, as `Zero1.gather_full`."""
-        return self.shards.gather_full(self.shards.masters(), rank, allocate)
+        return self.zero1.gather_full(self.zero1.masters(), rank, allocate)
 
     def state(
         self, reference_count: int | None, rank: int | None = None, allocate: Allocate = on_host
@@ -52,7 +52,7 @@ class Replica:
 
         A collective where the optimizer is sharded: `rank` and `allocate` are those of `Zero1.gather_full`.
         """
-        collect = partial(self.shards.gather_full, rank=rank, allocate=allocate)
+        collect = partial(self.zero1.gather_full, rank=rank, allocate=allocate)
         named = named_parameters(self.model).items()
         frozen = {name: widen(p.detach()) for name, p in named if not p.requires_grad}
         return EngineState(
@@ -75,11 +75,11 @@ class Replica:
             refuse_other_model(self.model, state)
             refuse_numbers(state)
             updated = state.counters["applied"] > 0
-            load_states = self.updater.loading(self.shards, state.optimizer, updated)
+            load_states = self.updater.loading(self.zero1, state.optimizer, updated)
         except Exception as error:
             failure = error
         # A rank that raised alone would leave the others in the exchange of weights that ends a load.
-        if self.shards.any_rank(failure is not None) and failure is None:
+        if self.zero1.any_rank(failure is not None) and failure is None:
             failure = ValueError(
                 "another rank refuses the state that it was given, with the reason in its own error. Nothing "
                 "was changed on any rank: give all ranks the whole state that state() returned."
@@ -87,7 +87,7 @@ class Replica:
         if failure is not None:
             raise failure
         load_states()
-        self.shards.load_masters(state.weights)
+        self.zero1.load_masters(state.weights)
         for name, p in named_parameters(self.model).items():
             if not p.requires_grad:
                 p.data.copy_(state.weights[name])
@@ -103,15 +103,17 @@ class Replica:
         numbers = {"reference count": reference_count or 0}
         numbers |= {f"loss scale ({name})": value for name, value in self.scale.counters().items()}
         found = {name: torch.tensor([each], device=self.layout.device) for name, each in numbers.items()}
-        for segment in self.layout.segments:
-            # The unsharded flat tensors: a sharded segment is no piece itself, and has no master.
-            kinds = {"weight": segment.weight}
-            kinds |= {"master": segment.master} if segment.half and segment.master is not None else {}
-            for piece, states in zip(self.shards.pieces, self.updater.states, strict=True):
-                if piece is segment:
+        for flat_buffer in self.layout.flat_buffers:
+            # The unsharded flat tensors: a sharded flat buffer is no shard itself, and has no master.
+            kinds = {"weight": flat_buffer.weight}
+            kinds |= (
+                {"master": flat_buffer.master} if flat_buffer.half and flat_buffer.master is not None else {}
+            )
+            for shard, states in zip(self.zero1.shards, self.updater.states, strict=True):
+                if shard is flat_buffer:
                     kinds |= {f"optimizer state {number}": state for number, state in enumerate(states)}
             for kind, flat in kinds.items():
-                found |= segment.named(kind, flat, by_parameter)
+                found |= flat_buffer.named(kind, flat, by_parameter)
         return found
 
     def changed_buffers(self) -> dict[str, bool]:
@@ -153,9 +155,9 @@ class Replica:
 
     def _by_kind(self) -> dict[str, list[Tensor]]:
         return {
-            "weights": [segment.weight for segment in self.layout.segments],
-            "masters": [p.master for p in self.shards.pieces if p.half and p.master is not None],
-            "gradients": [segment.grad for segment in self.layout.segments],
+            "weights": [flat_buffer.weight for flat_buffer in self.layout.flat_buffers],
+            "masters": [p.master for p in self.zero1.shards if p.half and p.master is not None],
+            "gradients": [flat_buffer.grad for flat_buffer in self.layout.flat_buffers],
             "states": self.updater.tensors(),
             "buffers": self.buffers.tensors(),
         }

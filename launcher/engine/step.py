@@ -158,7 +158,7 @@ class Step:
         parts.updater.step(StepScalars(verdict.multiplier, lr, verdict.state.applied_steps, verdict.skip))
         # After a skipped step as well: on a GPU the host does not know the verdict, and all ranks must call
         # it.
-        parts.shards.gather_weights()
+        parts.zero1.gather_weights()
         if verdict.skip is not True:  # a tensor where the device decides: counted as an update, as by torch
             parts.in_place.count_update()
 

@@ -119,7 +119,7 @@ class Stepper:
         for text in idle_groups(model, groups):
             warnings.warn(text, EngineWarning, stacklevel=2)
         self.layout, self.buffers, self.clock = parts.layout, parts.buffers, parts.clock
-        self.reducer, self.shards, self.updater = parts.reducer, parts.shards, parts.updater
+        self.reducer, self.zero1, self.updater = parts.reducer, parts.zero1, parts.updater
         self.scale, self.emulation = parts.scale, parts.emulation
         self._step = Step(options, parts, self.group)
         note_calls_outside(model)
@@ -347,7 +347,7 @@ class Stepper:
     @property
     def num_trainable(self) -> int:
         """Elements of all trainable parameters; tied ones count once."""
-        return sum(segment.numel for segment in self.layout.segments)
+        return sum(flat_buffer.numel for flat_buffer in self.layout.flat_buffers)
 
     @property
     def loss_scale(self) -> float:

@@ -33,7 +33,7 @@ from torch import nn
 
 from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
 from launcher.engine.optim.update import StepScalars, Updater
-from launcher.engine.params.flat_buffers import Piece
+from launcher.engine.params.flat_buffers import Shard
 from launcher.recipe import registry_of
 from scripts.bench.baselines import Setup, raw
 from scripts.bench.gpu_session import SKIPPED
@@ -66,15 +66,15 @@ def updated(device: torch.device) -> torch.Tensor:
     """32 masters after one AdamW update of fp16 weights; also checks w16 == RNE16(master)."""
     torch.manual_seed(0)
     master, grad = torch.randn(32).to(device), torch.randn(32).half().to(device)
-    piece = Piece(master.half(), master, grad)
+    shard = Shard(master.half(), master, grad)
     scalars = StepScalars(
         torch.full((), 0.5, device=device),
         torch.full((), 0.01, dtype=torch.float64, device=device),
         torch.ones((), dtype=torch.float64, device=device),
         torch.zeros((), dtype=torch.bool, device=device),
     )
-    Updater([piece], AdamW(0.01)).step(scalars)
-    assert torch.equal(piece.weight, master.half()), "the half weights are not the rounded masters"
+    Updater([shard], AdamW(0.01)).step(scalars)
+    assert torch.equal(shard.weight, master.half()), "the half weights are not the rounded masters"
     return master.cpu()
 
 

@@ -27,8 +27,8 @@ def deciding_on_device(wanted: bool = True) -> Iterator[None]:
 def state_digest(stepper: Stepper, *, counters: bool = False) -> str:
     """sha256 over weights, masters, optimizer states and buffers, and the scale's counters if asked for."""
     tensors: list[Tensor] = list(stepper.model.state_dict().values())
-    tensors += [segment.weight for segment in stepper.layout.segments]
-    tensors += [piece.master for piece in stepper.shards.pieces if piece.master is not None]
+    tensors += [flat_buffer.weight for flat_buffer in stepper.layout.flat_buffers]
+    tensors += [shard.master for shard in stepper.zero1.shards if shard.master is not None]
     tensors += stepper.updater.tensors()
     numbers = stepper.counters() if counters else {"applied": stepper.counters()["applied"]}
     tensors += [torch.tensor([*numbers.values()])]
@@ -47,12 +47,18 @@ def flat_tensors(state: EngineState) -> dict[str, Tensor]:
 
 def weights_are_rounded_masters(stepper: Stepper) -> bool:
     """Whether w16 == RNE16(master), bit for bit, and the model's parameters are those weights."""
-    slots = {slot.name: (slot, segment) for segment in stepper.layout.segments for slot in segment.slots}
+    param_ranges = {
+        param_range.name: (param_range, flat_buffer)
+        for flat_buffer in stepper.layout.flat_buffers
+        for param_range in flat_buffer.param_ranges
+    }
     for name, master in stepper.named_masters().items():
-        slot, segment = slots[name]
+        param_range, flat_buffer = param_ranges[name]
         parameter = stepper.layout.parameters[name]
         rounded = master.to(parameter.dtype)
-        if not torch.equal(rounded, parameter) or not torch.equal(slot.view(segment.weight), parameter):
+        if not torch.equal(rounded, parameter) or not torch.equal(
+            param_range.view(flat_buffer.weight), parameter
+        ):
             return False
     return True
 

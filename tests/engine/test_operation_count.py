@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.engine import SGD, AdamW, Policy, Stepper
 from launcher.engine.optim.update import StepScalars, Updater
-from launcher.engine.params.flat_buffers import Piece
+from launcher.engine.params.flat_buffers import Shard
 from launcher.trainer.replicas import checksums
 from recipes.resnet import BasicBlock, Bottleneck, ResNet
 from tests.meta_device import META
@@ -233,10 +233,10 @@ def test_an_update_moves_no_more_bytes_a_parameter(
     """Widening the gradient, torch's fused kernel and rounding the weights, each in one pass."""
     numel = 1 << 20
     weight = torch.empty(numel, dtype=torch.float16, device=META)
-    piece = Piece(weight, torch.empty(numel, device=META), torch.empty(numel, dtype=wire, device=META))
+    shard = Shard(weight, torch.empty(numel, device=META), torch.empty(numel, dtype=wire, device=META))
     multiplier, rate, number, skip = torch.empty(4, device=META).unbind()
     scalars = StepScalars(multiplier, rate.double(), number.double(), skip > 0)
-    updater = Updater([piece], optimizer)
+    updater = Updater([shard], optimizer)
     with Moved() as moved:
         updater.step(scalars)
     assert moved.bytes / numel <= most + 0.01

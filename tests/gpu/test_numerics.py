@@ -13,7 +13,7 @@ from launcher.checkpoint.snapshot import RunExtras, RunIdentity, SavedWith, Trai
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
 from launcher.engine.optim.update import DEVICE_CHUNK, StepScalars, Updater
-from launcher.engine.params.flat_buffers import Piece
+from launcher.engine.params.flat_buffers import Shard
 from launcher.trainer.diagnostics.exponents import ExponentCounter
 from launcher.trainer.diagnostics.nonfinite import diagnose
 from scripts.bench.baselines import Setup, raw
@@ -57,8 +57,8 @@ def test_the_plain_update_of_a_device_gives_the_values_of_the_host(device, optim
     for place in (torch.device("cpu"), device):
         weight = master.to(policy.weights).to(place)
         own = {"fp32": weight, "pure_fp16": None}.get(name, master.to(place))
-        piece = Piece(weight, own, grad.to(policy.wire).to(place))
-        updater = Updater([piece], optimizer)
+        shard = Shard(weight, own, grad.to(policy.wire).to(place))
+        updater = Updater([shard], optimizer)
         for skip in (False, True):
             updater.step(
                 StepScalars(
@@ -68,10 +68,10 @@ def test_the_plain_update_of_a_device_gives_the_values_of_the_host(device, optim
                     torch.tensor(skip, device=place),
                 )
             )
-            exact = piece.weight if piece.master is None else piece.master
+            exact = shard.weight if shard.master is None else shard.master
             found.append([exact.cpu(), *(state.cpu() for state in updater.tensors())])
-        if piece.half and piece.master is not None:
-            assert torch.equal(piece.weight, piece.master.to(piece.weight.dtype))
+        if shard.half and shard.master is not None:
+            assert torch.equal(shard.weight, shard.master.to(shard.weight.dtype))
     for after, skipped in (found[:2], found[2:]):
         assert all(map(torch.equal, after, skipped))
     for host, there in zip(found[0], found[2], strict=True):
@@ -80,12 +80,12 @@ def test_the_plain_update_of_a_device_gives_the_values_of_the_host(device, optim
 
 def test_the_plain_update_takes_a_chunk_of_memory(gpu) -> None:
     shape = (2 * DEVICE_CHUNK + 1000,)
-    piece = Piece(
+    shard = Shard(
         torch.zeros(shape, dtype=torch.float16, device=gpu),
         torch.zeros(shape, device=gpu),
         torch.zeros(shape, dtype=torch.float16, device=gpu),
     )
-    updater = Updater([piece], AdamW(0.01))
+    updater = Updater([shard], AdamW(0.01))
     scalar = torch.ones((), device=gpu)
     scalars = StepScalars(
         scalar, scalar.double(), scalar.long(), torch.zeros((), dtype=torch.bool, device=gpu)

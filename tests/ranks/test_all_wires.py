@@ -168,7 +168,7 @@ def small_gradients(env: WorkerEnv) -> tuple[dict[str, float], dict[str, float]]
                 loss = model(2.0**-8, 2.0**-5 * (env.rank + 1))
             stepper.backward(loss, 1)
             norms[name] = stepper.step().read().grad_norm
-        flats = [*stepper.updater.tensors(), *stepper.shards.masters()]
+        flats = [*stepper.updater.tensors(), *stepper.zero1.masters()]
         sums[name] = sum(flat.abs().sum().item() for flat in flats)
     return norms, sums
 

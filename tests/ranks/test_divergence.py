@@ -68,7 +68,7 @@ def place_of(position: int, world_size: int) -> tuple[int, int]:
         BatchPlan(NUM_SAMPLES, BATCH_SIZE, 3, world_size, rank, SEED, False) for rank in range(world_size)
     ]
     at = (STEP - 1) * BATCH_SIZE + position
-    (rank,) = (p.rank for p in plans if any(at in piece for piece in p.micro_positions(STEP - 1)))
+    (rank,) = (p.rank for p in plans if any(at in shard for shard in p.micro_positions(STEP - 1)))
     return int(order[at]), rank
 
 

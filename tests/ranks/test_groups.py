@@ -30,9 +30,9 @@ def trained(group: dist.ProcessGroup | None, name: str, wire: str) -> tuple[dict
         train(stepper, *batch(step))
     inside = any(
         stretch.start < part.start < stretch.stop
-        for segment, part in stepper.shards.places
-        for stretches in stepper.layout.stretches(segment, slice(0, segment.numel)).values()
-        for stretch in stretches
+        for flat_buffer, part in stepper.zero1.places
+        for group_slices in stepper.layout.group_slices(flat_buffer, slice(0, flat_buffer.numel)).values()
+        for stretch in group_slices
     )
     return {name: value.clone() for name, value in stepper.named_masters().items()}, inside
 

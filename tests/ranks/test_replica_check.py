@@ -33,8 +33,8 @@ def flip_one_bit(stepper: Stepper, fault: str) -> None:
         state = stepper.scale.state
         stepper.scale.state = state._replace(bad_loss_steps=state.bad_loss_steps + 1)
         return
-    matrices = stepper.shards.pieces[0]
-    last = next(slot for slot in stepper.layout.slots if slot.name == "0.weight")
+    matrices = stepper.zero1.shards[0]
+    last = next(param_range for param_range in stepper.layout.param_ranges if param_range.name == "0.weight")
     tensor = {
         "weight": last.flat(matrices.weight),
         "master": last.flat(matrices.master),
@@ -47,8 +47,8 @@ def flip_one_bit(stepper: Stepper, fault: str) -> None:
 
 def write_into_padding(stepper: Stepper) -> None:
     """It belongs to no parameter, so it may differ."""
-    segment = stepper.layout.segments[0]
-    segment.weight[segment.runs[-1].gaps()[-1]] = 1.0
+    flat_buffer = stepper.layout.flat_buffers[0]
+    flat_buffer.weight[flat_buffer.runs[-1].gaps()[-1]] = 1.0
 
 
 def drift(env: WorkerEnv, fault: str | None) -> str:

@@ -33,9 +33,9 @@ class Attachment:
     def __init__(self, model: nn.Module, layout: Layout, owner: ParamOwner) -> None:
         self._model, self._owner = model, owner
         places = {  # views of the flat memory, in which trained parameters must still be
-            layout.parameters[slot.name]: slot.view(segment.weight)
-            for segment in layout.segments
-            for slot in segment.slots
+            layout.parameters[param_range.name]: param_range.view(flat_buffer.weight)
+            for flat_buffer in layout.flat_buffers
+            for param_range in flat_buffer.param_ranges
         }
         self._built = [(p, places.get(p)) for p in model.parameters()]
         self._accept()
@@ -93,11 +93,11 @@ def _is_in(place: Tensor | None, p: nn.Parameter) -> bool:
 class InPlaceChanges:
     """Detects writes to the model's weights since the last check, and copies them into the masters."""
 
-    def __init__(self, model: nn.Module, layout: Layout, shards: Zero1) -> None:
-        self._shards = shards
+    def __init__(self, model: nn.Module, layout: Layout, zero1: Zero1) -> None:
+        self._zero1 = zero1
         self._trained = list(layout.parameters.values())
-        self._watched = shards.rounded()
-        self._parameters = [layout.parameters[slot.name] for _, slot in self._watched]
+        self._watched = zero1.rounded()
+        self._parameters = [layout.parameters[param_range.name] for _, param_range in self._watched]
         frozen = named_parameters(model).items()
         self._frozen = {name: (p, p._version) for name, p in frozen if not p.requires_grad}
         self._warned = False
@@ -124,13 +124,13 @@ class InPlaceChanges:
             return
         news = zip(self._watched, self._parameters, self._versions, strict=True)
         changed = [place for place, p, version in news if p._version - updates != version]
-        for segment, slot in changed:
-            self._shards.take_weights(segment, slot)
+        for flat_buffer, param_range in changed:
+            self._zero1.take_weights(flat_buffer, param_range)
         self.forget()
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{listed([slot.name for _, slot in changed], SHOWN)}: half weights were written in place "
+                f"{listed([each.name for _, each in changed], SHOWN)}: half weights were written in place "
                 "since the last step; the masters now hold these rounded values. That is fine for clamping, "
                 "initialising and max_norm. To keep the fp32 values of a state, load it before building the "
                 "Stepper, or with Stepper.load().",

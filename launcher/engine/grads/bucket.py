@@ -14,12 +14,12 @@ from torch import Tensor
 
 from launcher.engine.grads.copy_in import CopyIn
 from launcher.engine.grads.grad_norm import SquaresReader
-from launcher.engine.params.flat_buffers import Segment, Slot, SlotRun
+from launcher.engine.params.flat_buffers import BucketRange, FlatBuffer, ParamRange
 
 
 @dataclass
 class Bucket:
-    """One run of a segment's gradients and its message on the wire.
+    """Adjacent parameters of a flat buffer, and the message of their gradients.
 
     `copy_in` fills the message. `extremes` are the least and the greatest element of this rank's gradient.
     `squares` reads the reduced gradient as this rank holds it, of this bucket and of those before it from the
@@ -27,8 +27,8 @@ class Bucket:
     """
 
     index: int  # position in the order of launching
-    segment: Segment
-    run: SlotRun
+    flat_buffer: FlatBuffer
+    bucket_range: BucketRange
     collective: Collective
     message: Tensor
     copy_in: CopyIn
@@ -38,8 +38,8 @@ class Bucket:
     extremes: Sequence[Tensor] = ()
 
     @property
-    def slots(self) -> Sequence[Slot]:
-        return self.run.slots
+    def param_ranges(self) -> Sequence[ParamRange]:
+        return self.bucket_range.param_ranges
 
     @property
     def size_bytes(self) -> int:
@@ -47,9 +47,9 @@ class Bucket:
 
 
 class Collective:
-    """Sends the buckets of one segment; `before`, a power of two, multiplies what is written to a message."""
+    """Sends the buckets of one flat buffer; `predivide_factor`, a power of two, multiplies what is sent."""
 
-    before = 1.0
+    predivide_factor = 1.0
 
     def clear_padding(self, bucket: Bucket) -> None:
         """Zero what a message holds between parameters, where that is not zero anyway."""
@@ -63,5 +63,5 @@ class Collective:
         raise NotImplementedError
 
     def parts(self, bucket: Bucket) -> list[Tensor]:
-        """The reduced gradient as this rank holds it, flat, by slot of the bucket."""
-        return [slot.flat(bucket.segment.grad) for slot in bucket.slots]
+        """The reduced gradient as this rank holds it, flat, by parameter of the bucket."""
+        return [param_range.flat(bucket.flat_buffer.grad) for param_range in bucket.param_ranges]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import launcher.engine.works as works
 from launcher.engine.grads.bucket import Bucket, Collective
-from launcher.engine.params.flat_buffers import Segment, SlotRun
+from launcher.engine.params.flat_buffers import BucketRange, FlatBuffer
 
 
 class AllReduceSum(Collective):
@@ -25,7 +25,7 @@ class AllReduceSum(Collective):
 
     def __init__(self, group: works.Group, divisor: int = 1) -> None:
         self._group = group
-        self.before = 1.0 / divisor
+        self.predivide_factor = 1.0 / divisor
 
     def launch(self, bucket: Bucket) -> int:
         if self._group is None:
@@ -50,8 +50,8 @@ class ShardedSum(Collective):
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def clear_padding(self, bucket: Bucket) -> None:
-        for gap in bucket.run.gaps():
-            bucket.segment.grad[gap].zero_()  # may hold the previous step's sum
+        for gap in bucket.bucket_range.gaps():
+            bucket.flat_buffer.grad[gap].zero_()  # may hold the previous step's sum
 
     def launch(self, bucket: Bucket) -> int:
         exchange(bucket, self._group)
@@ -59,25 +59,28 @@ class ShardedSum(Collective):
 
     def wait(self, bucket: Bucket) -> None:
         if bucket.received is not None:  # else it has been waited for, before memory ran out elsewhere
-            self.owned(bucket.segment, bucket.run).copy_(sum_of_received(bucket, self._group))
+            self.owned(bucket.flat_buffer, bucket.bucket_range).copy_(sum_of_received(bucket, self._group))
             bucket.work = bucket.received = None
 
-    def owned(self, segment: Segment, run: SlotRun) -> Tensor:
-        """This rank's piece of the reduced gradient of a run, fp32, flat."""
-        length = (run.end - run.start) // self._world_size
-        return segment.grad[run.start : run.end].view(torch.float32)[:length]
+    def owned(self, flat_buffer: FlatBuffer, bucket_range: BucketRange) -> Tensor:
+        """This rank's shard of the reduced gradient of a bucket, fp32, flat."""
+        length = (bucket_range.end - bucket_range.start) // self._world_size
+        return flat_buffer.grad[bucket_range.start : bucket_range.end].view(torch.float32)[:length]
 
     def parts(self, bucket: Bucket) -> list[Tensor]:
-        owned, piece = self.owned(bucket.segment, bucket.run), bucket.run.piece(self._rank, self._world_size)
-        return [owned[slot.within(piece)] for slot in bucket.slots]
+        owned, shard = (
+            self.owned(bucket.flat_buffer, bucket.bucket_range),
+            bucket.bucket_range.shard(self._rank, self._world_size),
+        )
+        return [owned[param_range.within(shard)] for param_range in bucket.param_ranges]
 
-    def gather_weights(self, segment: Segment) -> None:
+    def gather_weights(self, flat_buffer: FlatBuffer) -> None:
         """Give all ranks the weights that each has updated. A collective: all ranks call it."""
         gathers = []
-        for run in segment.runs:
-            whole = segment.weight[run.start : run.end]
-            # A copy, because the piece lies within `whole`, which the gather writes.
-            own = segment.weight[run.piece(self._rank, self._world_size)].clone()
+        for bucket_range in flat_buffer.bucket_ranges:
+            whole = flat_buffer.weight[bucket_range.start : bucket_range.end]
+            # A copy, because the shard lies within `whole`, which the gather writes.
+            own = flat_buffer.weight[bucket_range.shard(self._rank, self._world_size)].clone()
             gathers.append((start_gather(whole, own, self._group), whole, own))
         for work, whole, _ in gathers:
             works.wait_for(work, whole)

@@ -1,4 +1,4 @@
-"""What may be chosen of the wire, and the collective of each segment that follows from it."""
+"""What may be chosen of the wire, and the collective of each flat buffer that follows from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import launcher.engine.limits as limits
 from launcher.engine.grads.bucket import Collective
 from launcher.engine.grads.collectives import AllReduceSum, ShardedSum
-from launcher.engine.params.flat_params import VECTORS, Layout
+from launcher.engine.params.flat_params import FP32_PARAMS, Layout
 from launcher.engine.works import Group
 
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -36,19 +36,19 @@ class Wire:
 
 
 def choose_collectives(wire: Wire, layout: Layout, group: Group) -> tuple[dict[str, Collective], int]:
-    """The collective of each segment, and the power of two by which the sum is divided.
+    """The collective of each flat buffer, and the power of two by which the sum is divided.
 
     Vectors are fp32 and small: they are summed on all ranks whatever the wire.
     """
     if group is None:
-        return {segment.name: AllReduceSum(None) for segment in layout.segments}, 1
+        return {flat_buffer.name: AllReduceSum(None) for flat_buffer in layout.flat_buffers}, 1
     if wire.shard and layout.world_size > 1:  # the fp32 sum of an element has twice the bytes of a message
         return {
-            segment.name: AllReduceSum(group) if segment.name == VECTORS else ShardedSum(group)
-            for segment in layout.segments
+            flat_buffer.name: AllReduceSum(group) if flat_buffer.name == FP32_PARAMS else ShardedSum(group)
+            for flat_buffer in layout.flat_buffers
         }, 1
     divisor = wire.predivide or default_predivide(layout.world_size)
-    return {segment.name: AllReduceSum(group, divisor) for segment in layout.segments}, divisor
+    return {flat_buffer.name: AllReduceSum(group, divisor) for flat_buffer in layout.flat_buffers}, divisor
 
 
 def default_predivide(world_size: int) -> int:

@@ -1,7 +1,7 @@
 """Moves the gradients of one bucket from `p.grad` to its message, in one call.
 
-Owns what a bucket's slots hold within a step: sums of micro-batches in fp32, zeros where nothing arrived. A
-copy per parameter would cost a small network on a GPU more host time than communication does. In exchange the
+Owns what a bucket holds within a step: sums of micro-batches in fp32, zeros where nothing arrived. A copy per
+parameter would cost a small network on a GPU more host time than communication does. In exchange the
 gradients of a bucket stay alive until it is complete.
 """
 
@@ -13,30 +13,33 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
-from launcher.engine.params.flat_buffers import Segment, Slot, SlotRun
+from launcher.engine.params.flat_buffers import BucketRange, FlatBuffer, ParamRange
 
 
 class CopyIn:
-    """Collects the gradients of one run of `segment`; `factor`, a power of two, multiplies what is sent.
+    """Collects the gradients of one bucket; `factor`, a power of two, multiplies what is sent.
 
-    `parameters` by name. `totals` is the segment's fp32 accumulator where a step has several micro-batches,
-    else None.
+    `parameters` by name. `totals` is the fp32 accumulator of `flat_buffer` where a step has several
+    micro-batches, else None.
     """
 
     def __init__(
         self,
-        segment: Segment,
-        run: SlotRun,
+        flat_buffer: FlatBuffer,
+        bucket_range: BucketRange,
         parameters: Mapping[str, nn.Parameter],
         factor: float,
         totals: Tensor | None,
     ) -> None:
         self._factor = factor
-        self._sent = segment.grad[run.start : run.end]
-        self._totals = None if totals is None else totals[run.start : run.end]
-        written = segment.grad if totals is None else totals
-        self._slots = [(slot, parameters[slot.name], slot.view(written)) for slot in run.slots]
-        self._filled: set[int] = set()  # slots that hold a gradient of this step
+        self._sent = flat_buffer.grad[bucket_range.start : bucket_range.end]
+        self._totals = None if totals is None else totals[bucket_range.start : bucket_range.end]
+        written = flat_buffer.grad if totals is None else totals
+        self._param_ranges = [
+            (param_range, parameters[param_range.name], param_range.view(written))
+            for param_range in bucket_range.param_ranges
+        ]
+        self._filled: set[int] = set()  # parameters that hold a gradient of this step
         self.unused: list[str] | None = None  # not empty, without a gradient in the first step; None before
 
     def drain(self) -> None:
@@ -47,15 +50,17 @@ class CopyIn:
         first: tuple[list[Tensor], list[Tensor]] = ([], [])
         again: tuple[list[Tensor], list[Tensor]] = ([], [])
         filled = self._filled
-        for slot, parameter, place in self._slots:
+        for param_range, parameter, place in self._param_ranges:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            check_dense(slot.name, gradient)
-            places, gradients = again if slot.index in filled else first
+            check_dense(param_range.name, gradient)
+            places, gradients = again if param_range.index in filled else first
             places.append(place)
-            gradients.append(gradient if gradient.stride() == slot.stride else _laid_out(gradient, slot))
-            filled.add(slot.index)
+            gradients.append(
+                gradient if gradient.stride() == param_range.stride else _laid_out(gradient, param_range)
+            )
+            filled.add(param_range.index)
             parameter.grad = None
         # Totals are multiplied once, when complete() rounds them.
         factor = self._factor if self._totals is None else 1.0
@@ -71,10 +76,20 @@ class CopyIn:
         Drained before, within the backward pass: after it, `p.grad` is the user's.
         """
         if self.unused is None:
-            missing = [slot for slot, _, _ in self._slots if slot.index not in self._filled]
-            self.unused = [slot.name for slot in missing if slot.numel]
-        if len(self._filled) < len(self._slots):
-            torch._foreach_zero_([place for slot, _, place in self._slots if slot.index not in self._filled])
+            missing = [
+                param_range
+                for param_range, _, _ in self._param_ranges
+                if param_range.index not in self._filled
+            ]
+            self.unused = [param_range.name for param_range in missing if param_range.numel]
+        if len(self._filled) < len(self._param_ranges):
+            torch._foreach_zero_(
+                [
+                    place
+                    for param_range, _, place in self._param_ranges
+                    if param_range.index not in self._filled
+                ]
+            )
         self._filled.clear()
         if self._totals is not None:
             _write([self._sent], [self._totals], self._factor)
@@ -100,15 +115,15 @@ def _widened(gradients: list[Tensor], kept: torch.dtype) -> list[Tensor]:
     return wide
 
 
-def _laid_out(gradient: Tensor, slot: Slot) -> Tensor:
-    """The gradient with the slot's strides: torch may use other ones for a dimension of one element.
+def _laid_out(gradient: Tensor, param_range: ParamRange) -> Tensor:
+    """The gradient with the parameter's strides: torch may use other ones for a dimension of one element.
 
     On a GPU one kernel copies many gradients if all strides are equal; else each needs its own kernel.
     """
-    sizes = zip(gradient.shape, gradient.stride(), slot.stride, strict=True)
+    sizes = zip(gradient.shape, gradient.stride(), param_range.stride, strict=True)
     if any(size != 1 and stride != other for size, stride, other in sizes):
         return gradient
-    return gradient.as_strided(slot.shape, slot.stride)
+    return gradient.as_strided(param_range.shape, param_range.stride)
 
 
 def check_dense(name: str, gradient: Tensor) -> None:

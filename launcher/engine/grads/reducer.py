@@ -24,7 +24,7 @@ from launcher.engine.grads.collectives import ShardedSum
 from launcher.engine.grads.copy_in import CopyIn
 from launcher.engine.grads.grad_norm import SquaresReader, is_not_finite
 from launcher.engine.grads.param_grads import grads_set_aside
-from launcher.engine.params.flat_buffers import Segment, Slot, SlotRun
+from launcher.engine.params.flat_buffers import BucketRange, FlatBuffer, ParamRange
 from launcher.engine.params.flat_params import Layout
 from launcher.engine.precision.found_inf import ABANDONED
 
@@ -36,7 +36,7 @@ KEPT_BYTES = 1 << 24
 class Reducer:
     """Sums the gradients of all ranks and micro-batches, in the dtype of the exchange.
 
-    `collectives` has one collective per segment name.
+    `collectives` has one collective per flat buffer name.
     """
 
     def __init__(
@@ -49,20 +49,21 @@ class Reducer:
     ) -> None:
         self._layout, self._group, self._collectives, self.overlap = layout, group, collectives, overlap
         self._rank = dist.get_rank(group) if group else 0
-        self._accumulated: dict[str, Tensor] = {}  # by segment; none for one micro-batch
+        self._accumulated: dict[str, Tensor] = {}  # by flat buffer; none for one micro-batch
         self.buckets = self._buckets()  # in the order in which all ranks send them
         for together in self._read_together():
             parts = [part for bucket in together for part in bucket.collective.parts(bucket)]
             together[-1].squares = SquaresReader(parts)
         # What the hooks read and write. These lists and the set stay the same objects: a hook keeps them.
         self.listens = False
-        self.seen: set[int] = set()  # by Slot.index, the gradients of this micro-batch
-        self.home = [bucket.index for bucket in self.buckets for _ in bucket.slots]  # by Slot.index
+        self.seen: set[int] = set()  # by ParamRange.index, the gradients of this micro-batch
+        # By ParamRange.index, the bucket of each parameter.
+        self.home = [bucket.index for bucket in self.buckets for _ in bucket.param_ranges]
         self.pending: list[int] = []  # by bucket, the gradients of this micro-batch that have not arrived
         self.restart()
         self.accumulate(micro_batches > 1)
         stays = group is None and sum(bucket.size_bytes for bucket in self.buckets) <= KEPT_BYTES
-        self._hooks = [] if stays else [_hook(self, slot) for slot in layout.slots]
+        self._hooks = [] if stays else [_hook(self, param_range) for param_range in layout.param_ranges]
 
     def restart(self) -> None:
         """Begin the next step."""
@@ -77,24 +78,32 @@ class Reducer:
         """Make room for the fp32 sums of several micro-batches per step, or free it. Between steps only."""
         if accumulates != bool(self._accumulated):
             self._accumulated = {  # may run out of memory
-                segment.name: torch.zeros(segment.numel, dtype=torch.float32, device=self._layout.device)
-                for segment in (self._layout.segments if accumulates else [])
+                flat_buffer.name: torch.zeros(
+                    flat_buffer.numel, dtype=torch.float32, device=self._layout.device
+                )
+                for flat_buffer in (self._layout.flat_buffers if accumulates else [])
             }
             for bucket in self.buckets:
-                bucket.copy_in = self._copy_in(bucket.segment, bucket.run)
+                bucket.copy_in = self._copy_in(bucket.flat_buffer, bucket.bucket_range)
 
-    def _copy_in(self, segment: Segment, run: SlotRun) -> CopyIn:
-        factor, totals = self._collectives[segment.name].before, self._accumulated.get(segment.name)
-        return CopyIn(segment, run, self._layout.parameters, factor, totals)
+    def _copy_in(self, flat_buffer: FlatBuffer, bucket_range: BucketRange) -> CopyIn:
+        factor, totals = (
+            self._collectives[flat_buffer.name].predivide_factor,
+            self._accumulated.get(flat_buffer.name),
+        )
+        return CopyIn(flat_buffer, bucket_range, self._layout.parameters, factor, totals)
 
     def _buckets(self) -> list[Bucket]:
-        """One bucket per run."""
+        """One bucket per range."""
         buckets: list[Bucket] = []
-        for segment in self._layout.segments:
-            for run in segment.runs:
-                message, collective = segment.grad[run.start : run.end], self._collectives[segment.name]
-                copy_in = self._copy_in(segment, run)
-                buckets.append(Bucket(len(buckets), segment, run, collective, message, copy_in))
+        for flat_buffer in self._layout.flat_buffers:
+            for bucket_range in flat_buffer.bucket_ranges:
+                message, collective = (
+                    flat_buffer.grad[bucket_range.start : bucket_range.end],
+                    self._collectives[flat_buffer.name],
+                )
+                copy_in = self._copy_in(flat_buffer, bucket_range)
+                buckets.append(Bucket(len(buckets), flat_buffer, bucket_range, collective, message, copy_in))
         return buckets
 
     def _read_together(self) -> list[list[Bucket]]:
@@ -122,7 +131,7 @@ class Reducer:
         """
         self._sends = early and self.overlap
         self.seen.clear()
-        self.pending[:] = [len(bucket.slots) for bucket in self.buckets]
+        self.pending[:] = [len(bucket.param_ranges) for bucket in self.buckets]
         with grads_set_aside(self._layout.parameters.values()):
             self.listens = True
             try:
@@ -139,17 +148,18 @@ class Reducer:
         held = (p.grad is not None for p in self._layout.parameters.values())
         return bool(self.seen) or any(held)
 
-    def register_grad_ready(self, slot: Slot, again: bool) -> None:
-        """All gradients of a slot's bucket are ready. Send all buckets that are next in the fixed order.
+    def register_grad_ready(self, param_range: ParamRange, again: bool) -> None:
+        """All gradients of a parameter's bucket are ready. Send all buckets that are next in the fixed order.
 
-        `again`: another gradient of this slot is. Raises UnusableError where the first one was sent.
+        `again`: another gradient of this parameter is. Raises UnusableError where the first one was sent.
         """
-        bucket = self.home[slot.index]
+        bucket = self.home[param_range.index]
         if again:
             if bucket < self._next:
                 raise UnusableError(
-                    f"parameter {slot.name} received a gradient twice in one backward pass, as re-entrant "
-                    "activation checkpointing does: use use_reentrant=False, or Wire(overlap=False)."
+                    f"parameter {param_range.name} received a gradient twice in one backward pass, as "
+                    "re-entrant activation checkpointing does: use use_reentrant=False, or "
+                    "Wire(overlap=False)."
                 )
             return
         self.buckets[bucket].copy_in.drain()
@@ -170,8 +180,8 @@ class Reducer:
     def finish_grad_sync(self, abandoned: bool = False) -> tuple[Tensor, Tensor | int]:
         """Wait for the buckets in order, and read their squares.
 
-        Returns the sums of squares, fp64 [parameters], in the order of Slot.index, and the status of this
-        rank (see `step_totals`). Where it has `abandoned` the step, nothing is read.
+        Returns the sums of squares, fp64 [parameters], in the order of ParamRange.index, and the status of
+        this rank (see `step_totals`). Where it has `abandoned` the step, nothing is read.
         """
         found = []
         for bucket in self.buckets:
@@ -191,9 +201,11 @@ class Reducer:
         Each element has one owner. Scaled; valid from step() to the next backward.
         """
         return {
-            slot.name: part[:0] if self._rank and not isinstance(bucket.collective, ShardedSum) else part
+            param_range.name: part[:0]
+            if self._rank and not isinstance(bucket.collective, ShardedSum)
+            else part
             for bucket in self.buckets
-            for slot, part in zip(bucket.slots, bucket.collective.parts(bucket), strict=True)
+            for param_range, part in zip(bucket.param_ranges, bucket.collective.parts(bucket), strict=True)
         }
 
     def unused(self) -> list[str]:
@@ -229,13 +241,13 @@ class Reducer:
         self._next = bucket.index + 1
 
 
-def _hook(reducer: Reducer, slot: Slot) -> RemovableHandle:
+def _hook(reducer: Reducer, param_range: ParamRange) -> RemovableHandle:
     """Register the hook of one parameter: a network of many small ones spends its backward pass in here.
 
     The gradient stays in `p.grad` until its bucket is complete. A weak reference: the model does not keep the
     reducer alive.
     """
-    held, index = weakref.ref(reducer), slot.index
+    held, index = weakref.ref(reducer), param_range.index
     seen, home, pending = reducer.seen, reducer.home, reducer.pending
 
     def receive(parameter: nn.Parameter) -> None:
@@ -250,8 +262,8 @@ def _hook(reducer: Reducer, slot: Slot) -> RemovableHandle:
                 return
         # Emulated half arithmetic would look at each call in here, all of which it would leave alone.
         with torch._C.DisableTorchFunction():
-            reducer.register_grad_ready(slot, again)
+            reducer.register_grad_ready(param_range, again)
 
-    register: Any = reducer._layout.parameters[slot.name].register_post_accumulate_grad_hook
+    register: Any = reducer._layout.parameters[param_range.name].register_post_accumulate_grad_hook
     handle: RemovableHandle = register(receive)
     return handle

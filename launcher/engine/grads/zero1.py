@@ -1,6 +1,6 @@
-"""ZeRO-1: which rank updates what. Whole segments on every rank, or a piece of each run on its owner.
+"""ZeRO-1: which rank updates what. Whole flat buffers on every rank, or a shard of each bucket on its owner.
 
-Owns the pieces that the optimizer updates, and their conversion to parameters by name and back. Sharding
+Owns the shards that the optimizer updates, and their conversion to parameters by name and back. Sharding
 divides the memory of masters and optimizer states by the number of ranks; vectors are small and stay whole.
 """
 
@@ -15,8 +15,8 @@ from torch import Tensor
 import launcher.engine.works as works
 from launcher.engine.grads.bucket import Collective
 from launcher.engine.grads.collectives import ShardedSum, is_sharded, start_gather
-from launcher.engine.params.flat_buffers import Piece, Segment, Slot
-from launcher.engine.params.flat_params import Layout, Stretches
+from launcher.engine.params.flat_buffers import FlatBuffer, ParamRange, Shard
+from launcher.engine.params.flat_params import GroupSlices, Layout
 
 Allocate = Callable[[int, bool], Tensor]  # fp32 host memory for so many elements, pinned or not
 CHUNK = 1 << 24  # elements gathered at once: 64 MB on a device
@@ -28,40 +28,46 @@ def on_host(numel: int, pinned: bool) -> Tensor:
 
 
 class Zero1:
-    """The pieces of a layout, in the order in which an updater holds its states.
+    """The shards of a layout, in the order in which an updater holds its states.
 
-    Building it drops the full masters of sharded segments: from then on each rank has only its pieces.
+    Building it drops the full masters of sharded flat buffers: from then on each rank has only its shards.
     """
 
     def __init__(self, layout: Layout, collectives: Mapping[str, Collective], group: works.Group) -> None:
         self._layout, self._collectives, self._group = layout, collectives, group
-        self.pieces: list[Piece] = []
-        self.places: list[tuple[Segment, slice]] = []  # which elements of which segment each piece is
-        for segment in layout.segments:
-            collective = collectives[segment.name]
+        self.shards: list[Shard] = []
+        self.places: list[tuple[FlatBuffer, slice]] = []  # which elements of which flat buffer each shard is
+        for flat_buffer in layout.flat_buffers:
+            collective = collectives[flat_buffer.name]
             if not isinstance(collective, ShardedSum):
-                self._add(segment, segment, slice(0, segment.numel))
+                self._add(flat_buffer, flat_buffer, slice(0, flat_buffer.numel))
                 continue
-            for run in segment.runs:
-                part = run.piece(dist.get_rank(group), layout.world_size)
-                piece = segment.part(part)
-                master = piece.master.clone() if piece.half and piece.master is not None else piece.master
-                self._add(Piece(piece.weight, master, collective.owned(segment, run)), segment, part)
-            if segment.half:
-                segment.master = None  # frees the memory of what other ranks own
+            for bucket_range in flat_buffer.bucket_ranges:
+                part = bucket_range.shard(dist.get_rank(group), layout.world_size)
+                shard = flat_buffer.part(part)
+                master = shard.master.clone() if shard.half and shard.master is not None else shard.master
+                self._add(
+                    Shard(shard.weight, master, collective.owned(flat_buffer, bucket_range)),
+                    flat_buffer,
+                    part,
+                )
+            if flat_buffer.half:
+                flat_buffer.master = None  # frees the memory of what other ranks own
 
-    def _add(self, piece: Piece, segment: Segment, part: slice) -> None:
-        self.pieces.append(piece)
-        self.places.append((segment, part))
+    def _add(self, shard: Shard, flat_buffer: FlatBuffer, part: slice) -> None:
+        self.shards.append(shard)
+        self.places.append((flat_buffer, part))
 
     @property
     def forms(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Shape and dtype of each parameter's master by name, in the order of the layout."""
-        return {slot.name: (slot.shape, torch.float32) for slot in self._layout.slots}
+        return {
+            param_range.name: (param_range.shape, torch.float32) for param_range in self._layout.param_ranges
+        }
 
-    def stretches(self) -> list[Stretches]:
-        """The elements that are updated alike, by piece, counted from the piece's start."""
-        return [self._layout.stretches(segment, part) for segment, part in self.places]
+    def group_slices(self) -> list[GroupSlices]:
+        """The elements that are updated alike, by shard, counted from the shard's start."""
+        return [self._layout.group_slices(flat_buffer, part) for flat_buffer, part in self.places]
 
     def any_rank(self, found: bool) -> bool:
         """Whether `found` on any rank; a collective where the optimizer is sharded, else this rank's own."""
@@ -74,43 +80,47 @@ class Zero1:
     def gather_full(
         self, tensors: Sequence[Tensor], rank: int | None = None, allocate: Allocate = on_host
     ) -> dict[str, Tensor]:
-        """fp32 values by parameter name from one flat tensor per piece.
+        """fp32 values by parameter name from one flat tensor per shard.
 
         Views where every rank holds all. Sharded ones are copied to the host memory that `allocate` gives, on
         all ranks, or only on `rank` of the group: the others' result leaves those parameters out. That is a
         collective, and takes CHUNK elements on the device, however large the model is.
         """
         found: dict[str, Tensor] = {}
-        for segment in self._layout.segments:
-            own = [tensor for tensor, (each, _) in zip(tensors, self.places, strict=True) if each is segment]
-            whole = self._gathered(segment, own, rank, allocate) if self._divides(segment) else own[0]
+        for flat_buffer in self._layout.flat_buffers:
+            own = [
+                tensor for tensor, (each, _) in zip(tensors, self.places, strict=True) if each is flat_buffer
+            ]
+            whole = self._gathered(flat_buffer, own, rank, allocate) if self._divides(flat_buffer) else own[0]
             if whole is not None:
-                found |= {slot.name: slot.view(whole) for slot in segment.slots}
+                found |= {
+                    param_range.name: param_range.view(whole) for param_range in flat_buffer.param_ranges
+                }
         if self.sharded and self._layout.device.type == "cuda":
             torch.cuda.current_stream(self._layout.device).synchronize()  # the copies are asynchronous
         return found
 
     def masters(self) -> list[Tensor]:
-        """fp32 values by piece: the masters, or widened weights where there are none."""
-        return [piece.exact() for piece in self.pieces]
+        """fp32 values by shard: the masters, or widened weights where there are none."""
+        return [shard.main_params() for shard in self.shards]
 
     def scatter(self, named: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> None:
-        """The inverse of `gather_full`: copy values by parameter name into one flat tensor per piece."""
-        for tensor, (segment, part) in zip(tensors, self.places, strict=True):
-            for slot in segment.slots:
-                inside = slot.within(part)  # of `tensor`, the elements of this parameter
+        """The inverse of `gather_full`: copy values by parameter name into one flat tensor per shard."""
+        for tensor, (flat_buffer, part) in zip(tensors, self.places, strict=True):
+            for param_range in flat_buffer.param_ranges:
+                inside = param_range.within(part)  # of `tensor`, the elements of this parameter
                 if inside.start < inside.stop:
-                    first = part.start + inside.start - slot.offset  # in the parameter
-                    values = slot.in_memory_order(named[slot.name])
+                    first = part.start + inside.start - param_range.offset  # in the parameter
+                    values = param_range.in_memory_order(named[param_range.name])
                     tensor[inside].copy_(values[first : first + inside.stop - inside.start])
 
     def load_masters(self, named: Mapping[str, Tensor]) -> None:
         """Take fp32 weights by name, and round the half weights from them. A collective if sharded."""
         exact = self.masters()
         self.scatter(named, exact)
-        for piece, values in zip(self.pieces, exact, strict=True):
-            if piece.half:
-                piece.weight.copy_(values)
+        for shard, values in zip(self.shards, exact, strict=True):
+            if shard.half:
+                shard.weight.copy_(values)
         self.gather_weights()
 
     @property
@@ -118,62 +128,71 @@ class Zero1:
         """Whether masters and states of some parameters have one owner each among the ranks."""
         return is_sharded(self._collectives)
 
-    def rounded(self) -> list[tuple[Segment, Slot]]:
+    def rounded(self) -> list[tuple[FlatBuffer, ParamRange]]:
         """The parameters whose weights are rounded copies of masters, on whichever ranks those are."""
-        pieces = zip(self.pieces, self.places, strict=True)
-        halves = {id(segment) for piece, (segment, _) in pieces if piece.half and piece.master is not None}
-        return [(each, slot) for each in self._layout.segments if id(each) in halves for slot in each.slots]
+        shards = zip(self.shards, self.places, strict=True)
+        halves = {
+            id(flat_buffer) for shard, (flat_buffer, _) in shards if shard.half and shard.master is not None
+        }
+        return [
+            (each, param_range)
+            for each in self._layout.flat_buffers
+            if id(each) in halves
+            for param_range in each.param_ranges
+        ]
 
-    def take_weights(self, segment: Segment, slot: Slot) -> None:
+    def take_weights(self, flat_buffer: FlatBuffer, param_range: ParamRange) -> None:
         """Set this rank's masters of a parameter to its weights where they do not round to them."""
-        for piece, (each, part) in zip(self.pieces, self.places, strict=True):
-            if each is segment and piece.master is not None:
-                inside = slot.within(part)
-                master, weight = piece.master[inside], piece.weight[inside]
+        for shard, (each, part) in zip(self.shards, self.places, strict=True):
+            if each is flat_buffer and shard.master is not None:
+                inside = param_range.within(part)
+                master, weight = shard.master[inside], shard.weight[inside]
                 master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
 
     def gather_weights(self) -> None:
-        """Give all ranks the weights of all pieces, after an update. A collective where sharded.
+        """Give all ranks the weights of all shards, after an update. A collective where sharded.
 
         Waits for them, although the next forward pass could begin before. Hooks that made each module wait
         for its own weights would not see every read: torch.nn.MultiheadAttention and the Mamba of
         transformers use the weights of a child without calling it, and a user may read any parameter between
         two steps. Such a read would get weights of two steps, without an error.
         """
-        for segment in self._layout.segments:
-            collective = self._collectives[segment.name]
+        for flat_buffer in self._layout.flat_buffers:
+            collective = self._collectives[flat_buffer.name]
             if isinstance(collective, ShardedSum):
-                collective.gather_weights(segment)
+                collective.gather_weights(flat_buffer)
 
-    def keep_weights(self, segment: Segment) -> Tensor:
+    def keep_weights(self, flat_buffer: FlatBuffer) -> Tensor:
         """A copy of its weights, to be put back between two steps.
 
         Where the optimizer is sharded memory is short: the copy is in that of the gradients, which nothing
         reads until the next step writes them, or on the host where those are smaller.
         """
-        weight, gradient = segment.weight, segment.grad
-        if not self._divides(segment):
+        weight, gradient = flat_buffer.weight, flat_buffer.grad
+        if not self._divides(flat_buffer):
             return weight.clone()
         if gradient.element_size() == weight.element_size():
             return gradient.view(weight.dtype).copy_(weight)
         return weight.to("cpu", copy=True)
 
-    def _divides(self, segment: Segment) -> bool:
-        """Whether each rank owns a piece of each run, not all of them."""
-        return isinstance(self._collectives[segment.name], ShardedSum)
+    def _divides(self, flat_buffer: FlatBuffer) -> bool:
+        """Whether each rank owns a shard of each bucket, not all of them."""
+        return isinstance(self._collectives[flat_buffer.name], ShardedSum)
 
     def _gathered(
-        self, segment: Segment, own: Sequence[Tensor], rank: int | None, allocate: Allocate
+        self, flat_buffer: FlatBuffer, own: Sequence[Tensor], rank: int | None, allocate: Allocate
     ) -> Tensor | None:
-        """All ranks' values of a segment on the host; None on a rank that is not to have them."""
+        """All ranks' values of a flat buffer on the host; None on a rank that is not to have them."""
         assert self._group is not None
         world_size, whole = dist.get_world_size(self._group), None
         if rank is None or rank == dist.get_rank(self._group):
-            whole = allocate(segment.numel, self._layout.device.type == "cuda")
+            whole = allocate(flat_buffer.numel, self._layout.device.type == "cuda")
         # CHUNK counts the elements of all ranks, which arrive together.
         step = max(1, CHUNK // world_size)
-        for run, tensor in zip(segment.runs, own, strict=True):
-            rows = None if whole is None else whole[run.start : run.end].view(world_size, -1)
+        for bucket_range, tensor in zip(flat_buffer.bucket_ranges, own, strict=True):
+            rows = (
+                None if whole is None else whole[bucket_range.start : bucket_range.end].view(world_size, -1)
+            )
             for start in range(0, len(tensor), step):
                 part = tensor[start : start + step]
                 received = None if rows is None else part.new_empty(world_size, len(part))

@@ -22,7 +22,7 @@ from launcher.engine.grads.zero1 import Zero1
 from launcher.engine.names import named_parameters
 from launcher.engine.optim.optimizers import Optimizer
 from launcher.engine.optim.update import Collect, StepScalars, Updater
-from launcher.engine.params.flat_buffers import Piece
+from launcher.engine.params.flat_buffers import Shard
 from launcher.engine.params.flat_params import Layout, half_in
 from launcher.engine.params.param_groups import Grouping, Rates
 from launcher.engine.precision.policy import Policy
@@ -144,12 +144,12 @@ def refuse_unadaptable(
 AnyOptimizer = Optimizer | TorchOptimizer
 
 
-def updater_of(optimizer: AnyOptimizer, layout: Layout, shards: Zero1) -> Updater | AdaptedUpdater:
+def updater_of(optimizer: AnyOptimizer, layout: Layout, zero1: Zero1) -> Updater | AdaptedUpdater:
     """The updater that applies `optimizer` to the shards of `layout`."""
     if isinstance(optimizer, TorchOptimizer):
-        return AdaptedUpdater(layout, shards.pieces, optimizer)
+        return AdaptedUpdater(layout, zero1.shards, optimizer)
     rates = layout.grouping.rates
-    return Updater(shards.pieces, optimizer, rates, shards.stretches() if rates else ())
+    return Updater(zero1.shards, optimizer, rates, zero1.group_slices() if rates else ())
 
 
 def _states_of(optimizer: TorchOptimizer, master: Tensor, after_a_step: bool) -> dict[str, object]:
@@ -181,11 +181,11 @@ class AdaptedUpdater:
     Only for what `refuse_unadaptable` accepts.
     """
 
-    def __init__(self, layout: Layout, pieces: Sequence[Piece], optimizer: TorchOptimizer) -> None:
+    def __init__(self, layout: Layout, shards: Sequence[Shard], optimizer: TorchOptimizer) -> None:
         self._layout = layout
-        self._pieces = list(pieces)
-        self.states: list[list[Tensor]] = [[] for _ in pieces]  # torch's are per parameter, not flat
-        masters = layout.named([piece.master for piece in pieces if piece.master is not None])
+        self._pieces = list(shards)
+        self.states: list[list[Tensor]] = [[] for _ in shards]  # torch's are per parameter, not flat
+        masters = layout.named([shard.master for shard in shards if shard.master is not None])
         self._masters = {name: nn.Parameter(master) for name, master in masters.items()}
         self._kind = optimizer
         self._optimizer = optimizer.over(self._param_groups())
@@ -205,7 +205,7 @@ class AdaptedUpdater:
         """Apply one update, or change nothing if `scalars.skip` is true. Waits for the device."""
         if bool(scalars.skip):
             return
-        gradients = [piece.grad.float().mul_(scalars.multiplier) for piece in self._pieces]
+        gradients = [shard.grad.float().mul_(scalars.multiplier) for shard in self._pieces]
         for name, gradient in self._layout.named(gradients).items():
             self._masters[name].grad = gradient
         for group in self._optimizer.param_groups:
@@ -213,9 +213,9 @@ class AdaptedUpdater:
         self._optimizer.step()
         for master in self._masters.values():
             master.grad = None
-        for piece in self._pieces:
-            if piece.half and piece.master is not None:
-                piece.weight.copy_(piece.master)
+        for shard in self._pieces:
+            if shard.half and shard.master is not None:
+                shard.weight.copy_(shard.master)
 
     def named_states(self, collect: Collect) -> dict[str, Tensor]:
         """The optimizer's tensors and numbers by `state/parameter`; empty before the first update.
@@ -229,7 +229,7 @@ class AdaptedUpdater:
             if value is not None
         }
 
-    def loading(self, shards: Zero1, named: Mapping[str, Tensor], updated: bool) -> Callable[[], None]:
+    def loading(self, zero1: Zero1, named: Mapping[str, Tensor], updated: bool) -> Callable[[], None]:
         """What takes these states, by `state/parameter`. Raises ValueError for those of another optimizer.
 
         These have other names, shapes or dtypes than this one has, after an update if they were `updated`.

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from launcher.engine.grads.zero1 import Zero1
 from launcher.engine.optim.optimizers import KernelScalars, Optimizer
-from launcher.engine.params.flat_buffers import Piece
-from launcher.engine.params.flat_params import Stretches
+from launcher.engine.params.flat_buffers import Shard
+from launcher.engine.params.flat_params import GroupSlices
 from launcher.engine.params.param_groups import Rates
 from launcher.engine.state import refuse_misfits
 
@@ -42,7 +42,7 @@ class StepScalars:
 
 @dataclass
 class _Batch:
-    """What one call of a kernel updates: parts of pieces that have the same learning rate and decay.
+    """What one call of a kernel updates: parts of shards that have the same learning rate and decay.
 
     `states` by state, then by part. `widened` takes the gradients in fp32 on a CPU, where mapping new memory
     costs more than the pass; it is empty on a GPU.
@@ -50,13 +50,13 @@ class _Batch:
 
     optimizer: Optimizer  # with the weight decay of these parts
     group: int  # index of their learning rate
-    parts: list[Piece]
+    parts: list[Shard]
     states: list[list[Tensor]]
     widened: list[Tensor]
 
     def update(self, multiplier: Tensor | float, scalars: KernelScalars) -> None:
         """Write masters, states and weights; weights unchanged in a step that the kernel skips."""
-        masters = [part.exact() for part in self.parts]
+        masters = [part.main_params() for part in self.parts]
         self.optimizer.update(masters, self._mean_gradients(multiplier), self.states, scalars)
         half = [(part.weight, master) for part, master in zip(self.parts, masters, strict=True) if part.half]
         if half:
@@ -77,25 +77,25 @@ class _Batch:
 
 
 class Updater:
-    """Runs an optimizer over pieces. Holds the optimizer's states, flat, fp32, zero at the start.
+    """Runs an optimizer over shards. Holds the optimizer's states, flat, fp32, zero at the start.
 
-    Parameter groups (`rates`) are stretches of adjacent elements, by piece, each of which is in a call of its
+    Parameter groups (`rates`) are slices of adjacent elements, by shard, each of which is in a call of its
     own within the pass.
     """
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        shards: Sequence[Shard],
         optimizer: Optimizer,
         rates: Sequence[Rates] = (),
-        stretches: Sequence[Stretches] = (),
+        group_slices: Sequence[GroupSlices] = (),
     ) -> None:
         self.optimizer = optimizer
-        self.pieces = list(pieces)
-        device = self.pieces[0].weight.device
-        self.states = [  # by piece, then by state
-            [torch.zeros(len(piece.weight), dtype=torch.float32, device=device) for _ in optimizer.states]
-            for piece in self.pieces
+        self.shards = list(shards)
+        device = self.shards[0].weight.device
+        self.states = [  # by shard, then by state
+            [torch.zeros(len(shard.weight), dtype=torch.float32, device=device) for _ in optimizer.states]
+            for shard in self.shards
         ]
         rates = rates or (Rates(),)
         self._lr_scales = [each.lr_scale for each in rates]
@@ -103,29 +103,29 @@ class Updater:
         self._scales_on_device: Tensor | None = None  # None where there is one group, with the rate itself
         if self._lr_scales != [1.0]:
             self._scales_on_device = torch.tensor(self._lr_scales, dtype=torch.float64).to(device)
-        whole: list[Stretches] = [{0: [slice(0, len(piece.weight))]} for piece in self.pieces]
+        whole: list[GroupSlices] = [{0: [slice(0, len(shard.weight))]} for shard in self.shards]
         self._batches = [
             batch
             for group, own in enumerate(rates)
-            for batch in self._batches_of(group, own, stretches or whole)
+            for batch in self._batches_of(group, own, group_slices or whole)
         ]
 
-    def _batches_of(self, group: int, rates: Rates, stretches: Sequence[Stretches]) -> Iterator[_Batch]:
+    def _batches_of(self, group: int, rates: Rates, group_slices: Sequence[GroupSlices]) -> Iterator[_Batch]:
         """All elements of a group in order, in batches of up to a chunk."""
-        optimizer, on_cpu = self.optimizer, self.pieces[0].weight.is_cpu
+        optimizer, on_cpu = self.optimizer, self.shards[0].weight.is_cpu
         if rates.weight_decay is not None:
             optimizer = replace(optimizer, weight_decay=rates.weight_decay)
         chunk = CHUNK if on_cpu else DEVICE_CHUNK
         parts = [
-            (piece.part(part), [state[part] for state in states])
-            for piece, states, found in zip(self.pieces, self.states, stretches, strict=True)
+            (shard.part(part), [state[part] for state in states])
+            for shard, states, found in zip(self.shards, self.states, group_slices, strict=True)
             for part in found.get(group, [])
         ]
-        numel = min(chunk, sum(len(piece.weight) for piece, _ in parts))
+        numel = min(chunk, sum(len(shard.weight) for shard, _ in parts))
         scratch = torch.empty(numel, dtype=torch.float32) if on_cpu else None
         batch, room = None, 0
-        for piece, states in parts:
-            start, end = 0, len(piece.weight)
+        for shard, states in parts:
+            start, end = 0, len(shard.weight)
             while start < end:
                 if batch is None or not room:
                     if batch is not None:
@@ -133,7 +133,7 @@ class Updater:
                     batch, room = _Batch(optimizer, group, [], [[] for _ in states], []), chunk
                 own = slice(start, min(start + room, end))
                 length = own.stop - own.start
-                batch.parts.append(piece.part(own))
+                batch.parts.append(shard.part(own))
                 for tensors, state in zip(batch.states, states, strict=True):
                     tensors.append(state[own])
                 if scratch is not None:
@@ -143,7 +143,7 @@ class Updater:
             yield batch
 
     def step(self, scalars: StepScalars) -> None:
-        """Apply one update to all pieces, or write nothing if `scalars.skip` is true."""
+        """Apply one update to all shards, or write nothing if `scalars.skip` is true."""
         if scalars.skip is True:
             return
         with torch.no_grad():
@@ -173,17 +173,17 @@ class Updater:
             for name, value in collect([states[position] for states in self.states]).items()
         }
 
-    def loading(self, shards: Zero1, named: Mapping[str, Tensor], updated: bool) -> Callable[[], None]:
+    def loading(self, zero1: Zero1, named: Mapping[str, Tensor], updated: bool) -> Callable[[], None]:
         """What takes these states, by `state/parameter`. Raises ValueError for those of another optimizer."""
         expected = {
-            f"{state}/{name}": form for state in self.optimizer.states for name, form in shards.forms.items()
+            f"{state}/{name}": form for state in self.optimizer.states for name, form in zero1.forms.items()
         }
         refuse_misfits("optimizer states", expected, named)
 
         def load() -> None:
             for position, state in enumerate(self.optimizer.states):
-                values = {name: named[f"{state}/{name}"] for name in shards.forms}
-                shards.scatter(values, [states[position] for states in self.states])
+                values = {name: named[f"{state}/{name}"] for name in zero1.forms}
+                zero1.scatter(values, [states[position] for states in self.states])
 
         return load
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One parameter's place: `numel` elements from `offset` in each flat buffer of its segment."""
+class ParamRange:
+    """One parameter's place: `numel` elements from `offset` in each flat buffer of its flat buffer."""
 
     name: str
-    index: int  # position in the order of all slots of a layout
+    index: int  # position in the order of all parameters of a layout
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -45,31 +45,31 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class SlotRun:
-    """Adjacent parameters that are sent together: elements [start, end) of a segment.
+class BucketRange:
+    """Adjacent parameters that are sent together: elements [start, end) of a flat buffer.
 
-    The length is a multiple of the number of ranks, so that each rank can own an equal piece; up to
-    MAX_ALIGNED_RANKS each piece begins at a multiple of ALIGNMENT elements.
+    The length is a multiple of the number of ranks, so that each rank can own an equal shard; up to
+    MAX_ALIGNED_RANKS each shard begins at a multiple of ALIGNMENT elements.
     """
 
-    slots: tuple[Slot, ...]
+    param_ranges: tuple[ParamRange, ...]
     start: int
     end: int
 
     def gaps(self) -> list[slice]:
         """The elements that belong to no parameter: the padding after each."""
-        ends = [slot.offset + slot.numel for slot in self.slots]
-        nexts = [*(slot.offset for slot in self.slots[1:]), self.end]
+        ends = [param_range.offset + param_range.numel for param_range in self.param_ranges]
+        nexts = [*(param_range.offset for param_range in self.param_ranges[1:]), self.end]
         return [slice(end, begin) for end, begin in zip(ends, nexts, strict=True) if end < begin]
 
-    def piece(self, rank: int, world_size: int) -> slice:
+    def shard(self, rank: int, world_size: int) -> slice:
         """The elements that `rank` owns where the optimizer is sharded."""
         length = (self.end - self.start) // world_size
         return slice(self.start + rank * length, self.start + (rank + 1) * length)
 
 
 @dataclass
-class Piece:
+class Shard:
     """What one rank updates: flat tensors of equal length.
 
     `weight` is what the model computes with; `master` is fp32, the same tensor as `weight` where the weights
@@ -86,14 +86,14 @@ class Piece:
         """Whether the model's weights are a rounded copy rather than the masters themselves."""
         return self.weight.dtype != torch.float32
 
-    def part(self, elements: slice) -> Piece:
+    def part(self, elements: slice) -> Shard:
         """The same of some of the elements."""
         weight, master = self.weight[elements], self.master
         if master is not None:
             master = master[elements] if self.half else weight
-        return Piece(weight, master, self.grad[elements])
+        return Shard(weight, master, self.grad[elements])
 
-    def exact(self) -> Tensor:
+    def main_params(self) -> Tensor:
         """The masters, or the widened weights where there are none."""
         return self.weight.float() if self.master is None else self.master
 
@@ -102,15 +102,17 @@ class Piece:
 
 
 @dataclass
-class Segment(Piece):
+class FlatBuffer(Shard):
     """The parameters of one kind. Buffers are flat, `numel` elements long, padding included."""
 
     name: str
-    runs: list[SlotRun]
+    bucket_ranges: list[BucketRange]
 
     @property
-    def slots(self) -> list[Slot]:
-        return [slot for run in self.runs for slot in run.slots]
+    def param_ranges(self) -> list[ParamRange]:
+        return [
+            param_range for bucket_range in self.bucket_ranges for param_range in bucket_range.param_ranges
+        ]
 
     @property
     def numel(self) -> int:
@@ -119,5 +121,7 @@ class Segment(Piece):
     def named(self, kind: str, flat: Tensor, by_parameter: bool) -> dict[str, Tensor]:
         """One of its flat tensors by readable name: in parts, or whole with its padding."""
         if by_parameter:
-            return {f"{slot.name} ({kind})": slot.flat(flat) for slot in self.slots}
+            return {
+                f"{param_range.name} ({kind})": param_range.flat(flat) for param_range in self.param_ranges
+            }
         return {f"{self.name} ({kind})": flat}

@@ -1,10 +1,10 @@
 """One flat layout shared by weights, wire gradients, masters and optimizer states.
 
 Owns where each trainable parameter lies in the flat buffers and makes the model's parameters views of
-them. Matrices (two or more dimensions) and vectors form two segments, because half policies keep vectors
+them. Matrices (two or more dimensions) and vectors form two flat buffers, because half policies keep vectors
 in fp32. Offsets follow the reverse order of registration, roughly that in which autograd produces gradients.
-Parameters are also grouped here into runs that are sent together and divide evenly among the ranks. Within a
-run the parameters of one group are adjacent: groups change neither the runs nor their order on the wire.
+Parameters are also grouped here into buckets, which are sent together and divide evenly among the ranks.
+Within a bucket the parameters of one group are adjacent: groups change neither the buckets nor their order.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
 from launcher.engine.names import named_parameters
-from launcher.engine.params.flat_buffers import Segment, Slot, SlotRun
+from launcher.engine.params.flat_buffers import BucketRange, FlatBuffer, ParamRange
 from launcher.engine.params.param_groups import Grouping
 from launcher.engine.precision.op_lists import FLOATS
 from launcher.engine.precision.policy import Policy
 
-MATRICES, VECTORS = "matrices", "vectors"  # the segments
+HALF_PARAMS, FP32_PARAMS = "half_params", "fp32_params"  # the flat buffers
 ALIGNMENT = 32  # elements: 64 bytes in half precision, one cache line
 MAX_ALIGNED_RANKS = 64  # beyond, padding would cost more than alignment gains
-FIRST_RUN_BYTES = 1 << 20
+FIRST_BUCKET_BYTES = 1 << 20
 # 1 MB takes 0.3 ms at 25 Gbit/s, more than the latency of a message; 25 MB is the default of DDP's
 # bucket_cap_mb.
-MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 25 << 20
-# Elements of a flat tensor that are updated alike: its stretches in order, by index into a grouping's rates.
-Stretches = dict[int, list[slice]]
+MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 1 << 20, 25 << 20
+# The slices of a flat tensor that are updated alike, in order, by index into a grouping's rates.
+GroupSlices = dict[int, list[slice]]
 
 
 class Layout:
@@ -46,7 +46,7 @@ class Layout:
         policy: Policy,
         wire: torch.dtype | None = None,
         world_size: int = 1,
-        run_bytes: int | None = None,
+        bucket_bytes: int | None = None,
         grouping: Grouping | None = None,
     ) -> None:
         self.grouping = grouping or Grouping()
@@ -63,52 +63,52 @@ class Layout:
         matrices = [n for n, p in self.parameters.items() if p in halves]
         vectors = [n for n, p in self.parameters.items() if p not in halves]
         wire = wire or policy.wire
-        # Nothing is sent: runs only bound how many gradients are kept twice, and each costs a kernel.
+        # Nothing is sent: buckets only bound how many gradients are kept twice, and each costs a kernel.
         self._alone = world_size == 1 and self.device.type != "cpu"
-        # An eighth of the model, within limits: one run of 25 MB would leave a model of 16 MB no overlap.
+        # An eighth of the model, within limits: one bucket of 25 MB would leave a model of 16 MB no overlap.
         total = sum(self.parameters[n].numel() * wire.itemsize for n in matrices)
         total += sum(self.parameters[n].numel() * 4 for n in vectors)
-        smallest = MAX_RUN_BYTES if self._alone else MIN_RUN_BYTES
-        run_bytes = run_bytes or min(max(total // 8, smallest), MAX_RUN_BYTES)
-        self.segments: list[Segment] = []
+        smallest = MAX_BUCKET_BYTES if self._alone else MIN_BUCKET_BYTES
+        bucket_bytes = bucket_bytes or min(max(total // 8, smallest), MAX_BUCKET_BYTES)
+        self.flat_buffers: list[FlatBuffer] = []
         for name, members, weight, grad in (
-            (MATRICES, matrices, policy.weights, wire),
-            (VECTORS, vectors, torch.float32, torch.float32),
+            (HALF_PARAMS, matrices, policy.weights, wire),
+            (FP32_PARAMS, vectors, torch.float32, torch.float32),
         ):
             if members:
-                runs = self._cut(members, run_bytes // grad.itemsize)
+                bucket_ranges = self._cut(members, bucket_bytes // grad.itemsize)
                 masters = policy.masters or weight == torch.float32
-                self.segments.append(self._move(name, runs, weight, grad, masters))
+                self.flat_buffers.append(self._move(name, bucket_ranges, weight, grad, masters))
         for p in model.parameters():  # frozen ones take part in half arithmetic like trainable ones
             if not p.requires_grad and p.dtype in FLOATS:
                 p.data = p.data.to(policy.weights if p in halves else torch.float32)
 
-    def _cut(self, members: Sequence[str], run_numel: int) -> list[SlotRun]:
-        """Group the named parameters into runs of about `run_numel` elements, and give them offsets.
+    def _cut(self, members: Sequence[str], bucket_numel: int) -> list[BucketRange]:
+        """Group the named parameters into buckets of about `bucket_numel` elements, and give them offsets.
 
-        Within a run they are in the order of their rates, else as given.
+        Within a bucket they are in the order of their rates, else as given.
         """
-        # Compiled kernels clone inputs that are not 16-byte aligned, so pieces are aligned.
+        # Compiled kernels clone inputs that are not 16-byte aligned, so shards are aligned.
         aligned = self.world_size <= MAX_ALIGNED_RANKS
         multiple = ALIGNMENT * self.world_size if aligned else math.lcm(ALIGNMENT, self.world_size)
-        runs: list[SlotRun] = []
-        index, start = len(list(self.slots)), 0
-        # The first run of a model is small, so that communication starts early in the backward pass. 2 bytes
-        # per element of a half wire: over an fp32 one it is twice as large.
-        whole = bool(self.segments) or self._alone
-        first_numel = run_numel if whole else min(run_numel, FIRST_RUN_BYTES // 2)
-        for names in self._joined(members, run_numel, first_numel):
-            slots, end = [], start
+        bucket_ranges: list[BucketRange] = []
+        index, start = len(list(self.param_ranges)), 0
+        # The first bucket of a model is small, so that communication starts early in the backward pass.
+        # Counted in halves of 2 bytes: in fp32 it is twice as large.
+        whole = bool(self.flat_buffers) or self._alone
+        first_numel = bucket_numel if whole else min(bucket_numel, FIRST_BUCKET_BYTES // 2)
+        for names in self._joined(members, bucket_numel, first_numel):
+            param_ranges, end = [], start
             for name in sorted(names, key=lambda name: self.grouping.index.get(name, 0)):
                 p = self.parameters[name]
                 # Strides without gaps that keep the order of dimensions, so that channels_last survives.
                 stride = torch.empty_like(p, device="meta").stride()
-                slots.append(Slot(name, index, p.shape, stride, end, p.numel()))
+                param_ranges.append(ParamRange(name, index, p.shape, stride, end, p.numel()))
                 index, end = index + 1, end + _round_up(p.numel(), ALIGNMENT)
             end = start + _round_up(end - start, multiple)
-            runs.append(SlotRun(tuple(slots), start, end))
+            bucket_ranges.append(BucketRange(tuple(param_ranges), start, end))
             start = end
-        return runs
+        return bucket_ranges
 
     def _joined(self, members: Sequence[str], limit: int, first_limit: int) -> list[list[str]]:
         """The names in order, joined up to `limit` elements, the first of them up to `first_limit`.
@@ -127,37 +127,47 @@ class Layout:
         return found
 
     def _move(
-        self, name: str, runs: list[SlotRun], weight: torch.dtype, grad: torch.dtype, masters: bool
-    ) -> Segment:
-        """Copy the parameters of these runs into flat memory, and make them views of it."""
-        exact = torch.zeros(runs[-1].end, dtype=torch.float32, device=self.device)
-        slots = [slot for run in runs for slot in run.slots]
-        existing = [self.parameters[slot.name].grad for slot in slots]
-        for slot in slots:
-            p, view = self.parameters[slot.name], slot.view(exact)
+        self,
+        name: str,
+        bucket_ranges: list[BucketRange],
+        weight: torch.dtype,
+        grad: torch.dtype,
+        masters: bool,
+    ) -> FlatBuffer:
+        """Copy the parameters of these buckets into flat memory, and make them views of it."""
+        exact = torch.zeros(bucket_ranges[-1].end, dtype=torch.float32, device=self.device)
+        param_ranges = [
+            param_range for bucket_range in bucket_ranges for param_range in bucket_range.param_ranges
+        ]
+        existing = [self.parameters[param_range.name].grad for param_range in param_ranges]
+        for param_range in param_ranges:
+            p, view = self.parameters[param_range.name], param_range.view(exact)
             view.copy_(p.detach())
             p.grad = None  # torch refuses a grad of another dtype than its parameter
             p.data = view  # frees the memory of the parameter, before more is taken
         weights = exact.to(weight)  # the same tensor for fp32
-        for slot, grad_before in zip(slots, existing, strict=True):
-            p = self.parameters[slot.name]
-            p.data = slot.view(weights)
+        for param_range, grad_before in zip(param_ranges, existing, strict=True):
+            p = self.parameters[param_range.name]
+            p.data = param_range.view(weights)
             p.grad = None if grad_before is None else grad_before.to(weight)
         grads = torch.zeros(len(exact), dtype=grad, device=self.device)
-        return Segment(weights, exact if masters else None, grads, name, runs)
+        return FlatBuffer(weights, exact if masters else None, grads, name, bucket_ranges)
 
     @property
-    def slots(self) -> Iterator[Slot]:
-        """All slots, segment by segment, in the order of `Slot.index`."""
-        return (slot for segment in self.segments for slot in segment.slots)
+    def param_ranges(self) -> Iterator[ParamRange]:
+        """All parameters, flat buffer by flat buffer, in the order of `ParamRange.index`."""
+        return (param_range for flat_buffer in self.flat_buffers for param_range in flat_buffer.param_ranges)
 
-    def stretches(self, segment: Segment, part: slice) -> Stretches:
-        """The elements of `part` of a segment that are updated alike, padding included."""
-        nexts = [*(slot.offset for slot in segment.slots[1:]), segment.numel]
-        found: Stretches = {}
-        for slot, following in zip(segment.slots, nexts, strict=True):
-            own = found.setdefault(self.grouping.index.get(slot.name, 0), [])
-            start, end = max(slot.offset, part.start) - part.start, min(following, part.stop) - part.start
+    def group_slices(self, flat_buffer: FlatBuffer, part: slice) -> GroupSlices:
+        """The elements of `part` of a flat buffer that are updated alike, padding included."""
+        nexts = [*(param_range.offset for param_range in flat_buffer.param_ranges[1:]), flat_buffer.numel]
+        found: GroupSlices = {}
+        for param_range, following in zip(flat_buffer.param_ranges, nexts, strict=True):
+            own = found.setdefault(self.grouping.index.get(param_range.name, 0), [])
+            start, end = (
+                max(param_range.offset, part.start) - part.start,
+                min(following, part.stop) - part.start,
+            )
             if start < end and own and own[-1].stop == start:
                 own[-1] = slice(own[-1].start, end)
             elif start < end:
@@ -165,16 +175,16 @@ class Layout:
         return found
 
     def named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Views by parameter name of flat tensors, one per segment, each as long as its segment."""
+        """Views by parameter name of flat tensors, one per flat buffer, each as long as its flat buffer."""
         return {
-            slot.name: slot.view(flat)
-            for segment, flat in zip(self.segments, flats, strict=True)
-            for slot in segment.slots
+            param_range.name: param_range.view(flat)
+            for flat_buffer, flat in zip(self.flat_buffers, flats, strict=True)
+            for param_range in flat_buffer.param_ranges
         }
 
     def gradients(self) -> dict[str, Tensor]:
         """Views of the wire gradients by parameter name; scaled, valid from step() to the next backward."""
-        return self.named([segment.grad for segment in self.segments])
+        return self.named([flat_buffer.grad for flat_buffer in self.flat_buffers])
 
 
 def _round_up(number: int, multiple: int) -> int:

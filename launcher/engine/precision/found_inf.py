@@ -33,7 +33,7 @@ class StepTotals(NamedTuple):
     worst_status: Number
     votes: Any  # [VOTES], a list or a tensor
     status: Tensor  # [ranks] fp64
-    squares_by_parameter: Tensor  # [parameters] fp64, in the order of Slot.index
+    squares_by_parameter: Tensor  # [parameters] fp64, in the order of ParamRange.index
 
 
 class Operations(NamedTuple):

@@ -19,9 +19,9 @@ HALVES = [torch.float16, torch.bfloat16]
 
 def inbox_of(policy: Policy, factor: float = 1.0, sums: bool = False) -> tuple[CopyIn, Layout]:
     layout = Layout(nn.Sequential(nn.Linear(3, 5), nn.Conv2d(2, 4, 1)), policy)
-    segment = layout.segments[0]
-    totals = torch.zeros(segment.numel) if sums else None
-    return CopyIn(segment, segment.runs[0], layout.parameters, factor, totals), layout
+    flat_buffer = layout.flat_buffers[0]
+    totals = torch.zeros(flat_buffer.numel) if sums else None
+    return CopyIn(flat_buffer, flat_buffer.bucket_ranges[0], layout.parameters, factor, totals), layout
 
 
 class Copies(TorchDispatchMode):
@@ -42,16 +42,21 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize("policy", [Policy.fp16(), Policy.amp_fp16(), Policy.fp32()], ids=lambda p: p.name)
 def test_a_bucket_is_one_copy(policy) -> None:
     inbox, layout = inbox_of(policy)
-    segment = layout.segments[0]
-    gradients = {slot.name: torch.randn(slot.shape).to(segment.weight) for slot in segment.slots}
+    flat_buffer = layout.flat_buffers[0]
+    gradients = {
+        param_range.name: torch.randn(param_range.shape).to(flat_buffer.weight)
+        for param_range in flat_buffer.param_ranges
+    }
     with Copies() as copies:
-        for slot in segment.slots:
-            layout.parameters[slot.name].grad = gradients[slot.name]
+        for param_range in flat_buffer.param_ranges:
+            layout.parameters[param_range.name].grad = gradients[param_range.name]
         inbox.drain()
         inbox.complete()
     assert copies.calls == ["aten._foreach_copy_.default"]
-    for slot in segment.slots:
-        assert torch.equal(slot.view(segment.grad), gradients[slot.name].to(segment.grad.dtype))
+    for param_range in flat_buffer.param_ranges:
+        assert torch.equal(
+            param_range.view(flat_buffer.grad), gradients[param_range.name].to(flat_buffer.grad.dtype)
+        )
 
 
 @pytest.mark.parametrize("given", [torch.float32, *HALVES])
@@ -59,58 +64,60 @@ def test_a_bucket_is_one_copy(policy) -> None:
 def test_a_predivided_gradient_is_rounded_once(given, wire) -> None:
     """Also where it is a subnormal on the wire, or would be one before it is widened."""
     layout = Layout(nn.Linear(64, 3, bias=False), Policy.fp32(), wire)
-    (segment,) = layout.segments
-    (slot,) = segment.slots
-    gradient = (torch.randn(slot.shape) * torch.logspace(-8, 4, 64)).to(given)
+    (flat_buffer,) = layout.flat_buffers
+    (param_range,) = flat_buffer.param_ranges
+    gradient = (torch.randn(param_range.shape) * torch.logspace(-8, 4, 64)).to(given)
     parameter = nn.Parameter(torch.empty_like(gradient))
-    inbox = CopyIn(segment, segment.runs[0], {slot.name: parameter}, 0.25, None)
+    inbox = CopyIn(flat_buffer, flat_buffer.bucket_ranges[0], {param_range.name: parameter}, 0.25, None)
     parameter.grad = gradient
     inbox.drain()
     inbox.complete()
-    assert torch.equal(slot.view(segment.grad), (gradient.double() * 0.25).to(wire))
+    assert torch.equal(param_range.view(flat_buffer.grad), (gradient.double() * 0.25).to(wire))
 
 
 @pytest.mark.parametrize("sums", [False, True], ids=["wire", "sums"])
 def test_what_does_not_arrive_is_zero_although_the_step_before_left_something(sums) -> None:
     inbox, layout = inbox_of(Policy.fp16(), sums=sums)
-    segment = layout.segments[0]
-    one, other = segment.slots
-    for slot in (one, other):
-        layout.parameters[slot.name].grad = torch.full(slot.shape, 3.0, dtype=torch.float16)
+    flat_buffer = layout.flat_buffers[0]
+    one, other = flat_buffer.param_ranges
+    for param_range in (one, other):
+        layout.parameters[param_range.name].grad = torch.full(param_range.shape, 3.0, dtype=torch.float16)
     inbox.drain()
     inbox.complete()
     layout.parameters[one.name].grad = torch.ones(one.shape, dtype=torch.float16)
     inbox.drain()
     inbox.complete()
-    assert torch.equal(one.flat(segment.grad), torch.ones(one.numel, dtype=torch.float16))
-    assert not other.flat(segment.grad).any()
+    assert torch.equal(one.flat(flat_buffer.grad), torch.ones(one.numel, dtype=torch.float16))
+    assert not other.flat(flat_buffer.grad).any()
 
 
 def test_a_second_gradient_of_a_pass_is_added_to_the_first() -> None:
     inbox, layout = inbox_of(Policy.fp16(), factor=0.5)
-    slot = layout.segments[0].slots[0]
+    param_range = layout.flat_buffers[0].param_ranges[0]
     for value in (3.0, 5.0):
-        layout.parameters[slot.name].grad = torch.full(slot.shape, value, dtype=torch.float16)
+        layout.parameters[param_range.name].grad = torch.full(param_range.shape, value, dtype=torch.float16)
         inbox.drain()
-        assert layout.parameters[slot.name].grad is None
+        assert layout.parameters[param_range.name].grad is None
     inbox.complete()
-    assert torch.equal(slot.flat(layout.segments[0].grad), torch.full((slot.numel,), 4.0).half())
+    assert torch.equal(
+        param_range.flat(layout.flat_buffers[0].grad), torch.full((param_range.numel,), 4.0).half()
+    )
 
 
 def test_a_stride_of_a_dimension_of_one_element_costs_no_copy_of_its_own() -> None:
     """A 1x1 convolution in channels_last; on a GPU one call takes tensors of equal strides alone."""
     layout = Layout(nn.Conv2d(4, 4, 1, bias=False).to(memory_format=torch.channels_last), Policy.fp32())
-    (segment,) = layout.segments
-    (slot,) = segment.slots
+    (flat_buffer,) = layout.flat_buffers
+    (param_range,) = flat_buffer.param_ranges
     gradient = torch.randn(4, 4, 1, 1)
-    assert gradient.stride() != slot.stride
-    inbox = CopyIn(segment, segment.runs[0], layout.parameters, 1.0, None)
-    layout.parameters[slot.name].grad = gradient
+    assert gradient.stride() != param_range.stride
+    inbox = CopyIn(flat_buffer, flat_buffer.bucket_ranges[0], layout.parameters, 1.0, None)
+    layout.parameters[param_range.name].grad = gradient
     with Copies() as copies:
         inbox.drain()
     inbox.complete()
-    assert copies.strides == {slot.stride}
-    assert torch.equal(slot.view(segment.grad), gradient)
+    assert copies.strides == {param_range.stride}
+    assert torch.equal(param_range.view(flat_buffer.grad), gradient)
 
 
 class Watched(nn.Sequential):
@@ -142,7 +149,7 @@ def test_gradients_are_freed_with_their_bucket(micro_batches, monkeypatch) -> No
         micro_batches=micro_batches,
         reference_count=4,
     )
-    assert [len(bucket.slots) for bucket in stepper.reducer.buckets] == [2, 2, 2, 2]
+    assert [len(bucket.param_ranges) for bucket in stepper.reducer.buckets] == [2, 2, 2, 2]
     for _ in range(micro_batches):
         stepper.backward(model(torch.randn(4, 64)).square().sum(), 4)
         assert all(gradient() is None for gradient in model.gradients)

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import launcher.engine.grads.zero1 as shards
+import launcher.engine.grads.zero1 as zero1
 from launcher.checkpoint.host_memory import PinnedStagingBuffer
 from launcher.checkpoint.snapshot import RunExtras, RunIdentity, SavedWith, TrainProgress, stage
 from launcher.distributed.env import LEADER, WorkerEnv
@@ -79,7 +79,7 @@ DONE: dict[str, Callable[[Stepper, WeightAverage, Any, Any], object]] = {
 @pytest.mark.parametrize("world_size", [8, 64])
 def test_no_gpu_ever_holds_more_than_a_piece_of_what_is_sharded(world_size, monkeypatch) -> None:
     """Twelve bytes for each parameter would be more than the 4 + 12 / world_size that a step takes."""
-    monkeypatch.setattr(shards, "CHUNK", PIECE)
+    monkeypatch.setattr(zero1, "CHUNK", PIECE)
     with fake_group(world_size) as group, MetaDevice():
         with MetaMemory() as building:
             model = large().to(META)
@@ -102,7 +102,7 @@ def test_no_gpu_ever_holds_more_than_a_piece_of_what_is_sharded(world_size, monk
 
 def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
     """The run's state in each form, by name; what is only on the leader is empty elsewhere."""
-    shards.CHUNK = 100  # many pieces for a parameter, and a last one that is shorter
+    zero1.CHUNK = 100  # many pieces for a parameter, and a last one that is shorter
     wire = Wire(shard=sharded)
     stepper = Stepper(
         conv_net(), AdamW(0.01), Policy.fp16(), env.group, wire=wire, scaling=Scaling(init=1024)

@@ -133,15 +133,21 @@ def test_groups_change_neither_the_buckets_nor_their_order() -> None:
     plain, grouped = (
         Stepper(Grouped(), SGD(LR), wire=Wire(bucket_bytes=24576), groups=groups) for groups in ((), own)
     )
-    for ours, theirs in zip(plain.layout.segments, grouped.layout.segments, strict=True):
-        assert [(run.start, run.end) for run in ours.runs] == [(run.start, run.end) for run in theirs.runs]
-        for one, other in zip(ours.runs, theirs.runs, strict=True):
-            assert {slot.name for slot in one.slots} == {slot.name for slot in other.slots}
-            indices = [grouped.layout.grouping.index[slot.name] for slot in other.slots]
+    for ours, theirs in zip(plain.layout.flat_buffers, grouped.layout.flat_buffers, strict=True):
+        assert [(run.start, run.end) for run in ours.bucket_ranges] == [
+            (run.start, run.end) for run in theirs.bucket_ranges
+        ]
+        for one, other in zip(ours.bucket_ranges, theirs.bucket_ranges, strict=True):
+            assert {param_range.name for param_range in one.param_ranges} == {
+                param_range.name for param_range in other.param_ranges
+            }
+            indices = [grouped.layout.grouping.index[param_range.name] for param_range in other.param_ranges]
             assert indices == sorted(indices)
-    assert len(plain.layout.segments[0].runs) > 1
+    assert len(plain.layout.flat_buffers[0].bucket_ranges) > 1
     assert plain.updater._lr_scales == [1.0]
-    vectors = grouped.layout.stretches(segment := grouped.layout.segments[1], slice(0, segment.numel))
+    vectors = grouped.layout.group_slices(
+        flat_buffer := grouped.layout.flat_buffers[1], slice(0, flat_buffer.numel)
+    )
     assert sum(map(len, vectors.values())) == 2
 
 
@@ -230,8 +236,8 @@ def test_on_a_gpu_groups_cost_calls_and_no_reads(optimizer) -> None:
     groups = [ParameterGroup("0.bias", 0.5), ParameterGroup("1.weight", 0.1), ParameterGroup("1.*", 1.0, 0.0)]
     with MetaDevice() as device:
         stepper = Stepper(model, optimizer, Policy.fp16(), reference_count=1, emulate=True, groups=groups)
-        rates, stretches = stepper.layout.grouping.rates, stepper.shards.stretches()
-        updater = Updater(stepper.shards.pieces, optimizer, rates, stretches)
+        rates, group_slices = stepper.layout.grouping.rates, stepper.zero1.group_slices()
+        updater = Updater(stepper.zero1.shards, optimizer, rates, group_slices)
         scalar = torch.zeros((), device=META)
         device.reads.clear()
         device.uploads.clear()

@@ -20,7 +20,7 @@ def test_values_shapes_and_strides_are_kept_and_masters_are_exact(policy) -> Non
     }
     model = Odd()
     layout = Layout(model, policy)
-    masters = layout.named([segment.master for segment in layout.segments])
+    masters = layout.named([flat_buffer.master for flat_buffer in layout.flat_buffers])
     assert set(masters) == {name for name, p in model.named_parameters() if p.requires_grad}
     for name, p in model.named_parameters():
         dtype = policy.weights if p.ndim >= 2 else torch.float32
@@ -34,60 +34,72 @@ def test_values_shapes_and_strides_are_kept_and_masters_are_exact(policy) -> Non
 
 def test_slots_are_aligned_disjoint_and_the_parameters_are_views_of_them() -> None:
     layout = Layout(Odd(), Policy.fp16())
-    assert [slot.index for slot in layout.slots] == list(range(len(layout.parameters)))
-    for segment in layout.segments:
+    assert [param_range.index for param_range in layout.param_ranges] == list(range(len(layout.parameters)))
+    for flat_buffer in layout.flat_buffers:
         end = 0
-        for slot in segment.slots:
-            assert slot.offset % ALIGNMENT == 0
-            assert slot.offset >= end
-            end = slot.offset + slot.numel
-            segment.weight[slot.offset : end] = slot.index
-            assert (layout.parameters[slot.name] == slot.index).all()
-        assert segment.numel >= end
+        for param_range in flat_buffer.param_ranges:
+            assert param_range.offset % ALIGNMENT == 0
+            assert param_range.offset >= end
+            end = param_range.offset + param_range.numel
+            flat_buffer.weight[param_range.offset : end] = param_range.index
+            assert (layout.parameters[param_range.name] == param_range.index).all()
+        assert flat_buffer.numel >= end
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 64, 100])
 def test_runs_are_divided_among_the_ranks_and_hold_little_beside_the_parameters(world_size) -> None:
-    layout = Layout(Odd(), Policy.fp16(), world_size=world_size, run_bytes=256)
-    for segment in layout.segments:
-        assert [run.start for run in segment.runs] == [0, *(run.end for run in segment.runs[:-1])]
-        for run in segment.runs:
-            pieces = [run.piece(rank, world_size) for rank in range(world_size)]
-            assert [i for piece in pieces for i in range(piece.start, piece.stop)] == [
+    layout = Layout(Odd(), Policy.fp16(), world_size=world_size, bucket_bytes=256)
+    for flat_buffer in layout.flat_buffers:
+        assert [run.start for run in flat_buffer.bucket_ranges] == [
+            0,
+            *(run.end for run in flat_buffer.bucket_ranges[:-1]),
+        ]
+        for run in flat_buffer.bucket_ranges:
+            shards = [run.shard(rank, world_size) for rank in range(world_size)]
+            assert [i for shard in shards for i in range(shard.start, shard.stop)] == [
                 *range(run.start, run.end)
             ]
-            owned = {i for slot in run.slots for i in range(slot.offset, slot.offset + slot.numel)}
+            owned = {
+                i
+                for param_range in run.param_ranges
+                for i in range(param_range.offset, param_range.offset + param_range.numel)
+            }
             gaps = [i for gap in run.gaps() for i in range(gap.start, gap.stop)]
             assert sorted([*owned, *gaps]) == [*range(run.start, run.end)]
-            assert len(gaps) < ALIGNMENT * (len(run.slots) + world_size)
+            assert len(gaps) < ALIGNMENT * (len(run.param_ranges) + world_size)
 
 
 @pytest.mark.parametrize("policy", [Policy.fp32(), Policy.fp16()], ids=lambda p: p.name)
 def test_pieces_begin_at_multiples_of_64_bytes_on_up_to_64_ranks(policy) -> None:
     """Weights, masters and the fp32 sums that lie in the memory of the gradients."""
     for world_size in range(1, 65):
-        layout = Layout(Odd(), policy, world_size=world_size, run_bytes=256)
-        for segment in layout.segments:
-            assert len(segment.runs) > 1
-            for run in segment.runs:
+        layout = Layout(Odd(), policy, world_size=world_size, bucket_bytes=256)
+        for flat_buffer in layout.flat_buffers:
+            assert len(flat_buffer.bucket_ranges) > 1
+            for run in flat_buffer.bucket_ranges:
                 assert (run.end - run.start) % world_size == 0
-                pieces = [run.piece(rank, world_size) for rank in range(world_size)]
-                flats = [flat[piece] for flat in (segment.weight, segment.master) for piece in pieces]
-                flats.append(segment.grad[run.start : run.end].view(torch.float32))
+                shards = [run.shard(rank, world_size) for rank in range(world_size)]
+                flats = [flat[shard] for flat in (flat_buffer.weight, flat_buffer.master) for shard in shards]
+                flats.append(flat_buffer.grad[run.start : run.end].view(torch.float32))
                 assert all(flat.data_ptr() % 64 == 0 for flat in flats), world_size
 
 
 def test_order_is_the_reverse_of_registration_matrices_first() -> None:
     layout = Layout(mlp(), Policy.fp16())
-    assert [slot.name for slot in layout.slots] == ["2.weight", "0.weight", "2.bias", "0.bias"]
-    assert [segment.weight.dtype for segment in layout.segments] == [torch.float16, torch.float32]
-    assert [segment.grad.dtype for segment in layout.segments] == [torch.float16, torch.float32]
+    assert [param_range.name for param_range in layout.param_ranges] == [
+        "2.weight",
+        "0.weight",
+        "2.bias",
+        "0.bias",
+    ]
+    assert [flat_buffer.weight.dtype for flat_buffer in layout.flat_buffers] == [torch.float16, torch.float32]
+    assert [flat_buffer.grad.dtype for flat_buffer in layout.flat_buffers] == [torch.float16, torch.float32]
 
 
 def test_pure_fp16_has_no_masters_for_matrices_and_exact_vectors() -> None:
     layout = Layout(mlp(), Policy.pure_fp16())
-    assert [segment.master is None for segment in layout.segments] == [True, False]
-    assert layout.segments[1].master is layout.segments[1].weight
+    assert [flat_buffer.master is None for flat_buffer in layout.flat_buffers] == [True, False]
+    assert layout.flat_buffers[1].master is layout.flat_buffers[1].weight
 
 
 @pytest.mark.parametrize("policy", [Policy.fp32(), Policy.fp16(), Policy.bf16()], ids=lambda p: p.name)
