@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launcher.distributed.links import StepSeconds, ring_bytes, wire_seconds
 from launcher.engine import Policy
-from launcher.engine.grads.communication import default_predivide
+from launcher.engine.grads.communication import default_predivide_factor
 from scripts.bench.shapes import Shapes, bert_base_shapes, gpt_shapes, resnet50_shapes
 
 PAGE = Path(__file__).with_name("scale.md")
@@ -75,7 +75,7 @@ def held(policy: Policy, states: int, matrices: int, vectors: int = 0, shards: i
     return Held(
         weights=policy.weights.itemsize * matrices + FP32_BYTES * vectors,
         masters=FP32_BYTES * matrices / shards if half and policy.masters else 0,
-        gradients=policy.wire.itemsize * matrices + FP32_BYTES * vectors,
+        gradients=policy.gradient_dtype.itemsize * matrices + FP32_BYTES * vectors,
         states=state_bytes * (matrices / shards + vectors),
     )
 
@@ -232,7 +232,7 @@ def _wires(models: Sequence[Model]) -> Rows:
 
 def _predivide() -> Rows:
     yield "ranks", *map(str, RANKS)
-    yield "`ddp.gradient_predivide_factor=auto`", *(str(default_predivide(ranks)) for ranks in RANKS)
+    yield "`ddp.gradient_predivide_factor=auto`", *(str(default_predivide_factor(ranks)) for ranks in RANKS)
 
 
 def _checkpoints(models: Sequence[Model]) -> Rows:

@@ -23,7 +23,7 @@ from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed import process_group
 from launcher.distributed.env import LaunchEnv, WorkerEnv
-from launcher.engine import AdamW, Policy, Stepper, Wire
+from launcher.engine import AdamW, DDPOptions, Policy, Stepper
 from launcher.engine.limits import VOTES
 from launcher.errors import DivergedError
 from launcher.recipe import load_recipe
@@ -35,21 +35,21 @@ from tests.models import conv_net
 from tests.snapshots import take
 
 POLICIES = ["fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16"]
-WIRES = [None, Wire(), Wire(shard=True)]
+WIRES = [None, DDPOptions(), DDPOptions(shard_optimizer=True)]
 
 
 PLAN = BatchPlan(64, 32, 16, 2, 0, 0, drop_last=True)
 
 
 def stepper_of(
-    policy: str, group: torch.distributed.ProcessGroup | None, wire: Wire | None, k: int
+    policy: str, group: torch.distributed.ProcessGroup | None, ddp: DDPOptions | None, k: int
 ) -> Stepper:
     return Stepper(
         conv_net().to(META),
         AdamW(0.01),
         Policy.named(policy),
         group,
-        wire=wire,
+        ddp=ddp,
         micro_batches=k,
         reference_count=8,
         clip_norm=1.0,
@@ -74,23 +74,23 @@ def pairs() -> list[object]:
     return [
         pytest.param(
             policy,
-            wire,
+            ddp,
             id=f"{policy}-{name}",
             marks=[] if policy == "fp16" or name == "sharded" else [pytest.mark.slow],
         )
         for policy in POLICIES
-        for name, wire in zip(("alone", "native", "sharded"), WIRES, strict=True)
+        for name, ddp in zip(("alone", "native", "sharded"), WIRES, strict=True)
     ]
 
 
 @pytest.mark.sampled(every=4)
-@pytest.mark.parametrize(("policy", "wire"), pairs())
-def test_no_step_reads_a_value_or_waits_for_an_upload(policy, wire) -> None:
+@pytest.mark.parametrize(("policy", "ddp"), pairs())
+def test_no_step_reads_a_value_or_waits_for_an_upload(policy, ddp) -> None:
     """For one micro-batch and for two, in backward and in step."""
     for k in (1, 2):
         alone = contextlib.nullcontext()
-        with alone if wire is None else fake_group(2) as group, MetaDevice() as device:
-            stepper = stepper_of(policy, group, wire, k)
+        with alone if ddp is None else fake_group(2) as group, MetaDevice() as device:
+            stepper = stepper_of(policy, group, ddp, k)
             x, classes = batch()
             step_on(stepper, x, classes, k)
             device.reads.clear()
@@ -107,7 +107,7 @@ def test_with_batch_norms_of_all_ranks_gradients_travel_after_the_backward_pass(
         config = composed(*RUN, f"model.sync_bn={str(sync_bn).lower()}")
         with fake_group(2) as group:
             env = WorkerEnv(0, 2, 0, 2, META, group)
-            assert build.build_wire(config, env).overlap is not sync_bn
+            assert build.build_ddp(config, env).overlap is not sync_bn
             model = build.build_model(config, load_recipe(config), env, PLAN)
             norms = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
             assert [norm.process_group for norm in norms] == [group] * 20 * sync_bn
@@ -126,12 +126,12 @@ def test_reads_and_uploads_are_seen_where_there_are_some() -> None:
             torch.ones(3) + torch.ones(3, device=META)
 
 
-@pytest.mark.parametrize("wire", WIRES, ids=["alone", "native", "sharded"])
+@pytest.mark.parametrize("ddp", WIRES, ids=["alone", "native", "sharded"])
 @pytest.mark.parametrize("policy", ["fp32", "fp16", "pure_fp16"])
-def test_nothing_of_a_snapshot_stays_on_the_device(policy, wire) -> None:
+def test_nothing_of_a_snapshot_stays_on_the_device(policy, ddp) -> None:
     alone = contextlib.nullcontext()
-    with alone if wire is None else fake_group(2) as group, MetaDevice():
-        stepper = stepper_of(policy, group, wire, 1)
+    with alone if ddp is None else fake_group(2) as group, MetaDevice():
+        stepper = stepper_of(policy, group, ddp, 1)
         env = WorkerEnv(0, 1 if group is None else 2, 0, 1, META, group)
         identity = RunIdentity.of(composed(), stepper.model, 100)
         snapshot = take(stepper, env, identity, SavedWith(1, "none"), TrainProgress(0, 1, 8))

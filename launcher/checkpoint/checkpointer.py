@@ -21,7 +21,7 @@ from launcher.checkpoint.snapshot import (
     TrainProgress,
 )
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import Stepper, WeightAverage
+from launcher.engine import ExponentialMovingAverage, Stepper
 from launcher.engine.precision.loss_scale import ScaleStart
 
 
@@ -34,7 +34,7 @@ class Checkpointer:
         keep: int,
         env: WorkerEnv,
         stepper: Stepper,
-        average: WeightAverage | None,
+        average: ExponentialMovingAverage | None,
         identity: RunIdentity,
         origin: SavedWith,
     ) -> None:

@@ -16,7 +16,7 @@ from launcher.checkpoint.host_memory import Copies, PinnedStagingBuffer
 from launcher.config.schema import Config
 from launcher.distributed.collectives import gather
 from launcher.distributed.env import LEADER, WorkerEnv
-from launcher.engine import AverageState, Stepper, WeightAverage
+from launcher.engine import AverageState, ExponentialMovingAverage, Stepper
 from launcher.engine.names import named_buffers, named_parameters, plain_name
 from launcher.engine.params.buffers import is_statistic
 from launcher.engine.precision.loss_scale import ScaleStart
@@ -202,7 +202,7 @@ def stage(
     metric: MonitoredMetric | None,
     extra: RunExtras,
     memory: PinnedStagingBuffer,
-    average: WeightAverage | None = None,
+    average: ExponentialMovingAverage | None = None,
 ) -> PendingSnapshot | None:
     """Copy the run's state between steps, without waiting for the copies of weights and states into `memory`.
 
@@ -248,7 +248,7 @@ def stage(
 
 
 def restore(
-    stepper: Stepper, snapshot: Snapshot, env: WorkerEnv, average: WeightAverage | None = None
+    stepper: Stepper, snapshot: Snapshot, env: WorkerEnv, average: ExponentialMovingAverage | None = None
 ) -> ScaleStart:
     """Continue from `snapshot`. A collective where the optimizer is sharded: all ranks call it.
 
@@ -270,7 +270,7 @@ def restore(
     return scale
 
 
-def _restore_average(average: WeightAverage, snapshot: Snapshot, env: WorkerEnv) -> None:
+def _restore_average(average: ExponentialMovingAverage, snapshot: Snapshot, env: WorkerEnv) -> None:
     """Raises ValueError for that of another model."""
     if snapshot.average is None:
         average.restart()

@@ -1,8 +1,8 @@
 """Data-parallel training steps in fp16 with fp32 masters. Usable with any training loop; needs only torch."""
 
-from launcher.engine.ema import AverageState, WeightAverage
+from launcher.engine.ema import AverageState, ExponentialMovingAverage
 from launcher.engine.errors import EngineWarning, UnusableError
-from launcher.engine.grads.communication import Wire
+from launcher.engine.grads.communication import DDPOptions
 from launcher.engine.optim.optimizers import SGD, AdamW
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
 from launcher.engine.params.param_groups import ParameterGroup
@@ -16,8 +16,10 @@ __all__ = [
     "SGD",
     "AdamW",
     "AverageState",
+    "DDPOptions",
     "EngineState",
     "EngineWarning",
+    "ExponentialMovingAverage",
     "ParameterGroup",
     "Policy",
     "ScaleStart",
@@ -27,6 +29,4 @@ __all__ = [
     "Stepper",
     "TorchOptimizer",
     "UnusableError",
-    "WeightAverage",
-    "Wire",
 ]

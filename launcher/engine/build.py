@@ -17,24 +17,24 @@ from torch import nn
 import launcher.engine.limits as limits
 import launcher.engine.works as works
 from launcher.engine.checks.arguments import check_model, check_types, rates_of
-from launcher.engine.checks.attached_params import Attachment, InPlaceChanges
+from launcher.engine.checks.attached_params import AttachedParams, InPlaceWrites
 from launcher.engine.checks.param_owners import ParamOwner, check_not_swapped
 from launcher.engine.checks.ported_loop import PortedLoop
-from launcher.engine.checks.step_warnings import Notices
+from launcher.engine.checks.step_warnings import StepWarnings
 from launcher.engine.errors import UnusableError
 from launcher.engine.grads.collectives import ShardedSum
-from launcher.engine.grads.communication import Wire, choose_collectives
+from launcher.engine.grads.communication import DDPOptions, choose_collectives
 from launcher.engine.grads.reducer import Reducer
 from launcher.engine.grads.step_totals import TotalsReducer
 from launcher.engine.grads.zero1 import Zero1
-from launcher.engine.optim.torch_optimizer import AnyOptimizer, refuse_unadaptable, updater_of
+from launcher.engine.optim.torch_optimizer import AnyOptimizer, check_adaptable, updater_of
 from launcher.engine.params.buffers import Buffers
 from launcher.engine.params.flat_params import Layout
 from launcher.engine.params.param_groups import Grouping, ParameterGroup
 from launcher.engine.precision.found_inf import ON_DEVICE, ON_HOST
 from launcher.engine.precision.loss_scale import LossScale, Scaling
 from launcher.engine.precision.policy import Policy, choose_emulation
-from launcher.engine.rank_state import Replica
+from launcher.engine.rank_state import RankState
 from launcher.engine.step_timer import StepClock
 
 MAY_DIFFER = ("micro_batches", "emulate")  # between ranks: checks/same_on_all_ranks says why
@@ -45,7 +45,7 @@ class StepperOptions:
     """The arguments of a Stepper, with defaults filled in. Raises UnusableError for a number out of range."""
 
     policy: Policy
-    wire: Wire
+    ddp: DDPOptions
     scaling: Scaling
     clip_norm: Annotated[float, limits.positive] | None
     optimizer: AnyOptimizer
@@ -71,19 +71,19 @@ class StepperOptions:
         group: works.Group,
         *,
         scaling: Scaling | None,
-        wire: Wire | None,
+        ddp: DDPOptions | None,
         learning_rates: Sequence[float] | None,
         groups: Sequence[ParameterGroup],
         **numbers: Any,
     ) -> StepperOptions:
         """The arguments of a Stepper as given. Raises UnusableError for those of the wrong type."""
-        check_types(model, optimizer, groups, {"policy": policy, "scaling": scaling, "wire": wire})
+        check_types(model, optimizer, groups, {"policy": policy, "scaling": scaling, "ddp": ddp})
         check_model(model, group)
         check_not_swapped(model)  # after the kinds are known: it reads the parameters of `model`
         policy = policy or Policy.fp16()
         return cls(
             policy=policy,
-            wire=wire or Wire(),
+            ddp=ddp or DDPOptions(),
             scaling=scaling or Scaling.of(policy),
             optimizer=optimizer,
             learning_rates=rates_of(learning_rates, optimizer.lr),
@@ -108,20 +108,22 @@ class StepperParts:
     """
 
     def __init__(self, model: nn.Module, choices: StepperOptions, group: works.Group) -> None:
-        policy, wire, optimizer = choices.policy, choices.wire, choices.optimizer
+        policy, ddp, optimizer = choices.policy, choices.ddp, choices.optimizer
         world_size = dist.get_world_size(group) if group else 1
         grouping = Grouping.of(model, choices.groups)
         # Before the layout moves the parameters: a refused model is unchanged.
-        refuse_unadaptable(optimizer, model, grouping, policy, wire.shard and world_size > 1)
-        self.layout = layout = Layout(model, policy, wire.dtype, world_size, wire.bucket_bytes, grouping)
+        check_adaptable(optimizer, model, grouping, policy, ddp.shard_optimizer and world_size > 1)
+        self.layout = layout = Layout(
+            model, policy, ddp.gradient_dtype, world_size, ddp.bucket_bytes, grouping
+        )
         # One contract, two places for a step's numbers: on a CPU the host reads them, which costs less.
         self.on_host = on_host = decides_on_host(layout.device)
         self.buffers = Buffers(model, group)
         # Once all is in flat memory: one broadcast per flat buffer instead of one per parameter.
         _take_values_of_rank_0(layout, model, self.buffers, group)
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
-        collectives, self.divisor = choose_collectives(wire, layout, group)
-        self.reducer = Reducer(layout, group, collectives, choices.micro_batches, wire.overlap)
+        collectives, self.divisor = choose_collectives(ddp, layout, group)
+        self.reducer = Reducer(layout, group, collectives, choices.micro_batches, ddp.overlap)
         # An older Stepper of these parameters loses its hooks, which would take the same gradients.
         self.owner = ParamOwner(layout.parameters.values(), group, self.reducer.close)
         sharded = [
@@ -130,20 +132,20 @@ class StepperParts:
             for _ in each.param_ranges
         ]
         self.totals = TotalsReducer(on_host, layout.device, group, sharded)
-        self.attachment = Attachment(model, layout, self.owner)
+        self.attached_params = AttachedParams(model, layout, self.owner)
         # After the reducer, which moves a flat buffer's gradients.
         self.zero1 = Zero1(layout, collectives, group)
         self.updater = updater_of(optimizer, layout, self.zero1)
-        self.in_place = InPlaceChanges(model, layout, self.zero1)
+        self.in_place = InPlaceWrites(model, layout, self.zero1)
         self.scale = LossScale(choices.scaling, layout.device, on_host)
         self.operations = ON_HOST if on_host else ON_DEVICE
         self.clock = StepClock(layout.device)
         self.names = [param_range.name for param_range in layout.param_ranges]
-        self.notices = Notices(
+        self.warnings = StepWarnings(
             sum(param_range.numel > 0 for param_range in layout.param_ranges), self.reducer.unused
         )
         self.ported_loop = PortedLoop(layout.parameters.values(), group, choices.clip_norm is not None)
-        self.replica = Replica(model, layout, self.buffers, self.zero1, self.updater, self.scale)
+        self.rank_state = RankState(model, layout, self.buffers, self.zero1, self.updater, self.scale)
 
 
 def _take_values_of_rank_0(layout: Layout, model: nn.Module, buffers: Buffers, group: works.Group) -> None:

@@ -18,7 +18,7 @@ import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
 from launcher.engine.grads.zero1 import Allocate, on_host
 from launcher.engine.names import named_buffers
-from launcher.engine.state import forms_of, refuse_misfits, refuse_other_names
+from launcher.engine.state import check_forms, check_names, forms_of
 from launcher.engine.stepper import Stepper
 
 CHUNK = 1 << 24  # elements on a device: 64 MB for each of two results, less than the activations free by then
@@ -26,7 +26,7 @@ CHUNK = 1 << 24  # elements on a device: 64 MB for each of two results, less tha
 
 @dataclass(frozen=True)
 class AverageState:
-    """A WeightAverage by name: fp32 weights, the running statistics of this rank, and a counter.
+    """A ExponentialMovingAverage by name: fp32 weights, the running statistics of this rank, and a counter.
 
     `applied` is the number of applied steps at the latest pass.
     """
@@ -36,15 +36,15 @@ class AverageState:
     counters: dict[str, int]
 
 
-class WeightAverage:
+class ExponentialMovingAverage:
     """Averages the weights of a Stepper over its applied steps: w_ema = d * w_ema + (1 - d) * w.
 
-        average = WeightAverage(stepper, decay=0.999)
+        average = ExponentialMovingAverage(stepper, decay=0.999)
         for step in range(1, steps + 1):
             ...
             stepper.step()
             average.update(step)
-        average.settle()                   # the steps since the last pass, too
+        average.flush()                   # the steps since the last pass, too
         with average.in_model():
             evaluate(model)
 
@@ -59,8 +59,8 @@ class WeightAverage:
     """
 
     def __init__(self, stepper: Stepper, decay: float, every_steps: int = 1) -> None:
-        limits.share.require("WeightAverage decay", decay)
-        limits.at_least_one.require("WeightAverage every_steps", every_steps)
+        limits.share.require("ExponentialMovingAverage decay", decay)
+        limits.at_least_one.require("ExponentialMovingAverage every_steps", every_steps)
         self._stepper = stepper
         self._decay, self._every_steps = decay, every_steps
         self._weights = [values.clone() for values in stepper.zero1.masters()]
@@ -70,23 +70,23 @@ class WeightAverage:
 
     def restart(self) -> None:
         """Forget all steps: the averages are the present weights and statistics."""
-        self._stepper.refuse_averages()
+        self._stepper.check_not_swapped()
         for average, values in self._pairs():
             average.copy_(values)
         self._applied, self._loads = self._stepper.scale.state.applied_steps, self._stepper.scale.loads
 
     def update(self, step: int) -> None:
         """Make a pass if the step that has just been made, number `step`, is one after which there is one."""
-        self._stepper.refuse_averages()
+        self._stepper.check_not_swapped()
         if step % self._every_steps == 0:
             self._pass()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Make a pass now, for the steps since the latest. Before an evaluation, or the end.
 
         Averages depend on when passes are made: make them at the same steps where the same bits are wanted.
         """
-        self._stepper.refuse_averages()
+        self._stepper.check_not_swapped()
         self._pass()
 
     @contextmanager
@@ -97,7 +97,7 @@ class WeightAverage:
         where the context raises. Within it the Stepper neither trains nor saves nor loads.
         """
         flat_buffers, buffers = self._stepper.layout.flat_buffers, self._stepper.buffers
-        with self._stepper.holding_averages():
+        with self._stepper.weights_swapped():
             kept = [
                 (flat_buffer.weight, self._stepper.zero1.keep_weights(flat_buffer))
                 for flat_buffer in flat_buffers
@@ -135,9 +135,9 @@ class WeightAverage:
         if not isinstance(state, AverageState):
             raise UnusableError(f"load() takes what state() returned, not a {type(state).__name__}.")
         zero1, buffers = self._stepper.zero1, self._named_statistics()
-        refuse_misfits("averaged weights", zero1.forms, state.weights)
-        refuse_misfits("averaged buffers", forms_of(buffers), state.buffers)
-        refuse_other_names("counters of the average", {"applied"}, set(state.counters))
+        check_forms("averaged weights", zero1.forms, state.weights)
+        check_forms("averaged buffers", forms_of(buffers), state.buffers)
+        check_names("counters of the average", {"applied"}, set(state.counters))
         scale = self._stepper.scale
         applied, present = state.counters["applied"], int(scale.state.applied_steps)
         if not (limits.is_whole(applied) and 0 <= applied <= present):

@@ -23,11 +23,11 @@ from launcher.engine.params.buffers import Buffers, bits_of
 from launcher.engine.params.flat_params import Layout
 from launcher.engine.precision.loss_scale import LossScale, ScaleStart
 from launcher.engine.precision.op_lists import widen
-from launcher.engine.state import EngineState, refuse_numbers, refuse_other_model
+from launcher.engine.state import EngineState, check_model_state, check_numbers
 
 
 @dataclass(eq=False)
-class Replica:
+class RankState:
     """One rank's copy of the model and its training state, parts of which may be sharded."""
 
     model: nn.Module
@@ -72,8 +72,8 @@ class Replica:
         """
         failure: Exception | None = None
         try:
-            refuse_other_model(self.model, state)
-            refuse_numbers(state)
+            check_model_state(self.model, state)
+            check_numbers(state)
             updated = state.counters["applied"] > 0
             load_states = self.updater.loading(self.zero1, state.optimizer, updated)
         except Exception as error:

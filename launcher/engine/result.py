@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.engine.checks.step_warnings import NO_SAMPLES, Notices
+from launcher.engine.checks.step_warnings import NO_SAMPLES, StepWarnings
 from launcher.engine.limits import VOTES
 from launcher.engine.precision.found_inf import ABANDONED, StepTotals, Verdict
 from launcher.engine.step_timer import Mark, spans_ms
@@ -96,7 +96,7 @@ class StepResult:
     _numbers: StepNumbers
     _names: list[str]  # of the parameters, in the order of their squares
     _marks: Sequence[Mark]
-    _notices: Notices
+    _warnings: StepWarnings
     _copy: Tensor | None = None  # None where the numbers are on the host
     _ready: torch.cuda.Event | None = None  # when the copy is there
 
@@ -133,12 +133,12 @@ class StepResult:
             # A rank alone has no status: what is not finite is its own.
             culprits = tuple(ranks) if len(found.status) > 1 else (0,) * bool(bad)
         else:
-            self._notices.gradients(self._names, squares, stacklevel=2)
+            self._warnings.gradients(self._names, squares, stacklevel=2)
         if abandoned:  # what the other ranks have found and counted is of no step
             numbers |= {"loss": math.nan, "grad_norm": math.nan, "count": 0.0, "bad_losses": 0}
             votes, culprits, parameters = (0.0,) * VOTES, (), ()
         if numbers["count"] == 0 and not abandoned:
-            self._notices.warn(NO_SAMPLES, stacklevel=2)
+            self._warnings.warn(NO_SAMPLES, stacklevel=2)
         whole = ("bad_losses", "applied_steps", "skipped_steps", "floor_skips", "bad_loss_steps")
         numbers |= {name: int(numbers[name]) for name in whole} | {"skipped": bool(numbers["skipped"])}
         return StepReport(

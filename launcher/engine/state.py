@@ -62,7 +62,7 @@ class EngineState:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineState:
         """The state that `as_dict` was called on. Raises UnusableError for any other mapping."""
-        refuse_other_forms(values)
+        check_dict(values)
         return cls(**_copied(values))
 
 
@@ -71,7 +71,7 @@ def _copied(values: Mapping[str, object]) -> dict[str, Any]:
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
 
-def refuse_other_forms(values: Mapping[str, Any]) -> None:
+def check_dict(values: Mapping[str, Any]) -> None:
     """Raise UnusableError unless `values` is the dict form of a state."""
     if not isinstance(values, Mapping):
         raise UnusableError(f"a state was given as a {type(values).__name__}. {EXPECTED}")
@@ -91,12 +91,12 @@ def refuse_other_forms(values: Mapping[str, Any]) -> None:
                 raise UnusableError(f"{part}/{name} of a state is a {type(value).__name__}. {EXPECTED}")
 
 
-def refuse_numbers(state: EngineState) -> None:
+def check_numbers(state: EngineState) -> None:
     """Raise ValueError for counters no loss scale can have, and for an unknown mode or reference count."""
-    refuse_other_names("counters of the loss scale", set(LossScale.FIELDS), set(state.counters))
+    check_names("counters of the loss scale", set(LossScale.FIELDS), set(state.counters))
     for name, value in state.counters.items():
         # Lives fall below 0 where overflows follow each other: only a clean step restores them.
-        signed = name in ("exponent", "lives")
+        signed = name in ("exponent", "hysteresis_tracker")
         if not is_whole(value) or abs(value) > LARGEST_COUNT or not (signed or value >= 0):
             raise ValueError(f"the state does not fit: its counter {name} is {value!r}.")
     if state.scale_mode not in (None, *get_args(ScaleMode)):
@@ -105,7 +105,7 @@ def refuse_numbers(state: EngineState) -> None:
         a_reference_count.require("the state's reference_count", state.reference_count)
 
 
-def refuse_other_names(kind: str, expected: set[str], given: set[str]) -> None:
+def check_names(kind: str, expected: set[str], given: set[str]) -> None:
     """Raise ValueError unless a state holds exactly what this model and optimizer have."""
     missing, unknown = sorted(expected - given), sorted(map(str, given - expected))
     if missing or unknown:
@@ -116,7 +116,7 @@ def refuse_other_names(kind: str, expected: set[str], given: set[str]) -> None:
         )
 
 
-def refuse_other_model(model: nn.Module, state: EngineState) -> None:
+def check_model_state(model: nn.Module, state: EngineState) -> None:
     """Raise ValueError unless `state` has the weights and buffers of `model`: names, shapes and dtypes.
 
     Weights must be fp32, whatever dtype the model computes in. An fp32 buffer also accepts half values.
@@ -126,13 +126,13 @@ def refuse_other_model(model: nn.Module, state: EngineState) -> None:
         raise UnusableError(
             f"load() takes what state() returned, not a {given}. load_state_dict() takes a dict."
         )
-    refuse_other_forms(vars(state))
+    check_dict(vars(state))
     weights = {
         name: (p.shape, torch.float32 if p.dtype in HALF else p.dtype)
         for name, p in named_parameters(model).items()
     }
-    refuse_misfits("weights", weights, state.weights)
-    refuse_misfits("buffers", forms_of(named_buffers(model)), state.buffers, widens=True)
+    check_forms("weights", weights, state.weights)
+    check_forms("buffers", forms_of(named_buffers(model)), state.buffers, widens=True)
 
 
 def _has_values(value: object) -> bool:
@@ -147,14 +147,14 @@ def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, Form]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
-def refuse_misfits(
+def check_forms(
     kind: str, expected: Mapping[str, Form], given: Mapping[str, Tensor], widens: bool = False
 ) -> None:
     """Raise ValueError for other names or dtypes, or for another shape, which copying might broadcast.
 
     `widens`: what is expected in fp32 may be half.
     """
-    refuse_other_names(kind, set(expected), set(given))
+    check_names(kind, set(expected), set(given))
     for name, (shape, dtype) in expected.items():
         found = given[name]
         if not _has_values(found):

@@ -29,7 +29,7 @@ class Step:
     def __init__(self, choices: StepperOptions, parts: StepperParts, group: dist.ProcessGroup | None) -> None:
         self._parts, self._policy, self._group = parts, choices.policy, group
         device = parts.layout.device
-        self.reference = LossNormaliser(choices.reference_count, choices.micro_batches, device, group)
+        self.normaliser = LossNormaliser(choices.reference_count, choices.micro_batches, device, group)
         self.rates = LearningRates(choices.learning_rates, None if parts.on_host else device)
         self._clip_norm = choices.clip_norm
         self.read: torch.cuda.Event | None = None  # when a copy of weights and states is made
@@ -43,7 +43,7 @@ class Step:
         self.failed = False  # whether one of them, or the step, raised: it can then only be abandoned
         self._abandoned = False  # whether this rank drops the step that is being finished
         self.exchanged = False  # whether the totals have been sent: it can then not be abandoned
-        self.reference.restart(kept)
+        self.normaliser.restart(kept)
         self._parts.reducer.restart()
         self._parts.totals.restart()
 
@@ -65,7 +65,7 @@ class Step:
                 "checkpoint."
             )
         if not (self.done or self.failed):
-            self._parts.attachment.check()
+            self._parts.attached_params.check()
 
     def during_backward(self) -> AbstractContextManager[object]:
         """The precision context of a backward pass."""
@@ -76,17 +76,17 @@ class Step:
 
         Exact, as both are powers of two. Never the same tensor twice: a hook might write to it.
         """
-        return self._parts.scale.over(self.reference.divisor)
+        return self._parts.scale.over(self.normaliser.divisor)
 
     def backward(self, loss_sum: Tensor, count: float | Tensor) -> None:
         """Back-propagate one micro-batch whose loss and count can be trained on."""
         parts = self._parts
-        check_backward(self.done, self.failed, self.reference.micro_batches)
+        check_backward(self.done, self.failed, self.normaliser.micro_batches)
         self.failed = True  # until the pass has finished
         if not self.done:
             self._begin(count)
         # A step may end with fewer passes than that: finish() then sends every bucket.
-        last = self.done + 1 == self.reference.micro_batches
+        last = self.done + 1 == self.normaliser.micro_batches
         with self.during_backward(), parts.reducer.receiving(early=last and self._sends_early):
             loss_sum.backward(self.slope())  # type: ignore[no-untyped-call]
             # Within the context, whose end drains p.grad.
@@ -104,12 +104,12 @@ class Step:
         not at all, and messages of two networks would meet. All ranks call the step()s in one order.
         """
         reducer = self._parts.reducer
-        self.reference.expect(count)
+        self.normaliser.expect(count)
         shared = self._parts.owner.shares_group()
         if shared and reducer.overlap:
-            self._parts.notices.warn(SHARED_GROUP, stacklevel=4)
+            self._parts.warnings.warn(SHARED_GROUP, stacklevel=4)
         # In a step before the ranks have agreed on n0, finish() corrects what is sent.
-        self._sends_early = self.reference.count is not None and not shared
+        self._sends_early = self.normaliser.count is not None and not shared
 
     def finish(self) -> StepNumbers:
         """Reduce, agree, unscale, clip, update or skip. On a GPU the host waits for nothing."""
@@ -129,7 +129,7 @@ class Step:
             parts.buffers.collect()  # may raise, so it comes before anything is sent or written
         self._abandoned, self.failed = self.failed, True  # until the step has finished
         # Before any bucket, and not in the backward pass: a rank may have no pass.
-        correction = self.reference.agree()
+        correction = self.normaliser.agree()
         parts.clock.mark(COMPUTE)
         parts.reducer.start_grad_sync(self._abandoned, correction)
         return parts.reducer.finish_grad_sync(self._abandoned)
@@ -145,7 +145,7 @@ class Step:
     def _judge(self, totals: StepTotals) -> tuple[Verdict, StepNumbers]:
         """What all ranks do with the step, from the same bits, and what its report says."""
         parts = self._parts
-        scale, unit = parts.scale, float(parts.divisor * self.reference.divisor)
+        scale, unit = parts.scale, float(parts.divisor * self.normaliser.divisor)
         verdict = judge(parts.operations, totals, scale.state, scale.scaling, unit, self._clip_norm)
         lr = self.rates.at(scale.state.applied_steps)
         return verdict, StepNumbers.of(totals, verdict, scale.state.scale, lr, parts.reducer.sent_bytes)
@@ -153,7 +153,8 @@ class Step:
     def _update(self, verdict: Verdict, lr: Tensor | float) -> None:
         """Update masters and weights, or write nothing where the step is skipped."""
         parts = self._parts
-        parts.in_place.take()  # first: the update would undo what was written to weights since the last one
+        # First: the update would undo what was written to the weights since the last one.
+        parts.in_place.reload_model_params()
         self._wait_for_readers()
         parts.updater.step(StepScalars(verdict.multiplier, lr, verdict.state.applied_steps, verdict.skip))
         # After a skipped step as well: on a GPU the host does not know the verdict, and all ranks must call
@@ -173,7 +174,7 @@ class Step:
         """Move the loss scale, and begin the next step."""
         self._parts.scale.state = verdict.state
         if self.done:  # only where this rank had samples; its weights move in any case
-            self._parts.replica.count_update(verdict.skip)
+            self._parts.rank_state.count_update(verdict.skip)
         self._parts.clock.mark(UPDATE)
         self.restart(verdict.kept)
 

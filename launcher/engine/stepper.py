@@ -22,10 +22,10 @@ from launcher.engine.build import StepperOptions, StepperParts
 from launcher.engine.checks.arguments import group_of
 from launcher.engine.checks.mean_loss import WARNING, is_mean
 from launcher.engine.checks.ported_loop import note_calls_outside
-from launcher.engine.checks.same_on_all_ranks import check_same_on_all_ranks, refusing_together
+from launcher.engine.checks.same_on_all_ranks import check_same_on_all_ranks, checking_together
 from launcher.engine.checks.step_warnings import warn_if_alone
 from launcher.engine.errors import EngineWarning, UnusableError, check_loss
-from launcher.engine.grads.communication import Wire
+from launcher.engine.grads.communication import DDPOptions
 from launcher.engine.grads.param_grads import dry_backward
 from launcher.engine.grads.zero1 import Allocate, on_host
 from launcher.engine.optim.torch_optimizer import AnyOptimizer
@@ -86,7 +86,7 @@ class Stepper:
         group: dist.ProcessGroup | None = None,
         *,
         scaling: Scaling | None = None,
-        wire: Wire | None = None,
+        ddp: DDPOptions | None = None,
         clip_norm: float | None = None,
         learning_rates: Sequence[float] | None = None,
         micro_batches: int = 1,
@@ -95,14 +95,14 @@ class Stepper:
         groups: Sequence[ParameterGroup] = (),
     ) -> None:
         self.group = group_of(group)
-        with refusing_together(model, self.group):
+        with checking_together(model, self.group):
             options = StepperOptions.of(
                 model,
                 optimizer,
                 policy,
                 self.group,
                 scaling=scaling,
-                wire=wire,
+                ddp=ddp,
                 clip_norm=clip_norm,
                 learning_rates=learning_rates,
                 micro_batches=micro_batches,
@@ -177,7 +177,7 @@ class Stepper:
         self._step.check_between_steps("set_micro_batches()")
         limits.at_least_one.require("micro_batches", micro_batches)
         self.reducer.accumulate(micro_batches > 1)
-        self._step.reference.micro_batches = micro_batches
+        self._step.normaliser.micro_batches = micro_batches
 
     @property
     def num_buckets(self) -> int:
@@ -210,7 +210,7 @@ class Stepper:
         check_loss(loss_sum, count, self.device)
         self._parts.ported_loop.check_backward(loss_sum)
         if is_mean(loss_sum, count):
-            self._parts.notices.warn(WARNING, stacklevel=2)
+            self._parts.warnings.warn(WARNING, stacklevel=2)
         self._step.backward(loss_sum, count)
 
     def dry_backward(self, loss_sum: Tensor) -> dict[str, Tensor]:
@@ -219,7 +219,7 @@ class Stepper:
         Not part of a step, and changes no state. Raises UnusableError before the first step, unless there is
         a `reference_count`.
         """
-        if self._step.reference.count is None:
+        if self._step.normaliser.count is None:
             raise UnusableError(
                 "dry_backward() was called before the reference count is known. Build the Stepper with "
                 "reference_count, the usual number of samples per rank and step, or call it after backward()."
@@ -237,9 +237,9 @@ class Stepper:
         parts, step = self._parts, self._step
         has_backward = step.done > 0 or step.failed
         if text := parts.ported_loop.check_step(has_backward, sys._getframe(1)):
-            parts.notices.warn(text, stacklevel=2)
+            parts.warnings.warn(text, stacklevel=2)
         step.rates.follow_scheduler()
-        return StepResult(step.finish(), parts.names, self.clock.take(), parts.notices)
+        return StepResult(step.finish(), parts.names, self.clock.take(), parts.warnings)
 
     def abandon(self) -> StepResult:
         """Drop this step on all ranks, as if backward() had not been called; in place of step().
@@ -255,7 +255,7 @@ class Stepper:
         A step() that raised, such as one that ran out of memory, can be abandoned while `can_abandon` is
         True. After that the other ranks may have applied it, and this Stepper raises RuntimeError.
         """
-        self.refuse_averages()
+        self.check_not_swapped()
         self._step.failed = True
         return self.step()
 
@@ -274,8 +274,8 @@ class Stepper:
         Those are gathered in host memory, on all ranks or only on `rank` of the group, as in `state`.
         """
         self._parts.owner.check()
-        self._parts.in_place.take()
-        return self._parts.replica.masters(rank)
+        self._parts.in_place.reload_model_params()
+        return self._parts.rank_state.masters(rank)
 
     def state(self, rank: int | None = None, allocate: Allocate = on_host) -> EngineState:
         """Everything needed to resume bit for bit, by name. Views where possible: clone() to keep it.
@@ -286,9 +286,9 @@ class Stepper:
         memory, fp32, for a caller that reuses it. Waits for the device.
         """
         self._step.check_between_steps("state()")
-        self._parts.attachment.check()
-        self._parts.in_place.take()
-        return self._parts.replica.state(self._step.reference.count, rank, allocate)
+        self._parts.attached_params.check()
+        self._parts.in_place.reload_model_params()
+        return self._parts.rank_state.state(self._step.normaliser.count, rank, allocate)
 
     def load(self, state: EngineState) -> ScaleStart:
         """Resume from `state`, which may come from another number of ranks or another wire.
@@ -299,15 +299,15 @@ class Stepper:
         where the optimizer is sharded.
         """
         self._step.check_between_steps("load()")
-        self._parts.attachment.check()
-        start = self._parts.replica.load(state)
+        self._parts.attached_params.check()
+        start = self._parts.rank_state.load(state)
         # A graph over the old weights must raise in its backward pass, as after an update.
         self._parts.in_place.count_update()
         # Masters and weights were set together: there is no change to copy from one to the other.
         self._parts.in_place.forget()
         # An n0 that was given, or agreed on since, takes precedence: what was scaled with it stays
         # comparable.
-        self._step.reference.count = self._step.reference.count or state.reference_count
+        self._step.normaliser.count = self._step.normaliser.count or state.reference_count
         return start
 
     def state_dict(self, rank: int | None = None) -> dict[str, Any]:
@@ -333,10 +333,10 @@ class Stepper:
         `by_parameter` a few large tensors, whose padding may differ.
         """
         self._parts.owner.check()
-        self._parts.in_place.take()
+        self._parts.in_place.reload_model_params()
         rate = torch.tensor([self.lr], dtype=torch.float64, device=self.device)
-        return {"learning rate": rate} | self._parts.replica.comparable(
-            self._step.reference.count, by_parameter
+        return {"learning rate": rate} | self._parts.rank_state.comparable(
+            self._step.normaliser.count, by_parameter
         )
 
     @property
@@ -368,13 +368,13 @@ class Stepper:
         self.buffers.average()
 
     @contextmanager
-    def holding_averages(self) -> Iterator[None]:
-        """The context for `WeightAverage.in_model`: what would train, save or load averages raises within it.
+    def weights_swapped(self) -> Iterator[None]:
+        """The context for `ExponentialMovingAverage.in_model`, in which what trains, saves or loads raises.
 
         Between steps only. Autograd refuses the backward pass of a graph over its start or its end.
         """
-        self._step.check_between_steps("WeightAverage.in_model()")
-        self.refuse_averages()
+        self._step.check_between_steps("ExponentialMovingAverage.in_model()")
+        self.check_not_swapped()
         self._parts.owner.weights_swapped = True
         # Counted at both ends: neither may a graph over the weights run backward over the averages, nor the
         # reverse.
@@ -385,40 +385,40 @@ class Stepper:
             self._parts.in_place.count_update()
             self._parts.owner.weights_swapped = False
 
-    def refuse_averages(self) -> None:
+    def check_not_swapped(self) -> None:
         """Raise UnusableError within `holding_averages`."""
         self._parts.owner.check()
 
     def reduced_gradients(self) -> dict[str, Tensor]:
         """The reduced gradients by parameter name, scaled by the loss scale, in the dtype of the wire.
 
-        Views, valid from step() to the next backward(). With `Wire(shard=True)` use `own_gradients`.
+        Views, valid from step() to the next backward(). Of a sharded optimizer use `own_gradients`.
         """
         return self.layout.gradients()
 
     def own_gradients(self) -> dict[str, Tensor]:
         """The part of `reduced_gradients` that this rank updates, flat.
 
-        With `Wire(shard=True)` WeightAverage.in_model() ends their validity, too.
+        With a sharded optimizer ExponentialMovingAverage.in_model() ends their validity, too.
         """
         return self.reducer.own_gradients()
 
     @property
     def has_trained(self) -> bool:
         """Whether samples of this rank have gone into an update since the start. Waits for the device."""
-        return self._parts.replica.has_trained
+        return self._parts.rank_state.has_trained
 
     def changed_buffers(self) -> dict[str, bool]:
         """Whether each buffer, by name, has changed since the start, or since `load`."""
-        return self._parts.replica.changed_buffers()
+        return self._parts.rank_state.changed_buffers()
 
     def state_bytes(self) -> int:
         """Bytes of persistent training state: weights, masters, wire gradients, optimizer states, buffers."""
-        return size_bytes([*self._parts.replica.tensors(), *self.reducer.tensors()])
+        return size_bytes([*self._parts.rank_state.tensors(), *self.reducer.tensors()])
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes of weights, masters, (wire) gradients, states and buffers; `state_bytes` has more, but small.
 
         An optimizer of torch makes its states in its first step.
         """
-        return self._parts.replica.bytes_by_kind()
+        return self._parts.rank_state.bytes_by_kind()

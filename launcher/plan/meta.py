@@ -22,7 +22,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.engine.precision.emulation import RoundedArithmetic, Rounding
-from launcher.engine.precision.op_lists import FLOATS, INNER, PRODUCTS, PROMOTING, map_tensors, round_to
+from launcher.engine.precision.op_lists import (
+    FLOATS,
+    INNER,
+    LOWER_PRECISION_FP,
+    PROMOTE,
+    map_tensors,
+    round_to,
+)
 
 META = torch.device("meta")
 aten = torch.ops.aten
@@ -243,10 +250,13 @@ class _OfGpu(Rounding):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
-        if not torch.is_autocast_enabled(self.device_type) or func not in PRODUCTS | INNER | PROMOTING:
+        if (
+            not torch.is_autocast_enabled(self.device_type)
+            or func not in LOWER_PRECISION_FP | INNER | PROMOTE
+        ):
             return super().__torch_function__(func, types, args, kwargs)
         dtype = torch.get_autocast_dtype(self.device_type)
-        if func in PRODUCTS:
+        if func in LOWER_PRECISION_FP:
             args, kwargs = map_tensors(partial(_half, dtype), (args, kwargs))
         with torch._C.DisableTorchFunction():
             return (_attention if func is attention else func)(*args, **kwargs)

@@ -16,7 +16,7 @@ from launcher.data.sources import DataSets
 from launcher.data.tensors import Batches
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
-from launcher.engine import Stepper, WeightAverage
+from launcher.engine import ExponentialMovingAverage, Stepper
 from launcher.errors import DataError
 from launcher.process.signals import StopSignal
 from launcher.recipe.contract import Recipe, Used
@@ -60,7 +60,7 @@ class TrainContext:
     stepper: Stepper
     answers: Answers
     host_ms: float  # per layer: what the host spends on it, however small
-    average: WeightAverage | None = None  # of the weights, where ema.decay asks for one
+    average: ExponentialMovingAverage | None = None  # of the weights, where ema.decay asks for one
     batches: Batches = field(init=False)  # known once it is known where the run starts
     callbacks: CallbackList = field(default_factory=CallbackList)
     votes: Votes = field(default_factory=Votes)

@@ -68,7 +68,7 @@ class Evaluator(Callback):
         self._context.callbacks.on_eval_start(position)
         self._context.stepper.average_buffers()
         if (average := self._context.average) is not None:
-            average.settle()
+            average.flush()
         # Uncompiled: graphs of their own would take time, and depend on the batches of an evaluation.
         plain = uncompiled() if self._context.config.train.compile == BLOCKS else nullcontext()
         try:

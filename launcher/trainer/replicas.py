@@ -16,7 +16,7 @@ from torch import Tensor
 
 from launcher.distributed.collectives import exchange_texts, gather
 from launcher.distributed.env import LEADER, WorkerEnv
-from launcher.engine import Stepper, WeightAverage
+from launcher.engine import ExponentialMovingAverage, Stepper
 from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.precision.op_lists import widen
 from launcher.engine.works import all_reduce
@@ -27,7 +27,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 SHOWN = 5  # names in an error; more would bury the rest
 
 
-def check_replicas(stepper: Stepper, average: WeightAverage | None = None) -> None:
+def check_replicas(stepper: Stepper, average: ExponentialMovingAverage | None = None) -> None:
     """Raise ReplicaError, on all ranks, if any replica differs. A collective: all ranks call it.
 
     Values of buffers may differ: BatchNorm statistics are those of each rank's own samples, until an
@@ -54,7 +54,7 @@ def check_replicas(stepper: Stepper, average: WeightAverage | None = None) -> No
 
 
 def _checksums_of(
-    stepper: Stepper, average: WeightAverage | None, by_parameter: bool
+    stepper: Stepper, average: ExponentialMovingAverage | None, by_parameter: bool
 ) -> tuple[list[str], Tensor]:
     """Names and sums of what must be equal. Of each parameter they are hundreds of operations on a GPU."""
     replicas = stepper.replicas(by_parameter)
@@ -109,7 +109,7 @@ def weights_sha256(stepper: Stepper, env: WorkerEnv) -> str:
     return _digest(weights | named_buffers(stepper.model), env)
 
 
-def ema_sha256(stepper: Stepper, average: WeightAverage, env: WorkerEnv) -> str:
+def ema_sha256(stepper: Stepper, average: ExponentialMovingAverage, env: WorkerEnv) -> str:
     """Digest of averaged and frozen parameters, likewise. Without buffers, of which each rank has its own."""
     return _digest(_frozen(stepper) | average.state(LEADER).weights, env)
 

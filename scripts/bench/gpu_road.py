@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
+from launcher.engine import SGD, AdamW, DDPOptions, Policy, Stepper
 from launcher.engine.optim.update import StepScalars, Updater
 from launcher.engine.params.flat_buffers import Shard
 from launcher.recipe import registry_of
@@ -153,13 +153,13 @@ def wires(device: torch.device, dry_run: bool) -> dict[str, Any]:
     alone = {k: masters(device, None, None, k, build) for k in (1, 2)}
     with collectives_of_one(device) as group:
         found = {}
-        for name, wire in (
-            ("native", Wire()),
-            ("shard", Wire(shard=True)),
-            ("no overlap", Wire(overlap=False)),
+        for name, ddp in (
+            ("native", DDPOptions()),
+            ("shard", DDPOptions(shard_optimizer=True)),
+            ("no overlap", DDPOptions(overlap=False)),
         ):
             for k in (1, 2):
-                same = torch.equal(masters(device, group, wire, k, build), alone[k])
+                same = torch.equal(masters(device, group, ddp, k, build), alone[k])
                 found[f"{name}, {k} micro-batch(es)"] = same
     if not all(found.values()):
         raise AssertionError(f"other bits than without a group: {found}")
@@ -169,11 +169,11 @@ def wires(device: torch.device, dry_run: bool) -> dict[str, Any]:
 def masters(
     device: torch.device,
     group: dist.ProcessGroup | None,
-    wire: Wire | None,
+    ddp: DDPOptions | None,
     micro_batches: int,
     build: Callable[[], nn.Module],
 ) -> torch.Tensor:
-    stepper, step = resnet_steps(device, group, wire, micro_batches, build=build)
+    stepper, step = resnet_steps(device, group, ddp, micro_batches, build=build)
     for _ in range(3):
         step()
     return torch.cat([master.flatten() for master in stepper.named_masters().values()]).cpu()
@@ -198,7 +198,7 @@ def tiny_net(in_channels: int = 1, num_classes: int = 10) -> nn.Module:
 def resnet_steps(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
-    wire: Wire | None = None,
+    ddp: DDPOptions | None = None,
     micro_batches: int = 1,
     build: Callable[[], nn.Module] = resnet18,
 ) -> tuple[Stepper, Callable[[], None]]:
@@ -209,7 +209,7 @@ def resnet_steps(
         SGD(0.05, 0.9, True, 5e-4),
         Policy.fp16(),
         group,
-        wire=wire,
+        ddp=ddp,
         micro_batches=micro_batches,
         reference_count=8,
     )

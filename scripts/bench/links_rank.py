@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import Wire
+from launcher.engine import DDPOptions
 from launcher.process.allocator import keep_freed_memory
 from launcher.process.lifetime import die_with_parent
 from scripts.bench.baselines import Batch, Setup, Step, ddp, ddp_with_hook, refuse_disagreement
@@ -42,9 +42,9 @@ BARE_HOOK = "ddp + hook without GradScaler"
 TUNED_MB = (1, 2, 4)  # buckets of DistributedDataParallel besides its default of 25
 # By side, the wire of ours. All but the first run the launcher's default policy, fp16 emulated.
 OURS = {
-    "ours, fp32 arithmetic": Wire(dtype=HALF),
-    "ours": Wire(),
-    "ours, shard": Wire(shard=True),
+    "ours, fp32 arithmetic": DDPOptions(gradient_dtype=HALF),
+    "ours": DDPOptions(),
+    "ours, shard": DDPOptions(shard_optimizer=True),
 }
 # By side of ours: the policy of the same step without a wire.
 ARITHMETIC = {"ours, fp32 arithmetic": "fp32", "ours": "fp16"}
@@ -103,10 +103,10 @@ class Plan:
 def steps_of_ours(model: nn.Module) -> dict[str, Step]:
     """By side, each with a model of its own."""
     found = {}
-    for name, wire in OURS.items():
-        policy = "fp32" if wire.dtype is HALF else "fp16"
+    for name, options in OURS.items():
+        policy = "fp32" if options.gradient_dtype is HALF else "fp16"
         emulate = None if policy == "fp32" else True
-        found[name] = ours(copy.deepcopy(model), SETUP, policy, wire=wire, emulate=emulate)
+        found[name] = ours(copy.deepcopy(model), SETUP, policy, ddp=options, emulate=emulate)
     return found
 
 
@@ -162,7 +162,7 @@ class OursAlone(Alone):
         super().__init__()
         name = next(name for name, kind in ARITHMETIC.items() if kind == policy)
         emulate = None if policy == "fp32" else True
-        self._stepper = stepper_for(model, SETUP, policy, group=group, emulate=emulate, wire=OURS[name])
+        self._stepper = stepper_for(model, SETUP, policy, group=group, emulate=emulate, ddp=OURS[name])
 
     def _forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
         with self._stepper.forward():
@@ -274,8 +274,8 @@ def timed_buckets(plan: Plan, batch: Batch) -> dict[str, Any]:
     model = plan.model()
     sides: dict[str, Step] = {}
     for mb in BUCKETS_MB:
-        wire = Wire(bucket_bytes=int(mb * 2**20))
-        sides[f"{mb} MB"] = ours(copy.deepcopy(model), SETUP, wire=wire, emulate=True)
+        ddp = DDPOptions(bucket_bytes=int(mb * 2**20))
+        sides[f"{mb} MB"] = ours(copy.deepcopy(model), SETUP, ddp=ddp, emulate=True)
     sides[AUTO] = ours(copy.deepcopy(model), SETUP, emulate=True)
     checked(sides, batch)
     calls = {name: partial(step, batch) for name, step in sides.items()}

@@ -119,7 +119,13 @@ def test_the_files_of_format_2_are_read_and_written(tmp_path: Path) -> None:
         "state.json": json.dumps(
             {
                 "progress": {"epoch": 0, "step": 7, "samples": 70},
-                "counters": {"exponent": 16, "clean": 7, "lives": 1, "applied": 7, "skipped": 2},
+                "counters": {
+                    "exponent": 16,
+                    "growth_tracker": 7,
+                    "hysteresis_tracker": 1,
+                    "applied": 7,
+                    "skipped": 2,
+                },
                 "metric": {"name": "accuracy", "value": 0.5, "lower_is_better": False},
                 "identity": vars(IDENTITY),
                 "scale_mode": "dynamic",

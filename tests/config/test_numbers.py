@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from launcher.config.schema import rules
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError, Wire
+from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper, TorchOptimizer, UnusableError
 from launcher.engine.limits import VOTES
 from launcher.trainer.builders import build
 from tests.models import loss_sum, mlp
@@ -114,12 +114,12 @@ NUMBERS: dict[str, tuple[Build, str | None, tuple[Any, ...], tuple[Any, ...]]] =
         without_none((*NO_POWERS, 2**63)),
     ),
     "predivide": (
-        lambda x: Wire(predivide=x),
+        lambda x: DDPOptions(gradient_predivide_factor=x),
         "ddp.gradient_predivide_factor",
         (1, 2, 2**16),
         (2**17, *without_none(NO_POWERS)),
     ),
-    "bucket_bytes": (lambda x: Wire(bucket_bytes=x), None, (None, *COUNTS), without_none(NO_COUNTS)),
+    "bucket_bytes": (lambda x: DDPOptions(bucket_bytes=x), None, (None, *COUNTS), without_none(NO_COUNTS)),
 }
 CASES = [(name, value) for name, row in NUMBERS.items() for value in row[2] + row[3]]
 # What an own loop may do and a run may not: at this rate nothing would be learned.
@@ -172,8 +172,14 @@ def test_a_rate_of_zero_is_for_own_loops_only() -> None:
         (lambda: Scaling(init=2, min=4), "min <= init <= max"),
         (lambda: Scaling(init=2**20, max=2**16), "min <= init <= max"),
         (lambda: SGD(0.1, nesterov=True), "nesterov=True: it needs momentum above 0"),
-        (lambda: Wire(dtype=torch.float64), "dtype=torch.float64: it must be None or one of torch.float16"),
-        (lambda: Wire(dtype="fp16"), "dtype='fp16': it must be None or one of torch.float16"),
+        (
+            lambda: DDPOptions(gradient_dtype=torch.float64),
+            "gradient_dtype=torch.float64: it must be None or one of torch.float16",
+        ),
+        (
+            lambda: DDPOptions(gradient_dtype="fp16"),
+            "gradient_dtype='fp16': it must be None or one of torch.float16",
+        ),
         (lambda: stepper(learning_rates=[]), "learning_rates is empty"),
         (lambda: Stepper(mlp(), "sgd"), "'sgd' is not an optimizer"),
         (lambda: Stepper(mlp(), SGD), "SGD is not an optimizer"),
@@ -208,7 +214,7 @@ def test_a_count_that_is_none_is_refused(count: Any) -> None:
 @pytest.mark.parametrize("size", [1e-9, 0.5, 1, 1e300])
 def test_every_bucket_size_of_the_config_is_one_for_the_engine(size: float) -> None:
     assert rules()["ddp.bucket_cap_mb"].holds(size)
-    Wire(bucket_bytes=build.bucket_bytes(size))
+    DDPOptions(bucket_bytes=build.bucket_bytes(size))
 
 
 def test_options_are_keywords_or_a_mapping() -> None:

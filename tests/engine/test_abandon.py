@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, StepReport, UnusableError, Wire
+from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper, StepReport, UnusableError
 from tests.engine.observe import state_digest, train
 from tests.models import Planted, conv_net, features, loss_sum, mlp
 
@@ -17,10 +17,8 @@ from tests.models import Planted, conv_net, features, loss_sum, mlp
 def stepper_of(model: nn.Module, micro_batches: int, overlap: bool = True, **options: Any) -> Stepper:
     """fp16 with many small buckets; SGD with a rate of 1 moves a weight by its gradient."""
     defaults = {"scaling": Scaling("static", 1), "reference_count": 1}
-    wire = Wire(bucket_bytes=1, overlap=overlap)
-    return Stepper(
-        model, SGD(1.0), Policy.fp16(), wire=wire, micro_batches=micro_batches, **defaults | options
-    )
+    ddp = DDPOptions(bucket_bytes=1, overlap=overlap)
+    return Stepper(model, SGD(1.0), Policy.fp16(), ddp=ddp, micro_batches=micro_batches, **defaults | options)
 
 
 def clean_step(stepper: Stepper, micro_batches: int) -> StepReport:

@@ -174,7 +174,9 @@ class Reference:
         self.before = self._buffers()
 
     def _wires(self) -> list[torch.dtype]:
-        return [self.policy.wire if p.ndim >= 2 else torch.float32 for p in self.master.parameters()]
+        return [
+            self.policy.gradient_dtype if p.ndim >= 2 else torch.float32 for p in self.master.parameters()
+        ]
 
     def _buffers(self) -> list[Tensor]:
         return [b.clone() for b in self.master.buffers()]

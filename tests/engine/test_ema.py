@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError, WeightAverage
+from launcher.engine import (
+    SGD,
+    AdamW,
+    ExponentialMovingAverage,
+    Policy,
+    Scaling,
+    Stepper,
+    TorchOptimizer,
+    UnusableError,
+)
 from tests.engine.observe import deciding_on_device, state_digest, train
 from tests.models import Odd, conv_net, features, loss_sum
 
@@ -39,7 +48,7 @@ def masters(stepper: Stepper) -> dict[str, Tensor]:
     return {name: master.clone() for name, master in stepper.named_masters().items()}
 
 
-def bits(average: WeightAverage) -> list[Tensor]:
+def bits(average: ExponentialMovingAverage) -> list[Tensor]:
     return [tensor.clone() for tensor in average.tensors()]
 
 
@@ -62,7 +71,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 )
 def test_it_is_that_of_the_formula_over_applied_steps(options, every_steps) -> None:
     stepper = stepper_of(conv_net(), **options)
-    average = WeightAverage(stepper, DECAY, every_steps)
+    average = ExponentialMovingAverage(stepper, DECAY, every_steps)
     expected = {name: master.double() for name, master in masters(stepper).items()}
     applied = at_pass = 0
     for number in range(STEPS):
@@ -86,7 +95,7 @@ def test_it_is_that_of_the_formula_over_applied_steps(options, every_steps) -> N
 
 def test_the_statistics_of_batch_norms_are_averaged_too() -> None:
     stepper = stepper_of(conv_net())
-    average = WeightAverage(stepper, DECAY)
+    average = ExponentialMovingAverage(stepper, DECAY)
     expected = {name: buffer.double() for name, buffer in stepper.model.named_buffers()}
     for number in (1, 2):
         step(stepper, number)
@@ -103,7 +112,7 @@ def test_the_statistics_of_batch_norms_are_averaged_too() -> None:
 @pytest.mark.parametrize("policy", [Policy.fp16(), Policy.fp32(), Policy.pure_fp16()], ids=lambda p: p.name)
 def test_the_model_has_the_averages_within_the_context_and_its_own_bits_after_it(policy) -> None:
     stepper, alone = stepper_of(conv_net(), policy=policy), stepper_of(conv_net(), policy=policy)
-    average = WeightAverage(stepper, DECAY)
+    average = ExponentialMovingAverage(stepper, DECAY)
     for number in (1, 2, 5):
         step(stepper, number)
         average.update(number)
@@ -133,7 +142,7 @@ def test_the_model_has_the_averages_within_the_context_and_its_own_bits_after_it
 def test_a_state_continues_bit_for_bit_from_any_step(build) -> None:
     shape = (8,) if build is Odd else (3, 8, 8)
     stepper = stepper_of(build())
-    average = WeightAverage(stepper, DECAY, 3)
+    average = ExponentialMovingAverage(stepper, DECAY, 3)
     states = []
     for number in range(STEPS):
         own = average.state()
@@ -143,7 +152,7 @@ def test_a_state_continues_bit_for_bit_from_any_step(build) -> None:
         average.update(number + 1)
     for start in (0, 4, 7, 11):  # after an applied step, a skipped one, and between two passes
         other = stepper_of(build(seed=1))
-        again = WeightAverage(other, DECAY, 3)
+        again = ExponentialMovingAverage(other, DECAY, 3)
         other.load(states[start][0])
         again.load(states[start][1])
         for number in range(start, STEPS):
@@ -156,7 +165,7 @@ def test_a_state_continues_bit_for_bit_from_any_step(build) -> None:
 @pytest.mark.parametrize("on_device", [False, True], ids=["on the host", "on a device"])
 def test_a_step_that_was_dropped_changes_no_average(on_device) -> None:
     stepper = stepper_of(conv_net(), on_device=on_device)
-    average = WeightAverage(stepper, DECAY, 2)
+    average = ExponentialMovingAverage(stepper, DECAY, 2)
     step(stepper, 1)
     average.update(2)
     before = bits(average)
@@ -170,11 +179,11 @@ def test_a_step_that_was_dropped_changes_no_average(on_device) -> None:
 
 def test_it_starts_anew_from_the_present_weights() -> None:
     stepper = stepper_of(conv_net())
-    average = WeightAverage(stepper, DECAY, 2)
+    average = ExponentialMovingAverage(stepper, DECAY, 2)
     step(stepper, 1)
     average.update(2)
     average.restart()
-    fresh = WeightAverage(stepper, DECAY, 2)
+    fresh = ExponentialMovingAverage(stepper, DECAY, 2)
     assert same(bits(average), bits(fresh))
     assert average.state().counters == fresh.state().counters == {"applied": 1}
 
@@ -182,11 +191,13 @@ def test_it_starts_anew_from_the_present_weights() -> None:
 def test_wrong_values_and_states_are_refused() -> None:
     stepper = stepper_of(conv_net())
     for decay in (1.0, -0.1, float("nan"), "0.9"):
-        with pytest.raises(UnusableError, match=r"WeightAverage decay=.*: it must be a finite number from 0"):
-            WeightAverage(stepper, decay)  # type: ignore[arg-type]
+        with pytest.raises(
+            UnusableError, match=r"ExponentialMovingAverage decay=.*: it must be a finite number from 0"
+        ):
+            ExponentialMovingAverage(stepper, decay)  # type: ignore[arg-type]
     with pytest.raises(UnusableError, match="every_steps=0: it must be an int from 1"):
-        WeightAverage(stepper, 0.9, 0)
-    average = WeightAverage(stepper, 0.9)
+        ExponentialMovingAverage(stepper, 0.9, 0)
+    average = ExponentialMovingAverage(stepper, 0.9)
     state, before = average.state(), bits(average)
     for wrong in (
         replace(state, weights={}),
@@ -214,7 +225,7 @@ def test_wrong_values_and_states_are_refused() -> None:
 def test_a_roll_back_of_the_stepper_leaves_averages_of_weights(every_steps, on_device) -> None:
     """The steps since the latest pass are rolled back too, and each one after the load counts once."""
     stepper = stepper_of(conv_net(), on_device=on_device)
-    average = WeightAverage(stepper, DECAY, every_steps)
+    average = ExponentialMovingAverage(stepper, DECAY, every_steps)
     older = stepper.state().clone()
     for number in range(1, 12):
         step(stepper, number)
@@ -234,13 +245,13 @@ def test_a_roll_back_of_the_stepper_leaves_averages_of_weights(every_steps, on_d
         for name, master in masters(stepper).items():
             torch.testing.assert_close(average.state().weights[name], expected[name].lerp(master, weight))
         assert average.state().counters == {"applied": done}
-        average.settle()
+        average.flush()
         average.load(average.state())
 
 
 def test_a_skipped_step_after_a_roll_back_changes_no_average() -> None:
     stepper = stepper_of(conv_net())
-    average = WeightAverage(stepper, DECAY)
+    average = ExponentialMovingAverage(stepper, DECAY)
     older = stepper.state().clone()
     for number in (1, 2):
         step(stepper, number)
@@ -249,11 +260,11 @@ def test_a_skipped_step_after_a_roll_back_changes_no_average() -> None:
     before = bits(average)
     assert not step(stepper, SKIPPED[0])
     average.update(3)
-    average.settle()
+    average.flush()
     assert same(bits(average), before)
     stepper.load(older)
     average.restart()
-    assert same(bits(average), bits(WeightAverage(stepper, DECAY)))
+    assert same(bits(average), bits(ExponentialMovingAverage(stepper, DECAY)))
 
 
 FORBIDDEN: dict[str, Any] = {
@@ -266,7 +277,7 @@ FORBIDDEN: dict[str, Any] = {
     "named_masters": lambda stepper, average: stepper.named_masters(),
     "replicas": lambda stepper, average: stepper.replicas(),
     "update": lambda stepper, average: average.update(1),
-    "settle": lambda stepper, average: average.settle(),
+    "flush": lambda stepper, average: average.flush(),
     "restart": lambda stepper, average: average.restart(),
     "in_model": lambda stepper, average: average.in_model().__enter__(),
     "another Stepper": lambda stepper, average: Stepper(stepper.model, SGD(0.1)),
@@ -276,14 +287,14 @@ FORBIDDEN: dict[str, Any] = {
 @pytest.mark.parametrize("policy", [Policy.fp16(), Policy.fp32()], ids=lambda policy: policy.name)
 def test_what_trains_or_saves_is_refused_while_the_model_has_the_averages(policy) -> None:
     stepper = stepper_of(conv_net(), policy=policy)
-    average = WeightAverage(stepper, DECAY)
+    average = ExponentialMovingAverage(stepper, DECAY)
     for number in (1, 2):
         step(stepper, number)
         average.update(number)
     before, averages = state_digest(stepper, counters=True), bits(average)
     with average.in_model():
         for name, call in FORBIDDEN.items():
-            with pytest.raises(UnusableError, match=r"within WeightAverage\.in_model\(\)"):
+            with pytest.raises(UnusableError, match=r"within ExponentialMovingAverage\.in_model\(\)"):
                 call(stepper, average)
             assert same(bits(average), averages), name
         stepper.average_buffers()
@@ -306,18 +317,18 @@ def test_what_trains_or_saves_is_refused_while_the_model_has_the_averages(policy
 def test_settling_takes_the_steps_since_the_last_pass_and_no_step_twice(on_device) -> None:
     stepper = stepper_of(conv_net(), on_device=on_device)
     first = masters(stepper)
-    average = WeightAverage(stepper, DECAY, every_steps=10)
+    average = ExponentialMovingAverage(stepper, DECAY, every_steps=10)
     for number in (1, 2, 5):
         assert step(stepper, number)
         average.update(number)
-    average.settle()
+    average.flush()
     applied, now = 3, masters(stepper)
     weight = 1 - min(DECAY, (1 + applied) / (10 + applied)) ** applied
     for name, values in average.state().weights.items():
         assert torch.allclose(values, first[name].lerp(now[name], weight), atol=1e-7), name
     before = bits(average)
-    average.settle()
+    average.flush()
     assert not step(stepper, SKIPPED[0])
     average.update(10)
-    average.settle()
+    average.flush()
     assert same(bits(average), before), "nothing has been applied since"

@@ -220,7 +220,7 @@ class Moved(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "wire", "most"),
+    ("optimizer", "gradient_dtype", "most"),
     [
         (SGD(0.1, momentum=0.9), torch.float16, 32),
         (AdamW(0.1), torch.float16, 40),
@@ -228,12 +228,14 @@ class Moved(TorchDispatchMode):
     ],
 )
 def test_an_update_moves_no_more_bytes_a_parameter(
-    optimizer: SGD | AdamW, wire: torch.dtype, most: int
+    optimizer: SGD | AdamW, gradient_dtype: torch.dtype, most: int
 ) -> None:
     """Widening the gradient, torch's fused kernel and rounding the weights, each in one pass."""
     numel = 1 << 20
     weight = torch.empty(numel, dtype=torch.float16, device=META)
-    shard = Shard(weight, torch.empty(numel, device=META), torch.empty(numel, dtype=wire, device=META))
+    shard = Shard(
+        weight, torch.empty(numel, device=META), torch.empty(numel, dtype=gradient_dtype, device=META)
+    )
     multiplier, rate, number, skip = torch.empty(4, device=META).unbind()
     scalars = StepScalars(multiplier, rate.double(), number.double(), skip > 0)
     updater = Updater([shard], optimizer)

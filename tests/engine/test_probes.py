@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from launcher.engine import SGD, Policy, Scaling, Stepper, Wire
+from launcher.engine import SGD, DDPOptions, Policy, Scaling, Stepper
 from tests.engine.observe import state_digest, train
 from tests.models import Planted, features, loss_sum, mlp
 
@@ -28,7 +28,7 @@ def test_a_probe_anywhere_in_a_step_changes_nothing_and_keeps_its_gradient(
     clear, micro_batches, overlap
 ) -> None:
     model = Planted()
-    stepper = Stepper(model, SGD(1.0), micro_batches=micro_batches, wire=Wire(overlap=overlap), **FP16)
+    stepper = Stepper(model, SGD(1.0), micro_batches=micro_batches, ddp=DDPOptions(overlap=overlap), **FP16)
     probes = 0
 
     def look() -> None:
@@ -150,7 +150,7 @@ ORDERS = [
 def test_two_networks_that_train_each_other_do_so_in_any_order(micro_batches, order) -> None:
     ours, theirs = networks(), networks()
     steppers = [
-        Stepper(network, SGD(0.1), Policy.fp32(), micro_batches=micro_batches, wire=Wire(bucket_bytes=1))
+        Stepper(network, SGD(0.1), Policy.fp32(), micro_batches=micro_batches, ddp=DDPOptions(bucket_bytes=1))
         for network in ours
     ]
     for step in range(3):

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from launcher.engine import (
     SGD,
     AdamW,
+    DDPOptions,
+    ExponentialMovingAverage,
     ParameterGroup,
     Policy,
     Scaling,
     Stepper,
     TorchOptimizer,
-    WeightAverage,
-    Wire,
 )
 from tests.engine.observe import deciding_on_device
 from tests.meta_device import fake_group
@@ -68,10 +68,10 @@ def test_a_compiled_update_makes_earlier_graphs_stale(name) -> None:
     refuses_the_stale(stepper_of(**SETTINGS[name]))
 
 
-@pytest.mark.parametrize("wire", [Wire(), Wire(shard=True)], ids=["native", "sharded"])
-def test_an_update_on_several_ranks_makes_earlier_graphs_stale(wire) -> None:
+@pytest.mark.parametrize("ddp", [DDPOptions(), DDPOptions(shard_optimizer=True)], ids=["native", "sharded"])
+def test_an_update_on_several_ranks_makes_earlier_graphs_stale(ddp) -> None:
     with fake_group(2) as group:
-        refuses_the_stale(stepper_of("fp16", group=group, wire=wire))
+        refuses_the_stale(stepper_of("fp16", group=group, ddp=ddp))
 
 
 def refuses_the_stale(stepper: Stepper) -> None:
@@ -96,7 +96,7 @@ def test_a_loaded_state_makes_earlier_graphs_stale() -> None:
 
 def test_a_graph_over_the_averages_is_stale_once_the_model_has_its_weights_again() -> None:
     stepper = stepper_of()
-    average = WeightAverage(stepper, 0.5)
+    average = ExponentialMovingAverage(stepper, 0.5)
     stepper.backward(loss_of(stepper), 4)
     stepper.step()
     earlier = loss_of(stepper)

@@ -168,7 +168,7 @@ def test_counters_that_no_run_has_are_refused_before_anything_is_written(value) 
     stepper, other = stepper_of(), stepper_of()
     train(stepper, *features(4, 0, (3, 8, 8)))
     state, before = stepper.state(), state_digest(other, counters=True)
-    for name in ("applied", "skipped", "clean"):
+    for name in ("applied", "skipped", "growth_tracker"):
         with pytest.raises(ValueError, match=name):
             other.load(replace(state, counters=state.counters | {name: value}))
     assert state_digest(other, counters=True) == before
@@ -187,7 +187,7 @@ def test_a_state_of_parameters_that_require_gradients_loads_as_plain_values(name
     )
     plain.load(state)
     other.load(parameters)
-    assert not [tensor for tensor in other._parts.replica.tensors() if tensor.requires_grad]
+    assert not [tensor for tensor in other._parts.rank_state.tensors() if tensor.requires_grad]
     for each in (plain, other):
         train(each, *features(4, 1, (3, 8, 8)))
     assert state_digest(other, counters=True) == state_digest(plain, counters=True)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from launcher.engine import SGD, AdamW, EngineWarning, Policy, Scaling, Stepper, UnusableError, Wire
+from launcher.engine import SGD, AdamW, DDPOptions, EngineWarning, Policy, Scaling, Stepper, UnusableError
 from launcher.engine.grads import reducer
-from launcher.engine.grads.communication import default_predivide
+from launcher.engine.grads.communication import default_predivide_factor
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
 from tests.meta_device import META, MetaDevice
 from tests.models import Planted, conv_net, features, loss_sum, mlp
@@ -123,9 +123,9 @@ def gradients_of(model: nn.Module, policy: Policy, **options: object) -> dict[st
         (False, 3, {}),
         (False, 3, {"micro_batches": 2}),
         (True, 1, {}),
-        (True, 1, {"wire": Wire(overlap=False)}),
-        (True, 3, {"wire": Wire(overlap=False)}),
-        (True, 3, {"wire": Wire(overlap=False), "micro_batches": 2}),
+        (True, 1, {"ddp": DDPOptions(overlap=False)}),
+        (True, 3, {"ddp": DDPOptions(overlap=False)}),
+        (True, 3, {"ddp": DDPOptions(overlap=False), "micro_batches": 2}),
     ],
 )
 def test_checkpointed_layers_have_the_gradients_of_plain_ones(
@@ -135,7 +135,7 @@ def test_checkpointed_layers_have_the_gradients_of_plain_ones(
         monkeypatch.setattr(reducer, "KEPT_BYTES", 0)
     plain = gradients_of(Twice(times, None), policy)
     again = gradients_of(Twice(times, use_reentrant), policy, **options)
-    tolerance = 1e-6 if policy.weights == torch.float32 and policy.wire == torch.float32 else 4e-3
+    tolerance = 1e-6 if policy.weights == torch.float32 and policy.gradient_dtype == torch.float32 else 4e-3
     for name, gradient in plain.items():
         largest = gradient.abs().max().item()
         assert torch.allclose(again[name].float(), gradient.float(), atol=tolerance * largest), name
@@ -143,7 +143,9 @@ def test_checkpointed_layers_have_the_gradients_of_plain_ones(
 
 def test_a_gradient_that_arrives_after_its_bucket_left_is_refused_by_name(monkeypatch) -> None:
     monkeypatch.setattr(reducer, "KEPT_BYTES", 0)
-    stepper = Stepper(Twice(2, True), SGD(0.1), Policy.fp32(), reference_count=4, wire=Wire(bucket_bytes=1))
+    stepper = Stepper(
+        Twice(2, True), SGD(0.1), Policy.fp32(), reference_count=4, ddp=DDPOptions(bucket_bytes=1)
+    )
     x, classes = features(4, 0)
     with pytest.raises(UnusableError, match=r"layer\.(weight|bias) received a gradient twice.*overlap=False"):
         train(stepper, x.requires_grad_(), classes)
@@ -235,7 +237,7 @@ def test_a_dropped_stepper_leaves_its_model_usable() -> None:
     ("world_size", "divisor"), [(1, 1), (8, 1), (9, 4), (16, 4), (17, 8), (64, 8), (65, 16), (1024, 32)]
 )
 def test_default_predivisor(world_size, divisor) -> None:
-    assert default_predivide(world_size) == divisor
+    assert default_predivide_factor(world_size) == divisor
 
 
 @pytest.mark.slow

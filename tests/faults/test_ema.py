@@ -99,13 +99,13 @@ def test_a_bit_of_it_that_differs_between_ranks_ends_the_run(tmp_path: Path) -> 
 def drift() -> None:
     import os
 
-    from launcher.engine import WeightAverage
+    from launcher.engine import ExponentialMovingAverage
 
-    update = WeightAverage.update
+    update = ExponentialMovingAverage.update
 
-    def and_drift(self: WeightAverage, step: int) -> None:
+    def and_drift(self: ExponentialMovingAverage, step: int) -> None:
         update(self, step)
         if os.environ["RANK"] == "1":
             self.tensors()[0][:] *= 1 + 1e-6
 
-    WeightAverage.update = and_drift  # type: ignore[method-assign]
+    ExponentialMovingAverage.update = and_drift  # type: ignore[method-assign]

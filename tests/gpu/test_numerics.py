@@ -11,7 +11,7 @@ from torch import nn
 from launcher.checkpoint.host_memory import PinnedStagingBuffer
 from launcher.checkpoint.snapshot import RunExtras, RunIdentity, SavedWith, TrainProgress, stage
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
+from launcher.engine import SGD, AdamW, DDPOptions, Policy, Stepper
 from launcher.engine.optim.update import DEVICE_CHUNK, StepScalars, Updater
 from launcher.engine.params.flat_buffers import Shard
 from launcher.trainer.diagnostics.exponents import ExponentCounter
@@ -57,7 +57,7 @@ def test_the_plain_update_of_a_device_gives_the_values_of_the_host(device, optim
     for place in (torch.device("cpu"), device):
         weight = master.to(policy.weights).to(place)
         own = {"fp32": weight, "pure_fp16": None}.get(name, master.to(place))
-        shard = Shard(weight, own, grad.to(policy.wire).to(place))
+        shard = Shard(weight, own, grad.to(policy.gradient_dtype).to(place))
         updater = Updater([shard], optimizer)
         for skip in (False, True):
             updater.step(
@@ -96,13 +96,15 @@ def test_the_plain_update_takes_a_chunk_of_memory(gpu) -> None:
     assert torch.cuda.max_memory_allocated(gpu) - before < 4 * DEVICE_CHUNK + 2**20
 
 
-@pytest.mark.parametrize("wire", [Wire(), Wire(shard=True), Wire(overlap=False)], ids=str)
+@pytest.mark.parametrize(
+    "ddp", [DDPOptions(), DDPOptions(shard_optimizer=True), DDPOptions(overlap=False)], ids=str
+)
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.usefixtures("same_bits")
-def test_a_group_of_one_gives_the_bits_of_none(device, group_of_one, wire, k) -> None:
+def test_a_group_of_one_gives_the_bits_of_none(device, group_of_one, ddp, k) -> None:
     states = []
     for group in (None, group_of_one):
-        stepper = stepper_of(device, Policy.fp16(), group=group, wire=wire, micro_batches=k)
+        stepper = stepper_of(device, Policy.fp16(), group=group, ddp=ddp, micro_batches=k)
         for step in range(6):
             for part in range(k):
                 forward_backward(stepper, *batch_of(device, 10 * step + part, BATCH // k))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import SGD, Policy, Scaling, Stepper, StepReport, Wire
+from launcher.engine import SGD, DDPOptions, Policy, Scaling, Stepper, StepReport
 from tests.engine.observe import state_digest
 from tests.engine.test_abandon import Failing
 from tests.models import Planted
@@ -33,14 +33,14 @@ class Matrices(nn.Module):
     forward = Planted.forward
 
 
-def build(env: WorkerEnv, model: nn.Module, wire: str, micro_batches: int, overlap: bool) -> Stepper:
+def build(env: WorkerEnv, model: nn.Module, ddp: str, micro_batches: int, overlap: bool) -> Stepper:
     return Stepper(
         model,
         SGD(1.0),
         Policy.fp16(),
         env.group,
         scaling=Scaling(init=1, growth_interval=100),
-        wire=Wire(bucket_bytes=1, overlap=overlap, **WIRES[wire]),
+        ddp=DDPOptions(bucket_bytes=1, overlap=overlap, **WIRES[ddp]),
         micro_batches=micro_batches,
     )
 
@@ -53,9 +53,9 @@ def fail_halfway(stepper: Stepper) -> None:
         stepper.backward(loss, 8)
 
 
-def abandon_some(env: WorkerEnv, model: type[nn.Module], wire: str, micro_batches: int, overlap: bool) -> Any:
+def abandon_some(env: WorkerEnv, model: type[nn.Module], ddp: str, micro_batches: int, overlap: bool) -> Any:
     """Reports of steps that ranks abandon in turn, of a clean one at the end, and the masters then."""
-    stepper = build(env, model(), wire, micro_batches, overlap)
+    stepper = build(env, model(), ddp, micro_batches, overlap)
 
     def train(calls: int, gradient: float = 1.0) -> StepReport:
         for _ in range(calls):
@@ -82,8 +82,8 @@ def abandon_some(env: WorkerEnv, model: type[nn.Module], wire: str, micro_batche
     return reports, unchanged, [master.clone() for master in stepper.named_masters().values()]
 
 
-CASES = [(Planted, wire, micro_batches, True) for wire in WIRES for micro_batches in (1, 2)]
-CASES += [(Matrices, wire, 1, True) for wire in WIRES]
+CASES = [(Planted, ddp, micro_batches, True) for ddp in WIRES for micro_batches in (1, 2)]
+CASES += [(Matrices, ddp, 1, True) for ddp in WIRES]
 CASES += [(Planted, "native", 1, False), (Matrices, "sharded", 2, False)]
 
 
@@ -107,9 +107,9 @@ def test_all_ranks_skip_what_one_abandons(world_size, cases) -> None:
             assert all(torch.equal(master, torch.full_like(master, -2.0)) for master in masters), case
 
 
-def refuse_on_one_rank(env: WorkerEnv, wire: str, micro_batches: int) -> list[Tensor]:
+def refuse_on_one_rank(env: WorkerEnv, ddp: str, micro_batches: int) -> list[Tensor]:
     """A loss of something else than the model in the last micro-batch of rank 1, then the right one."""
-    stepper = build(env, Planted(), wire, micro_batches, overlap=True)
+    stepper = build(env, Planted(), ddp, micro_batches, overlap=True)
     for _ in range(2):
         for number in range(micro_batches):
             if env.rank == 1 and number == micro_batches - 1:
@@ -123,7 +123,7 @@ def refuse_on_one_rank(env: WorkerEnv, wire: str, micro_batches: int) -> list[Te
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_refused_loss_of_one_rank_leaves_no_trace_on_the_others(wire, micro_batches) -> None:
-    for masters in run_ranks(2, refuse_on_one_rank, wire, micro_batches):
+@pytest.mark.parametrize("ddp", WIRES)
+def test_a_refused_loss_of_one_rank_leaves_no_trace_on_the_others(ddp, micro_batches) -> None:
+    for masters in run_ranks(2, refuse_on_one_rank, ddp, micro_batches):
         assert all(torch.equal(master, torch.full_like(master, -2.0)) for master in masters)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, UnusableError, Wire
+from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper, UnusableError
 from launcher.trainer.diagnostics.exponents import ExponentCounter, GradientStatistics
 from tests.engine.observe import train
 from tests.models import Planted, mlp
@@ -24,16 +24,18 @@ from tests.ranks.harness import run_ranks
 
 T = TypeVar("T")
 FOUR = pytest.param(4, marks=pytest.mark.slow)  # ranks
-WIRES = {"native": Wire(), "sharded": Wire(shard=True)}
-SMALL = {name: Wire(bucket_bytes=256, shard=wire.shard) for name, wire in WIRES.items()}
+WIRES = {"native": DDPOptions(), "sharded": DDPOptions(shard_optimizer=True)}
+SMALL = {
+    name: DDPOptions(bucket_bytes=256, shard_optimizer=ddp.shard_optimizer) for name, ddp in WIRES.items()
+}
 
 
-def trained(env: WorkerEnv, wire: Wire, policy: Policy, steps: int, optimizer=None) -> dict:
+def trained(env: WorkerEnv, ddp: DDPOptions, policy: Policy, steps: int, optimizer=None) -> dict:
     """What a rank holds after some steps of an MLP on data of its own."""
     torch.manual_seed(0)
     model = mlp()
     stepper = Stepper(
-        model, optimizer or AdamW(0.01), policy, env.group, wire=wire, clip_norm=1.0, reference_count=8
+        model, optimizer or AdamW(0.01), policy, env.group, ddp=ddp, clip_norm=1.0, reference_count=8
     )
     generator = torch.Generator().manual_seed(env.rank)
     reports = []
@@ -54,11 +56,11 @@ def trained(env: WorkerEnv, wire: Wire, policy: Policy, steps: int, optimizer=No
 
 def on_every_wire(env: WorkerEnv, work: Callable[..., T], *args: object) -> dict[str, T]:
     """One start of the ranks for all wires."""
-    return {name: work(env, wire, *args) for name, wire in WIRES.items()}
+    return {name: work(env, ddp, *args) for name, ddp in WIRES.items()}
 
 
 def all_wires(env: WorkerEnv, policy: Policy, steps: int) -> dict[str, dict]:
-    return {name: trained(env, wire, policy, steps) for name, wire in SMALL.items()}
+    return {name: trained(env, ddp, policy, steps) for name, ddp in SMALL.items()}
 
 
 @pytest.mark.sampled(every=2, first=1)
@@ -98,10 +100,10 @@ def test_all_wires_send_the_same_bytes_and_shards_divide_the_memory() -> None:
 def large_states(env: WorkerEnv) -> dict[str, dict]:
     """One step of a model whose vectors are small beside its matrices."""
     results = {}
-    for name, wire in WIRES.items():
+    for name, ddp in WIRES.items():
         torch.manual_seed(0)
         model = torch.nn.Linear(500, 500)
-        stepper = Stepper(model, AdamW(0.01), Policy.fp16(), env.group, wire=wire, reference_count=8)
+        stepper = Stepper(model, AdamW(0.01), Policy.fp16(), env.group, ddp=ddp, reference_count=8)
         report = train(stepper, torch.randn(8, 500), torch.zeros(8, dtype=torch.int64))
         results[name] = {
             "bytes": report.wire_bytes,
@@ -111,13 +113,11 @@ def large_states(env: WorkerEnv) -> dict[str, dict]:
     return results
 
 
-def plant(env: WorkerEnv, wire: Wire, matrix: float, scale: int = 1) -> dict:
+def plant(env: WorkerEnv, ddp: DDPOptions, matrix: float, scale: int = 1) -> dict:
     """One step in which every rank's fp16 gradient is `matrix` times the scale throughout."""
     model = Planted(5, 7, 11)
     scaling = Scaling("static", init=scale)
-    stepper = Stepper(
-        model, SGD(1.0), Policy.fp16(), env.group, wire=wire, scaling=scaling, reference_count=1
-    )
+    stepper = Stepper(model, SGD(1.0), Policy.fp16(), env.group, ddp=ddp, scaling=scaling, reference_count=1)
     before = model.matrix.detach().clone()
     with stepper.forward():
         loss = model(torch.full((5, 7), matrix), 0.0)
@@ -137,9 +137,9 @@ def test_60000_on_every_rank_overflows_native_and_gives_the_mean_sharded(world_s
         assert rank["sharded"]["norm"] == pytest.approx(mean_norm, rel=1e-3)
 
 
-def plant_inf_on_last_rank(env: WorkerEnv, wire: Wire) -> tuple:
+def plant_inf_on_last_rank(env: WorkerEnv, ddp: DDPOptions) -> tuple:
     value = float("inf") if env.rank == env.world_size - 1 else 1.0
-    result = plant(env, wire, value)
+    result = plant(env, ddp, value)
     report = result["report"]
     return result["skipped"], result["moved"], report.culprit_ranks, report.culprit_parameters
 
@@ -157,11 +157,11 @@ def small_gradients(env: WorkerEnv) -> tuple[dict[str, float], dict[str, float]]
     The vectors, which all ranks hold, have most of the norm, and each rank another part of it.
     """
     norms, sums = {}, {}
-    for name, wire in WIRES.items():
+    for name, ddp in WIRES.items():
         model = Planted(5, 7, 11)
         scaling = Scaling("static", 1)
         stepper = Stepper(
-            model, SGD(1.0, 0.5), Policy.fp16(), env.group, wire=wire, scaling=scaling, reference_count=1
+            model, SGD(1.0, 0.5), Policy.fp16(), env.group, ddp=ddp, scaling=scaling, reference_count=1
         )
         for _ in range(2):
             with stepper.forward():
@@ -183,7 +183,7 @@ def test_each_gradient_is_in_the_norm_once_on_every_wire_and_padding_has_none() 
     assert sum(sums["sharded"] for _, sums in ranks) == pytest.approx(matrix + 3 * vector)
 
 
-def count_collectives(env: WorkerEnv, wire: Wire) -> list[str]:
+def count_collectives(env: WorkerEnv, ddp: DDPOptions) -> list[str]:
     """The names of the collectives of a second step, in order."""
     calls: list[str] = []
     gathers = ["all_gather_single", "all_gather_into_tensor"]
@@ -192,7 +192,7 @@ def count_collectives(env: WorkerEnv, wire: Wire) -> list[str]:
         if original is not None and not (name == gathers[1] and hasattr(dist, gathers[0])):
             setattr(dist, name, recording(original, name, calls))
     model = mlp()
-    stepper = Stepper(model, SGD(0.1), Policy.fp16(), env.group, wire=wire, reference_count=8)
+    stepper = Stepper(model, SGD(0.1), Policy.fp16(), env.group, ddp=ddp, reference_count=8)
     x, classes = torch.randn(8, model[0].in_features), torch.zeros(8, dtype=torch.int64)
     train(stepper, x, classes)
     calls.clear()
@@ -230,8 +230,8 @@ def test_no_collective_beyond_the_buckets_and_the_counts(world_size, name, expec
 def drop_a_step(env: WorkerEnv) -> float:
     """A stepper goes away while its messages are under way; the group is used again."""
     model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(4)))
-    wire = Wire(bucket_bytes=1 << 21)
-    stepper = Stepper(model, SGD(0.1), Policy.fp16(), env.group, wire=wire, reference_count=1)
+    ddp = DDPOptions(bucket_bytes=1 << 21)
+    stepper = Stepper(model, SGD(0.1), Policy.fp16(), env.group, ddp=ddp, reference_count=1)
     if env.rank:
         time.sleep(0.5)
     with stepper.forward():
@@ -254,7 +254,7 @@ def counted_gradients(env: WorkerEnv) -> dict[str, GradientStatistics]:
     powers = torch.ldexp(torch.ones(35), -torch.arange(35.0)).where(torch.arange(35) % 5 > 0, 0.0)
     found = {}
     for name in ("native", "sharded"):
-        options = {"wire": SMALL[name], "scaling": Scaling("static", 1024)}
+        options = {"ddp": SMALL[name], "scaling": Scaling("static", 1024)}
         stepper = Stepper(Planted(5, 7, 11), SGD(0.1), Policy.fp16(), env.group, **options)
         with stepper.forward():
             loss = stepper.model(powers.reshape(5, 7), powers[:11])
@@ -277,11 +277,13 @@ def test_sharded_gradients_are_counted_once_each(world_size) -> None:
         assert found["native"].layers["vector"].zero_share == 3 / 11
 
 
-def train_matrices_alone(env: WorkerEnv, wire: Wire, policy: Policy) -> tuple[torch.Tensor, list[bool], list]:
+def train_matrices_alone(
+    env: WorkerEnv, ddp: DDPOptions, policy: Policy
+) -> tuple[torch.Tensor, list[bool], list]:
     """Two steps, the first of which overflows on the last rank; nothing but a matrix is trained."""
     model = nn.Linear(7, 5, bias=False)
     nn.init.zeros_(model.weight)
-    stepper = Stepper(model, SGD(1.0), policy, env.group, wire=wire, reference_count=1)
+    stepper = Stepper(model, SGD(1.0), policy, env.group, ddp=ddp, reference_count=1)
     skipped, culprits = [], []
     for factor in (torch.inf if env.rank == env.world_size - 1 else 1.0, 1.0):
         with stepper.forward():
@@ -302,8 +304,8 @@ def test_a_model_of_matrices_alone_travels_on_every_wire(world_size) -> None:
             assert skipped == [False, False] or culprits[0] == (world_size - 1,), name
 
 
-def send_subnormals(env: WorkerEnv, wire: Wire) -> float:
-    stepper = Stepper(Planted(), SGD(1.0), Policy.fp16(), env.group, wire=wire, scaling=Scaling("static", 1))
+def send_subnormals(env: WorkerEnv, ddp: DDPOptions) -> float:
+    stepper = Stepper(Planted(), SGD(1.0), Policy.fp16(), env.group, ddp=ddp, scaling=Scaling("static", 1))
     with stepper.forward():
         loss = stepper.model(3 * 2.0**-24, 0.0)
     stepper.backward(loss, 1)
@@ -314,7 +316,9 @@ def send_subnormals(env: WorkerEnv, wire: Wire) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_is_widened_before_it_is_multiplied(dtype) -> None:
     """Halved in fp16, 3 * 2^-24 would be 2 * 2^-24."""
-    for weight in run_ranks(2, send_subnormals, Wire(dtype=dtype, predivide=4)):
+    for weight in run_ranks(
+        2, send_subnormals, DDPOptions(gradient_dtype=dtype, gradient_predivide_factor=4)
+    ):
         assert weight == -3 * 2.0**-24
 
 

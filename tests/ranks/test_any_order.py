@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import AdamW, Policy, Scaling, Stepper, UnusableError, Wire
+from launcher.engine import AdamW, DDPOptions, Policy, Scaling, Stepper, UnusableError
 from tests.engine.observe import state_digest, weights_are_rounded_masters
 from tests.engine.test_any_order import (
     CLIP,
@@ -84,7 +84,9 @@ def play(stepper: Stepper, model: Net, part: Part) -> None:
             buffer.copy_(before)
 
 
-def train_at_random(env: WorkerEnv, policy: Policy, wire: Wire, num_steps: int) -> tuple[list[str], int, int]:
+def train_at_random(
+    env: WorkerEnv, policy: Policy, ddp: DDPOptions, num_steps: int
+) -> tuple[list[str], int, int]:
     """The replicas' digests, the steps that were abandoned, and those skipped for another reason."""
     warnings.simplefilter("ignore")  # of ranks without samples whose p.grad holds a probe
     torch.manual_seed(0)
@@ -97,7 +99,7 @@ def train_at_random(env: WorkerEnv, policy: Policy, wire: Wire, num_steps: int) 
         policy,
         env.group,
         scaling=Scaling("dynamic", init=INIT, growth_interval=GROWTH, max=MAX) if dynamic else None,
-        wire=wire,
+        ddp=ddp,
         clip_norm=CLIP,
         micro_batches=MICRO_BATCHES,
         reference_count=REFERENCE,
@@ -152,18 +154,18 @@ def weights_digest(stepper: Stepper) -> str:
 
 
 CASES = {
-    "fp16": (3, Policy.fp16(), Wire()),
-    "fp32": (2, Policy.fp32(), Wire(overlap=False)),
-    "sharded": (3, Policy.fp16(), Wire(shard=True, bucket_bytes=64)),
-    "bf16": (3, Policy.bf16(), Wire(bucket_bytes=64)),
+    "fp16": (3, Policy.fp16(), DDPOptions()),
+    "fp32": (2, Policy.fp32(), DDPOptions(overlap=False)),
+    "sharded": (3, Policy.fp16(), DDPOptions(shard_optimizer=True, bucket_bytes=64)),
+    "bf16": (3, Policy.bf16(), DDPOptions(bucket_bytes=64)),
 }
 
 
 def agree(case: str, num_steps: int, timeout_s: float = 60) -> tuple[int, int]:
     """How many steps were abandoned, and how many skipped for another reason, on all ranks alike."""
-    world_size, policy, wire = CASES[case]
-    results = run_ranks(world_size, train_at_random, policy, wire, num_steps, timeout_s=timeout_s)
-    if not wire.shard:  # else each rank has masters of its own, and the reference alone decides
+    world_size, policy, ddp = CASES[case]
+    results = run_ranks(world_size, train_at_random, policy, ddp, num_steps, timeout_s=timeout_s)
+    if not ddp.shard_optimizer:  # else each rank has masters of its own, and the reference alone decides
         assert len({tuple(digests) for digests, _, _ in results}) == 1
     (counts,) = {result[1:] for result in results}
     return counts

@@ -7,7 +7,7 @@ from torch import nn
 
 from launcher.checkpoint.snapshot import mean_over_ranks
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import SGD, Policy, Stepper, WeightAverage
+from launcher.engine import SGD, ExponentialMovingAverage, Policy, Stepper
 from tests.ranks.harness import run_ranks
 
 
@@ -60,7 +60,7 @@ class Queueing(nn.Module):
 def evaluate_with_queue(env: WorkerEnv) -> dict[str, torch.Tensor]:
     model = Queueing()
     stepper = Stepper(model, SGD(0.1), Policy.fp32(), env.group)
-    average = WeightAverage(stepper, decay=0.5)
+    average = ExponentialMovingAverage(stepper, decay=0.5)
     stepper.backward(model.weight.float().sum(), 1)
     model.queue.fill_(env.rank + 1)
     model.running_var.fill_(env.rank + 1)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import torch
 
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import AdamW, Policy, Scaling, Stepper, WeightAverage, Wire
+from launcher.engine import AdamW, DDPOptions, ExponentialMovingAverage, Policy, Scaling, Stepper
 from tests.engine.observe import state_digest, train
 from tests.models import conv_net, features
 from tests.ranks.harness import run_ranks
 
 
 def averages(env: WorkerEnv, sharded: bool) -> dict[str, torch.Tensor]:
-    wire = Wire(shard=sharded)
-    stepper = Stepper(
-        conv_net(), AdamW(0.01), Policy.fp16(), env.group, wire=wire, scaling=Scaling(init=1024)
-    )
-    average = WeightAverage(stepper, 0.9)
+    ddp = DDPOptions(shard_optimizer=sharded)
+    stepper = Stepper(conv_net(), AdamW(0.01), Policy.fp16(), env.group, ddp=ddp, scaling=Scaling(init=1024))
+    average = ExponentialMovingAverage(stepper, 0.9)
     for number in range(5):
         x, classes = features(8, 10 * number + env.rank, (3, 8, 8))
         train(stepper, x * float("inf") if number == 3 and env.rank == 0 else x, classes)
@@ -26,7 +24,7 @@ def averages(env: WorkerEnv, sharded: bool) -> dict[str, torch.Tensor]:
         found = {name: value.clone() for name, value in stepper.model.state_dict().items()}
     assert state_digest(stepper) == before
     state = average.state()
-    again = WeightAverage(stepper, 0.9)
+    again = ExponentialMovingAverage(stepper, 0.9)
     again.load(state)
     assert all(map(torch.equal, again.tensors(), average.tensors()))
     numel = sum(p.numel() for p in stepper.model.parameters())

@@ -15,21 +15,21 @@ LOOP = """
 import sys
 import torch
 import torch.distributed as dist
-from launcher.engine import AdamW, Policy, Stepper, Wire
+from launcher.engine import AdamW, Policy, Stepper, DDPOptions
 
 torch.set_num_threads(1)
 rank, world_size, folder, kind, ending = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 store = dist.FileStore(folder + "/store", world_size)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 own_groups = kind in ("subgroup", "two Steppers")
-wire = {"shard": Wire(shard=True)}.get(kind)
+ddp = {"shard": DDPOptions(shard_optimizer=True)}.get(kind)
 if kind == "two Steppers, one group":
-    wire = Wire(overlap=False)
+    ddp = DDPOptions(overlap=False)
 steppers = []
 for _ in range(2 if "two" in kind else 1):
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
     group = dist.new_group([0, 1]) if own_groups else dist.group.WORLD
-    steppers.append(Stepper(model, AdamW(lr=3e-4), policy=Policy.fp16(), group=group, wire=wire))
+    steppers.append(Stepper(model, AdamW(lr=3e-4), policy=Policy.fp16(), group=group, ddp=ddp))
 for step in range(5):
     for stepper in steppers:
         inputs, labels = torch.randn(4, 8), torch.randint(3, (4,))

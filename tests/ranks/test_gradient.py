@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import SGD, EngineWarning, Policy, Scaling, Stepper, Wire
+from launcher.engine import SGD, DDPOptions, EngineWarning, Policy, Scaling, Stepper
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
 from tests.models import Odd, Planted, conv_net, features, loss_sum, mlp
 from tests.ranks.harness import run_ranks
@@ -83,7 +83,7 @@ def test_a_step_without_samples_changes_nothing() -> None:
 def odd_parameters(env: WorkerEnv, policy: Policy, overlap: bool) -> dict[str, Any]:
     """The odd model, each rank in another branch, against its gradient by plain autograd in one process."""
     warnings.filterwarnings("ignore", ".* parameters received no gradient")
-    options = {"scaling": Scaling(init=256), "wire": Wire(bucket_bytes=128, overlap=overlap)}
+    options = {"scaling": Scaling(init=256), "ddp": DDPOptions(bucket_bytes=128, overlap=overlap)}
     model = Odd(seed=env.rank)  # rank 0's values are taken, those of frozen parameters as well
     stepper = Stepper(model, SGD(0.1, momentum=0.9), policy, env.group, reference_count=4, **options)
     plain = Odd(seed=0)

@@ -20,7 +20,7 @@ STEPS = 6
 def trained(group: dist.ProcessGroup | None, name: str, wire: str) -> tuple[dict[str, Tensor], bool]:
     """fp32, with the same samples on all ranks, resumed halfway; and whether a shard begins in a group."""
     arguments = (CASES[name][0], Policy.fp32(), group)
-    options = {"wire": SMALL[wire], "groups": GROUPS, "reference_count": 16, "clip_norm": 1.0}
+    options = {"ddp": SMALL[wire], "groups": GROUPS, "reference_count": 16, "clip_norm": 1.0}
     stepper = Stepper(Grouped(), *arguments, **options)
     for step in range(STEPS):
         if step == STEPS // 2:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, Wire
+from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper, TorchOptimizer
 from launcher.engine.state import EngineState
 from tests.engine.observe import flat_tensors, state_digest, train
 from tests.models import conv_net
@@ -26,7 +26,7 @@ OPTIMIZERS = {
 SCALING = Scaling(growth_interval=3, hysteresis=2, init=1024)  # moves often, so that its counters matter
 
 
-def stepper_of(env: WorkerEnv, optimizer, policy: Policy, wire: Wire | None = None) -> Stepper:
+def stepper_of(env: WorkerEnv, optimizer, policy: Policy, ddp: DDPOptions | None = None) -> Stepper:
     rates = [0.1 / (1 + step) for step in range(STEPS)]
     return Stepper(
         conv_net(seed=env.rank),
@@ -34,7 +34,7 @@ def stepper_of(env: WorkerEnv, optimizer, policy: Policy, wire: Wire | None = No
         policy,
         env.group,
         scaling=SCALING if policy.arithmetic == torch.float16 else None,
-        wire=wire,
+        ddp=ddp,
         learning_rates=rates,
         reference_count=4,
     )
@@ -52,15 +52,17 @@ def run(env: WorkerEnv, stepper: Stepper, start: int, stop: int) -> None:
             hook.remove()
 
 
-def resume_everywhere(env: WorkerEnv, optimizer, policy: Policy, wire: Wire | None) -> tuple[str, list[str]]:
+def resume_everywhere(
+    env: WorkerEnv, optimizer, policy: Policy, ddp: DDPOptions | None
+) -> tuple[str, list[str]]:
     """The digest of the undisturbed run, and those of runs stopped after each number of steps."""
-    whole = stepper_of(env, optimizer, policy, wire)
+    whole = stepper_of(env, optimizer, policy, ddp)
     run(env, whole, 0, STEPS)
     digests = []
     for stop in range(STEPS):
-        first = stepper_of(env, optimizer, policy, wire)
+        first = stepper_of(env, optimizer, policy, ddp)
         run(env, first, 0, stop)
-        second = stepper_of(env, optimizer, policy, wire)
+        second = stepper_of(env, optimizer, policy, ddp)
         second.load(first.state().clone())
         run(env, second, stop, STEPS)
         digests.append(state_digest(second, counters=True))
@@ -88,8 +90,8 @@ def test_resume_at_every_step_equals_the_undisturbed_run(name, policy) -> None:
 
 @pytest.mark.slow
 def test_resume_with_a_sharded_optimizer() -> None:
-    wire = Wire(shard=True)
-    for undisturbed, resumed in run_ranks(2, resume_everywhere, AdamW(0.01), Policy.fp16(), wire):
+    ddp = DDPOptions(shard_optimizer=True)
+    for undisturbed, resumed in run_ranks(2, resume_everywhere, AdamW(0.01), Policy.fp16(), ddp):
         assert resumed == [undisturbed] * STEPS
 
 
@@ -99,7 +101,7 @@ LEFT_OUT: dict[str, Callable[[EngineState, EngineState], EngineState]] = {
     "buffers": lambda old, new: replace(old, buffers=new.buffers),
     **{
         name: lambda old, new, name=name: replace(old, counters={**old.counters, name: new.counters[name]})
-        for name in ("exponent", "clean", "lives", "applied", "skipped")
+        for name in ("exponent", "growth_tracker", "hysteresis_tracker", "applied", "skipped")
     },
 }
 
@@ -107,7 +109,9 @@ LEFT_OUT: dict[str, Callable[[EngineState, EngineState], EngineState]] = {
 @pytest.mark.parametrize("part", LEFT_OUT)
 def test_leaving_any_part_out_is_noticed(part) -> None:
     """With that part as in a fresh stepper, the resumed run ends elsewhere."""
-    stop = 3 if part == "lives" else 5  # between two overflows, or in the middle of a count of clean steps
+    stop = (
+        3 if part == "hysteresis_tracker" else 5
+    )  # between two overflows, or in the middle of a count of clean steps
     env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
     digests = []
     for change in (lambda old, new: old, LEFT_OUT[part]):
@@ -120,14 +124,14 @@ def test_leaving_any_part_out_is_noticed(part) -> None:
     assert digests[0] != digests[1]
 
 
-def save_on_ranks(env: WorkerEnv, wire: Wire | None) -> EngineState:
-    stepper = stepper_of(env, AdamW(0.01), Policy.fp16(), wire)
+def save_on_ranks(env: WorkerEnv, ddp: DDPOptions | None) -> EngineState:
+    stepper = stepper_of(env, AdamW(0.01), Policy.fp16(), ddp)
     run(env, stepper, 0, 5)
     return stepper.state().clone()
 
 
-def load_on_ranks(env: WorkerEnv, wire: Wire | None, state: EngineState) -> bool:
-    stepper = stepper_of(env, AdamW(0.01), Policy.fp16(), wire)
+def load_on_ranks(env: WorkerEnv, ddp: DDPOptions | None, state: EngineState) -> bool:
+    stepper = stepper_of(env, AdamW(0.01), Policy.fp16(), ddp)
     stepper.load(state)
     again = stepper.state()
     kinds = (
@@ -153,13 +157,13 @@ def load_on_ranks(env: WorkerEnv, wire: Wire | None, state: EngineState) -> bool
     ],
 )
 def test_a_state_fits_another_number_of_ranks_and_another_wire(before, after, sharded) -> None:
-    old, new = (Wire(shard=shard) for shard in sharded)
+    old, new = (DDPOptions(shard_optimizer=shard) for shard in sharded)
     (state, *_) = run_ranks(before, save_on_ranks, old)
     assert all(run_ranks(after, load_on_ranks, new, state))
 
 
-def refused_on_one_rank(env: WorkerEnv, wire: Wire, part: str) -> tuple[str, bool, bool]:
-    stepper = stepper_of(env, AdamW(0.01), Policy.fp16(), wire)
+def refused_on_one_rank(env: WorkerEnv, ddp: DDPOptions, part: str) -> tuple[str, bool, bool]:
+    stepper = stepper_of(env, AdamW(0.01), Policy.fp16(), ddp)
     run(env, stepper, 0, 3)
     older, before = stepper.state().clone(), state_digest(stepper)
     run(env, stepper, 3, 5)
@@ -176,24 +180,26 @@ def refused_on_one_rank(env: WorkerEnv, wire: Wire, part: str) -> tuple[str, boo
 @pytest.mark.sampled(every=3, first=2)
 @pytest.mark.parametrize("part", ["weights", "optimizer", "counters"])
 def test_a_state_that_one_rank_refuses_is_loaded_on_none(part) -> None:
-    (first, *others), (second, *rest) = run_ranks(2, refused_on_one_rank, Wire(shard=True), part)
+    (first, *others), (second, *rest) = run_ranks(
+        2, refused_on_one_rank, DDPOptions(shard_optimizer=True), part
+    )
     assert others == rest == [True, True]
     assert first.startswith("another rank refuses the state")
     assert not second.startswith("another rank")
 
 
-def save_to_file(env: WorkerEnv, wire: Wire | None, folder: Path) -> None:
-    stepper = stepper_of(env, AdamW(0.01), Policy.fp16(), wire)
+def save_to_file(env: WorkerEnv, ddp: DDPOptions | None, folder: Path) -> None:
+    stepper = stepper_of(env, AdamW(0.01), Policy.fp16(), ddp)
     run(env, stepper, 0, 5)
     values = stepper.state_dict()  # a collective where it is sharded
     if env.rank == 0:
         torch.save(values, folder / "state.pt")
 
 
-def load_from_file(env: WorkerEnv, wire: Wire | None, folder: Path) -> bool:
+def load_from_file(env: WorkerEnv, ddp: DDPOptions | None, folder: Path) -> bool:
     """Whether the state that is loaded is what the file holds."""
     saved = torch.load(folder / "state.pt", weights_only=True)
-    stepper = stepper_of(env, AdamW(0.01), Policy.fp16(), wire)
+    stepper = stepper_of(env, AdamW(0.01), Policy.fp16(), ddp)
     stepper.load_state_dict(saved)
     again, kept = flat_tensors(stepper.state()), flat_tensors(EngineState.from_dict(saved))
     return again.keys() == kept.keys() and all(torch.equal(again[key], kept[key]) for key in kept)
@@ -209,8 +215,8 @@ def load_from_file(env: WorkerEnv, wire: Wire | None, folder: Path) -> bool:
     ],
 )
 def test_files_of_an_own_loop_fit_another_number_of_ranks(tmp_path: Path, before, after, sharded) -> None:
-    run_ranks(before, save_to_file, Wire(shard=sharded[0]), tmp_path)
-    assert all(run_ranks(after, load_from_file, Wire(shard=sharded[1]), tmp_path))
+    run_ranks(before, save_to_file, DDPOptions(shard_optimizer=sharded[0]), tmp_path)
+    assert all(run_ranks(after, load_from_file, DDPOptions(shard_optimizer=sharded[1]), tmp_path))
 
 
 def test_the_state_of_another_model_is_refused_before_anything_changes() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import SGD, Policy, Scaling, Stepper, StepReport, Wire
+from launcher.engine import SGD, DDPOptions, Policy, Scaling, Stepper, StepReport
 from launcher.engine.grads.step_totals import COUNTS
 from tests.engine.observe import train
 from tests.models import Planted, features
@@ -122,8 +122,8 @@ def bytes_of_a_step(env: WorkerEnv) -> dict[str, Any]:
     for policy in (Policy.fp32(), Policy.fp16(), Policy.amp_fp16(), Policy.bf16()):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 3))
-        wire = Wire(bucket_bytes=1 << 14)
-        stepper = Stepper(model, SGD(1e-3), policy, env.group, wire=wire, micro_batches=2, reference_count=4)
+        ddp = DDPOptions(bucket_bytes=1 << 14)
+        stepper = Stepper(model, SGD(1e-3), policy, env.group, ddp=ddp, micro_batches=2, reference_count=4)
         with counted_collectives() as calls:
             report = train(stepper, *features(4, env.rank))
         vectors = sum(p.numel() * 4 for p in model.parameters() if p.ndim < 2)
@@ -155,8 +155,8 @@ def test_a_step_sends_its_buckets_and_the_counts_and_half_of_the_bytes_of_fp32()
 
 
 def test_the_predivisor_must_be_a_power_of_two() -> None:
-    with pytest.raises(ValueError, match="predivide=6: it must be a power of two"):
-        Wire(predivide=6)
+    with pytest.raises(ValueError, match="gradient_predivide_factor=6: it must be a power of two"):
+        DDPOptions(gradient_predivide_factor=6)
 
 
 def predivided(env: WorkerEnv) -> tuple[StepReport, Tensor, StepReport, Tensor]:
@@ -169,7 +169,7 @@ def predivided(env: WorkerEnv) -> tuple[StepReport, Tensor, StepReport, Tensor]:
             Policy.fp16(),
             env.group,
             scaling=Scaling(init=2),
-            wire=Wire(predivide=4),
+            ddp=DDPOptions(gradient_predivide_factor=4),
             reference_count=1,
             micro_batches=micro_batches,
         )
@@ -197,7 +197,7 @@ def predivided_twice(env: WorkerEnv, micro_batches: int) -> tuple[StepReport, li
         Policy.fp16(),
         env.group,
         scaling=Scaling(init=2),
-        wire=Wire(predivide=4, overlap=False),
+        ddp=DDPOptions(gradient_predivide_factor=4, overlap=False),
         reference_count=1,
         micro_batches=micro_batches,
     )

@@ -10,29 +10,29 @@ import torch
 from torch import Tensor
 
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import SGD, Policy, Scaling, Stepper, StepReport, Wire
+from launcher.engine import SGD, DDPOptions, Policy, Scaling, Stepper, StepReport
 from launcher.engine.precision.found_inf import StepTotals
 from tests.engine.observe import state_digest
 from tests.models import features, loss_sum, mlp
 from tests.ranks.harness import run_ranks
 from tests.shortage import NOWHERE, Shortage
 
-WIRES: dict[str, Wire] = {
-    "native": Wire(bucket_bytes=1),
-    "predivided": Wire(bucket_bytes=1, predivide=4),
-    "sharded": Wire(bucket_bytes=1, shard=True),
-    "without overlap": Wire(bucket_bytes=1, shard=True, overlap=False),
+WIRES: dict[str, DDPOptions] = {
+    "native": DDPOptions(bucket_bytes=1),
+    "predivided": DDPOptions(bucket_bytes=1, gradient_predivide_factor=4),
+    "sharded": DDPOptions(bucket_bytes=1, shard_optimizer=True),
+    "without overlap": DDPOptions(bucket_bytes=1, shard_optimizer=True, overlap=False),
 }
 
 
-def stepper_of(env: WorkerEnv, wire: str, micro_batches: int, first: bool) -> Stepper:
+def stepper_of(env: WorkerEnv, ddp: str, micro_batches: int, first: bool) -> Stepper:
     """Ready for its `first` step, in which the ranks agree on a reference count, or for its second."""
     stepper = Stepper(
         mlp(),
         SGD(0.1, momentum=0.9),
         Policy.fp16(),
         env.group,
-        wire=WIRES[wire],
+        ddp=WIRES[ddp],
         scaling=Scaling(init=1024),
         micro_batches=micro_batches,
     )
@@ -72,24 +72,24 @@ def step(stepper: Stepper, rank: int, micro_batches: int, at: int = NOWHERE) -> 
 
 
 def plant_everywhere(
-    env: WorkerEnv, wire: str, micro_batches: int, all_ranks: bool, first: bool
+    env: WorkerEnv, ddp: str, micro_batches: int, all_ranks: bool, first: bool
 ) -> tuple[int, bool]:
     """At each allocation of a step until the totals were sent.
 
     How many there are, and whether the state is at last that of a run without shortage.
     """
-    undisturbed = stepper_of(env, wire, micro_batches, first)
+    undisturbed = stepper_of(env, ddp, micro_batches, first)
     _, _, allocations = step(undisturbed, env.rank, micro_batches)
     expected = state_digest(undisturbed)
     del undisturbed  # over one group two Steppers would send nothing during a backward pass
     gc.collect()
-    stepper = stepper_of(env, wire, micro_batches, first)
+    stepper = stepper_of(env, ddp, micro_batches, first)
     before = state_digest(stepper, counters=True)
     for at in range(allocations):
         short = range(env.world_size) if all_ranks else [at % env.world_size]
         report, _, _ = step(stepper, env.rank, micro_batches, at if env.rank in short else NOWHERE)
-        assert report.abandoned_ranks == tuple(short), (wire, at, report.abandoned_ranks)
-        assert state_digest(stepper, counters=True) == before, (wire, at)
+        assert report.abandoned_ranks == tuple(short), (ddp, at, report.abandoned_ranks)
+        assert state_digest(stepper, counters=True) == before, (ddp, at)
     step(stepper, env.rank, micro_batches)
     return allocations, state_digest(stepper) == expected
 
@@ -100,12 +100,12 @@ def some_cases(env: WorkerEnv, cases: list[tuple[str, int, bool, bool]]) -> list
     return [plant_everywhere(env, *case) for case in cases]
 
 
-CASES = [(wire, 1, every, False) for wire in WIRES for every in (False, True)]
-CASES += [(wire, 2, False, False) for wire in ("native", "sharded")]
+CASES = [(ddp, 1, every, False) for ddp in WIRES for every in (False, True)]
+CASES += [(ddp, 2, False, False) for ddp in ("native", "sharded")]
 CASES += [("native", 1, every, True) for every in (False, True)]
 
 
-FEW = [(wire, 1, wire == "native", wire == "native") for wire in ("native", "sharded")]
+FEW = [(ddp, 1, ddp == "native", ddp == "native") for ddp in ("native", "sharded")]
 
 
 @pytest.mark.parametrize(

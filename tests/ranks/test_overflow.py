@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, StepReport, Wire
+from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper, StepReport
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
 from tests.models import conv_net, features, loss_sum
 from tests.ranks.harness import run_ranks
@@ -57,8 +57,8 @@ def plant_everywhere(env: WorkerEnv, policy: Policy, optimizer: SGD | AdamW, ove
     """Problems found, on this rank; no places left untried."""
     model = conv_net()
     scaling = Scaling(init=2**10, growth_interval=1)  # every step moves it: an overflow down, a clean one up
-    wire = Wire(bucket_bytes=64, overlap=overlap)
-    stepper = Stepper(model, optimizer, policy, env.group, scaling=scaling, wire=wire, reference_count=4)
+    ddp = DDPOptions(bucket_bytes=64, overlap=overlap)
+    stepper = Stepper(model, optimizer, policy, env.group, scaling=scaling, ddp=ddp, reference_count=4)
     assert len(stepper.reducer.buckets) >= 5
     train(stepper, *features(4, env.rank, (3, 8, 8)))
     problems = []
@@ -105,9 +105,9 @@ def plant_in_large_buckets(env: WorkerEnv) -> tuple[list[str], int]:
     The last element of each parameter of buckets that hold several, with padding between them.
     """
     problems, tried = [], 0
-    for wire in (Wire(), Wire(shard=True)):
+    for ddp in (DDPOptions(), DDPOptions(shard_optimizer=True)):
         stepper = Stepper(
-            conv_net(), SGD(1e-2), Policy.fp16(), env.group, scaling=Scaling("static", 1), wire=wire
+            conv_net(), SGD(1e-2), Policy.fp16(), env.group, scaling=Scaling("static", 1), ddp=ddp
         )
         assert [len(bucket.param_ranges) for bucket in stepper.reducer.buckets] == [3, 5]
         assert all(bucket.bucket_range.gaps() for bucket in stepper.reducer.buckets)
@@ -117,7 +117,7 @@ def plant_in_large_buckets(env: WorkerEnv) -> tuple[list[str], int]:
                 report = train_planted(env, stepper, place, seed=tried)
                 tried += 1
                 if (report.culprit_ranks, report.culprit_parameters) != ((rank,), (name,)):
-                    problems.append(f"{wire}: {place}: {report}")
+                    problems.append(f"{ddp}: {place}: {report}")
     return problems, tried
 
 

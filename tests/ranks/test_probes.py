@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import SGD, EngineWarning, Policy, Scaling, Stepper, Wire
+from launcher.engine import SGD, DDPOptions, EngineWarning, Policy, Scaling, Stepper
 from tests.models import Planted
 from tests.ranks.harness import run_ranks
 
@@ -17,8 +17,8 @@ WIRES = {"native": {}, "sharded": {"shard": True}}
 Case = tuple[str, bool, int, bool]  # wire, overlap, micro-batches, whether rank 1 has none of them
 
 CASES: list[Case] = [
-    (wire, overlap, micro_batches, empty)
-    for wire in WIRES
+    (ddp, overlap, micro_batches, empty)
+    for ddp in WIRES
     for overlap in (True, False)
     for micro_batches in (1, 2)
     for empty in (True, False)
@@ -29,9 +29,9 @@ def train_beside_probes(env: WorkerEnv, case: Case) -> tuple[list[Tensor], list[
     """Masters after two steps with a gradient of 1, whether these were skipped, whether p.grad is kept."""
     name, overlap, micro_batches, empty = case
     model = Planted(5, 7, 11)
-    wire = Wire(bucket_bytes=1, overlap=overlap, **WIRES[name])
+    ddp = DDPOptions(bucket_bytes=1, overlap=overlap, **WIRES[name])
     scaling = Scaling("static", 1)
-    options = {"scaling": scaling, "reference_count": 1, "micro_batches": micro_batches, "wire": wire}
+    options = {"scaling": scaling, "reference_count": 1, "micro_batches": micro_batches, "ddp": ddp}
     stepper = Stepper(model, SGD(1.0), Policy.fp16(), env.group, **options)
     skipped = []
 
@@ -71,7 +71,7 @@ def test_a_probe_of_one_rank_is_not_sent_on_any_wire() -> None:
             assert kept, case
 
 
-def train_two_networks(env: WorkerEnv, wire: str) -> list[Tensor]:
+def train_two_networks(env: WorkerEnv, ddp: str) -> list[Tensor]:
     """The backward pass of the second goes through the first, while the gradients of the first travel."""
     networks = [Planted(5, 7, 11) for _ in range(2)]
     steppers = [
@@ -82,7 +82,7 @@ def train_two_networks(env: WorkerEnv, wire: str) -> list[Tensor]:
             env.group,
             scaling=Scaling("static", 1),
             reference_count=1,
-            wire=Wire(bucket_bytes=1, **WIRES[wire]),
+            ddp=DDPOptions(bucket_bytes=1, **WIRES[ddp]),
         )
         for network in networks
     ]
@@ -96,9 +96,9 @@ def train_two_networks(env: WorkerEnv, wire: str) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wire", WIRES)
-def test_two_networks_whose_steps_interleave_train_as_if_alone(wire) -> None:
-    for masters in run_ranks(2, train_two_networks, wire):
+@pytest.mark.parametrize("ddp", WIRES)
+def test_two_networks_whose_steps_interleave_train_as_if_alone(ddp) -> None:
+    for masters in run_ranks(2, train_two_networks, ddp):
         for master in masters:
             # the mean of 1 and 2, and of 1 and 1
             assert torch.equal(master, torch.full_like(master, -3.0 if master.ndim == 2 else -2.0))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
+from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper
 from launcher.errors import ReplicaError
 from launcher.trainer.replicas import check_replicas
 from tests.faults.launching import run
@@ -95,7 +95,7 @@ def agreed(env: WorkerEnv, shares: list[list[int]]) -> tuple[int | None, list[in
             SGD(0.1),
             group=env.group,
             scaling=Scaling(init=1),
-            wire=Wire(overlap=False),  # the two Steppers share a group
+            ddp=DDPOptions(overlap=False),  # the two Steppers share a group
             micro_batches=max(map(len, shares)),
             reference_count=reference_count,
         )
@@ -130,7 +130,7 @@ def given_differently(env: WorkerEnv) -> str:
     stepper.backward(stepper.model(1.0, 1.0), 8)
     stepper.step()
     check_replicas(stepper)
-    stepper._step.reference.count = 8 << env.rank
+    stepper._step.normaliser.count = 8 << env.rank
     try:
         check_replicas(stepper)
     except ReplicaError as error:

@@ -13,7 +13,7 @@ from torch import nn
 
 import launcher.engine.works as works
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError, Wire
+from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper, TorchOptimizer, UnusableError
 from launcher.engine.checks.same_on_all_ranks import check_same_on_all_ranks
 from tests.engine.observe import state_digest
 from tests.models import features, loss_sum, mlp
@@ -26,7 +26,7 @@ def refused(env: WorkerEnv) -> tuple[str, bool]:
     before = [(p.data_ptr(), p.dtype) for p in model.parameters()]
     try:
         adam = TorchOptimizer(torch.optim.Adam, 0.1)
-        Stepper(model, adam, Policy.fp16(), env.group, wire=Wire(shard=True))
+        Stepper(model, adam, Policy.fp16(), env.group, ddp=DDPOptions(shard_optimizer=True))
     except UnusableError as error:
         return str(error), [(p.data_ptr(), p.dtype) for p in model.parameters()] == before
     return "", False
@@ -46,7 +46,7 @@ DEFAULTS: dict[str, Any] = {
 ODD: dict[str, tuple[dict[str, Any], str]] = {
     "policy": (
         {"policy": Policy.bf16()},
-        "policy.arithmetic is torch.bfloat16, not torch.float16; policy.name is 'bf16', not 'fp16';",
+        "policy.arithmetic is torch.bfloat16, not torch.float16; policy.gradient_dtype is ",
     ),
     "clip": ({"clip_norm": 1.0}, "clip_norm is 1.0, not None."),
     "momentum": ({"optimizer": SGD(0.1, momentum=0.5)}, "optimizer.momentum is 0.5, not 0.9."),
@@ -58,13 +58,13 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "rate": ({"learning_rates": [0.1, 0.2]}, "learning_rates is [0.1, 0.2], not [0.1]."),
     "rates": ({"learning_rates": [0.1] * 99 + [0.2]}, "learning_rates is [0.1, 0.1, "),
     "scaling": ({"scaling": Scaling(growth_interval=9)}, "scaling.growth_interval is 9, not 2000."),
-    "shard": ({"wire": Wire(shard=True)}, "wire.shard is True, not False."),
-    "overlap": ({"wire": Wire(overlap=False)}, "wire.overlap is False, not True."),
-    "bucket": ({"wire": Wire(bucket_bytes=99)}, "wire.bucket_bytes is 99, not None."),
+    "shard": ({"ddp": DDPOptions(shard_optimizer=True)}, "ddp.shard_optimizer is True, not False."),
+    "overlap": ({"ddp": DDPOptions(overlap=False)}, "ddp.overlap is False, not True."),
+    "bucket": ({"ddp": DDPOptions(bucket_bytes=99)}, "ddp.bucket_bytes is 99, not None."),
     "NumPy's number": ({"clip_norm": np.float32(2.5)}, "clip_norm is np.float32(2.5), not None."),
     "NumPy's rates": (
         {"learning_rates": np.float32([0.5, 0.25])},
-        "learning_rates is [0.5, 0.25], not [0.1].",
+        "learning_rates is [np.float32(0.5), np.float32(0.25)], not [0.1].",
     ),
 }
 

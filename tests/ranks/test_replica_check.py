@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import AdamW, Policy, Stepper, Wire
+from launcher.engine import AdamW, DDPOptions, Policy, Stepper
 from launcher.errors import ReplicaError
 from launcher.trainer.replicas import check_replicas
 from tests.engine.observe import train
@@ -81,7 +81,9 @@ def test_one_bit_on_one_rank_is_caught_and_named(fault) -> None:
 
 
 def drift_sharded(env: WorkerEnv) -> str:
-    stepper = Stepper(mlp(), AdamW(0.01), Policy.fp16(), env.group, reference_count=8, wire=Wire(shard=True))
+    stepper = Stepper(
+        mlp(), AdamW(0.01), Policy.fp16(), env.group, reference_count=8, ddp=DDPOptions(shard_optimizer=True)
+    )
     train(stepper, torch.randn(8, 8), torch.zeros(8, dtype=torch.int64))
     check_replicas(stepper)
     if env.rank == 0:

@@ -13,7 +13,7 @@ from launcher.checkpoint.format import publish
 from launcher.checkpoint.snapshot import RunIdentity, SavedWith, TrainProgress, restore
 from launcher.data.seeding import seed_compute
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import AdamW, Stepper, Wire
+from launcher.engine import AdamW, DDPOptions, Stepper
 from tests.configs import composed
 from tests.engine.observe import state_digest, train
 from tests.models import conv_net, features
@@ -23,7 +23,9 @@ from tests.snapshots import comparable, take
 
 def stepper_of(env: WorkerEnv, shard: bool) -> Stepper:
     model = nn.Sequential(conv_net(), nn.Dropout(0.5))
-    return Stepper(model, AdamW(0.01), group=env.group, wire=Wire(shard=shard), reference_count=4)
+    return Stepper(
+        model, AdamW(0.01), group=env.group, ddp=DDPOptions(shard_optimizer=shard), reference_count=4
+    )
 
 
 def run(env: WorkerEnv, stepper: Stepper, steps: range) -> None:

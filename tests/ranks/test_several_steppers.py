@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import SGD, Policy, Scaling, Stepper, Wire
+from launcher.engine import SGD, DDPOptions, Policy, Scaling, Stepper
 from tests.models import Planted
 from tests.ranks.harness import run_ranks
 
 PAGE = Path(__file__).parents[2] / "launcher/engine/README.md"
 SHARED = "in one group, without overlap"
-WIRES: dict[str, Wire] = {
-    "in groups of their own": Wire(bucket_bytes=1),
-    "in groups of their own, sharded": Wire(bucket_bytes=1, shard=True),
-    SHARED: Wire(bucket_bytes=1, overlap=False),
+WIRES: dict[str, DDPOptions] = {
+    "in groups of their own": DDPOptions(bucket_bytes=1),
+    "in groups of their own, sharded": DDPOptions(bucket_bytes=1, shard_optimizer=True),
+    SHARED: DDPOptions(bucket_bytes=1, overlap=False),
 }
 # A letter is a pass of that network, `/` its step.
 ORDERS = {
@@ -63,7 +63,7 @@ def gradient_of(name: str, rank: int, step: int) -> float:
 
 
 def interleaved(
-    groups: Mapping[str, Any], env: WorkerEnv, wire: str, order: str, idle: str, reference_count: int | None
+    groups: Mapping[str, Any], env: WorkerEnv, ddp: str, order: str, idle: str, reference_count: int | None
 ) -> None:
     """Two rounds of `order`; the masters of all networks are then what the gradients make of them."""
     words, ranks = ORDERS[order].split(), range(env.world_size)
@@ -74,7 +74,7 @@ def interleaved(
             SGD(1.0),
             Policy.fp16(),
             groups[name],
-            wire=WIRES[wire],
+            ddp=WIRES[ddp],
             scaling=Scaling("static", 1),
             micro_batches=2,
             reference_count=reference_count,
@@ -122,9 +122,9 @@ def some(env: WorkerEnv, cases: list[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("wire", WIRES)
-def test_several_steppers_do_not_mix_their_messages(world_size, wire) -> None:
-    cases = [(wire, order, idle, count) for order in ORDERS for idle in IDLE for count in (1, None)]
+@pytest.mark.parametrize("ddp", WIRES)
+def test_several_steppers_do_not_mix_their_messages(world_size, ddp) -> None:
+    cases = [(ddp, order, idle, count) for order in ORDERS for idle in IDLE for count in (1, None)]
     assert run_ranks(world_size, some, cases) == [[]] * world_size
 
 
@@ -156,14 +156,14 @@ def trains_a_gan(env: WorkerEnv) -> list[torch.Tensor]:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
     (code,) = [code for code in blocks if "for_critic" in code]
     found = []
-    wires = ("Wire(overlap=False)", "Wire(overlap=False, shard=True)")
-    for wire in wires:
+    wires = ("DDPOptions(overlap=False)", "DDPOptions(overlap=False, shard_optimizer=True)")
+    for ddp in wires:
         for steps in (6, 0):
             torch.manual_seed(0)
             names: dict[str, Any] = {"data": []}
             generator = torch.Generator().manual_seed(env.rank)
             names["data"] = [(torch.randn(8, 4, generator=generator), None) for _ in range(steps)]
-            exec(compile(code.replace(wires[0], wire), "README.md", "exec"), names)
+            exec(compile(code.replace(wires[0], ddp), "README.md", "exec"), names)
             masters = [names[name].named_masters().values() for name in ("for_critic", "for_generator")]
             found += [torch.cat([master.flatten() for master in each]) for each in masters]
     return found

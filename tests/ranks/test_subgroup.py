@@ -9,20 +9,20 @@ import torch
 import torch.distributed as dist
 
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, Wire
+from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper
 from tests.engine.observe import flat_tensors, state_digest, train
 from tests.models import Planted, conv_net, features
 from tests.ranks.harness import run_ranks
 
-WIRES = {"native": Wire(), "sharded": Wire(shard=True)}
+WIRES = {"native": DDPOptions(), "sharded": DDPOptions(shard_optimizer=True)}
 
 
 def all_that_communicates(group: dist.ProcessGroup) -> dict[str, Any]:
     """By wire, what a rank has after every collective of the engine, with an overflow on the second rank."""
     rank, found = dist.get_rank(group), {}
-    for name, wire in WIRES.items():
+    for name, ddp in WIRES.items():
         model = conv_net(seed=rank)  # the first rank's values are taken
-        stepper = Stepper(model, AdamW(0.01), Policy.fp16(), group, wire=wire, scaling=Scaling(init=256))
+        stepper = Stepper(model, AdamW(0.01), Policy.fp16(), group, ddp=ddp, scaling=Scaling(init=256))
         x, classes = features(4 + rank, rank, (3, 8, 8))
         stepper.vote(rank)
         reports = [train(stepper, x, classes)]
@@ -36,7 +36,7 @@ def all_that_communicates(group: dist.ProcessGroup) -> dict[str, Any]:
             "bad": [report.bad_losses for report in reports],
             "norm": reports[0].grad_norm,
             "state": {key: value.clone() for key, value in flat_tensors(state).items()},
-            "digest": None if wire.shard else state_digest(stepper, counters=True),
+            "digest": None if ddp.shard_optimizer else state_digest(stepper, counters=True),
         }
         stepper.load(state)
         after = flat_tensors(stepper.state())
@@ -87,10 +87,10 @@ def test_without_a_group_the_default_one_is_trained_in(world_size) -> None:
         assert torch.equal(matrix, torch.full((2, 3), -(1 + world_size) / 2))
 
 
-def train_in_a_group_of_one(env: WorkerEnv, wire: Wire) -> tuple[bool, torch.Tensor]:
+def train_in_a_group_of_one(env: WorkerEnv, ddp: DDPOptions) -> tuple[bool, torch.Tensor]:
     """The groups are gone before the first step: a collective would raise."""
     group = dist.new_group([env.rank], use_local_synchronization=True)
-    stepper = Stepper(Planted(), SGD(1.0), group=group, wire=wire, scaling=Scaling(init=64))
+    stepper = Stepper(Planted(), SGD(1.0), group=group, ddp=ddp, scaling=Scaling(init=64))
     dist.destroy_process_group()
     stepper.backward(stepper.model(1.0 + env.rank, 0.0), 1)
     stepper.step()
@@ -100,8 +100,8 @@ def train_in_a_group_of_one(env: WorkerEnv, wire: Wire) -> tuple[bool, torch.Ten
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
-def test_a_group_of_one_is_no_group(wire) -> None:
-    for rank, (no_group, matrix) in enumerate(run_ranks(2, train_in_a_group_of_one, wire)):
+@pytest.mark.parametrize("ddp", WIRES.values(), ids=WIRES)
+def test_a_group_of_one_is_no_group(ddp) -> None:
+    for rank, (no_group, matrix) in enumerate(run_ranks(2, train_in_a_group_of_one, ddp)):
         assert no_group
         assert torch.equal(matrix, torch.full((2, 3), -1.0 - rank))

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from launcher.distributed.links import ring_bytes
-from launcher.engine import SGD, AdamW, Policy, Stepper, Wire
+from launcher.engine import SGD, AdamW, DDPOptions, Policy, Stepper
 from scripts import scale
 from tests.meta_device import fake_group
 
@@ -27,7 +27,9 @@ def test_the_bytes_of_each_kind_are_those_that_a_stepper_allocates(name, optimiz
     vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
     matrices = sum(p.numel() for p in model.parameters()) - vectors
     with fake_group(8) as group:
-        stepper = Stepper(model, optimizer, Policy.named(name), wire=Wire(shard=shards > 1), group=group)
+        stepper = Stepper(
+            model, optimizer, Policy.named(name), ddp=DDPOptions(shard_optimizer=shards > 1), group=group
+        )
         found = stepper.bytes_by_kind()
     computed = vars(scale.held(Policy.named(name), states, matrices, vectors, shards))
     assert {kind: found[kind] for kind in computed} == pytest.approx(computed, rel=0.01)

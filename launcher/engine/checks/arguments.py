@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from launcher.engine.errors import UnusableError, listed
-from launcher.engine.grads.communication import Wire
+from launcher.engine.grads.communication import DDPOptions
 from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.params.param_groups import ParameterGroup
 from launcher.engine.precision.loss_scale import Scaling
@@ -26,7 +26,7 @@ SHOWN = 4  # modules that an error names
 KINDS = {
     "policy": (Policy, "Policy.fp16()"),
     "scaling": (Scaling, "Scaling(init=1024)"),
-    "wire": (Wire, "Wire(shard=True)"),
+    "ddp": (DDPOptions, "DDPOptions(shard_optimizer=True)"),
 }
 
 

@@ -27,7 +27,7 @@ from launcher.engine.params.flat_params import Layout
 SHOWN = 5  # parameters named in a message; more would bury the rest
 
 
-class Attachment:
+class AttachedParams:
     """Compares the model's parameters with those with which the Stepper was built."""
 
     def __init__(self, model: nn.Module, layout: Layout, owner: ParamOwner) -> None:
@@ -90,7 +90,7 @@ def _is_in(place: Tensor | None, p: nn.Parameter) -> bool:
     return same and p.requires_grad and p.device == place.device
 
 
-class InPlaceChanges:
+class InPlaceWrites:
     """Detects writes to the model's weights since the last check, and copies them into the masters."""
 
     def __init__(self, model: nn.Module, layout: Layout, zero1: Zero1) -> None:
@@ -116,7 +116,7 @@ class InPlaceChanges:
         torch.autograd.graph.increment_version(self._trained)
         self._updates += 1
 
-    def take(self) -> None:
+    def reload_model_params(self) -> None:
         """Copy each changed weight into its master, unless that still rounds to it."""
         self._warn_of_frozen()
         updates = self._updates
@@ -152,8 +152,8 @@ class InPlaceChanges:
             warnings.warn(
                 f"{listed(written, SHOWN)}: frozen parameters were written in place. A skipped step does "
                 "not undo that, ranks that write different values are not noticed, and half weights round "
-                "small changes away. For an average of the weights use ema.decay (WeightAverage). Write "
-                "others after a step, alike on all ranks, with fp32 weights (precision=amp_fp16).",
+                "small changes away. For an average of the weights use ema.decay (ExponentialMovingAverage). "
+                "Write others after a step, alike on all ranks, with fp32 weights (precision=amp_fp16).",
                 EngineWarning,
                 stacklevel=4,
             )

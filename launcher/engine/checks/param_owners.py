@@ -15,8 +15,9 @@ import launcher.engine.works as works
 from launcher.engine.errors import UnusableError
 
 SWAPPED = (
-    "within WeightAverage.in_model() the model has the averages, not the weights that the Stepper trains: "
-    "only forward passes are possible there. Build Steppers, train, save, load and update averages after it."
+    "within ExponentialMovingAverage.in_model() the model has the averages, not the weights that the Stepper "
+    "trains: only forward passes are possible there. Build Steppers, train, save, load and update averages "
+    "after it."
 )
 
 

@@ -27,7 +27,7 @@ REFUSED = "the error"  # of a rank by itself
 
 
 @contextmanager
-def refusing_together(model: object, group: works.Group) -> Iterator[None]:
+def checking_together(model: object, group: works.Group) -> Iterator[None]:
     """The context for the checks that a rank makes alone, before all ranks call `check_same_on_all_ranks`.
 
     Where a rank raises, the others would wait for it there for ever. So it takes part, and they raise too.

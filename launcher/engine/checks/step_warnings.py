@@ -25,7 +25,7 @@ NO_GRADIENTS = (
 SHARED_GROUP = (
     "this Stepper shares its process group with that of another network, so its gradients are sent in step() "
     "and not during the backward pass. Give each Stepper a group of its own, group=dist.new_group(), which "
-    "overlaps both; or build both with Wire(overlap=False)."
+    "overlaps both; or build both with DDPOptions(overlap=False)."
 )
 
 ALONE = (
@@ -48,7 +48,7 @@ def warn_if_alone(stacklevel: int) -> None:
             return
 
 
-class Notices:
+class StepWarnings:
     """Warnings of one Stepper, each issued once, with `num_parameters` that are not empty.
 
     `unused` names those for which the backward passes of this rank's first step had no gradient.

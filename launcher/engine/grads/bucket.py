@@ -54,7 +54,7 @@ class Collective:
     def clear_padding(self, bucket: Bucket) -> None:
         """Zero what a message holds between parameters, where that is not zero anyway."""
 
-    def launch(self, bucket: Bucket) -> int:
+    def start(self, bucket: Bucket) -> int:
         """Start sending; returns the bytes, counted as those of an all-reduce of the same traffic."""
         raise NotImplementedError
 

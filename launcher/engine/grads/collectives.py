@@ -27,7 +27,7 @@ class AllReduceSum(Collective):
         self._group = group
         self.predivide_factor = 1.0 / divisor
 
-    def launch(self, bucket: Bucket) -> int:
+    def start(self, bucket: Bucket) -> int:
         if self._group is None:
             return 0
         bucket.work = works.started(dist.all_reduce(bucket.message, group=self._group, async_op=True))
@@ -53,7 +53,7 @@ class ShardedSum(Collective):
         for gap in bucket.bucket_range.gaps():
             bucket.flat_buffer.grad[gap].zero_()  # may hold the previous step's sum
 
-    def launch(self, bucket: Bucket) -> int:
+    def start(self, bucket: Bucket) -> int:
         exchange(bucket, self._group)
         return bucket.size_bytes  # the gather of the weights is the other half
 

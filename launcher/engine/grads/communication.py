@@ -13,11 +13,11 @@ from launcher.engine.grads.collectives import AllReduceSum, ShardedSum
 from launcher.engine.params.flat_params import FP32_PARAMS, Layout
 from launcher.engine.works import Group
 
-WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+GRADIENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
-class Wire:
+class DDPOptions:
     """How gradients are sent. `dtype` None: the policy's; `bucket_bytes` None: from the model's size.
 
     They are all-reduced in `dtype`. With `shard` masters and optimizer states are divided among the ranks
@@ -25,33 +25,35 @@ class Wire:
     to 8 ranks, else 2^ceil(log2(W) / 2), a power of two that keeps fp16 sums of many ranks in range.
     """
 
-    dtype: Annotated[torch.dtype | None, limits.none_or_one_of(*WIRE_DTYPES)] = None
+    gradient_dtype: Annotated[torch.dtype | None, limits.none_or_one_of(*GRADIENT_DTYPES)] = None
     bucket_bytes: Annotated[int, limits.at_least_one] | None = None
     overlap: bool = True
-    predivide: Annotated[int, limits.predivide] | None = None
-    shard: bool = False
+    gradient_predivide_factor: Annotated[int, limits.predivide] | None = None
+    shard_optimizer: bool = False
 
     def __post_init__(self) -> None:
-        limits.require_fields(self, "wire")
+        limits.require_fields(self, "ddp")
 
 
-def choose_collectives(wire: Wire, layout: Layout, group: Group) -> tuple[dict[str, Collective], int]:
+def choose_collectives(ddp: DDPOptions, layout: Layout, group: Group) -> tuple[dict[str, Collective], int]:
     """The collective of each flat buffer, and the power of two by which the sum is divided.
 
     Vectors are fp32 and small: they are summed on all ranks whatever the wire.
     """
     if group is None:
         return {flat_buffer.name: AllReduceSum(None) for flat_buffer in layout.flat_buffers}, 1
-    if wire.shard and layout.world_size > 1:  # the fp32 sum of an element has twice the bytes of a message
+    if (
+        ddp.shard_optimizer and layout.world_size > 1
+    ):  # the fp32 sum of an element has twice the bytes of a message
         return {
             flat_buffer.name: AllReduceSum(group) if flat_buffer.name == FP32_PARAMS else ShardedSum(group)
             for flat_buffer in layout.flat_buffers
         }, 1
-    divisor = wire.predivide or default_predivide(layout.world_size)
+    divisor = ddp.gradient_predivide_factor or default_predivide_factor(layout.world_size)
     return {flat_buffer.name: AllReduceSum(group, divisor) for flat_buffer in layout.flat_buffers}, divisor
 
 
-def default_predivide(world_size: int) -> int:
+def default_predivide_factor(world_size: int) -> int:
     """1 up to 8 ranks, else 2^ceil(log2(W) / 2)."""
     exponent = (world_size - 1).bit_length()  # ceil(log2(W))
     return 1 if world_size <= 8 else int(2 ** -(-exponent // 2))

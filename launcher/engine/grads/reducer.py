@@ -159,7 +159,7 @@ class Reducer:
                 raise UnusableError(
                     f"parameter {param_range.name} received a gradient twice in one backward pass, as "
                     "re-entrant activation checkpointing does: use use_reentrant=False, or "
-                    "Wire(overlap=False)."
+                    "DDPOptions(overlap=False)."
                 )
             return
         self.buckets[bucket].copy_in.drain()
@@ -237,7 +237,7 @@ class Reducer:
             bucket.collective.clear_padding(bucket)
             if self._group is not None:
                 bucket.extremes = torch.aminmax(bucket.message)
-        self.sent_bytes += bucket.collective.launch(bucket)
+        self.sent_bytes += bucket.collective.start(bucket)
         self._next = bucket.index + 1
 
 

@@ -26,7 +26,7 @@ from launcher.engine.params.flat_buffers import Shard
 from launcher.engine.params.flat_params import Layout, half_in
 from launcher.engine.params.param_groups import Grouping, Rates
 from launcher.engine.precision.policy import Policy
-from launcher.engine.state import forms_of, refuse_misfits
+from launcher.engine.state import check_forms, forms_of
 
 Kind = type[torch.optim.Optimizer]
 _REFUSED = {
@@ -57,9 +57,9 @@ class TorchOptimizer:
         given = {**(options or {}), **more_options}
         for name, value in (("kind", kind), ("lr", lr), ("options", given)):
             object.__setattr__(self, name, value)
-        _refuse_kind(kind)
+        _check_kind(kind)
         limits.rate.require(f"{kind.__name__} lr", lr)
-        _refuse_options(self)
+        _check_options(self)
 
     def over(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         """torch's own, of these parameters or groups."""
@@ -74,7 +74,7 @@ class TorchOptimizer:
         return ""
 
 
-def _refuse_kind(kind: object) -> None:
+def _check_kind(kind: object) -> None:
     if not isinstance(kind, type):
         is_built = isinstance(kind, torch.optim.Optimizer)
         what = f"an instance of {type(kind).__name__}" if is_built else repr(kind)
@@ -89,7 +89,7 @@ def _refuse_kind(kind: object) -> None:
         raise UnusableError(f"{kind.__name__} cannot be used here: {reason}. Use SGD, AdamW or Adam.")
 
 
-def _refuse_options(optimizer: TorchOptimizer) -> None:
+def _check_options(optimizer: TorchOptimizer) -> None:
     """Raise UnusableError for options that its class does not take, before any model is touched."""
     kind, options = optimizer.kind.__name__, optimizer.options
     parameters = inspect.signature(optimizer.kind).parameters.values()
@@ -107,7 +107,7 @@ def _refuse_options(optimizer: TorchOptimizer) -> None:
         raise UnusableError(f"{kind} refuses lr={optimizer.lr}, {dict(options)}: {errors[0]}")
 
 
-def refuse_unadaptable(
+def check_adaptable(
     optimizer: object, model: nn.Module, grouping: Grouping, policy: Policy, sharded: bool
 ) -> None:
     """Raise UnusableError for a TorchOptimizer that cannot train `model`. Does not change `model`."""
@@ -240,7 +240,7 @@ class AdaptedUpdater:
             own = {key: value for key, value in named.items() if key.partition("/")[2] in self._masters}
             expected = own | expected
         tensors = {key: _as_tensor(self._optimizer, key, each) for key, each in expected.items()}
-        refuse_misfits("optimizer states", forms_of(tensors), named)
+        check_forms("optimizer states", forms_of(tensors), named)
 
         def load() -> None:
             self._optimizer.state.clear()

@@ -19,7 +19,7 @@ from launcher.engine.optim.optimizers import KernelScalars, Optimizer
 from launcher.engine.params.flat_buffers import Shard
 from launcher.engine.params.flat_params import GroupSlices
 from launcher.engine.params.param_groups import Rates
-from launcher.engine.state import refuse_misfits
+from launcher.engine.state import check_forms
 
 Collect = Callable[[Sequence[Tensor]], dict[str, Tensor]]  # Zero1.gather_full
 CHUNK = 1 << 19  # elements on a CPU: 2 MB of widened gradient stay in cache; smaller ones cost more calls
@@ -178,7 +178,7 @@ class Updater:
         expected = {
             f"{state}/{name}": form for state in self.optimizer.states for name, form in zero1.forms.items()
         }
-        refuse_misfits("optimizer states", expected, named)
+        check_forms("optimizer states", expected, named)
 
         def load() -> None:
             for position, state in enumerate(self.optimizer.states):

@@ -44,7 +44,7 @@ class Layout:
         self,
         model: nn.Module,
         policy: Policy,
-        wire: torch.dtype | None = None,
+        gradient_dtype: torch.dtype | None = None,
         world_size: int = 1,
         bucket_bytes: int | None = None,
         grouping: Grouping | None = None,
@@ -53,7 +53,7 @@ class Layout:
         frozen = self.grouping.frozen
         named = named_parameters(model)
         trainable = [(n, p) for n, p in named.items() if p.requires_grad and n not in frozen]
-        _refuse_untrainable(model, trainable, len(frozen))
+        _check_trainable(model, trainable, len(frozen))
         for name in frozen:
             named[name].requires_grad_(False)
         self.parameters: dict[str, nn.Parameter] = dict(reversed(trainable))
@@ -62,17 +62,17 @@ class Layout:
         halves = half_in(model, policy)
         matrices = [n for n, p in self.parameters.items() if p in halves]
         vectors = [n for n, p in self.parameters.items() if p not in halves]
-        wire = wire or policy.wire
+        gradient_dtype = gradient_dtype or policy.gradient_dtype
         # Nothing is sent: buckets only bound how many gradients are kept twice, and each costs a kernel.
         self._alone = world_size == 1 and self.device.type != "cpu"
         # An eighth of the model, within limits: one bucket of 25 MB would leave a model of 16 MB no overlap.
-        total = sum(self.parameters[n].numel() * wire.itemsize for n in matrices)
+        total = sum(self.parameters[n].numel() * gradient_dtype.itemsize for n in matrices)
         total += sum(self.parameters[n].numel() * 4 for n in vectors)
         smallest = MAX_BUCKET_BYTES if self._alone else MIN_BUCKET_BYTES
         bucket_bytes = bucket_bytes or min(max(total // 8, smallest), MAX_BUCKET_BYTES)
         self.flat_buffers: list[FlatBuffer] = []
         for name, members, weight, grad in (
-            (HALF_PARAMS, matrices, policy.weights, wire),
+            (HALF_PARAMS, matrices, policy.weights, gradient_dtype),
             (FP32_PARAMS, vectors, torch.float32, torch.float32),
         ):
             if members:
@@ -191,7 +191,7 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _refuse_untrainable(model: nn.Module, trainable: list[tuple[str, nn.Parameter]], num_frozen: int) -> None:
+def _check_trainable(model: nn.Module, trainable: list[tuple[str, nn.Parameter]], num_frozen: int) -> None:
     """`num_frozen`: how many parameters groups freeze."""
     if not trainable:
         reason = f": parameter groups freeze {num_frozen}" if num_frozen else ""

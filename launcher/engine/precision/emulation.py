@@ -115,7 +115,7 @@ class Rounding(TorchFunctionMode):
         narrow = partial(op_lists.narrow_fp32, dtype)
         torch.set_autocast_enabled(self.device_type, False)  # else torch's kernels would compute in half
         try:  # not a method of its own, which torch.compile would take for a function to compile
-            if func in op_lists.PRODUCTS:
+            if func in op_lists.LOWER_PRECISION_FP:
                 args, kwargs = map_tensors(partial(op_lists.round_to, dtype), (args, kwargs))
                 return map_tensors(narrow, func(*args, **kwargs))
             if func in op_lists.BACKWARD:
@@ -125,11 +125,11 @@ class Rounding(TorchFunctionMode):
                     "emulated half arithmetic leaves activation checkpointing uncompiled"
                 )
                 return func(*args, **kwargs)
-            if func in op_lists.INNER or func in op_lists.PICKS:
+            if func in op_lists.INNER or func in op_lists.GATHERS:
                 given = kwargs["input"] if "input" in kwargs else next(filter(op_lists.is_tensor, args))
                 half = given.dtype in HALF
             else:
-                half = func in op_lists.PROMOTING and not any_fp32((args, kwargs))
+                half = func in op_lists.PROMOTE and not any_fp32((args, kwargs))
             args, kwargs = map_tensors(widen, (args, kwargs))
             out = func(*args, **kwargs)
             return map_tensors(narrow, out) if half and kwargs.get("dtype") is None else out

@@ -87,7 +87,15 @@ class LossScale:
     """
 
     # The counters' names in a saved state, in the order of ScaleState; there the scale is s.
-    FIELDS = ("exponent", "clean", "lives", "applied", "skipped", "floor_skips", "bad_losses")
+    FIELDS = (
+        "exponent",
+        "growth_tracker",
+        "hysteresis_tracker",
+        "applied",
+        "skipped",
+        "floor_skips",
+        "bad_losses",
+    )
 
     def __init__(self, scaling: Scaling, device: torch.device, on_host: bool | None = None) -> None:
         """`on_host` None: on a CPU."""
@@ -124,13 +132,13 @@ class LossScale:
         """
         scaling = self.scaling
         fields = dict.fromkeys(self.FIELDS, 0)
-        fields |= {"exponent": scaling.exponent, "lives": scaling.hysteresis}
+        fields |= {"exponent": scaling.exponent, "hysteresis_tracker": scaling.hysteresis}
         fields |= {name: counters[name] for name in ("applied", "skipped", "bad_losses")}
         reason = self._objection(counters["exponent"], mode or scaling.mode)
         if not reason and scaling.mode == "dynamic":
             fields["exponent"] = counters["exponent"]
-            fields["clean"] = min(counters["clean"], scaling.growth_interval - 1)
-            fields["lives"] = min(counters["lives"], scaling.hysteresis)
+            fields["growth_tracker"] = min(counters["growth_tracker"], scaling.growth_interval - 1)
+            fields["hysteresis_tracker"] = min(counters["hysteresis_tracker"], scaling.hysteresis)
         if not reason and (scaling.mode != "dynamic" or fields["exponent"] == _exponent(scaling.min)):
             fields["floor_skips"] = counters["floor_skips"]
         scale, *others = (fields[name] for name in self.FIELDS)

@@ -34,7 +34,7 @@ CURVES = "digamma entr erf erfc expit gammainc gammaincc gammaln i0 i0e i1 i1e l
 CURVES += " polygamma psi sinc"
 
 # Half inputs, fp32 accumulation, half output.
-PRODUCTS = frozenset[Callable[..., object]]().union(
+LOWER_PRECISION_FP = frozenset[Callable[..., object]]().union(
     _functions("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"),
     _functions("convolution linear matmul mm bmm mv inner addmm addmv addbmm addr baddbmm"),
     _functions("__matmul__ __rmatmul__ einsum chain_matmul prelu scaled_dot_product_attention"),
@@ -43,7 +43,7 @@ PRODUCTS = frozenset[Callable[..., object]]().union(
     _functions("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"),
 )
 # fp32 inside and fp32 out, as autocast's fp32 list.
-WIDE = frozenset[Callable[..., object]]().union(
+FP32 = frozenset[Callable[..., object]]().union(
     _functions("softmax log_softmax softmin softplus sum prod cumsum cumprod logsumexp"),
     _functions("exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt"),
     _functions("__rdiv__ __rtruediv__ sinh cosh tan acos asin erfinv interpolate"),
@@ -73,7 +73,7 @@ INNER = frozenset[Callable[..., object]]().union(
     _functions("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"),
 )
 # fp32 inside, output half only where all inputs are: autocast's promoting list.
-PROMOTING = frozenset[Callable[..., object]]().union(
+PROMOTE = frozenset[Callable[..., object]]().union(
     _functions("addcdiv addcmul atan2 bilinear cross dot vdot tensordot"),
     _functions("grid_sample grid_sampler grid_sampler_2d grid_sampler_3d index_put scatter_add"),
     _functions("cross", torch.linalg),
@@ -83,7 +83,7 @@ PROMOTING = frozenset[Callable[..., object]]().union(
 )
 # They copy elements of a table. Computed as INNER, because the gradients of an element that is taken twice
 # are added: in fp32, as the kernels of GPUs do, and not in half.
-PICKS = frozenset[Callable[..., object]]().union(
+GATHERS = frozenset[Callable[..., object]]().union(
     _functions("index_select gather take take_along_dim repeat_interleave"),
     _functions("embedding", torch),
     [torch.Tensor.__getitem__],
@@ -95,7 +95,7 @@ COMPOSITES = frozenset[Callable[..., object]]().union(
     _functions("triplet_margin_with_distance_loss"),
 )
 BACKWARD = frozenset([*_functions("backward", torch.Tensor), *_functions("backward grad", torch.autograd)])
-CHANGED = PRODUCTS | WIDE | INNER | PROMOTING | PICKS | COMPOSITES | BACKWARD | {checkpoint}
+CHANGED = LOWER_PRECISION_FP | FP32 | INNER | PROMOTE | GATHERS | COMPOSITES | BACKWARD | {checkpoint}
 
 
 def is_tensor(value: object) -> bool:

@@ -24,7 +24,7 @@ class Policy:
 
     `weights`: tensors of two or more dimensions in the model; vectors and buffers are always fp32.
     `arithmetic`: inputs and outputs of matrix products and convolutions.
-    `wire`: gradients of the matrices as they are sent between ranks; those of vectors are sent in fp32.
+    `gradient_dtype`: gradients of the matrices as they are sent between ranks; those of vectors are fp32.
     `masters`: whether half weights have an fp32 copy that the optimizer updates. `scale_mode`: how the loss
     scale changes by default.
     """
@@ -32,7 +32,7 @@ class Policy:
     name: str
     weights: torch.dtype
     arithmetic: torch.dtype
-    wire: torch.dtype
+    gradient_dtype: torch.dtype
     masters: bool
     scale_mode: ScaleMode
 

@@ -20,7 +20,16 @@ from launcher.config.rules import BLOCKS, SCHEDULES
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, WeightAverage, Wire
+from launcher.engine import (
+    SGD,
+    AdamW,
+    DDPOptions,
+    ExponentialMovingAverage,
+    Policy,
+    Scaling,
+    Stepper,
+    TorchOptimizer,
+)
 from launcher.engine.errors import EngineWarning, UnusableError
 from launcher.errors import ConfigError, listed
 from launcher.recipe.contract import Recipe
@@ -29,7 +38,7 @@ from launcher.trainer.builders import compilation, lr_schedule, parameter_groups
 from launcher.trainer.builders.sync_batchnorm import synchronised
 
 SHOWN = 4  # parameters that an error names
-WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+GRADIENT_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan) -> nn.Module:
@@ -107,14 +116,16 @@ def bucket_bytes(bucket_mb: float | str) -> int:
     return min(max(1, int(float(bucket_mb) * 2**20)), 2**53)
 
 
-def build_wire(config: Config, env: WorkerEnv) -> Wire:
+def build_ddp(config: Config, env: WorkerEnv) -> DDPOptions:
     ddp = config.ddp
-    return Wire(
-        dtype=None if ddp.gradient_dtype == "auto" else WIRE_DTYPES[ddp.gradient_dtype],
+    return DDPOptions(
+        gradient_dtype=None if ddp.gradient_dtype == "auto" else GRADIENT_DTYPES[ddp.gradient_dtype],
         bucket_bytes=None if ddp.bucket_cap_mb == "auto" else bucket_bytes(ddp.bucket_cap_mb),
         overlap=ddp.overlap and not shares_communicator(config, env),
-        predivide=None if ddp.gradient_predivide_factor == "auto" else int(ddp.gradient_predivide_factor),
-        shard=ddp.shard_optimizer,
+        gradient_predivide_factor=(
+            None if ddp.gradient_predivide_factor == "auto" else int(ddp.gradient_predivide_factor)
+        ),
+        shard_optimizer=ddp.shard_optimizer,
     )
 
 
@@ -165,7 +176,7 @@ def build_stepper(
         Policy.named(config.precision.name),
         env.group,
         scaling=build_scaling(config),
-        wire=build_wire(config, env),
+        ddp=build_ddp(config, env),
         clip_norm=optim.clip_norm,
         learning_rates=rates,
         micro_batches=plan.micro_batches,
@@ -179,7 +190,7 @@ def build_stepper(
     return stepper
 
 
-def weight_average(config: Config, stepper: Stepper) -> WeightAverage | None:
+def weight_average(config: Config, stepper: Stepper) -> ExponentialMovingAverage | None:
     """The average of the weights that the config asks for."""
     ema = config.ema
-    return None if ema.decay is None else WeightAverage(stepper, ema.decay, ema.every_steps)
+    return None if ema.decay is None else ExponentialMovingAverage(stepper, ema.decay, ema.every_steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from launcher.engine import StepResult, WeightAverage
+from launcher.engine import ExponentialMovingAverage, StepResult
 from launcher.engine.rank_state import size_bytes
 from launcher.run_dir.result import Result
 from launcher.trainer.callback import Callback
@@ -18,7 +18,7 @@ class Averages(Callback):
 
     name = "averages"
 
-    def __init__(self, context: TrainContext, average: WeightAverage) -> None:
+    def __init__(self, context: TrainContext, average: ExponentialMovingAverage) -> None:
         self._context = context
         self._average = average
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.engine import SGD, Policy, Scaling, Stepper, UnusableError, Wire
+from launcher.engine import SGD, DDPOptions, Policy, Scaling, Stepper, UnusableError
 from tests.engine.observe import train
 from tests.meta_device import fake_group
 from tests.models import features, loss_sum, mlp
@@ -19,8 +19,8 @@ REFUSED = {
     "a name": ({"policy": "fp16"}, "policy='fp16': it must be a Policy"),
     "an empty name": ({"policy": ""}, "policy='': it must be a Policy"),
     "a dtype": ({"policy": torch.float16}, "policy=torch.float16: it must be a Policy"),
-    "wire": ({"wire": "fp32"}, "wire='fp32': it must be a Wire, for example Wire"),
-    "wire class": ({"wire": Wire}, "wire=<class .*must be a Wire"),
+    "ddp": ({"ddp": "fp32"}, "ddp='fp32': it must be a DDPOptions, for example DDPOptions"),
+    "ddp class": ({"ddp": DDPOptions}, "ddp=<class .*must be a DDPOptions"),
     "scaling": ({"scaling": 1024}, r"scaling=1024: it must be a Scaling, for example Scaling\(init=1024\)"),
     "scaling class": ({"scaling": Scaling}, "scaling=<class .*must be a Scaling"),
     "one rate": ({"learning_rates": 0.1}, "learning_rates=0.1: it must be a sequence of numbers"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.engine import SGD, Policy, Stepper, Wire
+from launcher.engine import SGD, DDPOptions, Policy, Stepper
 from tests.meta_device import META, MetaDevice, fake_group
 from tests.shortage import NOWHERE, Shortage
 
@@ -29,11 +29,11 @@ class Collectives(MetaDevice):
         return super()._communicate(func, args, kwargs)
 
 
-def collectives_of(wire: Wire) -> tuple[list[str], list[str]]:
+def collectives_of(ddp: DDPOptions) -> tuple[list[str], list[str]]:
     """Within backward and within step, of a second step."""
     with fake_group(2) as group, Collectives() as device:
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(LAYERS))).to(META)
-        stepper = Stepper(model, SGD(0.1), Policy.fp16(), group, wire=wire, reference_count=4, emulate=True)
+        stepper = Stepper(model, SGD(0.1), Policy.fp16(), group, ddp=ddp, reference_count=4, emulate=True)
         for _ in range(2):
             device.seen.clear()
             with stepper.forward():
@@ -46,24 +46,24 @@ def collectives_of(wire: Wire) -> tuple[list[str], list[str]]:
 
 def test_a_sharded_bucket_is_exchanged_in_backward_and_its_weights_are_gathered_in_step() -> None:
     """One all-reduce for norms, statuses and counts together."""
-    backward, step = collectives_of(Wire(shard=True, bucket_bytes=64 * 64 * 2))
+    backward, step = collectives_of(DDPOptions(shard_optimizer=True, bucket_bytes=64 * 64 * 2))
     assert backward == ["exchange"] * LAYERS
     assert step == ["all-reduce", *["gather"] * LAYERS]
 
 
 def test_nothing_is_sent_within_backward_without_overlap() -> None:
-    backward, _ = collectives_of(Wire(shard=True, overlap=False))
+    backward, _ = collectives_of(DDPOptions(shard_optimizer=True, overlap=False))
     assert backward == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wire", [Wire(), Wire(shard=True)], ids=["native", "sharded"])
-def test_each_bucket_is_sent_and_gathered_once_wherever_memory_runs_out(wire) -> None:
+@pytest.mark.parametrize("ddp", [DDPOptions(), DDPOptions(shard_optimizer=True)], ids=["native", "sharded"])
+def test_each_bucket_is_sent_and_gathered_once_wherever_memory_runs_out(ddp) -> None:
     """The other ranks wait for all."""
-    wire = Wire(shard=wire.shard, bucket_bytes=64 * 64 * 2)
+    ddp = DDPOptions(shard_optimizer=ddp.shard_optimizer, bucket_bytes=64 * 64 * 2)
     with fake_group(2) as group, Collectives() as device:
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(LAYERS))).to(META)
-        stepper = Stepper(model, SGD(0.1), Policy.fp16(), group, wire=wire, reference_count=4, emulate=True)
+        stepper = Stepper(model, SGD(0.1), Policy.fp16(), group, ddp=ddp, reference_count=4, emulate=True)
 
         def collectives(at: int) -> tuple[list[str], bool]:
             device.seen.clear()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launcher.engine import SGD, Policy, Stepper, Wire
+from launcher.engine import SGD, DDPOptions, Policy, Stepper
 from launcher.engine.grads import reducer
 from launcher.engine.grads.copy_in import CopyIn
 from launcher.engine.params.flat_params import Layout
@@ -60,10 +60,10 @@ def test_a_bucket_is_one_copy(policy) -> None:
 
 
 @pytest.mark.parametrize("given", [torch.float32, *HALVES])
-@pytest.mark.parametrize("wire", [torch.float32, *HALVES])
-def test_a_predivided_gradient_is_rounded_once(given, wire) -> None:
+@pytest.mark.parametrize("ddp", [torch.float32, *HALVES])
+def test_a_predivided_gradient_is_rounded_once(given, ddp) -> None:
     """Also where it is a subnormal on the wire, or would be one before it is widened."""
-    layout = Layout(nn.Linear(64, 3, bias=False), Policy.fp32(), wire)
+    layout = Layout(nn.Linear(64, 3, bias=False), Policy.fp32(), ddp)
     (flat_buffer,) = layout.flat_buffers
     (param_range,) = flat_buffer.param_ranges
     gradient = (torch.randn(param_range.shape) * torch.logspace(-8, 4, 64)).to(given)
@@ -72,10 +72,10 @@ def test_a_predivided_gradient_is_rounded_once(given, wire) -> None:
     parameter.grad = gradient
     inbox.drain()
     inbox.complete()
-    assert torch.equal(param_range.view(flat_buffer.grad), (gradient.double() * 0.25).to(wire))
+    assert torch.equal(param_range.view(flat_buffer.grad), (gradient.double() * 0.25).to(ddp))
 
 
-@pytest.mark.parametrize("sums", [False, True], ids=["wire", "sums"])
+@pytest.mark.parametrize("sums", [False, True], ids=["ddp", "sums"])
 def test_what_does_not_arrive_is_zero_although_the_step_before_left_something(sums) -> None:
     inbox, layout = inbox_of(Policy.fp16(), sums=sums)
     flat_buffer = layout.flat_buffers[0]
@@ -145,7 +145,7 @@ def test_gradients_are_freed_with_their_bucket(micro_batches, monkeypatch) -> No
         model,
         SGD(0.1),
         Policy.fp32(),
-        wire=Wire(bucket_bytes=2 * 64 * 64 * 4),
+        ddp=DDPOptions(bucket_bytes=2 * 64 * 64 * 4),
         micro_batches=micro_batches,
         reference_count=4,
     )

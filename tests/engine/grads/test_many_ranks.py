@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.engine import SGD, Policy, Stepper, Wire
+from launcher.engine import SGD, DDPOptions, Policy, Stepper
 from launcher.engine.grads.collectives import sum_of_rows
 from tests.meta_device import fake_group
 
-WIRES = {"native": Wire(), "sharded": Wire(shard=True)}
+WIRES = {"native": DDPOptions(), "sharded": DDPOptions(shard_optimizer=True)}
 
 
-def calls_of_a_step(wire: Wire, world_size: int) -> int:
+def calls_of_a_step(ddp: DDPOptions, world_size: int) -> int:
     """Calls of functions, built-in ones included, in backward(), step() and read()."""
     with fake_group(world_size) as group:
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-        stepper = Stepper(model, SGD(0.1), Policy.fp16(), group, wire=wire, reference_count=4, emulate=True)
+        stepper = Stepper(model, SGD(0.1), Policy.fp16(), group, ddp=ddp, reference_count=4, emulate=True)
         for _ in range(2):
             with stepper.forward():
                 loss = model(torch.full((4, 16), 0.25)).float().square().sum()
@@ -39,9 +39,9 @@ def calls_of_a_step(wire: Wire, world_size: int) -> int:
     return number
 
 
-@pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
-def test_a_step_on_thousands_of_ranks_makes_hardly_more_calls_than_on_eight(wire) -> None:
-    few, many = calls_of_a_step(wire, 8), calls_of_a_step(wire, 4096)
+@pytest.mark.parametrize("ddp", WIRES.values(), ids=WIRES)
+def test_a_step_on_thousands_of_ranks_makes_hardly_more_calls_than_on_eight(ddp) -> None:
+    few, many = calls_of_a_step(ddp, 8), calls_of_a_step(ddp, 4096)
     assert many < few + 150, (few, many)
 
 

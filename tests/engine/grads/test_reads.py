@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.engine import SGD, Policy, Stepper, Wire
+from launcher.engine import SGD, DDPOptions, Policy, Stepper
 from launcher.engine.grads.collectives import AllReduceSum, ShardedSum
 from launcher.engine.grads.grad_norm import SquaresReader
 from tests.meta_device import fake_group
@@ -14,7 +14,7 @@ from tests.meta_device import fake_group
 LAYERS = 4  # a bucket each, and one for their biases
 
 
-def order_of(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def order_of(ddp: DDPOptions, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Waits for buckets and reads of a step, in order."""
     seen: list[str] = []
     for kind in (AllReduceSum, ShardedSum):
@@ -29,7 +29,7 @@ def order_of(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(SquaresReader, "read", lambda self: (seen.append("read"), read(self))[1])
     with fake_group(2) as group:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(LAYERS)))
-        stepper = Stepper(model, SGD(0.1), Policy.fp16(), group, wire=wire, reference_count=4, emulate=True)
+        stepper = Stepper(model, SGD(0.1), Policy.fp16(), group, ddp=ddp, reference_count=4, emulate=True)
         with stepper.forward():
             loss = model(torch.full((4, 64), 0.25)).float().square().sum()
         stepper.backward(loss, 4)
@@ -39,6 +39,6 @@ def order_of(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("shard", [False, True])
 def test_each_bucket_is_read_as_soon_as_it_has_arrived(shard, monkeypatch) -> None:
-    order = order_of(Wire(bucket_bytes=64 * 64 * 2, shard=shard), monkeypatch)
+    order = order_of(DDPOptions(bucket_bytes=64 * 64 * 2, shard_optimizer=shard), monkeypatch)
     expected = [(f"bucket {index}", "read") for index in range(LAYERS + 1)]
     assert order == [each for pair in expected for each in pair]

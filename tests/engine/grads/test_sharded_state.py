@@ -17,7 +17,7 @@ import launcher.engine.grads.zero1 as zero1
 from launcher.checkpoint.host_memory import PinnedStagingBuffer
 from launcher.checkpoint.snapshot import RunExtras, RunIdentity, SavedWith, TrainProgress, stage
 from launcher.distributed.env import LEADER, WorkerEnv
-from launcher.engine import AdamW, Policy, Scaling, Stepper, WeightAverage, Wire
+from launcher.engine import AdamW, DDPOptions, ExponentialMovingAverage, Policy, Scaling, Stepper
 from launcher.trainer.replicas import ema_sha256, weights_sha256
 from tests.configs import composed
 from tests.engine.observe import state_digest, train
@@ -63,7 +63,7 @@ def from_a_file(state: Any) -> Any:
     return replace(state, **zeros)
 
 
-DONE: dict[str, Callable[[Stepper, WeightAverage, Any, Any], object]] = {
+DONE: dict[str, Callable[[Stepper, ExponentialMovingAverage, Any, Any], object]] = {
     "state, to save it": lambda stepper, average, *_: stepper.state(LEADER),
     "state of all ranks": lambda stepper, average, *_: stepper.state_dict(),
     "state, on another rank": lambda stepper, average, *_: stepper.state(1),
@@ -84,8 +84,10 @@ def test_no_gpu_ever_holds_more_than_a_piece_of_what_is_sharded(world_size, monk
         with MetaMemory() as building:
             model = large().to(META)
             options: dict[str, Any] = {"reference_count": 4, "emulate": True}
-            stepper = Stepper(model, AdamW(0.1), Policy.fp16(), group, wire=Wire(shard=True), **options)
-        average = WeightAverage(stepper, 0.9)
+            stepper = Stepper(
+                model, AdamW(0.1), Policy.fp16(), group, ddp=DDPOptions(shard_optimizer=True), **options
+            )
+        average = ExponentialMovingAverage(stepper, 0.9)
         states = from_a_file(stepper.state()), from_a_file(average.state())
         peaks = {}
         for name, call in DONE.items():
@@ -103,11 +105,9 @@ def test_no_gpu_ever_holds_more_than_a_piece_of_what_is_sharded(world_size, monk
 def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
     """The run's state in each form, by name; what is only on the leader is empty elsewhere."""
     zero1.CHUNK = 100  # many pieces for a parameter, and a last one that is shorter
-    wire = Wire(shard=sharded)
-    stepper = Stepper(
-        conv_net(), AdamW(0.01), Policy.fp16(), env.group, wire=wire, scaling=Scaling(init=1024)
-    )
-    average, memory = WeightAverage(stepper, 0.9), PinnedStagingBuffer()
+    ddp = DDPOptions(shard_optimizer=sharded)
+    stepper = Stepper(conv_net(), AdamW(0.01), Policy.fp16(), env.group, ddp=ddp, scaling=Scaling(init=1024))
+    average, memory = ExponentialMovingAverage(stepper, 0.9), PinnedStagingBuffer()
     for number in range(3):
         train(stepper, *features(8, 10 * number + env.rank, (3, 8, 8)))
         average.update(number)

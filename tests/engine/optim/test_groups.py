@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from launcher.engine import (
     SGD,
     AdamW,
+    DDPOptions,
     EngineWarning,
     ParameterGroup,
     Policy,
     Stepper,
     TorchOptimizer,
     UnusableError,
-    Wire,
 )
 from launcher.engine.optim.update import DEVICE_CHUNK, StepScalars, Updater
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
@@ -111,7 +111,7 @@ def test_all_forms_of_the_update_know_the_groups(name, form) -> None:
     """Within rounding of the plain one; weights are rounded masters, and a skipped step writes nothing."""
     steppers = [
         stepper_of(
-            each, Grouped(), CASES[name][0], Policy.fp16(), groups=GROUPS, wire=Wire(bucket_bytes=4096)
+            each, Grouped(), CASES[name][0], Policy.fp16(), groups=GROUPS, ddp=DDPOptions(bucket_bytes=4096)
         )
         for each in (form, "plain")
     ]
@@ -131,7 +131,7 @@ def test_groups_change_neither_the_buckets_nor_their_order() -> None:
     """Only where a parameter lies within one; each then has a stretch for each set of rates at most."""
     own = [ParameterGroup(["body.0.*", "norm.bias"], 0.5)]  # within the buckets others lie before and behind
     plain, grouped = (
-        Stepper(Grouped(), SGD(LR), wire=Wire(bucket_bytes=24576), groups=groups) for groups in ((), own)
+        Stepper(Grouped(), SGD(LR), ddp=DDPOptions(bucket_bytes=24576), groups=groups) for groups in ((), own)
     )
     for ours, theirs in zip(plain.layout.flat_buffers, grouped.layout.flat_buffers, strict=True):
         assert [(run.start, run.end) for run in ours.bucket_ranges] == [
@@ -171,8 +171,8 @@ def test_a_state_loads_under_other_groups(name) -> None:
     optimizer = CASES[name][0]
 
     def stepper(groups: tuple[ParameterGroup, ...], bucket_bytes: int) -> Stepper:
-        wire = Wire(bucket_bytes=bucket_bytes)
-        return Stepper(Grouped(), optimizer, wire=wire, groups=groups, reference_count=16)
+        ddp = DDPOptions(bucket_bytes=bucket_bytes)
+        return Stepper(Grouped(), optimizer, ddp=ddp, groups=groups, reference_count=16)
 
     plain = stepper((), 8192)
     train(plain, *batch(0))

@@ -157,7 +157,7 @@ def test_no_entry_is_out_of_use(module: str) -> None:
     assert ARGUMENTS[module].keys() - {*NEWER} <= set(public(getattr(torch, module)))
 
 
-WIDE: dict[str, Callable[[Tensor], Any]] = {
+FP32: dict[str, Callable[[Tensor], Any]] = {
     "matrix_exp": torch.matrix_exp,
     "method matrix_exp": Tensor.matrix_exp,
     "matrix_power": lambda x: torch.matrix_power(x, 3),
@@ -198,9 +198,9 @@ HALF_OUT: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("name", FP32)
 def test_exponentials_reductions_and_decompositions_are_fp32(name: str) -> None:
-    check(WIDE[name], (SQUARE / 4,), in_half=False)
+    check(FP32[name], (SQUARE / 4,), in_half=False)
 
 
 @pytest.mark.parametrize("name", HALF_OUT)
@@ -214,7 +214,7 @@ def test_curves_means_and_changes_in_place_are_rounded_once(name: str) -> None:
         assert (ours.float() - exact).abs().max() <= 2.0**-11 * exact.abs().max()
 
 
-PICKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+GATHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "[index]": lambda table, tokens: table[tokens],
     "[:, index]": lambda table, tokens: table.T[:, tokens].T,
     "[list]": lambda table, tokens: table[tokens.tolist()],
@@ -223,12 +223,12 @@ PICKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", PICKS)
+@pytest.mark.parametrize("name", GATHERS)
 def test_the_gradients_of_equal_rows_are_summed_in_fp32(name: str) -> None:
     """4096 ones: in fp16 the sum would stay at 2048."""
     table = torch.zeros(3, 2, dtype=HALF, requires_grad=True)
     with RoundedArithmetic(HALF):
-        rows = PICKS[name](table, torch.ones(4096, dtype=torch.int64))
+        rows = GATHERS[name](table, torch.ones(4096, dtype=torch.int64))
     assert rows.dtype == HALF
     rows.sum(dtype=torch.float32).backward()
     assert table.grad is not None

@@ -22,7 +22,7 @@ EPSILON = {torch.float16: 2.0**-11, torch.float32: 2.0**-20}  # fp32: the sums h
 Function = Callable[..., Tensor]
 Shapes = tuple[tuple[int, ...], ...]
 
-PRODUCTS: dict[str, tuple[Function, Shapes]] = {
+LOWER_PRECISION_FP: dict[str, tuple[Function, Shapes]] = {
     "conv1d": (F.conv1d, ((2, 3, 9), (4, 3, 3), (4,))),
     "conv2d": (F.conv2d, ((2, 3, 6, 6), (4, 3, 3, 3), (4,))),
     "conv3d": (F.conv3d, ((1, 2, 4, 4, 4), (3, 2, 2, 2, 2))),
@@ -47,7 +47,7 @@ PRODUCTS: dict[str, tuple[Function, Shapes]] = {
         ((1, 2, 4, 8), (1, 2, 5, 8), (1, 2, 5, 8), (4, 5)),
     ),
 }
-WIDE: dict[str, tuple[Function, Shapes]] = {
+FP32: dict[str, tuple[Function, Shapes]] = {
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (8,), w, b), ((4, 8), (8,), (8,))),
     "rms_norm": (lambda x, w: F.rms_norm(x, (8,), w, 1e-5), ((4, 8), (8,))),
     "group_norm": (lambda x: F.group_norm(x, 2), ((2, 4, 6),)),
@@ -130,9 +130,9 @@ def _close(value: Tensor, exact: Tensor) -> None:
     assert ((value.double() - exact).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", LOWER_PRECISION_FP)
 def test_products_take_half_accumulate_fp32_and_round_once(name) -> None:
-    function, shapes = PRODUCTS[name]
+    function, shapes = LOWER_PRECISION_FP[name]
     check(function, shapes, HALF, wide_vectors=True)
     halves = inputs(shapes)
     with RoundedArithmetic(HALF):
@@ -142,9 +142,9 @@ def test_products_take_half_accumulate_fp32_and_round_once(name) -> None:
     assert torch.equal(from_fp32, function(*rounded).to(HALF))
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", LOWER_PRECISION_FP)
 def test_products_give_the_dtype_that_autocast_gives(name) -> None:
-    function, shapes = PRODUCTS[name]
+    function, shapes = LOWER_PRECISION_FP[name]
     mixed = [x.float() for x in inputs(shapes)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         native = function(*mixed)
@@ -155,9 +155,9 @@ def test_products_give_the_dtype_that_autocast_gives(name) -> None:
     assert (emulated.float() - native.float()).abs().max() <= 2.0**-6 * native.abs().max()
 
 
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("name", FP32)
 def test_reductions_exponentials_norms_and_losses_are_fp32(name) -> None:
-    check(*WIDE[name], torch.float32, wide_vectors=True)
+    check(*FP32[name], torch.float32, wide_vectors=True)
 
 
 @pytest.mark.parametrize("name", INNER)
@@ -216,11 +216,11 @@ def autocast_list(section: str) -> list[str]:
 @pytest.mark.parametrize(
     ("section", "ours"),
     [
-        ("AT_FORALL_LOWER_PRECISION_FP", op_lists.PRODUCTS),
-        ("AT_FORALL_FP32", op_lists.WIDE),
-        ("AT_FORALL_FP32_SET_OPT_DTYPE", op_lists.WIDE),
-        ("AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE", op_lists.WIDE),
-        ("AT_FORALL_PROMOTE", op_lists.PROMOTING),
+        ("AT_FORALL_LOWER_PRECISION_FP", op_lists.LOWER_PRECISION_FP),
+        ("AT_FORALL_FP32", op_lists.FP32),
+        ("AT_FORALL_FP32_SET_OPT_DTYPE", op_lists.FP32),
+        ("AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE", op_lists.FP32),
+        ("AT_FORALL_PROMOTE", op_lists.PROMOTE),
     ],
 )
 def test_every_public_operation_of_autocast_is_in_the_same_class(section, ours) -> None:

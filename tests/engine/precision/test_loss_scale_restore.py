@@ -54,8 +54,12 @@ def test_a_state_brings_its_scale_only_where_mode_and_limits_allow_it(states, sa
         inside = scaling.min <= 2 ** state.counters["exponent"] <= scaling.max
         taken = scaling.mode == state.scale_mode == "dynamic" and inside
         assert now["exponent"] == (state.counters if taken else own)["exponent"] == start.exponent
-        assert now["lives"] == min((state.counters if taken else own)["lives"], scaling.hysteresis)
-        assert now["clean"] == (min(state.counters["clean"], scaling.growth_interval - 1) if taken else 0)
+        assert now["hysteresis_tracker"] == min(
+            (state.counters if taken else own)["hysteresis_tracker"], scaling.hysteresis
+        )
+        assert now["growth_tracker"] == (
+            min(state.counters["growth_tracker"], scaling.growth_interval - 1) if taken else 0
+        )
         assert [now[n] for n in ("applied", "skipped")] == [state.counters[n] for n in ("applied", "skipped")]
         same_constant = scaling.mode == state.scale_mode and own["exponent"] == state.counters["exponent"]
         assert start.restored == (taken or (scaling.mode != "dynamic" and same_constant))
@@ -118,8 +122,8 @@ def test_the_reason_names_both_scales() -> None:
         {"counters": {"exponent": 3}},
         {"exponent": 2.0},
         {"applied": -1},
-        {"clean": True},
-        {"lives": 2**60},
+        {"growth_tracker": True},
+        {"hysteresis_tracker": 2**60},
         {"scale_mode": "dynamik"},
         {"reference_count": 3},
     ],

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from launcher.engine import Policy
-from tests.engine.precision.test_emulated_functions import PICKS
+from tests.engine.precision.test_emulated_functions import GATHERS
 
 MANY = 4096
 ZEROS, INDEX = torch.zeros(2, dtype=torch.int64), torch.zeros(MANY, dtype=torch.int64)
@@ -37,7 +37,8 @@ FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
 # Of one parameter of value 1, shape [1, 1]: 4096 ones, each with a gradient of one.
 BACKWARD: dict[str, Callable[[Tensor], Tensor]] = {
     **{
-        f"pick {name}": lambda p, pick=pick: pick(p.expand(1, 2), INDEX)[:, 0] for name, pick in PICKS.items()
+        f"pick {name}": lambda p, pick=pick: pick(p.expand(1, 2), INDEX)[:, 0]
+        for name, pick in GATHERS.items()
     },
     "take": lambda p: p.take(INDEX),
     "take_along_dim": lambda p: torch.take_along_dim(p, INDEX[:, None], 0),
@@ -81,13 +82,13 @@ def test_a_gradient_is_the_sum(function: str, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own, in forward mode
-@pytest.mark.parametrize("pick", PICKS)
+@pytest.mark.parametrize("pick", GATHERS)
 def test_picks_have_second_derivatives_and_transforms(pick: str) -> None:
     table = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float16)
 
     def loss(table: Tensor) -> Tensor:
         with Policy.fp16().forward(torch.device("cpu"), emulate=True):
-            return (PICKS[pick](table, torch.tensor([1, 1])).float() ** 3).sum()
+            return (GATHERS[pick](table, torch.tensor([1, 1])).float() ** 3).sum()
 
     leaf = table.clone().requires_grad_()
     first = torch.autograd.grad(loss(leaf), leaf, create_graph=True)[0]
