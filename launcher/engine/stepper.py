@@ -1,8 +1,7 @@
-"""One training step, from a loss to updated weights: the engine's public interface.
+"""The engine's public class: a training step from a loss to updated weights, on one or many ranks.
 
-Owns the order of events within a step: scale, backward, reduce, agree, unscale, clip, update or skip. It
-knows nothing of files, configs and recipes. Every rank calls backward() once per micro-batch (possibly
-never), then step() or abandon(); all ranks reach the same verdict and the same weights.
+Owns the interface: each method checks that it is called at the right moment, and leaves the work to `step` or
+to one of the parts. Knows nothing of files, configs and recipes.
 """
 
 from __future__ import annotations
@@ -42,40 +41,30 @@ from launcher.engine.step import Step
 class Stepper:
     """Trains `model` with `optimizer` under a precision policy, on one or many ranks.
 
-    `group` None means the default process group, or one process where none is initialised; that warns where a
-    launcher such as torchrun started several. To train alone
-    while other ranks exist, pass a group of one: `new_group([get_rank()], use_local_synchronization=True)`.
-    The attribute `group` is the group in use, None for one process.
+    Every rank calls backward() once per micro-batch (possibly never), then step() or abandon(); all ranks
+    reach the same verdict and the same weights. All build the same model with the same arguments, of which
+    only `micro_batches` and `emulate` may differ. Raises UnusableError otherwise, and for a model that cannot
+    be trained.
 
-    `clip_norm` is the largest norm of the mean gradient of all ranks, as of torch's clip_grad_norm_; that
-    function itself clips nothing between backward() and step(), because p.grad is None there.
+    `group` None: the default process group, or one process where none is initialised. To train alone while
+    other ranks exist, pass a group of one: `new_group([get_rank()], use_local_synchronization=True)`.
+    `clip_norm`: the largest norm of the mean gradient of all ranks, as of torch's clip_grad_norm_, which
+    itself clips nothing between backward() and step(), because p.grad is None there.
+    `learning_rates`: one per applied step, the last one after that; None: `optimizer.lr` throughout.
+    `micro_batches`: the largest number of backward() calls before each step(); the last one overlaps
+    communication. `reference_count`: n0, the usual number of samples (or tokens) per step and rank; None:
+    from the counts of the first step, which costs that step one collective. `groups`: see ParameterGroup.
 
-    `micro_batches` is the largest number of backward() calls before each step(); the last of them overlaps
-    communication. `reference_count` is n0 of the loss boundary: the usual number of samples (or tokens) per
-    step and rank; None takes it from the counts of the first step, which costs that step one collective.
-    `learning_rates` gives one rate per applied step, and the last one after that; None means `optimizer.lr`
-    throughout.
+    Building it moves parameters and buffers into flat memory and broadcasts rank 0's values: load weights
+    before, or with `load`. Cast, move, freeze and replace parameters before, too: a later change raises
+    UnusableError. Weights may be written in place between steps, alike on all ranks (`p.clamp_()` under
+    torch.no_grad(), model.load_state_dict()): what differs from the rounded masters is copied into them. A
+    write through `p.data` cannot be detected: the next update undoes it.
 
-    `groups` give parameters a learning-rate factor, a separate weight decay, or freeze them; a parameter
-    belongs to the first group that matches its name. The clip norm is computed over all groups. States do not
-    depend on the groups, so a state can be loaded with other groups.
-
-    Building a Stepper moves the model's parameters and buffers into flat memory and broadcasts rank 0's
-    values: load weights before that, or afterwards with `load`. Raises UnusableError for a model that cannot
-    be trained, and, with the differences, if ranks hold different parameters or were given different
-    arguments. Only `micro_batches` and `emulate` may differ.
-
-    Cast, move, freeze, unfreeze and replace parameters before building it: backward(), step(), state() and
-    load() raise UnusableError if parameters have changed. Between those calls requires_grad may be False, as
-    for another network's pass through this one.
-
-    A trainable parameter that received no gradient on any rank is updated with a zero gradient: decay and
-    momentum apply, as with the flat buffers of DDP, Megatron and DeepSpeed. A torch optimizer would skip it,
-    because p.grad is None. Parameters frozen before building are not updated.
-
-    Weights may be changed in place between steps, identically on all ranks: `p.clamp_()` or `p.copy_()` under
-    torch.no_grad(), model.load_state_dict(). Values that differ from the rounded masters are copied into the
-    masters, even in a skipped step. A change through `p.data` cannot be detected: the next update undoes it.
+    Hooks on parameters get the gradient of one micro-batch of one rank, multiplied by the loss scale: a mask
+    or a factor works there, a limit such as clamp(-1, 1) does not. As with torch.optim, autograd raises for a
+    graph that was recorded before an update, unless the graph has casted copies of the weights (autocast over
+    fp32 weights, emulated arithmetic): it then gives the gradients at the weights from before.
     """
 
     def __init__(
@@ -155,7 +144,7 @@ class Stepper:
         """Compute in fp32 in the modules whose names match a pattern of `fnmatch`, from the next forward().
 
         For modules whose outputs leave the range of fp16, which no loss scale prevents. Inputs and weights
-        are widened within them, and their outputs are fp32; weights, gradients and the wire keep their
+        are widened within them, and their outputs are fp32; weights and gradients keep their
         dtypes. Returns the names of the modules that were added; `fp32_modules` are all of them. Call it on
         all ranks alike, between steps. Not for models under torch.compile. Raises UnusableError for a
         pattern that matches no module.
@@ -185,10 +174,10 @@ class Stepper:
         return len(self.reducer.buckets)
 
     def vote(self, question: int, votes: float = 1.0) -> None:
-        """Vote on one of the caller's questions in the coming step, at any time before step().
+        """Add `votes` of this rank to one of the caller's questions, 0 to 9, at any time before step().
 
-        The votes are sent with the totals of the step, so they cost no extra collective:
-        `StepReport.votes[question]` is their sum over the ranks, the same on all ranks. `question` is 0 to 9.
+        They are sent with the totals of the step, at no extra collective: `StepReport.votes[question]` is
+        their sum over the ranks. A number of any kind may be sent so, such as a count or a time.
         """
         limits.question.require("vote question", question)
         self._parts.totals.vote(question, votes)
@@ -196,15 +185,13 @@ class Stepper:
     def backward(self, loss_sum: Tensor, count: float | Tensor) -> None:
         """Back-propagate one micro-batch.
 
-        `loss_sum`: fp32 scalar, the sum of the losses of `count` samples (or tokens). The step divides by
-        the count of all micro-batches of all ranks, so micro-batches and ranks may differ in size.
-
-        A plain loss.backward() is not part of a step: its gradients stay in `p.grad`, which no step reads or
-        changes.
+        `loss_sum`: fp32 scalar, the sum of the losses of `count` samples (or tokens). The step divides by the
+        count of all micro-batches of all ranks. A plain loss.backward() is not part of a step: its gradients
+        stay in `p.grad`.
 
         Raises UnusableError for a loss or a count that cannot be trained on: the step is unchanged, and
-        another backward() may follow. After any other error, from the model or out of memory, this rank's
-        gradients are incomplete: only abandon() or step() may follow, and both abandon the step.
+        another backward() may follow. After any other error, from the model or out of memory, only abandon()
+        or step() may follow, and both abandon the step.
         """
         self._step.check_attached()
         check_loss(loss_sum, count, self.device)
@@ -244,16 +231,13 @@ class Stepper:
     def abandon(self) -> StepResult:
         """Drop this step on all ranks, as if backward() had not been called; in place of step().
 
-        Gradients, counts and votes are dropped, buffers (BatchNorm statistics) are restored; weights,
-        optimizer, loss scale, counters and learning rate are kept. The same collectives as step(): other
-        ranks may call either, and their step is dropped too. `StepReport.abandoned_ranks` lists the ranks
-        that abandoned it.
+        Gradients, counts and votes are dropped and buffers restored; nothing else changes. The same
+        collectives as step(), which other ranks may call; `StepReport.abandoned_ranks` says who abandoned it.
+        Possible while `can_abandon`, also after a step() that raised. After that the other ranks may have
+        applied the step, and this Stepper raises RuntimeError.
 
-        If a module runs collectives (SyncBatchNorm), a pass that fails on only one rank leaves the others
+        Where a module runs collectives (SyncBatchNorm), a pass that fails on only one rank leaves the others
         waiting in them: end the job in that case.
-
-        A step() that raised, such as one that ran out of memory, can be abandoned while `can_abandon` is
-        True. After that the other ranks may have applied it, and this Stepper raises RuntimeError.
         """
         self.check_not_swapped()
         self._step.failed = True
@@ -280,10 +264,9 @@ class Stepper:
     def state(self, rank: int | None = None, allocate: Allocate = on_host) -> EngineState:
         """Everything needed to resume bit for bit, by name. Views where possible: clone() to keep it.
 
-        Between steps only. A collective where the optimizer is sharded, which gathers masters and states in
-        host memory, a few MB at a time: on all ranks, or only on `rank` of the group, where a state is saved
-        by one. The others' state then lacks the sharded parameters. `allocate(numel, pinned)` gives the
-        memory, fp32, for a caller that reuses it. Waits for the device.
+        Between steps only. Waits for the device. A collective where the optimizer is sharded, which gathers
+        masters and states in host memory, a few MB at a time: on all ranks, or only on `rank` of the group;
+        the others' state then lacks the sharded parameters. `allocate(numel, pinned)` gives fp32 memory.
         """
         self._step.check_between_steps("state()")
         self._parts.attached_params.check()
@@ -291,12 +274,11 @@ class Stepper:
         return self._parts.rank_state.state(self._step.normaliser.count, rank, allocate)
 
     def load(self, state: EngineState) -> ScaleStart:
-        """Resume from `state`, which may come from another number of ranks or another wire.
+        """Resume from `state`, also of another number of ranks or with other DDPOptions.
 
         The result says whether the loss scale was restored: only a dynamic one is, if this run's mode and
-        limits allow it. The counts of applied and skipped steps always are. Raises ValueError, before
-        anything is changed, for the state of another model or optimizer. Between steps only. A collective
-        where the optimizer is sharded.
+        limits allow it. Raises ValueError, before anything is changed, for the state of another model or
+        optimizer. Between steps only. A collective where the optimizer is sharded.
         """
         self._step.check_between_steps("load()")
         self._parts.attached_params.check()
@@ -305,8 +287,7 @@ class Stepper:
         self._parts.in_place.count_update()
         # Masters and weights were set together: there is no change to copy from one to the other.
         self._parts.in_place.forget()
-        # An n0 that was given, or agreed on since, takes precedence: what was scaled with it stays
-        # comparable.
+        # An n0 that was given, or agreed on since, stays: what was scaled with it remains comparable.
         self._step.normaliser.count = self._step.normaliser.count or state.reference_count
         return start
 
@@ -386,11 +367,11 @@ class Stepper:
             self._parts.owner.weights_swapped = False
 
     def check_not_swapped(self) -> None:
-        """Raise UnusableError within `holding_averages`."""
+        """Raise UnusableError within `weights_swapped`, or if a newer Stepper has the parameters."""
         self._parts.owner.check()
 
     def reduced_gradients(self) -> dict[str, Tensor]:
-        """The reduced gradients by parameter name, scaled by the loss scale, in the dtype of the wire.
+        """The reduced gradients by parameter name, scaled by the loss scale, in `gradient_dtype`.
 
         Views, valid from step() to the next backward(). Of a sharded optimizer use `own_gradients`.
         """
@@ -413,11 +394,11 @@ class Stepper:
         return self._parts.rank_state.changed_buffers()
 
     def state_bytes(self) -> int:
-        """Bytes of persistent training state: weights, masters, wire gradients, optimizer states, buffers."""
+        """Bytes of persistent training state: weights, masters, gradients, optimizer states, buffers."""
         return size_bytes([*self._parts.rank_state.tensors(), *self.reducer.tensors()])
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of weights, masters, (wire) gradients, states and buffers; `state_bytes` has more, but small.
+        """Bytes of weights, masters, gradients, states and buffers; `state_bytes` has more, but small.
 
         An optimizer of torch makes its states in its first step.
         """

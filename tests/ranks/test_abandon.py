@@ -17,8 +17,8 @@ from tests.ranks.harness import run_ranks
 
 WIRES: dict[str, dict[str, Any]] = {
     "native": {},
-    "predivided": {"predivide": 4},
-    "sharded": {"shard": True},
+    "predivided": {"gradient_predivide_factor": 4},
+    "sharded": {"shard_optimizer": True},
 }
 
 

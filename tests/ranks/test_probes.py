@@ -13,7 +13,7 @@ from launcher.engine import SGD, DDPOptions, EngineWarning, Policy, Scaling, Ste
 from tests.models import Planted
 from tests.ranks.harness import run_ranks
 
-WIRES = {"native": {}, "sharded": {"shard": True}}
+WIRES = {"native": {}, "sharded": {"shard_optimizer": True}}
 Case = tuple[str, bool, int, bool]  # wire, overlap, micro-batches, whether rank 1 has none of them
 
 CASES: list[Case] = [

@@ -48,7 +48,7 @@ def flip_one_bit(stepper: Stepper, fault: str) -> None:
 def write_into_padding(stepper: Stepper) -> None:
     """It belongs to no parameter, so it may differ."""
     flat_buffer = stepper.layout.flat_buffers[0]
-    flat_buffer.weight[flat_buffer.runs[-1].gaps()[-1]] = 1.0
+    flat_buffer.weight[flat_buffer.bucket_ranges[-1].gaps()[-1]] = 1.0
 
 
 def drift(env: WorkerEnv, fault: str | None) -> str:

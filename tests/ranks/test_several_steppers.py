@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from launcher.engine import SGD, DDPOptions, Policy, Scaling, Stepper
 from tests.models import Planted
 from tests.ranks.harness import run_ranks
 
-PAGE = Path(__file__).parents[2] / "launcher/engine/README.md"
 SHARED = "in one group, without overlap"
 WIRES: dict[str, DDPOptions] = {
     "in groups of their own": DDPOptions(bucket_bytes=1),
@@ -151,19 +148,40 @@ def test_steppers_that_cannot_overlap_because_they_share_a_group_say_so_once() -
         assert all("group=dist.new_group()" in text for text in texts)
 
 
+GAN = """
+import torch
+from launcher.engine import AdamW, DDPOptions, Stepper
+
+ddp = {ddp}
+generator = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+critic = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+for_generator, for_critic = (Stepper(each, AdamW(lr=1e-3), ddp=ddp) for each in (generator, critic))
+cross_entropy = torch.nn.functional.binary_cross_entropy_with_logits
+for inputs, _ in data:
+    with for_critic.forward():
+        fakes = generator(torch.randn(len(inputs), 8)).float()
+        scores = critic(torch.cat([inputs, fakes.detach()])).float().flatten()
+    is_real = (torch.arange(len(scores)) < len(inputs)).float()
+    for_critic.backward(cross_entropy(scores, is_real, reduction="sum"), len(scores))
+    for_critic.step()
+    with for_generator.forward():
+        scores = critic(fakes).float().flatten()              # computed again, because the critic has changed
+    for_generator.backward(cross_entropy(scores, torch.ones_like(scores), reduction="sum"), len(scores))
+    for_generator.step()
+    critic.zero_grad()                                        # gradients of the generator's loss
+"""
+
+
 def trains_a_gan(env: WorkerEnv) -> list[torch.Tensor]:
-    """The example of the engine's page over each wire: the masters of both networks, and their start."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
-    (code,) = [code for code in blocks if "for_critic" in code]
+    """In one group, without overlap, sharded and not: the masters of both networks, and their start."""
     found = []
-    wires = ("DDPOptions(overlap=False)", "DDPOptions(overlap=False, shard_optimizer=True)")
-    for ddp in wires:
+    for options in ("overlap=False", "overlap=False, shard_optimizer=True"):
         for steps in (6, 0):
             torch.manual_seed(0)
-            names: dict[str, Any] = {"data": []}
             generator = torch.Generator().manual_seed(env.rank)
-            names["data"] = [(torch.randn(8, 4, generator=generator), None) for _ in range(steps)]
-            exec(compile(code.replace(wires[0], ddp), "README.md", "exec"), names)
+            data = [(torch.randn(8, 4, generator=generator), None) for _ in range(steps)]
+            names: dict[str, Any] = {"data": data}
+            exec(compile(GAN.replace("{ddp}", f"DDPOptions({options})"), "gan.py", "exec"), names)
             masters = [names[name].named_masters().values() for name in ("for_critic", "for_generator")]
             found += [torch.cat([master.flatten() for master in each]) for each in masters]
     return found
@@ -171,7 +189,7 @@ def trains_a_gan(env: WorkerEnv) -> list[torch.Tensor]:
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_gan_of_the_engine_page_trains_on_all_ranks_alike(world_size) -> None:
+def test_a_gan_in_one_group_trains_on_all_ranks_alike(world_size) -> None:
     first, *others = run_ranks(world_size, trains_a_gan)
     for other in others:
         assert all(map(torch.equal, first, other))
