@@ -21,10 +21,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.checkpoint.catalog import candidates, retain, sorted_by_metric
+from launcher.checkpoint.catalog import retain
 from launcher.checkpoint.format import publish, size_of_tensors
-from launcher.checkpoint.manifest import sizes_match
-from launcher.checkpoint.snapshot import Snapshot
+from launcher.checkpoint.manifest import step_name
+from launcher.checkpoint.snapshot import BestEvaluation, Snapshot
 from launcher.errors import LauncherError
 
 # After a piece of 1 ms a pause of 39 ms.
@@ -164,12 +164,11 @@ class AsyncCheckpointWriter:
             path = publish(self.directory, snapshot, Throttle(size_of_tensors(snapshot), self._awaited))
             self._own.add(path)
             size_bytes = sum(file.stat().st_size for file in path.iterdir())
-            self._apply_retention()
+            self._apply_retention(snapshot.extra.best)
         except LauncherError as failure:
             error = failure
         return SaveResult(step, path, time.perf_counter() - began, size_bytes, error)
 
-    def _apply_retention(self) -> None:
-        whole = [path for path in candidates(self.directory) if sizes_match(path)]
-        best = sorted_by_metric(whole)
-        self._own -= set(retain(self.directory, self._keep, best[0] if best else None, self._own))
+    def _apply_retention(self, best: BestEvaluation | None) -> None:
+        path = None if best is None else self.directory / step_name(best.step)
+        self._own -= set(retain(self.directory, self._keep, path, self._own))

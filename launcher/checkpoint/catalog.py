@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -26,12 +25,12 @@ from launcher.checkpoint.format import (
     read_state,
     snapshot_of,
 )
-from launcher.checkpoint.manifest import MANIFEST, sizes_match, verify
-from launcher.checkpoint.snapshot import MonitoredMetric, RunIdentity, Snapshot
+from launcher.checkpoint.manifest import MANIFEST, sizes_match, step_name, verify
+from launcher.checkpoint.snapshot import RunIdentity, Snapshot
 from launcher.distributed.collectives import of_leader, raised_on_all
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, StorageError
-from launcher.run_dir.atomic import failing_as_storage_error, restored
+from launcher.run_dir.atomic import failing_as_storage_error
 from launcher.run_dir.records import CHECKPOINTS
 
 FOLDER = CHECKPOINTS
@@ -91,21 +90,14 @@ def newest_intact(directory: Path, rename_damaged: bool = True) -> ResumeChoice:
 
 
 def best_intact(directory: Path) -> Path | None:
-    """The intact checkpoint with the best metric, as `sorted_by_metric`. Renames nothing."""
-    return _first_intact(sorted_by_metric(candidates(directory)), rename_damaged=False).path
+    """The checkpoint of the best evaluation, which the newest intact one names; None if it is not intact.
 
-
-def sorted_by_metric(paths: Sequence[Path]) -> list[Path]:
-    """The `paths` with the metric of the newest that has one, best first; of equal ones the first in the run.
-
-    A run that was resumed with another compare_by has checkpoints of both metrics, which cannot be compared.
+    Renames nothing.
     """
-    measured = [(metric, path) for path in paths if (metric := _metric_of(path)) is not None]
-    if not measured:
-        return []
-    newest, _ = max(measured, key=lambda pair: step_of(pair[1]))
-    costs = [(metric.cost, step_of(path), path) for metric, path in measured if metric.same_metric(newest)]
-    return [path for *_, path in sorted(costs)]
+    newest = newest_intact(directory, rename_damaged=False).path
+    best = None if newest is None else read_state(newest)["extra"].get("best")
+    path = None if best is None else directory / step_name(best["step"])
+    return None if path is None or verify(path) else path
 
 
 def retain(
@@ -144,15 +136,6 @@ def _first_intact(paths: Sequence[Path], rename_damaged: bool) -> ResumeChoice:
             with contextlib.suppress(OSError):  # reported in any case, and never loaded
                 quarantine(path, DAMAGED)
     return ResumeChoice(None, damaged)
-
-
-def _metric_of(path: Path) -> MonitoredMetric | None:
-    """The metric of a checkpoint; None where it has none, or none that is a number."""
-    try:
-        metric = MonitoredMetric(**restored(read_state(path)["metric"]))
-        return None if math.isnan(metric.cost) else metric
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _refuse_link(path: Path) -> None:

@@ -99,8 +99,8 @@ def _choose(directory: Path, best: bool) -> Path:
         return path
     if found.path is not None:
         raise StorageError(
-            f"{directory} holds no intact checkpoint with a metric, so none is the best.{found.seen} A run "
-            "saves one after its first evaluation; without validation data (data.val_fraction=0) it makes "
+            f"{directory} holds no intact checkpoint of a best evaluation.{found.seen} A run saves one after "
+            "each evaluation that is the best so far; without validation data (data.val_fraction=0) it makes "
             f"none. Without --best the newest is exported, {found.path.name}."
         )
     raise StorageError(

@@ -54,6 +54,13 @@ class MonitoredMetric:
 
 
 @dataclass(frozen=True)
+class BestEvaluation(MonitoredMetric):
+    """The best value that a run has reached so far, and after which step."""
+
+    step: int = 0
+
+
+@dataclass(frozen=True)
 class SavedWith:
     """Conditions under which a state was saved. A run may resume under others."""
 
@@ -127,6 +134,7 @@ class RunExtras:
     """What else a resumed run needs: `extra` of state.json."""
 
     parts: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # by part, what it keeps
+    best: BestEvaluation | None = None  # of all evaluations so far
     evaluated: bool = False  # whether the evaluation that is due after this step has been made
     data: Mapping[str, str] = field(default_factory=dict)  # the fingerprint of the data
     settings: Mapping[str, str] = field(default_factory=dict)  # by dotted key, what the run learns from

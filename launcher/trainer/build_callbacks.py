@@ -27,7 +27,6 @@ from launcher.trainer.callbacks.totals import Totals
 from launcher.trainer.callbacks.training_metrics import TrainingMetrics
 from launcher.trainer.context import TrainContext
 from launcher.trainer.diagnostics.nonfinite_inspector import DivergenceInspector
-from launcher.trainer.evaluation_loop import Evaluator
 from launcher.trainer.resume import SavedRun
 
 
@@ -36,7 +35,6 @@ def build_callbacks(
     saved: SavedRun,
     micro_batch: MicroBatch,
     weights: InitialWeights,
-    evaluation: Evaluator,
     peers: Sequence[Peer],
     gpus: GpuSampler | None,
 ) -> list[Callback]:
@@ -66,8 +64,6 @@ def build_callbacks(
         FirstStep(context.heartbeat.first_step_done),
         ReplicaCheck(context) if config.ddp.check_replicas_every_steps else None,
         weights,
-        # Before those that use the best evaluation.
-        evaluation,
         EarlyStopping(context, stop) if stop.patience is not None else None,
         Plateau(context, plateau) if plateau.factor is not None else None,
         context.pruning if context.pruning.rule != "none" else None,

@@ -59,7 +59,7 @@ def build_trainer(
     context, loaded = _build_context(config, env, telemetry, heartbeat, stop_signal)
     saved, evaluation = SavedRun(context), Evaluator(context)
     micro_batch, weights = MicroBatch(context), InitialWeights(context, loaded)
-    context.callbacks.fill(build_callbacks(context, saved, micro_batch, weights, evaluation, peers, gpus))
+    context.callbacks.fill(build_callbacks(context, saved, micro_batch, weights, peers, gpus))
     heartbeat.beat("restoring")
     start = saved.resume(launch)
     weights.check(saved.resumed)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from launcher.checkpoint.snapshot import BestEvaluation
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import DataSets
@@ -65,6 +66,7 @@ class TrainContext:
     callbacks: CallbackList = field(default_factory=CallbackList)
     votes: Votes = field(default_factory=Votes)
     train_metrics: Mapping[str, float] = field(default_factory=dict)  # since the last evaluation
+    best: BestEvaluation | None = None  # of all evaluations since the run began
     samples: float = 0.0  # trained on since the run began
     shortage: str = ""  # what this rank has run out of, once it has abandoned a step
 

@@ -29,6 +29,7 @@ from launcher.telemetry import Telemetry
 from launcher.telemetry.events import EndEvent, ReportEvent, StartEvent
 from launcher.trainer.builders.decisions import decisions
 from launcher.trainer.context import TrainContext, asked
+from launcher.trainer.evaluation_loop import Evaluator
 from launcher.trainer.progress import Start
 from launcher.trainer.replicas import weights_sha256
 
@@ -168,12 +169,10 @@ def result_of(context: TrainContext, since_step: int, steps: int, seconds: float
     return context.callbacks.add_to_result(result)
 
 
-def finish(
-    context: TrainContext, since_step: int, steps: int, seconds: float, confusion: Confusion | None
-) -> None:
+def finish(context: TrainContext, since_step: int, steps: int, seconds: float, evaluation: Evaluator) -> None:
     """Report the result, and write it on rank 0. The arguments are those of `result_of`. A collective."""
     run_dir = Path(context.config.run.dir)
-    result = result_of(context, since_step, steps, seconds)
+    result = evaluation.add_to_result(result_of(context, since_step, steps, seconds))
     applied = result.applied_steps or 0
     if applied < steps / 2:
         context.telemetry.warn(
@@ -181,7 +180,7 @@ def finish(
             "precision.loss_scale.init_scale."
         )
     if context.env.is_leader:
-        write_files(run_dir, result, confusion, context.telemetry)
+        write_files(run_dir, result, evaluation.confusion, context.telemetry)
     context.telemetry.emit(
         EndEvent(
             steps,

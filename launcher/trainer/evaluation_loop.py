@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
 
-from launcher.checkpoint.snapshot import MonitoredMetric
+from launcher.checkpoint.snapshot import BestEvaluation, MonitoredMetric
 from launcher.config.rules import BLOCKS
 from launcher.data.sources import ONLY_SET, set_title
 from launcher.data.tensors import Batch
@@ -27,7 +26,6 @@ from launcher.process.shortage import ran_out
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import EvalEvent
 from launcher.trainer import after_evaluation, device
-from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import guarding
 from launcher.trainer.progress import Measured, Position
@@ -39,15 +37,11 @@ HIGHER_IS_BETTER = {"loss": False, "train_loss": False, "train_accuracy": True} 
 log = logging.getLogger("launcher")
 
 
-class Evaluator(Callback):
-    """Evaluates the model on the validation sets."""
-
-    name = "evaluation"
+class Evaluator:
+    """Evaluates the model on the validation sets, and keeps the best evaluation in the context."""
 
     def __init__(self, context: TrainContext) -> None:
         self.latest: Mapping[str, Evaluation] = {}  # the last complete evaluation, by set
-        self.best: MonitoredMetric | None = None  # of all evaluations so far
-        self.best_step: int | None = None  # after which it was measured
         self._context = context
         self._fitting: int | None = None  # the largest batch of this rank, once it has run out of memory
         self.recipe, self.model, self.data = context.recipe, context.model, context.data.validation
@@ -86,10 +80,11 @@ class Evaluator(Callback):
                 f"{compared.name}, by which runs are compared, is NaN at step {position.step}, so this "
                 "evaluation cannot be the best. Correct the metric, or name another with compare_by."
             )
-        if self.best is not None and not self.best.same_metric(compared):
+        best = self._context.best
+        if best is not None and not best.same_metric(compared):
             self._context.telemetry.decision(
                 "comparison",
-                f"by {compared.name} from here on. The best checkpoint so far is that by {self.best.name}, "
+                f"by {compared.name} from here on. The best checkpoint so far is that by {best.name}, "
                 "whose values cannot be compared with these: the best is found anew",
             )
         loss = next(iter(self.latest.values())).loss
@@ -97,18 +92,11 @@ class Evaluator(Callback):
 
     def is_best(self, metric: MonitoredMetric, step: int) -> bool:
         """Record an evaluation's metric after `step`. A value that is not a number is never the best."""
-        best = self.best
+        best = self._context.best
         is_best = metric.cost < (best.cost if best is not None and best.same_metric(metric) else math.inf)
         if is_best:
-            self.best, self.best_step = metric, step
+            self._context.best = BestEvaluation(**asdict(metric), step=step)
         return is_best
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": None if self.best is None else asdict(self.best), "best_step": self.best_step}
-
-    def load_state_dict(self, values: dict[str, Any]) -> None:
-        self.best = None if values["best"] is None else MonitoredMetric(**values["best"])
-        self.best_step = values["best_step"]
 
     def add_to_result(self, result: Result) -> Result:
         """What the last evaluation found: `metrics` of the first set, `sets` of all by name."""
@@ -120,8 +108,8 @@ class Evaluator(Callback):
         if (confusion := self.confusion) is not None:
             classes = result.classes or list(confusion.classes)
             result = replace(result, confusion_matrix=confusion.counts.tolist(), classes=classes)
-        if (best := self.best) is not None and best.same_metric(compared):
-            result = replace(result, best_metric=best.value, best_step=self.best_step)
+        if (best := self._context.best) is not None and best.same_metric(compared):
+            result = replace(result, best_metric=best.value, best_step=best.step)
         return replace(
             result,
             metric_name=compared.name,

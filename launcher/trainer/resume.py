@@ -92,6 +92,7 @@ class SavedRun:
             )
         self.scale = self.checkpointer.load(found.snapshot)
         extra = found.snapshot.extra
+        self._context.best = extra.best
         self._context.callbacks.load_state_dict(extra.parts)
         self.stream = extra.stream or ()
         # Killed before its result was written, or to be saved again with the evaluation that is due.
@@ -158,6 +159,7 @@ class SavedRun:
         progress = TrainProgress(position.epoch, position.step, round(states["totals"]["samples"]))
         extra = RunExtras(
             states,
+            best=self._context.best,
             evaluated=metric is not None,
             data=self._context.fingerprint,
             settings=self._settings,

@@ -41,8 +41,8 @@ class Trainer:
         finally:
             self.callbacks.close()
         self.context.heartbeat.beat("finishing")
-        seconds, confusion = time.perf_counter() - began, self.evaluation.confusion
-        ends.finish(self.context, self.start.step, steps, seconds, confusion)
+        seconds = time.perf_counter() - began
+        ends.finish(self.context, self.start.step, steps, seconds, self.evaluation)
         self.context.heartbeat.beat("done")
 
     def fit(self) -> int:

@@ -29,7 +29,8 @@ from launcher.checkpoint.catalog import best_intact, newest_intact, resume, reta
 from launcher.checkpoint.format import load, publish
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text, verify
 from launcher.checkpoint.snapshot import (
-    MonitoredMetric,
+    BestEvaluation,
+    RunExtras,
     RunIdentity,
     SavedWith,
     Snapshot,
@@ -354,53 +355,27 @@ def test_the_newest_is_that_of_the_highest_step_whatever_the_clock_says(tmp_path
     assert newest.name == "step-100000000"
 
 
-def measured(step: int, name: str, value: float, lower: bool = False) -> Snapshot:
-    return replace(snapshot(step), metric=MonitoredMetric(name, value, lower))
+def with_best(step: int, best: int | None) -> Snapshot:
+    """The state after `step` of a run whose best evaluation was after `best`."""
+    found = None if best is None else BestEvaluation("accuracy", 0.9, step=best)
+    return replace(snapshot(step), extra=RunExtras(best=found))
 
 
-def test_checkpoints_of_another_metric_are_not_compared(tmp_path: Path) -> None:
-    """As after a resume with another compare_by: 12 is no better accuracy, and 0.5 no lower perplexity."""
-    saved = [
-        measured(1, "perplexity", 12.0, lower=True),
-        measured(2, "perplexity", 0.1, lower=True),
-        measured(3, "accuracy", 0.7),
-        measured(4, "accuracy", 0.5),
-    ]
+def test_the_best_is_that_which_the_run_names_and_is_kept(tmp_path: Path) -> None:
+    bests = {1: None, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4}
     with AsyncCheckpointWriter(tmp_path, keep=1) as writer:
-        for each in saved[:2]:
-            writer.publish(lambda each=each: lambda: each)
-    assert best_intact(tmp_path) == tmp_path / "step-00000002"
-    with AsyncCheckpointWriter(tmp_path, keep=1) as writer:
-        for each in saved[2:]:
-            writer.publish(lambda each=each: lambda: each)
-    assert best_intact(tmp_path) == tmp_path / "step-00000003"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+        for step, best in bests.items():
+            writer.publish(lambda step=step, best=best: partial(with_best, step, best))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006"]
+    assert best_intact(tmp_path) == tmp_path / "step-00000004"
 
 
-def test_a_metric_that_is_better_the_other_way_is_another(tmp_path: Path) -> None:
-    for each in (measured(1, "gap", 0.1), measured(2, "gap", 0.9, lower=True)):
-        publish(tmp_path, each)
-    assert best_intact(tmp_path) == tmp_path / "step-00000002"
-
-
-@pytest.mark.parametrize("lower", [False, True])
-def test_of_equal_ones_the_first_is_the_best(tmp_path: Path, lower: bool) -> None:
-    values = {1: 0.3} | dict.fromkeys((2, 3, 4), 0.1 if lower else 0.5)
-    with AsyncCheckpointWriter(tmp_path, keep=1) as writer:
-        for step in values:
-            writer.publish(lambda step=step: partial(snapshot, step, values[step], lower))
-    assert best_intact(tmp_path) == tmp_path / "step-00000002"
-
-
-@pytest.mark.parametrize(("lower", "best"), [(False, 2), (True, 4)])
-def test_the_best_by_metric_is_found_and_kept(tmp_path: Path, lower, best) -> None:
-    metrics = {1: 0.5, 2: 0.9, 3: None, 4: 0.1, 5: float("nan"), 6: 0.3}
-    with AsyncCheckpointWriter(tmp_path, keep=1) as writer:
-        for step, metric in metrics.items():
-            writer.publish(lambda step=step, metric=metric: partial(snapshot, step, metric, lower))
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == [f"step-{best:08d}", "step-00000006"]
-    assert best_intact(tmp_path) == tmp_path / f"step-{best:08d}"
+def test_a_best_that_is_damaged_or_was_never_saved_is_none(tmp_path: Path) -> None:
+    damaged, _ = (publish(tmp_path, with_best(step, 1)) for step in (1, 2))
+    (damaged / WEIGHTS).write_bytes(b"")
+    assert best_intact(tmp_path) is None
+    publish(tmp_path, with_best(4, 3))
+    assert best_intact(tmp_path) is None
 
 
 @given(good=st.lists(st.booleans(), min_size=1, max_size=5), keep=st.integers(1, 3))

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from launcher.checkpoint.export import export
 from launcher.checkpoint.format import publish
-from launcher.checkpoint.snapshot import RunIdentity, SavedWith, Snapshot, TrainProgress
+from launcher.checkpoint.snapshot import (
+    BestEvaluation,
+    RunExtras,
+    RunIdentity,
+    SavedWith,
+    Snapshot,
+    TrainProgress,
+)
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Stepper
 from launcher.errors import ConfigError, StorageError
@@ -101,12 +108,12 @@ def test_what_does_not_fit_into_fp16_is_refused(tmp_path: Path) -> None:
     export(tmp_path, tmp_path / "weights", "fp32")
 
 
-@pytest.mark.parametrize(("lower", "step"), [(False, 2), (True, 1)])
-def test_the_best_instead_of_the_newest(tmp_path: Path, lower, step) -> None:
+def test_the_best_instead_of_the_newest(tmp_path: Path) -> None:
+    extra = RunExtras(best=BestEvaluation("accuracy", 0.9, step=2))
     for number, metric in ((1, 0.1), (2, 0.9), (3, 0.5), (4, None)):
-        publish(tmp_path / "checkpoints", snapshot(number, metric, lower))
+        publish(tmp_path / "checkpoints", snapshot(number, metric, extra=extra))
     assert export(tmp_path, tmp_path / "w").checkpoint.name == "step-00000004"
-    assert export(tmp_path, tmp_path / "w", best=True).checkpoint.name[-1] == str(step)
+    assert export(tmp_path, tmp_path / "w", best=True).checkpoint.name == "step-00000002"
 
 
 def test_a_damaged_newest_one_is_passed_over_and_left_where_it_is(tmp_path: Path) -> None:
@@ -126,9 +133,9 @@ def test_nothing_to_export(tmp_path: Path, best) -> None:
 
 def test_the_best_of_a_run_that_was_not_evaluated(tmp_path: Path) -> None:
     publish(tmp_path / "checkpoints", snapshot(1, None))
-    with pytest.raises(StorageError, match="no intact checkpoint with a metric") as caught:
+    with pytest.raises(StorageError, match="no intact checkpoint of a best evaluation") as caught:
         export(tmp_path, tmp_path / "w", best=True)
-    assert "after its first evaluation" in str(caught.value)
+    assert "each evaluation that is the best so far" in str(caught.value)
     assert "Without --best the newest is exported, step-00000001" in str(caught.value)
     assert "every_s" not in str(caught.value), "there are checkpoints"
 

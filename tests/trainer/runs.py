@@ -39,7 +39,7 @@ def context_alone(telemetry: Telemetry, limits: LossScaleConfig, log_every_steps
         heartbeat=Heartbeat(),
         stop_signal=StopSignal(),
         recipe=cast(Any, SimpleNamespace(compare_by=None, schedule=None)),
-        data=absent,
+        data=cast(Any, SimpleNamespace(validation={})),
         fingerprint={},
         used=absent,
         plan=PLAN,

@@ -51,7 +51,6 @@ OF_THIS_PROCESS = {
     "first_step": {"_done"},
     "skipped_steps": {"_bad_loss_steps"},  # how often a warning was given
     "divergence": {"_scales", "_last"},  # evidence
-    "evaluation": {"latest"},  # a run resumed after its end evaluates again
     "checkpoints": {"_best_step", "due"},
 }
 REPORTED = """
@@ -274,7 +273,6 @@ def test_only_overridden_hooks_are_called_and_none_of_a_callback_that_is_not_ena
 # Methods for callers that know the callback.
 OFFERED = {
     "PruneCheck": {"asked"},
-    "Evaluator": {"run", "evaluate", "is_best", "rehearse"},
     "InitialWeights": {"check"},
     "MicroBatch": {"choose"},
 }
@@ -303,7 +301,7 @@ def test_callbacks_have_no_other_methods_than_the_hooks() -> None:
         if isinstance(each, type) and issubclass(each, Callback)
     ]
     kinds.remove(Callback)
-    assert len(kinds) >= 19, "the test finds the callbacks"
+    assert len(kinds) >= 18, "the test finds the callbacks"
     assert {"Log", "Checkpoints"} <= {kind.__name__ for kind in kinds}
     assert [text for kind in (*kinds, PruneCheck) for text in mistakes_of(kind)] == []
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-from typing import Any, cast
-from unittest.mock import MagicMock
 
 import pytest
 
-from launcher.checkpoint.snapshot import MonitoredMetric
+from launcher.checkpoint.snapshot import BestEvaluation, MonitoredMetric
+from launcher.telemetry import Telemetry
 from launcher.trainer.evaluation_loop import Evaluator
+from tests.trainer.reports import LIMITS
+from tests.trainer.runs import context_alone
 
 
 def evaluator_of() -> Evaluator:
-    return Evaluator(cast(Any, MagicMock()))
+    return Evaluator(context_alone(Telemetry(), LIMITS, 1))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,6 @@ def test_a_tie_stays_one_after_a_resume() -> None:
     """The first of two equal evaluations is kept: a resumed run evaluates its last step again."""
     before, resumed = evaluator_of(), evaluator_of()
     before.is_best(MonitoredMetric("accuracy", 0.9, lower_is_better=False), 1)
-    resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    resumed._context.best = before._context.best
     assert not resumed.is_best(MonitoredMetric("accuracy", 0.9, lower_is_better=False), 1)
-    assert resumed.best == before.best
-    assert resumed.best_step == before.best_step == 1
+    assert resumed._context.best == before._context.best == BestEvaluation("accuracy", 0.9, False, 1)
