@@ -10,14 +10,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import hydra
-import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource as HydraFiles
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -29,7 +27,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from launcher.config import search_path
 from launcher.config.environment_values import CALL, escaped, refuse_missing, typed
 from launcher.config.files import checked_text
 from launcher.config.groups import conf_dir, group_choices
@@ -74,24 +71,10 @@ class Request:
     def directories(self) -> tuple[Path, ...]:
         """Config directories in search order; the one with the primary config comes first."""
         if self.config_dir is None:
-            return (conf_dir(), *self.searched)
+            return (conf_dir(),)
         own = self.config_dir.absolute()
         is_primary = os.path.isfile(own / f"{self.config_name}.yaml")
-        first = (own, *self.searched, conf_dir()) if is_primary else (conf_dir(), own, *self.searched)
-        return tuple(dict.fromkeys(first))
-
-    @cached_property
-    def searched(self) -> tuple[Path, ...]:
-        """The directories of hydra.searchpath: of the command line, else of the user's primary config."""
-        asked: object = []
-        own = self.config_dir and self.config_dir / f"{self.config_name}.yaml"
-        if any(line.startswith(f"{search_path.KEY}=") for line in self.overrides):
-            asked = self.value_of(search_path.KEY)
-        elif own and own.is_file():
-            # Invalid YAML is reported when the file is composed.
-            with suppress(KeyError, TypeError, YAMLError, ValueError):
-                asked = yaml.safe_load(checked_text(own))["hydra"]["searchpath"]
-        return tuple(search_path.directories_of(asked))
+        return tuple(dict.fromkeys((own, conf_dir()) if is_primary else (conf_dir(), own)))
 
     def value_of(self, key: str) -> object:
         """The value that the overrides give to a key, the last one; None without one."""

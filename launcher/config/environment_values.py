@@ -2,7 +2,7 @@
 
 Owns which calls are allowed and what is recorded for them. The run uses the value; config.yaml,
 overrides.txt, the tracker and the report get the text that names the variable. Calls are resolved on the
-command line, in --config-dir and in hydra.searchpath only: the config of a checkpoint or of an earlier run
+command line and in --config-dir only: the config of a checkpoint or of an earlier run
 is compared, never resolved. Variables named like credentials are refused, and so are all other resolvers.
 A resumed run resolves again; its checkpoints hold the values that identify it (seed, names, batch size), so
 different ones are refused. Two kinds of value are visible: paths, in messages about their files, and wandb's

@@ -17,7 +17,6 @@ from hydra.errors import HydraException
 
 from launcher.config.environment_values import CALL, resolver_problem
 from launcher.config.messages import nearest, shortened, show, suggestion
-from launcher.config.search_path import KEY as SEARCH_PATH
 from launcher.config.search_space import count_of, interval_problem
 from launcher.config.trees import nested_keys, texts
 
@@ -40,6 +39,7 @@ IN_PLACE_OF = {  # settings known from Hydra, and their replacement here
     "hydra.job.name": "A run is named after its directory, run.dir=DIR; in wandb, tracker.run_name=NAME.",
     "hydra.job.chdir": "A run keeps the working directory; its files are in run.dir=DIR.",
     "hydra.sweep.subdir": "The folder of a job is named by its number and the values that are swept.",
+    "hydra.searchpath": "The folder with config files of your own is --config-dir DIR.",
     "hydra.verbose": "The logs of a run are in logs/ of run.dir.",
     "hydra/launcher": "It waits for a whole batch of jobs and gives none devices of its own. Jobs run side "
     "by side by themselves: sweep.parallel=N in place of joblib and submitit_local, sweep.launcher=slurm in "
@@ -117,12 +117,9 @@ def hydra_problem(override: Override) -> str | None:
     key = override.key_or_group
     if re.split("[./]", key)[0] != "hydra" or key == SWEEP_DIRECTORY:
         return None
-    if key == SEARCH_PATH:
-        return "takes one list." if override.is_sweep_override() else None
     if instead := IN_PLACE_OF.get(key) or IN_PLACE_OF.get("/".join(key.split(".")[:2])):  # of its plugin
         return f"is not used here. {instead}"
-    others = f"Only these may be set: {SWEEP_DIRECTORY}, {SEARCH_PATH}."
-    return f"Hydra's own settings are fixed, because they can name code to execute. {others}"
+    return f"Hydra's own settings are fixed, because they can name code to execute, but {SWEEP_DIRECTORY}."
 
 
 def sweep_problem(override: Override, multirun: bool) -> str | None:

@@ -264,7 +264,7 @@ def unknown_problem(key: str, value: object, choices: tuple[str, ...], composer:
             typed = f"{here}={other or texts.show(value)}"
             return f"{written}: there is no such key. It is called {here} here: {typed}."
     if having:
-        return f"{written}: this key belongs to {' and '.join(having)} only."
+        return f"{written}: this key belongs to {' and '.join(', '.join(having).rsplit(', ', 1))} only."
     return texts.unknown_key(written, key, composer.known(choices))
 
 

@@ -146,7 +146,7 @@ def test_what_the_environment_says_of_a_group_is_not_recorded(monkeypatch: pytes
         ("lr=1", "there is no such "),
         ("optim.betas=[0.9,0.9]", "this key belongs to"),
         ("data.num_samples=5", "this key belongs to"),
-        ("data.augment={flp:true}", "there is no such "),
+        ("data.augment={random_horizontal_flp:true}", "there is no such "),
         ("+unknown=1", "keys cannot be added"),
         ("+optim.lrr=1", "keys cannot be added"),
         ("++optim.lr=1", "keys cannot be added"),
@@ -163,15 +163,9 @@ def test_what_the_environment_says_of_a_group_is_not_recorded(monkeypatch: pytes
         ("seed=${oc.env:NOT_THERE}", "the environment variable NOT_THERE"),
         ("hydra.run.dir=x", "is not used here"),
         ("hydra.output_subdir=x", "is not used here"),
-        ("hydra.searchpath=x", "must be a list"),
-        ("hydra.searchpath=null", "must be a list"),
-        ("hydra.searchpath=''", "must be a list"),
-        ("hydra.searchpath=0", "must be a list"),
-        ("hydra.searchpath=[file:///no/where]", "there is no such "),
-        ("hydra.searchpath=[http://x]", "must begin with file://"),
-        ("hydra.searchpath=[pkg://no.such]", "there is no such "),
         ("tracker.tags=['a${ now:%Y}']", "configs cannot call resolvers"),
         ("tracker.project=${nowhere.at.all}", "refers to nowhere.at.all"),
+        ("hydra.searchpath=[file:///own]", "--config-dir DIR"),
         ("hydra.job_logging.root=x", "Hydra's own settings are fixed"),
         ("hydra/job_logging=default", "Hydra's own settings are fixed"),
         ("hydra/launcher=basic", "is not used here"),
@@ -287,14 +281,18 @@ COMPOSED = {
     ],
     "a section of a group": ["optim={lr:0.5}", "tracker=none", "tracker={tags:[a,b]}"],
     "lists": ["tracker.tags=[a,'b c']", "optim.groups=[{match:'*.bias',weight_decay:0}]"],
-    "references": ["optim.lr=2", "tracker.group='${seed} of ${optim.lr}'", "train.max_steps=${train.epochs}"],
+    "references": [
+        "optim.lr=2",
+        "tracker.group='${seed} of ${optim.lr}'",
+        "train.eval_every_steps=${train.epochs}",
+    ],
     "references to none": ["tracker.group='${train.max_steps}-${tracker.tags}'", "seed='${train.max_steps}'"],
     "relative references": ["optim.lr=${..seed}", "precision.loss_scale.init_scale=${.min_scale}"],
     "a reference named by another": ["tracker.group='${optim.${tracker.notes}}'", "tracker.notes=lr"],
     "escaped": ["tracker.group='\\${seed}'", "tracker.run_name='a\\\\b ${seed}'"],
     "a reference to a reference": ["tracker.group=${seed}", "tracker.run_name=${tracker.group}"],
     "numbers that look alike": ["seed=1e1", "optim.lr=1", "optim.momentum=nan", "tracker.group='1'"],
-    "interpolations": ["seed=3", "train.max_steps=${seed}", "tracker.group=run-${optim.lr}"],
+    "interpolations": ["seed=3", "train.eval_every_steps=${seed}", "tracker.group=run-${optim.lr}"],
     "an interpolation to another choice": ["model=resnet34", "tracker.run_name=${model.name}"],
     "environment": ["tracker.group=${oc.env:NOT_SET_HERE,a group}"],
     "twice": ["optim.lr=1", "optim=sgd", "optim.lr=2"],
@@ -509,12 +507,11 @@ def test_a_group_file_that_leaves_keys_out_learns_how_to_inherit_them(
     (tmp_path / group).mkdir()
     file = tmp_path / group / "mine.yaml"
     file.write_text(text)
-    search = f"hydra.searchpath=[file://{tmp_path}]"
     advice = f"defaults: [{base}, _self_]"
     line = f"{missing}: the key is missing; a file of your own in {group}/ inherits it with `{advice}` at its"
-    assert line in problems("recipe=resnet18", f"{group}=mine", search)
+    assert line in problems("recipe=resnet18", f"{group}=mine", config_dir=tmp_path)
     file.write_text(f"{advice}\n{text}")
-    composed("recipe=resnet18", f"{group}=mine", search)
+    composed("recipe=resnet18", f"{group}=mine", config_dir=tmp_path)
 
 
 def test_a_primary_config_of_ones_own(tmp_path) -> None:
@@ -539,11 +536,11 @@ def test_a_primary_config_of_ones_own(tmp_path) -> None:
         ("hydra: {callbacks: {a: {_target_: os.system}}}", "changes Hydra's own settings"),
         ("tracker: {project: !!python/object/apply:os.getcwd []}", "cannot be composed"),
         ("trian: {epochs: 3}", "trian: there is no such key. Nearest: train."),
-        ("train: {epochs: many}", "train.epochs=many: must be a whole number"),
+        ("train: {epochs: many}", "train.epochs=many: must be null or a whole number"),
         ("train: [", "cannot be composed"),
         (
             "defaults: [{override /optim: adamx}]",
-            "'optim': adagrad, adam, adamw, nadam, radam, rmsprop, sgd.",
+            "'optim': adagrad, adam, adamw, nadam, radam, rmsprop, sgd, sgd_nesterov.",
         ),
     ],
 )

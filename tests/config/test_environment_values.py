@@ -1,9 +1,8 @@
-"""Values of the environment and trees of hydra.searchpath: used where the user asks, never published."""
+"""Values of the environment: used where the user asks, never published."""
 
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -87,7 +86,7 @@ def run(directory: Path, *words: str, **environ: str) -> subprocess.CompletedPro
     text = YAML + "tracker: {group: '${oc.env:MY_GROUP}', mode: offline}\n"
     (directory / "own" / "recipe" / "tiny.yaml").write_text(text)
     (directory / "mine.py").write_text(RECIPE.replace("{build}", "pass"))
-    fixed = ["recipe=tiny", "recipes.path=mine.py", "hydra.searchpath=[own]", "train.max_steps=2"]
+    fixed = ["recipe=tiny", "recipes.path=mine.py", "--config-dir=own", "train.max_steps=2"]
     return launch_forked(directory, [*fixed, *words], HOME=str(directory), **environ)
 
 
@@ -108,33 +107,3 @@ def test_the_value_is_in_no_file_but_where_it_is_used(tmp_path) -> None:
     again = run(tmp_path, "run.dir=run")
     assert again.returncode == 2
     assert "the environment variable MY_GROUP is not set" in again.stderr
-
-
-@pytest.mark.parametrize("entry", ["{tree}", "file://{tree}"])
-def test_a_tree_of_the_search_path_offers_its_choices(tmp_path, entry) -> None:
-    tree = own_tree(tmp_path / "own", OWN_RECIPE)
-    line = f"hydra.searchpath=['{entry.format(tree=tree)}']"
-    (config,) = compose_jobs(Request(("recipe=mine", line)))
-    assert config.recipe.name == "mine"
-
-
-def test_a_package_of_the_search_path_is_found_and_not_executed(tmp_path, monkeypatch) -> None:
-    own_tree(tmp_path / "my_package" / "conf", OWN_RECIPE)
-    for package in ("my_package", "my_package/conf"):
-        (tmp_path / package / "__init__.py").write_text("raise SystemExit('executed')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    (config,) = compose_jobs(Request(("recipe=mine", "hydra.searchpath=[pkg://my_package.conf]")))
-    assert config.recipe.name == "mine"
-    assert "my_package" not in sys.modules
-
-
-def test_a_primary_config_may_name_the_search_path(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("TREES", str(tmp_path))
-    own_tree(tmp_path / "other", OWN_RECIPE)
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "nightly.yaml").write_text(
-        "defaults:\n  - config\n  - override recipe: mine\n  - _self_\n"
-        "hydra: {searchpath: ['file://${oc.env:TREES}/other']}\n"
-    )
-    (config,) = compose_jobs(Request((), tmp_path / "own", "nightly"))
-    assert config.recipe.name == "mine"
