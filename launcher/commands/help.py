@@ -118,7 +118,7 @@ def recipe_text(directories: Sequence[Path], name: str, config_dir: Path | None)
     from launcher.config.trees import leaves
 
     composer = Composer(Request((), config_dir))
-    default, own = (dict(leaves(composer.resolved(words).tree)) for words in ((), (f"recipe={name}",)))
+    default, own = (dict(leaves(composer.resolved(words))) for words in ((), (f"recipe={name}",)))
     changed = {key for key, value in own.items() if key not in default or default[key] != value}
     shown = [key for key in own if key in changed or key.partition(".")[0] in SECTIONS]
     sets = [f"  {key}={show(own[key])}" for key in shown if not key.startswith("recipe.")]

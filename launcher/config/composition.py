@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from launcher.config.environment_values import CALL, escaped, refuse_missing, typed
+from launcher.config.environment_values import CALL, typed
 from launcher.config.files import checked_text
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import nearest, quoted, show, suggestion
@@ -48,14 +48,6 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 ROOT = re.compile(r"\$\{\s*([A-Za-z_]\w*)?")
 SWEEP = "sweep"  # in an experiment's file also the swept values, already expanded when a job is composed
 HYDRA_FILLS_IN = ("overrides", "runtime", "searchpath", "mode", "job")
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A composed tree with all values resolved, and the text recorded in place of values, by path."""
-
-    tree: dict[str, object]
-    recorded: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -88,18 +80,13 @@ class Request:
         return f"hydra.searchpath=[{','.join(listed)}]"
 
 
-def resolved(unresolved: dict[str, object]) -> Resolved:
-    """The tree with all interpolations resolved. Raises ConfigError for a variable that is not set."""
+def resolved(unresolved: dict[str, object]) -> dict[str, object]:
+    """The tree with all interpolations resolved. Raises ConfigError for one that cannot be."""
     if not any("${" in text for text in texts(unresolved)):
-        return Resolved(unresolved, {})
-    refuse_missing(unresolved)
+        return unresolved
     tree = by_omegaconf(unresolved)
-    if not any(CALL.search(text) for text in texts(unresolved)):
-        return Resolved(tree, {})
-    written = dict(leaves(by_omegaconf(escaped(unresolved))))
-    recorded = {path: written[path] for path, value in leaves(tree) if written.get(path, value) != value}
-    changes = {path: typed(path, value, recorded[path]) for path, value in leaves(tree) if path in recorded}
-    return Resolved(replaced(tree, changes), recorded)
+    calls = {path for path, value in leaves(unresolved) if isinstance(value, str) and CALL.fullmatch(value)}
+    return replaced(tree, {path: typed(path, value) for path, value in leaves(tree) if path in calls})
 
 
 def by_omegaconf(unresolved: dict[str, object]) -> dict[str, object]:
@@ -141,7 +128,7 @@ class Composer:
             self.lines.update(zip(new, OverridesParser.create().parse_overrides(new), strict=True))
         return [self.lines[line] for line in lines]
 
-    def resolved(self, overrides: tuple[str, ...]) -> Resolved:
+    def resolved(self, overrides: tuple[str, ...]) -> dict[str, object]:
         """The tree with these overrides, whose keys exist. Raises ConfigError for what YAML must not have."""
         parsed = self.parsed(overrides)
         tree = self.base(tuple(each.input_line or "" for each in parsed if self.is_choice(each)))
@@ -281,6 +268,8 @@ def interpolation_text(error: OmegaConfBaseException, tree: Mapping[str, object]
     if isinstance(error, InterpolationKeyError) and (found := MISSING_KEY.search(str(error))):
         near = suggestion(nearest(found[1], paths_of(tree)))
         return f"{where}: refers to {found[1]}, and there is no such key.{near}"
+    if "Environment variable" in str(error):
+        return f"{where}: the environment variable is not set. A default is ${{oc.env:NAME,default}}."
     if "Recursive interpolation" in str(error):
         return f"{where}: refers to itself, directly or through other keys. Write the value in one of them."
     return f"{where}: {first_line(error)}"

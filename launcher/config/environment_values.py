@@ -1,24 +1,16 @@
 """`${oc.env:NAME}` and `${oc.env:NAME,default}` in the user's own YAML and on the command line.
 
-Owns which calls are allowed and what is recorded for them. The run uses the value; config.yaml,
-overrides.txt, the tracker and the report get the text that names the variable. Calls are resolved on the
-command line and in --config-dir only: the config of a checkpoint or of an earlier run
-is compared, never resolved. Variables named like credentials are refused, and so are all other resolvers.
-A resumed run resolves again; its checkpoints hold the values that identify it (seed, names, batch size), so
-different ones are refused. Two kinds of value are visible: paths, in messages about their files, and wandb's
-own keys, in wandb.
+Owns which calls are allowed and the type of their values, which a run records like values that are typed.
+Variables named like credentials are refused, and so are all other resolvers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from launcher.config.schema import rules
-from launcher.config.trees import leaves, texts
 from launcher.errors import ConfigError
 
 CALL = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*(,[^{}$]*)?\}")
@@ -36,25 +28,6 @@ def resolver_problem(text: str) -> str | None:
     return None
 
 
-def refuse_missing(unresolved: Mapping[str, object]) -> None:
-    """Raises ConfigError for a variable that is not set and has no default."""
-    for path, value in leaves(unresolved):
-        for text in texts(value):
-            for name, default in CALL.findall(text):
-                if not default and name not in os.environ:
-                    advice = f"Set it, or give a default: ${{oc.env:{name},default}}."
-                    raise ConfigError(f"{path}={text}: the environment variable {name} is not set. {advice}")
-
-
-def escaped(value: object) -> Any:
-    """The value with each call escaped, so that resolving leaves its text unchanged."""
-    if isinstance(value, str):
-        return CALL.sub(lambda call: f"\\{call[0]}", value)
-    if isinstance(value, Mapping):
-        return {key: escaped(item) for key, item in value.items()}
-    return [escaped(item) for item in value] if isinstance(value, list) else value
-
-
 def interpolated(key: str, text: object, tree: Mapping[str, object] = {}) -> object:  # read only
     """The value of a key that is not in the tree, with its variables and references to keys of the tree.
 
@@ -70,9 +43,9 @@ def interpolated(key: str, text: object, tree: Mapping[str, object] = {}) -> obj
         raise ConfigError(f"{key}={text}: cannot be resolved: {error.msg}.") from error
 
 
-def typed(path: str, value: object, recorded: object) -> object:
+def typed(path: str, value: object) -> object:
     """A variable's text as the type of its key: 3 is a number for seed, and a string for tracker.group."""
-    if not isinstance(value, str) or not CALL.fullmatch(str(recorded)):
+    if not isinstance(value, str):
         return value
     rule = rules().get(path)
     if rule is not None and rule.holds(value):

@@ -25,7 +25,7 @@ from hydra.errors import HydraException
 from launcher.config import composition, validation
 from launcher.config import messages as texts
 from launcher.config import overrides as checks
-from launcher.config.composition import Composer, Request, Resolved
+from launcher.config.composition import Composer, Request
 from launcher.config.groups import choice_file, choice_values, group_choices, recipes_dir
 from launcher.config.optimizers import GROUPS, GROUPS_EXAMPLE, OPTIMIZERS
 from launcher.config.overrides import MOST_JOBS, value_of
@@ -35,7 +35,7 @@ from launcher.config.search_space import Dimension, Interval, Space
 from launcher.config.trees import paths_of, value_at
 from launcher.errors import ConfigError, first_line
 
-Composed = tuple[Resolved, list[str]]  # the tree of a job, and its problems
+Composed = tuple[dict[str, object], list[str]]  # the tree of a job, and its problems
 EXPERIMENT = "experiment"
 GRID = "grid"
 REGISTERED: Mapping[str, tuple[str, Sequence[str]]] = {  # the decorator, and the names that are built in
@@ -116,7 +116,7 @@ def compose_jobs(request: Request) -> list[Config]:
     space = Space.of(accepted)
     first, *others = space.samples()
     found = [compose_job(first, composer, "recipe" in refused)]
-    name = value_at(found[0][0].tree, "sweep.name")
+    name = value_at(found[0][0], "sweep.name")
     if request.multirun and not refused and (problems := [*sweep_problems(space, name)]):
         raise ConfigError(texts.summary(problems))  # there may be a million jobs
     if name == GRID and space.size <= MOST_JOBS:
@@ -136,7 +136,7 @@ def parsed(problems: Sequence[str], found: Sequence[Composed]) -> list[Config]:
     if distinct := dict.fromkeys([*problems, *itertools.chain(*(of_job for _, of_job in found))]):
         raise ConfigError(texts.summary(list(distinct)))
     absolute = composition.with_absolute_paths
-    return [validation.parse(absolute(each.tree), each.recorded) for each, _ in found]
+    return [validation.parse(absolute(tree)) for tree, _ in found]
 
 
 def space_of(overrides: Sequence[str]) -> Space:
@@ -268,22 +268,20 @@ def unknown_problem(key: str, value: object, choices: tuple[str, ...], composer:
     return texts.unknown_key(written, key, composer.known(choices))
 
 
-def tree_problems(found: Resolved, recipes: Sequence[str], recipe_refused: bool) -> Iterator[str]:
-    tree = found.tree
+def tree_problems(tree: dict[str, object], recipes: Sequence[str], recipe_refused: bool) -> Iterator[str]:
     if tree.get("recipe") == {"name": None, "uses": None}:
         tree = {**tree, "recipe": {"name": "unchosen", "uses": "unchosen"}}
         if not recipe_refused:
             yield f"recipe: none is chosen. Choose one with recipe=<name>: {', '.join(recipes)}."
-    yield from validation.find_problems(validation.gather_options(tree), found.recorded)
-    yield from unregistered_names(tree, found.recorded)
+    yield from validation.find_problems(validation.gather_options(tree))
+    yield from unregistered_names(tree)
     for key, path in composition.user_paths(tree, composition.PATH_KEYS):
         # False also for a name that is too long; a NUL has been reported as a wrong value.
         if path and "\0" not in path and not os.path.exists(os.path.expanduser(path)):
-            where = f" or directory ({composition.absolute(path)})" if key not in found.recorded else ""
-            yield f"{key}={found.recorded.get(key, path)}: there is no such file{where}."
+            yield f"{key}={path}: there is no such file or directory ({composition.absolute(path)})."
 
 
-def unregistered_names(tree: Mapping[str, object], recorded: Mapping[str, object]) -> Iterator[str]:
+def unregistered_names(tree: Mapping[str, object]) -> Iterator[str]:
     """A name that is not built in, and that no recipe file can have registered: none has the decorator.
 
     Which names they register is known once they are loaded, which takes torch.
@@ -298,4 +296,4 @@ def unregistered_names(tree: Mapping[str, object], recorded: Mapping[str, object
         if not any(file.is_file() and f"{decorator}(".encode() in file.read_bytes() for file in files):
             rule = one_of(*known)
             more = f", or one that a recipe file of your own (recipes.path) registers with @{decorator}"
-            yield value_problem(key, recorded.get(key, unknown[0]), replace(rule, text=rule.text + more))
+            yield value_problem(key, unknown[0], replace(rule, text=rule.text + more))

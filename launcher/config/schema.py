@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -266,22 +266,18 @@ class Config:
     launch: LaunchConfig
     sweep: SweepConfig
     recipes: RecipesConfig
-    # Text recorded in place of values of the environment, by dotted path as users type it.
-    from_environment: dict[str, Any] = field(default_factory=dict)
 
 
 def to_dict(config: Config) -> dict[str, object]:
     """The config as JSON values, the inverse of `from_dict`."""
     # Tuples become lists.
     plain: dict[str, object] = json.loads(json.dumps(asdict(config)))
-    if not plain["from_environment"]:
-        del plain["from_environment"]
     return plain
 
 
 def from_dict(values: dict[str, object]) -> Config:
     """The config from values known to be valid: from `to_dict`, or checked in `validation`."""
-    config = build(Config, {"from_environment": {}, **values})
+    config = build(Config, values)
     assert isinstance(config, Config)
     return config
 
@@ -300,7 +296,6 @@ def is_section(kind: object) -> bool:
 def section_types(optimizer: str) -> dict[str, object]:
     """The type of each section and plain key of a config with this optimizer."""
     sections = {**types_of(Config), "optim": keys_of(optimizer)}
-    del sections["from_environment"]  # not a section of a tree
     return sections
 
 

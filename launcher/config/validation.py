@@ -30,33 +30,30 @@ NOT_GLOBAL = " A file of recipe/ or experiment/ sets all sections: its first lin
 OPTIONS = "options"  # the dataclass field for keys of one model or data set only
 
 
-def parse(tree: Mapping[str, object], recorded: Mapping[str, object] = {}) -> Config:  # read only
-    """The typed config of a composed YAML tree; raises one ConfigError with all its problems.
-
-    `recorded` is the text recorded in place of values of the environment, by path.
-    """
+def parse(tree: Mapping[str, object]) -> Config:
+    """The typed config of a composed YAML tree; raises one ConfigError with all its problems."""
     gathered = gather_options(tree)
-    problems = find_problems(gathered, recorded)
+    problems = find_problems(gathered)
     if problems:
         raise ConfigError(summary(problems))
     groups = completed_groups(gathered["optim"]["groups"])
     optim, run = {**gathered["optim"], "groups": groups}, {"dir": gathered["run"]["dir"] or ""}
-    return from_dict({**gathered, "optim": optim, "run": run, "from_environment": dict(recorded)})
+    return from_dict({**gathered, "optim": optim, "run": run})
 
 
-def find_problems(values: Mapping[str, object], recorded: Mapping[str, object] = {}) -> list[str]:
+def find_problems(values: Mapping[str, object]) -> list[str]:
     """One line per problem of a tree from `gather_options`; empty if `from_dict` accepts it."""
     optim = values.get("optim")
     optimizer = optim.get("name") if isinstance(optim, Mapping) else None
     if not name.holds(optimizer):  # which keys the others are is not known then
-        return [value_problem("optim.name", recorded.get("optim.name", optimizer), name)]
+        return [value_problem("optim.name", optimizer, name)]
     wrong_keys = list(key_problems(values, section_types(str(optimizer)), ""))
     if wrong_keys:
         return wrong_keys
     found = dict(leaves(values, whole=OPTIONS))
     in_groups = list(group_problems(found.pop(GROUPS)))
     wrong = {path: value for path, value in found.items() if not rules()[path].holds(value)}
-    lines = [value_problem(path, recorded.get(path, value), rules()[path]) for path, value in wrong.items()]
+    lines = [value_problem(path, value, rules()[path]) for path, value in wrong.items()]
     broken = (relation_problem(keys, found, wrong.keys()) for keys in RELATIONS)
     return [*lines, *in_groups, *filter(None, broken)]
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.schema import Config, to_dict
-from launcher.config.trees import replaced
 from launcher.errors import escaped, listed
 from launcher.run_dir.atomic import (
     make_folder,
@@ -115,14 +114,11 @@ def _is_output(entry: os.DirEntry[str]) -> bool:
 
 
 def user_shape(config: Config) -> dict[str, Any]:
-    """The config as users type it: options of the model and the data set beside the other keys.
-
-    Values of the environment are replaced by the names of their variables.
-    """
+    """The config as users type it: options of the model and the data set beside the other keys."""
     shape: dict[str, Any] = to_dict(config)
     for group in ("model", "data"):
         shape[group].update(shape[group].pop("options"))
-    return replaced(shape, shape.pop("from_environment", {}))
+    return shape
 
 
 def config_yaml(config: Config) -> str:

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
 from pathlib import Path
 
-from launcher.config.environment_values import interpolated, refuse_missing, typed
 from launcher.config.messages import as_typed, directory_override, shortened
 from launcher.config.schema import Config
-from launcher.config.trees import leaves, replaced
+from launcher.config.trees import leaves
 from launcher.config.validation import parse
 from launcher.errors import DIVERGED, ConfigError, listed
 from launcher.run_dir.atomic import json_line, read_json, write_content, write_json
@@ -210,23 +209,19 @@ def refuse_foreign(directory: Path) -> None:
 
 def write_job(config: Config, overrides: Sequence[str]) -> None:
     """Write job.json to the folder `config.run.dir`, which exists. Raises OSError."""
-    recorded = {"config": user_shape(config), "from_environment": config.from_environment}
-    write_json(Path(config.run.dir) / JOB, {"overrides": list(overrides), **recorded})
+    write_json(Path(config.run.dir) / JOB, {"overrides": list(overrides), "config": user_shape(config)})
 
 
 def read_job(directory: Path) -> tuple[Config, tuple[str, ...]]:
-    """Config and overrides of the job in this folder, which may have moved; variables have today's values.
+    """Config and overrides of the job in this folder, which may have moved.
 
-    Raises ConfigError for a folder without a job, for a job of another version, and for a missing variable.
+    Raises ConfigError for a folder without a job, and for a job of another version.
     """
     if not os.path.lexists(directory / JOB):
         raise ConfigError(f"{directory}: {_instead_of_a_job(directory)} Give the folder of a job of a sweep.")
     try:
         record = read_json(directory / JOB)
-        tree, recorded, overrides = (record[key] for key in ("config", "from_environment", "overrides"))
-        refuse_missing(recorded)
-        values = {path: typed(path, interpolated(path, text), text) for path, text in recorded.items()}
-        config = parse(replaced(tree, values), recorded)
+        config, overrides = parse(record["config"]), record["overrides"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{directory}: holds no {JOB} that this version can read ({error})"
         raise ConfigError(f"{problem}. Give the folder of a job of a sweep.") from error

@@ -92,10 +92,7 @@ def test_no_key_has_words_in_the_schema_too() -> None:
             if token.type == tokenize.COMMENT
         }
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) not in (
-                "options",
-                "from_environment",
-            ):
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) != "options":
                 assert comments.isdisjoint(range(node.lineno, (node.end_lineno or 0) + 1)), ast.unparse(node)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config.resolve import Request, compose_jobs
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
 from launcher.run_dir.lock import locked
@@ -40,18 +39,6 @@ def test_a_job_is_read_as_it_was_written(tmp_path, words) -> None:
     assert read_job(tmp_path) == (config, words)
 
 
-def test_the_value_of_a_variable_is_in_no_file(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("OWN_SEED", "3141592")
-    (config,) = compose_jobs(Request(("recipe=resnet18", "seed=${oc.env:OWN_SEED}")))
-    write_job(placed(config, tmp_path), ())
-    assert "3141592" not in (tmp_path / "job.json").read_text()
-    monkeypatch.setenv("OWN_SEED", "4")
-    assert read_job(tmp_path)[0].seed == 4
-    monkeypatch.delenv("OWN_SEED")
-    with pytest.raises(ConfigError, match="OWN_SEED is not set"):
-        read_job(tmp_path)
-
-
 def test_a_folder_without_a_job_is_refused_in_words(tmp_path) -> None:
     of_run = tmp_path / "run"
     of_run.mkdir()
@@ -66,7 +53,7 @@ def test_a_folder_without_a_job_is_refused_in_words(tmp_path) -> None:
         assert "Errno" not in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"config": 1, "from_environment": {}, "overrides": []}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"config": 1, "overrides": []}'])
 def test_a_file_without_a_job_is_refused(tmp_path, text) -> None:
     (tmp_path / "job.json").write_text(text)
     with pytest.raises(ConfigError, match=r"holds no job\.json that this version can read"):
