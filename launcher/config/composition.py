@@ -206,9 +206,8 @@ def compose(request: Request, overrides: Sequence[str]) -> dict[str, Any]:
         with hydra.initialize_config_dir(first, version_base=HYDRA_VERSION, job_name="launcher"):
             composed = hydra.compose(request.config_name, lines, return_hydra_config=True)
     except RecursionError as error:
-        cycle = "a `defaults:` list includes its own file, directly or through another"
-        problem = f"the config files cannot be composed: {cycle}"
-        raise ConfigError(f"{problem}. Remove the entry that closes the cycle.") from error
+        cycle = "a `defaults:` list includes its own file, directly or through another, or a value is nested"
+        raise ConfigError(f"the config files cannot be composed: {cycle} too deeply.") from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
         if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd
             problem = "the working directory has been deleted"

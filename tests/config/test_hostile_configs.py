@@ -11,7 +11,7 @@ import pytest
 
 from launcher.cli import main
 from launcher.config.composition import Request
-from launcher.config.files import MAX_BYTES, MAX_NODES
+from launcher.config.files import MAX_BYTES
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.resolve import compose_jobs
 from launcher.config.rules import value_problem
@@ -19,9 +19,6 @@ from launcher.config.schema import rules
 from tests.golden import Message
 
 BASE = b"# @package _global_\nrecipe: {name: mine, uses: mine}\n"
-BOMB = b"a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + b"".join(
-    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n".encode() for level in range(1, 9)
-)
 DIGITS = b"9" * 5000
 LONG = b"x" * 10_000_000
 
@@ -61,9 +58,8 @@ def refused(capfd, *argv: str) -> str:
         (BASE + b"data: {batch_size: " + b"9" * 3001 + b"}\n", "Nearest: 9007199254740992"),
         (BASE + b"# " + LONG, "has 10,000,055 bytes. A config"),
         (BASE + b"tracker: {tags: [" + b"abcdefg, " * 1_300_000 + b"]}", "bytes. A config file is"),
-        (BASE + BOMB, "has 1,234,567,915 values once its"),
-        (BASE + b"model: &a {name: x, y: *a}\n", "is nested deeper than 30"),
-        (BASE + b"tracker: {tags: " + b"[" * 5000 + b"]" * 5000 + b"}", "is nested deeper than 30"),
+        (BASE + b"model: &a {name: x, y: *a}\n", "a value is nested too deeply"),
+        (BASE + b"tracker: {tags: " + b"[" * 5000 + b"]" * 5000 + b"}", "a value is nested too deeply"),
         (BASE + b'data: {path: "a\\0b"}', "data.path=a\\x00b: must be null or"),
         (BASE + b'run: {dir: "a\\0b"}', "run.dir=a\\x00b: must be null or"),
         (BASE + b"optim: null\n", "optim"),
@@ -123,7 +119,7 @@ def test_a_foreign_tree_cannot_control_the_terminal(tmp_path, capfd, command) ->
     assert ("evil \\x1b[2Jgone" in shown) is (command == "recipes")
 
 
-@pytest.mark.parametrize("text", [BASE + b"\xff", BASE + LONG, BASE + BOMB])
+@pytest.mark.parametrize("text", [BASE + b"\xff", BASE + LONG])
 def test_the_list_of_recipes_has_the_same_limits(tmp_path, capfd, text) -> None:
     tree = tree_with(tmp_path / "own", text)
     assert main(["recipes", "--config-dir", str(tree)]) == 2
@@ -189,7 +185,6 @@ def test_a_path_that_no_file_system_takes(capfd, key) -> None:
 def test_the_limits_leave_room_for_real_configs(tmp_path) -> None:
     lines = BASE + b"data: {weights: [" + b"0.125, " * 1000 + b"1]}\n"
     assert len(lines) < MAX_BYTES
-    assert MAX_NODES > 1000
     tree = tree_with(tmp_path / "own", lines)
     (config,) = compose_jobs(Request(("recipe=mine",), tree))
     assert len(config.data.options["weights"]) == 1001
