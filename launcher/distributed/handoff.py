@@ -57,8 +57,8 @@ class HandoffTimeouts:
     def after(self, record: ExitRecord) -> float:
         """How long to wait for the other side after a job that ended so."""
         # All ranks have the other errors alike. After one of this rank alone, the others may wait for it in a
-        # collective, where they read nothing.
-        is_alone = record.error and record.exit_code == LauncherError.exit_code
+        # collective, where they read nothing; a rank or a machine that hangs or is gone says nothing at all.
+        is_alone = record.error and record.exit_code in (LauncherError.exit_code, StalledError.exit_code)
         return self.lost_s if is_alone else self.leave_s
 
 
