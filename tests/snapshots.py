@@ -72,7 +72,7 @@ def snapshot(
         ),
         progress=TrainProgress(epoch=step // 10, step=step, samples=step * 10),
         identity=IDENTITY,
-        origin=SavedWith(world_size=2, ddp="fp16 native"),
+        origin=SavedWith(world_size=2, wire="fp16 native"),
         names={"fc.weight": "fc.weight", "fc.bias": "fc.bias", "norm.count": "norm.count"},
         rank_buffers={"norm.count": torch.tensor([step, step + 1])},
         metric=None if metric is None else MonitoredMetric("accuracy", metric, lower_is_better),
