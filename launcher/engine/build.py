@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,8 @@ from torch import nn
 
 import launcher.engine.limits as limits
 import launcher.engine.works as works
-from launcher.engine.checks.arguments import check_model, check_types, rates_of
 from launcher.engine.checks.attached_params import AttachedParams, InPlaceWrites
-from launcher.engine.checks.param_owners import ParamOwner, check_not_swapped
+from launcher.engine.checks.param_owners import ParamOwner
 from launcher.engine.checks.ported_loop import PortedLoop
 from launcher.engine.checks.step_warnings import StepWarnings
 from launcher.engine.errors import UnusableError
@@ -62,35 +61,6 @@ class StepperOptions:
         for step, rate in enumerate(self.learning_rates):
             limits.rate.require(f"learning rate of applied step {step}", rate)
 
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        optimizer: AnyOptimizer,
-        policy: Policy | None,
-        group: works.Group,
-        *,
-        scaling: Scaling | None,
-        ddp: DDPOptions | None,
-        learning_rates: Sequence[float] | None,
-        groups: Sequence[ParameterGroup],
-        **numbers: Any,
-    ) -> StepperOptions:
-        """The arguments of a Stepper as given. Raises UnusableError for those of the wrong type."""
-        check_types(model, optimizer, groups, {"policy": policy, "scaling": scaling, "ddp": ddp})
-        check_model(model, group)
-        check_not_swapped(model)  # after the kinds are known: it reads the parameters of `model`
-        policy = policy or Policy.fp16()
-        return cls(
-            policy=policy,
-            ddp=ddp or DDPOptions(),
-            scaling=scaling or Scaling.of(policy),
-            optimizer=optimizer,
-            learning_rates=rates_of(learning_rates, optimizer.lr),
-            groups=groups,
-            **numbers,
-        )
-
     def shared(self) -> dict[str, object]:
         """The choices that must be equal on all ranks, by name."""
         return {name: value for name, value in vars(self).items() if name not in MAY_DIFFER}
@@ -129,7 +99,7 @@ class StepperParts:
         sharded = [
             isinstance(collectives[each.name], ShardedSum)
             for each in layout.flat_buffers
-            for _ in each.param_ranges
+            for _ in each.params
         ]
         self.totals = TotalsReducer(on_host, layout.device, group, sharded)
         self.attached_params = AttachedParams(model, layout, self.owner)
@@ -140,10 +110,8 @@ class StepperParts:
         self.scale = LossScale(choices.scaling, layout.device, on_host)
         self.operations = ON_HOST if on_host else ON_DEVICE
         self.clock = StepClock(layout.device)
-        self.names = [param_range.name for param_range in layout.param_ranges]
-        self.warnings = StepWarnings(
-            sum(param_range.numel > 0 for param_range in layout.param_ranges), self.reducer.unused
-        )
+        self.names = [param.name for param in layout.params]
+        self.warnings = StepWarnings(sum(param.numel > 0 for param in layout.params), self.reducer.unused)
         self.ported_loop = PortedLoop(layout.parameters.values(), group, choices.clip_norm is not None)
         self.rank_state = RankState(model, layout, self.buffers, self.zero1, self.updater, self.scale)
 

@@ -143,7 +143,7 @@ class RankState:
             self._trained_on_host = True
 
     def tensors(self) -> list[Tensor]:
-        """All that is kept between steps, wire gradients included."""
+        """All that is kept between steps, gradients included."""
         start = [bits for bits in self._start_bits.values() if bits is not None]
         return [*self.scale.tensors(), *start, *itertools.chain.from_iterable(self._by_kind().values())]
 

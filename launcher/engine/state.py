@@ -1,6 +1,6 @@
 """The training state by name: everything that another process needs to resume bit for bit.
 
-Owns the form of the state in memory. Names and fp32 values do not depend on the number of ranks, the wire,
+Owns the form of the state in memory. Names and fp32 values do not depend on the number of ranks,
 sharding or the order of parameters, so a run may resume with different ones. Knows nothing of files.
 """
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import launcher.engine.limits as limits
 from launcher.engine.build import StepperOptions, StepperParts
-from launcher.engine.checks.arguments import group_of
+from launcher.engine.checks.arguments import check_model, check_types, group_of, learning_rate_table
 from launcher.engine.checks.mean_loss import WARNING, is_mean
 from launcher.engine.checks.ported_loop import note_calls_outside
 from launcher.engine.checks.same_on_all_ranks import check_same_on_all_ranks, checking_together
@@ -85,25 +85,26 @@ class Stepper:
     ) -> None:
         self.group = group_of(group)
         with checking_together(model, self.group):
-            options = StepperOptions.of(
-                model,
-                optimizer,
-                policy,
-                self.group,
-                scaling=scaling,
-                ddp=ddp,
+            check_types(model, optimizer, groups, {"policy": policy, "scaling": scaling, "ddp": ddp})
+            check_model(model, self.group)
+            policy = policy or Policy.fp16()
+            options = StepperOptions(
+                policy=policy,
+                ddp=ddp or DDPOptions(),
+                scaling=scaling or Scaling.of(policy),
                 clip_norm=clip_norm,
-                learning_rates=learning_rates,
-                micro_batches=micro_batches,
-                reference_count=reference_count,
-                emulate=emulate,
+                optimizer=optimizer,
+                learning_rates=learning_rate_table(learning_rates, optimizer.lr),
                 groups=groups,
+                reference_count=reference_count,
+                micro_batches=micro_batches,
+                emulate=emulate,
             )
         if self.group is None:
             warn_if_alone(stacklevel=2)
         # Before anything is built: what comes next then raises on all ranks or on none.
         check_same_on_all_ranks(model, options.shared(), self.group)
-        self.model, self.policy, self.clip_norm = model, options.policy, clip_norm
+        self.model, self.policy, self.clip_norm = model, policy, clip_norm
         self._parts = parts = StepperParts(model, options, self.group)
         for text in idle_groups(model, groups):
             warnings.warn(text, EngineWarning, stacklevel=2)

@@ -47,18 +47,16 @@ def flat_tensors(state: EngineState) -> dict[str, Tensor]:
 
 def weights_are_rounded_masters(stepper: Stepper) -> bool:
     """Whether w16 == RNE16(master), bit for bit, and the model's parameters are those weights."""
-    param_ranges = {
-        param_range.name: (param_range, flat_buffer)
+    params = {
+        param.name: (param, flat_buffer)
         for flat_buffer in stepper.layout.flat_buffers
-        for param_range in flat_buffer.param_ranges
+        for param in flat_buffer.params
     }
     for name, master in stepper.named_masters().items():
-        param_range, flat_buffer = param_ranges[name]
+        param, flat_buffer = params[name]
         parameter = stepper.layout.parameters[name]
         rounded = master.to(parameter.dtype)
-        if not torch.equal(rounded, parameter) or not torch.equal(
-            param_range.view(flat_buffer.weight), parameter
-        ):
+        if not torch.equal(rounded, parameter) or not torch.equal(param.view(flat_buffer.weight), parameter):
             return False
     return True
 

@@ -42,7 +42,7 @@ def places(stepper: Stepper, world_size: int) -> list[Place]:
     """First, middle, last element of first, middle, last parameter, and each bucket's first parameter."""
     names = list(stepper.layout.parameters)
     thorough = {names[position] for position in first_middle_last(len(names))}
-    in_buckets = {bucket.param_ranges[0].name for bucket in stepper.reducer.buckets}
+    in_buckets = {bucket.params[0].name for bucket in stepper.reducer.buckets}
     return [
         (rank, name, element, value)
         for rank in range(world_size)
@@ -109,7 +109,7 @@ def plant_in_large_buckets(env: WorkerEnv) -> tuple[list[str], int]:
         stepper = Stepper(
             conv_net(), SGD(1e-2), Policy.fp16(), env.group, scaling=Scaling("static", 1), ddp=ddp
         )
-        assert [len(bucket.param_ranges) for bucket in stepper.reducer.buckets] == [3, 5]
+        assert [len(bucket.params) for bucket in stepper.reducer.buckets] == [3, 5]
         assert all(bucket.bucket_range.gaps() for bucket in stepper.reducer.buckets)
         for rank in range(env.world_size):
             for name, parameter in stepper.layout.parameters.items():

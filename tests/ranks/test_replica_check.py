@@ -34,7 +34,7 @@ def flip_one_bit(stepper: Stepper, fault: str) -> None:
         stepper.scale.state = state._replace(bad_loss_steps=state.bad_loss_steps + 1)
         return
     matrices = stepper.zero1.shards[0]
-    last = next(param_range for param_range in stepper.layout.param_ranges if param_range.name == "0.weight")
+    last = next(param for param in stepper.layout.params if param.name == "0.weight")
     tensor = {
         "weight": last.flat(matrices.weight),
         "master": last.flat(matrices.master),

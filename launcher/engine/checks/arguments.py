@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from launcher.engine.checks.param_owners import check_not_swapped
 from launcher.engine.errors import UnusableError, listed
 from launcher.engine.grads.communication import DDPOptions
 from launcher.engine.names import named_buffers, named_parameters
@@ -94,6 +95,7 @@ def group_of(group: object) -> dist.ProcessGroup | None:
 
 def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Raise UnusableError for a model that flat memory cannot hold, or whose training would go wrong."""
+    check_not_swapped(model)
     kind = type(model).__name__
     if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules()):
         raise UnusableError(
@@ -124,7 +126,7 @@ def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
             )
 
 
-def rates_of(learning_rates: object, lr: float) -> list[float]:
+def learning_rate_table(learning_rates: object, lr: float) -> list[float]:
     """The rates by applied step; `lr` alone if `learning_rates` is None."""
     if learning_rates is None:
         return [lr]

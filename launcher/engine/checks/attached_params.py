@@ -33,9 +33,9 @@ class AttachedParams:
     def __init__(self, model: nn.Module, layout: Layout, owner: ParamOwner) -> None:
         self._model, self._owner = model, owner
         places = {  # views of the flat memory, in which trained parameters must still be
-            layout.parameters[param_range.name]: param_range.view(flat_buffer.weight)
+            layout.parameters[param.name]: param.view(flat_buffer.weight)
             for flat_buffer in layout.flat_buffers
-            for param_range in flat_buffer.param_ranges
+            for param in flat_buffer.params
         }
         self._built = [(p, places.get(p)) for p in model.parameters()]
         self._accept()
@@ -97,7 +97,7 @@ class InPlaceWrites:
         self._zero1 = zero1
         self._trained = list(layout.parameters.values())
         self._watched = zero1.rounded()
-        self._parameters = [layout.parameters[param_range.name] for _, param_range in self._watched]
+        self._parameters = [layout.parameters[param.name] for _, param in self._watched]
         frozen = named_parameters(model).items()
         self._frozen = {name: (p, p._version) for name, p in frozen if not p.requires_grad}
         self._warned = False
@@ -124,8 +124,8 @@ class InPlaceWrites:
             return
         news = zip(self._watched, self._parameters, self._versions, strict=True)
         changed = [place for place, p, version in news if p._version - updates != version]
-        for flat_buffer, param_range in changed:
-            self._zero1.take_weights(flat_buffer, param_range)
+        for flat_buffer, param in changed:
+            self._zero1.take_weights(flat_buffer, param)
         self.forget()
         if not self._warned:
             self._warned = True

@@ -26,7 +26,7 @@ class Bucket:
     last that has such a reader.
     """
 
-    index: int  # position in the order of launching
+    index: int  # position in the order of sending
     flat_buffer: FlatBuffer
     bucket_range: BucketRange
     collective: Collective
@@ -38,8 +38,8 @@ class Bucket:
     extremes: Sequence[Tensor] = ()
 
     @property
-    def param_ranges(self) -> Sequence[ParamRange]:
-        return self.bucket_range.param_ranges
+    def params(self) -> Sequence[ParamRange]:
+        return self.bucket_range.params
 
     @property
     def size_bytes(self) -> int:
@@ -64,4 +64,4 @@ class Collective:
 
     def parts(self, bucket: Bucket) -> list[Tensor]:
         """The reduced gradient as this rank holds it, flat, by parameter of the bucket."""
-        return [param_range.flat(bucket.flat_buffer.grad) for param_range in bucket.param_ranges]
+        return [param.flat(bucket.flat_buffer.grad) for param in bucket.params]

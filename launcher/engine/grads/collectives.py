@@ -3,7 +3,7 @@
 Owns the collectives on gradients and, where the optimizer is sharded, on weights. Each collective sums over
 the ranks; none divides in half precision. They differ in where the sum is rounded:
 
-native   all-reduce in the dtype of the wire; the library rounds at each hop
+native   all-reduce in `gradient_dtype`; the library rounds at each hop
 sharded  all-to-all, the fp32 sum stays with its owner, who updates and gathers the new weights
 """
 
@@ -21,7 +21,7 @@ from launcher.engine.params.flat_buffers import BucketRange, FlatBuffer
 
 
 class AllReduceSum(Collective):
-    """All-reduce SUM in the dtype of the wire."""
+    """All-reduce SUM in `gradient_dtype`."""
 
     def __init__(self, group: works.Group, divisor: int = 1) -> None:
         self._group = group
@@ -68,11 +68,9 @@ class ShardedSum(Collective):
         return flat_buffer.grad[bucket_range.start : bucket_range.end].view(torch.float32)[:length]
 
     def parts(self, bucket: Bucket) -> list[Tensor]:
-        owned, shard = (
-            self.owned(bucket.flat_buffer, bucket.bucket_range),
-            bucket.bucket_range.shard(self._rank, self._world_size),
-        )
-        return [owned[param_range.within(shard)] for param_range in bucket.param_ranges]
+        owned = self.owned(bucket.flat_buffer, bucket.bucket_range)
+        shard = bucket.bucket_range.shard(self._rank, self._world_size)
+        return [owned[param.within(shard)] for param in bucket.params]
 
     def gather_weights(self, flat_buffer: FlatBuffer) -> None:
         """Give all ranks the weights that each has updated. A collective: all ranks call it."""

@@ -1,4 +1,4 @@
-"""What may be chosen of the wire, and the collective of each flat buffer that follows from it."""
+"""How gradients are sent between ranks: what may be chosen, and the collectives that follow from it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DDPOptions:
 def choose_collectives(ddp: DDPOptions, layout: Layout, group: Group) -> tuple[dict[str, Collective], int]:
     """The collective of each flat buffer, and the power of two by which the sum is divided.
 
-    Vectors are fp32 and small: they are summed on all ranks whatever the wire.
+    Vectors are fp32 and small: they are summed on all ranks in any case.
     """
     if group is None:
         return {flat_buffer.name: AllReduceSum(None) for flat_buffer in layout.flat_buffers}, 1

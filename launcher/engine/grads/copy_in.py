@@ -35,10 +35,7 @@ class CopyIn:
         self._sent = flat_buffer.grad[bucket_range.start : bucket_range.end]
         self._totals = None if totals is None else totals[bucket_range.start : bucket_range.end]
         written = flat_buffer.grad if totals is None else totals
-        self._param_ranges = [
-            (param_range, parameters[param_range.name], param_range.view(written))
-            for param_range in bucket_range.param_ranges
-        ]
+        self._params = [(param, parameters[param.name], param.view(written)) for param in bucket_range.params]
         self._filled: set[int] = set()  # parameters that hold a gradient of this step
         self.unused: list[str] | None = None  # not empty, without a gradient in the first step; None before
 
@@ -50,17 +47,15 @@ class CopyIn:
         first: tuple[list[Tensor], list[Tensor]] = ([], [])
         again: tuple[list[Tensor], list[Tensor]] = ([], [])
         filled = self._filled
-        for param_range, parameter, place in self._param_ranges:
+        for param, parameter, place in self._params:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            check_dense(param_range.name, gradient)
-            places, gradients = again if param_range.index in filled else first
+            check_dense(param.name, gradient)
+            places, gradients = again if param.index in filled else first
             places.append(place)
-            gradients.append(
-                gradient if gradient.stride() == param_range.stride else _laid_out(gradient, param_range)
-            )
-            filled.add(param_range.index)
+            gradients.append(gradient if gradient.stride() == param.stride else _laid_out(gradient, param))
+            filled.add(param.index)
             parameter.grad = None
         # Totals are multiplied once, when complete() rounds them.
         factor = self._factor if self._totals is None else 1.0
@@ -76,19 +71,11 @@ class CopyIn:
         Drained before, within the backward pass: after it, `p.grad` is the user's.
         """
         if self.unused is None:
-            missing = [
-                param_range
-                for param_range, _, _ in self._param_ranges
-                if param_range.index not in self._filled
-            ]
-            self.unused = [param_range.name for param_range in missing if param_range.numel]
-        if len(self._filled) < len(self._param_ranges):
+            missing = [param for param, _, _ in self._params if param.index not in self._filled]
+            self.unused = [param.name for param in missing if param.numel]
+        if len(self._filled) < len(self._params):
             torch._foreach_zero_(
-                [
-                    place
-                    for param_range, _, place in self._param_ranges
-                    if param_range.index not in self._filled
-                ]
+                [place for param, _, place in self._params if param.index not in self._filled]
             )
         self._filled.clear()
         if self._totals is not None:
@@ -115,15 +102,15 @@ def _widened(gradients: list[Tensor], kept: torch.dtype) -> list[Tensor]:
     return wide
 
 
-def _laid_out(gradient: Tensor, param_range: ParamRange) -> Tensor:
+def _laid_out(gradient: Tensor, param: ParamRange) -> Tensor:
     """The gradient with the parameter's strides: torch may use other ones for a dimension of one element.
 
     On a GPU one kernel copies many gradients if all strides are equal; else each needs its own kernel.
     """
-    sizes = zip(gradient.shape, gradient.stride(), param_range.stride, strict=True)
+    sizes = zip(gradient.shape, gradient.stride(), param.stride, strict=True)
     if any(size != 1 and stride != other for size, stride, other in sizes):
         return gradient
-    return gradient.as_strided(param_range.shape, param_range.stride)
+    return gradient.as_strided(param.shape, param.stride)
 
 
 def check_dense(name: str, gradient: Tensor) -> None:

@@ -1,6 +1,6 @@
-"""Sends gradients from autograd to the wire: buckets, accumulation, overlap with backward.
+"""Sends gradients from autograd to the other ranks: buckets, accumulation, overlap with backward.
 
-Owns the hooks on the parameters, the buckets and their order. They are launched in one fixed order on every
+Owns the hooks on the parameters, the buckets and their order. They are sent in one fixed order on every
 rank, each as soon as all earlier ones are ready, whatever the order in which gradients arrive; parameters
 without a gradient send zeros. `collectives` decides how a bucket is sent.
 """
@@ -58,12 +58,12 @@ class Reducer:
         self.listens = False
         self.seen: set[int] = set()  # by ParamRange.index, the gradients of this micro-batch
         # By ParamRange.index, the bucket of each parameter.
-        self.home = [bucket.index for bucket in self.buckets for _ in bucket.param_ranges]
+        self.home = [bucket.index for bucket in self.buckets for _ in bucket.params]
         self.pending: list[int] = []  # by bucket, the gradients of this micro-batch that have not arrived
         self.restart()
         self.accumulate(micro_batches > 1)
         stays = group is None and sum(bucket.size_bytes for bucket in self.buckets) <= KEPT_BYTES
-        self._hooks = [] if stays else [_hook(self, param_range) for param_range in layout.param_ranges]
+        self._hooks = [] if stays else [_hook(self, param) for param in layout.params]
 
     def restart(self) -> None:
         """Begin the next step."""
@@ -77,31 +77,25 @@ class Reducer:
     def accumulate(self, accumulates: bool) -> None:
         """Make room for the fp32 sums of several micro-batches per step, or free it. Between steps only."""
         if accumulates != bool(self._accumulated):
+            flat_buffers = self._layout.flat_buffers if accumulates else []
             self._accumulated = {  # may run out of memory
-                flat_buffer.name: torch.zeros(
-                    flat_buffer.numel, dtype=torch.float32, device=self._layout.device
-                )
-                for flat_buffer in (self._layout.flat_buffers if accumulates else [])
+                each.name: torch.zeros_like(each.grad, dtype=torch.float32) for each in flat_buffers
             }
             for bucket in self.buckets:
                 bucket.copy_in = self._copy_in(bucket.flat_buffer, bucket.bucket_range)
 
     def _copy_in(self, flat_buffer: FlatBuffer, bucket_range: BucketRange) -> CopyIn:
-        factor, totals = (
-            self._collectives[flat_buffer.name].predivide_factor,
-            self._accumulated.get(flat_buffer.name),
-        )
+        factor = self._collectives[flat_buffer.name].predivide_factor
+        totals = self._accumulated.get(flat_buffer.name)
         return CopyIn(flat_buffer, bucket_range, self._layout.parameters, factor, totals)
 
     def _buckets(self) -> list[Bucket]:
         """One bucket per range."""
         buckets: list[Bucket] = []
         for flat_buffer in self._layout.flat_buffers:
+            collective = self._collectives[flat_buffer.name]
             for bucket_range in flat_buffer.bucket_ranges:
-                message, collective = (
-                    flat_buffer.grad[bucket_range.start : bucket_range.end],
-                    self._collectives[flat_buffer.name],
-                )
+                message = flat_buffer.grad[bucket_range.start : bucket_range.end]
                 copy_in = self._copy_in(flat_buffer, bucket_range)
                 buckets.append(Bucket(len(buckets), flat_buffer, bucket_range, collective, message, copy_in))
         return buckets
@@ -131,7 +125,7 @@ class Reducer:
         """
         self._sends = early and self.overlap
         self.seen.clear()
-        self.pending[:] = [len(bucket.param_ranges) for bucket in self.buckets]
+        self.pending[:] = [len(bucket.params) for bucket in self.buckets]
         with grads_set_aside(self._layout.parameters.values()):
             self.listens = True
             try:
@@ -148,16 +142,16 @@ class Reducer:
         held = (p.grad is not None for p in self._layout.parameters.values())
         return bool(self.seen) or any(held)
 
-    def register_grad_ready(self, param_range: ParamRange, again: bool) -> None:
+    def register_grad_ready(self, param: ParamRange, again: bool) -> None:
         """All gradients of a parameter's bucket are ready. Send all buckets that are next in the fixed order.
 
         `again`: another gradient of this parameter is. Raises UnusableError where the first one was sent.
         """
-        bucket = self.home[param_range.index]
+        bucket = self.home[param.index]
         if again:
             if bucket < self._next:
                 raise UnusableError(
-                    f"parameter {param_range.name} received a gradient twice in one backward pass, as "
+                    f"parameter {param.name} received a gradient twice in one backward pass, as "
                     "re-entrant activation checkpointing does: use use_reentrant=False, or "
                     "DDPOptions(overlap=False)."
                 )
@@ -200,13 +194,12 @@ class Reducer:
 
         Each element has one owner. Scaled; valid from step() to the next backward.
         """
-        return {
-            param_range.name: part[:0]
-            if self._rank and not isinstance(bucket.collective, ShardedSum)
-            else part
-            for bucket in self.buckets
-            for param_range, part in zip(bucket.param_ranges, bucket.collective.parts(bucket), strict=True)
-        }
+        own = {}
+        for bucket in self.buckets:
+            others = self._rank and not isinstance(bucket.collective, ShardedSum)  # rank 0 owns what all hold
+            for param, part in zip(bucket.params, bucket.collective.parts(bucket), strict=True):
+                own[param.name] = part[:0] if others else part
+        return own
 
     def unused(self) -> list[str]:
         """The parameters for which this rank's first step had no gradient."""
@@ -241,13 +234,13 @@ class Reducer:
         self._next = bucket.index + 1
 
 
-def _hook(reducer: Reducer, param_range: ParamRange) -> RemovableHandle:
+def _hook(reducer: Reducer, param: ParamRange) -> RemovableHandle:
     """Register the hook of one parameter: a network of many small ones spends its backward pass in here.
 
     The gradient stays in `p.grad` until its bucket is complete. A weak reference: the model does not keep the
     reducer alive.
     """
-    held, index = weakref.ref(reducer), param_range.index
+    held, index = weakref.ref(reducer), param.index
     seen, home, pending = reducer.seen, reducer.home, reducer.pending
 
     def receive(parameter: nn.Parameter) -> None:
@@ -262,8 +255,8 @@ def _hook(reducer: Reducer, param_range: ParamRange) -> RemovableHandle:
                 return
         # Emulated half arithmetic would look at each call in here, all of which it would leave alone.
         with torch._C.DisableTorchFunction():
-            reducer.register_grad_ready(param_range, again)
+            reducer.register_grad_ready(param, again)
 
-    register: Any = reducer._layout.parameters[param_range.name].register_post_accumulate_grad_hook
+    register: Any = reducer._layout.parameters[param.name].register_post_accumulate_grad_hook
     handle: RemovableHandle = register(receive)
     return handle

@@ -46,11 +46,8 @@ class Zero1:
                 part = bucket_range.shard(dist.get_rank(group), layout.world_size)
                 shard = flat_buffer.part(part)
                 master = shard.master.clone() if shard.half and shard.master is not None else shard.master
-                self._add(
-                    Shard(shard.weight, master, collective.owned(flat_buffer, bucket_range)),
-                    flat_buffer,
-                    part,
-                )
+                own = Shard(shard.weight, master, collective.owned(flat_buffer, bucket_range))
+                self._add(own, flat_buffer, part)
             if flat_buffer.half:
                 flat_buffer.master = None  # frees the memory of what other ranks own
 
@@ -61,9 +58,7 @@ class Zero1:
     @property
     def forms(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Shape and dtype of each parameter's master by name, in the order of the layout."""
-        return {
-            param_range.name: (param_range.shape, torch.float32) for param_range in self._layout.param_ranges
-        }
+        return {param.name: (param.shape, torch.float32) for param in self._layout.params}
 
     def group_slices(self) -> list[GroupSlices]:
         """The elements that are updated alike, by shard, counted from the shard's start."""
@@ -88,14 +83,11 @@ class Zero1:
         """
         found: dict[str, Tensor] = {}
         for flat_buffer in self._layout.flat_buffers:
-            own = [
-                tensor for tensor, (each, _) in zip(tensors, self.places, strict=True) if each is flat_buffer
-            ]
+            places = zip(tensors, self.places, strict=True)
+            own = [tensor for tensor, (each, _) in places if each is flat_buffer]
             whole = self._gathered(flat_buffer, own, rank, allocate) if self._divides(flat_buffer) else own[0]
             if whole is not None:
-                found |= {
-                    param_range.name: param_range.view(whole) for param_range in flat_buffer.param_ranges
-                }
+                found |= {param.name: param.view(whole) for param in flat_buffer.params}
         if self.sharded and self._layout.device.type == "cuda":
             torch.cuda.current_stream(self._layout.device).synchronize()  # the copies are asynchronous
         return found
@@ -107,11 +99,11 @@ class Zero1:
     def scatter(self, named: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> None:
         """The inverse of `gather_full`: copy values by parameter name into one flat tensor per shard."""
         for tensor, (flat_buffer, part) in zip(tensors, self.places, strict=True):
-            for param_range in flat_buffer.param_ranges:
-                inside = param_range.within(part)  # of `tensor`, the elements of this parameter
+            for param in flat_buffer.params:
+                inside = param.within(part)  # of `tensor`, the elements of this parameter
                 if inside.start < inside.stop:
-                    first = part.start + inside.start - param_range.offset  # in the parameter
-                    values = param_range.in_memory_order(named[param_range.name])
+                    first = part.start + inside.start - param.offset  # in the parameter
+                    values = param.in_memory_order(named[param.name])
                     tensor[inside].copy_(values[first : first + inside.stop - inside.start])
 
     def load_masters(self, named: Mapping[str, Tensor]) -> None:
@@ -130,22 +122,17 @@ class Zero1:
 
     def rounded(self) -> list[tuple[FlatBuffer, ParamRange]]:
         """The parameters whose weights are rounded copies of masters, on whichever ranks those are."""
-        shards = zip(self.shards, self.places, strict=True)
-        halves = {
-            id(flat_buffer) for shard, (flat_buffer, _) in shards if shard.half and shard.master is not None
-        }
-        return [
-            (each, param_range)
-            for each in self._layout.flat_buffers
-            if id(each) in halves
-            for param_range in each.param_ranges
-        ]
+        found: dict[str, tuple[FlatBuffer, ParamRange]] = {}
+        for shard, (flat_buffer, _) in zip(self.shards, self.places, strict=True):
+            if shard.half and shard.master is not None:
+                found |= {param.name: (flat_buffer, param) for param in flat_buffer.params}
+        return list(found.values())
 
-    def take_weights(self, flat_buffer: FlatBuffer, param_range: ParamRange) -> None:
+    def take_weights(self, flat_buffer: FlatBuffer, param: ParamRange) -> None:
         """Set this rank's masters of a parameter to its weights where they do not round to them."""
         for shard, (each, part) in zip(self.shards, self.places, strict=True):
             if each is flat_buffer and shard.master is not None:
-                inside = param_range.within(part)
+                inside = param.within(part)
                 master, weight = shard.master[inside], shard.weight[inside]
                 master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
 
@@ -190,9 +177,8 @@ class Zero1:
         # CHUNK counts the elements of all ranks, which arrive together.
         step = max(1, CHUNK // world_size)
         for bucket_range, tensor in zip(flat_buffer.bucket_ranges, own, strict=True):
-            rows = (
-                None if whole is None else whole[bucket_range.start : bucket_range.end].view(world_size, -1)
-            )
+            bucket = slice(bucket_range.start, bucket_range.end)
+            rows = None if whole is None else whole[bucket].view(world_size, -1)  # [rank, element]
             for start in range(0, len(tensor), step):
                 part = tensor[start : start + step]
                 received = None if rows is None else part.new_empty(world_size, len(part))

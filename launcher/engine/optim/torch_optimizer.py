@@ -119,8 +119,8 @@ def check_adaptable(
     matrices = half_in(model, policy).intersection(trainable.values())
     if matrices and sharded:
         raise UnusableError(
-            f"{kind} cannot be sharded: it needs whole parameters. Use SGD or AdamW, or a wire that is not "
-            "sharded."
+            f"{kind} cannot be sharded: it needs whole parameters. Use SGD or AdamW, or a "
+            "DDPOptions without shard_optimizer."
         )
     if matrices and not policy.masters and policy.weights != torch.float32:
         raise UnusableError(

@@ -52,14 +52,14 @@ class BucketRange:
     MAX_ALIGNED_RANKS each shard begins at a multiple of ALIGNMENT elements.
     """
 
-    param_ranges: tuple[ParamRange, ...]
+    params: tuple[ParamRange, ...]
     start: int
     end: int
 
     def gaps(self) -> list[slice]:
         """The elements that belong to no parameter: the padding after each."""
-        ends = [param_range.offset + param_range.numel for param_range in self.param_ranges]
-        nexts = [*(param_range.offset for param_range in self.param_ranges[1:]), self.end]
+        ends = [param.offset + param.numel for param in self.params]
+        nexts = [*(param.offset for param in self.params[1:]), self.end]
         return [slice(end, begin) for end, begin in zip(ends, nexts, strict=True) if end < begin]
 
     def shard(self, rank: int, world_size: int) -> slice:
@@ -73,7 +73,7 @@ class Shard:
     """What one rank updates: flat tensors of equal length.
 
     `weight` is what the model computes with; `master` is fp32, the same tensor as `weight` where the weights
-    are fp32, and None where a policy has no masters; `grad` is the reduced gradient, in the dtype of the wire
+    are fp32, and None where a policy has no masters; `grad` is the reduced gradient, in `gradient_dtype`
     or its fp32 sum.
     """
 
@@ -109,10 +109,8 @@ class FlatBuffer(Shard):
     bucket_ranges: list[BucketRange]
 
     @property
-    def param_ranges(self) -> list[ParamRange]:
-        return [
-            param_range for bucket_range in self.bucket_ranges for param_range in bucket_range.param_ranges
-        ]
+    def params(self) -> list[ParamRange]:
+        return [param for bucket_range in self.bucket_ranges for param in bucket_range.params]
 
     @property
     def numel(self) -> int:
@@ -121,7 +119,5 @@ class FlatBuffer(Shard):
     def named(self, kind: str, flat: Tensor, by_parameter: bool) -> dict[str, Tensor]:
         """One of its flat tensors by readable name: in parts, or whole with its padding."""
         if by_parameter:
-            return {
-                f"{param_range.name} ({kind})": param_range.flat(flat) for param_range in self.param_ranges
-            }
+            return {f"{param.name} ({kind})": param.flat(flat) for param in self.params}
         return {f"{self.name} ({kind})": flat}

@@ -1,4 +1,4 @@
-"""One flat layout shared by weights, wire gradients, masters and optimizer states.
+"""One flat layout shared by weights, gradients, masters and optimizer states.
 
 Owns where each trainable parameter lies in the flat buffers and makes the model's parameters views of
 them. Matrices (two or more dimensions) and vectors form two flat buffers, because half policies keep vectors
@@ -92,21 +92,21 @@ class Layout:
         aligned = self.world_size <= MAX_ALIGNED_RANKS
         multiple = ALIGNMENT * self.world_size if aligned else math.lcm(ALIGNMENT, self.world_size)
         bucket_ranges: list[BucketRange] = []
-        index, start = len(list(self.param_ranges)), 0
+        index, start = len(list(self.params)), 0
         # The first bucket of a model is small, so that communication starts early in the backward pass.
         # Counted in halves of 2 bytes: in fp32 it is twice as large.
         whole = bool(self.flat_buffers) or self._alone
         first_numel = bucket_numel if whole else min(bucket_numel, FIRST_BUCKET_BYTES // 2)
         for names in self._joined(members, bucket_numel, first_numel):
-            param_ranges, end = [], start
+            params, end = [], start
             for name in sorted(names, key=lambda name: self.grouping.index.get(name, 0)):
                 p = self.parameters[name]
                 # Strides without gaps that keep the order of dimensions, so that channels_last survives.
                 stride = torch.empty_like(p, device="meta").stride()
-                param_ranges.append(ParamRange(name, index, p.shape, stride, end, p.numel()))
+                params.append(ParamRange(name, index, p.shape, stride, end, p.numel()))
                 index, end = index + 1, end + _round_up(p.numel(), ALIGNMENT)
             end = start + _round_up(end - start, multiple)
-            bucket_ranges.append(BucketRange(tuple(param_ranges), start, end))
+            bucket_ranges.append(BucketRange(tuple(params), start, end))
             start = end
         return bucket_ranges
 
@@ -136,36 +136,34 @@ class Layout:
     ) -> FlatBuffer:
         """Copy the parameters of these buckets into flat memory, and make them views of it."""
         exact = torch.zeros(bucket_ranges[-1].end, dtype=torch.float32, device=self.device)
-        param_ranges = [
-            param_range for bucket_range in bucket_ranges for param_range in bucket_range.param_ranges
-        ]
-        existing = [self.parameters[param_range.name].grad for param_range in param_ranges]
-        for param_range in param_ranges:
-            p, view = self.parameters[param_range.name], param_range.view(exact)
+        params = [param for bucket_range in bucket_ranges for param in bucket_range.params]
+        existing = [self.parameters[param.name].grad for param in params]
+        for param in params:
+            p, view = self.parameters[param.name], param.view(exact)
             view.copy_(p.detach())
             p.grad = None  # torch refuses a grad of another dtype than its parameter
             p.data = view  # frees the memory of the parameter, before more is taken
         weights = exact.to(weight)  # the same tensor for fp32
-        for param_range, grad_before in zip(param_ranges, existing, strict=True):
-            p = self.parameters[param_range.name]
-            p.data = param_range.view(weights)
+        for param, grad_before in zip(params, existing, strict=True):
+            p = self.parameters[param.name]
+            p.data = param.view(weights)
             p.grad = None if grad_before is None else grad_before.to(weight)
         grads = torch.zeros(len(exact), dtype=grad, device=self.device)
         return FlatBuffer(weights, exact if masters else None, grads, name, bucket_ranges)
 
     @property
-    def param_ranges(self) -> Iterator[ParamRange]:
+    def params(self) -> Iterator[ParamRange]:
         """All parameters, flat buffer by flat buffer, in the order of `ParamRange.index`."""
-        return (param_range for flat_buffer in self.flat_buffers for param_range in flat_buffer.param_ranges)
+        return (param for flat_buffer in self.flat_buffers for param in flat_buffer.params)
 
     def group_slices(self, flat_buffer: FlatBuffer, part: slice) -> GroupSlices:
         """The elements of `part` of a flat buffer that are updated alike, padding included."""
-        nexts = [*(param_range.offset for param_range in flat_buffer.param_ranges[1:]), flat_buffer.numel]
+        nexts = [*(param.offset for param in flat_buffer.params[1:]), flat_buffer.numel]
         found: GroupSlices = {}
-        for param_range, following in zip(flat_buffer.param_ranges, nexts, strict=True):
-            own = found.setdefault(self.grouping.index.get(param_range.name, 0), [])
+        for param, following in zip(flat_buffer.params, nexts, strict=True):
+            own = found.setdefault(self.grouping.index.get(param.name, 0), [])
             start, end = (
-                max(param_range.offset, part.start) - part.start,
+                max(param.offset, part.start) - part.start,
                 min(following, part.stop) - part.start,
             )
             if start < end and own and own[-1].stop == start:
@@ -177,13 +175,13 @@ class Layout:
     def named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Views by parameter name of flat tensors, one per flat buffer, each as long as its flat buffer."""
         return {
-            param_range.name: param_range.view(flat)
+            param.name: param.view(flat)
             for flat_buffer, flat in zip(self.flat_buffers, flats, strict=True)
-            for param_range in flat_buffer.param_ranges
+            for param in flat_buffer.params
         }
 
     def gradients(self) -> dict[str, Tensor]:
-        """Views of the wire gradients by parameter name; scaled, valid from step() to the next backward."""
+        """Views of the gradients by parameter name; scaled, valid from step() to the next backward."""
         return self.named([flat_buffer.grad for flat_buffer in self.flat_buffers])
 
 

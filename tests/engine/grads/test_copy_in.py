@@ -43,20 +43,15 @@ class Copies(TorchDispatchMode):
 def test_a_bucket_is_one_copy(policy) -> None:
     inbox, layout = inbox_of(policy)
     flat_buffer = layout.flat_buffers[0]
-    gradients = {
-        param_range.name: torch.randn(param_range.shape).to(flat_buffer.weight)
-        for param_range in flat_buffer.param_ranges
-    }
+    gradients = {param.name: torch.randn(param.shape).to(flat_buffer.weight) for param in flat_buffer.params}
     with Copies() as copies:
-        for param_range in flat_buffer.param_ranges:
-            layout.parameters[param_range.name].grad = gradients[param_range.name]
+        for param in flat_buffer.params:
+            layout.parameters[param.name].grad = gradients[param.name]
         inbox.drain()
         inbox.complete()
     assert copies.calls == ["aten._foreach_copy_.default"]
-    for param_range in flat_buffer.param_ranges:
-        assert torch.equal(
-            param_range.view(flat_buffer.grad), gradients[param_range.name].to(flat_buffer.grad.dtype)
-        )
+    for param in flat_buffer.params:
+        assert torch.equal(param.view(flat_buffer.grad), gradients[param.name].to(flat_buffer.grad.dtype))
 
 
 @pytest.mark.parametrize("given", [torch.float32, *HALVES])
@@ -65,23 +60,23 @@ def test_a_predivided_gradient_is_rounded_once(given, ddp) -> None:
     """Also where it is a subnormal on the wire, or would be one before it is widened."""
     layout = Layout(nn.Linear(64, 3, bias=False), Policy.fp32(), ddp)
     (flat_buffer,) = layout.flat_buffers
-    (param_range,) = flat_buffer.param_ranges
-    gradient = (torch.randn(param_range.shape) * torch.logspace(-8, 4, 64)).to(given)
+    (param,) = flat_buffer.params
+    gradient = (torch.randn(param.shape) * torch.logspace(-8, 4, 64)).to(given)
     parameter = nn.Parameter(torch.empty_like(gradient))
-    inbox = CopyIn(flat_buffer, flat_buffer.bucket_ranges[0], {param_range.name: parameter}, 0.25, None)
+    inbox = CopyIn(flat_buffer, flat_buffer.bucket_ranges[0], {param.name: parameter}, 0.25, None)
     parameter.grad = gradient
     inbox.drain()
     inbox.complete()
-    assert torch.equal(param_range.view(flat_buffer.grad), (gradient.double() * 0.25).to(ddp))
+    assert torch.equal(param.view(flat_buffer.grad), (gradient.double() * 0.25).to(ddp))
 
 
 @pytest.mark.parametrize("sums", [False, True], ids=["ddp", "sums"])
 def test_what_does_not_arrive_is_zero_although_the_step_before_left_something(sums) -> None:
     inbox, layout = inbox_of(Policy.fp16(), sums=sums)
     flat_buffer = layout.flat_buffers[0]
-    one, other = flat_buffer.param_ranges
-    for param_range in (one, other):
-        layout.parameters[param_range.name].grad = torch.full(param_range.shape, 3.0, dtype=torch.float16)
+    one, other = flat_buffer.params
+    for param in (one, other):
+        layout.parameters[param.name].grad = torch.full(param.shape, 3.0, dtype=torch.float16)
     inbox.drain()
     inbox.complete()
     layout.parameters[one.name].grad = torch.ones(one.shape, dtype=torch.float16)
@@ -93,31 +88,29 @@ def test_what_does_not_arrive_is_zero_although_the_step_before_left_something(su
 
 def test_a_second_gradient_of_a_pass_is_added_to_the_first() -> None:
     inbox, layout = inbox_of(Policy.fp16(), factor=0.5)
-    param_range = layout.flat_buffers[0].param_ranges[0]
+    param = layout.flat_buffers[0].params[0]
     for value in (3.0, 5.0):
-        layout.parameters[param_range.name].grad = torch.full(param_range.shape, value, dtype=torch.float16)
+        layout.parameters[param.name].grad = torch.full(param.shape, value, dtype=torch.float16)
         inbox.drain()
-        assert layout.parameters[param_range.name].grad is None
+        assert layout.parameters[param.name].grad is None
     inbox.complete()
-    assert torch.equal(
-        param_range.flat(layout.flat_buffers[0].grad), torch.full((param_range.numel,), 4.0).half()
-    )
+    assert torch.equal(param.flat(layout.flat_buffers[0].grad), torch.full((param.numel,), 4.0).half())
 
 
 def test_a_stride_of_a_dimension_of_one_element_costs_no_copy_of_its_own() -> None:
     """A 1x1 convolution in channels_last; on a GPU one call takes tensors of equal strides alone."""
     layout = Layout(nn.Conv2d(4, 4, 1, bias=False).to(memory_format=torch.channels_last), Policy.fp32())
     (flat_buffer,) = layout.flat_buffers
-    (param_range,) = flat_buffer.param_ranges
+    (param,) = flat_buffer.params
     gradient = torch.randn(4, 4, 1, 1)
-    assert gradient.stride() != param_range.stride
+    assert gradient.stride() != param.stride
     inbox = CopyIn(flat_buffer, flat_buffer.bucket_ranges[0], layout.parameters, 1.0, None)
-    layout.parameters[param_range.name].grad = gradient
+    layout.parameters[param.name].grad = gradient
     with Copies() as copies:
         inbox.drain()
     inbox.complete()
-    assert copies.strides == {param_range.stride}
-    assert torch.equal(param_range.view(flat_buffer.grad), gradient)
+    assert copies.strides == {param.stride}
+    assert torch.equal(param.view(flat_buffer.grad), gradient)
 
 
 class Watched(nn.Sequential):
@@ -149,7 +142,7 @@ def test_gradients_are_freed_with_their_bucket(micro_batches, monkeypatch) -> No
         micro_batches=micro_batches,
         reference_count=4,
     )
-    assert [len(bucket.param_ranges) for bucket in stepper.reducer.buckets] == [2, 2, 2, 2]
+    assert [len(bucket.params) for bucket in stepper.reducer.buckets] == [2, 2, 2, 2]
     for _ in range(micro_batches):
         stepper.backward(model(torch.randn(4, 64)).square().sum(), 4)
         assert all(gradient() is None for gradient in model.gradients)

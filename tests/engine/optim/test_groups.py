@@ -138,10 +138,8 @@ def test_groups_change_neither_the_buckets_nor_their_order() -> None:
             (run.start, run.end) for run in theirs.bucket_ranges
         ]
         for one, other in zip(ours.bucket_ranges, theirs.bucket_ranges, strict=True):
-            assert {param_range.name for param_range in one.param_ranges} == {
-                param_range.name for param_range in other.param_ranges
-            }
-            indices = [grouped.layout.grouping.index[param_range.name] for param_range in other.param_ranges]
+            assert {param.name for param in one.params} == {param.name for param in other.params}
+            indices = [grouped.layout.grouping.index[param.name] for param in other.params]
             assert indices == sorted(indices)
     assert len(plain.layout.flat_buffers[0].bucket_ranges) > 1
     assert plain.updater._lr_scales == [1.0]

@@ -34,15 +34,15 @@ def test_values_shapes_and_strides_are_kept_and_masters_are_exact(policy) -> Non
 
 def test_slots_are_aligned_disjoint_and_the_parameters_are_views_of_them() -> None:
     layout = Layout(Odd(), Policy.fp16())
-    assert [param_range.index for param_range in layout.param_ranges] == list(range(len(layout.parameters)))
+    assert [param.index for param in layout.params] == list(range(len(layout.parameters)))
     for flat_buffer in layout.flat_buffers:
         end = 0
-        for param_range in flat_buffer.param_ranges:
-            assert param_range.offset % ALIGNMENT == 0
-            assert param_range.offset >= end
-            end = param_range.offset + param_range.numel
-            flat_buffer.weight[param_range.offset : end] = param_range.index
-            assert (layout.parameters[param_range.name] == param_range.index).all()
+        for param in flat_buffer.params:
+            assert param.offset % ALIGNMENT == 0
+            assert param.offset >= end
+            end = param.offset + param.numel
+            flat_buffer.weight[param.offset : end] = param.index
+            assert (layout.parameters[param.name] == param.index).all()
         assert flat_buffer.numel >= end
 
 
@@ -59,14 +59,10 @@ def test_runs_are_divided_among_the_ranks_and_hold_little_beside_the_parameters(
             assert [i for shard in shards for i in range(shard.start, shard.stop)] == [
                 *range(run.start, run.end)
             ]
-            owned = {
-                i
-                for param_range in run.param_ranges
-                for i in range(param_range.offset, param_range.offset + param_range.numel)
-            }
+            owned = {i for param in run.params for i in range(param.offset, param.offset + param.numel)}
             gaps = [i for gap in run.gaps() for i in range(gap.start, gap.stop)]
             assert sorted([*owned, *gaps]) == [*range(run.start, run.end)]
-            assert len(gaps) < ALIGNMENT * (len(run.param_ranges) + world_size)
+            assert len(gaps) < ALIGNMENT * (len(run.params) + world_size)
 
 
 @pytest.mark.parametrize("policy", [Policy.fp32(), Policy.fp16()], ids=lambda p: p.name)
@@ -86,7 +82,7 @@ def test_pieces_begin_at_multiples_of_64_bytes_on_up_to_64_ranks(policy) -> None
 
 def test_order_is_the_reverse_of_registration_matrices_first() -> None:
     layout = Layout(mlp(), Policy.fp16())
-    assert [param_range.name for param_range in layout.param_ranges] == [
+    assert [param.name for param in layout.params] == [
         "2.weight",
         "0.weight",
         "2.bias",
