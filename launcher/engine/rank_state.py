@@ -104,7 +104,7 @@ class RankState:
         numbers |= {f"loss scale ({name})": value for name, value in self.scale.counters().items()}
         found = {name: torch.tensor([each], device=self.layout.device) for name, each in numbers.items()}
         for flat_buffer in self.layout.flat_buffers:
-            # The unsharded flat tensors: a sharded flat buffer is no shard itself, and has no master.
+            # What all ranks hold: a flat buffer whose optimizer is sharded is no shard, and has no master.
             kinds = {"weight": flat_buffer.weight}
             kinds |= (
                 {"master": flat_buffer.master} if flat_buffer.half and flat_buffer.master is not None else {}

@@ -23,7 +23,7 @@ from launcher.engine.step_timer import Mark, spans_ms
 class StepReport:
     """The numbers of one step, on the host. `loss` is the mean over all samples of all ranks.
 
-    The same on all ranks, except `wire_bytes` and `spans_ms` (milliseconds by part of the step).
+    The same on all ranks, except `sent_bytes` and `spans_ms` (milliseconds by part of the step).
 
     A step that some rank has abandoned has no samples: `loss` and `grad_norm` are NaN, `votes` are 0.
     """
@@ -39,12 +39,16 @@ class StepReport:
     skipped_steps: int  # after this step
     floor_skips: int  # overflows in a row at the smallest scale
     bad_loss_steps: int  # steps in a row with a loss that was not finite
-    wire_bytes: int  # of gradients, passed to collectives by this rank
+    sent_bytes: int  # of gradients, passed to collectives by this rank
     culprit_ranks: tuple[int, ...]  # ranks whose own gradient was not finite
     culprit_parameters: tuple[str, ...]  # parameters whose reduced gradient was not finite
     votes: tuple[float, ...]  # sum over the ranks, by question
     spans_ms: dict[str, float]  # compute, wire (not overlapped), update, and parts marked by the caller
     abandoned_ranks: tuple[int, ...] = ()  # ranks that called abandon(), or step() after a failed backward()
+
+
+# Of a report's numbers, those that count something.
+COUNTERS = ("bad_losses", "applied_steps", "skipped_steps", "floor_skips", "bad_loss_steps")
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,30 @@ class StepNumbers:
         named = dict(zip(self.numbers, numbers[:-VOTES], strict=True))
         return StepNumbers(named, numbers[-VOTES:], status, squares, self.sent_bytes)
 
+    def report(self, names: Sequence[str], spans_ms: dict[str, float]) -> StepReport:
+        """The report, from numbers of the host. `names` of the parameters, in the order of their squares."""
+        skipped = bool(self.numbers["skipped"])
+        numbers = dict(self.numbers) | {name: int(self.numbers[name]) for name in COUNTERS}
+        votes, ranks, bad = tuple(self.votes), list[int](), list[int]()
+        if skipped:  # else no rank has a status, and no square is not finite
+            ranks = self.status.nonzero().flatten().tolist()
+            bad = (~self.squares_by_parameter.isfinite()).nonzero().flatten().tolist()
+        abandoned = [rank for rank in ranks if self.status[rank] == ABANDONED]
+        if len(self.status) == 1:  # a rank alone has no status: what is not finite is its own
+            ranks = [0] * bool(bad)
+        if abandoned:  # what the other ranks have found and counted is of no step
+            numbers |= {"loss": math.nan, "grad_norm": math.nan, "count": 0.0, "bad_losses": 0}
+            votes, ranks, bad = (0.0,) * VOTES, [], []
+        return StepReport(
+            **numbers | {"skipped": skipped},
+            sent_bytes=self.sent_bytes,
+            culprit_ranks=tuple(ranks),
+            culprit_parameters=tuple(names[index] for index in bad),
+            votes=votes,
+            spans_ms=spans_ms,
+            abandoned_ranks=tuple(abandoned),
+        )
+
 
 @dataclass(eq=False)
 class StepResult:
@@ -120,33 +148,9 @@ class StepResult:
         if self._ready is not None:
             self._ready.synchronize()
         found = self._numbers if self._copy is None else self._numbers.unpacked(self._copy)
-        numbers, squares = dict(found.numbers), found.squares_by_parameter
-        votes = tuple(found.votes)
-        abandoned: tuple[int, ...] = ()
-        culprits: tuple[int, ...] = ()
-        parameters: tuple[str, ...] = ()
-        if numbers["skipped"]:  # else no rank has a status
-            ranks = found.status.nonzero().flatten().tolist()
-            abandoned = tuple(rank for rank in ranks if found.status[rank] == ABANDONED)
-            bad = (~squares.isfinite()).nonzero().flatten().tolist()
-            parameters = tuple(self._names[index] for index in bad)
-            # A rank alone has no status: what is not finite is its own.
-            culprits = tuple(ranks) if len(found.status) > 1 else (0,) * bool(bad)
-        else:
-            self._warnings.gradients(self._names, squares, stacklevel=2)
-        if abandoned:  # what the other ranks have found and counted is of no step
-            numbers |= {"loss": math.nan, "grad_norm": math.nan, "count": 0.0, "bad_losses": 0}
-            votes, culprits, parameters = (0.0,) * VOTES, (), ()
-        if numbers["count"] == 0 and not abandoned:
+        report = found.report(self._names, spans_ms(self._marks))
+        if not report.skipped:
+            self._warnings.gradients(self._names, found.squares_by_parameter, stacklevel=2)
+        if report.count == 0 and not report.abandoned_ranks:
             self._warnings.warn(NO_SAMPLES, stacklevel=2)
-        whole = ("bad_losses", "applied_steps", "skipped_steps", "floor_skips", "bad_loss_steps")
-        numbers |= {name: int(numbers[name]) for name in whole} | {"skipped": bool(numbers["skipped"])}
-        return StepReport(
-            **numbers,
-            wire_bytes=found.sent_bytes,
-            culprit_ranks=culprits,
-            culprit_parameters=parameters,
-            votes=votes,
-            spans_ms=spans_ms(self._marks),
-            abandoned_ranks=abandoned,
-        )
+        return report

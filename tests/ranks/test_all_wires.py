@@ -48,7 +48,7 @@ def trained(env: WorkerEnv, ddp: DDPOptions, policy: Policy, steps: int, optimiz
         "masters": masters,
         "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
         "norms": [report.grad_norm for report in reports],
-        "bytes": reports[-1].wire_bytes,
+        "bytes": reports[-1].sent_bytes,
         "state_bytes": stepper.state_bytes(),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
@@ -106,7 +106,7 @@ def large_states(env: WorkerEnv) -> dict[str, dict]:
         stepper = Stepper(model, AdamW(0.01), Policy.fp16(), env.group, ddp=ddp, reference_count=8)
         report = train(stepper, torch.randn(8, 500), torch.zeros(8, dtype=torch.int64))
         results[name] = {
-            "bytes": report.wire_bytes,
+            "bytes": report.sent_bytes,
             "state_bytes": stepper.state_bytes(),
             "parameters": sum(p.numel() for p in model.parameters()),
         }

@@ -56,17 +56,25 @@ def resume_everywhere(
     env: WorkerEnv, optimizer, policy: Policy, ddp: DDPOptions | None
 ) -> tuple[str, list[str]]:
     """The digest of the undisturbed run, and those of runs stopped after each number of steps."""
-    whole = stepper_of(env, optimizer, policy, ddp)
-    run(env, whole, 0, STEPS)
-    digests = []
-    for stop in range(STEPS):
-        first = stepper_of(env, optimizer, policy, ddp)
-        run(env, first, 0, stop)
-        second = stepper_of(env, optimizer, policy, ddp)
-        second.load(first.state().clone())
-        run(env, second, stop, STEPS)
-        digests.append(state_digest(second, counters=True))
-    return state_digest(whole, counters=True), digests
+
+    def stopped(stop: int) -> EngineState:
+        stepper = stepper_of(env, optimizer, policy, ddp)
+        run(env, stepper, 0, stop)
+        return stepper.state().clone()
+
+    def undisturbed() -> str:
+        stepper = stepper_of(env, optimizer, policy, ddp)
+        run(env, stepper, 0, STEPS)
+        return state_digest(stepper, counters=True)
+
+    def resumed(start: int) -> str:
+        state = stopped(start)
+        stepper = stepper_of(env, optimizer, policy, ddp)  # alone in its group: two that live do not overlap
+        stepper.load(state)
+        run(env, stepper, start, STEPS)
+        return state_digest(stepper, counters=True)
+
+    return undisturbed(), [resumed(start) for start in range(STEPS)]
 
 
 SLOW = pytest.mark.slow

@@ -130,7 +130,7 @@ def bytes_of_a_step(env: WorkerEnv) -> dict[str, Any]:
         found[policy.name] = {
             "calls": calls,
             "buckets": len(stepper.reducer.buckets),
-            "wire_bytes": report.wire_bytes,
+            "wire_bytes": report.sent_bytes,
             "vectors": vectors,
             "matrices": sum(p.numel() for p in model.parameters() if p.ndim >= 2),
         }

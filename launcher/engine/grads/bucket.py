@@ -21,9 +21,9 @@ from launcher.engine.params.flat_buffers import BucketRange, FlatBuffer, ParamRa
 class Bucket:
     """Adjacent parameters of a flat buffer, and the message of their gradients.
 
-    `copy_in` fills the message. `extremes` are the least and the greatest element of this rank's gradient.
-    `squares` reads the reduced gradient as this rank holds it, of this bucket and of those before it from the
-    last that has such a reader.
+    `copy_in` fills the message; `work` and `received` are those of its collective while that is under way.
+    `extremes` are the least and the greatest element of this rank's gradient. `squares` reads the reduced
+    gradient as this rank holds it, of this bucket and of those before it that have no reader of their own.
     """
 
     index: int  # position in the order of sending

@@ -1,8 +1,12 @@
 """Sends gradients from autograd to the other ranks: buckets, accumulation, overlap with backward.
 
-Owns the hooks on the parameters, the buckets and their order. They are sent in one fixed order on every
-rank, each as soon as all earlier ones are ready, whatever the order in which gradients arrive; parameters
-without a gradient send zeros. `collectives` decides how a bucket is sent.
+Owns the hooks on the parameters, the buckets and their order. Every rank sends all buckets in one order, each
+as soon as it and all before it are complete, whatever the order in which gradients arrive; parameters without
+a gradient send zeros. Collectives of ranks meet by their order alone: in another order, or without one of
+them, ranks would wait for ever or add up unlike parameters. `collectives` has how a bucket is sent.
+
+A step: receiving() around each backward pass, in which hooks call register_grad_ready(); start_grad_sync()
+sends the rest; finish_grad_sync() waits, and reads the sums of squares; restart().
 """
 
 from __future__ import annotations
@@ -34,9 +38,9 @@ KEPT_BYTES = 1 << 24
 
 
 class Reducer:
-    """Sums the gradients of all ranks and micro-batches, in the dtype of the exchange.
+    """Sums the gradients of all ranks and micro-batches.
 
-    `collectives` has one collective per flat buffer name.
+    `collectives` has the collective of each flat buffer, by name.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""ZeRO-1: which rank updates what. Whole flat buffers on every rank, or a shard of each bucket on its owner.
+"""ZeRO-1 (Rajbhandari et al. 2020): which rank updates what.
 
-Owns the shards that the optimizer updates, and their conversion to parameters by name and back. Sharding
-divides the memory of masters and optimizer states by the number of ranks; vectors are small and stay whole.
+Whole flat buffers on every rank, or a shard of each bucket on its owner. Owns the shards that the optimizer
+updates, and their conversion to parameters by name and back. Sharding divides the memory of masters and
+optimizer states by the number of ranks; vectors are small and stay whole.
 """
 
 from __future__ import annotations

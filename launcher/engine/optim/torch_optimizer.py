@@ -183,7 +183,7 @@ class AdaptedUpdater:
 
     def __init__(self, layout: Layout, shards: Sequence[Shard], optimizer: TorchOptimizer) -> None:
         self._layout = layout
-        self._pieces = list(shards)
+        self._shards = list(shards)
         self.states: list[list[Tensor]] = [[] for _ in shards]  # torch's are per parameter, not flat
         masters = layout.named([shard.master for shard in shards if shard.master is not None])
         self._masters = {name: nn.Parameter(master) for name, master in masters.items()}
@@ -205,7 +205,7 @@ class AdaptedUpdater:
         """Apply one update, or change nothing if `scalars.skip` is true. Waits for the device."""
         if bool(scalars.skip):
             return
-        gradients = [shard.grad.float().mul_(scalars.multiplier) for shard in self._pieces]
+        gradients = [shard.grad.float().mul_(scalars.multiplier) for shard in self._shards]
         for name, gradient in self._layout.named(gradients).items():
             self._masters[name].grad = gradient
         for group in self._optimizer.param_groups:
@@ -213,7 +213,7 @@ class AdaptedUpdater:
         self._optimizer.step()
         for master in self._masters.values():
             master.grad = None
-        for shard in self._pieces:
+        for shard in self._shards:
             if shard.half and shard.master is not None:
                 shard.weight.copy_(shard.master)
 

@@ -1,6 +1,12 @@
 """What lies where in the flat memory of a model's parameters.
 
-Owns offsets, and views of flat tensors by parameter. Holds tensors, and moves none; `flat_params` builds it.
+Owns offsets, and views of flat tensors by parameter. Moves no tensor; `flat_params` builds it. In the engine
+`param` is a ParamRange, and `p` or `parameter` torch's own.
+
+    FlatBuffer   all parameters of one kind: weights, masters, gradients, each one long tensor
+      BucketRange   those of them that are sent together
+        ParamRange    one of them
+    Shard        what one rank updates: a FlatBuffer, or its part of each BucketRange (ZeRO-1)
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ParamRange:
-    """One parameter's place: `numel` elements from `offset` in each flat buffer of its flat buffer."""
+    """One parameter's place: `numel` elements from `offset` in each tensor of its flat buffer."""
 
     name: str
     index: int  # position in the order of all parameters of a layout
@@ -23,15 +29,15 @@ class ParamRange:
     numel: int
 
     def view(self, flat: Tensor) -> Tensor:
-        """This parameter's part of a flat buffer, in the parameter's shape and memory format."""
+        """This parameter's part of a flat tensor, in the parameter's shape and memory format."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
     def flat(self, flat: Tensor) -> Tensor:
-        """This parameter's part of a flat buffer in memory order, [numel]."""
+        """This parameter's part of a flat tensor in memory order, [numel]."""
         return flat[self.offset : self.offset + self.numel]
 
     def in_memory_order(self, values: Tensor) -> Tensor:
-        """Values of this shape as they are in a flat buffer, [numel]; a view where they can be."""
+        """Values of this shape as they are in a flat tensor, [numel]; a view where they can be."""
         if values.stride() == self.stride:
             return values.as_strided((self.numel,), (1,))
         ordered = values.new_empty(self.numel)
@@ -39,7 +45,7 @@ class ParamRange:
         return ordered
 
     def within(self, part: slice) -> slice:
-        """Which elements of `part` of a flat buffer are this parameter's, counted from the part's start."""
+        """The elements of `part` of a flat tensor that are this parameter's, from the part's start."""
         start = max(self.offset, part.start) - part.start
         return slice(start, max(start, min(self.offset + self.numel, part.stop) - part.start))
 

@@ -22,7 +22,8 @@ from launcher.engine.params.param_groups import Grouping
 from launcher.engine.precision.op_lists import FLOATS
 from launcher.engine.precision.policy import Policy
 
-HALF_PARAMS, FP32_PARAMS = "half_params", "fp32_params"  # the flat buffers
+# The flat buffers: parameters that are half where a policy has half weights, and those that are always fp32.
+HALF_PARAMS, FP32_PARAMS = "half_params", "fp32_params"
 ALIGNMENT = 32  # elements: 64 bytes in half precision, one cache line
 MAX_ALIGNED_RANKS = 64  # beyond, padding would cost more than alignment gains
 FIRST_BUCKET_BYTES = 1 << 20
@@ -153,7 +154,7 @@ class Layout:
 
     @property
     def params(self) -> Iterator[ParamRange]:
-        """All parameters, flat buffer by flat buffer, in the order of `ParamRange.index`."""
+        """All parameters, by flat buffer, in the order of `ParamRange.index`."""
         return (param for flat_buffer in self.flat_buffers for param in flat_buffer.params)
 
     def group_slices(self, flat_buffer: FlatBuffer, part: slice) -> GroupSlices:
@@ -173,7 +174,7 @@ class Layout:
         return found
 
     def named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Views by parameter name of flat tensors, one per flat buffer, each as long as its flat buffer."""
+        """Views by parameter name of flat tensors, one per flat buffer and as long as that."""
         return {
             param.name: param.view(flat)
             for flat_buffer, flat in zip(self.flat_buffers, flats, strict=True)

@@ -25,7 +25,9 @@ class ParameterGroup:
     `match`: one pattern or several over parameter names, as of `fnmatch`, case-sensitive: `*` matches any
     characters, dots included. A parameter belongs to the first group that matches it; a tied one matches by
     any of its names. `lr_scale` multiplies the learning rate; `weight_decay` replaces the optimizer's, None
-    keeps it. `frozen` parameters are not trained: requires_grad is set to False. Raises UnusableError.
+    keeps it. `frozen` parameters are not trained: requires_grad is set to False. Half weights keep no fp32
+    copy of them: they are rounded when the Stepper is built. The clip norm is computed over all groups, and a
+    state can be loaded with other groups if the same parameters are frozen. Raises UnusableError.
     """
 
     match: str | Sequence[str]

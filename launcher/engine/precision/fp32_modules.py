@@ -3,6 +3,9 @@
 Owns the hooks of those modules. A module widens its floating-point inputs, all operations within it (and
 within its children) compute in fp32, and its output stays fp32. Its weights keep the dtype of the policy:
 what the optimizer updates and what is sent between ranks do not change.
+
+A model may also select fp32 in its own code, by torch.autocast(device, enabled=False) or custom_fwd. Weights
+are still half there, which torch's operations do not mix with fp32 inputs: cast them (weight.float()).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Totals(Callback):
         report = metrics.report
         self._context.samples += metrics.samples
         self._seconds += metrics.seconds
-        self._wire_bytes_per_step = report.wire_bytes
+        self._wire_bytes_per_step = report.sent_bytes
         self._times.add(metrics.seconds, report.spans_ms)
 
     def state_dict(self) -> dict[str, Any]:
