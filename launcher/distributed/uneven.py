@@ -7,7 +7,8 @@ the caller to say.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,20 +32,30 @@ class UnevenCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `sizes` has, by rank, the numbers of samples that calls of this code get. Where the ranks make equally
     many calls, they compare the shapes of their tensors before each collective, and raise alike. If only the
     first call `is_sample` of the others, no tensor of several elements is allowed where sizes differ.
+    `in_collective` is the context of each collective: a rank waits there for others that may have failed.
     """
 
     def __init__(
-        self, env: WorkerEnv, sizes: Sequence[Sequence[int]], advice: str, is_sample: bool = False
+        self,
+        env: WorkerEnv,
+        sizes: Sequence[Sequence[int]],
+        advice: str,
+        is_sample: bool = False,
+        in_collective: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._env, self._sizes, self._advice = env, [list(calls) for calls in sizes], advice
-        self._is_sample = is_sample
+        self._is_sample, self._in_collective = is_sample, in_collective
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace == "c10d" and any(name in func._schema.name for name in ALIKE):
-            self._check(func._schema.name.removeprefix("c10d::").strip("_"), args)
+            with self._in_collective():
+                self._check(func._schema.name.removeprefix("c10d::").strip("_"), args)
+        if func.namespace == "c10d":
+            with self._in_collective():
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _check(self, name: str, args: tuple[Any, ...]) -> None:

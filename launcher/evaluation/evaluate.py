@@ -117,6 +117,9 @@ class Pass:
     in_user_code: Callable[[], AbstractContextManager[None]] = nullcontext
     seed: int = 0
     waits: Beat = lambda: None
+    in_collective: Callable[[], AbstractContextManager[None]] = (
+        nullcontext  # of the recipe's loss, in a trial
+    )
 
     def measure_batch(self, batch: Batch, measuring: Measuring, number: int = 0) -> Loss:
         """The loss of a batch, which the metrics are updated with. `number` counts those of this rank."""
@@ -251,7 +254,7 @@ def rehearse(over: Pass, data: Readable, batch_size: int) -> MetricValues:
             share_of(range(length_of(data) or 0), rank, env.world_size) for rank in range(env.world_size)
         ]
         sizes = [[len(piece) for piece in cut(share, size)] for share in shares]
-        refusing = UnevenCollectives(env, sizes, TO_LEAVE_OUT, is_sample=True)
+        refusing = UnevenCollectives(env, sizes, TO_LEAVE_OUT, True, over.in_collective)
 
         @wraps(over.recipe.loss, updated=())
         def loss(network: nn.Module, batch: Batch) -> Loss:

@@ -234,4 +234,5 @@ class Evaluator:
             context.heartbeat.in_user_code,
             seed,
             partial(context.heartbeat.beat, then),
+            context.heartbeat.in_collective,
         )

@@ -67,7 +67,9 @@ def try_smallest_batch(context: TrainContext, task: Task) -> None:
     context.heartbeat.beat("trying the smallest batch")
     samples = counted(len(plan.global_batch(step)), "sample")
     what = f"the smallest batch: {samples} in step {step + 1} of an epoch, by rank {sizes}"
-    refusing = UnevenCollectives(context.env, sizes, TO_EVEN_OUT)
+    refusing = UnevenCollectives(
+        context.env, sizes, TO_EVEN_OUT, in_collective=context.heartbeat.in_collective
+    )
 
     @wraps(context.recipe.loss, updated=())
     def loss(network: nn.Module, batch: Batch) -> Loss:

@@ -412,6 +412,15 @@ def test_a_hang_in_the_trial_before_the_first_step_blames_no_rank_that_waits(tmp
         )
 
 
+@pytest.mark.slow
+def test_a_rank_that_waits_in_the_recipe_s_loss_for_one_that_failed_has_a_limit(tmp_path: Path) -> None:
+    code = "if step == 1 and RANK == 0: raise ValueError('too few')"
+    gather = "torch.distributed.all_reduce(torch.ones(1))"
+    write_recipe(tmp_path, f"{code}\n{gather}")
+    with Parent(tmp_path, LONG, "launch.init_timeout_s=6", "launch.max_restarts=0", nproc=3) as parent:
+        assert parent.end(30) in (1, 6), parent.stderr
+
+
 IN_LOSS = r"at \S+tiny\.py:\d+, in loss"
 
 
