@@ -25,7 +25,7 @@ from launcher.process.signals import ignore_sigterm_of_torchrun
 from launcher.process.terminal import say
 
 # Commands and flags whose output is what they are run for
-ANSWERING = ("doctor", "plan", "recipes", "report", "watch")
+ANSWERING = ("doctor", "plan", "predict", "recipes", "report", "watch")
 QUERIES = frozenset({"--help", "--version", "--cfg", "--info", "--hydra-help"})
 
 

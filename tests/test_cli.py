@@ -78,7 +78,7 @@ def test_flags_may_stand_anywhere(argv: str, expected: Arguments) -> None:
         ("--cfg jobs", "--cfg jobs: must be one of job, hydra, all."),
         ("--config-path x", "--config-path: the tree of the program is fixed."),
         ("--experimental-rerun x.pickle", "--experimental-rerun: it would execute a pickle."),
-        ("--best recipe=resnet18", "--best: belongs to the command export only."),
+        ("--best recipe=resnet18", "--best: belongs to the command export and predict only."),
         ("export RUN FILE --dtype fp8", "--dtype fp8: must be one of fp32, fp16."),
         ("recipies", "recipies: there is no such command. Nearest: recipes."),
         (

@@ -29,6 +29,32 @@ _writing = partial(failing_as_storage_error, advice="Choose another place.")
 
 
 @dataclass(frozen=True)
+class RunWeights:
+    """The weights of a checkpoint under the keys of the model's state_dict, and what is known of it."""
+
+    tensors: dict[str, Tensor]
+    checkpoint: Path
+    averaged: bool  # whether they are the moving average of the weights
+    step: int
+    metric: MonitoredMetric | None
+
+
+def weights_of(run_dir: Path, best: bool = False, averaged: bool = True) -> RunWeights:
+    """Load the weights of the run's newest (or `best`) intact checkpoint, `averaged` where it has an average.
+
+    Raises StorageError where no checkpoint is intact.
+    """
+    checkpoint = _choose(run_dir / FOLDER, best)
+    snapshot = load(checkpoint)
+    tensors = snapshot.engine.weights | snapshot.engine.buffers
+    average = snapshot.average if averaged else None
+    if average is not None:
+        tensors |= average.weights | average.buffers
+    named = {key: tensors[name] for key, name in snapshot.names.items()}
+    return RunWeights(named, checkpoint, average is not None, snapshot.progress.step, snapshot.metric)
+
+
+@dataclass(frozen=True)
 class Exported:
     """What was written and where it came from."""
 
@@ -52,18 +78,14 @@ def export(
     StorageError where no checkpoint is intact or `file` cannot be written.
     """
     _refuse_paths(run_dir, file)
-    checkpoint = _choose(run_dir / FOLDER, best)
-    snapshot = load(checkpoint)
-    tensors = snapshot.engine.weights | snapshot.engine.buffers
-    metadata = {"format": "pt", "checkpoint": checkpoint.name, "dtype": dtype}
-    if average := snapshot.average if averaged else None:
-        tensors |= average.weights | average.buffers
+    found = weights_of(run_dir, best, averaged)
+    metadata = {"format": "pt", "checkpoint": found.checkpoint.name, "dtype": dtype}
+    if found.averaged:
         metadata["weights"] = "ema"
-    exported = {key: _narrowed(key, tensors[name], DTYPES[dtype]) for key, name in snapshot.names.items()}
+    exported = {key: _narrowed(key, tensor, DTYPES[dtype]) for key, tensor in found.tensors.items()}
     with _writing(f"the weights cannot be written to {file}"), replacing(file) as temporary:
         write_tensors(temporary, exported, metadata)
-    step, is_averaged = snapshot.progress.step, average is not None
-    return Exported(file, checkpoint, len(exported), is_averaged, step, snapshot.metric)
+    return Exported(file, found.checkpoint, len(exported), found.averaged, found.step, found.metric)
 
 
 def with_model_folder(run_dir: Path, folder: Path) -> None:

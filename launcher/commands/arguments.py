@@ -15,7 +15,7 @@ from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import nearest, shortened, suggestion
 from launcher.errors import ConfigError
 
-COMMANDS = ("recipes", "report", "watch", "export", "new", "compare", "plan", "job", "doctor")
+COMMANDS = ("recipes", "report", "watch", "export", "predict", "new", "compare", "plan", "job", "doctor")
 ANY = ()  # any value
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
@@ -39,8 +39,8 @@ FLAGS: Mapping[str, Flag] = {
     "--package": Flag("-p", ANY),
     "--config-name": Flag("-cn", ANY),
     "--config-dir": Flag("-cd", ANY),
-    "--best": Flag(commands=("export",)),
-    "--no-ema": Flag(commands=("export",)),
+    "--best": Flag(commands=("export", "predict")),
+    "--no-ema": Flag(commands=("export", "predict")),
     "--dtype": Flag(values=("fp32", "fp16"), commands=("export",)),
     "--out": Flag(values=ANY, commands=("report",)),
     "--every": Flag(values=ANY, commands=("watch",)),

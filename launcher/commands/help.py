@@ -18,6 +18,7 @@ from launcher.commands.doctor import doctor
 from launcher.commands.export import export_weights
 from launcher.commands.new import write_recipe
 from launcher.commands.plan import plan
+from launcher.commands.predict import predict
 from launcher.commands.report import write_reports
 from launcher.commands.run import run_job
 from launcher.commands.watch import watch
@@ -102,6 +103,7 @@ COMMANDS: Mapping[str, Callable[[Arguments, Leader], int | None]] = {
     "report": write_reports,
     "watch": watch,
     "export": export_weights,
+    "predict": predict,
     "new": write_recipe,
     "doctor": doctor,
     "job": run_job,

@@ -19,6 +19,7 @@ from torch import nn
 
 from launcher.errors import StorageError, counted, described
 from launcher.evaluation.confusion import Confusion
+from launcher.evaluation.prediction import FACTS, facts_of
 from launcher.recipe.contract import Recipe, normalisation_of
 from launcher.report import page
 from launcher.report.run_record import RunRecord
@@ -63,20 +64,12 @@ def write_page(run_dir: Path, telemetry: Telemetry) -> None:
         telemetry.warn(f"{records.REPORT} could not be drawn: {described(error)}")
 
 
-def facts_for_prediction(recipe: Recipe) -> dict[str, Any]:
-    """The classes in the order of the logits, and the `normalisation` of images, where there are any.
-
-    Mean and deviation are per channel, for pixels in 0..1.
-    """
-    facts = {
-        "classes": None if recipe.classes is None else list(recipe.classes),
-        "normalisation": normalisation_of(recipe),
-    }
-    return {name: value for name, value in facts.items() if value is not None}
-
-
 def write_model_folder(
-    run_dir: Path, recipe: Recipe, network: nn.Module, warn: Callable[[str], None]
+    run_dir: Path,
+    recipe: Recipe,
+    network: nn.Module,
+    warn: Callable[[str], None],
+    recipes_path: str | None = None,
 ) -> None:
     """Write what is known before the first step. Raises StorageError; other failures are warnings.
 
@@ -88,7 +81,7 @@ def write_model_folder(
             write_text(place, text())
         place = folder = run_dir / records.MODEL
         folder.mkdir(exist_ok=True)
-        write_text(folder / "prediction.json", json.dumps(facts_for_prediction(recipe), indent=1) + "\n")
+        write_text(folder / FACTS, json.dumps(facts_of(recipe, recipes_path), indent=1) + "\n")
         config: Any = copy.deepcopy(getattr(network, "config", None))
         if callable(getattr(config, "save_pretrained", None)):  # of transformers
             config.architectures = [type(network).__name__]
@@ -109,7 +102,13 @@ def announce(context: TrainContext, devices: Sequence[str], start: Start) -> Non
     run_dir = Path(context.config.run.dir)
     if context.env.is_leader:
         records.write_environment(run_dir, devices)
-        write_model_folder(run_dir, context.recipe, context.stepper.model, context.telemetry.warn)
+        write_model_folder(
+            run_dir,
+            context.recipe,
+            context.stepper.model,
+            context.telemetry.warn,
+            context.config.recipes.path,
+        )
     for topic, text in decisions(
         context.config, context.env, devices, context.recipe, context.stepper, context.plan
     ):
@@ -156,7 +155,8 @@ def result_of(context: TrainContext, since_step: int, steps: int, seconds: float
         steps_per_epoch=context.course.steps_per_epoch,
         seconds=seconds,
         peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        **facts_for_prediction(context.recipe),
+        classes=None if context.recipe.classes is None else list(context.recipe.classes),
+        normalisation=normalisation_of(context.recipe),
         # What callbacks find out; a run without such a callback has none.
         metric_name=None,
         metric=None,

@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from launcher.data.text.tokenizer import fitted
+from launcher.evaluation.prediction import facts_of
 from launcher.recipe import Loss, Recipe
 from launcher.recipe.registry import load_recipe
-from launcher.trainer.ends import facts_for_prediction, write_model_folder
+from launcher.trainer.ends import write_model_folder
 from launcher.trainer.errors.recipe_errors import guarded
 from tests.configs import composed
 from tests.forked import launch_forked
@@ -24,7 +25,7 @@ SENTENCES = ["a man sleeps", "a dog eats the cake", "the man eats"]
 
 def test_images_have_their_normalisation_also_behind_the_guards() -> None:
     recipe = load_recipe(composed("recipe=cnn", "data=digits"))
-    facts = facts_for_prediction(guarded(recipe, "logs"))
+    facts = facts_of(guarded(recipe, "logs"))
     image = torch.full((1, 1, 8, 8), 51, dtype=torch.uint8)
     mean, std = (facts["normalisation"][name][0] for name in ("mean", "std"))
     found = recipe.eval_transform({"image": image})["image"]
@@ -96,4 +97,12 @@ def test_export_makes_a_folder_of_a_run(tmp_path: Path) -> None:
         ]
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     facts = json.loads((tmp_path / "made" / "prediction.json").read_text())
-    assert facts == {name: result[name] for name in ("classes", "normalisation")}
+    assert {name: facts[name] for name in ("classes", "normalisation")} == {
+        name: result[name] for name in ("classes", "normalisation")
+    }
+    assert facts["input"] == {"kind": "image", "size": [1, 8, 8]}
+    assert facts["model"] == {
+        "name": "cnn",
+        "arguments": {"num_classes": 10, "in_channels": 1, "height": 8, "width": 8},
+        "file": None,
+    }

@@ -1,0 +1,53 @@
+"""`predict`: classes with probabilities for photographs, texts or rows, by a run or an exported folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launcher.commands.arguments import Arguments
+from launcher.config.messages import program
+from launcher.distributed.handoff import Leader
+from launcher.errors import ConfigError, StorageError, escaped
+from launcher.run_dir.atomic import read_json
+from launcher.run_dir.records import MODEL
+
+
+def predict(arguments: Arguments, leader: Leader) -> None:
+    """predict RUN FILE... [--best]: prints classes with probabilities for photographs, texts or rows
+
+    RUN is a run, or a folder that `export RUN DIR/` has written. Each FILE is a photograph; for a model of
+    sentences a text file with a sentence in each line (two separated by a tab); for others a .csv or .npy
+    file of numbers, a sample in each row. Samples are cut, resized and normalised as in the evaluation.
+
+      --best             the checkpoint of the best evaluation instead of the newest
+      --no-ema           the trained weights instead of their average
+
+    Example: {program} predict outputs/resnet18/20260101-120000-ab12 ant.jpg bee.jpg
+    """
+    from safetensors.torch import load_file
+
+    from launcher.checkpoint.export import weights_of
+    from launcher.evaluation.prediction import FACTS, Predictor
+
+    if len(arguments.words) < 2:
+        raise ConfigError(
+            f"predict: give a run and files: {program()} predict outputs/<recipe>/<run> FILE..."
+        )
+    directory, *files = map(Path, arguments.words)
+    is_run = (directory / MODEL / FACTS).is_file()
+    folder = directory / MODEL if is_run else directory
+    if not (folder / FACTS).is_file():
+        raise ConfigError(f"predict {directory}: this is no run, and no folder that `export RUN DIR/` wrote.")
+    try:
+        if is_run:
+            weights = weights_of(
+                directory, "--best" in arguments.flags, "--no-ema" not in arguments.flags
+            ).tensors
+        else:
+            weights = load_file(folder / "model.safetensors")
+        predictor = Predictor(folder, read_json(folder / FACTS), weights)
+        for file in files:
+            for name, text in predictor.predictions(file):
+                print(escaped(f"{name}: {text}"), flush=True)
+    except OSError as error:
+        raise StorageError(f"predict {error.filename or directory}: {error.strerror or error}.") from error
