@@ -40,7 +40,7 @@ def cnn(config: Config) -> Recipe:
         eval_transform=images.eval_transform(),  # normalise
         loss=classification_loss,
         metrics=[Classification(images.classes)],
-        compare_by="accuracy",
+        monitor="accuracy",
         classes=images.classes,
     )
 

@@ -43,8 +43,8 @@ def gpt(config: Config) -> Recipe:
         validation=text.validation,
         loss=next_token_loss,
         metrics=[Perplexity()],
-        compare_by="perplexity",
-        after_evaluation=functools.partial(sample, text) if text.sample_tokens else None,
+        monitor="perplexity",
+        on_eval_end=functools.partial(sample, text) if text.sample_tokens else None,
     )
 
 

@@ -42,7 +42,7 @@ def resnet(config: Config) -> Recipe:
         eval_transform=images.eval_transform(),  # normalise
         loss=cross_entropy,
         metrics=[Classification(images.classes)],
-        compare_by="accuracy",
+        monitor="accuracy",
         classes=images.classes,
     )
 

@@ -130,7 +130,7 @@ def test_a_recipe_of_ones_own_takes_at_most_25_lines() -> None:
 @pytest.mark.slow
 def test_the_metric_of_ones_own_measures_as_the_page_says(tmp_path) -> None:
     code = next(block.text for block in BLOCKS if "class MissRate" in block.text)
-    fields = 'metrics=[MissRate()], compare_by="miss_rate", after_evaluation=largest_weight'
+    fields = 'metrics=[MissRate()], monitor="miss_rate", on_eval_end=largest_weight'
     assert fields in PAGES["recipes"]
     recipe = OWN_RECIPE.replace(
         'classes=("inner", "outer"),', fields.replace('="miss', '="near/miss') + ","

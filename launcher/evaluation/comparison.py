@@ -10,8 +10,8 @@ from launcher.evaluation.evaluate import Evaluation
 from launcher.recipe.checks import names_to_compare_by, refuse_unknown_comparison
 
 
-def comparison(compare_by: str | None, evaluations: Mapping[str, Evaluation]) -> MonitoredMetric:
-    """The value named by Recipe.compare_by. None stands for the accuracy if it was measured, else the loss.
+def comparison(monitor: str | None, evaluations: Mapping[str, Evaluation]) -> MonitoredMetric:
+    """The value named by Recipe.monitor. None stands for the accuracy if it was measured, else the loss.
 
     A name such as SET/METRIC selects a set; without one it is the first.
 
@@ -19,8 +19,8 @@ def comparison(compare_by: str | None, evaluations: Mapping[str, Evaluation]) ->
     evaluation, so all ranks raise or none.
     """
     first = next(iter(evaluations.values()))
-    refuse_unknown_comparison(compare_by, first.metrics, evaluations)
-    full_name = compare_by or ("accuracy" if first.higher_is_better.get("accuracy") else "loss")
+    refuse_unknown_comparison(monitor, first.metrics, evaluations)
+    full_name = monitor or ("accuracy" if first.higher_is_better.get("accuracy") else "loss")
     evaluation, name = first, full_name
     prefix, slash, rest = full_name.partition("/")
     if slash and prefix in evaluations:
@@ -30,7 +30,7 @@ def comparison(compare_by: str | None, evaluations: Mapping[str, Evaluation]) ->
     higher = evaluation.higher_is_better[name]
     if higher is None:
         raise ConfigError(
-            f"the recipe's compare_by={name!r}: its metric does not declare which way is better. Set "
+            f"the recipe's monitor={name!r}: its metric does not declare which way is better. Set "
             f"higher_is_better in its class: True, False, or a mapping such as {{{name!r}: True}}."
         )
     return MonitoredMetric(full_name, evaluation.metrics[name], lower_is_better=not higher)

@@ -275,7 +275,7 @@ def rehearse(over: Pass, data: Readable, batch_size: int) -> MetricValues:
     with evaluating(over.model), torch.no_grad(), unchanged(over.model):
         total, measuring = over.in_smaller_batches(measure, batch_size)
         found = measuring.conclude(total.loss_sum, total.counted or 1)
-    for metric in over.recipe.measures:
+    for metric in over.recipe.metrics_or_default:
         for name in declared_names(metric) or ():
             found.values.setdefault(name, float("nan"))
             found.higher_is_better.setdefault(name, direction_of(metric, name))

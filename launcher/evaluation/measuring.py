@@ -64,7 +64,7 @@ class Measuring:
         self, recipe: Recipe, env: WorkerEnv, guard: Guard, beat: Beat, rehearsal: bool = False
     ) -> None:
         self._env, self._guard, self._beat, self._rehearsal = env, guard, beat, rehearsal
-        self._metrics = [self._started(metric, recipe.label) for metric in recipe.measures]
+        self._metrics = [self._started(metric, recipe.label_column) for metric in recipe.metrics_or_default]
         self._merged = [metric for metric in self._metrics if hasattr(metric, "merge")]
         self._fed = [  # updated on rank 0 alone
             metric

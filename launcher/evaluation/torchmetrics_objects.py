@@ -47,7 +47,7 @@ class Fed:
 
     def update(self, outputs: object, batch: Batch) -> None:
         name = name_of(self)
-        labels = column_of(batch, self.label, name, "Recipe.label=...")
+        labels = column_of(batch, self.label, name, "Recipe.label_column=...")
         advice = "Return a single one, or write a metric around it."
         self.adapts.update(chosen(outputs, None, f"{name} of torchmetrics", advice), labels)
 

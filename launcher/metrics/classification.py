@@ -75,7 +75,7 @@ class Classification:
     def update(self, outputs: Outputs, batch: Batch) -> None:
         """Add the samples of a batch. Raises ConfigError for outputs that do not fit the labels."""
         given = chosen(outputs, self.output, "Classification")
-        advice = "Recipe.label=..., or Classification(classes, label=...)"
+        advice = "Recipe.label_column=..., or Classification(classes, label=...)"
         labels = column_of(batch, self.label, "Classification", advice)
         logits = self._logits(given, labels)
         labels = labels.reshape(-1).to(torch.int64)

@@ -23,12 +23,12 @@ from launcher.recipe.contract import Recipe
 
 
 def refuse_unusable_metrics(recipe: Recipe) -> None:
-    """Raise ConfigError for an invalid metric, a name given twice, and a `compare_by` that no metric gives.
+    """Raise ConfigError for an invalid metric, a name given twice, and a `monitor` that no metric gives.
 
     The names are those that the metrics declare; what they do not declare is checked at the first evaluation.
     """
     declared: dict[str, str] = {}
-    for metric in recipe.measures:
+    for metric in recipe.metrics_or_default:
         if not isinstance(metric, Metric | LossMetric) or isinstance(metric, type):
             given = f"the class {metric.__name__}" if isinstance(metric, type) else repr(metric)
             raise ConfigError(
@@ -38,8 +38,8 @@ def refuse_unusable_metrics(recipe: Recipe) -> None:
         for name in declared_names(metric) or ():
             refuse_taken_name(name, name_of(metric), declared)
             declared[name] = name_of(metric)
-    if all(declared_names(metric) is not None for metric in recipe.measures):
-        refuse_unknown_comparison(recipe.compare_by, declared, recipe.validation_sets)
+    if all(declared_names(metric) is not None for metric in recipe.metrics_or_default):
+        refuse_unknown_comparison(recipe.monitor, declared, recipe.validation_sets)
 
 
 def refuse_other_arguments(what: str, function: Callable[..., object], arguments: str) -> None:
@@ -78,15 +78,15 @@ def names_to_compare_by(metrics: Iterable[str], sets: Iterable[str]) -> list[str
     return known + [f"{name}/{each}" for name in sets if name != ONLY_SET for each in known]
 
 
-def refuse_unknown_comparison(compare_by: str | None, names: Iterable[str], sets: Iterable[str]) -> None:
-    """Raise ConfigError unless `compare_by` is the loss, or one of the names of the metrics, of some set."""
+def refuse_unknown_comparison(monitor: str | None, names: Iterable[str], sets: Iterable[str]) -> None:
+    """Raise ConfigError unless `monitor` is the loss, or one of the names of the metrics, of some set."""
     known = names_to_compare_by(names, sets)
-    if compare_by is None or compare_by in known:
+    if monitor is None or monitor in known:
         return
-    close = [name for name in known if name.endswith(f"_{compare_by}")]  # f1 for macro_f1
+    close = [name for name in known if name.endswith(f"_{monitor}")]  # f1 for macro_f1
     raise ConfigError(
-        f"the recipe's compare_by={compare_by!r}: its evaluations have no such metric."
-        f"{suggestion(close or nearest(str(compare_by), known))} They have {', '.join(known)}."
+        f"the recipe's monitor={monitor!r}: its evaluations have no such metric."
+        f"{suggestion(close or nearest(str(monitor), known))} They have {', '.join(known)}."
     )
 
 
@@ -127,23 +127,25 @@ def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
     for kind, data in (*((set_title(name), data) for name, data in sets.items()), ("training", recipe.train)):
         if not isinstance(data, TensorData):
             continue  # it would have to be read
-        labels = data.columns.get(recipe.label)
+        labels = data.columns.get(recipe.label_column)
         if labels is None or labels.ndim != 1 or labels.is_floating_point() or not len(labels):
             if kind == "training":
                 continue  # only the loss reads these
             given = "there is none" if labels is None else f"it is {labels.dtype} {list(labels.shape)}"
             raise DataError(
-                f"the recipe names classes, so its {kind} column {recipe.label} must hold one whole number "
-                f"per sample; {given}. Columns: {', '.join(data.columns)}. Set Recipe.label to the right one."
+                f"the recipe names classes, so its {kind} column {recipe.label_column} must hold one whole "
+                f"number per sample; {given}. Columns: {', '.join(data.columns)}. Set Recipe.label_column to "
+                "the right one."
             )
         lowest, highest = map(int, labels.long().aminmax())  # torch has none of uint16 and uint32
-        ignored = lowest == IGNORED and (kind == "training" or any(map(_ignores, recipe.measures)))
+        ignored = lowest == IGNORED and (kind == "training" or any(map(_ignores, recipe.metrics_or_default)))
         if highest >= len(recipe.classes) or (lowest < 0 and not ignored):
             wrong = (labels.long() >= len(recipe.classes)) | (labels.long() < 0)
             if ignored:
                 wrong &= labels != IGNORED
             first = int(wrong.nonzero()[0])
-            found = f"the {kind} column {recipe.label} of sample {first} is {(label := int(labels[first]))}"
+            label = int(labels[first])
+            found = f"the {kind} column {recipe.label_column} of sample {first} is {label}"
             raise no_class(found, label, len(recipe.classes))
 
 

@@ -72,21 +72,21 @@ class Recipe:
     train_transform: Callable[[Batch, Tensor], Batch] | None = None  # (batch, noise fp32 [n, 4]) -> batch
     eval_transform: Callable[[Batch], Batch] | None = None
     classes: tuple[str, ...] | None = None  # None: the labels of the data are no classes
-    label: str = "label"  # the column with the true class
+    label_column: str = "label"  # the column with the true class
     metrics: Sequence[Metric | LossMetric] | None = None  # None: Classification where there are classes
-    compare_by: str | None = None  # loss, a metric, or SET/METRIC; None: accuracy if measured, else the loss
+    monitor: str | None = None  # loss, a metric, or SET/METRIC; None: accuracy if measured, else the loss
     collate: Collate | None = None  # samples of a data set -> named tensors; None: torch's default_collate
     lengths: Sequence[int] | Tensor | None = None  # of the training samples: those alike share batches
-    after_evaluation: AfterEvaluation | None = None  # what to show of the model; see the type
+    on_eval_end: AfterEvaluation | None = None  # what to show of the model; see the type
     groups: Sequence[ParameterGroup] = ()  # rates of parameters by name; those of optim.groups come first
     schedule: Schedule | None = None  # replaces schedule.name of the config, and its warmup_fraction
 
     @property
-    def measures(self) -> tuple[Metric | LossMetric, ...]:
+    def metrics_or_default(self) -> tuple[Metric | LossMetric, ...]:
         """The metrics of its evaluations."""
         if self.metrics is not None:
             return tuple(self.metrics)
-        return () if self.classes is None else (Classification(self.classes, self.label),)
+        return () if self.classes is None else (Classification(self.classes, self.label_column),)
 
     @property
     def validation_sets(self) -> dict[str, Source]:

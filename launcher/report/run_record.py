@@ -131,7 +131,7 @@ class RunRecord:
         start = self.recording.of(StartEvent).last
         if not evaluated or start is None:
             return None
-        return start.compare_by or ("accuracy" if "accuracy" in evaluated else "loss")
+        return start.monitor or ("accuracy" if "accuracy" in evaluated else "loss")
 
     @property
     def metric(self) -> float | None:

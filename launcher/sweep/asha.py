@@ -54,7 +54,7 @@ class Evaluations:
 
     def _add(self, event: object) -> None:
         if isinstance(event, StartEvent):
-            self._compare_by = event.compare_by
+            self._compare_by = event.monitor
         elif isinstance(event, EvalEvent):
             usual = "accuracy" if event.higher_is_better.get("accuracy") else "loss"
             self.name = name = self._compare_by or usual

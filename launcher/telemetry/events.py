@@ -40,7 +40,7 @@ class StartEvent(Event):
     parameters: int | None = None  # elements of the model
     model: str = ""  # the names of what the recipe really uses
     data: str = ""
-    compare_by: str | None = None  # the metric by which the recipe compares runs
+    monitor: str | None = None  # the metric by which the recipe compares runs
     asked: Mapping[str, object] | None = None  # by config key: the user's value of what the run decides
 
 

@@ -1,6 +1,6 @@
 """What a recipe shows after an evaluation: texts, numbers and pictures, made on rank 0.
 
-Owns the call of `Recipe.after_evaluation`, the wait of the other ranks, and the files of the pictures. The
+Owns the call of `Recipe.on_eval_end`, the wait of the other ranks, and the files of the pictures. The
 function cannot change the run: changed weights are an error, and what it draws is drawn by nothing else.
 """
 
@@ -39,7 +39,7 @@ def show(context: TrainContext, position: Position) -> None:
 
     Does nothing without one. A collective; raises on all ranks alike.
     """
-    if context.recipe.after_evaluation is not None:
+    if context.recipe.on_eval_end is not None:
         call = partial(_call_and_report, context, position)
         _call_while_others_wait(context, call, "evaluation", "adding up the evaluation")
 
@@ -49,16 +49,16 @@ def rehearse(context: TrainContext, step: int) -> None:
 
     It gets the position of the next evaluation; nothing is reported or written. A collective, as `show`.
     """
-    if context.recipe.after_evaluation is None or not context.data.validation:
+    if context.recipe.on_eval_end is None or not context.data.validation:
         return
     position = context.course.position_of(context.course.next_evaluation(step))
 
     def call() -> bytes:
-        with guarding("what the recipe's after_evaluation returned", context.logs_of_failure):
+        with guarding("what the recipe's on_eval_end returned", context.logs_of_failure):
             sorted_by_kind(_call(context, position))
         return b""
 
-    with found_in_trial("after_evaluation"), unchanged(context.model):
+    with found_in_trial("on_eval_end"), unchanged(context.model):
         _call_while_others_wait(context, call, "trying the evaluation", "comparing the trials")
 
 
@@ -84,7 +84,7 @@ def _call_while_others_wait(
 
 def _call_and_report(context: TrainContext, position: Position) -> bytes:
     found, step, epoch = _call(context, position), position.step, position.epoch
-    with guarding("what the recipe's after_evaluation returned", context.logs_of_failure):
+    with guarding("what the recipe's on_eval_end returned", context.logs_of_failure):
         texts, numbers, pictures = sorted_by_kind(found)
         files = _written(context, pictures, step)
         context.telemetry.emit(
@@ -95,16 +95,16 @@ def _call_and_report(context: TrainContext, position: Position) -> bytes:
 
 def _call(context: TrainContext, position: Position) -> object:
     """What the function returns. The other ranks wait for as long as it takes."""
-    assert context.recipe.after_evaluation is not None
+    assert context.recipe.on_eval_end is not None
     model = context.model
     before = _digests(model)
     # By the step, so that a resumed run shows the same.
     seed_all(derive_seed(context.config.seed, position.step, "after_evaluation"), context.env.device)
     with evaluating(model), torch.no_grad(), context.stepper.forward():
-        found = context.recipe.after_evaluation(model, position)
+        found = context.recipe.on_eval_end(model, position)
     if _digests(model) != before:
         raise ConfigError(
-            "the recipe's after_evaluation has changed weights or buffers of the model, on rank 0 alone. "
+            "the recipe's on_eval_end has changed weights or buffers of the model, on rank 0 alone. "
             "It may only read them: work on a copy.deepcopy of the model."
         )
     return found
@@ -142,7 +142,7 @@ def sorted_by_kind(found: object) -> tuple[dict[str, str], dict[str, float], dic
     """Texts, numbers, and pictures as PNG. Raises ConfigError for anything else."""
     if not isinstance(found, Mapping):
         raise ConfigError(
-            f"the recipe's after_evaluation returned {type(found).__name__}. It has to return a mapping from "
+            f"the recipe's on_eval_end returned {type(found).__name__}. It has to return a mapping from "
             "name to text, number or picture."
         )
     texts: dict[str, str] = {}
@@ -172,7 +172,7 @@ def _png(name: str, value: Any) -> bytes:
     if save is None:
         shape = f" {value.dtype} {list(value.shape)}" if hasattr(value, "shape") else ""
         raise ConfigError(
-            f"the recipe's after_evaluation gave {type(value).__name__}{shape} as {name!r}. It may give "
+            f"the recipe's on_eval_end gave {type(value).__name__}{shape} as {name!r}. It may give "
             "texts, numbers and pictures: of PIL, figures of matplotlib, or uint8 [height, width, 3]."
         )
     save(content, format="png")

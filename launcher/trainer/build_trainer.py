@@ -104,7 +104,7 @@ def _build_context(
         with guarding(f'the function under @recipe("{config.recipe.uses}")', logs):
             recipe = guarded(load_recipe(config), logs)
         refuse_unknown(config.tracker)
-        labels = None if recipe.classes is None else Labels(recipe.label, len(recipe.classes))
+        labels = None if recipe.classes is None else Labels(recipe.label_column, len(recipe.classes))
         held_out = recipe.validation_sets
         data = DataSets.of(config, env, recipe.train, held_out, recipe.collate, labels, heartbeat.reading)
         fingerprint = data_check.fingerprint(recipe, data.train, data.validation)  # reads some samples
@@ -138,7 +138,7 @@ def _build_context(
         course,
         model,
         stepper,
-        Answers(env, None if labels is None else recipe.label),
+        Answers(env, None if labels is None else recipe.label_column),
         host_ms,
         average,
     )

@@ -123,7 +123,7 @@ def announce(context: TrainContext, devices: Sequence[str], start: Start) -> Non
             parameters=sum(p.numel() for p in context.model.parameters()),
             model=context.used.model,
             data=context.used.data,
-            compare_by=context.recipe.compare_by,
+            monitor=context.recipe.monitor,
             asked=asked(context.config),
         )
     )

@@ -74,11 +74,11 @@ class Evaluator:
             return None
         finally:
             self._context.reports.restart_timer()
-        compared = comparison(self.recipe.compare_by, self.latest)
+        compared = comparison(self.recipe.monitor, self.latest)
         if compared.name != "loss" and math.isnan(compared.value):  # that of the loss ends the run
             self._context.telemetry.warn(
                 f"{compared.name}, by which runs are compared, is NaN at step {position.step}, so this "
-                "evaluation cannot be the best. Correct the metric, or name another with compare_by."
+                "evaluation cannot be the best. Correct the metric, or name another with monitor."
             )
         best = self._context.best
         if best is not None and not best.same_metric(compared):
@@ -100,10 +100,10 @@ class Evaluator:
 
     def add_to_result(self, result: Result) -> Result:
         """What the last evaluation found: `metrics` of the first set, `sets` of all by name."""
-        found, compare_by = self.latest, self.recipe.compare_by
+        found, monitor = self.latest, self.recipe.monitor
         if not found:
-            return replace(result, metric_name=compare_by or "loss")
-        compared = comparison(compare_by, found)
+            return replace(result, metric_name=monitor or "loss")
+        compared = comparison(monitor, found)
         sets = {name: {"loss": each.loss, **each.metrics} for name, each in found.items()}
         if (confusion := self.confusion) is not None:
             classes = result.classes or list(confusion.classes)
@@ -146,7 +146,7 @@ class Evaluator:
                 return None
             found[name] = Evaluation(0.0, 0, tried.values, tried.higher_is_better)
         if found:
-            comparison(self.recipe.compare_by, found)
+            comparison(self.recipe.monitor, found)
         return found
 
     @property

@@ -45,7 +45,7 @@ def learned_weights(config: Config) -> Recipe:
         eval_transform=images.eval_transform(),
         train_transform=images.train_transform(config.data.augment),
         metrics=[Classification(images.classes, output="logits"), Regression("ink", output="ink")],
-        compare_by="accuracy",
+        monitor="accuracy",
         groups=[ParameterGroup("log_variances", weight_decay=0.0)],  # decay would pull the weights to 1
     )
 

@@ -27,7 +27,7 @@ def segmentation(config: Config) -> Recipe:
         validation=shapes(160, seed=2),
         loss=pixel_loss,
         metrics=[MeanIoU(len(CLASSES))],
-        compare_by="mean_iou",
+        monitor="mean_iou",
     )
 
 

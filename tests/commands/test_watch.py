@@ -260,16 +260,16 @@ def test_a_run_with_a_result_and_no_end_event_ends(run_dir):
 
 
 @pytest.mark.parametrize(
-    ("compare_by", "shown"),
+    ("monitor", "shown"),
     [
-        ({"compare_by": "second/f1"}, "second/F1 0.7000"),
-        ({"compare_by": None}, "accuracy 50.00 %"),
+        ({"monitor": "second/f1"}, "second/F1 0.7000"),
+        ({"monitor": None}, "accuracy 50.00 %"),
     ],
 )
-def test_a_live_run_shows_the_metric_that_runs_are_compared_by(run_dir, compare_by, shown):
+def test_a_live_run_shows_the_metric_that_runs_are_compared_by(run_dir, monitor, shown):
     with (run_dir / "metrics.jsonl").open("ab") as file:
         for event in (
-            {"event": "start", "step": 0, "world_size": 1, **compare_by},
+            {"event": "start", "step": 0, "world_size": 1, **monitor},
             {
                 "event": "eval",
                 "step": 20,

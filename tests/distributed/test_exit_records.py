@@ -36,11 +36,11 @@ def test_a_record_in_the_store_names_the_rank_at_fault_alone(error: LauncherErro
 
 def test_an_error_that_rank_0_has_sent_is_not_blamed_on_the_rank_that_reports_it() -> None:
     """Rank 0 calls a recipe's hook, say; whichever rank is first to leave has the same error."""
-    message = message_of(lambda: fail(ConfigError("the recipe's after_evaluation failed")))
+    message = message_of(lambda: fail(ConfigError("the recipe's on_eval_end failed")))
     with pytest.raises(ConfigError) as caught:
         content_of(message)
     record = exit_record(1, caught.value)
-    assert (with_rank(record, [record]), record.exit_code) == ("the recipe's after_evaluation failed", 2)
+    assert (with_rank(record, [record]), record.exit_code) == ("the recipe's on_eval_end failed", 2)
 
 
 def fail(error: LauncherError) -> bytes:

@@ -315,17 +315,17 @@ REFUSED: dict[str, tuple[list[Any], str | None, str]] = {
 }
 
 
-@pytest.mark.parametrize(("metrics", "compare_by", "text"), REFUSED.values(), ids=REFUSED)
-def test_what_metrics_declare_is_checked_before_the_first_step(metrics, compare_by, text) -> None:
+@pytest.mark.parametrize(("metrics", "monitor", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_metrics_declare_is_checked_before_the_first_step(metrics, monitor, text) -> None:
     with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
-        refuse_unusable_metrics(recipe_of(points(3), *metrics, compare_by=compare_by))
+        refuse_unusable_metrics(recipe_of(points(3), *metrics, monitor=monitor))
 
 
 SETS: list[tuple[Any, str | None, str]] = [
     (
         {"near": points(3), "far": points(3)},
         "fra/a",
-        "compare_by='fra/a'.* Nearest: far/a. .* near/a, far/loss",
+        "monitor='fra/a'.* Nearest: far/a. .* near/a, far/loss",
     ),
     ({}, None, "Recipe.validation has no set: give it at least one"),
     ({"near": points(3), "far": points(0)}, None, r"the validation \(far\) set of the recipe is empty"),
@@ -335,10 +335,10 @@ SETS: list[tuple[Any, str | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("sets", "compare_by", "text"), SETS)
-def test_validation_sets_need_samples_and_names(sets, compare_by, text) -> None:
-    recipe = recipe_of(points(3), named("a"), validation=sets, compare_by=compare_by)
-    refuse = refuse_unusable_metrics if compare_by else refuse_unusable_data
+@pytest.mark.parametrize(("sets", "monitor", "text"), SETS)
+def test_validation_sets_need_samples_and_names(sets, monitor, text) -> None:
+    recipe = recipe_of(points(3), named("a"), validation=sets, monitor=monitor)
+    refuse = refuse_unusable_metrics if monitor else refuse_unusable_data
     with pytest.raises((ConfigError, DataError), match=text):
         refuse(recipe)
 
@@ -355,7 +355,7 @@ def test_what_they_do_not_declare_is_checked_at_the_first_evaluation() -> None:
         evaluated(Nameless("a"), Nameless("b", "a"))
     with pytest.raises(ConfigError, match="gives the name 'epoch', which every evaluation has"):
         evaluated(Nameless("epoch"))
-    with pytest.raises(ConfigError, match=r"compare_by='bleau'.* Nearest: bleu. They have loss, bleu."):
+    with pytest.raises(ConfigError, match=r"monitor='bleau'.* Nearest: bleu. They have loss, bleu."):
         comparison("bleau", {ONLY_SET: evaluated(Nameless("bleu"))})
 
 

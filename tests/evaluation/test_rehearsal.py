@@ -141,7 +141,7 @@ def test_names_that_only_other_samples_give_may_be_declared() -> None:
     found = tried(Given(0.5, names=("given", "of_rare_class"), higher_is_better=True))
     evaluations = {ONLY_SET: Evaluation(0.0, 0, found.values, found.higher_is_better)}
     assert not comparison("of_rare_class", evaluations).lower_is_better
-    with pytest.raises(ConfigError, match="compare_by='misspelt': its evaluations have no such metric"):
+    with pytest.raises(ConfigError, match="monitor='misspelt': its evaluations have no such metric"):
         comparison("misspelt", evaluations)
 
 

@@ -114,7 +114,7 @@ def measure(env: WorkerEnv) -> list[Evaluation]:
         data = data_of(num_samples)
         recipes = [Recipe(model, data, data, loss, metrics=classes)]
         if num_samples > 1:
-            recipes.append(Recipe(model, data, data, loss_of_numbers, metrics=numbers, label="price"))
+            recipes.append(Recipe(model, data, data, loss_of_numbers, metrics=numbers, label_column="price"))
         for recipe in recipes:
             refuse_unusable_metrics(recipe)
             with warnings.catch_warnings():

@@ -47,7 +47,7 @@ def shown(config):
     x = torch.randn(48, 4)
     data = TensorData({"image": x, "label": x[:, :3].argmax(1)})
     build = lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
-    return Recipe(build, data, data, cross_entropy, classes=("a", "b", "c"), after_evaluation=AFTER)
+    return Recipe(build, data, data, cross_entropy, classes=("a", "b", "c"), on_eval_end=AFTER)
 """
 WORDS = ("recipe.uses=shown", "train.max_steps=6")
 
@@ -115,8 +115,8 @@ def test_a_resumed_run_records_it_once(tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "an exception": ("1 / 0", 2, "the recipe's after_evaluation failed at "),
-    "weights": ("model[0].weight.mul_(2)", 1, "after_evaluation has changed weights or buffers of the model"),
+    "an exception": ("1 / 0", 2, "the recipe's on_eval_end failed at "),
+    "weights": ("model[0].weight.mul_(2)", 1, "on_eval_end has changed weights or buffers of the model"),
     "statistics": (
         "model.train(); model(torch.ones(2, 4))",
         1,

@@ -83,7 +83,9 @@ def test_an_empty_stream_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"classes": ("b", "a")}, {"classes": None}, {"compare_by": "loss"}, {"label": "x"}], ids=str
+    "changed",
+    [{"classes": ("b", "a")}, {"classes": None}, {"monitor": "loss"}, {"label_column": "x"}],
+    ids=str,
 )
 def test_what_a_recipe_says_of_its_data_must_be_the_same_too(changed) -> None:
     with pytest.raises(DataError, match="Rank 1 differs in: the "):

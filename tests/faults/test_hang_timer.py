@@ -125,7 +125,7 @@ def tiny(config):
         time.sleep(LOADING_S)
     x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
     data = TensorData({"image": x, "label": (x[:, 0] > 0).long()})
-    return Recipe(build, data, data, cross_entropy, classes=("a", "b"), after_evaluation=plot)
+    return Recipe(build, data, data, cross_entropy, classes=("a", "b"), on_eval_end=plot)
 """
 SLOW_WORDS = ("recipe=resnet18", "recipe.uses=tiny", "recipes.path=tiny.py", "tracker=none", "run.dir=run")
 SLOW_WORDS += ("data.batch_size=8", "train.epochs=1", "launch.hang_timeout_s=5", "launch.init_timeout_s=12")
@@ -146,9 +146,9 @@ def start_slow(directory: Path, under_torchrun: bool, *words: str) -> subprocess
 
 SLOW_PLACES = {
     "a fingerprint of the data": ("data = TensorData(", "data = Slow("),
-    "a schedule": ("after_evaluation=plot", "schedule=slow_schedule"),
+    "a schedule": ("on_eval_end=plot", "schedule=slow_schedule"),
     "a loss in the trial": ("data, data, cross_entropy,", "data, data, slow_loss,"),
-    "a transform of the evaluation": ("after_evaluation=plot", "eval_transform=slow_transform"),
+    "a transform of the evaluation": ("on_eval_end=plot", "eval_transform=slow_transform"),
     "a sample of the validation set": ("data, data, cross_entropy,", "data, SlowSamples(), cross_entropy,"),
     "a picture that is drawn when it is saved": ("return {}", "return {'plot': SlowPicture()}"),
 }

@@ -54,14 +54,14 @@ def measured(config):
         loss=cross_entropy,
         classes=("a", "b", "c"),
         metrics=[Classification(("a", "b", "c")), Margin()],
-        compare_by=COMPARE_BY,
+        monitor=COMPARE_BY,
     )
 """
 WORDS = ("recipe.uses=measured", "precision=fp32", "train.max_steps=6")
 
 
-def run_recipe(directory: Path, compare_by="None", ranks=1, mark="", line="", words=()) -> Ended:
-    text = RECIPE.replace("COMPARE_BY", compare_by)
+def run_recipe(directory: Path, monitor="None", ranks=1, mark="", line="", words=()) -> Ended:
+    text = RECIPE.replace("COMPARE_BY", monitor)
     if mark:
         text = text.replace(f"pass  # {mark}", line)
     file = directory / "measured.py"
@@ -152,7 +152,7 @@ def test_a_mistake_is_one_message_on_all_ranks_before_the_first_step(
 def test_a_name_that_no_metric_gives_is_refused_before_the_first_step(tmp_path: Path) -> None:
     ended = run_recipe(tmp_path, "'margins'", ranks=2)
     assert ended.codes == [2, 2], ended
-    assert "compare_by='margins': its evaluations have no such metric." in ended.result["error"]
+    assert "monitor='margins': its evaluations have no such metric." in ended.result["error"]
     assert "Nearest: margin." in ended.result["error"]
     assert not ended.events("step", "eval")
 

@@ -30,7 +30,7 @@ def small(config):
     x = torch.randn(100, 4)
     columns = {"x": x, "label": (x[:, 0] > 0).long()}
     train, validation = (TensorData({key: each[part] for key, each in columns.items()}) for part in PARTS)
-    return Recipe(lambda: NET, train, validation, loss, after_evaluation=after)
+    return Recipe(lambda: NET, train, validation, loss, on_eval_end=after)
 """
 GATHER = """if WHEN:
         dist.all_gather([torch.empty_like(found.outputs) for _ in range(2)], found.outputs.detach())"""
@@ -71,7 +71,7 @@ def started(directory: Path, parts: str, net: str = PLAIN, loss: str = "pass", h
             2,
             ["the collective allgather at", "if network.training:"],
         ),
-        (EVEN, {"hook": "raise ValueError('no picture today')"}, 1, ["no picture today", "after_evaluation"]),
+        (EVEN, {"hook": "raise ValueError('no picture today')"}, 1, ["no picture today", "on_eval_end"]),
     ],
     ids=["one sample under BatchNorm", "uneven", "an empty share", "an uneven evaluation", "a hook"],
 )

@@ -78,14 +78,14 @@ def test_a_longer_text_than_the_context_is_written(file):
     recipe = load_recipe(config_of(file, "data.sample_tokens=40"))
     network = recipe.build_model().eval()
     torch.manual_seed(3)
-    first = recipe.after_evaluation(network, None)["sample"]
+    first = recipe.on_eval_end(network, None)["sample"]
     torch.manual_seed(3)
-    assert recipe.after_evaluation(network, None)["sample"] == first
+    assert recipe.on_eval_end(network, None)["sample"] == first
     assert len(first) == 41
     assert set(first) <= set(TEXT)
     config = config_of(file)
     silent = replace(config.data, options={**config.data.options, "sample_tokens": 0})
-    assert load_recipe(replace(config, data=silent)).after_evaluation is None
+    assert load_recipe(replace(config, data=silent)).on_eval_end is None
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from launcher.run_dir.records import METRICS
 from launcher.sweep.asha import Evaluations, Pruner
 from launcher.sweep.record import State, SweepJob
 
-START = {"event": "start", "time": 0, "step": 0, "compare_by": None}
+START = {"event": "start", "time": 0, "step": 0, "monitor": None}
 
 
 def evaluation(step: int, **fields: object) -> dict[str, object]:
@@ -33,7 +33,7 @@ def verdicts(directory: Path, *costs: float, grace_period: int = 1, metric: str 
     """Which jobs are pruned, where each makes one evaluation after those of the jobs before it."""
     pruner, pruned = Pruner(directory, grace_period, []), []
     for number, cost in enumerate(costs):
-        write(directory / f"{number}", START | {"compare_by": metric}, evaluation(5, loss=cost))
+        write(directory / f"{number}", START | {"monitor": metric}, evaluation(5, loss=cost))
         job = SweepJob(number, f"{number}", (), state=State.RUNNING)
         pruned += [job.number for job in pruner.to_prune([job])]
     return pruned
@@ -66,7 +66,7 @@ def test_jobs_of_different_metrics_are_not_compared(tmp_path: Path) -> None:
     pruner = Pruner(tmp_path, 1, [])
     for number, (name, value) in enumerate([("accuracy", 0.9), ("accuracy", 0.95), ("rmse", 50.0)]):
         better = {"higher_is_better": {"accuracy": True}}
-        write(tmp_path / f"{number}", START | {"compare_by": name}, evaluation(5, **{name: value}, **better))
+        write(tmp_path / f"{number}", START | {"monitor": name}, evaluation(5, **{name: value}, **better))
         assert pruner.to_prune([SweepJob(number, f"{number}", (), state=State.RUNNING)]) == []
 
 
@@ -104,13 +104,13 @@ def test_evaluations_are_read_as_they_are_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compare_by", "expected"), [("loss", [1.0]), ("b/f1", [-0.25]), ("f1", [-0.5]), ("error", [0.125])]
+    ("monitor", "expected"), [("loss", [1.0]), ("b/f1", [-0.25]), ("f1", [-0.5]), ("error", [0.125])]
 )
-def test_the_metric_is_the_one_that_runs_are_compared_by(tmp_path: Path, compare_by: str, expected) -> None:
+def test_the_metric_is_the_one_that_runs_are_compared_by(tmp_path: Path, monitor: str, expected) -> None:
     better = {"higher_is_better": {"f1": True, "error": False}}
     write(
         tmp_path / "job",
-        START | {"compare_by": compare_by},
+        START | {"monitor": monitor},
         evaluation(5, set="a", f1=0.5, error=0.125, **better),
         evaluation(5, set="b", f1=0.25, error=0.5, **better),
     )

@@ -38,7 +38,7 @@ def context_alone(telemetry: Telemetry, limits: LossScaleConfig, log_every_steps
         telemetry=telemetry,
         heartbeat=Heartbeat(),
         stop_signal=StopSignal(),
-        recipe=cast(Any, SimpleNamespace(compare_by=None, schedule=None)),
+        recipe=cast(Any, SimpleNamespace(monitor=None, schedule=None)),
         data=cast(Any, SimpleNamespace(validation={})),
         fingerprint={},
         used=absent,

@@ -93,9 +93,9 @@ def fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, Readab
     Of a data set with a method `fingerprint()` only what this returns.
     """
     known = {
-        "the metrics": ", ".join(name_of(metric) for metric in recipe.measures),
-        "the name that runs are compared by": str(recipe.compare_by),
-        "the label column": recipe.label,
+        "the metrics": ", ".join(name_of(metric) for metric in recipe.metrics_or_default),
+        "the name that runs are compared by": str(recipe.monitor),
+        "the label column": recipe.label_column,
     }
     if recipe.classes is not None:
         known["the classes"] = str(recipe.classes)

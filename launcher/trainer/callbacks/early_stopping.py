@@ -42,7 +42,7 @@ class EarlyStopping(Callback):
         self.stop_reason = ""
         self._config = config
         self._patience = config.patience
-        self._compare_by = context.recipe.compare_by
+        self._compare_by = context.recipe.monitor
         self._course = context.course
         self._telemetry = context.telemetry
         self._watched: WatchedMetric | None = None  # None before the first evaluation

@@ -33,7 +33,7 @@ class Plateau(Callback):
             )
         self._context = context
         self._config = config
-        self._compare_by = context.recipe.compare_by
+        self._compare_by = context.recipe.monitor
         self._rate = context.stepper.lr  # of the config
         self._share = 1.0  # of it that is left
         self._best: MonitoredMetric | None = None

@@ -55,7 +55,7 @@ CALLED_WITH = {  # what the launcher gives to the functions of a recipe, in orde
     "loss": "(network, batch)",
     "train_transform": "(batch, noise)",
     "eval_transform": "(batch)",
-    "after_evaluation": "(model, position)",
+    "on_eval_end": "(model, position)",
 }
 
 
@@ -236,7 +236,7 @@ def _rule(error: Exception, batch: Mapping[str, object]) -> str:
         )
     if _is_of_wandb(error):
         return (
-            "The launcher owns the run of the tracker: return {name: value} from after_evaluation or a "
+            "The launcher owns the run of the tracker: return {name: value} from on_eval_end or a "
             "metric, and every tracker gets it, with the step."
         )
     if isinstance(error, RuntimeError) and batch and LABELS.search(whole_text(error)):

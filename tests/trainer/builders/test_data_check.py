@@ -232,7 +232,7 @@ def test_other_inputs_are_a_warning(now) -> None:
 
 
 def test_other_metrics_and_a_checkpoint_without_a_fingerprint_are_no_difference() -> None:
-    before = known(columns(), compare_by="loss", metrics=[])
+    before = known(columns(), monitor="loss", metrics=[])
     assert refuse_other_meaning(before, known(columns()), allowed=False) == ""
     assert refuse_other_meaning({}, known(columns()), allowed=False) == ""
 

@@ -73,7 +73,7 @@ def test_a_schedule_that_sets_each_rate_is_refused() -> None:
         composed("reduce_lr_on_plateau.factor=0.1", "schedule=cosine")
     composed("reduce_lr_on_plateau.factor=0.1", "schedule=constant")
     context = context_alone(Telemetry(), LIMITS, 1)
-    recipe: Any = SimpleNamespace(compare_by=None, schedule=lambda step, total: 1.0)
+    recipe: Any = SimpleNamespace(monitor=None, schedule=lambda step, total: 1.0)
     with pytest.raises(ConfigError, match="the recipe's own schedule"):
         Plateau(replace(context, recipe=recipe), ReduceLROnPlateauConfig(0.1, 1, 1e-4, None))
 
