@@ -44,9 +44,9 @@ class AttachedParams:
         """Compare with the present modules from now on."""
         self._members = [d for module in self._model.modules() for d in (module._parameters, module._modules)]
         self._kept = [list(members.values()) for members in self._members]  # or another could have their ids
-        self._expected = self._quick_look()
+        self._expected = self._fingerprint()
 
-    def _quick_look(self) -> tuple[list[object], list[int]]:
+    def _fingerprint(self) -> tuple[list[object], list[int]]:
         """What no change leaves as it is: 0.3 us per parameter, where a walk over the model takes 3."""
         return (
             [(p.data_ptr(), p.shape, p.requires_grad) for p, _ in self._built],
@@ -56,7 +56,7 @@ class AttachedParams:
     def check(self) -> None:
         """Raise UnusableError if a parameter is no longer the one in flat memory."""
         self._owner.check()
-        if self._quick_look() == self._expected:
+        if self._fingerprint() == self._expected:
             return
         present = list(self._model.parameters())
         same = len(present) == len(self._built) and all(

@@ -9,7 +9,7 @@ flag. On a CPU set THP_MEM_ALLOC_ENABLE=1 before torch is imported: updates stre
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -50,9 +50,21 @@ class _Batch:
 
     optimizer: Optimizer  # with the weight decay of these parts
     group: int  # index of their learning rate
-    parts: list[Shard]
+    scratch: Tensor | None  # [chunk] fp32, shared by all batches; None on a GPU
     states: list[list[Tensor]]
-    widened: list[Tensor]
+    parts: list[Shard] = field(default_factory=list)
+    widened: list[Tensor] = field(default_factory=list)
+    numel: int = 0
+
+    def add(self, part: Shard, states: Sequence[Tensor]) -> None:
+        """Update this part, too, which has these states."""
+        end = self.numel + len(part.weight)
+        if self.scratch is not None:
+            self.widened.append(self.scratch[self.numel : end])
+        self.parts.append(part)
+        for tensors, state in zip(self.states, states, strict=True):
+            tensors.append(state)
+        self.numel = end
 
     def update(self, multiplier: Tensor | float, scalars: KernelScalars) -> None:
         """Write masters, states and weights; weights unchanged in a step that the kernel skips."""
@@ -115,31 +127,21 @@ class Updater:
         optimizer, on_cpu = self.optimizer, self.shards[0].weight.is_cpu
         if rates.weight_decay is not None:
             optimizer = replace(optimizer, weight_decay=rates.weight_decay)
-        chunk = CHUNK if on_cpu else DEVICE_CHUNK
-        parts = [
-            (shard.part(part), [state[part] for state in states])
-            for shard, states, found in zip(self.shards, self.states, group_slices, strict=True)
-            for part in found.get(group, [])
-        ]
-        numel = min(chunk, sum(len(shard.weight) for shard, _ in parts))
-        scratch = torch.empty(numel, dtype=torch.float32) if on_cpu else None
-        batch, room = None, 0
-        for shard, states in parts:
-            start, end = 0, len(shard.weight)
-            while start < end:
-                if batch is None or not room:
-                    if batch is not None:
+        numel = sum(each.stop - each.start for slices in group_slices for each in slices.get(group, []))
+        chunk = min(numel, CHUNK if on_cpu else DEVICE_CHUNK)
+        scratch = torch.empty(chunk, dtype=torch.float32) if on_cpu else None
+        batch = _Batch(optimizer, group, scratch, [[] for _ in optimizer.states])
+        for shard, states, slices in zip(self.shards, self.states, group_slices, strict=True):
+            for elements in slices.get(group, []):
+                start = elements.start
+                while start < elements.stop:
+                    part = slice(start, min(start + chunk - batch.numel, elements.stop))
+                    batch.add(shard.part(part), [state[part] for state in states])
+                    start = part.stop
+                    if batch.numel == chunk:
                         yield batch
-                    batch, room = _Batch(optimizer, group, [], [[] for _ in states], []), chunk
-                own = slice(start, min(start + room, end))
-                length = own.stop - own.start
-                batch.parts.append(shard.part(own))
-                for tensors, state in zip(batch.states, states, strict=True):
-                    tensors.append(state[own])
-                if scratch is not None:
-                    batch.widened.append(scratch[chunk - room : chunk - room + length])
-                start, room = own.stop, room - length
-        if batch is not None:  # a rank may own nothing of a group
+                        batch = _Batch(optimizer, group, scratch, [[] for _ in optimizer.states])
+        if batch.parts:
             yield batch
 
     def step(self, scalars: StepScalars) -> None:
