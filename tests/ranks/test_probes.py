@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from launcher.distributed.env import WorkerEnv
@@ -79,7 +80,7 @@ def train_two_networks(env: WorkerEnv, ddp: str) -> list[Tensor]:
             network,
             SGD(1.0),
             Policy.fp16(),
-            env.group,
+            dist.new_group(),
             scaling=Scaling("static", 1),
             reference_count=1,
             ddp=DDPOptions(bucket_bytes=1, **WIRES[ddp]),

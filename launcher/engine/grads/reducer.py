@@ -232,7 +232,7 @@ class Reducer:
             if correction != 1.0:
                 bucket.message.mul_(correction)
             bucket.collective.clear_padding(bucket)
-            if self._group is not None:
+            if self._group is not None and bucket.message.numel():  # not where its parameters are all empty
                 bucket.extremes = torch.aminmax(bucket.message)
         self.sent_bytes += bucket.collective.start(bucket)
         self._next = bucket.index + 1

@@ -178,7 +178,7 @@ def _as_tensor(optimizer: torch.optim.Optimizer, state: str, value: object) -> T
 class AdaptedUpdater:
     """Runs a `TorchOptimizer` over the parameters of a layout; the counterpart of `updater.Updater`.
 
-    Only for what `refuse_unadaptable` accepts.
+    Only for what `check_adaptable` accepts.
     """
 
     def __init__(self, layout: Layout, shards: Sequence[Shard], optimizer: TorchOptimizer) -> None:

@@ -107,9 +107,9 @@ class LossScale:
 
     def placed(self, number: float) -> Any:
         """A number of the host, or 0-dim fp64, where the step is decided."""
-        return (
-            number if self._device is None else torch.tensor(number, dtype=torch.float64, device=self._device)
-        )
+        if self._device is None:
+            return number
+        return torch.tensor(number, dtype=torch.float64, device=self._device)
 
     def counters(self) -> dict[str, int]:
         """Return the counters by name, with the scale's exponent. Waits for the device."""

@@ -204,7 +204,8 @@ def test_an_fp16_gradient_is_multiplied_in_fp32_where_it_is_not_widened_first() 
     """The product of a GPU: 60000 * 2^4 is beyond fp16, 2^-24 * 2^-8 below it."""
     grad = torch.tensor([60000.0, -60000.0, 2.0**-24, 1.0]).half()
     for factor in (2.0**4, 2.0**-8, 1 / 3):
-        batch = _Batch(SGD(0.1), 0, [Shard(grad, None, grad)], [], [])
+        batch = _Batch(SGD(0.1), 0, None, [])
+        batch.add(Shard(grad, None, grad), [])
         (found,) = batch._mean_gradients(torch.tensor(factor))
         assert torch.equal(found, grad.float() * torch.tensor(factor))
 
