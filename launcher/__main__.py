@@ -27,12 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # torch reads it once, at its first tensor: large ones lie in huge pages, through which an update on a CPU
     # streams faster.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    from launcher.process import signals
+    from launcher.os import signals
 
     signals.install_startup_handlers()
-    from launcher.process import lifetime, streams
+    from launcher.os import lifetime, stdio
 
-    streams.prepare()
+    stdio.prepare()
     lifetime.die_with_launcher(os.environ)
     lifetime.kill_forks_on_exit()
     try:
@@ -40,10 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     exit_code = cli.main(argv)
-    lost = streams.flush_or_drop()
+    lost = stdio.flush_or_drop()
     if lost is not None and not exit_code:  # of `report`, say: the progress of a run has been dropped before
         text = f"error: stdout cannot be written: {lost.strerror}. The output is incomplete."
-        streams.write(f"{text}\n", sys.stderr)
+        stdio.write(f"{text}\n", sys.stderr)
         exit_code = 8
     # The interpreter collects garbage as it ends, among all objects of torch: 1.0 of 1.6 s on a busy machine,
     # for which another host's torchrun waits.

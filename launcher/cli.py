@@ -17,12 +17,12 @@ from launcher.commands.help import COMMANDS, config_directories, help_text, vers
 from launcher.commands.run import report_failure, run_node, run_worker
 from launcher.config.wandb_sweep import with_typed_values
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.handoff import HandoffTimeouts, Leader, follow
-from launcher.distributed.machines import given, node_of
-from launcher.distributed.slurm import variables_of_rank
 from launcher.errors import INTERRUPTED, Interrupted, LauncherError, escaped, in_words
-from launcher.process.signals import ignore_sigterm_of_torchrun
-from launcher.process.terminal import say
+from launcher.launch.config_broadcast import HandoffTimeouts, Leader, follow
+from launcher.launch.node_env import given, node_of
+from launcher.launch.slurm import variables_of_rank
+from launcher.os.signals import ignore_sigterm_of_torchrun
+from launcher.os.terminal import say
 
 # Commands and flags whose output is what they are run for
 ANSWERING = ("doctor", "plan", "predict", "recipes", "report", "watch")

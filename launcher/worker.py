@@ -19,8 +19,8 @@ from launcher.distributed.env import LaunchEnv
 from launcher.distributed.hang_timer import HangTimer
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.doctor.machine import warn_of_machine
-from launcher.process import torch_build
-from launcher.process.signals import RankStopSignal, save_means_stop, signal_handlers_installed
+from launcher.os import torch_build
+from launcher.os.signals import RankStopSignal, save_means_stop, signal_handlers_installed
 from launcher.run_dir.records import rank_log
 from launcher.telemetry import Telemetry, open_telemetry
 from launcher.telemetry.gpu import measure_gpus

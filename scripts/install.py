@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from launcher.process.torch_build import Capability, choose  # noqa: E402
+from launcher.os.torch_build import Capability, choose  # noqa: E402
 
 CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
 VENV = Path(sys.prefix)

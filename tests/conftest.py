@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from launcher.process.signals import HANDLED
+from launcher.os.signals import HANDLED
 from tests.golden import WRITE, message
 from tests.leaks import no_leak_of_a_module, no_leak_of_a_test
 

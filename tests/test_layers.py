@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"errors"},
-    {"process"},
+    {"os"},
     {"config"},
     {"run_dir"},
     {"distributed", "engine"},
@@ -25,7 +25,7 @@ LAYERS = (
     {"evaluation"},
     {"trainer"},
     {"worker"},
-    {"supervisor", "sweep", "plan"},
+    {"launch", "sweep", "plan"},
     {"commands"},
     {"cli"},
     {"__main__"},
@@ -57,6 +57,14 @@ TRAINER_LAYERS = (
     {"build_trainer"},
     {"__init__"},
 )
+LAUNCH_LAYERS = (
+    {"__init__", "slurm", "worker_count", "root_cause", "config_broadcast"},
+    {"node_env", "restart_policy", "worker_process"},
+    {"worker_group"},
+    {"multi_node"},
+    {"agent"},
+    {"parent"},
+)
 ROOT_FILES = {"__init__.py", "__main__.py", "cli.py", "worker.py", "errors.py", "py.typed"}
 WITHOUT_TORCH = (
     "torch",
@@ -64,28 +72,28 @@ WITHOUT_TORCH = (
     "launcher.recipe",
     "launcher.data",
     "launcher.worker",
-    "launcher.supervisor.agent",
+    "launcher.launch.agent",
 )
 FOUND_AT_IMPORT = (
     "__main__",
     "cli",
     "commands",
     "config",
-    "process",
+    "os",
     "run_dir",
     "sweep",
     "telemetry",
     "distributed/env.py",
     "distributed/exit_records.py",
     "distributed/process_group.py",
-    "distributed/handoff.py",
+    "launch/config_broadcast.py",
     "distributed/store.py",
     "distributed/heartbeat.py",
 )
-# of the supervisor
+# of launch/
 WITHOUT_AGENT = (
     "__init__",
-    "supervise",
+    "parent",
     "worker_count",
     "root_cause",
     "restart_policy",
@@ -125,6 +133,7 @@ CORE_OF_DATA = [
     file for file in sorted((ROOT / "launcher" / "data").glob("*.py")) if file.name != "__init__.py"
 ]
 OF_TRAINER = [file for file in FILES if file.is_relative_to(ROOT / "launcher" / "trainer")]
+OF_LAUNCH = [file for file in FILES if file.is_relative_to(ROOT / "launcher" / "launch")]
 
 
 def room_of(file: Path, house: Path) -> str:
@@ -152,6 +161,7 @@ HOUSES = [
     *((file, ROOT / "launcher", LAYERS) for file in FILES),
     *((file, ROOT / "launcher" / "engine", ENGINE_LAYERS) for file in OF_ENGINE),
     *((file, ROOT / "launcher" / "trainer", TRAINER_LAYERS) for file in OF_TRAINER),
+    *((file, ROOT / "launcher" / "launch", LAUNCH_LAYERS) for file in OF_LAUNCH),
 ]
 
 
@@ -167,6 +177,7 @@ def test_a_room_imports_only_from_its_left(file: Path, house: Path, layers: tupl
         (ROOT / "launcher", LAYERS),
         (ROOT / "launcher" / "engine", ENGINE_LAYERS),
         (ROOT / "launcher" / "trainer", TRAINER_LAYERS),
+        (ROOT / "launcher" / "launch", LAUNCH_LAYERS),
     ],
 )
 def test_every_room_has_a_layer_and_no_layer_a_circle(house: Path, layers: tuple[set[str], ...]) -> None:
@@ -232,7 +243,7 @@ def test_importing_it_loads_neither(package: str, absent: str) -> None:
 
 
 def test_the_parent_has_its_handlers_before_it_loads_torch() -> None:
-    assert_light(ROOT / "launcher" / "supervisor" / f"{part}.py" for part in WITHOUT_AGENT)
+    assert_light(ROOT / "launcher" / "launch" / f"{part}.py" for part in WITHOUT_AGENT)
 
 
 def assert_light(files: Iterable[Path]) -> None:

@@ -12,8 +12,8 @@ from contextlib import suppress
 
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program
-from launcher.distributed.handoff import Leader
 from launcher.errors import DIVERGED, ConfigError
+from launcher.launch.config_broadcast import Leader
 
 VARIED = ("seed", "precision")  # the last one changes from run to run
 ONE_AT_A_TIME = "sweep.parallel=1"  # their times are compared

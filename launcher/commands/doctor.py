@@ -13,9 +13,9 @@ from socket import gethostname
 from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
-from launcher.distributed.handoff import Leader
 from launcher.errors import PreflightError
-from launcher.process.terminal import say
+from launcher.launch.config_broadcast import Leader
+from launcher.os.terminal import say
 
 if TYPE_CHECKING:
     from launcher.config.schema import Config
@@ -66,7 +66,7 @@ def planned_checks(config: Config, launch: LaunchEnv) -> tuple[list[Finding], li
     """What is known at once, and the checks. A driver that does not start leaves those without a GPU."""
     from launcher.doctor import gpus, links, machine
     from launcher.doctor.findings import FAILURE, Finding
-    from launcher.supervisor.worker_count import count_gpus, num_workers
+    from launcher.launch.worker_count import count_gpus, num_workers
 
     try:
         count = count_gpus()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program
-from launcher.distributed.handoff import Leader
 from launcher.errors import ConfigError
+from launcher.launch.config_broadcast import Leader
 
 
 def export_weights(arguments: Arguments, leader: Leader) -> None:

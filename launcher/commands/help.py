@@ -24,8 +24,8 @@ from launcher.commands.run import run_job
 from launcher.commands.watch import watch
 from launcher.config.groups import choice_file, choice_values, conf_dir, description, group_choices
 from launcher.config.messages import nearest, program, show, suggestion, tool
-from launcher.distributed.handoff import Leader
 from launcher.errors import ConfigError, escaped
+from launcher.launch.config_broadcast import Leader
 
 TRAINING = ("recipe=resnet18 [key=value ...]", "trains on all GPUs, or on CPU workers")
 SECTIONS = ("model", "data", "optim", "schedule")  # of which the page of a recipe has all keys

@@ -12,8 +12,8 @@ from pathlib import Path
 from launcher.commands.arguments import Arguments
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import program
-from launcher.distributed.handoff import Leader
 from launcher.errors import ConfigError, StorageError
+from launcher.launch.config_broadcast import Leader
 
 PYTHON = """\
 import torch

@@ -13,10 +13,10 @@ import warnings
 from itertools import product
 
 from launcher.commands.arguments import Arguments
-from launcher.distributed.handoff import Leader
-from launcher.distributed.machines import planned_launch
 from launcher.errors import ConfigError, escaped
-from launcher.supervisor.worker_count import count_gpus, num_ranks, refuse_small_batch
+from launcher.launch.config_broadcast import Leader
+from launcher.launch.node_env import planned_launch
+from launcher.launch.worker_count import count_gpus, num_ranks, refuse_small_batch
 
 LINKS, RANKS = "100,1000,10000", "2,8,64"  # without --link and --ranks
 

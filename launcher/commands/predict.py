@@ -6,8 +6,8 @@ from pathlib import Path
 
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program
-from launcher.distributed.handoff import Leader
 from launcher.errors import ConfigError, StorageError, escaped
+from launcher.launch.config_broadcast import Leader
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.records import MODEL
 

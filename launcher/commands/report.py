@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program, shortened
-from launcher.distributed.handoff import Leader
 from launcher.errors import ConfigError, StorageError, escaped
-from launcher.process.terminal import columns_of, say
+from launcher.launch.config_broadcast import Leader
+from launcher.os.terminal import columns_of, say
 
 if TYPE_CHECKING:
     from launcher.report.run_record import RunRecord

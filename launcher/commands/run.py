@@ -17,7 +17,6 @@ from launcher.commands.arguments import Arguments
 from launcher.config.messages import program
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import JobFailed
-from launcher.distributed.handoff import Leader
 from launcher.errors import (
     ON_REQUEST,
     PRUNED,
@@ -28,12 +27,13 @@ from launcher.errors import (
     StorageError,
     escaped,
 )
-from launcher.process.shortage import shortage_of
-from launcher.process.streams import write
-from launcher.process.terminal import columns_of, say, wrapped
+from launcher.launch.config_broadcast import Leader
+from launcher.launch.worker_count import num_workers
+from launcher.os.oom import shortage_of
+from launcher.os.stdio import write
+from launcher.os.terminal import columns_of, say, wrapped
 from launcher.run_dir.records import write_failure
 from launcher.run_dir.result import Failure
-from launcher.supervisor.worker_count import num_workers
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
     """Run a job: in parent mode on new workers, else on the ranks started with this process."""
+    from launcher.launch.parent import run_supervised
     from launcher.run_dir.claim import open_run_dir
-    from launcher.supervisor.supervise import run_supervised
 
     workers = num_workers(config.launch, leader.launch)
     with open_run_dir(leader.recalled(config), overrides) as claim:
@@ -92,8 +92,8 @@ def run_worker(config: Config, launch: LaunchEnv, store: dist.Store | None, job:
 
 def run_node(config: Config, launch: LaunchEnv, store: dist.Store | None, job: str) -> None:
     """Run the workers of this machine, as one of the parents of a run on several machines."""
-    from launcher.supervisor.nodes import MultiNode
-    from launcher.supervisor.supervise import run_supervised
+    from launcher.launch.multi_node import MultiNode
+    from launcher.launch.parent import run_supervised
 
     assert store is not None
     run_supervised(

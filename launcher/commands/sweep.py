@@ -20,13 +20,13 @@ from launcher.config.composition import Request
 from launcher.config.messages import directory_override, program, tree_flags
 from launcher.config.schema import Config, SweepConfig
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.handoff import Leader
 from launcher.errors import TO_RESUME, LauncherError, counted
-from launcher.process.signals import StopSignal, save_means_stop, signal_handlers_installed, signals_blocked
-from launcher.process.streams import write
-from launcher.process.terminal import say
-from launcher.supervisor.supervise import preload
-from launcher.supervisor.worker_count import num_workers, refuse_small_batch, visible_gpus
+from launcher.launch.config_broadcast import Leader
+from launcher.launch.parent import preload
+from launcher.launch.worker_count import num_workers, refuse_small_batch, visible_gpus
+from launcher.os.signals import StopSignal, save_means_stop, signal_handlers_installed, signals_blocked
+from launcher.os.stdio import write
+from launcher.os.terminal import say
 from launcher.sweep.asha import Pruner
 from launcher.sweep.carriers import Carrier
 from launcher.sweep.carriers.devices import DevicePool, Devices

@@ -22,11 +22,11 @@ from launcher.config.resolve import compose_jobs, with_experiment
 from launcher.config.schema import Config
 from launcher.config.trees import paths_of
 from launcher.config.wandb_sweep import refuse_sweep, sweep_of_agent
-from launcher.distributed.handoff import Leader
-from launcher.distributed.machines import refuse_alone
 from launcher.errors import PRUNED, ConfigError, LauncherError
+from launcher.launch.config_broadcast import Leader
+from launcher.launch.node_env import refuse_alone
+from launcher.launch.worker_count import refuse_small_batch
 from launcher.run_dir.records import user_shape
-from launcher.supervisor.worker_count import refuse_small_batch
 from launcher.telemetry.tracker.registry import refuse_missing
 from launcher.telemetry.tracker.wandb_environment import of_agent, with_environment
 

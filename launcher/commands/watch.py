@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 from launcher.commands.arguments import Arguments
 from launcher.commands.report import checked, warn
 from launcher.config.messages import install_line, program
-from launcher.distributed.handoff import Leader
 from launcher.errors import ConfigError, StorageError
+from launcher.launch.config_broadcast import Leader
 
 if TYPE_CHECKING:
     from launcher.report.watching import Watched, WatchedSweep

@@ -24,7 +24,7 @@ LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib
 # Call what the user wrote, and say nothing about it.
 MACHINERY = tuple(f"torch/{name}" for name in ("nn/modules/module.py", "_dynamo/", "utils/_contextlib.py"))
 # Of the launcher: from the command line to the start of a job, the same in every run.
-OUTER = ("__main__.py", "cli.py", "commands/", "distributed/handoff.py", "supervisor/", "worker.py")
+OUTER = ("__main__.py", "cli.py", "commands/", "launch/", "worker.py")
 ENGINE = "engine/"  # between the user's call and torch: emulation, autocast
 SHOWN = 5, 15  # of the outermost and of the innermost frames
 

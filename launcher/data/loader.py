@@ -38,7 +38,7 @@ from launcher.errors import (
     described,
     first_sentence,
 )
-from launcher.process.signals import HANDLED
+from launcher.os.signals import HANDLED
 
 log = logging.getLogger("launcher")
 

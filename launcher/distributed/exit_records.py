@@ -20,7 +20,7 @@ from launcher.config.user_code import short_traceback
 from launcher.distributed import nccl
 from launcher.distributed.store import missing_ranks
 from launcher.errors import LauncherError, OutOfMemoryError, described, visible, whole_text
-from launcher.process.shortage import shortage_of
+from launcher.os.oom import shortage_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -33,7 +33,7 @@ from launcher.distributed.exit_records import ExitRecord, StoreExitRecords
 from launcher.distributed.heartbeat import IN_A_STEP, WAITING, Beat, Heartbeat, limit_s, stop_notice, where
 from launcher.distributed.store import LEAVE_S, ignore_store_errors, set_tcp_timeouts
 from launcher.errors import LauncherError, StalledError
-from launcher.process.signals import SAVING, STOPPING, save_means_stop
+from launcher.os.signals import SAVING, STOPPING, save_means_stop
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import stacks_path, write_failure
 from launcher.run_dir.result import ENDS_ON_REQUEST, Failure

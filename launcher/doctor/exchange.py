@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from launcher.distributed.links import ring_bytes
 from launcher.engine.params.flat_params import MAX_BUCKET_BYTES
-from launcher.process.lifetime import die_with_launcher
+from launcher.os.lifetime import die_with_launcher
 
 COPIED_BYTES = 64 << 20
 KNOWN = 1 << 20  # elements whose sum is compared

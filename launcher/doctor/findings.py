@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from launcher.errors import LauncherError, described
-from launcher.process.lifetime import die_with_parent
+from launcher.os.lifetime import die_with_parent
 
 OK, NOTE, FAILURE = "ok", "note", "failure"  # a note: runs work, but slower or at a risk
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from launcher.distributed import nccl
 from launcher.doctor.findings import FAILURE, Check, Finding, judged
 from launcher.errors import counted
-from launcher.process.lifetime import ENDS_WITH_STARTER
+from launcher.os.lifetime import ENDS_WITH_STARTER
 
 PAIR_S = 90.0  # interpreters that import torch and start CUDA and NCCL take 15 s, beside other jobs a minute
 MEASURED_S = 2.0

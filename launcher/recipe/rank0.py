@@ -18,7 +18,7 @@ import torch
 
 from launcher.distributed.alone import default_store
 from launcher.errors import RecipeError, counted, described
-from launcher.process.streams import write
+from launcher.os.stdio import write
 
 POLL_S = 0.1
 LINE_EVERY_S = 60.0  # that says whom a rank waits for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from launcher.process.terminal import wrapped
+from launcher.os.terminal import wrapped
 from launcher.report.html import failure, folded, section, table, tiles, words
 from launcher.report.run_record import RunRecord
 from launcher.report.settings import (

@@ -25,7 +25,7 @@ from launcher.config.resolve import GRID, space_of
 from launcher.config.schema import Config
 from launcher.config.search_space import Space
 from launcher.errors import ConfigError, StorageError
-from launcher.process.terminal import say
+from launcher.os.terminal import say
 from launcher.run_dir.atomic import clear_away, failing_as_storage_error
 from launcher.run_dir.lock import locked
 from launcher.run_dir.records import JOB, SWEEP, user_shape

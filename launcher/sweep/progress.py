@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.process import terminal
-from launcher.process.streams import write
+from launcher.os import terminal
+from launcher.os.stdio import write
 from launcher.sweep.record import State, SweepJob
 from launcher.telemetry.formatting import duration, metric
 

@@ -24,7 +24,7 @@ from launcher.errors import (
     StorageError,
     counted,
 )
-from launcher.process.signals import SAVING, StopSignal
+from launcher.os.signals import SAVING, StopSignal
 from launcher.run_dir.pruning import PruneRequest, ask_to_prune
 from launcher.run_dir.records import SWEEP
 from launcher.sweep.asha import Pruner

@@ -18,7 +18,7 @@ from launcher.distributed.env import LaunchEnv, WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.distributed.preflight import Peer
 from launcher.engine.step_timer import PARTS
-from launcher.process.signals import RankStopSignal
+from launcher.os.signals import RankStopSignal
 from launcher.recipe import rank0
 from launcher.recipe.contract import Used
 from launcher.recipe.registry import load_recipe

@@ -19,7 +19,7 @@ from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine import ExponentialMovingAverage, Stepper
 from launcher.errors import DataError
-from launcher.process.signals import StopSignal
+from launcher.os.signals import StopSignal
 from launcher.recipe.contract import Recipe, Used
 from launcher.run_dir.records import logs_of_failure, write_config
 from launcher.telemetry import Telemetry

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from launcher.config.schema import Config
-from launcher.process import allocator
+from launcher.os import allocator
 
 
 def apply_switches(config: Config, device: torch.device) -> None:

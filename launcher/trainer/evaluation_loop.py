@@ -21,8 +21,8 @@ from launcher.errors import counted
 from launcher.evaluation.comparison import comparison
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.evaluate import Evaluation, EvaluationStopped, Pass, evaluate, rehearse
-from launcher.process import frames
-from launcher.process.shortage import ran_out
+from launcher.os import frames
+from launcher.os.oom import ran_out
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import EvalEvent
 from launcher.trainer import after_evaluation, device

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from launcher.config.messages import directory_override
 from launcher.errors import TO_RESUME, LauncherError, OutOfMemoryError
-from launcher.process import frames
-from launcher.process.shortage import TO_LOWER, ran_out, shortage_of
+from launcher.os import frames
+from launcher.os.oom import TO_LOWER, ran_out, shortage_of
 from launcher.trainer.builders.trials import half_of
 from launcher.trainer.context import TrainContext
 from launcher.trainer.device import free_memory

@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import DDPOptions
-from launcher.process.allocator import keep_freed_memory
-from launcher.process.lifetime import die_with_parent
+from launcher.os.allocator import keep_freed_memory
+from launcher.os.lifetime import die_with_parent
 from scripts.bench.baselines import Batch, Setup, Step, ddp, ddp_with_hook, refuse_disagreement
 from scripts.bench.interleaved import Times, interleave
 from scripts.bench.network import bytes_sent, limit_own_link

@@ -28,7 +28,7 @@ from torch import nn
 
 from launcher.engine import AdamW, Policy, Stepper
 from launcher.engine.precision.policy import choose_emulation
-from launcher.process.allocator import keep_freed_memory
+from launcher.os.allocator import keep_freed_memory
 from launcher.recipe import registry_of
 from scripts.bench.baselines import Batch, Setup, Step, ddp, ddp_with_hook, refuse_disagreement
 from scripts.bench.interleaved import Figure, Times, interleave, row_of, text_table, write

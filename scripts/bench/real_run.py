@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.engine import StepResult
-from launcher.process.lifetime import ENDS_WITH_STARTER
+from launcher.os.lifetime import ENDS_WITH_STARTER
 from launcher.trainer.progress import Position
 from launcher.trainer.task import Task
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from launcher.engine import SGD, AdamW, ParameterGroup, Policy, Stepper, StepResult
 from launcher.engine.optim.optimizers import Optimizer
-from launcher.process.allocator import keep_freed_memory
+from launcher.os.allocator import keep_freed_memory
 from scripts.bench.baselines import Disagreement
 from scripts.bench.delivery import loss_delivering
 from scripts.bench.group_of_one import collectives_of_one

@@ -12,7 +12,7 @@ import pytest
 
 from launcher import cli
 from launcher.errors import PreflightError
-from launcher.supervisor import worker_count
+from launcher.launch import worker_count
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ import pytest
 from launcher.distributed.env import NODE, LaunchEnv
 from launcher.distributed.store import open_store
 from launcher.errors import PreflightError
-from tests.distributed.test_handoff import FRONT, ends, start
+from tests.launch.test_config_broadcast import FRONT, ends, start
 from tests.limits import at_most
 
 __all__ = ["start"]  # the fixture

@@ -217,7 +217,7 @@ def _be_a_rank(
     from launcher import cli
     from launcher.config import resolve
     from launcher.distributed import process_group
-    from launcher.process import lifetime
+    from launcher.os import lifetime
 
     lifetime.kill_forks_on_exit()  # as in launcher.__main__
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launcher.process.signals import ONE_REQUEST_S
+from launcher.os.signals import ONE_REQUEST_S
 from tests.faults.parent import BUFFERED, ENDLESS, Parent, is_alive, state_of, write_recipe
 from tests.limits import at_most
 
@@ -128,7 +128,7 @@ def test_an_unexpected_error_of_our_own_is_told_with_its_traceback(tmp_path: Pat
             "Traceback (most recent call last):",
             "TypeError: 'NoneType' object is not callable",
         ]
-        assert not any("supervisor/" in line or "worker.py" in line for line in trace)
+        assert not any("launcher/launch/" in line or "worker.py" in line for line in trace)
         assert error_of(parent).startswith("error: rank 0 failed: unexpected error at ")
         assert "launcher/trainer/trainer.py:" in error_of(parent)
         assert ", in fit: TypeError: 'NoneType' object is not callable. The full" in error_of(parent)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.process.signals import DUMP_STACKS_SIGNAL
+from launcher.os.signals import DUMP_STACKS_SIGNAL
 from tests.faults.parent import ENDLESS, Parent, is_alive, write_recipe
 from tests.limits import at_most
 

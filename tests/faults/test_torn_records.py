@@ -93,7 +93,7 @@ def test_a_run_that_may_write_next_to_nothing_ends_with_a_reason(tmp_path: Path,
 
 def limit_after_claim(size: int) -> None:
     """The parent's own files of the run are written by then, and its workers not yet forked."""
-    from launcher.supervisor import supervise
+    from launcher.launch import supervise
 
     supervised = supervise.run_supervised
 

@@ -125,7 +125,7 @@ def test_both_hosts_end_where_the_link_is_down_for_good(hosts: Hosts) -> None:
     assert [process.returncode for process in hosts.processes] == [1, 1]
     for rank, output in enumerate(outputs):
         assert re.search(rf"error: rank {rank} hangs: in \w+ of step \d+ for", output), output
-    assert "launcher/distributed/handoff.py" not in outputs[1], "a traceback of ours"
+    assert "launcher/launch/config_broadcast.py" not in outputs[1], "a traceback of ours"
 
 
 def test_a_host_ends_where_the_machine_of_rank_0_is_gone(hosts: Hosts) -> None:

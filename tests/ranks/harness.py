@@ -25,7 +25,7 @@ PRELOADED = [
     "torch.distributed",
     "torch.nn.functional",
     "launcher.worker",
-    "launcher.supervisor.agent",
+    "launcher.launch.agent",
     "launcher.config.resolve",
     "launcher.sweep.prepare",
     "launcher.cli",

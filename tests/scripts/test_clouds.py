@@ -10,7 +10,7 @@ from launcher.commands.arguments import parse
 from launcher.commands.train import request_of
 from launcher.config.resolve import compose_jobs
 from launcher.distributed.env import NODE, LaunchEnv
-from launcher.distributed.machines import node_of
+from launcher.launch.node_env import node_of
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -17,8 +17,8 @@ from launcher.commands import sweep
 from launcher.config.resolve import Request, compose_jobs
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import ConfigError, PreflightError
-from launcher.process.signals import StopSignal
-from launcher.supervisor import worker_count
+from launcher.launch import worker_count
+from launcher.os.signals import StopSignal
 from launcher.sweep.carriers.devices import DevicePool, Devices
 from launcher.sweep.progress import SweepProgress
 from launcher.sweep.record import Record, SweepJob

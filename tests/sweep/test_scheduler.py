@@ -14,7 +14,7 @@ import pytest
 from launcher.commands.sweep import exit_code_of
 from launcher.config.schema import SweepConfig
 from launcher.errors import PreflightError, StorageError
-from launcher.process.signals import StopSignal
+from launcher.os.signals import StopSignal
 from launcher.report.recording import Recording
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import write_result

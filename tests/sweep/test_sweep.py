@@ -19,7 +19,7 @@ from launcher.cli import main
 from launcher.commands.sweep import FOR_JOBS
 from launcher.config.composition import Request
 from launcher.config.resolve import compose_jobs
-from launcher.supervisor.worker_count import CPU_WORKERS
+from launcher.launch.worker_count import CPU_WORKERS
 from launcher.sweep.prepare import directory_of, distinct_jobs_of
 from tests.faults.parent import ENDLESS, WORDS, Parent, write_recipe
 from tests.test_cli import WATCHED, ask

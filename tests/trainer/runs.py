@@ -14,7 +14,7 @@ from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine import SGD, Stepper
-from launcher.process.signals import StopSignal
+from launcher.os.signals import StopSignal
 from launcher.telemetry import Telemetry
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Course

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from launcher.process.lifetime import die_with_parent, kill_group
-from launcher.process.signals import reset_handlers, signals_blocked
+from launcher.launch.worker_count import visible_gpus
+from launcher.os.lifetime import die_with_parent, kill_group
+from launcher.os.signals import reset_handlers, signals_blocked
 from launcher.run_dir.atomic import open_plain
-from launcher.supervisor.worker_count import visible_gpus
 from launcher.sweep.carriers import Carrier, Change
 from launcher.sweep.progress import LOG
 from launcher.sweep.record import SweepJob

@@ -14,8 +14,8 @@ from typing import TextIO
 
 import launcher.telemetry.events as events
 from launcher.errors import counted
-from launcher.process.streams import write
-from launcher.process.terminal import columns_of, wrapped
+from launcher.os.stdio import write
+from launcher.os.terminal import columns_of, wrapped
 from launcher.telemetry.console.progress_bar import ProgressBar
 from launcher.telemetry.formatting import (
     duration,

@@ -21,8 +21,8 @@ from launcher.distributed.collectives import exchange_texts
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, described
 from launcher.evaluation.evaluate import unchanged
-from launcher.process import frames
-from launcher.process.shortage import ran_out
+from launcher.os import frames
+from launcher.os.oom import ran_out
 from launcher.recipe.contract import Recipe, loss_of
 from launcher.trainer.device import free_memory
 

@@ -19,7 +19,7 @@ from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import trial_batches
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import OutOfMemoryError, counted, in_words
-from launcher.process import frames, shortage
+from launcher.os import frames, oom
 from launcher.recipe.contract import loss_of
 from launcher.trainer.context import TrainContext
 from launcher.trainer.device import free_memory
@@ -131,7 +131,7 @@ def _shortage(error: Exception, smaller: bool) -> str:
 
     That may be too small for a batch norm, which needs two samples.
     """
-    failure = shortage.ran_out(error) or (in_words(error) if smaller else "")
+    failure = oom.ran_out(error) or (in_words(error) if smaller else "")
     if not failure:
         raise error
     frames.release(error)

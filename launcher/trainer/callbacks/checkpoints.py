@@ -17,7 +17,7 @@ from launcher.checkpoint.snapshot import MonitoredMetric
 from launcher.config.messages import directory_override, program
 from launcher.distributed.collectives import exchange_texts
 from launcher.errors import TO_RESUME, PreemptedError, PrunedError, StorageError
-from launcher.process.signals import is_preemption
+from launcher.os.signals import is_preemption
 from launcher.run_dir.pruning import PruneRequest
 from launcher.run_dir.records import JOB
 from launcher.telemetry.events import CheckpointEvent

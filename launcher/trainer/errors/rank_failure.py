@@ -19,8 +19,8 @@ from launcher.distributed.exit_records import is_secondary
 from launcher.distributed.heartbeat import Beat, Heartbeat, where
 from launcher.engine import UnusableError, works
 from launcher.errors import ConfigError, LauncherError, UnexpectedError, described
-from launcher.process import frames
-from launcher.process.shortage import TO_LOWER, shortage_of
+from launcher.os import frames
+from launcher.os.oom import TO_LOWER, shortage_of
 from launcher.run_dir.records import logs_of_failure, write_failure
 from launcher.run_dir.result import Failure
 from launcher.telemetry import Telemetry

@@ -27,7 +27,7 @@ from launcher.distributed.alone import Alone
 from launcher.distributed.exit_records import is_secondary
 from launcher.engine import EngineWarning, UnusableError
 from launcher.errors import ConfigError, DataError, LauncherError, RecipeError, described, listed, whole_text
-from launcher.process.shortage import TO_LOWER, shortage_of
+from launcher.os.oom import TO_LOWER, shortage_of
 from launcher.recipe.checks import refuse_other_arguments
 from launcher.recipe.contract import Recipe
 from launcher.trainer.errors.model_mistakes import SHAPES, module_given

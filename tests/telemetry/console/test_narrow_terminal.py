@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.process.terminal import columns_of, wrapped
+from launcher.os.terminal import columns_of, wrapped
 from launcher.telemetry.formatting import evaluation_cells, table_lines, table_widths
-from tests.process.test_shortage import RECIPE, YAML
+from tests.os.test_oom import RECIPE, YAML
 from tests.telemetry.made import made
 
 ROOT = Path(__file__).parents[3]

@@ -16,7 +16,7 @@ from launcher.telemetry.tracker import ConfusionMatrix, Histogram, Picture, Tabl
 from launcher.telemetry.tracker.registry import make, refuse_missing, refuse_unknown, tracker
 from tests.configs import composed
 from tests.forked import launch_forked
-from tests.process.test_shortage import RECIPE, YAML
+from tests.os.test_oom import RECIPE, YAML
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "launcher" / "telemetry" / "README.md").read_text()

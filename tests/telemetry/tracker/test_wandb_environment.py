@@ -14,7 +14,7 @@ from launcher.errors import ConfigError
 from launcher.telemetry.tracker.wandb_environment import in_sweep, taken_from, with_environment
 from tests.configs import composed
 from tests.forked import launch_forked
-from tests.process.test_shortage import RECIPE, YAML
+from tests.os.test_oom import RECIPE, YAML
 from tests.telemetry.tracker.test_wandb_session import offline_records
 
 CANARY = "canary-0123456789abcdef0123456789abcdef01"

@@ -26,9 +26,9 @@ from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import exit_record
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.distributed.store import open_store, set_tcp_timeouts
-from launcher.process.lifetime import die_with_parent
-from launcher.process.signals import DUMP_STACKS_SIGNAL, HANDLED
-from launcher.process.streams import flush_or_drop
+from launcher.os.lifetime import die_with_parent
+from launcher.os.signals import DUMP_STACKS_SIGNAL, HANDLED
+from launcher.os.stdio import flush_or_drop
 from launcher.run_dir.atomic import make_folder, open_plain
 from launcher.run_dir.records import stacks_path
 

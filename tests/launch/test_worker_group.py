@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from launcher.distributed.heartbeat import Heartbeats
-from launcher.supervisor import worker_group
-from launcher.supervisor.root_cause import RunOutcome, outcome_of
-from launcher.supervisor.worker_group import WorkerGroup
-from launcher.supervisor.worker_process import WorkerSpec
+from launcher.launch import worker_group
+from launcher.launch.root_cause import RunOutcome, outcome_of
+from launcher.launch.worker_group import WorkerGroup
+from launcher.launch.worker_process import WorkerSpec
 from tests.configs import composed
 
 INIT_S, HANG_TIMEOUT_S = 100.0, 200.0

@@ -10,7 +10,7 @@ import textwrap
 from typing import TextIO
 
 from launcher.errors import escaped
-from launcher.process.streams import write
+from launcher.os.stdio import write
 
 USUAL_COLUMNS = 80  # of a terminal that does not report its width
 

@@ -16,18 +16,18 @@ from pathlib import Path
 from launcher.config.schema import Config
 from launcher.distributed.heartbeat import Heartbeats
 from launcher.errors import PreemptedError
-from launcher.process.signals import (
+from launcher.launch.multi_node import SingleNode
+from launcher.launch.root_cause import RunFailed, RunOutcome
+from launcher.os.signals import (
     StopSignal,
     handled_signals,
     save_means_stop,
     signal_handlers_installed,
     signals_blocked,
 )
-from launcher.process.torch_build import warn_if_unchecked
+from launcher.os.torch_build import warn_if_unchecked
 from launcher.run_dir.records import write_failure
 from launcher.run_dir.result import Failure
-from launcher.supervisor.nodes import SingleNode
-from launcher.supervisor.root_cause import RunFailed, RunOutcome
 
 
 def run_supervised(config: Config, num_workers: int, nodes: SingleNode | None = None) -> None:
@@ -45,8 +45,8 @@ def run_supervised(config: Config, num_workers: int, nodes: SingleNode | None = 
         with signal_handlers_installed(signals):
             with signals_blocked():  # threads of libraries keep them blocked: only this thread is interrupted
                 preload()
-            from launcher.supervisor.agent import Agent
-            from launcher.supervisor.worker_process import WorkerSpec
+            from launcher.launch.agent import Agent
+            from launcher.launch.worker_process import WorkerSpec
 
             if (stop := signals.stop) is not None:
                 text = f"stopped by {stop.name} before the workers started"
@@ -74,7 +74,7 @@ def preload(more: Sequence[str] = ()) -> None:
     workers' collectors skip frozen objects, so that their memory stays shared.
     """
     gc.disable()
-    for name in ("launcher.supervisor.agent", *more):
+    for name in ("launcher.launch.agent", *more):
         importlib.import_module(name)
     gc.freeze()
     gc.enable()

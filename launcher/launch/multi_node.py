@@ -20,13 +20,13 @@ from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import LEADER, LaunchEnv, numbered
 from launcher.distributed.store import LEAVE_S, set_tcp_timeouts
 from launcher.errors import StalledError
+from launcher.launch.root_cause import DONE, GroupResult, RunFailed, RunOutcome, outcome_of
 from launcher.run_dir.codec import decoded, encoded
-from launcher.supervisor.root_cause import DONE, GroupResult, RunFailed, RunOutcome, outcome_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from launcher.supervisor.worker_group import WorkerGroup
+    from launcher.launch.worker_group import WorkerGroup
 
 EXCHANGE_EVERY_S = 0.2  # of every parent; node 0 reads the words of all with one request
 QUIET_S = 5.0  # without a word of a parent, once a generation has ended on some machine

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import Interrupted, LauncherError
-from launcher.process.signals import (
+from launcher.os.signals import (
     ACTION,
     HANDLED,
     SAVING,
@@ -210,7 +210,7 @@ def test_pools_of_processes_end(tmp_path) -> None:
 SLOW_FORK = """
 import os, signal, time
 os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # before the handlers of the child are restored
-from launcher.process.signals import RankStopSignal, signal_handlers_installed
+from launcher.os.signals import RankStopSignal, signal_handlers_installed
 
 with signal_handlers_installed(RankStopSignal()):
     child = os.fork()
@@ -261,7 +261,7 @@ def test_a_second_interrupt_ends_at_once(monkeypatch, numbers, pause_s, force_qu
     signals, now_s = StopSignal(), 100.0
     for number in numbers:
         now_s += pause_s
-        monkeypatch.setattr("launcher.process.signals.time.monotonic", lambda at=now_s: at)
+        monkeypatch.setattr("launcher.os.signals.time.monotonic", lambda at=now_s: at)
         signals.handler(number)
     monkeypatch.undo()
     assert signals.force_quit == force_quit

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from launcher.errors import NoProgressError
-from launcher.supervisor.root_cause import STALLED, UNEXPECTED, RunFailed, RunOutcome
+from launcher.launch.root_cause import STALLED, UNEXPECTED, RunFailed, RunOutcome
 
 REPLICAS_DIFFER = 9  # exit code of a ReplicaError
 RECOVERABLE = frozenset({UNEXPECTED, STALLED, REPLICAS_DIFFER})

@@ -56,7 +56,7 @@ from launcher.distributed.env import LaunchEnv
 from launcher.distributed.store import open_store
 from launcher.config.resolve import compose_jobs
 from launcher.config.composition import Request
-from launcher.distributed.handoff import Leader, HandoffTimeouts, follow
+from launcher.launch.config_broadcast import Leader, HandoffTimeouts, follow
 
 case = sys.argv[1]
 first_job_s = 3 if case == "silent" else 25  # the import of torch on a busy machine takes longer than 3 s

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 from launcher.distributed.env import LaunchEnv
-from launcher.supervisor.nodes import MultiNode
+from launcher.launch.multi_node import MultiNode
 from tests.configs import composed
 
 

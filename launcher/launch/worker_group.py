@@ -19,10 +19,10 @@ from pathlib import Path
 from launcher.config.user_code import place_in_stacks
 from launcher.distributed.heartbeat import PHASES, Beat, limit_s
 from launcher.errors import ON_REQUEST
-from launcher.process.lifetime import kill_group, state_of
-from launcher.process.signals import DUMP_STACKS_SIGNAL
-from launcher.supervisor.root_cause import HANGING, STOPPED_ON_REQUEST, GroupResult, RankResult
-from launcher.supervisor.worker_process import WorkerSpec
+from launcher.launch.root_cause import HANGING, STOPPED_ON_REQUEST, GroupResult, RankResult
+from launcher.launch.worker_process import WorkerSpec
+from launcher.os.lifetime import kill_group, state_of
+from launcher.os.signals import DUMP_STACKS_SIGNAL
 
 ERROR_GRACE_S = 0.5  # for the other workers to record their errors, once one has failed
 # For rank 0 to finish its tracker, unless it ends sooner: after the kill of another rank, and after an error,

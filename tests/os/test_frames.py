@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from launcher.process.frames import release
+from launcher.os.frames import release
 
 
 class Held:

@@ -12,8 +12,8 @@ import pytest
 from launcher.cli import without_rank, words_of_a_run
 from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.machines import node_of, refuse_alone
 from launcher.errors import ConfigError, LauncherError
+from launcher.launch.node_env import node_of, refuse_alone
 from tests.configs import composed
 from tests.limits import at_most
 

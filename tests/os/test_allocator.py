@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from launcher.distributed.env import WorkerEnv
-from launcher.process.allocator import OWN_CHOICES, keep_freed_memory
+from launcher.os.allocator import OWN_CHOICES, keep_freed_memory
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc")

@@ -12,9 +12,9 @@ from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import ExitRecord
 from launcher.distributed.heartbeat import PHASES, Beat, where
 from launcher.errors import ConfigError, LauncherError, NoProgressError, PreflightError
-from launcher.supervisor import worker_count
-from launcher.supervisor.restart_policy import RestartPolicy
-from launcher.supervisor.root_cause import RankResult, RunFailed, RunOutcome, find_root_cause, hang_outcome
+from launcher.launch import worker_count
+from launcher.launch.restart_policy import RestartPolicy
+from launcher.launch.root_cause import RankResult, RunFailed, RunOutcome, find_root_cause, hang_outcome
 
 LOST = (
     "RuntimeError: [third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-PREPARED = "import os, sys; from launcher.process import streams; streams.prepare(); "
+PREPARED = "import os, sys; from launcher.os import stdio; stdio.prepare(); "
 
 
 def run(code: str, *flags: str, **options) -> subprocess.CompletedProcess[bytes]:
@@ -40,9 +40,7 @@ def test_a_terminal_is_line_buffered() -> None:
 @pytest.mark.parametrize("end", ["sys.stdout.close()", "sys.stdout = None"])
 def test_code_that_ends_stdout_leaves_the_exit_code(end) -> None:
     assert (
-        run(
-            f"{end}; streams.write('progress', sys.stderr); sys.exit(bool(streams.flush_or_drop()))"
-        ).returncode
+        run(f"{end}; stdio.write('progress', sys.stderr); sys.exit(bool(stdio.flush_or_drop()))").returncode
         == 0
     )
 

@@ -11,7 +11,7 @@ import torch
 from launcher.cli import main
 from launcher.distributed.exit_records import exit_record
 from launcher.errors import ConfigError, OutOfMemoryError, StorageError
-from launcher.process.shortage import NO_ROOM, ran_out, shortage_of
+from launcher.os.oom import NO_ROOM, ran_out, shortage_of
 from launcher.run_dir.atomic import read_json
 
 RECIPE = """

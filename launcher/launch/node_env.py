@@ -11,9 +11,9 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 from launcher.config.messages import program
 from launcher.config.schema import LaunchConfig
-from launcher.distributed import slurm
 from launcher.distributed.env import NODE, LaunchEnv, is_port
 from launcher.errors import ConfigError, PreflightError, counted
+from launcher.launch import slurm
 
 # Set by what starts one process on each of several machines; of mpirun it is the number of processes.
 MACHINES_SAID = (

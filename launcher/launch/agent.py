@@ -20,16 +20,16 @@ from launcher.config.messages import directory_override
 from launcher.distributed.env import HALVED
 from launcher.distributed.heartbeat import stop_notice
 from launcher.errors import ON_REQUEST, TO_RESUME, LauncherError, PreemptedError, PrunedError, counted
-from launcher.process.signals import StopSignal, signals_blocked
-from launcher.process.streams import write
+from launcher.launch.multi_node import RESTART, SingleNode
+from launcher.launch.restart_policy import RestartPolicy
+from launcher.launch.root_cause import SAVED, RunFailed, RunOutcome
+from launcher.launch.worker_count import count_gpus
+from launcher.launch.worker_group import WorkerGroup
+from launcher.launch.worker_process import WorkerSpec, worker_main
+from launcher.os.signals import StopSignal, signals_blocked
+from launcher.os.stdio import write
 from launcher.run_dir.result import PREEMPTED, STOPPED
 from launcher.run_dir.status import FILE_NAME, state_since
-from launcher.supervisor.nodes import RESTART, SingleNode
-from launcher.supervisor.restart_policy import RestartPolicy
-from launcher.supervisor.root_cause import SAVED, RunFailed, RunOutcome
-from launcher.supervisor.worker_count import count_gpus
-from launcher.supervisor.worker_group import WorkerGroup
-from launcher.supervisor.worker_process import WorkerSpec, worker_main
 
 POLL_EVERY_S = 0.05  # a failure is noticed well before ERROR_GRACE_S; each poll reads some rows of memory
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from launcher.process.torch_build import CHECKED, warn_if_unchecked
+from launcher.os.torch_build import CHECKED, warn_if_unchecked
 from scripts.torch_private_names import FILE, OR, VALUE, found_in
 
 ROOT = Path(__file__).parents[2]
@@ -245,7 +245,7 @@ def test_an_unknown_version_is_said_once(version: str, warned: bool) -> None:
 def test_the_parent_says_it_before_it_forks() -> None:
     code = """
 import torch
-from launcher.supervisor.supervise import warm_up
+from launcher.launch.parent import warm_up
 torch.__version__ = "2.99.1"
 warm_up()
 warm_up()

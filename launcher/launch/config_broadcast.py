@@ -32,7 +32,7 @@ from launcher.distributed.store import (
     wait_for_key,
 )
 from launcher.errors import ON_REQUEST, LauncherError, PreflightError, StalledError
-from launcher.process.signals import ignore_sigterm_of_torchrun
+from launcher.os.signals import ignore_sigterm_of_torchrun
 
 if TYPE_CHECKING:
     import torch.distributed as dist

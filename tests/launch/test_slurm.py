@@ -8,8 +8,8 @@ import pytest
 
 from launcher import cli
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.slurm import first_node, variables_of_rank
 from launcher.errors import PreflightError
+from launcher.launch.slurm import first_node, variables_of_rank
 
 TASK = {
     "SLURM_GTIDS": "2,3",

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.process_group import join
 from launcher.errors import PreflightError
-from launcher.process.torch_build import choose, has_kernels, install_command, refuse_unusable_driver
-from launcher.supervisor import worker_count
+from launcher.launch import worker_count
+from launcher.os.torch_build import choose, has_kernels, install_command, refuse_unusable_driver
 
 V100, T4, A100, L4, H100, B200, RTX5090 = (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
 # torch.cuda.get_arch_list() of the builds for CUDA 13.0 and 12.6
@@ -241,7 +241,7 @@ def test_the_parent_counts_the_gpus_of_a_driver_that_starts(monkeypatch, tmp_pat
 
 
 def test_set_up_can_choose_before_torch_is_installed(tmp_path) -> None:
-    code = "import launcher.process.torch_build, sys; print('torch' in sys.modules)"
+    code = "import launcher.os.torch_build, sys; print('torch' in sys.modules)"
     bare = (sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {os.getcwd()!r}); {code}")
     done = subprocess.run(bare, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.strip() == "False"
