@@ -49,7 +49,7 @@ class Labels:
                 f"the {name}: the recipe names classes, and a batch of "
                 f"{counted(len(fetched.kept), 'sample')} has the column {self.column} of shape "
                 f"{list(labels.shape)}. It must have one row per sample: correct the recipe's collate, or "
-                "set Recipe.label to the right column."
+                "set Recipe.label_column to the right column."
             )
         if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
             return

@@ -86,7 +86,7 @@ class Task:
         try:
             self.stepper.backward(of_batch.sum, of_batch.count)
         except RuntimeError as error:
-            if (mistake := backward_mistake(error, self.network)) is None:
+            if (mistake := backward_mistake(error)) is None:
                 raise
             raise mistake from error
         return of_batch

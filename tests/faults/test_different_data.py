@@ -256,7 +256,7 @@ def test_a_schedule_that_differs_by_rank_ends_the_run_before_its_first_step(tmp_
         assert parent.end() == ConfigError.exit_code
         assert re.search(
             r"^error: the ranks were given different models or settings.* on rank\(s\) 1 learning_rates is "
-            r"\(0\.2, 0\.2, 0\.2, 0\.2\), not \(0\.1, 0\.1, 0\.1, 0\.1\)\. ",
+            r"\[0\.2, 0\.2, 0\.2, 0\.2\], not \[0\.1, 0\.1, 0\.1, 0\.1\]\. ",
             parent.stderr,
             re.MULTILINE,
         ), parent.stderr

@@ -326,12 +326,6 @@ UNTRAINABLE: dict[str, tuple[str, str, str]] = {
         "the recipe's loss at {file}:{line} has the arguments (batch), and the launcher calls it with "
         "(network, batch): let it take exactly these.",
     ),
-    "a change in place": (
-        "FORWARD",
-        "x = torch.sigmoid(self.inner(x)); x += 1; return x",
-        "a tensor [32, 3], the output of Sigmoid, was changed in place, and the backward pass needs its "
-        "former values. Write x = x + y instead of x += y",
-    ),
 }
 
 

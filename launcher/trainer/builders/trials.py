@@ -52,6 +52,8 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int 
     """
     if len(sizes) > MOST_SIZES:
         sizes = [sizes[at * (len(sizes) - 1) // (MOST_SIZES - 1)] for at in range(MOST_SIZES)]
+    # Bisection: memory grows with the size, so what fits is a tail of `sizes`. Where an algorithm chosen by
+    # size breaks that, a size below the largest may be found, but never one that was not tried.
     at = 0 if fits(sizes[0]) else bisect_left(sizes, True, lo=1, key=fits)
     return sizes[at] if at < len(sizes) else None
 

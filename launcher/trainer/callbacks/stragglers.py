@@ -20,9 +20,11 @@ from launcher.trainer.step_times import StepTimes
 from launcher.trainer.votes import DATA_SLOT, WAIT_SLOT
 from launcher.trainer.warning_log import Occurrences
 
-WINDOW = 50  # steps, or as many as there are ranks
+# Steps, or as many as there are ranks: long enough that the mean of a rank is not that of one slow read, and
+# short enough that a rank which became slow is named within minutes. One rank sends in each step.
+WINDOW = 50
 LAG = 2  # steps after the end of a window until each rank has read its last one
-LATE_SHARE = 0.25  # of a step: less is worth no look at another machine
+LATE_SHARE = 0.25  # of a step: less varies by itself, and is worth no look at another machine
 LATE_MS = 1.0  # in steps of some milliseconds a quarter is what the scheduler of one host already takes
 
 

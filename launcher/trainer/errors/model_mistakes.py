@@ -1,4 +1,4 @@
-"""Names what of a user's model a run cannot train: the module that was given other shapes, writes in place.
+"""Names what of a user's model a run cannot train: the module that was given other shapes, lost parameters.
 
 Owns the search for them in a traceback and in the model. Changes nothing, and calls no module.
 """
@@ -19,9 +19,6 @@ SHAPES = re.compile(
     r"invalid for input of size|running_mean should|same number of dimensions|match the broadcast shape|"
     r"Kernel size can't be greater|must be equal to (input|hidden)_size"
 )  # of errors of torch about the shapes of their tensors
-IN_PLACE = re.compile(
-    r"modified by an inplace operation: \[[\w.]+ (\[[\d, ]*\])\](?:, which is output \d+ of (\w+))?"
-)
 SHOWN = 5  # lines, or parameters
 
 
@@ -69,22 +66,11 @@ def module_given(error: BaseException) -> str:
     return f"{title}, {kind}, was given {' and '.join(shapes) or 'no tensor'}"
 
 
-def backward_mistake(error: BaseException, model: nn.Module) -> ConfigError | None:
-    """The error of a backward pass that needs what was written over or freed; None for any other."""
-    text = whole_text(error)
-    if "backward through the graph a second time" in text:
-        return ConfigError(
-            "the loss depends on a tensor of an earlier step, whose graph is freed. Keep x.detach() from one "
-            "step to the next, as of a hidden state; compute again in each step what is trained."
-        )
-    found = IN_PLACE.search(text)
-    if found is None:
+def backward_mistake(error: BaseException) -> ConfigError | None:
+    """The error of a backward pass through a graph that is freed; None for any other."""
+    if "backward through the graph a second time" not in whole_text(error):
         return None
-    of = f", the output of {found[2].removesuffix('Backward0')}," if found[2] else ""
-    modules = [name for name, each in model.named_modules() if getattr(each, "inplace", False) is True]
-    with_option = f"Modules with inplace=True: {listed(modules, SHOWN)}. " if modules else ""
     return ConfigError(
-        f"a tensor {found[1]}{of} was changed in place, and the backward pass needs its former values. "
-        f"{with_option}Write x = x + y instead of x += y, x.relu() instead of x.relu_(), and leave out "
-        "inplace=True."
+        "the loss depends on a tensor of an earlier step, whose graph is freed. Keep x.detach() from one "
+        "step to the next, as of a hidden state; compute again in each step what is trained."
     )

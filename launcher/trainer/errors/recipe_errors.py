@@ -6,7 +6,6 @@ traceback. What a user can act on already, a lack of memory and the loss of anot
 
 from __future__ import annotations
 
-import dis
 import functools
 import re
 import sys
@@ -215,7 +214,7 @@ def _defined(function: Callable[..., object]) -> str:
 
 def _rule(error: Exception, batch: Mapping[str, object]) -> str:
     """The rule that the data breaks, if the data is at fault; else empty."""
-    if isinstance(error, KeyError) and batch and not _is_raised(error) and error.args[0] not in batch:
+    if isinstance(error, KeyError) and batch and _is_a_name(error.args[0]) and error.args[0] not in batch:
         return (
             f"A batch has the columns {', '.join(batch)}. Read one of these, or add the missing one to the "
             "recipe's TensorData."
@@ -280,9 +279,6 @@ def _not_fp32(batch: Mapping[str, object]) -> str:
     )
 
 
-def _is_raised(error: Exception) -> bool:
-    """Whether a `raise` in Python code is the origin, rather than an operation such as `batch["image"]`."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is None or dis.opname[frame.tb_frame.f_code.co_code[frame.tb_lasti]] == "RAISE_VARARGS"
+def _is_a_name(key: object) -> bool:
+    """Whether a KeyError is about a key such as that of a column, and not a sentence that someone raised."""
+    return isinstance(key, str) and key.isidentifier()
