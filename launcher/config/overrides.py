@@ -60,6 +60,10 @@ KEYS_ELSEWHERE = {  # the key here, with its value if that is not the same, and 
     "checkpoint.resume": "resume",
     "optim.clip_norm": "gradient_clip_val max_grad_norm",
 }
+ACCUMULATION = (
+    "Gradient accumulation follows from two sizes: data.batch_size has the samples of one update over all "
+    "ranks, data.micro_batch_size those of one forward pass of a rank."
+)
 MOST_JOBS = 2_000  # of a sweep: composed and checked in about ten seconds, and sweep.json stays below 2 MB
 WARMUP = "schedule.warmup_fraction"
 SWEEP_DIRECTORY = "hydra.sweep.dir"

@@ -263,6 +263,8 @@ def unknown_problem(key: str, value: object, choices: tuple[str, ...], composer:
             here, _, other = own.partition("=")
             typed = f"{here}={other or texts.show(value)}"
             return f"{written}: there is no such key. It is called {here} here: {typed}."
+    if "accum" in key:  # gradient_accumulation_steps, accumulate_grad_batches, grad_accum_steps
+        return f"{written}: there is no such key. {checks.ACCUMULATION}"
     if having:
         return f"{written}: this key belongs to {' and '.join(', '.join(having).rsplit(', ', 1))} only."
     return texts.unknown_key(written, key, composer.known(choices))

@@ -533,6 +533,15 @@ def test_a_hostile_or_wrong_file_is_refused(tmp_path, addition: str, reason: str
 
 
 @pytest.mark.parametrize(
+    "key", ["gradient_accumulation_steps", "train.accumulate_grad_batches", "grad_accum_steps"]
+)
+def test_gradient_accumulation_is_found_by_the_names_it_has_elsewhere(key) -> None:
+    text = problems("recipe=resnet18", f"{key}=4")
+    assert text.startswith(f"{key}=4: there is no such key. Gradient accumulation follows from two sizes")
+    assert "data.micro_batch_size" in text
+
+
+@pytest.mark.parametrize(
     ("word", "multirun", "advice"),
     [
         ("run.dir=123", False, """To give 123 as text: 'run.dir="123"'."""),
