@@ -31,7 +31,7 @@ LAYERS = (
     {"__main__"},
 )
 ENGINE_LAYERS = (
-    {"errors", "limits", "works", "step_timer", "names"},
+    {"errors", "limits", "async_work", "step_timer", "names"},
     {"precision", "params"},
     {"grads", "state"},
     {"optim"},

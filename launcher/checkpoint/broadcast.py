@@ -10,7 +10,7 @@ from torch import Tensor
 
 from launcher.distributed.collectives import send_to_all
 from launcher.distributed.env import LEADER, WorkerEnv
-from launcher.engine import works
+from launcher.engine import async_work
 
 PIECE_BYTES = 16 << 20  # on the device at a time: the memory of a GPU may be full of what is loaded
 
@@ -34,6 +34,6 @@ def _broadcast(env: WorkerEnv, tensor: Tensor) -> None:
         return
     for piece in torch.split(tensor.reshape(-1).view(torch.uint8), PIECE_BYTES):
         there = piece.to(env.device)
-        works.broadcast(there, env.group, LEADER)
+        async_work.broadcast(there, env.group, LEADER)
         if not env.is_leader and there is not piece:
             piece.copy_(there)

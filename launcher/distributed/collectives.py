@@ -1,7 +1,7 @@
-"""Collectives on texts and bytes, and gathers of numbers; sums over the ranks are those of `engine.works`.
+"""Collectives on texts and bytes, and gathers of numbers; sums over the ranks are in `engine.async_work`.
 
 All ranks call each function at the same point; `group` None is one process. Nothing is unpickled here.
-Works are kept as in the engine: dropping one can abort the process at shutdown.
+Work handles are kept as in the engine: dropping one can abort the process at shutdown.
 
 A rank that raised before a collective would leave the others waiting in it: a message is the content that
 they wait for, or the error that the rank had instead.
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import launcher.engine.works as works
+import launcher.engine.async_work as async_work
 import launcher.errors
 from launcher.distributed.env import LEADER, WorkerEnv, numbered
 from launcher.errors import LauncherError
@@ -45,11 +45,11 @@ def send_to_all(env: WorkerEnv, data: bytes, sender: int) -> bytes:
         return data
     length = torch.tensor([len(data)], device=env.device)
     # The length first: the other ranks have to know how many bytes they receive.
-    works.broadcast(length, env.group, sender)
+    async_work.broadcast(length, env.group, sender)
     content = torch.zeros(int(length) + 1, dtype=torch.uint8, device=env.device)  # an empty one is refused
     if env.rank == sender:
         content[:-1] = torch.frombuffer(bytearray(data + b"."), dtype=torch.uint8)[:-1].to(env.device)
-    works.broadcast(content, env.group, sender)
+    async_work.broadcast(content, env.group, sender)
     return content[:-1].cpu().numpy().tobytes()
 
 
@@ -58,7 +58,7 @@ def gather(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
     if group is None:
         return [own]
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    works.run(dist.all_gather(rows, own, group=group, async_op=True), own)
+    async_work.run(dist.all_gather(rows, own, group=group, async_op=True), own)
     return rows
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import launcher.engine.async_work as async_work
 import launcher.engine.limits as limits
-import launcher.engine.works as works
 from launcher.engine.checks.attached_params import AttachedParams, InPlaceWrites
 from launcher.engine.checks.param_owners import ParamOwner
 from launcher.engine.checks.ported_loop import PortedLoop
@@ -77,7 +77,7 @@ class StepperParts:
     Moves the model's parameters and buffers into flat memory and broadcasts rank 0's values.
     """
 
-    def __init__(self, model: nn.Module, choices: StepperOptions, group: works.Group) -> None:
+    def __init__(self, model: nn.Module, choices: StepperOptions, group: async_work.Group) -> None:
         policy, ddp, optimizer = choices.policy, choices.ddp, choices.optimizer
         world_size = dist.get_world_size(group) if group else 1
         grouping = Grouping.of(model, choices.groups)
@@ -116,7 +116,9 @@ class StepperParts:
         self.rank_state = RankState(model, layout, self.buffers, self.zero1, self.updater, self.scale)
 
 
-def _take_values_of_rank_0(layout: Layout, model: nn.Module, buffers: Buffers, group: works.Group) -> None:
+def _take_values_of_rank_0(
+    layout: Layout, model: nn.Module, buffers: Buffers, group: async_work.Group
+) -> None:
     """Broadcast parameters, including frozen ones, and buffers, bit for bit."""
     if group is None:
         return
@@ -128,7 +130,7 @@ def _take_values_of_rank_0(layout: Layout, model: nn.Module, buffers: Buffers, g
     for tensor in (*exact, *frozen, *buffers.flat):
         values = tensor.contiguous()
         # As bytes: Gloo has no integers of 16 bits, for one.
-        works.broadcast(values.reshape(-1).view(torch.uint8), group)
+        async_work.broadcast(values.reshape(-1).view(torch.uint8), group)
         tensor.copy_(values)
     for flat_buffer in layout.flat_buffers:
         if flat_buffer.half and flat_buffer.master is not None:

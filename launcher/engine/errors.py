@@ -24,8 +24,8 @@ class EngineWarning(UserWarning):
     """Issued for a training loop that runs, but probably not as its author intended."""
 
 
-def check_loss(loss_sum: Tensor, count: float | Tensor, device: torch.device) -> None:
-    """Raise UnusableError unless `loss_sum` can be the sum of `count` losses of a model on `device`."""
+def check_loss(loss_sum: Tensor, count: float | Tensor) -> None:
+    """Raise UnusableError unless `loss_sum` can be the sum of `count` losses."""
     if loss_sum.dtype != torch.float32 or loss_sum.ndim != 0:
         raise UnusableError(
             f"the loss is {loss_sum.dtype} of shape {tuple(loss_sum.shape)}; it must be fp32, 0-dim. Take "
@@ -39,11 +39,6 @@ def check_loss(loss_sum: Tensor, count: float | Tensor, device: torch.device) ->
             "and the forward pass, out of that context."
         )
     check_count(count)
-    if loss_sum.is_meta and device.type != "meta":
-        raise UnusableError(
-            "the loss is on the device meta, which holds no values: model or batch was moved there within "
-            "the step. Move them to a real device before building the Stepper."
-        )
 
 
 def check_count(count: float | Tensor) -> None:

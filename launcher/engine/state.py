@@ -34,8 +34,8 @@ class EngineState:
     `optimizer` has one entry per state and parameter, fp32 for our own optimizers: `exp_avg/fc.weight`.
 
     `weights` are fp32: masters (never rebuilt from half weights) and frozen parameters. Frozen parameters
-    that are fp64 or not floating-point keep their dtype. `counters` are those of the loss scale: exponent,
-    clean steps in a row, lives, applied and skipped steps.
+    that are fp64 or not floating-point keep their dtype. `counters` are those of the loss scale:
+    its exponent, growth and hysteresis trackers, applied and skipped steps.
 
     `as_dict()` can be saved with torch.save, and loaded with torch.load(weights_only=True) and `from_dict`.
     """
@@ -95,7 +95,7 @@ def check_numbers(state: EngineState) -> None:
     """Raise ValueError for counters no loss scale can have, and for an unknown mode or reference count."""
     check_names("counters of the loss scale", set(LossScale.FIELDS), set(state.counters))
     for name, value in state.counters.items():
-        # Lives fall below 0 where overflows follow each other: only a clean step restores them.
+        # The hysteresis tracker falls below 0 where overflows follow each other.
         signed = name in ("exponent", "hysteresis_tracker")
         if not is_whole(value) or abs(value) > LARGEST_COUNT or not (signed or value >= 0):
             raise ValueError(f"the state does not fit: its counter {name} is {value!r}.")

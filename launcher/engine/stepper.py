@@ -195,7 +195,7 @@ class Stepper:
         or step() may follow, and both abandon the step.
         """
         self._step.check_attached()
-        check_loss(loss_sum, count, self.device)
+        check_loss(loss_sum, count)
         self._parts.ported_loop.check_backward(loss_sum)
         if is_mean(loss_sum, count):
             self._parts.warnings.warn(WARNING, stacklevel=2)
@@ -213,7 +213,7 @@ class Stepper:
                 "reference_count, the usual number of samples per rank and step, or call it after backward()."
             )
         with self._step.during_backward():
-            return dry_backward(self.layout.parameters, loss_sum, self._step.slope(), self.device)
+            return dry_backward(self.layout.parameters, loss_sum, self._step.slope())
 
     def step(self) -> StepResult:
         """Reduce, agree, unscale, clip, update or skip. A collective: every rank calls it once per step.

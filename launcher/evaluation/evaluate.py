@@ -30,7 +30,7 @@ from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch, transformed
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.uneven import UnevenCollectives
-from launcher.engine.works import all_reduce
+from launcher.engine.async_work import all_reduce
 from launcher.errors import ConfigError, DataError, counted
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.measuring import Beat, Guard, Measuring, MetricValues, rows_with_nan

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from launcher.data.tensors import Batch
 from launcher.distributed.env import WorkerEnv
-from launcher.engine.works import all_reduce
+from launcher.engine.async_work import all_reduce
 from launcher.recipe.contract import Loss
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from launcher.distributed.collectives import exchange_texts, gather
 from launcher.distributed.env import LEADER, WorkerEnv
 from launcher.engine import ExponentialMovingAverage, Stepper
+from launcher.engine.async_work import all_reduce
 from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.precision.op_lists import widen
-from launcher.engine.works import all_reduce
 from launcher.errors import ReplicaError, listed
 
 ABSTAINS = -2  # a rank that has not trained since the start: below both answers and their negatives

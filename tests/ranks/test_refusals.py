@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import launcher.engine.works as works
+import launcher.engine.async_work as async_work
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper, TorchOptimizer, UnusableError
 from launcher.engine.checks.same_on_all_ranks import check_same_on_all_ranks
@@ -155,7 +155,7 @@ def test_micro_batches_and_emulation_may_differ_between_ranks() -> None:
 
 def collectives_of_building(env: WorkerEnv) -> int:
     started: list[dist.Work] = []
-    works.started, start = lambda work: (started.append(work), start(work))[1], works.started  # type: ignore
+    async_work.started, start = lambda work: (started.append(work), start(work))[1], async_work.started  # type: ignore
     check_same_on_all_ranks(mlp(), DEFAULTS, env.group)
     return len(started)
 

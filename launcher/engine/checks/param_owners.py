@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-import launcher.engine.works as works
+import launcher.engine.async_work as async_work
 from launcher.engine.errors import UnusableError
 
 SWAPPED = (
@@ -28,7 +28,7 @@ class ParamOwner:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], group: works.Group, release: Callable[[], None]
+        self, parameters: Iterable[nn.Parameter], group: async_work.Group, release: Callable[[], None]
     ) -> None:
         self._parameters, self._group, self._release = list(parameters), group, release
         self._taken = False

@@ -14,7 +14,7 @@ from types import FrameType
 import torch
 from torch import Tensor, nn
 
-import launcher.engine.works as works
+import launcher.engine.async_work as async_work
 from launcher.engine.errors import UnusableError
 from launcher.engine.precision.op_lists import HALF
 
@@ -41,7 +41,7 @@ OUTSIDE = (
 class PortedLoop:
     """Looks at the first step of a Stepper for calls of torch.amp, and at each for a missing backward()."""
 
-    def __init__(self, parameters: Collection[nn.Parameter], group: works.Group, clips: bool) -> None:
+    def __init__(self, parameters: Collection[nn.Parameter], group: async_work.Group, clips: bool) -> None:
         self._parameters, self._alone, self._clips = parameters, group is None, clips
         self._has_stepped = False
 

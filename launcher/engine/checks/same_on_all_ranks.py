@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import launcher.engine.works as works
+import launcher.engine.async_work as async_work
 from launcher.engine.errors import UnusableError, listed
 from launcher.engine.names import named_buffers, named_parameters
 
@@ -27,7 +27,7 @@ REFUSED = "the error"  # of a rank by itself
 
 
 @contextmanager
-def checking_together(model: object, group: works.Group) -> Iterator[None]:
+def checking_together(model: object, group: async_work.Group) -> Iterator[None]:
     """The context for the checks that a rank makes alone, before all ranks call `check_same_on_all_ranks`.
 
     Where a rank raises, the others would wait for it there for ever. So it takes part, and they raise too.
@@ -41,7 +41,9 @@ def checking_together(model: object, group: works.Group) -> Iterator[None]:
         raise
 
 
-def check_same_on_all_ranks(model: nn.Module, settings: Mapping[str, object], group: works.Group) -> None:
+def check_same_on_all_ranks(
+    model: nn.Module, settings: Mapping[str, object], group: async_work.Group
+) -> None:
     """Require the same tensors in the same order and the same settings on all ranks.
 
     Raises UnusableError on all ranks or on none. A collective of 24 bytes, unless there is a difference.
@@ -94,13 +96,13 @@ def _differences(own: dict[str, str], model: nn.Module, group: dist.ProcessGroup
         device = torch.device("cuda")
     # One MAX of x and of -x gives the largest and the smallest: opposite only if x is the same on all ranks.
     agreed = torch.tensor([digest, -digest, len(data)], dtype=torch.int64, device=device)
-    works.all_reduce(agreed, group, dist.ReduceOp.MAX)
+    async_work.all_reduce(agreed, group, dist.ReduceOp.MAX)
     largest, negative, length = agreed.tolist()
     if largest == -negative:
         return ""
     row = torch.frombuffer(bytearray(data.ljust(length)), dtype=torch.uint8).to(device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
-    works.run(dist.all_gather(rows, row, group=group, async_op=True), row)
+    async_work.run(dist.all_gather(rows, row, group=group, async_op=True), row)
     return _by_ranks([_read(each) for each in rows])
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import launcher.engine.works as works
+import launcher.engine.async_work as async_work
 from launcher.engine.grads.bucket import Bucket, Collective
 from launcher.engine.params.flat_buffers import BucketRange, FlatBuffer
 
@@ -23,19 +23,19 @@ from launcher.engine.params.flat_buffers import BucketRange, FlatBuffer
 class AllReduceSum(Collective):
     """All-reduce SUM in `gradient_dtype`."""
 
-    def __init__(self, group: works.Group, divisor: int = 1) -> None:
+    def __init__(self, group: async_work.Group, divisor: int = 1) -> None:
         self._group = group
         self.predivide_factor = 1.0 / divisor
 
     def start(self, bucket: Bucket) -> int:
         if self._group is None:
             return 0
-        bucket.work = works.started(dist.all_reduce(bucket.message, group=self._group, async_op=True))
+        bucket.work = async_work.started(dist.all_reduce(bucket.message, group=self._group, async_op=True))
         return bucket.size_bytes
 
     def wait(self, bucket: Bucket) -> None:
         if bucket.work is not None:
-            works.wait_for(bucket.work, bucket.message)
+            async_work.wait_for(bucket.work, bucket.message)
             bucket.work = None
 
 
@@ -81,7 +81,7 @@ class ShardedSum(Collective):
             own = flat_buffer.weight[bucket_range.shard(self._rank, self._world_size)].clone()
             gathers.append((start_gather(whole, own, self._group), whole, own))
         for work, whole, _ in gathers:
-            works.wait_for(work, whole)
+            async_work.wait_for(work, whole)
 
 
 def is_sharded(collectives: Mapping[str, Collective]) -> bool:
@@ -92,7 +92,7 @@ def is_sharded(collectives: Mapping[str, Collective]) -> bool:
 def exchange(bucket: Bucket, group: dist.ProcessGroup) -> None:
     """Start the all-to-all in which each rank receives all ranks' values of the elements that it owns."""
     bucket.received = torch.empty_like(bucket.message)
-    bucket.work = works.started(
+    bucket.work = async_work.started(
         dist.all_to_all_single(bucket.received, bucket.message, group=group, async_op=True)
     )
 
@@ -103,7 +103,7 @@ def sum_of_received(bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
     The bucket keeps that, so that this can be repeated where there was no memory for the sum.
     """
     assert bucket.received is not None
-    works.wait_for(bucket.work, bucket.message)
+    async_work.wait_for(bucket.work, bucket.message)
     rows = bucket.received.view(dist.get_world_size(group), -1)  # [rank, element]
     return rows.sum(dim=0, dtype=torch.float32) if rows.is_cuda else sum_of_rows(rows)
 
@@ -128,4 +128,4 @@ def start_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.W
     """Start `whole` [W * n] from each rank's `own` [n]. Keep both until the work has been waited for."""
     # torch 2.13 renamed it and warns about the old name; 2.11 has only the old one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return works.started(gather(whole, own, group=group, async_op=True))
+    return async_work.started(gather(whole, own, group=group, async_op=True))

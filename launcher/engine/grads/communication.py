@@ -8,10 +8,10 @@ from typing import Annotated
 import torch
 
 import launcher.engine.limits as limits
+from launcher.engine.async_work import Group
 from launcher.engine.grads.bucket import Collective
 from launcher.engine.grads.collectives import AllReduceSum, ShardedSum
 from launcher.engine.params.flat_params import FP32_PARAMS, Layout
-from launcher.engine.works import Group
 
 GRADIENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

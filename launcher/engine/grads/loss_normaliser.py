@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import launcher.engine.works as works
+import launcher.engine.async_work as async_work
 from launcher.engine.precision.loss_scale import nearest_power_of_two
 
 
@@ -21,7 +21,7 @@ class LossNormaliser:
     """
 
     def __init__(
-        self, count: int | None, micro_batches: int, device: torch.device, group: works.Group
+        self, count: int | None, micro_batches: int, device: torch.device, group: async_work.Group
     ) -> None:
         self.count = count
         self.micro_batches = micro_batches  # the largest number of backward() calls of a step
@@ -57,7 +57,7 @@ class LossNormaliser:
             return 1.0
         own = self.divisor
         total = torch.zeros((), dtype=torch.float64, device=self._device) + self._expected
-        works.all_reduce(total, self._group)
+        async_work.all_reduce(total, self._group)
         mean = float(total) / (dist.get_world_size(self._group) if self._group else 1)
         self.count = nearest_power_of_two(mean) if mean else 0
         self._is_new = True

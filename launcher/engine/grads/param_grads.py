@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from launcher.engine.errors import check_loss
@@ -35,15 +34,13 @@ def grads_set_aside(parameters: Collection[nn.Parameter]) -> Iterator[None]:
             p.grad = grad
 
 
-def dry_backward(
-    parameters: Mapping[str, nn.Parameter], loss: Tensor, slope: Tensor, device: torch.device
-) -> dict[str, Tensor]:
+def dry_backward(parameters: Mapping[str, nn.Parameter], loss: Tensor, slope: Tensor) -> dict[str, Tensor]:
     """Gradients by name from a backward pass of `slope * loss` that is not part of a step.
 
     `slope`: fp32, 0-dim. Not with `autograd.grad`, under which re-entrant activation checkpointing refuses to
     run.
     """
-    check_loss(loss, 0, device)
+    check_loss(loss, 0)
     with grads_set_aside(parameters.values()):
         loss.backward(slope)  # type: ignore[no-untyped-call]
         found = {name: p.grad for name, p in parameters.items() if p.grad is not None}

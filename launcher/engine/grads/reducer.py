@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-import launcher.engine.works as works
+import launcher.engine.async_work as async_work
 from launcher.engine.errors import UnusableError
 from launcher.engine.grads.bucket import Bucket, Collective
 from launcher.engine.grads.collectives import ShardedSum
@@ -46,7 +46,7 @@ class Reducer:
     def __init__(
         self,
         layout: Layout,
-        group: works.Group,
+        group: async_work.Group,
         collectives: Mapping[str, Collective],
         micro_batches: int = 1,
         overlap: bool = True,

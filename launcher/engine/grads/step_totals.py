@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import launcher.engine.works as works
+import launcher.engine.async_work as async_work
 from launcher.engine.limits import VOTES
 from launcher.engine.precision.found_inf import StepTotals
 
@@ -33,7 +33,9 @@ class TotalsReducer:
     `sharded`: bool [parameters], those of which each rank holds a part of the reduced gradient, not all.
     """
 
-    def __init__(self, on_host: bool, device: torch.device, group: works.Group, sharded: list[bool]) -> None:
+    def __init__(
+        self, on_host: bool, device: torch.device, group: async_work.Group, sharded: list[bool]
+    ) -> None:
         self._on_host, self._device, self._group = on_host, device, group
         self._world_size = dist.get_world_size(group) if group else 1
         # Each rank gives a part of the sum: its shard, or of a gradient that all hold a W-th of its own sum.
@@ -83,7 +85,7 @@ class TotalsReducer:
 
     def reduce(self, message: Tensor) -> StepTotals:
         """Add up the ranks' messages. A collective: the only one of a step beside the buckets."""
-        works.all_reduce(message, self._group)
+        async_work.all_reduce(message, self._group)
         head, by_parameter = message[: self._num_head], message[self._num_head :]
         votes, status = head[COUNTED:SQUARES], head[COUNTS:]
         numbers: list[Any] = head.tolist() if self._on_host else list(head.unbind())

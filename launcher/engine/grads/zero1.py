@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import launcher.engine.works as works
+import launcher.engine.async_work as async_work
 from launcher.engine.grads.bucket import Collective
 from launcher.engine.grads.collectives import ShardedSum, is_sharded, start_gather
 from launcher.engine.params.flat_buffers import FlatBuffer, ParamRange, Shard
@@ -34,7 +34,9 @@ class Zero1:
     Building it drops the full masters of sharded flat buffers: from then on each rank has only its shards.
     """
 
-    def __init__(self, layout: Layout, collectives: Mapping[str, Collective], group: works.Group) -> None:
+    def __init__(
+        self, layout: Layout, collectives: Mapping[str, Collective], group: async_work.Group
+    ) -> None:
         self._layout, self._collectives, self._group = layout, collectives, group
         self.shards: list[Shard] = []
         self.places: list[tuple[FlatBuffer, slice]] = []  # which elements of which flat buffer each shard is
@@ -70,7 +72,7 @@ class Zero1:
         if not self.sharded:
             return found
         flag = torch.tensor(int(found), device=self._layout.device)
-        works.all_reduce(flag, self._group, dist.ReduceOp.MAX)
+        async_work.all_reduce(flag, self._group, dist.ReduceOp.MAX)
         return bool(flag)
 
     def gather_full(
@@ -186,9 +188,9 @@ class Zero1:
                 if rank is not None:
                     parts = None if received is None else list(received.unbind())
                     work = dist.gather(part, parts, group=self._group, group_dst=rank, async_op=True)
-                    works.run(work, part)
+                    async_work.run(work, part)
                 elif received is not None:
-                    works.wait_for(start_gather(received.view(-1), part, self._group), received)
+                    async_work.wait_for(start_gather(received.view(-1), part, self._group), received)
                 if rows is not None and received is not None:
                     for row, values in zip(rows, received, strict=True):  # contiguous, so without a wait
                         row[start : start + step].copy_(values, non_blocking=True)

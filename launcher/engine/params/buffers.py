@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import launcher.engine.works as works
+import launcher.engine.async_work as async_work
 from launcher.engine.errors import UnusableError
 from launcher.engine.names import named_buffers, named_modules
 from launcher.engine.precision.op_lists import HALF
@@ -24,7 +24,7 @@ class Buffers:
     of them; `statistics` those of `flat` that are running statistics, such as those of BatchNorm.
     """
 
-    def __init__(self, model: nn.Module, group: works.Group) -> None:
+    def __init__(self, model: nn.Module, group: async_work.Group) -> None:
         self._group = group
         # Of a buffer with several names one that says so is enough.
         statistics = {
@@ -93,10 +93,10 @@ class Buffers:
             return
         for flat in self.statistics:
             total = flat.double()  # exact for equal values: averaging twice changes nothing
-            works.all_reduce(total, self._group)
+            async_work.all_reduce(total, self._group)
             flat.copy_(total / dist.get_world_size(self._group))
         for flat in self._others:
-            works.broadcast(flat.view(torch.uint8), self._group)  # as bytes: bit for bit
+            async_work.broadcast(flat.view(torch.uint8), self._group)  # as bytes: bit for bit
         self.snapshot()
 
     def collect(self) -> None:

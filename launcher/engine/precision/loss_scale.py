@@ -23,8 +23,8 @@ from launcher.engine.precision.policy import Policy, ScaleMode
 class Scaling:
     """How the loss scale starts and changes; all scales are powers of two.
 
-    dynamic: an overflow takes one of `hysteresis` lives, and halves the scale when none is left; a clean
-    step restores all lives; `growth_interval` clean steps in a row double the scale. static: always `init`.
+    dynamic: the last of `hysteresis` overflows halves the scale, and an applied step begins their count anew;
+    `growth_interval` applied steps in a row double the scale. static: always `init`.
     none: 1. Scales are ints up to 2**127. Raises UnusableError for other values.
     """
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import launcher.engine.works as works
+import launcher.engine.async_work as async_work
 
 FIRST_EXPONENT, LAST_EXPONENT = -40, 16  # of the bins; others are counted in the outermost
 FLUSHED_BELOW = -25  # half of fp16's smallest number, 2^-24; the tie itself counts as kept
@@ -57,7 +57,7 @@ class ExponentCounter:
     With a `group`, counts are summed over its ranks, each of which passes its own elements: a collective.
     """
 
-    def __init__(self, device: torch.device, group: works.Group = None) -> None:
+    def __init__(self, device: torch.device, group: async_work.Group = None) -> None:
         self._group = group
         self._columns = {
             dtype: _columns(dtype).to(device) for dtype in (torch.float16, torch.bfloat16, torch.float32)
@@ -67,7 +67,7 @@ class ExponentCounter:
         """Count what each gradient (fp16, bf16 or fp32, any shape) holds now. Does not wait for results."""
         rows = [self._row(gradient) for gradient in gradients.values()]
         counts, ready = torch.stack(rows), None
-        works.all_reduce(counts, self._group)
+        async_work.all_reduce(counts, self._group)
         host = counts.to("cpu", non_blocking=True)
         if counts.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import is_secondary
 from launcher.distributed.heartbeat import Beat, Heartbeat, where
-from launcher.engine import UnusableError, works
+from launcher.engine import UnusableError, async_work
 from launcher.errors import ConfigError, LauncherError, UnexpectedError, described
 from launcher.os import frames
 from launcher.os.oom import TO_LOWER, shortage_of
@@ -130,7 +130,7 @@ def release_frames(error: BaseException) -> None:
         frames.release(error)
     else:  # the console shows the traceback of what is no Exception
         traceback.clear_frames(error.__traceback__)
-    works.release()
+    async_work.release()
     gc.collect()
 
 

@@ -104,14 +104,6 @@ def test_a_subclass_has_attributes_of_its_own() -> None:
     assert stepper.lr == pytest.approx(0.2)
 
 
-def test_a_loss_without_values_is_refused() -> None:
-    model = mlp()
-    stepper = Stepper(model, SGD(0.1), Policy.fp32())
-    x, _ = features(4, 0)
-    with pytest.raises(UnusableError, match="the loss is on the device meta, which holds no values"):
-        stepper.backward(model(x).sum().to("meta"), 4)
-
-
 @pytest.mark.parametrize("within", [False, True], ids=["itself", "within another module"])
 def test_a_model_that_exchanges_gradients_itself_is_refused(within) -> None:
     """It trained other weights without a word: its means were taken for the gradients of one rank."""
