@@ -9,6 +9,8 @@ from launcher.config.messages import program
 from launcher.errors import ConfigError
 from launcher.launch.config_broadcast import Leader
 
+OTHER_FORMATS = (".bin", ".ckpt", ".h5", ".onnx", ".pickle", ".pkl", ".pt", ".pth")
+
 
 def export_weights(arguments: Arguments, leader: Leader) -> None:
     """export RUN FILE [--dtype fp16] [--best]: writes the weights to a safetensors file
@@ -32,6 +34,9 @@ def export_weights(arguments: Arguments, leader: Leader) -> None:
         usage = f"{program()} export outputs/<recipe>/<run> weights.safetensors"
         raise ConfigError(f"export: give a run and a file: {usage} [--dtype fp16] [--best] [--no-ema]")
     run_dir, file = map(Path, arguments.words)
+    if file.suffix in OTHER_FORMATS and not file.is_dir():
+        other = file.with_suffix(".safetensors")
+        raise ConfigError(f"export {file}: the file is written in the format safetensors: name it {other}.")
     if file.is_dir() or arguments.words[1].endswith("/"):  # a folder that one can predict with
         with_model_folder(run_dir, file)
         file /= "model.safetensors"

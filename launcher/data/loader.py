@@ -47,7 +47,10 @@ END_S = 1.0  # for a loader process to end by itself
 LOST = "DataLoader worker (pid"  # in torch's errors for a process that ended
 READING, ENDS = 0, 1  # columns of what a pool shares with its processes
 REASON_BYTES = 2_000  # of the text with which a loader process ends
-TO_SEND = "It takes open files (ulimit -n), room in /dev/shm, a socket in TMPDIR; data.num_workers=0 none."
+TO_SEND = (
+    "It takes open files (ulimit -n), room in /dev/shm (docker: --shm-size=1g), a socket in "
+    "TMPDIR; data.num_workers=0 none."
+)
 TO_PICKLE = "A batch is pickled: make it of tensors, arrays, numbers and text, or set data.num_workers=0."
 LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")  # bytes: a socket's path has at most 107
 
@@ -215,7 +218,10 @@ class Pool:
             return f"{reading} sample {', '.join(map(str, indices))} of the {self.kind} set"
         if any(row[READING] == TOGETHER for row in rows):
             return f"{reading} samples of the {self.kind} set together, by its __getitems__"
-        return f"between samples of the {self.kind} set (collating or sending a batch: is /dev/shm full?)"
+        return (
+            f"between samples of the {self.kind} set (collating or sending a batch: is /dev/shm full? "
+            "docker: --shm-size=1g)"
+        )
 
     def _begin(self, number: int) -> None:
         """Set up a loader process, once. A signal to all processes of a job is for the worker to act on."""

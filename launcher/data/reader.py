@@ -115,6 +115,12 @@ class Fetched:
         return replace(self, batch={name: column.pin_memory() for name, column in self.batch.items()})
 
 
+SMALL_SHM = (
+    "/dev/shm has no room for a batch of a loader process. Start docker with --shm-size=1g or --ipc=host, or "
+    "set data.num_workers=0"
+)
+
+
 class Reader:
     """Answers requests from a data set. What torch's DataLoader holds as its data set.
 
@@ -184,6 +190,8 @@ class Reader:
         self, request: BatchRequest, samples: Mapping[int, Any], bad: list[BadSample], error: BaseException
     ) -> Fetched:
         """The batch without those of the samples, by offset, that fail even alone; else the failure."""
+        if "shared memory" in str(error):  # torch's text; no sample is to blame
+            return Fetched.failed(SMALL_SHM, error, tuple(bad))
         errors = {offset: why for offset, each in samples.items() if (why := self._alone(each))}
         good = {offset: each for offset, each in samples.items() if offset not in errors}
         missing = all(isinstance(why, MissingError) for why in errors.values())

@@ -373,7 +373,7 @@ def test_a_loader_process_that_ends_or_hangs_between_samples_is_not_said_to_read
     plan = BatchPlan(50, 8, None, 1, 0, seed=5, drop_last=False)
     with pytest.raises(LauncherError) as caught:
         epoch(LoadedBatches(data, plan, None, 14))
-    assert "between samples of the training set (collating or sending a batch: is /dev/shm full?)" in str(
+    assert "between samples of the training set (collating or sending a batch: is /dev/shm full? " in str(
         caught.value
     )
     if end == "killed":

@@ -212,6 +212,19 @@ def test_a_failure_of_the_collate_names_it():
     assert failure.endswith(", in collate: RuntimeError: kaboom")
 
 
+def test_shared_memory_that_is_full_blames_no_sample():
+    def full(samples):
+        raise RuntimeError(
+            "unable to allocate shared memory(shm) for file </torch_1_0>: No space left on device (28)"
+        )
+
+    fetched = read(Listed({"x": 1.0}, {"x": 2.0}), 0, 1, collate=full)
+    assert fetched.failure.startswith(
+        "/dev/shm has no room for a batch of a loader process. Start docker with --shm-size"
+    )
+    assert fetched.bad == ()
+
+
 def test_a_request_without_a_readable_sample_has_no_batch():
     fetched = read(Listed(ValueError("torn")), 0)
     assert (fetched.batch, fetched.kept, fetched.failure) == (None, (), "")

@@ -104,6 +104,14 @@ def test_a_batch_larger_than_the_data_and_slow_arithmetic_are_said() -> None:
         assert "though this CPU has no fp16 arithmetic: products take 50 to 100 times" in lines["precision"]
 
 
+def test_a_micro_batch_above_the_share_of_a_rank_is_said() -> None:
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    recipe = Recipe(mlp, DATA, DATA, cross_entropy)
+    plan = BatchPlan(64, 32, 20, 2, 0, 0, False)
+    lines = dict(decisions(composed(), env, ["CPU"], recipe, Stepper(mlp(), SGD(0.1)), plan))
+    assert "data.micro_batch_size=20 is above the 16 samples of a rank: nothing is split" in lines["batch"]
+
+
 def test_the_start_says_the_micro_batches_as_they_are_cut() -> None:
     env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
     recipe = Recipe(mlp, DATA, DATA, cross_entropy)

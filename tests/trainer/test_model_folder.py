@@ -87,6 +87,9 @@ def test_export_makes_a_folder_of_a_run(tmp_path: Path) -> None:
         refused = launch_forked(tmp_path, ["export", run, target])
         assert refused.returncode == 2, refused.stderr
     assert not (tmp_path / "made").exists()
+    refused = launch_forked(tmp_path, ["export", "run", "weights.pt"])
+    assert refused.returncode == 2
+    assert "in the format safetensors: name it weights.safetensors." in refused.stderr
     assert {file.name for file in (tmp_path / "run" / "checkpoints").iterdir()} <= {"step-00000001"}
     for target in ("made/", "made"):  # the second time it is there
         done = launch_forked(tmp_path, ["export", "run", target])

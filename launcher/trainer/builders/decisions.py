@@ -122,6 +122,11 @@ def _division(plan: BatchPlan) -> str:
     parts = f"{counted(plan.batch_size, 'sample')} per update over {counted(plan.world_size, 'rank')}"
     if plan.micro_batches > 1:
         parts += f", up to {plan.micro_batches} micro-batches of at most {plan.largest_micro_batch} each"
+    if plan.micro_batch is not None and plan.micro_batch > plan.largest_share:
+        share = counted(plan.largest_share, "sample")
+        parts += (
+            f"; data.micro_batch_size={plan.micro_batch} is above the {share} of a rank: nothing is split"
+        )
     if plan.num_samples < plan.batch_size:
         parts += (
             f"; but the training set has {counted(plan.num_samples, 'sample')}: each update is of these, an "
