@@ -273,9 +273,9 @@ def test_a_long_tmpdir_is_no_obstacle(tmp_path, monkeypatch):
     assert list(long.iterdir()) == []
 
 
-def test_a_batch_that_a_loader_process_cannot_send_ends_the_run_with_the_reason():
+def test_a_batch_that_a_loader_process_cannot_send_ends_the_run_with_the_reason(tmp_path):
     def lose_the_directory():
-        tempfile.tempdir = "/nowhere"  # in the loader process: of its socket
+        tempfile.tempdir = str(tmp_path / "nowhere")  # in the loader process: of its socket
 
     began = time.monotonic()
     words = "could not send a batch of the training set: FileNotFoundError: .*/nowhere"
