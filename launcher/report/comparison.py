@@ -170,7 +170,7 @@ def markdown(
     keys, names = setting_keys(runs), metric_names(settings)
     of_rows = keys[0] if len(keys) == 1 else "setting"
     title = metric_column(settings)
-    head = [of_rows, "runs", title, "loss, held out", "training loss, last", "skipped steps", "time"]
+    head = [of_rows, "runs", title, "loss, validation", "training loss, last", "skipped steps", "time"]
     ranked = best_first(settings)
     lines += markdown_table(head, [cells(setting, settings) for setting in ranked])
     order = "the best first" if len(names) < 2 else "the best of each metric first"

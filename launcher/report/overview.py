@@ -85,7 +85,9 @@ def row_of(run: RunRecord) -> dict[str, str]:
         "state": state_text(run),
         "steps": _steps(run),
         "loss": number(run.recording.steps["loss"].last),
-        run.metric_label if name and name != "loss" else "loss, held out": metric(name or "loss", run.metric),
+        run.metric_label if name and name != "loss" else "loss, validation": metric(
+            name or "loss", run.metric
+        ),
         "time": duration(run.seconds),
         "samples / s": "-" if run.samples_per_s is None else rate(run.samples_per_s),
         "skipped": number(run.skipped),

@@ -110,7 +110,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
 def evaluation_cells(event: EvalEvent) -> dict[str, str]:
     """One row of the table of evaluations, as titles and texts; epochs count from 1 for people.
 
-    Numbers of the training samples stand after the loss and the first metric of the held-out ones.
+    Numbers of the training samples stand after the loss and the first metric of the validation samples.
     """
     held_out = {"loss": event.loss} | {k: v for k, v in event.metrics.items() if k not in OF_TRAINING}
     order = [*list(held_out)[:2], *OF_TRAINING, *held_out]

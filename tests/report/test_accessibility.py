@@ -139,7 +139,7 @@ def test_a_screen_reader_gets_names_roles_and_values_in_the_order_of_the_page(
         assert len(focused) >= len(stops) - 1, "all but the page itself"
 
         opened.run("document.querySelector('.plot[data-low]').focus()")
-        assert _value(opened) == ("60", "step 60, training: 0.041667, held out: 0.3")
+        assert _value(opened) == ("60", "step 60, training: 0.041667, validation: 0.3")
         opened.press("Home")
         assert _value(opened) == ("5", "step 5, training: 0.5")
         stops = []

@@ -221,7 +221,7 @@ def test_the_table_begins_with_the_best_and_says_its_command(tmp_path, metric_na
     text = write_comparison(tmp_path)[0].read_text()
     rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
     assert rows == ["optim.lr", "---", *order, "4"]
-    assert "| loss, held out |" in text
+    assert "| loss, validation |" in text
     assert "| 0.25 |" in text
     assert f"Best: `python -m launcher recipe=resnet18 optim.lr={order[0]}`" in text
 

@@ -317,7 +317,7 @@ def test_many_overflows_are_cut_and_counted(tmp_path):
 def test_curves_are_drawn_from_whatever_was_recorded(tmp_path, with_scale, with_accuracy):
     write_events(tmp_path, with_scale, with_accuracy)
     text = write_report(tmp_path).read_text()
-    assert ('aria-label="Accuracy, held out"' in text) == with_accuracy
+    assert ('aria-label="Accuracy, validation"' in text) == with_accuracy
     assert ('aria-label="Loss scale"' in text) == with_scale
     assert [file.name for file in tmp_path.glob("*.tmp")] == []
 

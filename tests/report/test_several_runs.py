@@ -166,8 +166,8 @@ def test_runs_with_different_metrics_have_a_chart_each(tmp_path, capsys):
     place = tmp_path / "all.html"
     assert main(["report", *map(str, runs), "--out", str(place)]) == 0
     text = Page(place).text
-    assert "Accuracy, held out" in text
-    assert "Perplexity, held out" in text
+    assert "Accuracy, validation" in text
+    assert "Perplexity, validation" in text
     assert {"accuracy", "perplexity"} <= set(capsys.readouterr().out.splitlines()[0].split())
 
 
@@ -358,7 +358,7 @@ def test_the_metric_that_runs_are_compared_by_is_shown_of_any_set(tmp_path, caps
     assert (name in head, value in row) == (True, True)
     page = (run / "report.html").read_text()
     assert name in page
-    assert f"{name[:1].upper()}{name[1:]}, held out" in page
+    assert f"{name[:1].upper()}{name[1:]}, validation" in page
     assert f"{name} {value}" in "\n".join(run_screen(Watched(run).view()))
 
 
@@ -387,12 +387,12 @@ def test_of_several_validation_sets_each_number_and_curve_names_its_own(tmp_path
     assert "near/accuracy" in capsys.readouterr().out.splitlines()[0]
     page = (tmp_path / "a" / "report.html").read_text()
     assert "19 of 20 right in near." in page
-    for part in ("<dt>near/accuracy</dt>", "held out, near", "held out, far"):
+    for part in ("<dt>near/accuracy</dt>", "validation, near", "validation, far"):
         assert part in page
-    for part in ("Near/accuracy, held out", "Far/accuracy, held out"):
+    for part in ("Near/accuracy, validation", "Far/accuracy, validation"):
         assert page.count(f'<figure class="chart" aria-label="{part}">') == 1
     assert "near/accuracy 95.00 %" in "\n".join(run_screen(Watched(Path(runs[0])).view()))
     assert main(["report", *runs, f"--out={tmp_path / 'both.html'}"]) == 0
     both = (tmp_path / "both.html").read_text()
-    for part in ("Far/accuracy, held out", "Far/loss, held out"):
+    for part in ("Far/accuracy, validation", "Far/loss, validation"):
         assert f'<figure class="chart" aria-label="{part}">' in both

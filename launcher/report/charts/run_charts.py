@@ -26,7 +26,7 @@ Points = tuple[FloatArray, FloatArray]
 
 
 def run_charts(settings: Sequence[RunSetting]) -> dict[str, Chart]:
-    """Charts by name: loss, of several runs "held out", each metric, lr, scale, samples_per_s, grad_norm."""
+    """Charts by name: loss, of several runs "validation", each metric, lr, scale, speed, grad_norm."""
     return _RunCharts(settings).charts()
 
 
@@ -70,25 +70,25 @@ class _RunCharts:
         )
 
     def _losses(self) -> dict[str, Chart]:
-        """One chart of a single run, with its held-out loss; two of several runs."""
+        """One chart of a single run, with its validation loss; two of several runs."""
         bad = sum(run.recording.steps["loss"].num_not_finite for run in self._runs)
         note = f"{bad:,} logged values were not finite and are not shown." if bad else ""
         training = self._logged("loss")
-        held_out = self._lines(lambda run: run.recording.evaluations.get("loss"))
+        validation = self._lines(lambda run: run.recording.evaluations.get("loss"))
         if not self._alone:
             charts = {
                 "loss": self._chart("Loss, training", "", training, note=note),
-                "held out": self._chart("Loss, held out", "", held_out),
+                "validation": self._chart("Loss, validation", "", validation),
             }
             return charts | {
                 f"{name}/loss": self._metric(f"{name}/loss") for name in self._sets[1:MAX_METRICS]
             }
         named = [replace(line, name="training", color=0) for line in training]
-        first = f"held out, {self._sets[0]}" if self._sets else "held out"
-        named += [replace(line, name=first, color=1) for line in held_out]
+        first = f"validation, {self._sets[0]}" if self._sets else "validation"
+        named += [replace(line, name=first, color=1) for line in validation]
         for color, name in enumerate(self._sets[1:NUM_COLORS], 2):
             more = self._lines(_evaluated(f"{name}/loss"))
-            named += [replace(line, name=f"held out, {name}", color=color % NUM_COLORS) for line in more]
+            named += [replace(line, name=f"validation, {name}", color=color % NUM_COLORS) for line in more]
         return {"loss": self._chart("Loss", "", named, note=note)}
 
     def _metrics(self) -> list[str]:
@@ -110,7 +110,7 @@ class _RunCharts:
             note = f"Best: {metric(name, lines[-1].y[best])} at step {lines[-1].x[best]:,.0f}."
         if in_percent:
             lines = [replace(line, y=100 * line.y) for line in lines]
-        title, unit = f"{title[:1].upper()}{title[1:]}, held out", "%" if in_percent else ""
+        title, unit = f"{title[:1].upper()}{title[1:]}, validation", "%" if in_percent else ""
         return self._chart(title, unit, lines, base=1, note=note)
 
     def _scale(self) -> Chart:
