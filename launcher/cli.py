@@ -17,7 +17,7 @@ from launcher.commands.help import COMMANDS, config_directories, help_text, vers
 from launcher.commands.run import report_failure, run_node, run_worker
 from launcher.config.wandb_sweep import with_typed_values
 from launcher.distributed.env import LaunchEnv
-from launcher.errors import INTERRUPTED, Interrupted, LauncherError, escaped, in_words
+from launcher.errors import INTERRUPTED, ON_REQUEST, Interrupted, LauncherError, escaped, in_words
 from launcher.launch.config_broadcast import HandoffTimeouts, Leader, follow
 from launcher.launch.node_env import given, node_of
 from launcher.launch.slurm import variables_of_rank
@@ -76,7 +76,8 @@ def follow_leader(launch: LaunchEnv, argv: Sequence[str]) -> int:
         launch, run_job, patience, on_end=ignore_sigterm_of_torchrun, arguments=without_rank(argv)
     )
     if reason and launch.local_rank == 0:  # on other machines than rank 0's nothing has been printed yet
-        say(f"error on {launch.noun} 0: {reason}", sys.stderr)
+        kind = "stopped" if exit_code in ON_REQUEST else "error"
+        say(f"{kind} on {launch.noun} 0: {reason}", sys.stderr)
     return exit_code
 
 

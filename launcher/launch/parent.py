@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launcher.config.schema import Config
 from launcher.distributed.heartbeat import Heartbeats
-from launcher.errors import PreemptedError
+from launcher.errors import ON_REQUEST, LauncherError
 from launcher.launch.multi_node import SingleNode
 from launcher.launch.root_cause import RunFailed, RunOutcome
 from launcher.os.signals import (
@@ -58,9 +58,10 @@ def run_supervised(config: Config, num_workers: int, nodes: SingleNode | None = 
                 work = WorkerSpec(config, heartbeats, os.getpid(), handled, store.fileno())
                 Agent(work, num_workers, signals, nodes).run()
     except Exception as error:
-        # The leader has written that it was preempted, with the checkpoint. Else it may have been killed, or
-        # name the wrong cause.
-        if nodes.is_node0 and not isinstance(error, PreemptedError):
+        # The leader has written that it was stopped, by whom and with which checkpoint. Else it may have been
+        # killed, or name the wrong cause.
+        on_request = isinstance(error, LauncherError) and error.exit_code in ON_REQUEST
+        if nodes.is_node0 and not on_request:
             write_failure(Path(config.run.dir), Failure.of(error), heartbeats.steps_done())
         raise
 

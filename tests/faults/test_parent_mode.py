@@ -176,7 +176,7 @@ def test_a_slow_end_is_not_a_hang(tmp_path: Path) -> None:
         assert parent.end() == 0, parent.stderr
 
 
-# RestartPolicy, and G3: crash loops stop
+# Restarts, and G3: crash loops stop
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ class Job:
         return self.id not in ask("squeue", "--noheader", "--me", "--format=%F").split()
 
     def facts(self) -> dict[str, str]:
-        """What Slurm says about it: JobState, RestartPolicy, ExitCode, ..."""
+        """What Slurm says about it: JobState, Restarts, ExitCode, ..."""
         return dict(re.findall(r"(\w+)=(\S*)", ask("scontrol", "show", "job", self.id)))
 
     @property
@@ -100,7 +100,7 @@ class Job:
             time.sleep(0.2)
 
     def until_requeued(self) -> None:
-        self.until(lambda: self.state == "PENDING" and self.facts()["RestartPolicy"] == "1", "it is requeued")
+        self.until(lambda: self.state == "PENDING" and self.facts()["Restarts"] == "1", "it is requeued")
 
     def start_again(self) -> None:
         """Slurm waits for two minutes before it starts a job again that was not lost with a node."""

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -126,7 +127,7 @@ def test_signals_at_any_time_during_start_and_save_only_delay_a_job(
         for name in ("USR1", "TERM", "USR2") * 200:
             job.signal(name)
             time.sleep(0.3)
-            if job.facts()["RestartPolicy"] == "1":
+            if job.facts()["Restarts"] == "1":
                 break
         job.until_requeued()
         (directory / "go").touch()
@@ -183,7 +184,7 @@ def test_the_directory_of_a_run_that_is_still_alive_is_refused(directory: Path) 
     ):
         job.until_ended()
         assert (job.state, job.facts()["ExitCode"]) == ("FAILED", "2:0"), job.said
-        assert f"is in use by another process (pid {os.getpid()} on its machine)" in job.said
+        assert f"is in use by another process (pid {os.getpid()} on {socket.gethostname()})" in job.said
 
 
 class Other:
@@ -264,7 +265,7 @@ def step_of(run_dir: Path) -> int:
 
 
 def assert_done_like(job: Job, undisturbed: Job) -> None:
-    assert (job.state, job.facts()["RestartPolicy"]) == ("COMPLETED", "1"), job.said
+    assert (job.state, job.facts()["Restarts"]) == ("COMPLETED", "1"), job.said
     digests = [read(each.run_dir / "result.json")["weights_sha256"] for each in (job, undisturbed)]
     assert digests[0] == digests[1]
     assert "given up" not in job.said, "the tracker"
