@@ -268,7 +268,6 @@ def assert_done_like(job: Job, undisturbed: Job) -> None:
     assert (job.state, job.facts()["Restarts"]) == ("COMPLETED", "1"), job.said
     digests = [read(each.run_dir / "result.json")["weights_sha256"] for each in (job, undisturbed)]
     assert digests[0] == digests[1]
-    assert "given up" not in job.said, "the tracker"
 
 
 def wandb_of(run_dir: Path) -> list[tuple[str, list[int]]]:
