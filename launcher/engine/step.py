@@ -32,7 +32,7 @@ class Step:
         self.normaliser = LossNormaliser(choices.reference_count, choices.micro_batches, device, group)
         self.rates = LearningRates(choices.learning_rates, None if parts.on_host else device)
         self._clip_norm = choices.clip_norm
-        self.read: torch.cuda.Event | None = None  # when a copy of weights and states is made
+        self.copied: torch.cuda.Event | None = None  # when a copy of weights and states is complete
         self.restart()
 
     def restart(self, kept: Tensor | bool = True) -> None:
@@ -155,7 +155,7 @@ class Step:
         parts = self._parts
         # First: the update would undo what was written to the weights since the last one.
         parts.in_place.reload_model_params()
-        self._wait_for_readers()
+        self._wait_for_copy()
         parts.updater.step(StepScalars(verdict.multiplier, lr, verdict.state.applied_steps, verdict.skip))
         # After a skipped step as well: on a GPU the host does not know the verdict, and all ranks must call
         # it.
@@ -178,8 +178,8 @@ class Step:
         self._parts.clock.mark(UPDATE)
         self.restart(verdict.kept)
 
-    def _wait_for_readers(self) -> None:
+    def _wait_for_copy(self) -> None:
         # A checkpoint may still be copying the weights and states that the update overwrites.
-        read, self.read = self.read, None
-        if read is not None:
-            torch.cuda.current_stream(self._parts.layout.device).wait_event(read)
+        copied, self.copied = self.copied, None
+        if copied is not None:
+            torch.cuda.current_stream(self._parts.layout.device).wait_event(copied)

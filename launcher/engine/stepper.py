@@ -249,9 +249,9 @@ class Stepper:
         """Whether the step can still be dropped on all ranks: until this rank has sent its totals."""
         return not self._step.exchanged
 
-    def hold_update(self, read: torch.cuda.Event) -> None:
-        """Make the next update wait on the device for `read`, while weights and states are being copied."""
-        self._step.read = read
+    def hold_update(self, copied: torch.cuda.Event) -> None:
+        """Make the next update wait on the device for `copied`, while weights and states are being copied."""
+        self._step.copied = copied
 
     def named_masters(self, rank: int | None = None) -> dict[str, Tensor]:
         """fp32 values of the trainable parameters by name. A collective where the masters are sharded.

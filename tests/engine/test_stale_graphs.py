@@ -32,8 +32,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "AdamW": {"optimizer": AdamW(0.1)},
     "of torch": {"optimizer": TorchOptimizer(torch.optim.Adam, 0.1)},
     "groups": {"groups": [ParameterGroup("*.bias", lr_scale=0.5)]},
-    "compiled": {"compiled": True},
-    "compiled, on the device": {"compiled": True, "on_device": True},
 }
 
 
@@ -55,17 +53,11 @@ def loss_of(stepper: Stepper) -> Tensor:
 
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16", "pure_fp16"])
-@pytest.mark.parametrize("name", [name for name in SETTINGS if "compiled" not in name])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_an_update_makes_earlier_graphs_stale(name, policy) -> None:
     if name == "of torch" and policy == "pure_fp16":
         pytest.skip("an optimizer of torch needs masters")
     refuses_the_stale(stepper_of(policy, **SETTINGS[name]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SETTINGS if "compiled" in name])
-def test_a_compiled_update_makes_earlier_graphs_stale(name) -> None:
-    refuses_the_stale(stepper_of(**SETTINGS[name]))
 
 
 @pytest.mark.parametrize("ddp", [DDPOptions(), DDPOptions(shard_optimizer=True)], ids=["native", "sharded"])

@@ -63,7 +63,8 @@ class CopyIn:
             _write(*first, factor)
         if again[0]:
             places, gradients = again
-            torch._foreach_add_(places, _widened(gradients, places[0].dtype), alpha=factor)
+            kept = places[0].dtype
+            torch._foreach_add_(places, _widened(gradients, places, kept), alpha=factor)
 
     def complete(self) -> None:
         """Complete the message: sums of micro-batches rounded once, zeros where nothing arrived.
@@ -89,16 +90,19 @@ class CopyIn:
 def _write(places: list[Tensor], gradients: list[Tensor], factor: float) -> None:
     """Write to the message or the totals: multiplied in fp32, then rounded once."""
     if factor != 1.0:  # beyond 8 ranks
-        gradients = list(torch._foreach_mul(_widened(gradients, torch.float32), factor))
+        gradients = list(torch._foreach_mul(_widened(gradients, places, torch.float32), factor))
     torch._foreach_copy_(places, gradients)
 
 
-def _widened(gradients: list[Tensor], kept: torch.dtype) -> list[Tensor]:
+def _widened(gradients: list[Tensor], places: list[Tensor], kept: torch.dtype) -> list[Tensor]:
     """The gradients in fp32, unless `kept` is their dtype: a product of halves would be rounded to half."""
     if gradients[0].dtype in (kept, torch.float32):
         return gradients
-    wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
-    torch._foreach_copy_(wide, gradients)
+    numels = [place.numel() for place in places]
+    flat = torch.empty(sum(numels), dtype=torch.float32, device=places[0].device)
+    parts = zip(torch.split(flat, numels), places, strict=True)
+    wide = [part.as_strided(place.shape, place.stride()) for part, place in parts]
+    torch._foreach_copy_(wide, gradients)  # one kernel for all of them
     return wide
 
 
