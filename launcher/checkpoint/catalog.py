@@ -27,7 +27,7 @@ from launcher.checkpoint.format import (
 )
 from launcher.checkpoint.manifest import MANIFEST, sizes_match, step_name, verify
 from launcher.checkpoint.snapshot import RunIdentity, Snapshot
-from launcher.distributed.collectives import of_leader, raised_on_all
+from launcher.distributed.collectives import from_rank0, raise_on_all_ranks
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import failing_as_storage_error
@@ -168,16 +168,16 @@ def resume(env: WorkerEnv, directory: Path, wish: str, identity: RunIdentity) ->
         elsewhere = content.path.parent.resolve() != directory.resolve()
         return json.dumps([str(content.path.absolute()), found.damaged, content.state, elsewhere]).encode()
 
-    path, damaged, state, elsewhere = json.loads(of_leader(env, chosen))
+    path, damaged, state, elsewhere = json.loads(from_rank0(env, chosen))
     found = ResumeChoice(None if path is None else Path(path), damaged)
     if found.path is not None:
         both = broadcast_tensors(env, read[0].both if read else None)
         rest = broadcast_tensors(env, read[0].rest if read else None)
-        with raised_on_all(env):
+        with raise_on_all_ranks(env):
             snapshot = snapshot_of(Content(found.path, state, both, rest))
             identity.refuse_other(snapshot.identity, str(found.path), as_start=elsewhere)
         found = replace(found, snapshot=snapshot)
-    with raised_on_all(env):
+    with raise_on_all_ranks(env):
         if env.is_leader:  # one process must rename
             _set_aside_replaced(directory, found.path)
     return found

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from launcher.checkpoint.host_memory import Copies, PinnedStagingBuffer
 from launcher.config.schema import Config
 from launcher.distributed.collectives import gather
-from launcher.distributed.env import LEADER, WorkerEnv
+from launcher.distributed.env import RANK0, WorkerEnv
 from launcher.engine import AverageState, ExponentialMovingAverage, Stepper
 from launcher.engine.names import named_buffers, named_parameters, plain_name
 from launcher.engine.params.buffers import is_statistic
@@ -218,8 +218,8 @@ def stage(
     Training may continue at once: on the device, its next update waits for the copies. The snapshot is valid
     until `memory` is used again.
     """
-    state = stepper.state(LEADER, memory.allocate)
-    averages = None if average is None else average.state(LEADER, memory.allocate)
+    state = stepper.state(RANK0, memory.allocate)
+    averages = None if average is None else average.state(RANK0, memory.allocate)
     own = {
         "buffers": state.buffers,
         "average": {} if averages is None else averages.buffers,

@@ -19,13 +19,13 @@ from torch import Tensor
 
 import launcher.engine.async_work as async_work
 import launcher.errors
-from launcher.distributed.env import LEADER, WorkerEnv, numbered
+from launcher.distributed.env import RANK0, WorkerEnv, numbered
 from launcher.errors import LauncherError
 
 CONTENT, ERROR = b"+", b"-"
 
 
-def exchange_texts(env: WorkerEnv, text: str) -> list[str]:
+def all_gather_str(env: WorkerEnv, text: str) -> list[str]:
     """The `text` of each rank, by rank. A collective; bytes only, nothing is unpickled."""
     if env.group is None:
         return [text]
@@ -39,7 +39,7 @@ def exchange_texts(env: WorkerEnv, text: str) -> list[str]:
     return [each.decode(errors="surrogatepass") for each in texts]
 
 
-def send_to_all(env: WorkerEnv, data: bytes, sender: int) -> bytes:
+def broadcast_bytes(env: WorkerEnv, data: bytes, sender: int) -> bytes:
     """`data` of the rank `sender`; that of the other ranks is ignored. A collective."""
     if env.group is None:
         return data
@@ -62,7 +62,7 @@ def gather(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
     return rows
 
 
-def message_of(make: Callable[[], bytes]) -> bytes:
+def pack_result(make: Callable[[], bytes]) -> bytes:
     """What `make` returns, or the LauncherError that it raises, as a message."""
     try:
         return CONTENT + make()
@@ -75,16 +75,16 @@ def error_message(error: LauncherError) -> bytes:
     return ERROR + json.dumps([type(error).__name__, str(error), error.traceback]).encode()
 
 
-def content_of(message: bytes) -> bytes:
+def unpack_result(message: bytes) -> bytes:
     """The content of a message. Raises the sender's LauncherError."""
     if message[:1] == ERROR:
         raise _error_of(message)
     return message[1:]
 
 
-def of_leader(env: WorkerEnv, make: Callable[[], bytes]) -> bytes:
+def from_rank0(env: WorkerEnv, make: Callable[[], bytes]) -> bytes:
     """What `make` returns on rank 0. Raises its LauncherError on all ranks. A collective."""
-    return content_of(send_to_all(env, message_of(make) if env.is_leader else b"", LEADER))
+    return unpack_result(broadcast_bytes(env, pack_result(make) if env.is_leader else b"", RANK0))
 
 
 def _error_of(message: bytes) -> LauncherError:
@@ -95,7 +95,7 @@ def _error_of(message: bytes) -> LauncherError:
 
 
 @contextmanager
-def raised_on_all(env: WorkerEnv) -> Iterator[None]:
+def raise_on_all_ranks(env: WorkerEnv) -> Iterator[None]:
     """Raise a LauncherError of the code within on all ranks. A collective at the end of the context.
 
     Of several errors all ranks raise that of the lowest rank, with the ranks in front where some had none.
@@ -105,7 +105,7 @@ def raised_on_all(env: WorkerEnv) -> Iterator[None]:
         yield
     except LauncherError as error:
         own = error_message(error).decode()
-    messages = exchange_texts(env, own)
+    messages = all_gather_str(env, own)
     failed = [rank for rank, message in enumerate(messages) if message]
     if failed:
         first = _error_of(messages[failed[0]].encode())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RANKS_SHOWN = 16  # in an error, which may be about thousands
 NODE = "node"  # LaunchEnv.noun
 HALVED = "LAUNCHER_MICRO_BATCH"  # set by our parent process, for the workers that it starts again
-LEADER = 0  # the rank that writes files, and has what is gathered for them
+RANK0 = 0  # the rank that writes files, and has what is gathered for them
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class LaunchEnv:
         return self.world_size if self.is_node else -(-self.world_size // self.local_world_size)
 
     @property
-    def meeting_place(self) -> str:
+    def endpoint(self) -> str:
         """Where the processes of this launch meet, as part of a sentence."""
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if self.is_node:
@@ -108,7 +108,7 @@ class WorkerEnv:
     @property
     def is_leader(self) -> bool:
         """Whether this rank writes files and console output. Never a reason to skip a collective."""
-        return self.rank == LEADER
+        return self.rank == RANK0
 
 
 def numbered(ranks: Sequence[int], noun: str = "rank") -> str:

@@ -118,7 +118,7 @@ class StoreExitRecords:
 def is_secondary(error: BaseException) -> bool:
     """Whether an exception, by its class and text, is that of a rank which lost another one."""
     text = f"{type(error).__name__}: {whole_text(error)}"
-    return bool(OF_ANOTHER.search(text)) and not nccl.is_own(text)
+    return bool(OF_ANOTHER.search(text)) and not nccl.is_local(text)
 
 
 def exit_record(rank: int, error: BaseException | None = None, phase: str = "") -> ExitRecord:

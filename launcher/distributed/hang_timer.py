@@ -30,7 +30,15 @@ from launcher.config.schema import Config
 from launcher.config.user_code import place_of_thread
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import ExitRecord, StoreExitRecords
-from launcher.distributed.heartbeat import IN_A_STEP, WAITING, Beat, Heartbeat, limit_s, stop_notice, where
+from launcher.distributed.heartbeat import (
+    IN_A_STEP,
+    WAITING,
+    Heartbeat,
+    HeartbeatRecord,
+    limit_s,
+    stop_notice,
+    where,
+)
 from launcher.distributed.store import LEAVE_S, ignore_store_errors, set_tcp_timeouts
 from launcher.errors import LauncherError, StalledError
 from launcher.os.signals import SAVING, STOPPING, save_means_stop
@@ -146,7 +154,7 @@ class HangTimer:
                 if self._launch.rank == 0:
                     _print(text)
 
-    def _problem(self, beat: Beat, now: float) -> tuple[str, int] | None:
+    def _problem(self, beat: HeartbeatRecord, now: float) -> tuple[str, int] | None:
         """Why this rank is to be ended, with the exit code; None while all is well."""
         rank, limits = self._launch.rank, self._limits
         if beat.user_code:
@@ -162,10 +170,10 @@ class HangTimer:
             code = error.exit_code if isinstance(error, LauncherError) else 1
             return (f"rank {rank} failed: {error}", code) if now - since_s >= CLEAN_UP_S else None
         quiet_s = now - self._since_s
-        if beat.under_way:
+        if beat.has_stepped:
             quiet_s = min(quiet_s, beat.age_s)
         key, limit = "launch.init_timeout_s", limits.init_timeout_s
-        if beat.under_way:
+        if beat.has_stepped:
             key, limit = "launch.hang_timeout_s", limit_s(beat.phase, limits.hang_timeout_s)
         waits = " It waits for another rank, whose own output says where that is." * (beat.phase in WAITING)
         if quiet_s >= limit:
@@ -203,7 +211,7 @@ class HangTimer:
                     if signs > seen:
                         seen, self._since_s = signs, time.monotonic()
 
-    def _say_what_is_waited_for(self, beat: Beat, number: int) -> None:
+    def _say_what_is_waited_for(self, beat: HeartbeatRecord, number: int) -> None:
         limit = self._limits.user_code_timeout_s
         limited = (
             "is not limited (launch.user_code_timeout_s=null)"
@@ -222,7 +230,7 @@ class HangTimer:
         if first:
             _print(text)
 
-    def _abort(self, text: str, exit_code: int, beat: Beat) -> None:
+    def _abort(self, text: str, exit_code: int, beat: HeartbeatRecord) -> None:
         """Record why, and end this process. All is bounded in time: the main thread may hold any lock."""
         # In C, without the GIL: ends the process even if a write below never returns.
         faulthandler.dump_traceback_later(WRITE_S, exit=True, file=2)  # sys.stderr may be None

@@ -54,19 +54,19 @@ WAITING = frozenset(
 # Five minutes for pictures, uploads and the digest of the weights, on a loaded machine too.
 FINISHING, FINISHING_S = frozenset({"finishing", "done"}), 300.0
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
-_PLACE = struct.Struct("=qqd??")  # phase, step, seconds of the machine's monotonic clock, two of Beat's flags
+_PLACE = struct.Struct("=qqd??")  # phase, step, seconds of the machine's monotonic clock, two of the flags
 _SAMPLE = struct.Struct("=q")  # after it; written for each sample, and the place for each phase
 _ROW = struct.Struct(f"{_PLACE.format}q")  # both
 
 
 @dataclass(frozen=True)
-class Beat:
+class HeartbeatRecord:
     """The latest heartbeat of a rank. `step` counts from 1; 0 before the first."""
 
     phase: str
     step: int
     age_s: float
-    under_way: bool = False  # whether the rank has completed a step since it started
+    has_stepped: bool = False  # whether the rank has completed a step since it started
     user_code: bool = False  # whether the rank runs code of the user that may take as long as it likes
     sample: int = -1  # that it reads itself, by its index; negative: none, or several at once
 
@@ -81,7 +81,7 @@ def limit_s(phase: str, hang_timeout_s: float) -> float:
     return max(hang_timeout_s, FINISHING_S) if phase in FINISHING else hang_timeout_s
 
 
-def where(beat: Beat) -> str:
+def where(beat: HeartbeatRecord) -> str:
     """Where in the run a heartbeat is, as part of a sentence."""
     if beat.sample >= 0:
         return f"{where(replace(beat, sample=-1))}, reading sample {beat.sample}"
@@ -94,23 +94,23 @@ def where(beat: Beat) -> str:
     return "after its last step" if beat.phase == "done" else f"while {beat.phase}"
 
 
-def stop_notice(beat: Beat, steps_ahead: int = 0) -> str:
+def stop_notice(beat: HeartbeatRecord, steps_ahead: int = 0) -> str:
     """The answer to a request to stop, printed at once. `steps_ahead`: steps that a device has queued."""
-    in_step = beat.phase in (*STEP_PARTS, "report") and beat.step and beat.under_way
+    in_step = beat.phase in (*STEP_PARTS, "report") and beat.step and beat.has_stepped
     when = f"after step {beat.step + steps_ahead}" if in_step else f"as soon as possible ({where(beat)})"
     return f"stopping {when}, then saving; Ctrl-C again ends without saving"
 
 
-def steps_done(beat: Beat) -> int:
+def steps_done(beat: HeartbeatRecord) -> int:
     """Steps completed by a rank; the one that it is in does not count."""
     return max(0, beat.step - (beat.phase in IN_A_STEP))
 
 
-def _beat_of(row: memoryview) -> Beat:
-    phase, step, since_s, under_way, user_code, sample = _ROW.unpack(row)
+def _beat_of(row: memoryview) -> HeartbeatRecord:
+    phase, step, since_s, has_stepped, user_code, sample = _ROW.unpack(row)
     # The first batch is read by the user's data set, which may only now open its files.
-    user_code = user_code or (PHASES[phase] == "data" and not under_way)
-    return Beat(PHASES[phase], step, time.monotonic() - since_s, under_way, user_code, sample)
+    user_code = user_code or (PHASES[phase] == "data" and not has_stepped)
+    return HeartbeatRecord(PHASES[phase], step, time.monotonic() - since_s, has_stepped, user_code, sample)
 
 
 class Heartbeat:
@@ -133,7 +133,7 @@ class Heartbeat:
             self.reading(-1)
 
     @property
-    def latest(self) -> Beat:
+    def latest(self) -> HeartbeatRecord:
         """Where this rank is, and for how long. May be called from any thread."""
         return _beat_of(self._row)
 
@@ -242,7 +242,7 @@ class Heartbeats:
     def of(self, rank: int) -> Heartbeat:
         return Heartbeat(self._rows[rank - self.first_rank], self.exit_records, self._printed)
 
-    def read(self) -> list[Beat]:
+    def read(self) -> list[HeartbeatRecord]:
         """The latest heartbeat of each rank of this machine, in their order."""
         return [_beat_of(row) for row in self._rows]
 

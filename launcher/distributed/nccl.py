@@ -25,7 +25,9 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # otherwise both list
 REMOTE = re.compile(
     r"(?i)remote|Connection (closed|reset|refused)|Broken pipe|time(d )?out|abort|Proxy Call to rank"
 )
-MORE = "NCCL_DEBUG=WARN in the environment makes NCCL print what it met, NCCL_DEBUG=INFO all that it does."
+DEBUG_HINT = (
+    "NCCL_DEBUG=WARN in the environment makes NCCL print what it met, NCCL_DEBUG=INFO all that it does."
+)
 SMALL_SHM = 256 * 2**20  # bytes; NCCL takes some 10 MB for each pair of GPUs without direct access
 
 
@@ -59,7 +61,7 @@ def refuse_missing_interface(environ: Mapping[str, str]) -> None:
             )
 
 
-def is_own(text: str) -> bool:
+def is_local(text: str) -> bool:
     """Whether the text is an error of NCCL which no loss of another rank explains."""
     if "NCCL error" not in text or REMOTE.search(text):
         return False
@@ -70,18 +72,20 @@ def is_own(text: str) -> bool:
 def failure_of_nccl(error: BaseException, rank: int) -> LauncherError | None:
     """The error for users, if `error` is one of NCCL on this rank; None for any other."""
     text = whole_text(error)
-    if not (isinstance(error, RuntimeError) and is_own(text)):
+    if not (isinstance(error, RuntimeError) and is_local(text)):
         return None
     said = " ".join(text.rpartition(LAST_OF_NCCL)[2].split()).rstrip(".")
-    shm = of_shared_memory()
+    shm = shm_hint()
     if "/dev/shm" in said or "shared memory" in said:
-        return PreflightError(f"rank {rank}: NCCL could not allocate shared memory: {said}. {shm or MORE}")
-    failure = UnexpectedError(f"rank {rank}: NCCL failed: {said}. {f'{shm} ' if shm else ''}{MORE}")
+        return PreflightError(
+            f"rank {rank}: NCCL could not allocate shared memory: {said}. {shm or DEBUG_HINT}"
+        )
+    failure = UnexpectedError(f"rank {rank}: NCCL failed: {said}. {f'{shm} ' if shm else ''}{DEBUG_HINT}")
     failure.traceback = short_traceback(error)
     return failure
 
 
-def of_shared_memory(path: str = "/dev/shm") -> str:
+def shm_hint(path: str = "/dev/shm") -> str:
     """How little shared memory there is, and how to get more; empty where there is enough."""
     try:
         found = os.statvfs(path)

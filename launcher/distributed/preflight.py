@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Peer:
+class RankInfo:
     """What a rank runs on."""
 
     device: str  # in words
@@ -35,7 +35,7 @@ class Peer:
     host: str
 
 
-def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> list[Peer]:
+def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> list[RankInfo]:
     """What each rank runs on, in rank order. All ranks call it; the store waits for late ones.
 
     Raises PreflightError, on all ranks, unless all were started the same way.
@@ -44,13 +44,13 @@ def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> 
     if env.device.type == "cuda":
         card = torch.cuda.get_device_properties(env.device)
         device, gpu = card.name, str(card.uuid)
-    own = Peer(device, gpu, os.getpid(), gethostname())
+    own = RankInfo(device, gpu, os.getpid(), gethostname())
     if store is None:
         return [own]
     store.set(f"{job}/meeting/{env.rank}", json.dumps({"peer": asdict(own), "facts": facts(config)}))
     said = [json.loads(store.get(f"{job}/meeting/{rank}")) for rank in range(env.world_size)]
     refuse_differences([words["facts"] for words in said])
-    return [Peer(**words["peer"]) for words in said]
+    return [RankInfo(**words["peer"]) for words in said]
 
 
 def prepare_directory(config: Config, launch: LaunchEnv) -> Path:

@@ -134,11 +134,11 @@ def divide_threads(ranks: int) -> None:
     """Share the cores among so many ranks of this machine, unless the user has set OMP_NUM_THREADS."""
     import torch
 
-    if not own_thread_count():
+    if not user_omp_threads():
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
-def own_thread_count() -> str:
+def user_omp_threads() -> str:
     """OMP_NUM_THREADS, if it is the user's own; else empty.
 
     torchrun sets it to 1 for its workers if it is unset. What torchrun itself was started with is in /proc.

@@ -66,7 +66,7 @@ def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
     except (dist.DistError, OSError) as error:
         raise StalledError(
             f"{launch.name} could not reach {launch.noun} 0 within {timeout_s:g} s: {first_sentence(error)} "
-            f"{launch.noun.capitalize()} 0 was not started, has died, or {launch.meeting_place} does not "
+            f"{launch.noun.capitalize()} 0 was not started, has died, or {launch.endpoint} does not "
             "point to it. launch.init_timeout_s says how long others wait for it."
         ) from error
     store.set_timeout(timeout)
@@ -97,7 +97,7 @@ def _listening(launch: LaunchEnv, port: int) -> int:
         return socket.create_server(("", port), family=family, dualstack_ipv6=both).detach()
     except OSError as error:
         raise PreflightError(
-            f"{launch.meeting_place}: port {port} cannot be used on this machine: "
+            f"{launch.endpoint}: port {port} cannot be used on this machine: "
             f"{os.strerror(error.errno or 0)}. If another launch uses it, give this one another port, the "
             f"same for all its {launch.noun}s."
         ) from error

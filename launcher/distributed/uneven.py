@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from launcher.config.user_code import calling_line
-from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError
 
 # Operators of c10d to which each rank gives tensors of the same shapes.
-ALIKE = ("allgather", "allreduce", "reduce_scatter", "broadcast")
+SAME_SHAPE_OPS = ("allgather", "allreduce", "reduce_scatter", "broadcast")
 
 
 class UnevenCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -50,7 +50,7 @@ class UnevenCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "c10d" and any(name in func._schema.name for name in ALIKE):
+        if func.namespace == "c10d" and any(name in func._schema.name for name in SAME_SHAPE_OPS):
             with self._in_collective():
                 self._check(func._schema.name.removeprefix("c10d::").strip("_"), args)
         if func.namespace == "c10d":
@@ -68,7 +68,7 @@ class UnevenCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise self._refusal(name, f"the ranks call it {calls} times")
         if self._is_sample and differ and tensor.numel() > 1:
             raise self._refusal(name, "the ranks have batches of unequal sizes")
-        shapes = exchange_texts(self._env, str(list(tensor.shape)))
+        shapes = all_gather_str(self._env, str(list(tensor.shape)))
         if len(set(shapes)) > 1:
             given = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
             raise self._refusal(name, f"the ranks give it tensors of {given}")

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from launcher.config.schema import Config
 from launcher.distributed.env import WorkerEnv
-from launcher.distributed.nccl import INTERFACES, of_shared_memory, refuse_missing_interface
+from launcher.distributed.nccl import INTERFACES, refuse_missing_interface, shm_hint
 from launcher.doctor.findings import FAILURE, NOTE, Check, Finding, judged
 from launcher.errors import counted
 from launcher.run_dir.claim import DEFAULT_ROOT
@@ -136,7 +136,7 @@ def available_bytes() -> int:
 
 
 def shared_memory(subject: Subject) -> Iterator[Finding]:
-    little = of_shared_memory()
+    little = shm_hint()
     free = "" if little else f"{shutil.disk_usage('/dev/shm').free / GB:.1f} GB in /dev/shm"
     value = free or "/dev/shm is missing or small"
     yield judged("shared memory", value, little, FAILURE if min(subject.gpus, subject.ranks) > 1 else NOTE)

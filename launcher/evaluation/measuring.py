@@ -23,7 +23,7 @@ from torch import Tensor
 
 from launcher.data.tensors import Batch
 from launcher.distributed.alone import Alone
-from launcher.distributed.collectives import content_of, error_message, message_of, send_to_all
+from launcher.distributed.collectives import broadcast_bytes, error_message, pack_result, unpack_result
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, escaped
 from launcher.evaluation.confusion import Confusion
@@ -92,18 +92,18 @@ class Measuring:
         for rank in range(1, self._env.world_size):  # in rank order: rank 0 has the first samples of the set
             for metric in self._merged:
                 self._pass_on(rank, partial(self._packed_state, metric), partial(self._merge, metric))
-            number = send_to_all(self._env, str(len(self._kept)).encode(), rank)
+            number = broadcast_bytes(self._env, str(len(self._kept)).encode(), rank)
             for index in range(int(number)):
                 self._pass_on(rank, partial(self._packed_rows, index), self._feed)
         found = MetricValues()
         if self._env.is_leader and self._failure is None:
             with self._held():
                 self._compute(found, loss_sum, count)
-        sent = send_to_all(self._env, self._outcome(found), sender=0)
+        sent = broadcast_bytes(self._env, self._outcome(found), sender=0)
         if self._failure is not None:
             raise self._failure
         # JSON keeps the bits of floats.
-        return found if self._env.is_leader else MetricValues(*json.loads(content_of(sent)))
+        return found if self._env.is_leader else MetricValues(*json.loads(unpack_result(sent)))
 
     @contextmanager
     def _held(self) -> Iterator[None]:
@@ -128,10 +128,10 @@ class Measuring:
     def _pass_on(self, rank: int, pack: Callable[[], bytes], take: Callable[[bytes], None]) -> None:
         """Call `take` on rank 0 with the message that `rank` packs. A collective."""
         self._beat()
-        sent = send_to_all(self._env, message_of(pack) if self._env.rank == rank else b"", rank)
+        sent = broadcast_bytes(self._env, pack_result(pack) if self._env.rank == rank else b"", rank)
         if self._env.is_leader:
             with self._held():
-                take(content_of(sent))
+                take(unpack_result(sent))
 
     def _started(self, metric: object, label: str) -> object:
         """The metric without samples."""
@@ -226,7 +226,7 @@ class Measuring:
         """What rank 0 sends to the others."""
         if self._failure is not None:
             return error_message(self._failure)
-        return message_of(lambda: json.dumps([found.values, found.higher_is_better, found.failed]).encode())
+        return pack_result(lambda: json.dumps([found.values, found.higher_is_better, found.failed]).encode())
 
 
 def _may_depend_on_samples(error: LauncherError) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import Config, from_dict, to_dict
-from launcher.distributed.env import LEADER, LaunchEnv, numbered
+from launcher.distributed.env import RANK0, LaunchEnv, numbered
 from launcher.distributed.exit_records import ExitRecord, JobFailed, StoreExitRecords, exit_record, with_rank
 from launcher.distributed.store import (
     ignore_store_errors,
@@ -167,7 +167,7 @@ class Leader:
         if self._gone:
             silent = numbered(self._gone, self.launch.noun)
             text = (
-                f"{silent} did not come to {self.launch.meeting_place} within {wait_s:g} s: it "
+                f"{silent} did not come to {self.launch.endpoint} within {wait_s:g} s: it "
                 "was not started, has died, or was started with other values of these. "
                 f"launch.init_timeout_s says how long {self.launch.noun} 0 waits."
             )
@@ -236,7 +236,7 @@ def follow(
             records = StoreExitRecords(store, job)
             records.write(record)
             # A rank 0 that hangs has said so before it ended, and gives no reason later.
-            if record.is_secondary and (cause := records.read([LEADER])) and not cause[0].is_secondary:
+            if record.is_secondary and (cause := records.read([RANK0])) and not cause[0].is_secondary:
                 failure = JobFailed(with_rank(cause[0], cause), cause[0].exit_code)
         wait_s = patience.after(record) if failure else patience.next_job_s
     return message["exit_code"], message["reason"]
@@ -261,7 +261,7 @@ def join_launch(store: dist.Store, launch: LaunchEnv, arguments: Sequence[str], 
     ]
     if differences:
         raise PreflightError(
-            f"{launch.name} and the {noun} 0 that it found at {launch.meeting_place} (process "
+            f"{launch.name} and the {noun} 0 that it found at {launch.endpoint} (process "
             f"{leader['process']} on {leader['host']}) are not of one launch: {'; '.join(differences)}. Give "
             f"all {noun}s of a launch the same arguments, and each launch a port of its own."
         )
@@ -274,7 +274,7 @@ def claim(store: dist.Store, launch: LaunchEnv, key: str, own: Mapping[str, obje
     if first != own:
         number = "launch.node_rank" if launch.is_node else "RANK"
         raise PreflightError(
-            f"another process is {launch.name} already at {launch.meeting_place}: {first['process']} on "
+            f"another process is {launch.name} already at {launch.endpoint}: {first['process']} on "
             f"{first['host']}. Give each process of a launch a {number} of its own, and each launch a port "
             "of its own."
         )

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import LaunchConfig
-from launcher.distributed.env import LEADER, LaunchEnv, numbered
+from launcher.distributed.env import RANK0, LaunchEnv, numbered
 from launcher.distributed.store import LEAVE_S, set_tcp_timeouts
 from launcher.errors import StalledError
 from launcher.launch.root_cause import DONE, GroupResult, RunFailed, RunOutcome, outcome_of
@@ -38,7 +38,7 @@ RESTART = -1  # exit code of what node 0 decides, if the run does not end
 class SingleNode:
     """The only parent of a run: nothing to wait for and no socket."""
 
-    rank = LEADER  # among the parents
+    rank = RANK0  # among the parents
     is_node0 = True  # whether this is the parent of rank 0, which decides
     host = ""  # its name in messages, where there are several
 
@@ -77,10 +77,10 @@ class MultiNode(SingleNode):
     def __init__(self, launch: LaunchEnv, store: dist.Store, job: str, limits: LaunchConfig) -> None:
         super().__init__(limits)
         self.rank, self._num_nodes = launch.rank, launch.world_size
-        self.is_node0, self.host = launch.rank == LEADER, os.uname().nodename
+        self.is_node0, self.host = launch.rank == RANK0, os.uname().nodename
         self._meeting, self._prefix = store, f"job/{job}/nodes"
         self._others = (
-            range(1, self._num_nodes) if self.is_node0 else [LEADER]
+            range(1, self._num_nodes) if self.is_node0 else [RANK0]
         )  # whose words this parent reads
         self._own: dict[str, Any] = {"generation": -1}
         self._messages: Mapping[int, Mapping[str, Any]] = {}
@@ -129,7 +129,7 @@ class MultiNode(SingleNode):
                 time.sleep(0.05)
             counts = [int(self._meeting.get(key)) for key in workers]
         except DistError as error:
-            raise self._node_lost([LEADER]) from error
+            raise self._node_lost([RANK0]) from error
         return sum(counts[: self.rank]), sum(counts)
 
     def outcome(self, own: GroupResult | None, generation: WorkerGroup) -> RunOutcome | None:
@@ -177,14 +177,14 @@ class MultiNode(SingleNode):
         return None
 
     def _poll_as_follower(self, own: GroupResult | None, generation: WorkerGroup) -> RunOutcome | None:
-        word = self._message_of(LEADER)
-        if self._generation_of(LEADER) > self._own["generation"]:
+        word = self._message_of(RANK0)
+        if self._generation_of(RANK0) > self._own["generation"]:
             return RunOutcome(RESTART)  # it has begun before its decision was read
         if decision := word.get("decision"):
             return RunOutcome(**decision)
         if own is None and "ending" in word:
             generation.end_like_other_node(word["ending"])
-        self._refuse_silent([LEADER], self._limits.hang_timeout_s if own is None else QUIET_S)
+        self._refuse_silent([RANK0], self._limits.hang_timeout_s if own is None else QUIET_S)
         return None
 
     def _refuse_silent(self, nodes: Sequence[int], quiet_s: float) -> None:
@@ -193,7 +193,7 @@ class MultiNode(SingleNode):
         limits = {node: quiet_s if node in self._messages else self._limits.init_timeout_s for node in nodes}
         silent = [node for node, limit_s in limits.items() if now - self._last_seen_s[node] > limit_s]
         if silent or (self._lost_store and not self.is_node0):
-            raise self._node_lost(silent or [LEADER])
+            raise self._node_lost(silent or [RANK0])
 
     def _node_lost(self, nodes: Sequence[int]) -> StalledError:
         set_tcp_timeouts(LEAVE_S)  # of what this process still asks the store

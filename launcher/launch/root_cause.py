@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.distributed.exit_records import ExitRecord, with_rank
-from launcher.distributed.heartbeat import FINISHING, Beat, where
+from launcher.distributed.heartbeat import FINISHING, HeartbeatRecord, where
 from launcher.errors import ON_REQUEST, LauncherError, PreemptedError, StalledError
 
 # How the ranks of a machine have ended.
@@ -30,7 +30,7 @@ class RankResult:
 
     rank: int
     pid: int
-    beat: Beat
+    beat: HeartbeatRecord
     exit_code: int | None = None  # negative: the signal that killed it; None: alive until then
     record: ExitRecord | None = None  # how it ended, if it had time to record it
     stopped: bool = False  # by SIGSTOP, a terminal or a debugger

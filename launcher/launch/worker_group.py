@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from launcher.config.user_code import place_in_stacks
-from launcher.distributed.heartbeat import PHASES, Beat, limit_s
+from launcher.distributed.heartbeat import PHASES, HeartbeatRecord, limit_s
 from launcher.errors import ON_REQUEST
 from launcher.launch.root_cause import HANGING, STOPPED_ON_REQUEST, GroupResult, RankResult
 from launcher.launch.worker_process import WorkerSpec
@@ -152,7 +152,7 @@ class WorkerGroup:
         return ""
 
     @property
-    def furthest(self) -> Beat:
+    def furthest(self) -> HeartbeatRecord:
         """The heartbeat of the rank that is furthest ahead."""
         return max(self._work.heartbeats.read(), key=lambda beat: beat.order)
 
@@ -169,7 +169,7 @@ class WorkerGroup:
             return False
         beats = [every[rank] for rank in left]
         # A rank that evaluates before its first step beats with each batch.
-        done = any(beat.under_way or beat.phase in AFTER_A_STEP for beat in beats)
+        done = any(beat.has_stepped or beat.phase in AFTER_A_STEP for beat in beats)
         self._has_stepped |= done or bool(self._exited)
         longest = now - self._watched_since_s
         if not self._has_stepped:
@@ -178,7 +178,7 @@ class WorkerGroup:
             min(beat.age_s, longest) >= limit_s(beat.phase, self._limits.hang_timeout_s) for beat in beats
         )
 
-    def _is_in_user_code(self, beat: Beat, process: BaseProcess) -> bool:
+    def _is_in_user_code(self, beat: HeartbeatRecord, process: BaseProcess) -> bool:
         """Whether a rank runs code of the user. Its own hang timer limits that, unless it was stopped."""
         return beat.user_code and (beat.age_s < self._limits.hang_timeout_s or not _is_stopped(process))
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.data.seeding import derive_seed, seed_all
-from launcher.distributed.collectives import of_leader
+from launcher.distributed.collectives import from_rank0
 from launcher.engine.names import named_buffers, named_parameters
 from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import evaluating, unchanged
@@ -79,7 +79,7 @@ def _call_while_others_wait(
             heartbeat.beat(waiting)  # from here on this rank may wait for another one
 
     heartbeat.beat(phase if env.is_leader else waiting)
-    of_leader(env, timed)
+    from_rank0(env, timed)
 
 
 def _call_and_report(context: TrainContext, position: Position) -> bytes:

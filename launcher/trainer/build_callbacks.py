@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.distributed.preflight import Peer
+from launcher.distributed.preflight import RankInfo
 from launcher.telemetry.gpu import GpuSampler
 from launcher.trainer.callback import Callback
 from launcher.trainer.callbacks.averages import Averages
@@ -35,7 +35,7 @@ def build_callbacks(
     saved: SavedRun,
     micro_batch: MicroBatch,
     weights: InitialWeights,
-    peers: Sequence[Peer],
+    peers: Sequence[RankInfo],
     gpus: GpuSampler | None,
 ) -> list[Callback]:
     """The callbacks, in the order of their collectives; from the config alone, so equal on all ranks.

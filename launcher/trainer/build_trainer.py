@@ -16,7 +16,7 @@ from launcher.data.seeding import derive_seed, seed_all
 from launcher.data.sources import DataSets, batch_plan, training_batches
 from launcher.distributed.env import LaunchEnv, WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
-from launcher.distributed.preflight import Peer
+from launcher.distributed.preflight import RankInfo
 from launcher.engine.step_timer import PARTS
 from launcher.os.signals import RankStopSignal
 from launcher.recipe import rank0
@@ -49,7 +49,7 @@ def build_trainer(
     config: Config,
     launch: LaunchEnv,
     env: WorkerEnv,
-    peers: Sequence[Peer],
+    peers: Sequence[RankInfo],
     gpus: GpuSampler | None,
     telemetry: Telemetry,
     heartbeat: Heartbeat,

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.distributed.collectives import exchange_texts, gather
-from launcher.distributed.env import LEADER, WorkerEnv
+from launcher.distributed.collectives import all_gather_str, gather
+from launcher.distributed.env import RANK0, WorkerEnv
 from launcher.engine import ExponentialMovingAverage, Stepper
 from launcher.engine.async_work import all_reduce
 from launcher.engine.names import named_buffers, named_parameters
@@ -105,13 +105,13 @@ def weights_sha256(stepper: Stepper, env: WorkerEnv) -> str:
 
     A collective: all ranks get that of the leader, where alone sharded masters are gathered.
     """
-    weights = _frozen(stepper) | stepper.named_masters(LEADER)
+    weights = _frozen(stepper) | stepper.named_masters(RANK0)
     return _digest(weights | named_buffers(stepper.model), env)
 
 
 def ema_sha256(stepper: Stepper, average: ExponentialMovingAverage, env: WorkerEnv) -> str:
     """Digest of averaged and frozen parameters, likewise. Without buffers, of which each rank has its own."""
-    return _digest(_frozen(stepper) | average.state(LEADER).weights, env)
+    return _digest(_frozen(stepper) | average.state(RANK0).weights, env)
 
 
 def _frozen(stepper: Stepper) -> dict[str, Tensor]:
@@ -123,4 +123,4 @@ def _digest(tensors: Mapping[str, Tensor], env: WorkerEnv) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
-    return exchange_texts(env, digest.hexdigest())[LEADER]
+    return all_gather_str(env, digest.hexdigest())[RANK0]

@@ -22,7 +22,7 @@ from launcher.checkpoint.snapshot import (
     TrainProgress,
 )
 from launcher.data.streamed import StreamData
-from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import LaunchEnv
 from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.errors import ConfigError, listed
@@ -163,7 +163,7 @@ class SavedRun:
             evaluated=metric is not None,
             data=self._context.fingerprint,
             settings=self._settings,
-            stream=exchange_texts(self._context.env, place) if place else None,
+            stream=all_gather_str(self._context.env, place) if place else None,
             total_steps=self._context.course.total_steps,
             learning_rate=self._rates[min(max(0, self._applied - 1), len(self._rates) - 1)],
         )

@@ -16,7 +16,7 @@ from launcher.data.indexed import IndexedData
 from launcher.data.sources import training_batches
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch
-from launcher.distributed.collectives import raised_on_all
+from launcher.distributed.collectives import raise_on_all_ranks
 from launcher.distributed.uneven import UnevenCollectives
 from launcher.errors import ConfigError, counted
 from launcher.evaluation.evaluate import unchanged
@@ -78,7 +78,7 @@ def try_smallest_batch(context: TrainContext, task: Task) -> None:
 
     tried = replace(task, network=context.model, loss=loss)
     batches = training_batches(context.data.train, plan, context.recipe.train_transform, total_steps=0)
-    with found_in_trial(what), raised_on_all(context.env), unchanged(context.model):
+    with found_in_trial(what), raise_on_all_ranks(context.env), unchanged(context.model):
         context.model.train()
         try:
             with context.heartbeat.in_user_code():

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import WorkerEnv
 from launcher.engine.step_timer import PARTS, UPDATE, WIRE
 
@@ -71,7 +71,7 @@ def of_the_slowest(env: WorkerEnv, times: StepTimes) -> dict[str, Any] | None:
 
     A collective. `waited_ms` is how much longer another rank waits per step, in the exchange of gradients.
     """
-    ranks = [json.loads(text) for text in exchange_texts(env, json.dumps(times.means()))]
+    ranks = [json.loads(text) for text in all_gather_str(env, json.dumps(times.means()))]
     if not all(ranks):
         return None
     waits = [means[f"{WIRE}_ms"] for means in ranks]

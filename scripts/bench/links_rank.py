@@ -25,7 +25,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import DDPOptions
 from launcher.os.allocator import keep_freed_memory
@@ -304,7 +304,7 @@ def main() -> None:
         own = measure(plan, batch)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         env = WorkerEnv(rank, world_size, rank, world_size, torch.device("cpu"), dist.group.WORLD)
-        by_rank = [json.loads(text) for text in exchange_texts(env, json.dumps(own))]
+        by_rank = [json.loads(text) for text in all_gather_str(env, json.dumps(own))]
         if rank == 0:
             arguments.result.write_text(json.dumps(by_rank))
         dist.barrier()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from launcher.distributed.collectives import content_of, message_of
+from launcher.distributed.collectives import pack_result, unpack_result
 from launcher.distributed.exit_records import (
     ROW_BYTES,
     ExitRecord,
@@ -36,9 +36,9 @@ def test_a_record_in_the_store_names_the_rank_at_fault_alone(error: LauncherErro
 
 def test_an_error_that_rank_0_has_sent_is_not_blamed_on_the_rank_that_reports_it() -> None:
     """Rank 0 calls a recipe's hook, say; whichever rank is first to leave has the same error."""
-    message = message_of(lambda: fail(ConfigError("the recipe's on_eval_end failed")))
+    message = pack_result(lambda: fail(ConfigError("the recipe's on_eval_end failed")))
     with pytest.raises(ConfigError) as caught:
-        content_of(message)
+        unpack_result(message)
     record = exit_record(1, caught.value)
     assert (with_rank(record, [record]), record.exit_code) == ("the recipe's on_eval_end failed", 2)
 

@@ -16,13 +16,13 @@ from launcher.distributed.env import LaunchEnv, WorkerEnv
 from launcher.errors import PreflightError, StorageError
 from tests.configs import composed
 
-FIRST = preflight.Peer("CPU", None, 1, "first")
+FIRST = preflight.RankInfo("CPU", None, 1, "first")
 
 
 def same() -> None: ...
 
 
-def meet_as_rank_1(differ: Callable[[], None] = same) -> list[preflight.Peer]:
+def meet_as_rank_1(differ: Callable[[], None] = same) -> list[preflight.RankInfo]:
     """What rank 1 gets, whose machine is made to differ from that of rank 0 once rank 0 has spoken."""
     config, store = composed(), dist.HashStore()
     words = {"peer": asdict(FIRST), "facts": preflight.facts(config)}

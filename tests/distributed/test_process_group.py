@@ -28,7 +28,7 @@ def test_without_rank_the_process_is_alone() -> None:
     assert LaunchEnv() == LaunchEnv(0, 1, 0, 1, 0, "none")
 
 
-ASK = "from launcher.distributed.process_group import own_thread_count; print(own_thread_count())"
+ASK = "from launcher.distributed.process_group import user_omp_threads; print(user_omp_threads())"
 AS_TORCHRUN = f"""
 import os, subprocess, sys
 environ = {{"OMP_NUM_THREADS": "1"}} | dict(os.environ) | {{"TORCHELASTIC_RUN_ID": "none"}}

@@ -59,7 +59,7 @@ def test_little_memory(subject, monkeypatch) -> None:
 
 @pytest.mark.parametrize(("gpus", "verdict"), [(0, NOTE), (8, FAILURE)])
 def test_small_shared_memory_fails_several_gpus(subject, monkeypatch, gpus, verdict) -> None:
-    monkeypatch.setattr(machine, "of_shared_memory", lambda: "/dev/shm has 64 of 64 MB free.")
+    monkeypatch.setattr(machine, "shm_hint", lambda: "/dev/shm has 64 of 64 MB free.")
     assert only(machine.shared_memory(dataclasses.replace(subject, gpus=gpus))).verdict == verdict
 
 

@@ -10,7 +10,7 @@ import pytest
 from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import ExitRecord
-from launcher.distributed.heartbeat import PHASES, Beat, where
+from launcher.distributed.heartbeat import PHASES, HeartbeatRecord, where
 from launcher.errors import ConfigError, LauncherError, NoProgressError, PreflightError
 from launcher.launch import worker_count
 from launcher.launch.restart_policy import RestartPolicy
@@ -35,7 +35,7 @@ def result(
     """A rank with a record where `error` is given, "" for a rank that ended well."""
     lost = error == LOST
     record = None if error is None else ExitRecord(rank, time_s, error, exit_code or 0, is_secondary=lost)
-    return RankResult(rank, 100 + rank, Beat(phase, step, age_s), exit_code, record, stopped)
+    return RankResult(rank, 100 + rank, HeartbeatRecord(phase, step, age_s), exit_code, record, stopped)
 
 
 def lost(rank: int, time_s: float = 0.0) -> RankResult:
@@ -137,8 +137,8 @@ def test_those_whom_the_others_wait_for_hang(results, text) -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_phase_has_its_place_in_a_sentence(phase) -> None:
-    assert where(Beat(phase, 3, 0.0)).split()[0] in ("in", "while", "after")
-    assert ("step 3" in where(Beat(phase, 3, 0.0))) == (
+    assert where(HeartbeatRecord(phase, 3, 0.0)).split()[0] in ("in", "while", "after")
+    assert ("step 3" in where(HeartbeatRecord(phase, 3, 0.0))) == (
         phase not in (*PHASES[: PHASES.index("data")], *PHASES[-2:])
     )
 

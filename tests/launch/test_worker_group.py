@@ -70,10 +70,10 @@ def until_there(path: Path) -> None:
         time.sleep(0.01)
 
 
-def beat(table: Heartbeats, phase: str, step: int, under_way: bool = False) -> None:
+def beat(table: Heartbeats, phase: str, step: int, has_stepped: bool = False) -> None:
     for rank in range(2):
         heartbeat = table.of(rank)
-        if under_way:
+        if has_stepped:
             heartbeat.first_step_done()
         heartbeat.beat(phase, step)
 
@@ -82,7 +82,7 @@ def test_ranks_that_all_read_data_are_not_taken_for_ranks_before_their_first_ste
     generation, table, clock
 ) -> None:
     """A run longer than launch.init_timeout_s was ended at the first poll at which all ranks read data."""
-    beat(table, "data", 9, under_way=True)
+    beat(table, "data", 9, has_stepped=True)
     assert generation.poll() is None
     clock.ahead_s += INIT_S
     assert generation.poll() is None
@@ -93,7 +93,7 @@ def test_ranks_that_all_read_data_are_not_taken_for_ranks_before_their_first_ste
 
 @pytest.mark.parametrize(("phase", "step"), [("data", 10), ("compute", 10), ("evaluation", 0)])
 def test_after_the_first_step_a_phase_may_take_hang_timeout_s(phase, step, generation, table, clock) -> None:
-    beat(table, phase, step, under_way=phase != "evaluation")
+    beat(table, phase, step, has_stepped=phase != "evaluation")
     clock.ahead_s += INIT_S + 1
     assert generation.poll() is None
     clock.ahead_s += HANG_TIMEOUT_S - INIT_S
@@ -109,7 +109,7 @@ def test_a_hang_has_a_verdict_with_a_c_library_that_lacks_tgkill(
 ) -> None:
     """glibc 2.28 does: the parent ended with an AttributeError, and nobody said which rank hangs."""
     monkeypatch.setattr(worker_group.ctypes, "CDLL", lambda name: object())
-    beat(table, "compute", 10, under_way=True)
+    beat(table, "compute", 10, has_stepped=True)
     clock.ahead_s += HANG_TIMEOUT_S
     outcome = verdict_on(generation)
     assert outcome is not None
@@ -132,7 +132,7 @@ def test_before_the_first_step_all_phases_together_may_take_init_timeout_s(
 def test_while_a_rank_runs_code_of_the_user_none_hangs_and_then_the_time_starts_again(
     generation, table, clock
 ) -> None:
-    beat(table, "evaluation", 8, under_way=True)
+    beat(table, "evaluation", 8, has_stepped=True)
     rank0 = table.of(0)
     rank0.first_step_done()
     rank0.beat("evaluation", 8)
@@ -165,7 +165,7 @@ def test_rank_0_may_finish_its_tracker_once_another_rank_was_killed(table, tmp_p
     """It was killed at once: no row of the last seconds and no exit code. Without a tracker it still is."""
     config = composed(f"tracker={tracker}")
     work = WorkerSpec(replace(config, run=replace(config.run, dir=str(tmp_path))), table, 0, (), -1)
-    beat(table, "compute", 3, under_way=True)
+    beat(table, "compute", 3, has_stepped=True)
     forking = multiprocessing.get_context("fork")
     finished = tmp_path / "finished"
     ranks = [forking.Process(target=until_there, args=(tmp_path / name,)) for name in ("finished", "never")]
@@ -189,7 +189,7 @@ def test_a_tracker_that_does_not_finish_delays_the_verdict_by_a_bounded_time(
     generation, table, monkeypatch
 ) -> None:
     monkeypatch.setattr(worker_group, "TRACKED_S", 0.0)
-    beat(table, "compute", 3, under_way=True)
+    beat(table, "compute", 3, has_stepped=True)
     generation._processes[1].kill()
     generation._processes[1].join()
     outcome = verdict_on(generation) or verdict_on(generation)

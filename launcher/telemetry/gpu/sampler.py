@@ -30,7 +30,7 @@ from launcher.telemetry.stream import Sink, Telemetry
 
 if TYPE_CHECKING:
     from launcher.distributed.env import WorkerEnv
-    from launcher.distributed.preflight import Peer
+    from launcher.distributed.preflight import RankInfo
 
 SAMPLE_S = 0.5  # two readings in the shortest window; more often than NVML averages would tell nothing more
 WINDOW_S = 1.0  # shorter logging intervals share a window: NVML's own averages are about as long
@@ -219,7 +219,7 @@ def energy_before_j(metrics: Path) -> float:
 
 
 def measure_gpus(
-    config: Config, env: WorkerEnv, peers: Sequence[Peer], telemetry: Telemetry
+    config: Config, env: WorkerEnv, peers: Sequence[RankInfo], telemetry: Telemetry
 ) -> GpuSampler | None:
     """A sampler of the GPUs of the first node, at rank 0; it is closed with the telemetry. None elsewhere."""
     nvml = config.telemetry.gpu_stats

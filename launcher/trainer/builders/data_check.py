@@ -23,7 +23,7 @@ from launcher.data.reader import BatchRequest, Fetched
 from launcher.data.sources import Readable, set_title
 from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData
-from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import DataError, DataWarning, listed
 from launcher.metrics.metric import name_of
@@ -37,7 +37,7 @@ FIRST_OF_STREAM = 4  # samples
 
 def compare_data(own: Mapping[str, str], env: WorkerEnv) -> None:
     """Raise DataError, on all ranks, unless this rank's `fingerprint` is that of all. A collective."""
-    refuse_other_data([json.loads(text) for text in exchange_texts(env, json.dumps(own))])
+    refuse_other_data([json.loads(text) for text in all_gather_str(env, json.dumps(own))])
 
 
 BETWEEN_RANKS = ("the metrics", "the name that runs are compared by")  # a resumed run may have others

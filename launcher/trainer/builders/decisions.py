@@ -18,7 +18,7 @@ from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import ONLY_SET, length_of
 from launcher.distributed.env import WorkerEnv
-from launcher.distributed.process_group import own_thread_count
+from launcher.distributed.process_group import user_omp_threads
 from launcher.engine import Stepper
 from launcher.errors import counted, listed
 from launcher.recipe.contract import Recipe
@@ -55,7 +55,7 @@ def decisions(
     if config.ddp.overlap and build.shares_communicator(config, env):
         text = "gradients are reduced after the backward pass: model.sync_bn=true uses the same communicator"
         yield "wire", text
-    if env.device.type == "cpu" and (threads := own_thread_count()):
+    if env.device.type == "cpu" and (threads := user_omp_threads()):
         yield "threads", f"{threads} per rank, as OMP_NUM_THREADS says"
     if config.train.compile == BLOCKS:
         shared = "blocks of one class and shape share a graph"

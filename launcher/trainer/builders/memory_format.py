@@ -17,7 +17,7 @@ from launcher.config.schema import Config
 from launcher.config.user_code import place_of
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import Readable, training_batches
-from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, described
 from launcher.evaluation.evaluate import unchanged
@@ -56,7 +56,7 @@ def choose_memory_format(
         model.to(memory_format=form)  # type: ignore[call-overload]
         with in_user_code():
             failure = _failure(env, recipe, model, data, plan)
-        return next(filter(None, exchange_texts(env, failure)), "")
+        return next(filter(None, all_gather_str(env, failure)), "")
 
     failure = failure_in(torch.channels_last)
     if not failure:

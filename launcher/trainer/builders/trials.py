@@ -17,7 +17,7 @@ import torch
 
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import trial_batches
-from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.collectives import all_gather_str
 from launcher.errors import OutOfMemoryError, counted, in_words
 from launcher.os import frames, oom
 from launcher.recipe.contract import loss_of
@@ -97,7 +97,7 @@ def _fits(context: TrainContext, size: int, tried: dict[int, str]) -> bool:
     """Whether it fits on all ranks. `tried` gets why not, by rank; empty if it does."""
     context.heartbeat.beat("trying micro-batches")
     failure = _failure(context, replace(context.plan, micro_batch=size), smaller=bool(tried))
-    texts = exchange_texts(context.env, failure)
+    texts = all_gather_str(context.env, failure)
     tried[size] = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
     return not tried[size]
 

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from launcher.checkpoint.async_writer import SaveResult, SaveSchedule
 from launcher.checkpoint.snapshot import MonitoredMetric
 from launcher.config.messages import directory_override, program
-from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.collectives import all_gather_str
 from launcher.errors import TO_RESUME, PreemptedError, PrunedError, StorageError
 from launcher.os.signals import is_preemption
 from launcher.run_dir.pruning import PruneRequest
@@ -147,7 +147,7 @@ class Checkpoints(Callback):
 
     def _of_leader(self, text: str) -> str:
         """The leader's text on all ranks: only the leader writes files. A collective."""
-        return exchange_texts(self._context.env, text)[0]
+        return all_gather_str(self._context.env, text)[0]
 
     def _report(self, report: SaveResult | None) -> None:
         if report is None:

@@ -18,8 +18,8 @@ from torch.nn.parameter import is_lazy
 
 from launcher.checkpoint.weights_file import FLOATS, read, sha256_of
 from launcher.config.schema import Config
-from launcher.distributed.collectives import exchange_texts
-from launcher.distributed.env import LEADER, WorkerEnv
+from launcher.distributed.collectives import all_gather_str
+from launcher.distributed.env import RANK0, WorkerEnv
 from launcher.engine.names import named_parameters, plain_name
 from launcher.errors import ConfigError, listed
 from launcher.run_dir.result import Result
@@ -129,7 +129,7 @@ def load_weights(config: Config, model: nn.Module, env: WorkerEnv) -> Loaded | N
             loaded = _assign(model, read(file), file, digest, wish.init_from_strict)
         except ConfigError as error:
             loaded = Loaded(wish.init_from, error=f"model.init_from={wish.init_from}: {error}")
-    return Loaded(**json.loads(exchange_texts(env, json.dumps(asdict(loaded)))[LEADER]))
+    return Loaded(**json.loads(all_gather_str(env, json.dumps(asdict(loaded)))[RANK0]))
 
 
 def _assign(model: nn.Module, tensors: Mapping[str, Tensor], file: Path, digest: str, strict: bool) -> Loaded:

@@ -9,7 +9,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.collectives import all_gather_str
 from launcher.errors import OutOfMemoryError
 from launcher.run_dir.result import Result
 from launcher.trainer.builders.trials import search
@@ -48,7 +48,7 @@ class MicroBatch(Callback):
         """
         context, wish = self._context, self._context.config.data.micro_batch_size
         # Of any rank: the parent of another machine may start its ranks before it has read the decision.
-        sizes = [int(text) for text in exchange_texts(context.env, str(halved or "")) if text]
+        sizes = [int(text) for text in all_gather_str(context.env, str(halved or "")) if text]
         if sizes:
             size = min(sizes)
             text = f"{size} per rank: the run was restarted with half, because it had run out of memory"
@@ -70,7 +70,7 @@ class MicroBatch(Callback):
         """End the run where a rank has abandoned the step. All ranks read so in the same step."""
         if not metrics.report.abandoned_ranks:
             return
-        texts = exchange_texts(self._context.env, self._context.shortage)
+        texts = all_gather_str(self._context.env, self._context.shortage)
         short = [f"rank {rank} ran out of {text}" for rank, text in enumerate(texts) if text]
         place = f"in the forward or backward pass of step {position.step}"
         raise OutOfMemoryError(f"{'; '.join(short)}, {place}.")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from launcher.data.seeding import seed_compute
 from launcher.data.tensors import Batch
-from launcher.distributed.collectives import exchange_texts
+from launcher.distributed.collectives import all_gather_str
 from launcher.engine.names import named_parameters
 from launcher.errors import counted, described, listed
 from launcher.trainer.context import TrainContext
@@ -95,7 +95,7 @@ class DivergenceInspector:
         except Exception as error:  # after any error, because the other ranks wait in the exchange below
             # After what other ranks have found, but before those that found nothing, so that it is shown.
             own = Evidence(NOTHING - 1, f"the batch could not be run again: {described(error)}")
-        texts = exchange_texts(self._context.env, json.dumps(asdict(own)))
+        texts = all_gather_str(self._context.env, json.dumps(asdict(own)))
         return [Evidence(**json.loads(text)) for text in texts]
 
     def _first_overflow(self, position: Position) -> Evidence:

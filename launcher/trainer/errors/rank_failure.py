@@ -16,7 +16,7 @@ from launcher.config.user_code import innermost, place_of, short_traceback
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import is_secondary
-from launcher.distributed.heartbeat import Beat, Heartbeat, where
+from launcher.distributed.heartbeat import Heartbeat, HeartbeatRecord, where
 from launcher.engine import UnusableError, async_work
 from launcher.errors import ConfigError, LauncherError, UnexpectedError, described
 from launcher.os import frames
@@ -37,7 +37,7 @@ SHARDABLE = ("sgd", "adamw")
 MORE_ROOM = "a smaller data.micro_batch_size leaves more room beside it"
 
 
-def at_shortage(beat: Beat, config: Config, world_size: int) -> tuple[str, str]:
+def at_shortage(beat: HeartbeatRecord, config: Config, world_size: int) -> tuple[str, str]:
     """Where the run is, as in ` in the update of step 7`, and what to change if it lacks memory there."""
     at_step = beat.phase in PARTS and beat.step
     place = f" in {PARTS[beat.phase]} of step {beat.step}" if at_step else f" {where(beat)}"

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import launcher.engine.grads.zero1 as zero1
 from launcher.checkpoint.host_memory import PinnedStagingBuffer
 from launcher.checkpoint.snapshot import RunExtras, RunIdentity, SavedWith, TrainProgress, stage
-from launcher.distributed.env import LEADER, WorkerEnv
+from launcher.distributed.env import RANK0, WorkerEnv
 from launcher.engine import AdamW, DDPOptions, ExponentialMovingAverage, Policy, Scaling, Stepper
 from launcher.trainer.replicas import ema_sha256, weights_sha256
 from tests.configs import composed
@@ -64,11 +64,11 @@ def from_a_file(state: Any) -> Any:
 
 
 DONE: dict[str, Callable[[Stepper, ExponentialMovingAverage, Any, Any], object]] = {
-    "state, to save it": lambda stepper, average, *_: stepper.state(LEADER),
+    "state, to save it": lambda stepper, average, *_: stepper.state(RANK0),
     "state of all ranks": lambda stepper, average, *_: stepper.state_dict(),
     "state, on another rank": lambda stepper, average, *_: stepper.state(1),
-    "averages": lambda stepper, average, *_: average.state(LEADER),
-    "masters": lambda stepper, average, *_: stepper.named_masters(LEADER),
+    "averages": lambda stepper, average, *_: average.state(RANK0),
+    "masters": lambda stepper, average, *_: stepper.named_masters(RANK0),
     "load": lambda stepper, average, state, _: stepper.load(state),
     "load averages": lambda stepper, average, _, state: average.load(state),
     "in_model": lambda stepper, average, *_: average.in_model().__enter__(),
@@ -111,9 +111,9 @@ def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
     for number in range(3):
         train(stepper, *features(8, 10 * number + env.rank, (3, 8, 8)))
         average.update(number)
-    everywhere, there, other = stepper.state(), stepper.state(LEADER), stepper.state(1)
+    everywhere, there, other = stepper.state(), stepper.state(RANK0), stepper.state(1)
     matrices = {name for name, value in everywhere.weights.items() if value.ndim > 1}
-    for state, rank in ((there, LEADER), (other, 1)):
+    for state, rank in ((there, RANK0), (other, 1)):
         lacking = matrices if sharded and env.rank != rank else set()
         assert state.weights.keys() == everywhere.weights.keys() - lacking
         for part in ("weights", "optimizer"):
@@ -135,7 +135,7 @@ def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
             memory,
             average,
         )
-        assert (staged is None) == (env.rank != LEADER)
+        assert (staged is None) == (env.rank != RANK0)
         if staged is not None:
             snapshot = staged.finish()
             places.append({name: value.data_ptr() for name, value in snapshot.engine.optimizer.items()})
@@ -147,7 +147,7 @@ def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
         train(stepper, *features(8, env.rank, (3, 8, 8)))  # what is saved is a copy
     assert places[1:] == places[:1]  # in the same memory
     whole = average.state().weights
-    if env.rank == LEADER:
+    if env.rank == RANK0:
         assert all(torch.equal(value, whole[name]) for name, value in averages.items())
         assert averages.keys() == whole.keys()
     digests = weights_sha256(stepper, env), ema_sha256(stepper, average, env)

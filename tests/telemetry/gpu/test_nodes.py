@@ -10,13 +10,13 @@ import torch
 
 from launcher.config.schema import RunConfig
 from launcher.distributed.env import WorkerEnv
-from launcher.distributed.preflight import Peer
+from launcher.distributed.preflight import RankInfo
 from launcher.telemetry import Telemetry
 from launcher.telemetry.gpu import measure_gpus
 from launcher.telemetry.gpu.sampler import energy_before_j
 from tests.configs import composed
 
-PEERS = [Peer(device="CPU", gpu=None, pid=number, host="h") for number in (1, 2)]
+PEERS = [RankInfo(device="CPU", gpu=None, pid=number, host="h") for number in (1, 2)]
 
 
 def env_of(rank: int) -> WorkerEnv:
