@@ -18,9 +18,9 @@ from launcher.commands.run import report_failure, run_node, run_worker
 from launcher.config.wandb_sweep import with_typed_values
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import INTERRUPTED, ON_REQUEST, Interrupted, LauncherError, escaped, in_words
-from launcher.launch.config_broadcast import HandoffTimeouts, Leader, follow
-from launcher.launch.node_env import given, node_of
-from launcher.launch.slurm import variables_of_rank
+from launcher.launch.config_broadcast import ConfigLeader, HandoffTimeouts, follow
+from launcher.launch.node_env import given, node_env
+from launcher.launch.slurm import torchrun_env_from_slurm
 from launcher.os.signals import ignore_sigterm_of_torchrun
 from launcher.os.terminal import say
 
@@ -33,16 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; errors are on stderr by then."""
     try:
         argv = sys.argv[1:] if argv is None else argv
-        words = None if "RANK" in os.environ else words_of_a_run(argv)
-        launch = LaunchEnv() if words is None else node_of(words, os.environ)
+        words = None if "RANK" in os.environ else run_overrides(argv)
+        launch = LaunchEnv() if words is None else node_env(words, os.environ)
         if not launch.is_node:
             # A task of srun is a rank, unless the command makes it the parent of a node, or a run of its own.
             if given(words or (), "nnodes") != "1":
-                os.environ.update(variables_of_rank(os.environ))
+                os.environ.update(torchrun_env_from_slurm(os.environ))
             launch = LaunchEnv.from_environ(os.environ)
         if launch.launched and "doctor" in argv and (arguments := parse(argv)).command == "doctor":
-            return doctor(arguments, Leader(launch, run_worker))  # every rank looks, with its own words
-        return follow_leader(launch, argv) if launch.rank > 0 else lead(launch, argv)
+            return doctor(arguments, ConfigLeader(launch, run_worker))  # every rank looks, with its own words
+        return run_other_rank(launch, argv) if launch.rank > 0 else lead(launch, argv)
     except (KeyboardInterrupt, Interrupted):
         return INTERRUPTED
     except Exception as error:
@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
     """Rank 0, or the only process: run the command, then dismiss the other ranks with the same code."""
     patience = HandoffTimeouts(first_job_s=init_timeout_s(argv))
-    leader = Leader(launch, run_node if launch.is_node else run_worker, patience, without_rank(argv))
+    leader = ConfigLeader(
+        launch, run_node if launch.is_node else run_worker, patience, without_node_rank(argv)
+    )
     exit_code, reason = 1, "rank 0 ended unexpectedly"
     try:
         exit_code, reason = run_command(parse(with_typed_values(argv, os.environ)), leader), ""
@@ -69,11 +71,11 @@ def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
     return exit_code
 
 
-def follow_leader(launch: LaunchEnv, argv: Sequence[str]) -> int:
+def run_other_rank(launch: LaunchEnv, argv: Sequence[str]) -> int:
     patience = HandoffTimeouts(first_job_s=init_timeout_s(argv))
     run_job = run_node if launch.is_node else run_worker
     exit_code, reason = follow(
-        launch, run_job, patience, on_end=ignore_sigterm_of_torchrun, arguments=without_rank(argv)
+        launch, run_job, patience, on_end=ignore_sigterm_of_torchrun, arguments=without_node_rank(argv)
     )
     if reason and launch.local_rank == 0:  # on other machines than rank 0's nothing has been printed yet
         kind = "stopped" if exit_code in ON_REQUEST else "error"
@@ -81,7 +83,7 @@ def follow_leader(launch: LaunchEnv, argv: Sequence[str]) -> int:
     return exit_code
 
 
-def words_of_a_run(argv: Sequence[str]) -> tuple[str, ...] | None:
+def run_overrides(argv: Sequence[str]) -> tuple[str, ...] | None:
     """The overrides of a command that runs one job; None for any other, and for one that is refused."""
     try:
         arguments = parse(with_typed_values(argv, os.environ))
@@ -91,7 +93,7 @@ def words_of_a_run(argv: Sequence[str]) -> tuple[str, ...] | None:
     return arguments.words if runs else None
 
 
-def without_rank(argv: Sequence[str]) -> list[str]:
+def without_node_rank(argv: Sequence[str]) -> list[str]:
     """The words that must be the same on all machines."""
     return [word for word in argv if not word.lstrip("+").startswith("launch.node_rank=")]
 
@@ -103,7 +105,7 @@ def init_timeout_s(argv: Sequence[str]) -> float:
     return HandoffTimeouts.first_job_s
 
 
-def run_command(arguments: Arguments, leader: Leader) -> int:
+def run_command(arguments: Arguments, leader: ConfigLeader) -> int:
     with suppress(BrokenPipeError) if answers(arguments) else nullcontext():  # `| head` has read enough
         return execute(arguments, leader)
     return 0
@@ -114,7 +116,7 @@ def answers(arguments: Arguments) -> bool:
     return arguments.command in ANSWERING or bool(QUERIES & arguments.flags.keys())
 
 
-def execute(arguments: Arguments, leader: Leader) -> int:
+def execute(arguments: Arguments, leader: ConfigLeader) -> int:
     if "--help" in arguments.flags:
         print(escaped(help_text(config_directories(arguments), arguments.command)), end="")
     elif "--version" in arguments.flags:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
 from launcher.errors import PreflightError
-from launcher.launch.config_broadcast import Leader
+from launcher.launch.config_broadcast import ConfigLeader
 from launcher.os.terminal import say
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ANY_RECIPE = "recipe=resnet18"  # what is looked at hardly depends on it
 
 
-def doctor(arguments: Arguments, leader: Leader) -> int:
+def doctor(arguments: Arguments, leader: ConfigLeader) -> int:
     """doctor [key=value ...] [--json]: checks GPUs, links, disk, network and tracker
 
     Checks this machine: GPUs and the links between them, disk, memory, limits, network and tracker. It

@@ -25,7 +25,7 @@ from launcher.commands.watch import watch
 from launcher.config.groups import choice_file, choice_values, conf_dir, description, group_choices
 from launcher.config.messages import nearest, program, show, suggestion, tool
 from launcher.errors import ConfigError, escaped
-from launcher.launch.config_broadcast import Leader
+from launcher.launch.config_broadcast import ConfigLeader
 
 TRAINING = ("recipe=resnet18 [key=value ...]", "trains on all GPUs, or on CPU workers")
 SECTIONS = ("model", "data", "optim", "schedule")  # of which the page of a recipe has all keys
@@ -72,7 +72,7 @@ def parts_of(function: Callable[..., object]) -> tuple[str, str, str]:
     return words, summary, page
 
 
-def print_recipes(arguments: Arguments, leader: Leader) -> None:
+def print_recipes(arguments: Arguments, leader: ConfigLeader) -> None:
     """recipes [NAME]: lists recipes, models and data; NAME: its keys
 
     Without NAME: all recipes, and the keys of all models and data sets.
@@ -96,7 +96,7 @@ def config_directories(arguments: Arguments) -> list[Path]:
 
 
 # Besides training, in the order in which they are listed.
-COMMANDS: Mapping[str, Callable[[Arguments, Leader], int | None]] = {
+COMMANDS: Mapping[str, Callable[[Arguments, ConfigLeader], int | None]] = {
     "recipes": print_recipes,
     "compare": compare,
     "plan": plan,

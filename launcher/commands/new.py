@@ -13,7 +13,7 @@ from launcher.commands.arguments import Arguments
 from launcher.config.groups import conf_dir, group_choices
 from launcher.config.messages import program
 from launcher.errors import ConfigError, StorageError
-from launcher.launch.config_broadcast import Leader
+from launcher.launch.config_broadcast import ConfigLeader
 
 PYTHON = """\
 import torch
@@ -61,7 +61,7 @@ train:
 """
 
 
-def write_recipe(arguments: Arguments, leader: Leader) -> None:
+def write_recipe(arguments: Arguments, leader: ConfigLeader) -> None:
     """new NAME: writes a recipe of your own that already trains
 
     Writes NAME.py, a recipe that trains without changes, and NAME/recipe/NAME.yaml, its settings, into

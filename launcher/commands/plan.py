@@ -14,14 +14,14 @@ from itertools import product
 
 from launcher.commands.arguments import Arguments
 from launcher.errors import ConfigError, escaped
-from launcher.launch.config_broadcast import Leader
+from launcher.launch.config_broadcast import ConfigLeader
 from launcher.launch.node_env import planned_launch
 from launcher.launch.worker_count import count_gpus, num_ranks, refuse_small_batch
 
 LINKS, RANKS = "100,1000,10000", "2,8,64"  # without --link and --ranks
 
 
-def plan(arguments: Arguments, leader: Leader) -> None:
+def plan(arguments: Arguments, leader: ConfigLeader) -> None:
     """plan recipe=resnet18 [--json]: says what would run, and what it would need
 
     Says what a command would run, and starts nothing: batches, steps and schedule; memory of a rank by

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program, shortened
 from launcher.errors import ConfigError, StorageError, escaped
-from launcher.launch.config_broadcast import Leader
+from launcher.launch.config_broadcast import ConfigLeader
 from launcher.os.terminal import columns_of, say
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PARALLEL_FROM_BYTES = 16_000_000  # of all runs together; below that a second process costs more than it saves
 
 
-def write_reports(arguments: Arguments, leader: Leader) -> None:
+def write_reports(arguments: Arguments, leader: ConfigLeader) -> None:
     """report RUN ... [--out FILE]: writes report.html of a run, a sweep, or several runs
 
     Writes report.html: for one run or sweep into its directory, for several into the working directory.

@@ -27,9 +27,9 @@ from launcher.errors import (
     StorageError,
     escaped,
 )
-from launcher.launch.config_broadcast import Leader
+from launcher.launch.config_broadcast import ConfigLeader
 from launcher.launch.worker_count import num_workers
-from launcher.os.oom import shortage_of
+from launcher.os.oom import to_resource_error
 from launcher.os.stdio import write
 from launcher.os.terminal import columns_of, say, wrapped
 from launcher.run_dir.records import write_failure
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from launcher.config.schema import Config
 
 
-def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
+def run_one(config: Config, overrides: Sequence[str], leader: ConfigLeader) -> None:
     """Run a job: in parent mode on new workers, else on the ranks started with this process."""
     from launcher.launch.parent import run_supervised
     from launcher.run_dir.claim import open_run_dir
@@ -63,7 +63,7 @@ def run_one(config: Config, overrides: Sequence[str], leader: Leader) -> None:
             run_supervised(claim.config, workers)
 
 
-def run_job(arguments: Arguments, leader: Leader) -> None:
+def run_job(arguments: Arguments, leader: ConfigLeader) -> None:
     """job DIR: runs or resumes one job of a sweep, from its folder
 
     Runs or resumes one job of a sweep, and records its end in sweep.json. The config is that in DIR/job.json,
@@ -103,7 +103,7 @@ def run_node(config: Config, launch: LaunchEnv, store: dist.Store | None, job: s
 
 def report_failure(error: Exception) -> int:
     """Print the error, after the traceback of what it does not explain; returns the exit code."""
-    error = shortage_of(error, "this process") or error
+    error = to_resource_error(error, "this process") or error
     if isinstance(error, PermissionError) and error.filename:
         error = StorageError(
             f"{error.filename}: {error.strerror}. This user lacks a permission for it, or for a directory "

@@ -21,7 +21,7 @@ from launcher.config.messages import directory_override, program, tree_flags
 from launcher.config.schema import Config, SweepConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import TO_RESUME, LauncherError, counted
-from launcher.launch.config_broadcast import Leader
+from launcher.launch.config_broadcast import ConfigLeader
 from launcher.launch.parent import preload
 from launcher.launch.worker_count import num_workers, refuse_small_batch, visible_gpus
 from launcher.os.signals import StopSignal, save_means_stop, signal_handlers_installed, signals_blocked
@@ -41,7 +41,9 @@ from launcher.telemetry.formatting import duration
 FOR_JOBS = ("torch.fx.experimental.symbolic_shapes",)
 
 
-def run_sweep(request: Request, configs: Sequence[Config], leader: Leader, findings: Sequence[int]) -> int:
+def run_sweep(
+    request: Request, configs: Sequence[Config], leader: ConfigLeader, findings: Sequence[int]
+) -> int:
     """Run all jobs and compare them; the first exit code of those that failed, `findings` excepted."""
     settings = configs[0].sweep
     if leader.launch.launched:
@@ -144,7 +146,7 @@ def run_in_child(directory: Path) -> int:
     """Run the job of a folder in this process, forked from the sweep's; returns its exit code."""
     try:
         config, overrides = read_job(directory)
-        run_one(config, overrides, Leader(LaunchEnv(), run_worker))
+        run_one(config, overrides, ConfigLeader(LaunchEnv(), run_worker))
     except (KeyboardInterrupt, errors.Interrupted):
         return errors.INTERRUPTED
     except Exception as error:
@@ -193,7 +195,9 @@ def exit_code_of(record: Record, scheduler: Scheduler, findings: Sequence[int]) 
     return next((code for code in (*codes, *stopped) if code), 0)
 
 
-def run_in_place(request: Request, configs: Sequence[Config], leader: Leader, findings: Sequence[int]) -> int:
+def run_in_place(
+    request: Request, configs: Sequence[Config], leader: ConfigLeader, findings: Sequence[int]
+) -> int:
     """`run_sweep` on the ranks that torchrun or a scheduler has started.
 
     A job that fails is reported at once. It ends the sweep only where a signal has stopped it, or where a

@@ -23,8 +23,8 @@ from launcher.config.schema import Config
 from launcher.config.trees import paths_of
 from launcher.config.wandb_sweep import refuse_sweep, sweep_of_agent
 from launcher.errors import PRUNED, ConfigError, LauncherError
-from launcher.launch.config_broadcast import Leader
-from launcher.launch.node_env import refuse_alone
+from launcher.launch.config_broadcast import ConfigLeader
+from launcher.launch.node_env import check_all_nodes_started
 from launcher.launch.worker_count import refuse_small_batch
 from launcher.run_dir.records import user_shape
 from launcher.telemetry.tracker.registry import refuse_missing
@@ -33,7 +33,7 @@ from launcher.telemetry.tracker.wandb_environment import of_agent, with_environm
 HYDRA_ANSWERS = ("--cfg", "--info", "--hydra-help")
 
 
-def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) -> int:
+def train(arguments: Arguments, leader: ConfigLeader, findings: Sequence[int] = ()) -> int:
     """Compose and check the request, then run it, or let Hydra answer a query.
 
     Jobs of a sweep that end with one of the exit codes `findings` have not failed.
@@ -61,7 +61,7 @@ def train(arguments: Arguments, leader: Leader, findings: Sequence[int] = ()) ->
         refuse_sweep(os.environ)
         return run_sweep(expanded, configs, leader, findings)
     (config,) = configs
-    refuse_alone(config.launch, leader.launch, os.environ)
+    check_all_nodes_started(config.launch, leader.launch, os.environ)
     tracked = with_environment(of_agent(config, os.environ), request.overrides, os.environ)
     try:
         run_one(tracked, request.overrides, leader)

@@ -23,7 +23,7 @@ from launcher.commands.arguments import Arguments
 from launcher.commands.report import checked, warn
 from launcher.config.messages import install_line, program
 from launcher.errors import ConfigError, StorageError
-from launcher.launch.config_broadcast import Leader
+from launcher.launch.config_broadcast import ConfigLeader
 
 if TYPE_CHECKING:
     from launcher.report.watching import Watched, WatchedSweep
@@ -33,7 +33,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SLEEP_S = 0.1  # until a signal is noticed: people take that for at once
 
 
-def watch(arguments: Arguments, leader: Leader) -> int:
+def watch(arguments: Arguments, leader: ConfigLeader) -> int:
     """watch RUN [--every SECONDS]: follows a run or a sweep until it ends
 
     Shows the progress of a run or a sweep: on a terminal a full-screen view (needs rich), otherwise a line

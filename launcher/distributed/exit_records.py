@@ -20,7 +20,7 @@ from launcher.config.user_code import short_traceback
 from launcher.distributed import nccl
 from launcher.distributed.store import missing_ranks
 from launcher.errors import LauncherError, OutOfMemoryError, described, visible, whole_text
-from launcher.os.oom import shortage_of
+from launcher.os.oom import to_resource_error
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -126,7 +126,7 @@ def exit_record(rank: int, error: BaseException | None = None, phase: str = "") 
     record = ExitRecord(rank, time.time(), phase=phase)
     if error is None:
         return record
-    error = shortage_of(error, f"rank {rank}") or error
+    error = to_resource_error(error, f"rank {rank}") or error
     if isinstance(error, LauncherError):
         record = replace(record, error=str(error), exit_code=error.exit_code, traceback=error.traceback)
         record = replace(record, restart_helps=error.restart_helps, shared=error.shared)

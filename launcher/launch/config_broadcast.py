@@ -65,7 +65,7 @@ class HandoffTimeouts:
 PATIENCE = HandoffTimeouts()
 
 
-class Leader:
+class ConfigLeader:
     """Rank 0, or the only process: hands out jobs, runs its own part, and announces the end.
 
     The store is opened with the first message, so that a config is composed before torch is imported.

@@ -16,7 +16,7 @@ from launcher.errors import ConfigError, PreflightError, counted
 from launcher.launch import slurm
 
 # Set by what starts one process on each of several machines; of mpirun it is the number of processes.
-MACHINES_SAID = (
+NODE_COUNT_VARS = (
     "SLURM_STEP_NUM_NODES",  # before those of its job; of one task srun makes a step of one node
     "SLURM_NNODES",
     "SLURM_JOB_NUM_NODES",
@@ -24,10 +24,10 @@ MACHINES_SAID = (
     "SKYPILOT_NUM_NODES",
     "OMPI_COMM_WORLD_SIZE",
 )
-COMPLETE = "launch.nnodes=N launch.node_rank=K launch.rdzv_endpoint=HOST:PORT"
+USAGE = "launch.nnodes=N launch.node_rank=K launch.rdzv_endpoint=HOST:PORT"
 
 
-def node_of(words: Sequence[str], environ: MutableMapping[str, str]) -> LaunchEnv:
+def node_env(words: Sequence[str], environ: MutableMapping[str, str]) -> LaunchEnv:
     """This process as one of the parents of a run on several machines; LaunchEnv() if there is only one.
 
     `words` are overrides. Sets MASTER_ADDR and MASTER_PORT in `environ`, where the parents meet. Raises
@@ -38,7 +38,7 @@ def node_of(words: Sequence[str], environ: MutableMapping[str, str]) -> LaunchEn
     rank = given(words, "node_rank") or environ.get("PET_NODE_RANK") or environ.get("SLURM_NODEID", "")
     if not nnodes.isdecimal() or int(nnodes) < 2:
         if given(words, "node_rank").isdecimal() and int(rank) > 0:
-            raise ConfigError(f"launch.node_rank={rank} without launch.nnodes: give {COMPLETE}.")
+            raise ConfigError(f"launch.node_rank={rank} without launch.nnodes: give {USAGE}.")
         return LaunchEnv()
     if not rank.isdecimal():
         raise ConfigError(
@@ -61,7 +61,7 @@ def node_of(words: Sequence[str], environ: MutableMapping[str, str]) -> LaunchEn
 
 
 def planned_launch(wish: LaunchConfig, launch: LaunchEnv, environ: Mapping[str, str]) -> LaunchEnv:
-    """The launch of a run that is not started: node 0 of as many machines as `node_of` would find.
+    """The launch of a run that is not started: node 0 of as many machines as `node_env` would find.
 
     Without the endpoint and the number of this machine, which only a run needs.
     """
@@ -90,7 +90,7 @@ def endpoint_of(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, 
     return address.strip("[]"), port
 
 
-def refuse_alone(wish: LaunchConfig, launch: LaunchEnv, environ: Mapping[str, str]) -> None:
+def check_all_nodes_started(wish: LaunchConfig, launch: LaunchEnv, environ: Mapping[str, str]) -> None:
     """Raise PreflightError for a run of one machine where a scheduler says that there are more.
 
     `launch.nnodes=1` allows it. Raises ConfigError if the config has more machines than this launch.
@@ -99,10 +99,10 @@ def refuse_alone(wish: LaunchConfig, launch: LaunchEnv, environ: Mapping[str, st
         return
     if wish.nnodes != "auto":
         raise ConfigError(
-            f"launch.nnodes={wish.nnodes}, but this process was started for one machine. Give {COMPLETE} on "
+            f"launch.nnodes={wish.nnodes}, but this process was started for one machine. Give {USAGE} on "
             "the command line of each machine: all but node 0 read it there, before they have a config."
         )
-    for key in MACHINES_SAID:
+    for key in NODE_COUNT_VARS:
         # Of MIN:MAX torchrun may have started the least; without it there would be one of the most.
         said = environ.get(key, "").split(":")[0 if launch.launched else -1]
         is_mpi = key.startswith("OMPI")
@@ -110,7 +110,7 @@ def refuse_alone(wish: LaunchConfig, launch: LaunchEnv, environ: Mapping[str, st
         if said.isdecimal() and int(said) > (launch.world_size if is_mpi else 1):
             raise PreflightError(
                 f"{key}={said} in the environment: there are {said} {what}, but this process would train "
-                f"alone. Start one on each machine: {program()} ... {COMPLETE}, or torchrun with --nnodes. "
+                f"alone. Start one on each machine: {program()} ... {USAGE}, or torchrun with --nnodes. "
                 "To train on one machine all the same, give launch.nnodes=1."
             )
 

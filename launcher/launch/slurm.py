@@ -15,7 +15,7 @@ from launcher.errors import PreflightError
 FIRST_PORT, NUM_PORTS = 15000, 15000
 
 
-def variables_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
+def torchrun_env_from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     """RANK and the other variables of torchrun, for a task of srun; empty unless there are several tasks.
 
     MASTER_ADDR and MASTER_PORT are left as they are where they are set.

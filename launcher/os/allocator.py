@@ -15,7 +15,7 @@ LARGEST = 2**31 - 1  # mallopt takes an int
 OWN_CHOICES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_")
 
 
-def keep_freed_memory() -> bool:
+def tune_malloc() -> bool:
     """Let this process keep what it frees. Returns whether it does: not with another C library than glibc.
 
     Variables by which the user has set the allocator are left alone.

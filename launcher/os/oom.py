@@ -25,7 +25,7 @@ TO_LOWER = (
 )
 
 
-def shortage_of(
+def to_resource_error(
     error: BaseException, who: str, place: str = "", advice: str = TO_LOWER
 ) -> LauncherError | None:
     """The error for users, if `error` is a shortage of memory or disk space. `who` begins its text.
@@ -45,7 +45,7 @@ def shortage_of(
     return None
 
 
-def ran_out(error: BaseException) -> str:
+def oom_text(error: BaseException) -> str:
     """Which memory ran out and what the allocator said, in one line; "" for any other error.
 
     Also "" for a shortage of NCCL: its communicator has failed, and smaller pieces do not mend that.

@@ -63,7 +63,7 @@ FIRST_WITHOUT_CU126 = (2, 15)
 NO_DEVICE = 100  # the one CUresult by which the driver says that there is no GPU, or that all are hidden
 CRASHED = -1  # in place of an answer
 # Of the other ones of cuInit, with what to do.
-MEANINGS = {
+CUDA_INIT_ERRORS = {
     CRASHED: "it ended the process that asked: see dmesg",
     2: "no memory is left: see which processes use the GPUs with nvidia-smi",
     34: "a stub of CUDA's toolkit was loaded in its place: remove its folder from LD_LIBRARY_PATH",
@@ -219,7 +219,9 @@ def refuse_failed_driver(found: Driver, who: str = "") -> None:
     """Raise PreflightError where the driver has failed, unless the user has hidden the GPUs from it."""
     if not found.error or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return
-    meaning = MEANINGS.get(found.error, "CUresult in the documentation of CUDA's driver says what that is")
+    meaning = CUDA_INIT_ERRORS.get(
+        found.error, "CUresult in the documentation of CUDA's driver says what that is"
+    )
     raise PreflightError(
         f"{who}CUDA's driver is installed here but does not start: error {found.error}, {meaning}. The run "
         f"would train on the CPU. {HIDE}"

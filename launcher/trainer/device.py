@@ -26,7 +26,7 @@ def apply_switches(config: Config, device: torch.device) -> None:
         # One of the two values that torch accepts: 24 MiB more on the GPU, where ":16:8" may be slower.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if device.type == "cpu":
-        allocator.keep_freed_memory()
+        allocator.tune_malloc()
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.train.tf32

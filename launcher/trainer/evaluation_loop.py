@@ -22,7 +22,7 @@ from launcher.evaluation.comparison import comparison
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.evaluate import Evaluation, EvaluationStopped, Pass, evaluate, rehearse
 from launcher.os import frames
-from launcher.os.oom import ran_out
+from launcher.os.oom import oom_text
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import EvalEvent
 from launcher.trainer import after_evaluation, device
@@ -157,7 +157,7 @@ class Evaluator:
 
     def _smaller(self, error: Exception, size: int) -> int:
         """Halve `size` for this rank from now on, after a shortage of memory; raises any other error."""
-        shortage = ran_out(error)
+        shortage = oom_text(error)
         if not shortage or self._context.config.train.on_oom != "halve" or size == 1:
             raise error
         self._fitting = -(-size // 2)

@@ -15,7 +15,7 @@ from pathlib import Path
 from launcher.config.messages import directory_override
 from launcher.errors import TO_RESUME, LauncherError, OutOfMemoryError
 from launcher.os import frames
-from launcher.os.oom import TO_LOWER, ran_out, shortage_of
+from launcher.os.oom import TO_LOWER, oom_text, to_resource_error
 from launcher.trainer.builders.trials import half_of
 from launcher.trainer.context import TrainContext
 from launcher.trainer.device import free_memory
@@ -31,7 +31,7 @@ def abandons_after(context: TrainContext, error: Exception) -> bool:
     ranks may have applied the step. With batch norms that are synchronised a rank that abandons a pass would
     leave the others waiting in it.
     """
-    shortage = ran_out(error)
+    shortage = oom_text(error)
     agrees = context.env.group is not None and not context.config.model.sync_bn
     if not (shortage and agrees and context.stepper.can_abandon):
         return False
@@ -49,10 +49,10 @@ def shortage_explained(context: TrainContext) -> Iterator[None]:
         yield
     except Exception as error:
         found = error
-        if not isinstance(error, LauncherError) and ran_out(error):
+        if not isinstance(error, LauncherError) and oom_text(error):
             place, advice = at_shortage(context.heartbeat.latest, context.config, context.env.world_size)
             advice = "" if advice == TO_LOWER else advice  # which is what `_failure` says
-            found = shortage_of(error, f"rank {context.env.rank}", place, advice) or error
+            found = to_resource_error(error, f"rank {context.env.rank}", place, advice) or error
         if not isinstance(found, OutOfMemoryError):
             raise
         raise _failure(context, str(found).strip()) from error

@@ -42,7 +42,7 @@ from launcher.checkpoint.host_memory import PinnedStagingBuffer
 from launcher.checkpoint.snapshot import PendingSnapshot, RunExtras, RunIdentity, SavedWith, TrainProgress
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper
-from launcher.os.allocator import keep_freed_memory
+from launcher.os.allocator import tune_malloc
 from scripts.bench.checkpoint_recipe import SETTINGS, Settings
 from scripts.bench.interleaved import Figure, interleave, median_interval, text_table, write
 from scripts.bench.real_run import times_of
@@ -309,7 +309,7 @@ def host_memory_over_size(job: Job, directory: Path) -> float:
 
 def main() -> None:
     arguments = parse()
-    keep_freed_memory()
+    tune_malloc()
     cycles = 2 if arguments.quick else arguments.repeats
     rows: dict[str, dict[str, float]] = {}
     figures: list[Figure] = []

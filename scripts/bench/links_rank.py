@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import DDPOptions
-from launcher.os.allocator import keep_freed_memory
+from launcher.os.allocator import tune_malloc
 from launcher.os.lifetime import die_with_parent
 from scripts.bench.baselines import Batch, Setup, Step, ddp, ddp_with_hook, refuse_disagreement
 from scripts.bench.interleaved import Times, interleave
@@ -296,7 +296,7 @@ def main() -> None:
     plan = Plan(**{**arguments.plan, "mbits": tuple(arguments.plan["mbits"])})
     die_with_parent(os.getppid())  # not to keep the namespaces of a killed parent
     torch.set_num_threads(1)
-    keep_freed_memory()
+    tune_malloc()
     dist.init_process_group("gloo")
     try:
         batch = plan.batch_of(dist.get_rank())

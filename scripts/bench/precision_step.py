@@ -28,7 +28,7 @@ from torch import nn
 
 from launcher.engine import AdamW, Policy, Stepper
 from launcher.engine.precision.policy import choose_emulation
-from launcher.os.allocator import keep_freed_memory
+from launcher.os.allocator import tune_malloc
 from launcher.recipe import registry_of
 from scripts.bench.baselines import Batch, Setup, Step, ddp, ddp_with_hook, refuse_disagreement
 from scripts.bench.interleaved import Figure, Times, interleave, row_of, text_table, write
@@ -45,7 +45,7 @@ TOLERANCES = {"fp32": 0.005, "half": 0.02}
 
 def main() -> None:
     arguments = parse()
-    keep_freed_memory()
+    tune_malloc()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
         measure(arguments)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from launcher.engine import SGD, AdamW, ParameterGroup, Policy, Stepper, StepResult
 from launcher.engine.optim.optimizers import Optimizer
-from launcher.os.allocator import keep_freed_memory
+from launcher.os.allocator import tune_malloc
 from scripts.bench.baselines import Disagreement
 from scripts.bench.delivery import loss_delivering
 from scripts.bench.group_of_one import collectives_of_one
@@ -220,7 +220,7 @@ class Case:
     def run(self) -> dict[str, dict[str, float]]:
         """Measure in this process."""
         torch.set_num_threads(self.threads)
-        keep_freed_memory()
+        tune_malloc()
         make, num_parameters = MODELS[self.model]
         # Matrices first: flat memory then has them in one stretch, for every contender.
         shapes = dict(sorted(make().items(), key=lambda item: len(item[1]), reverse=True))

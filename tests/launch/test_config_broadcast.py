@@ -56,7 +56,7 @@ from launcher.distributed.env import LaunchEnv
 from launcher.distributed.store import open_store
 from launcher.config.resolve import compose_jobs
 from launcher.config.composition import Request
-from launcher.launch.config_broadcast import Leader, HandoffTimeouts, follow
+from launcher.launch.config_broadcast import ConfigLeader, HandoffTimeouts, follow
 
 case = sys.argv[1]
 first_job_s = 3 if case == "silent" else 25  # the import of torch on a busy machine takes longer than 3 s
@@ -77,7 +77,8 @@ def work(config, launch, store, job):
         time.sleep(60)
 
 def lead():
-    leader = Leader(launch, work, HandoffTimeouts(first_job_s=25, lost_s=1) if case == "lost" else patience)
+    lost = HandoffTimeouts(first_job_s=25, lost_s=1)
+    leader = ConfigLeader(launch, work, lost if case == "lost" else patience)
     (config,) = compose_jobs(Request(("recipe=resnet18",)))
     if case == "silent":
         store = open_store(launch, 3)

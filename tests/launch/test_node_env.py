@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import without_rank, words_of_a_run
+from launcher.cli import run_overrides, without_node_rank
 from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import ConfigError, LauncherError
-from launcher.launch.node_env import node_of, refuse_alone
+from launcher.launch.node_env import check_all_nodes_started, node_env
 from tests.configs import composed
 from tests.limits import at_most
 
@@ -64,7 +64,7 @@ PET = {
 )
 def test_a_node_is_what_its_command_line_says_and_else_its_environment(words, environ, rank, place) -> None:
     environ = dict(environ)
-    launch = node_of(words, environ)
+    launch = node_env(words, environ)
     assert (launch.rank, launch.is_node, launch.launched) == (rank, True, False)
     assert launch.name == f"node {rank}"
     assert f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" == place
@@ -81,7 +81,7 @@ def test_a_node_is_what_its_command_line_says_and_else_its_environment(words, en
     ],
 )
 def test_one_machine_has_no_place_among_several(words, environ) -> None:
-    assert node_of(words, dict(environ)) == LaunchEnv()
+    assert node_env(words, dict(environ)) == LaunchEnv()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_one_machine_has_no_place_among_several(words, environ) -> None:
 )
 def test_a_place_that_is_none_is_refused(words, environ, message) -> None:
     with pytest.raises(LauncherError) as raised:
-        node_of(words, dict(environ))
+        node_env(words, dict(environ))
     assert raised.value.exit_code == 2
     message(raised.value)
 
@@ -110,15 +110,15 @@ def test_a_range_on_the_command_line_is_refused() -> None:
 
 def test_only_a_command_that_runs_one_job_has_machines(monkeypatch) -> None:
     monkeypatch.delenv("WANDB_SWEEP_PARAM_PATH", raising=False)
-    assert words_of_a_run(["recipe=resnet18", "launch.nnodes=2"]) == ("recipe=resnet18", "launch.nnodes=2")
+    assert run_overrides(["recipe=resnet18", "launch.nnodes=2"]) == ("recipe=resnet18", "launch.nnodes=2")
     for argv in (
         ["report", "runs"],
         ["-m", "recipe=resnet18"],
         ["recipe=resnet18", "--cfg", "job"],
         ["--no"],
     ):
-        assert words_of_a_run(argv) is None
-    assert without_rank(["seed=1", "+launch.node_rank=1"]) == ["seed=1"]
+        assert run_overrides(argv) is None
+    assert without_node_rank(["seed=1", "+launch.node_rank=1"]) == ["seed=1"]
 
 
 def limits(**changes) -> LaunchConfig:
@@ -144,7 +144,7 @@ ALONE, TORCHRUN = LaunchEnv(), LaunchEnv(0, 2, 0, 2, launched=True)
 )
 def test_a_host_that_would_train_alone_by_mistake_is_refused(wish, launch, environ, message) -> None:
     with pytest.raises(LauncherError, match=r"launch\.nnodes=") as raised:
-        refuse_alone(limits(nnodes=wish), launch, environ)
+        check_all_nodes_started(limits(nnodes=wish), launch, environ)
     if launch is ALONE:
         message(raised.value)
 
@@ -162,7 +162,7 @@ def test_a_host_that_would_train_alone_by_mistake_is_refused(wish, launch, envir
     ],
 )
 def test_a_host_that_is_alone_on_purpose_trains(wish, launch, environ) -> None:
-    refuse_alone(limits(nnodes=wish), launch, environ)
+    check_all_nodes_started(limits(nnodes=wish), launch, environ)
 
 
 def test_node_0_waits_for_a_name_that_nobody_knows_no_longer_than_for_the_others(tmp_path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from launcher import cli
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import PreflightError
-from launcher.launch.slurm import first_node, variables_of_rank
+from launcher.launch.slurm import first_node, torchrun_env_from_slurm
 
 TASK = {
     "SLURM_GTIDS": "2,3",
@@ -27,7 +27,7 @@ BATCH = {key: value for key, value in ALONE.items() if "STEP" not in key}
 
 
 def test_each_task_of_srun_is_a_rank() -> None:
-    variables = variables_of_rank(TASK)
+    variables = torchrun_env_from_slurm(TASK)
     launch = LaunchEnv.from_environ(TASK | variables)
     assert launch == LaunchEnv(rank=3, world_size=4, local_rank=1, local_world_size=2, launched=True)
     assert variables["MASTER_ADDR"] == "gpu007"
@@ -45,15 +45,15 @@ def test_each_task_of_srun_is_a_rank() -> None:
     ],
 )
 def test_no_other_process_in_a_job_is_one(environ) -> None:
-    assert variables_of_rank(environ) == {}
+    assert torchrun_env_from_slurm(environ) == {}
 
 
 def test_a_task_without_its_variables_is_refused_with_their_names() -> None:
     lacking = {key: value for key, value in TASK.items() if key != "SLURM_GTIDS"}
     with pytest.raises(PreflightError, match=r"not .*PROCID, .*LOCALID, .*GTIDS.*STEP_ID, .*NODELIST:"):
-        variables_of_rank({"SLURM_STEP_NUM_TASKS": "2"})
+        torchrun_env_from_slurm({"SLURM_STEP_NUM_TASKS": "2"})
     with pytest.raises(PreflightError, match="not SLURM_GTIDS"):
-        variables_of_rank(lacking)
+        torchrun_env_from_slurm(lacking)
 
 
 def test_one_machine_by_the_command_makes_each_task_a_run_of_its_own(monkeypatch) -> None:
@@ -66,14 +66,14 @@ def test_one_machine_by_the_command_makes_each_task_a_run_of_its_own(monkeypatch
 
 def test_the_place_to_meet_is_that_of_the_step_or_the_one_that_is_set() -> None:
     ports = {
-        variables_of_rank(TASK | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step})["MASTER_PORT"]
+        torchrun_env_from_slurm(TASK | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step})["MASTER_PORT"]
         for job in ("4071", "4072", "99999999")
         for step in ("0", "1")
     }
     assert len(ports) == 6
     assert all(15000 <= int(port) < 30000 for port in ports)
     own = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    assert own.items() <= variables_of_rank(TASK | own).items()
+    assert own.items() <= torchrun_env_from_slurm(TASK | own).items()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from launcher.distributed.env import WorkerEnv
-from launcher.os.allocator import OWN_CHOICES, keep_freed_memory
+from launcher.os.allocator import OWN_CHOICES, tune_malloc
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc")
@@ -22,7 +22,7 @@ def page_faults(env: WorkerEnv, keeps: bool) -> int:
     """Of ten rounds that each need 64 MB for a moment, after the first two."""
     for name in OWN_CHOICES:
         os.environ.pop(name, None)
-    assert not keeps or keep_freed_memory()
+    assert not keeps or tune_malloc()
     before = 0
     for round in range(12):
         if round == 2:
@@ -39,7 +39,7 @@ def test_freed_memory_is_there_for_the_next_step() -> None:
 @pytest.mark.parametrize("name", OWN_CHOICES)
 def test_the_choice_of_the_user_is_left_alone(monkeypatch, name) -> None:
     monkeypatch.setenv(name, "1")
-    assert not keep_freed_memory()
+    assert not tune_malloc()
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, "1"), ("0", "0")])

@@ -11,7 +11,7 @@ import torch
 from launcher.cli import main
 from launcher.distributed.exit_records import exit_record
 from launcher.errors import ConfigError, OutOfMemoryError, StorageError
-from launcher.os.oom import NO_ROOM, ran_out, shortage_of
+from launcher.os.oom import NO_ROOM, oom_text, to_resource_error
 from launcher.run_dir.atomic import read_json
 
 RECIPE = """
@@ -111,15 +111,15 @@ BY_NCCL = [of_nccl("Cuda failure 2 'out of memory'"), of_nccl("Failed to CUDA ca
 
 @pytest.mark.parametrize("error", BY_LIBRARIES, ids=lambda error: str(error)[:30])
 def test_a_shortage_in_a_library_can_be_halved(error) -> None:
-    assert ran_out(error).startswith("GPU memory: ")
-    assert ran_out(OutOfMemoryError("in the recipe")) == "memory: in the recipe"
+    assert oom_text(error).startswith("GPU memory: ")
+    assert oom_text(OutOfMemoryError("in the recipe")) == "memory: in the recipe"
 
 
 @pytest.mark.parametrize("error", BY_NCCL)
 def test_a_shortage_in_nccl_ends_the_run_because_its_communicator_has_failed(error) -> None:
     said = error.args[0].rpartition("\n")[2]
-    assert str(shortage_of(error, "rank 3")).startswith(f"rank 3 ran out of GPU memory: {said}. ")
-    assert ran_out(error) == ""
+    assert str(to_resource_error(error, "rank 3")).startswith(f"rank 3 ran out of GPU memory: {said}. ")
+    assert oom_text(error) == ""
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_shortage_in_nccl_ends_the_run_because_its_communicator_has_failed(err
     ],
 )
 def test_a_rank_that_lacks_something_leaves_with_its_exit_code(error, kind):
-    found = shortage_of(error, "rank 3")
+    found = to_resource_error(error, "rank 3")
     assert type(found) is kind
     assert str(found).startswith("rank 3 ")
     record = exit_record(3, error)
@@ -153,4 +153,4 @@ def test_a_rank_that_lacks_something_leaves_with_its_exit_code(error, kind):
     ],
 )
 def test_other_errors_are_none_of_these(error):
-    assert shortage_of(error, "rank 0") is None
+    assert to_resource_error(error, "rank 0") is None

@@ -22,7 +22,7 @@ from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, described
 from launcher.evaluation.evaluate import unchanged
 from launcher.os import frames
-from launcher.os.oom import ran_out
+from launcher.os.oom import oom_text
 from launcher.recipe.contract import Recipe, loss_of
 from launcher.trainer.device import free_memory
 
@@ -92,7 +92,7 @@ def _failure(env: WorkerEnv, recipe: Recipe, model: nn.Module, data: Readable, p
             place = place_of(cause)
             failure = (
                 ""
-                if ran_out(error)
+                if oom_text(error)
                 else f"{described(cause).removesuffix('.')}{f' at {place}' if place else ''}"
             )
             frames.release(error)

@@ -133,7 +133,7 @@ def _shortage(error: Exception, smaller: bool) -> str:
 
     That may be too small for a batch norm, which needs two samples.
     """
-    failure = oom.ran_out(error) or (in_words(error) if smaller else "")
+    failure = oom.oom_text(error) or (in_words(error) if smaller else "")
     if not failure:
         raise error
     frames.release(error)

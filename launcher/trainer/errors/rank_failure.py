@@ -20,7 +20,7 @@ from launcher.distributed.heartbeat import Heartbeat, HeartbeatRecord, where
 from launcher.engine import UnusableError, async_work
 from launcher.errors import ConfigError, LauncherError, UnexpectedError, described
 from launcher.os import frames
-from launcher.os.oom import TO_LOWER, shortage_of
+from launcher.os.oom import TO_LOWER, to_resource_error
 from launcher.run_dir.records import logs_of_failure, write_failure
 from launcher.run_dir.result import Failure
 from launcher.telemetry import Telemetry
@@ -93,7 +93,7 @@ def failure_of(
     """
     return (
         (ConfigError(str(error)) if isinstance(error, UnusableError) else None)
-        or shortage_of(error, f"rank {launch.rank}", *at_shortage)
+        or to_resource_error(error, f"rank {launch.rank}", *at_shortage)
         or nccl.failure_of_nccl(error, launch.rank)
         # In a recipe's line that no guard covers, such as in a backward pass.
         or (recipe_failure(error, "code of the recipe", logs) if place_of(error) else None)

@@ -26,7 +26,7 @@ from launcher.distributed.alone import Alone
 from launcher.distributed.exit_records import is_secondary
 from launcher.engine import EngineWarning, UnusableError
 from launcher.errors import ConfigError, DataError, LauncherError, RecipeError, described, listed, whole_text
-from launcher.os.oom import TO_LOWER, shortage_of
+from launcher.os.oom import TO_LOWER, to_resource_error
 from launcher.recipe.checks import refuse_other_arguments
 from launcher.recipe.contract import Recipe
 from launcher.trainer.errors.model_mistakes import SHAPES, module_given
@@ -126,7 +126,7 @@ def recipe_failure(
     if not isinstance(error, Exception) or isinstance(error, LauncherError | UnusableError):
         return None
     advice = TO_LOWER if batch is not None else "Hold fewer or smaller samples, or choose a smaller model."
-    if (shortage := shortage_of(error, what, where, advice)) is not None:
+    if (shortage := to_resource_error(error, what, where, advice)) is not None:
         return shortage
     if is_secondary(error) or loader.is_of_loader_process(error):
         return None
