@@ -37,7 +37,7 @@ def sha256_of(file: Path, expected: str | None) -> str:
 
     Raises ConfigError for a pickle, for what is no file, and for another digest.
     """
-    parts = parts_of(file)
+    parts = shard_files(file)
     digests = [_digest_of(part) for part in parts]
     digest = digests[0] if parts == [file] else hashlib.sha256("".join(digests).encode()).hexdigest()
     if expected is not None and digest != expected:
@@ -48,7 +48,7 @@ def sha256_of(file: Path, expected: str | None) -> str:
     return digest
 
 
-def parts_of(file: Path) -> list[Path]:
+def shard_files(file: Path) -> list[Path]:
     """The safetensors files of an index, in the order of their names; any other file itself."""
     if not file.name.endswith(INDEX):
         return [file]
@@ -120,7 +120,7 @@ def read(file: Path) -> dict[str, Tensor]:
 
     try:
         tensors: dict[str, Tensor] = {}
-        for part in parts_of(file):
+        for part in shard_files(file):
             tensors |= mapped(part)
     except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(

@@ -35,10 +35,10 @@ def plan(arguments: Arguments, leader: ConfigLeader) -> None:
 
     Example: {program} plan recipe=resnet50 data.path=photos --link 25000 --samples-per-s 800
     """
-    from launcher.commands.train import HYDRA_ANSWERS, request_of
+    from launcher.commands.train import HYDRA_QUERY_FLAGS, request_of
     from launcher.config.resolve import compose_jobs, with_experiment
 
-    if flags := [flag for flag in HYDRA_ANSWERS if flag in arguments.flags]:
+    if flags := [flag for flag in HYDRA_QUERY_FLAGS if flag in arguments.flags]:
         raise ConfigError(f"plan {flags[0]}: is asked about a config, and plan about a run: leave plan out.")
     listed = "above 0, separated by commas, such as"
     mbits = arguments.numbers("--link", LINKS, are_positive, f"numbers {listed} {LINKS}")

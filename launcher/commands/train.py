@@ -26,11 +26,11 @@ from launcher.errors import PRUNED, ConfigError, LauncherError
 from launcher.launch.config_broadcast import ConfigLeader
 from launcher.launch.node_env import check_all_nodes_started
 from launcher.launch.worker_count import refuse_small_batch
-from launcher.run_dir.records import user_shape
+from launcher.run_dir.records import as_typed_config
 from launcher.telemetry.tracker.registry import refuse_missing
 from launcher.telemetry.tracker.wandb_environment import of_agent, with_environment
 
-HYDRA_ANSWERS = ("--cfg", "--info", "--hydra-help")
+HYDRA_QUERY_FLAGS = ("--cfg", "--info", "--hydra-help")
 
 
 def train(arguments: Arguments, leader: ConfigLeader, findings: Sequence[int] = ()) -> int:
@@ -40,16 +40,16 @@ def train(arguments: Arguments, leader: ConfigLeader, findings: Sequence[int] = 
     """
     request = request_of(arguments)
     if "--hydra-help" in arguments.flags:
-        return ask_hydra(request, ["--hydra-help"])
+        return run_hydra(request, ["--hydra-help"])
     if "--multirun" in arguments.flags:
         from launcher.sweep.prepare import continued
 
         request = continued(request)
     configs = compose_jobs(expanded := with_experiment(request))
-    if any(flag in arguments.flags for flag in HYDRA_ANSWERS):
+    if any(flag in arguments.flags for flag in HYDRA_QUERY_FLAGS):
         refuse_unknown_part(arguments, configs[0])
         overrides = with_plain_constant(request.overrides)
-        return ask_hydra(request, [*arguments.hydra_flags(), request.search_path, *overrides])
+        return run_hydra(request, [*arguments.hydra_flags(), request.search_path, *overrides])
     for config in configs:  # all jobs are checked before the first starts
         refuse_missing(config.tracker)
         if leader.launch.launched or not expanded.multirun:
@@ -74,21 +74,21 @@ def train(arguments: Arguments, leader: ConfigLeader, findings: Sequence[int] = 
 
 def refuse_unknown_part(arguments: Arguments, config: Config) -> None:
     """Raise ConfigError for `--package` of a part that the config has not: Hydra would exit with 0."""
-    part, known = arguments.flags.get("--package"), {*paths_of(user_shape(config))}
+    part, known = arguments.flags.get("--package"), {*paths_of(as_typed_config(config))}
     if part is not None and arguments.flags.get("--cfg") == "job" and part not in known:
         raise ConfigError(f"--package {part}: the config has no such part.{suggestion(nearest(part, known))}")
 
 
 def request_of(arguments: Arguments) -> Request:
     multirun = "--multirun" in arguments.flags
-    if multirun and (clashing := [flag for flag in (*HYDRA_ANSWERS, "--run") if flag in arguments.flags]):
+    if multirun and (clashing := [flag for flag in (*HYDRA_QUERY_FLAGS, "--run") if flag in arguments.flags]):
         why = f"{clashing[0]} is for one config, and a sweep or a comparison has several"
         raise ConfigError(f"--multirun and {clashing[0]} exclude each other: {why}. Leave one of them out.")
     name = arguments.flags.get("--config-name") or "config"
     return Request(arguments.words, arguments.config_dir, name, multirun)
 
 
-def ask_hydra(request: Request, argv: Sequence[str]) -> int:
+def run_hydra(request: Request, argv: Sequence[str]) -> int:
     """Let `hydra.main` answer these arguments. It may raise SystemExit."""
     check_files()
     main = hydra.main(str(request.directories[0]), request.config_name, HYDRA_VERSION)

@@ -84,19 +84,19 @@ def shortened(text: str, longest: int = 200) -> str:
 
 def show(value: object) -> str:
     """A value as written on the command line; a very long one is shortened."""
-    return shortened(as_typed(value))
+    return shortened(to_override(value))
 
 
-def as_typed(value: object, text_of: Callable[[str], str] = str) -> str:
+def to_override(value: object, text_of: Callable[[str], str] = str) -> str:
     """A value as written on the command line, in full."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
         return text_of(value)
     if isinstance(value, list | tuple):
-        return f"[{','.join(as_typed(item, text_of) for item in value)}]"
+        return f"[{','.join(to_override(item, text_of) for item in value)}]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{as_typed(item, text_of)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{to_override(item, text_of)}" for key, item in value.items()) + "}"
     if isinstance(value, int) and abs(value) >= 10**100:
         return f"a number of about {int(value.bit_length() * 0.30103):,} digits"
     return str(value)
@@ -111,7 +111,7 @@ def directory_override(key: str, directory: Path) -> str:
 
 def literal(value: object) -> str:
     """A value in the syntax of Hydra's overrides, which reads it back with its type."""
-    return as_typed(value, lambda text: text if UNQUOTED.fullmatch(text) else quoted(text))
+    return to_override(value, lambda text: text if UNQUOTED.fullmatch(text) else quoted(text))
 
 
 def quoted(value: str) -> str:

@@ -26,13 +26,13 @@ OWN_RECIPE = (
     " A recipe of your own is chosen by its settings: DIR/recipe/{name}.yaml with the lines "
     "`# @package _global_` and `recipe: {{name: {name}, uses: {name}}}`, and --config-dir DIR."
 )
-NOT_OFFERED = {  # the engine's own reasons; importing them would need torch
+UNSUPPORTED = {  # the engine's own reasons; importing them would need torch
     "optim=lbfgs": "it evaluates the loss several times per step, and a step here is one reduced gradient",
     "optim=sparse_adam": "it takes sparse gradients, and gradients travel in dense buckets",
 }
 CODE_KEYS = frozenset({"_target_", "_args_", "_partial_", "_recursive_", "_convert_"})
 KnownKeys = Callable[[], Collection[str]]  # called only when needed: a composition takes time
-IN_PLACE_OF = {  # settings known from Hydra, and their replacement here
+HYDRA_REPLACEMENTS = {  # settings known from Hydra, and their replacement here
     "hydra.run.dir": "The directory of a run is run.dir=DIR.",
     "hydra.output_subdir": "The files of a run are in run.dir=DIR.",
     "hydra.runtime.output_dir": "The directory of a run is run.dir=DIR.",
@@ -47,7 +47,7 @@ IN_PLACE_OF = {  # settings known from Hydra, and their replacement here
     "hydra/sweeper": "It chooses jobs by batches and continues no sweep. A sweep runs all combinations of "
     "the values listed: -m optim.lr=0.05,0.1. To search: sweep=random, or sweep=tpe in place of optuna.",
 }
-KEYS_ELSEWHERE = {  # the key here, with its value if that is not the same, and the keys of other programs
+ALIASES = {  # the key here, with its value if that is not the same, and the keys of other programs
     "launch.nproc": "gpus num_gpus devices nproc nproc_per_node",
     "precision=fp16": "use_fp16 fp16 mixed_precision",
     "precision=amp_fp16": "use_amp amp",
@@ -121,7 +121,9 @@ def hydra_problem(override: Override) -> str | None:
     key = override.key_or_group
     if re.split("[./]", key)[0] != "hydra" or key == SWEEP_DIRECTORY:
         return None
-    if instead := IN_PLACE_OF.get(key) or IN_PLACE_OF.get("/".join(key.split(".")[:2])):  # of its plugin
+    if instead := HYDRA_REPLACEMENTS.get(key) or HYDRA_REPLACEMENTS.get(
+        "/".join(key.split(".")[:2])
+    ):  # of its plugin
         return f"is not used here. {instead}"
     return f"Hydra's own settings are fixed, because they can name code to execute, but {SWEEP_DIRECTORY}."
 
@@ -170,18 +172,18 @@ def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | Non
         return None
     if choice is None:
         return f"{group}=null: a group cannot be left empty. Choose from {', '.join(choices)}."
-    if reason := NOT_OFFERED.get(f"{group}={choice}"):
+    if reason := UNSUPPORTED.get(f"{group}={choice}"):
         return f"{group}={choice}: is not supported: {reason}. Choose from {', '.join(choices)}."
     if group == "tracker" and isinstance(choice, list):
         return f"{group}={show(choice)}: several trackers are the list of a key: tracker.name={show(choice)}."
-    if name := read_as(choice, choices):
+    if name := misparsed_name(choice, choices):
         return f"{group}={name}: is read as a number, true or false. Quote the name: '{group}=\"{name}\"'."
     near, name = nearest(show(choice), choices), show(choice)
     own = OWN_RECIPE.format(name=name) if group == "recipe" and not near else ""
     return f"{group}={name}: there is no such {group}.{suggestion(near)} All: {', '.join(choices)}.{own}"
 
 
-def read_as(value: object, choices: Sequence[str]) -> str | None:
+def misparsed_name(value: object, choices: Sequence[str]) -> str | None:
     """The choice whose unquoted name Hydra parses as this value, not as a string: nan, 1e3, true."""
     if isinstance(value, str):
         return None

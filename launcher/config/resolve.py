@@ -67,7 +67,7 @@ def with_experiment(request: Request) -> Request:
         file = choice_file(request.directories, EXPERIMENT, name)
         raise ConfigError(f"{file}: has a `sweep:` section that is no list of values for each key.")
     given = {line.partition("=")[0] for line in request.overrides}
-    added = [line for key, line in lines_of(name, sweep) if key not in given]
+    added = [line for key, line in sweep_overrides(name, sweep) if key not in given]
     return replace(request, overrides=(*request.overrides, *added), multirun=True)
 
 
@@ -91,7 +91,7 @@ def chosen(overrides: Sequence[str]) -> str | None:
     return names[-1] if names and names[-1] != "null" else None
 
 
-def lines_of(name: str, sweep: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+def sweep_overrides(name: str, sweep: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Key and override line of each swept key; a key with one value is swept as well."""
     for key, values in sweep.items():
         if not isinstance(values, list) or not values:
@@ -258,7 +258,7 @@ def unknown_problem(key: str, value: object, choices: tuple[str, ...], composer:
     directories = composer.request.directories
     values = {each: choice_values(directories, group, each) for each in composer.groups.get(group, ())}
     having = [f"{group}={choice}" for choice in values if inner in paths_of(values[choice])]
-    for own, elsewhere in checks.KEYS_ELSEWHERE.items():
+    for own, elsewhere in checks.ALIASES.items():
         if key in elsewhere.split():
             here, _, other = own.partition("=")
             typed = f"{here}={other or texts.show(value)}"

@@ -24,14 +24,14 @@ LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib
 # Call what the user wrote, and say nothing about it.
 MACHINERY = tuple(f"torch/{name}" for name in ("nn/modules/module.py", "_dynamo/", "utils/_contextlib.py"))
 # Of the launcher: from the command line to the start of a job, the same in every run.
-OUTER = ("__main__.py", "cli.py", "commands/", "launch/", "worker.py")
+LAUNCH_FRAMES = ("__main__.py", "cli.py", "commands/", "launch/", "worker.py")
 ENGINE = "engine/"  # between the user's call and torch: emulation, autocast
 SHOWN = 5, 15  # of the outermost and of the innermost frames
 
 
 def place_of(error: BaseException) -> str:
     """`file:line, in function` of the innermost line of the user's; empty where there is none."""
-    return next((place for code, place in _innermost_first(error) if is_the_users(code)), "")
+    return next((place for code, place in _innermost_first(error) if is_user_code(code)), "")
 
 
 def innermost(error: BaseException) -> str:
@@ -44,7 +44,7 @@ def calling_line() -> tuple[str, int] | None:
     frame: FrameType | None = sys._getframe(1)
     # The outermost frame is a script such as torchrun, or pytest.
     while frame is not None and frame.f_back is not None:
-        if is_the_users(frame.f_code):
+        if is_user_code(frame.f_code):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return None
@@ -54,7 +54,7 @@ def place_of_thread(thread: int) -> str:
     """`file:line, in function` of the innermost line of the user's in a thread; empty where there is none."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
-        if is_the_users(frame.f_code) and frame.f_back is not None:
+        if is_user_code(frame.f_code) and frame.f_back is not None:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
@@ -78,12 +78,12 @@ def defined_at(function: object) -> str:
     function = getattr(function, "func", function)  # of functools.partial
     function = getattr(function, "__init__", None) if isinstance(function, type) else function
     code = getattr(function, "__code__", None)
-    if isinstance(code, CodeType) and is_the_users(code):
+    if isinstance(code, CodeType) and is_user_code(code):
         return f"{code.co_filename}:{code.co_firstlineno}"
     return ""
 
 
-def is_the_users(code: CodeType) -> bool:
+def is_user_code(code: CodeType) -> bool:
     return is_of_the_user(code.co_filename)
 
 
@@ -129,7 +129,7 @@ def _shown(stack: Sequence[FrameSummary]) -> list[FrameSummary]:
         outer = [frame for frame in frames[:-1] if not (_is_ours(frame) or _is_machinery(frame))]
     else:
         frames = [*stack]
-        outer = [frame for frame in frames[:-1] if not _is_ours(frame, *OUTER)]
+        outer = [frame for frame in frames[:-1] if not _is_ours(frame, *LAUNCH_FRAMES)]
     shown, (first, last) = [*outer, *frames[-1:]], SHOWN
     return shown if len(shown) <= first + last else [*shown[:first], *shown[-last:]]
 

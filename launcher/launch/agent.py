@@ -109,7 +109,7 @@ class Agent:
             generation.set_deadline(0)
 
     def _answer_stop(self, generation: WorkerGroup) -> None:
-        """Print at once what a request to stop is_node0 to: a step may take long."""
+        """Print at once what a request to stop leads to: a step may take long."""
         if not self._answered and self._nodes.is_node0:
             self._answered = True
             ahead = int(count_gpus() > 0)  # GPUs have the next step in their queues already

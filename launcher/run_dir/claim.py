@@ -79,12 +79,12 @@ def open_run_dir(config: Config, overrides: Sequence[str]) -> Iterator[OpenRunDi
         try:
             yield OpenRunDir(resolved, finished)
         except LauncherError as error:
-            if not config.run.dir and _says_all(error, directory):
+            if not config.run.dir and _is_disposable(error, directory):
                 _remove(directory)
             raise
 
 
-def _says_all(error: LauncherError, directory: Path) -> bool:
+def _is_disposable(error: LauncherError, directory: Path) -> bool:
     """Whether an error of config or data ended the run before its start, and names no file of it."""
     if error.exit_code not in (ConfigError.exit_code, DataError.exit_code) or str(directory) in str(error):
         return False

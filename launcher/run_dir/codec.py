@@ -17,12 +17,12 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 Kind = TypeVar("Kind")
-Reader = Callable[[object], object]  # returns MISFIT for a value of another type
+Reader = Callable[[object], object]  # returns INVALID for a value of another type
 
 FLAT = {"flat": True}  # metadata of a field: its items stand beside the other keys
 NO_INTEGER = 1 << 63  # larger ones are no counts, and many are beyond what a float holds
 UNIONS = (types.UnionType, typing.Union)
-MISFIT = object()  # in place of a value that is not of the type that a field has
+INVALID = object()  # in place of a value that is not of the type that a field has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Key:
 
     def read_or_blank(self, value: object) -> object:
         found = self.read(value)
-        return self.blank() if found is MISFIT else found
+        return self.blank() if found is INVALID else found
 
 
 def encoded(value: Any) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def exactly(kind: type[Kind], record: Mapping[str, object]) -> Kind:
 def misfits(kind: type, record: Mapping[str, object]) -> list[str]:
     """The keys of a file whose values are of another type than the fields of these names."""
     keys = [key for key in _keys(kind) if key.name in record]
-    return [key.name for key in keys if key.read(record[key.name]) is MISFIT]
+    return [key.name for key in keys if key.read(record[key.name]) is INVALID]
 
 
 def _keys_of(kind: Any) -> tuple[_Key, ...]:
@@ -113,33 +113,33 @@ def _reader(hint: Any) -> Reader:
     if origin is Sequence:
         return partial(_sequence, _reader(parts[0]))
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return lambda value: decoded(hint, value) if isinstance(value, dict) else MISFIT
+        return lambda value: decoded(hint, value) if isinstance(value, dict) else INVALID
     if hint in (object, Any):
         return lambda value: value
-    return {float: _float, int: _integer}.get(hint, lambda value: value if type(value) is hint else MISFIT)
+    return {float: _float, int: _integer}.get(hint, lambda value: value if type(value) is hint else INVALID)
 
 
 def _first_fit(readers: Sequence[Reader], value: object) -> object:
-    return next((found for reader in readers if (found := reader(value)) is not MISFIT), MISFIT)
+    return next((found for reader in readers if (found := reader(value)) is not INVALID), INVALID)
 
 
 def _mapping(reader: Reader, value: object) -> object:
     """The items that fit; a damaged one does not cost the others."""
     if not isinstance(value, dict):
-        return MISFIT
-    return {name: found for name, item in value.items() if (found := reader(item)) is not MISFIT}
+        return INVALID
+    return {name: found for name, item in value.items() if (found := reader(item)) is not INVALID}
 
 
 def _sequence(reader: Reader, value: object) -> object:
     """The elements that fit; a damaged one does not cost the others."""
     if not isinstance(value, list):
-        return MISFIT
-    return [found for item in value if (found := reader(item)) is not MISFIT]
+        return INVALID
+    return [found for item in value if (found := reader(item)) is not INVALID]
 
 
 def _float(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return MISFIT
+        return INVALID
     try:
         return float(value)
     except OverflowError:
@@ -147,7 +147,7 @@ def _float(value: object) -> object:
 
 
 def _integer(value: object) -> object:
-    return value if type(value) is int and abs(value) < NO_INTEGER else MISFIT
+    return value if type(value) is int and abs(value) < NO_INTEGER else INVALID
 
 
 def _blank(hint: Any) -> Callable[[], object]:

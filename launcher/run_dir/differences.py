@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
-from launcher.config.messages import as_typed
+from launcher.config.messages import to_override
 from launcher.config.schema import Config
 from launcher.config.trees import leaves
 from launcher.errors import ConfigError
-from launcher.run_dir.records import CHECKPOINTS, CONFIG, config_yaml, user_shape
+from launcher.run_dir.records import CHECKPOINTS, CONFIG, as_typed_config, config_yaml
 from launcher.run_dir.status import FILE_NAME
 
 # Keys that a resumed run cannot change. Checkpoints compare the shapes of all tensors as well.
@@ -27,7 +27,7 @@ IDENTITY = (
     "data.batch_size",
     "data.drop_last",
 )
-LEARNED_FROM = (
+TRAINING_SECTIONS = (
     "seed",
     "recipe",
     "recipes",
@@ -42,7 +42,7 @@ LEARNED_FROM = (
     "ddp",
 )
 # Within these sections: how long and how fast a run trains, and what it finds out for itself.
-WITHOUT_A_PART = (
+IGNORED_KEYS = (
     "recipes.path",  # where the code is, not what it is
     "train.epochs",
     "train.max_steps",
@@ -85,14 +85,16 @@ def other_training(config: Config, directory: Path) -> list[str]:
     A key that one of them lacks, and that is off in the other, is that of another version of the launcher.
     """
     there, here = _settings(config, directory)
-    keys = [key for key in dict.fromkeys((*there, *here)) if _has_a_part(key)]
+    keys = [key for key in dict.fromkeys((*there, *here)) if _affects_training(key)]
     pairs = [(key, there.get(key), here.get(key)) for key in keys]
     return [_shown(key, old, new) for key, old, new in pairs if old != new and (old or new)]
 
 
 def settings_of(config: Config) -> dict[str, str]:
     """What a run learns from, as texts by dotted key: a checkpoint keeps them for `changed_settings`."""
-    return {key: as_typed(value) for key, value in leaves(user_shape(config)) if _has_a_part(key)}
+    return {
+        key: to_override(value) for key, value in leaves(as_typed_config(config)) if _affects_training(key)
+    }
 
 
 def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -104,12 +106,12 @@ def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[
     ]
 
 
-def _has_a_part(key: str) -> bool:
-    return key.partition(".")[0] in LEARNED_FROM and not any(fnmatch(key, each) for each in WITHOUT_A_PART)
+def _affects_training(key: str) -> bool:
+    return key.partition(".")[0] in TRAINING_SECTIONS and not any(fnmatch(key, each) for each in IGNORED_KEYS)
 
 
 def _shown(key: str, there: object, here: object) -> str:
-    return f"{key} is {as_typed(there)} there and {as_typed(here)} here"
+    return f"{key} is {to_override(there)} there and {to_override(here)} here"
 
 
 def _settings(config: Config, directory: Path) -> tuple[dict[str, object], dict[str, object]]:

@@ -113,7 +113,7 @@ def _is_output(entry: os.DirEntry[str]) -> bool:
     return entry.name.endswith(".txt") and entry.stat(follow_symlinks=False).st_size == 0
 
 
-def user_shape(config: Config) -> dict[str, Any]:
+def as_typed_config(config: Config) -> dict[str, Any]:
     """The config as users type it: options of the model and the data set beside the other keys."""
     shape: dict[str, Any] = to_dict(config)
     for group in ("model", "data"):
@@ -122,10 +122,10 @@ def user_shape(config: Config) -> dict[str, Any]:
 
 
 def config_yaml(config: Config) -> str:
-    """`user_shape` as YAML, in the order of the schema."""
+    """`as_typed_config` as YAML, in the order of the schema."""
     import yaml
 
-    text: str = yaml.safe_dump(user_shape(config), sort_keys=False, allow_unicode=True, width=110)
+    text: str = yaml.safe_dump(as_typed_config(config), sort_keys=False, allow_unicode=True, width=110)
     return text
 
 

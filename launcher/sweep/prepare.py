@@ -28,7 +28,7 @@ from launcher.errors import ConfigError, StorageError
 from launcher.os.terminal import say
 from launcher.run_dir.atomic import clear_away, failing_as_storage_error
 from launcher.run_dir.lock import locked
-from launcher.run_dir.records import JOB, SWEEP, user_shape
+from launcher.run_dir.records import JOB, SWEEP, as_typed_config
 from launcher.sweep.record import Record, SweepJob, recover, refuse_changes, refuse_foreign, write_job
 from launcher.telemetry.tracker.wandb_environment import in_sweep, with_environment
 
@@ -169,7 +169,7 @@ def directory_of(request: Request, configs: Sequence[Config]) -> Path:
         return directory
     given = request.value_of(DIRECTORY)
     if given is not None:
-        path = str(interpolated(DIRECTORY, given, user_shape(configs[0])))
+        path = str(interpolated(DIRECTORY, given, as_typed_config(configs[0])))
         return made(Path(os.path.expanduser(path)).absolute())
     root = made(root_of(configs).absolute())
     while True:

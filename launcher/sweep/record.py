@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
 from pathlib import Path
 
-from launcher.config.messages import as_typed, directory_override, shortened
+from launcher.config.messages import directory_override, shortened, to_override
 from launcher.config.schema import Config
 from launcher.config.trees import leaves
 from launcher.config.validation import parse
@@ -25,7 +25,7 @@ from launcher.errors import DIVERGED, ConfigError, listed
 from launcher.run_dir.atomic import json_line, read_json, write_content, write_json
 from launcher.run_dir.codec import decoded, encoded
 from launcher.run_dir.lock import locked
-from launcher.run_dir.records import CONFIG, JOB, RESULT, SWEEP, foreign_to_a_run, user_shape
+from launcher.run_dir.records import CONFIG, JOB, RESULT, SWEEP, as_typed_config, foreign_to_a_run
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME as STATUS
 
@@ -209,7 +209,7 @@ def refuse_foreign(directory: Path) -> None:
 
 def write_job(config: Config, overrides: Sequence[str]) -> None:
     """Write job.json to the folder `config.run.dir`, which exists. Raises OSError."""
-    write_json(Path(config.run.dir) / JOB, {"overrides": list(overrides), "config": user_shape(config)})
+    write_json(Path(config.run.dir) / JOB, {"overrides": list(overrides), "config": as_typed_config(config)})
 
 
 def read_job(directory: Path) -> tuple[Config, tuple[str, ...]]:
@@ -243,12 +243,14 @@ def differences(directory: Path, config: Config) -> list[str]:
 
     What a run learns from matters, with the number of epochs and steps, and of workers.
     """
-    there, here = (dict(leaves(user_shape(each))) for each in (read_job(directory)[0], config))
+    there, here = (dict(leaves(as_typed_config(each))) for each in (read_job(directory)[0], config))
     keys = [key for key in dict.fromkeys((*there, *here)) if there.get(key) != here.get(key)]
     keys = [
         key for key in keys if key == "launch.nproc" or not NOT_LEARNED_FROM & {key, key.partition(".")[0]}
     ]
-    return [f"{key} is {as_typed(there.get(key))} there and {as_typed(here.get(key))} here" for key in keys]
+    return [
+        f"{key} is {to_override(there.get(key))} there and {to_override(here.get(key))} here" for key in keys
+    ]
 
 
 def _last_sign(directory: Path, started: float | None) -> float:

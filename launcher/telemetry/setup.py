@@ -16,7 +16,7 @@ from pathlib import Path
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import clear_away, read_json
-from launcher.run_dir.records import ENVIRONMENT, TRACKERS, user_shape
+from launcher.run_dir.records import ENVIRONMENT, TRACKERS, as_typed_config
 from launcher.telemetry.console.console import Console
 from launcher.telemetry.event_log import EventLog
 from launcher.telemetry.status import StatusFile
@@ -110,7 +110,7 @@ def _tracked_run(config: Config, name: str, run_id: str, environ: Mapping[str, s
         name=tracker.run_name or f"{config.recipe.name}-{run_dir.name}",
         run_id=run_id,
         project=tracker.project,
-        config=user_shape(config),
+        config=as_typed_config(config),
         group=tracker.group,
         tags=tracker.tags,
         notes=tracker.notes,

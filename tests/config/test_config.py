@@ -22,14 +22,14 @@ from launcher.config.schema import Config, from_dict, rules, to_dict, types_of
 from launcher.config.trees import leaves
 from launcher.config.validation import OPTIONS, parse
 from launcher.errors import ConfigError
-from launcher.run_dir.records import user_shape
+from launcher.run_dir.records import as_typed_config
 from tests.configs import composed
 from tests.golden import Message
 
 
 def changed(**values: Any) -> dict[str, Any]:
     """A valid tree as YAML gives it, with these values; a key's dots are written as two underscores."""
-    tree = user_shape(composed("data=synthetic")) | {"run": {"dir": None}}
+    tree = as_typed_config(composed("data=synthetic")) | {"run": {"dir": None}}
     for key, value in values.items():
         *sections, last = key.split("__")
         target = tree

@@ -253,7 +253,7 @@ def test_every_section_of_the_config_either_has_a_part_in_training_or_none():
     """A new section or key is to be decided on: see launcher/run_dir/differences.py."""
     sections = set(yaml.safe_load(records.config_yaml(sample_config())))
     none = {"run", "early_stopping", "checkpoint", "tracker", "telemetry", "launch", "sweep"}
-    assert sections == none | set(differences.LEARNED_FROM)
+    assert sections == none | set(differences.TRAINING_SECTIONS)
 
 
 def trained(config: Config, *overrides: str) -> Path:

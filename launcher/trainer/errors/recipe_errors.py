@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.config.messages import install_line
-from launcher.config.user_code import defined_at, innermost, is_the_users, place_of, short_traceback
+from launcher.config.user_code import defined_at, innermost, is_user_code, place_of, short_traceback
 from launcher.data import labels, loader
 from launcher.distributed.alone import Alone
 from launcher.distributed.exit_records import is_secondary
@@ -207,7 +207,7 @@ def _keeping_mode(loss: Callable[..., Result]) -> Callable[..., Result]:
 def _defined(function: Callable[..., object]) -> str:
     """The function's name if it is not the user's code, so that no line of a traceback shows it."""
     code = getattr(function, "__code__", None)
-    if isinstance(code, CodeType) and is_the_users(code):
+    if isinstance(code, CodeType) and is_user_code(code):
         return ""
     return f" ({getattr(function, '__qualname__', type(function).__name__)})"
 
