@@ -116,7 +116,7 @@ class Step:
         squares, status = self._reduce_gradients()
         totals = self._reduce_totals(squares, status)
         verdict, numbers = self._judge(totals)
-        self._update(verdict, numbers.numbers["lr"])
+        self._update(verdict, numbers.lr)
         self._restore_buffers(verdict.skip)
         self._end(verdict)
         return numbers

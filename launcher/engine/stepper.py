@@ -144,11 +144,9 @@ class Stepper:
     def compute_in_fp32(self, modules: Sequence[str]) -> list[str]:
         """Compute in fp32 in the modules whose names match a pattern of `fnmatch`, from the next forward().
 
-        For modules whose outputs leave the range of fp16, which no loss scale prevents. Inputs and weights
-        are widened within them, and their outputs are fp32; weights and gradients keep their
-        dtypes. Returns the names of the modules that were added; `fp32_modules` are all of them. Call it on
-        all ranks alike, between steps. Not for models under torch.compile. Raises UnusableError for a
-        pattern that matches no module.
+        For modules whose outputs leave the range of fp16, which no loss scale prevents; see `fp32_modules`.
+        Returns the names of those that were added. Call it on all ranks alike, between steps. Not for models
+        under torch.compile. Raises UnusableError for a pattern that matches no module.
         """
         self._step.check_between_steps("compute_in_fp32()")
         return compute_in_fp32(self.model, modules)
@@ -295,31 +293,25 @@ class Stepper:
     def state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """`state()` as plain dicts, ints and strings, which torch.load(weights_only=True) can read.
 
-        References, like torch's state dicts: save or copy them before the next step. A collective where
-        `state()` is one.
+        References, like torch's state dicts: save or copy them before the next step.
         """
         return self.state(rank).as_dict()
 
     def load_state_dict(self, values: Mapping[str, Any]) -> ScaleStart:
-        """Resume from a `state_dict()`, as `load()`.
-
-        Raises UnusableError for any other mapping, such as a model's state_dict.
-        """
+        """Resume from a `state_dict()`, as `load()`. Raises UnusableError for any other mapping."""
         return self.load(EngineState.from_dict(values))
 
     def replicas(self, by_parameter: bool = True) -> dict[str, Tensor]:
         """Flat tensors that must hold the same bits on all ranks, by readable name.
 
-        Excludes the masters and states of a sharded optimizer, each of which has one owner. Includes the
-        learning rate of the next step, which may be set in training. Waits for the device. Without
-        `by_parameter` a few large tensors, whose padding may differ.
+        Without the masters and states of a sharded optimizer, each of which has one owner. Without
+        `by_parameter` a few large tensors, whose padding may differ. Waits for the device.
         """
         self._parts.owner.check()
         self._parts.in_place.reload_model_params()
         rate = torch.tensor([self.lr], dtype=torch.float64, device=self.device)
-        return {"learning rate": rate} | self._parts.rank_state.comparable(
-            self._step.normaliser.count, by_parameter
-        )
+        count = self._step.normaliser.count
+        return {"learning rate": rate} | self._parts.rank_state.comparable(count, by_parameter)
 
     @property
     def device(self) -> torch.device:
@@ -358,8 +350,7 @@ class Stepper:
         self._step.check_between_steps("ExponentialMovingAverage.in_model()")
         self.check_not_swapped()
         self._parts.owner.weights_swapped = True
-        # Counted at both ends: neither may a graph over the weights run backward over the averages, nor the
-        # reverse.
+        # At both ends: a graph over the weights may not run backward over the averages, nor the reverse.
         self._parts.in_place.count_update()
         try:
             yield
@@ -399,8 +390,5 @@ class Stepper:
         return size_bytes([*self._parts.rank_state.tensors(), *self.reducer.tensors()])
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of weights, masters, gradients, states and buffers; `state_bytes` has more, but small.
-
-        An optimizer of torch makes its states in its first step.
-        """
+        """Bytes of weights, masters, gradients, states (of torch's from its first step on) and buffers."""
         return self._parts.rank_state.bytes_by_kind()
