@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -65,7 +66,7 @@ LAUNCH_LAYERS = (
     {"agent"},
     {"parent"},
 )
-ROOT_FILES = {"__init__.py", "__main__.py", "cli.py", "worker.py", "errors.py", "py.typed"}
+ROOT_FILES = {"README.md", "__init__.py", "__main__.py", "cli.py", "worker.py", "errors.py", "py.typed"}
 WITHOUT_TORCH = (
     "torch",
     "launcher.engine",
@@ -190,6 +191,17 @@ def test_every_room_has_a_layer_and_no_layer_a_circle(house: Path, layers: tuple
     while ready := {room for room, used in uses.items() if room not in done and not used - done}:
         done |= ready
     assert uses.keys() - done == set()
+
+
+def test_the_map_names_files_that_are_there_and_every_folder() -> None:
+    page = (ROOT / "launcher" / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+(?:/|\.py))`", page))
+    missing = [
+        name for name in named if not (ROOT / name).exists() and not (ROOT / "launcher" / name).exists()
+    ]
+    assert missing == []
+    folders = {f"{path.parent.name}/" for path in (ROOT / "launcher").glob("*/__init__.py")}
+    assert folders - named == set()
 
 
 def test_the_root_holds_what_it_should_and_no_more() -> None:

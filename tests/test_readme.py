@@ -27,7 +27,7 @@ from tests.forked import launch_forked
 from tests.meta_device import MetaDevice
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("", "launcher/engine", "launcher/telemetry", "recipes", "conf", "scripts", "tests")
+FOLDERS = ("", "launcher", "launcher/engine", "launcher/telemetry", "recipes", "conf", "scripts", "tests")
 PAGES = {folder: (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
 TEXT = PAGES[""]
 SHORT = ["train.max_steps=2", "tracker=none"]
@@ -311,7 +311,7 @@ def test_commands_train(command, tmp_path) -> None:
 
 
 TREE = TEXT.split("## Files and source")[1].split("## ")[0]
-NO_ROOMS = ("__init__.py", "__pycache__", "py.typed")
+NO_ROOMS = ("README.md", "__init__.py", "__pycache__", "py.typed")
 ROOMS = [path for path in (ROOT / "launcher").iterdir() if path.name not in NO_ROOMS]
 
 
