@@ -26,7 +26,7 @@ from launcher.errors import ConfigError, StorageError
 from launcher.launch.config_broadcast import ConfigLeader
 
 if TYPE_CHECKING:
-    from launcher.report.watching import Watched, WatchedSweep
+    from launcher.report.watching import RunView, SweepView
 
 EVERY_S, EVERY_LINE_S = "1", "10"  # on a terminal; elsewhere, where each look is a line
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -45,7 +45,7 @@ def watch(arguments: Arguments, leader: ConfigLeader) -> int:
     Example: {program} watch outputs/resnet18/20260101-120000-ab12
     """
     from launcher.report.comparison import is_sweep
-    from launcher.report.watching import Watched, WatchedSweep
+    from launcher.report.watching import RunView, SweepView
 
     if len(arguments.words) != 1:
         raise ConfigError(f"watch: give one run or sweep: {program()} watch outputs/<recipe>/<run>")
@@ -56,7 +56,7 @@ def watch(arguments: Arguments, leader: ConfigLeader) -> int:
     usual = EVERY_S if live else EVERY_LINE_S
     (every_s,) = arguments.numbers("--every", usual, is_interval, "seconds from 0.05 to 86400")
     try:
-        source = WatchedSweep(directory) if is_sweep(directory) else Watched(directory)
+        source = SweepView(directory) if is_sweep(directory) else RunView(directory)
         source.poll()
         for text in source.warnings():
             warn(text)
@@ -79,7 +79,7 @@ def watch(arguments: Arguments, leader: ConfigLeader) -> int:
     return source.exit_code
 
 
-def follow(source: Watched | WatchedSweep, show: Callable[[], None], every_s: float, stop: Stop) -> None:
+def follow(source: RunView | SweepView, show: Callable[[], None], every_s: float, stop: Stop) -> None:
     """Show the source until it ends or a signal arrives."""
     while not source.poll():
         show()
@@ -128,7 +128,7 @@ def stop_on_signal() -> Iterator[Stop]:
 
 
 @contextmanager
-def live_view(source: Watched | WatchedSweep) -> Iterator[Callable[[], None]]:
+def live_view(source: RunView | SweepView) -> Iterator[Callable[[], None]]:
     """What draws the source on the whole terminal, which is as before after the context."""
     from rich.console import Group
     from rich.live import Live

@@ -33,7 +33,7 @@ from launcher.distributed.uneven import UnevenCollectives
 from launcher.engine.async_work import all_reduce
 from launcher.errors import ConfigError, DataError, counted
 from launcher.evaluation.confusion import Confusion
-from launcher.evaluation.measuring import Beat, Guard, Measuring, MetricValues, rows_with_nan
+from launcher.evaluation.measuring import Beat, Guard, MetricEvaluator, MetricValues, rows_with_nan
 from launcher.metrics.metric import declared_names, direction_of
 from launcher.recipe.contract import Loss, Recipe, loss_of
 
@@ -121,7 +121,7 @@ class Pass:
         nullcontext  # of the recipe's loss, in a trial
     )
 
-    def measure_batch(self, batch: Batch, measuring: Measuring, number: int = 0) -> Loss:
+    def measure_batch(self, batch: Batch, measuring: MetricEvaluator, number: int = 0) -> Loss:
         """The loss of a batch, which the metrics are updated with. `number` counts those of this rank."""
         self.beat()
         seed_evaluation(self.seed, self.env.rank, number, self.env.device)
@@ -145,8 +145,8 @@ class Pass:
             yield read
 
     def in_smaller_batches(
-        self, measure: Callable[[int], tuple[_Totals, Measuring]], size: int
-    ) -> tuple[_Totals, Measuring]:
+        self, measure: Callable[[int], tuple[_Totals, MetricEvaluator]], size: int
+    ) -> tuple[_Totals, MetricEvaluator]:
         """The sums of all ranks, each of which may begin again in smaller batches, and this rank's metrics.
 
         A collective; `measure` does not communicate.
@@ -173,9 +173,9 @@ def evaluate(
     """
     env = over.env
 
-    def measure(size: int) -> tuple[_Totals, Measuring]:
+    def measure(size: int) -> tuple[_Totals, MetricEvaluator]:
         """This rank's share, up to a batch before which it is interrupted."""
-        totals, measuring = _Totals(), Measuring(over.recipe, env, over.guard, over.waits)
+        totals, measuring = _Totals(), MetricEvaluator(over.recipe, env, over.guard, over.waits)
         batches = data.evaluation_batches(env.rank, env.world_size, size)
         for number, (num_samples, batch) in enumerate(over.read(batches)):
             if interrupted():
@@ -263,8 +263,9 @@ def rehearse(over: Pass, data: Readable, batch_size: int) -> MetricValues:
 
         return replace(over, recipe=replace(over.recipe, loss=loss))
 
-    def measure(size: int) -> tuple[_Totals, Measuring]:
-        totals, measuring = _Totals(), Measuring(over.recipe, env, over.guard, over.waits, rehearsal=True)
+    def measure(size: int) -> tuple[_Totals, MetricEvaluator]:
+        totals = _Totals()
+        measuring = MetricEvaluator(over.recipe, env, over.guard, over.waits, rehearsal=True)
         over.beat()
         with over.in_user_code():
             batch = data.first_batch(env.rank, env.world_size, size, FIRST)

@@ -54,7 +54,7 @@ class MetricValues:
     confusion: Confusion | None = None  # of the first Classification; on rank 0 only
 
 
-class Measuring:
+class MetricEvaluator:
     """The metrics of a recipe during one evaluation. `guard` is the context of each call of a metric.
 
     In a `rehearsal` the metrics see a few samples, which may not be enough for each `compute`.

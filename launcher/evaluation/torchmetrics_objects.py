@@ -23,14 +23,14 @@ def is_torchmetrics(metric: object) -> bool:
     return module is not None and isinstance(metric, (module.Metric, module.MetricCollection))
 
 
-def adapted(metric: Any, label: str, device: torch.device) -> Fed:
+def adapted(metric: Any, label: str, device: torch.device) -> Rank0Metric:
     """The object, reset and on the device, as a metric that reads the column `label` as its target."""
     metric.reset()
     metric.to(device)
-    return (Merged if _is_mergeable(metric) else Fed)(metric, label)
+    return (MergeableMetric if _is_mergeable(metric) else Rank0Metric)(metric, label)
 
 
-class Fed:
+class Rank0Metric:
     """Updated on rank 0 alone, with the outputs and labels of all ranks. Exact for any object."""
 
     def __init__(self, metric: Any, label: str) -> None:
@@ -55,7 +55,7 @@ class Fed:
         return self.adapts.compute()
 
 
-class Merged(Fed):
+class MergeableMetric(Rank0Metric):
     """Updated on each rank. Rank 0 then merges the states in rank order.
 
     Only the states are sent, because the object may hold a whole network.
@@ -64,7 +64,7 @@ class Merged(Fed):
     def __getstate__(self) -> dict[str, object]:
         return {"states": self.adapts.metric_state, "updates": self.adapts.update_count}
 
-    def merge(self, other: Merged) -> None:
+    def merge(self, other: MergeableMetric) -> None:
         sent: dict[str, Any] = vars(other)
         mine = self.adapts.metric_state
         for name, theirs in sent["states"].items():

@@ -23,7 +23,7 @@ from launcher.report.reading import sweep_of
 from launcher.report.run_record import MARKS, RunRecord, is_run, overrides_of
 from launcher.report.settings import (
     REPEATED,
-    RunSetting,
+    RunGroup,
     best_first,
     metric_cell,
     metric_column,
@@ -112,7 +112,7 @@ def ended_early(runs: Sequence[RunRecord], jobs: Mapping[str, Mapping[str, Any]]
     return ["\n".join(lines)] if lines else []
 
 
-def settings_of(runs: Sequence[RunRecord]) -> list[RunSetting]:
+def settings_of(runs: Sequence[RunRecord]) -> list[RunGroup]:
     """Runs grouped by their overrides without the seed, in the order in which they ran."""
     keys = setting_keys(runs)
     groups: dict[str, list[RunRecord]] = {}
@@ -121,7 +121,7 @@ def settings_of(runs: Sequence[RunRecord]) -> list[RunSetting]:
         named = values if len(keys) == 1 else [f"{k}={v}" for k, v in zip(keys, values, strict=True)]
         groups.setdefault(", ".join(named) or "all", []).append(run)
     return [
-        RunSetting(label, place, tuple(members), (label,) * len(members))
+        RunGroup(label, place, tuple(members), (label,) * len(members))
         for place, (label, members) in enumerate(groups.items())
     ]
 
@@ -159,7 +159,7 @@ def note_of(runs: Sequence[RunRecord]) -> str:
 
 
 def markdown(
-    title: str, settings: Sequence[RunSetting], note: str, below: Sequence[str], flags: Sequence[str]
+    title: str, settings: Sequence[RunGroup], note: str, below: Sequence[str], flags: Sequence[str]
 ) -> str:
     """One row per setting: mean and standard deviation over its seeds; then the lines `below`.
 
@@ -183,7 +183,7 @@ def markdown(
     return "\n".join(lines)
 
 
-def command_of(setting: RunSetting, flags: Sequence[str]) -> str:
+def command_of(setting: RunGroup, flags: Sequence[str]) -> str:
     """What runs this setting alone, without the seed."""
     given = [
         f"{key}={value}"
@@ -193,7 +193,7 @@ def command_of(setting: RunSetting, flags: Sequence[str]) -> str:
     return f"{program()} {shlex.join([*flags, *given])}"
 
 
-def cells(setting: RunSetting, settings: Sequence[RunSetting]) -> list[str]:
+def cells(setting: RunGroup, settings: Sequence[RunGroup]) -> list[str]:
     done = setting.done
     ended = f"{len(done)}" if len(done) == len(setting.runs) else f"{len(done)} of {len(setting.runs)} done"
     return [

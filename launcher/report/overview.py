@@ -8,7 +8,7 @@ from launcher.os.terminal import wrapped
 from launcher.report.html import failure, folded, section, table, tiles, words
 from launcher.report.run_record import RunRecord
 from launcher.report.settings import (
-    RunSetting,
+    RunGroup,
     best_places,
     can_choose,
     difference_rows,
@@ -49,7 +49,7 @@ def best_of(run: RunRecord) -> dict[str, str]:
     return {f"best {metric_title(name)}": f"{metric(name, best)} (step {number(step)})"}
 
 
-def table_of_runs(runs: Sequence[RunRecord], settings: Sequence[RunSetting]) -> str:
+def table_of_runs(runs: Sequence[RunRecord], settings: Sequence[RunGroup]) -> str:
     """The runs with the keys that differ, means over the seeds, and what is set for all runs.
 
     Curves of many settings are chosen in the table that has one row for each.

@@ -250,7 +250,7 @@ class Recording:
                     curves.add_point(key, event.step, float(number))
 
 
-class Follower:
+class TailReader:
     """Reads what is appended to a metrics.jsonl; starts again where it was replaced or cut."""
 
     def __init__(self, path: Path) -> None:
@@ -299,7 +299,7 @@ class Follower:
 
 def read_recording(run_dir: Path) -> Recording:
     """Everything recorded of a run; empty before it starts. Raises OSError."""
-    follower = Follower(run_dir / FILE_NAME)
+    follower = TailReader(run_dir / FILE_NAME)
     follower.poll()
     return follower.recording
 

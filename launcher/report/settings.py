@@ -25,7 +25,7 @@ OfRun = Callable[[RunRecord], float | None]
 
 
 @dataclass(frozen=True)
-class RunSetting:
+class RunGroup:
     """Runs that differ only in the seed."""
 
     label: str
@@ -62,7 +62,7 @@ class RunSetting:
         return mean_and_deviation([of(run) for run in self.done], shown)
 
 
-def run_settings(runs: Sequence[RunRecord]) -> list[RunSetting]:
+def run_settings(runs: Sequence[RunRecord]) -> list[RunGroup]:
     """Group runs by setting, in the order of first runs. A run without a config is a setting by itself."""
     keys = [key for key in differing_keys(runs) if key != REPEATED]
     groups: dict[tuple[str, ...], list[RunRecord]] = {}
@@ -71,7 +71,7 @@ def run_settings(runs: Sequence[RunRecord]) -> list[RunSetting]:
         groups.setdefault(group, []).append(run)
     names = short_names(runs)
     return [
-        RunSetting(
+        RunGroup(
             _label(keys, values, [names[run.directory] for run in members]),
             place,
             tuple(members),
@@ -81,7 +81,7 @@ def run_settings(runs: Sequence[RunRecord]) -> list[RunSetting]:
     ]
 
 
-def can_choose(settings: Sequence[RunSetting]) -> bool:
+def can_choose(settings: Sequence[RunGroup]) -> bool:
     """Whether there are too many for one chart, so that one chooses whose curves are shown."""
     return len(settings) > NUM_COLORS
 
@@ -131,19 +131,19 @@ def compared_by(runs: Sequence[RunRecord]) -> str:
     return next((str(name) for name in named if name), "")
 
 
-def metric_names(settings: Sequence[RunSetting]) -> list[str]:
+def metric_names(settings: Sequence[RunGroup]) -> list[str]:
     """The metrics by which the settings are compared: several where recipes or data sets differ in theirs."""
     return list(dict.fromkeys(setting.metric_name for setting in settings if setting.mean_metric is not None))
 
 
-def best_first(settings: Sequence[RunSetting]) -> list[RunSetting]:
+def best_first(settings: Sequence[RunGroup]) -> list[RunGroup]:
     """Sort by the mean metric, the settings of each metric by themselves.
 
     Settings without one are last, in the order in which they ran.
     """
     names = metric_names(settings)
 
-    def rank(setting: RunSetting) -> tuple[int, float]:
+    def rank(setting: RunGroup) -> tuple[int, float]:
         if setting.mean_metric is None:
             return len(names), 0.0
         name = setting.metric_name
@@ -153,12 +153,12 @@ def best_first(settings: Sequence[RunSetting]) -> list[RunSetting]:
     return sorted(settings, key=rank)
 
 
-def best_places(settings: Sequence[RunSetting]) -> list[int]:
+def best_places(settings: Sequence[RunGroup]) -> list[int]:
     """The places of the best settings, as many as there are colours, the best first."""
     return [setting.place for setting in best_first(settings)[:NUM_COLORS]]
 
 
-def setting_rows(settings: Sequence[RunSetting]) -> list[dict[str, str]]:
+def setting_rows(settings: Sequence[RunGroup]) -> list[dict[str, str]]:
     """One row per setting: mean and deviation over its runs that are done; none where each has one run."""
     if all(len(setting.runs) < 2 for setting in settings):
         return []
@@ -175,13 +175,13 @@ def setting_rows(settings: Sequence[RunSetting]) -> list[dict[str, str]]:
     ]
 
 
-def metric_column(settings: Sequence[RunSetting]) -> str:
+def metric_column(settings: Sequence[RunGroup]) -> str:
     """The title of the column of the metric by which the settings are compared."""
     names = metric_names(settings)
     return metric_title(names[0]) if len(names) == 1 else "metric"
 
 
-def metric_cell(setting: RunSetting, settings: Sequence[RunSetting]) -> str:
+def metric_cell(setting: RunGroup, settings: Sequence[RunGroup]) -> str:
     """Mean and deviation of the setting's metric, with its name where the settings have several."""
     name = setting.metric_name
     value = setting.spread(compared, partial(metric, name))

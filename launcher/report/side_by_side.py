@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from launcher.errors import counted
 from launcher.report.run_record import RunRecord
-from launcher.report.settings import OfRun, RunSetting
+from launcher.report.settings import OfRun, RunGroup
 from launcher.telemetry.formatting import (
     duration,
     markdown_table,
@@ -35,7 +35,7 @@ NOTE = (
 )
 
 
-def side_by_side(title: str, sides: Sequence[RunSetting]) -> str:
+def side_by_side(title: str, sides: Sequence[RunGroup]) -> str:
     """The table as a page of Markdown."""
     rows = comparison_rows(sides)
     lines = [markdown_text(f"# {title}: {' and '.join(side.label for side in sides)}"), ""]
@@ -44,7 +44,7 @@ def side_by_side(title: str, sides: Sequence[RunSetting]) -> str:
     return "\n".join([*lines, ""])
 
 
-def notes(sides: Sequence[RunSetting]) -> Iterator[str]:
+def notes(sides: Sequence[RunGroup]) -> Iterator[str]:
     """What bounds the steps of each precision, and which runs are not done."""
     for side in sides:
         shares = next((run.recording.time_shares for run in side.done if run.recording.time_shares), None)
@@ -56,7 +56,7 @@ def notes(sides: Sequence[RunSetting]) -> Iterator[str]:
                 yield f"{side.label} with seed {run.seed} has failed: {reason}"
 
 
-def comparison_rows(sides: Sequence[RunSetting]) -> list[dict[str, str]]:
+def comparison_rows(sides: Sequence[RunGroup]) -> list[dict[str, str]]:
     """A row for each quantity: its mean for each precision, and the difference from the first one."""
     first, *others = sides
     found = [
@@ -74,7 +74,7 @@ def comparison_rows(sides: Sequence[RunSetting]) -> list[dict[str, str]]:
     return [{title: row.get(title, "") for title in titles} for row in found]
 
 
-def difference(first: RunSetting, other: RunSetting, of: OfRun, signed: Callable[[float], str]) -> str:
+def difference(first: RunGroup, other: RunGroup, of: OfRun, signed: Callable[[float], str]) -> str:
     """The mean difference of the pairs of runs with one seed, with its interval; a dash without a pair."""
     before, after = by_seed(first, of), by_seed(other, of)
     pairs = [after[seed] - before[seed] for seed in after if seed in before]
@@ -88,7 +88,7 @@ def difference(first: RunSetting, other: RunSetting, of: OfRun, signed: Callable
     return f"{signed(mean)} ± {signed(half).lstrip('+')} ({counted(len(pairs), 'seed')})"
 
 
-def by_seed(side: RunSetting, of: OfRun) -> dict[str, float]:
+def by_seed(side: RunGroup, of: OfRun) -> dict[str, float]:
     """The value of each seed: the mean of the runs that repeat it."""
     values: dict[str, list[float]] = {}
     for run in side.done:

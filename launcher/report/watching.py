@@ -15,7 +15,7 @@ from launcher.errors import DIVERGED, PRUNED, TO_RESUME, counted, listed
 from launcher.report.comparison import TABLE, compares_precisions, job_directories, jobs_of
 from launcher.report.overview import first_line, printable, shortened
 from launcher.report.reading import sweep_of, text_of
-from launcher.report.recording import Follower
+from launcher.report.recording import TailReader
 from launcher.report.run_record import RunRecord, process_of
 from launcher.report.run_state import ENDED, GOING, KILLED, NO_RESULT
 from launcher.run_dir.records import CONFIG
@@ -34,18 +34,18 @@ QUIET_S = 60.0
 KILLED_S = 3.0  # the same, where the sweep's process no longer exists
 
 
-class Watched:
+class RunView:
     """Follows the files of one run: `record` is what they said when last viewed. Raises OSError."""
 
     record: RunRecord
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._follower = Follower(directory / FILE_NAME)
+        self._follower = TailReader(directory / FILE_NAME)
         # By a parent process, after a failure.
         self._may_restart = "max_restarts: 0" not in text_of(directory / CONFIG)
 
-    def view(self, now: float | None = None) -> Watched:
+    def view(self, now: float | None = None) -> RunView:
         """Read what is new. Files that are missing are empty."""
         process = process_of(self.directory)  # before its files: one that has ended has written all of them
         self._follower.poll()
@@ -92,12 +92,12 @@ class Watched:
         return max(0.0, life.status.eta_s - (life.now - (life.status.updated or life.now)))
 
 
-class WatchedSweep:
+class SweepView:
     """Follows the jobs of a sweep, as they appear."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._runs: dict[str, Watched] = {}  # by name of the directory
+        self._runs: dict[str, RunView] = {}  # by name of the directory
         self._quiet_since: float | None = None
         self._over = False
 
@@ -106,7 +106,7 @@ class WatchedSweep:
         _, is_killed = process_of(self._directory)  # before the files, as of a run
         for directory in job_directories(self._directory):
             if directory.name not in self._runs:
-                self._runs[directory.name] = Watched(directory)
+                self._runs[directory.name] = RunView(directory)
         polled = [run.poll() for run in self._runs.values()]  # all of them, also after one that is going
         going = any(run.state in GOING for run in self._runs.values())
         ended = all(polled) or (is_killed is True and not going)
@@ -144,7 +144,7 @@ class WatchedSweep:
         return rest_of_sweep(self._directory, self._runs) if self._over else []
 
 
-def run_screen(view: Watched) -> list[str]:
+def run_screen(view: RunView) -> list[str]:
     """The lines of a live view of a run."""
     record = view.record
     warning = record.recording.of(WarningEvent).last
@@ -154,7 +154,7 @@ def run_screen(view: Watched) -> list[str]:
     return [printable(line) for line in (*_facts(view), *bottom, *leave) if line]
 
 
-def run_line(view: Watched) -> str:
+def run_line(view: RunView) -> str:
     """One line, for pipes and logs."""
     record = view.record
     parts = [
@@ -170,7 +170,7 @@ def run_line(view: Watched) -> str:
     return "  ".join(parts)
 
 
-def sweep_screen(views: Sequence[Watched], waiting: int = 0) -> list[str]:
+def sweep_screen(views: Sequence[RunView], waiting: int = 0) -> list[str]:
     """One line per job that has started; those that run come first, then those that ended last."""
     counts = {state: sum(view.state == state for view in views) for state in STATES}
     counts["waiting"] = waiting
@@ -182,7 +182,7 @@ def sweep_screen(views: Sequence[Watched], waiting: int = 0) -> list[str]:
     return [head, *(job_line(view, width) for view in (*going, *reversed(ended)))]
 
 
-def rest_of_sweep(directory: Path, views: Mapping[str, Watched]) -> list[str]:
+def rest_of_sweep(directory: Path, views: Mapping[str, RunView]) -> list[str]:
     """What a sweep has planned and not done, and the command that continues it; empty if nothing is left.
 
     Jobs that have failed are not left: the same command would fail again.
@@ -198,7 +198,7 @@ def rest_of_sweep(directory: Path, views: Mapping[str, Watched]) -> list[str]:
     ]
 
 
-def job_line(view: Watched, longest_name: int = 0) -> str:
+def job_line(view: RunView, longest_name: int = 0) -> str:
     """One line of a sweep, with the names of its jobs in a column."""
     record = view.record
     parts = [
@@ -214,12 +214,12 @@ def job_line(view: Watched, longest_name: int = 0) -> str:
     return "  ".join(parts)
 
 
-def state_of(view: Watched) -> str:
+def state_of(view: RunView) -> str:
     silent_s = view.record.life.silent_s
     return f"no sign of life for {silent_s:.0f} s" if silent_s else view.state
 
 
-def _facts(view: Watched) -> Iterator[str]:
+def _facts(view: RunView) -> Iterator[str]:
     record = view.record
     last = record.recording.last_step
     yield f"{record.name}  {state_of(view)}"
@@ -231,7 +231,7 @@ def _facts(view: Watched) -> Iterator[str]:
     yield from _gpus(record)
 
 
-def _bar(view: Watched) -> str:
+def _bar(view: RunView) -> str:
     record = view.record
     total = record.total_steps
     text = f"step {_progress(record)}"

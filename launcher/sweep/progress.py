@@ -19,7 +19,7 @@ from launcher.sweep.record import State, SweepJob
 from launcher.telemetry.formatting import duration, metric
 
 if TYPE_CHECKING:
-    from launcher.report.watching import Watched
+    from launcher.report.watching import RunView
 
 EVERY_S = 1.0  # from one drawing of the table to the next
 LOG = "output.log"  # of a job, in its folder: what it prints where several run
@@ -35,7 +35,7 @@ class SweepProgress:
         self._directory, self._jobs, self._alone, self._trials = directory, jobs, alone, trials
         self._drawn, self._drawn_s = 0, 0.0
         self._live = not alone and sys.stdout.isatty()
-        self._watched: dict[int, Watched] = {}  # the jobs that run, by number
+        self._watched: dict[int, RunView] = {}  # the jobs that run, by number
 
     def starting(self, job: SweepJob) -> None:
         again = f" (attempt {job.attempts})" if job.attempts > 1 else ""
@@ -86,11 +86,11 @@ class SweepProgress:
         return [line[: columns - 1] for line in (head, *(self._line(job, width) for job in running))]
 
     def _line(self, job: SweepJob, width: int) -> str:
-        from launcher.report.watching import Watched, job_line
+        from launcher.report.watching import RunView, job_line
 
         try:
             if job.number not in self._watched:
-                self._watched[job.number] = Watched(self._directory / job.name)
+                self._watched[job.number] = RunView(self._directory / job.name)
             return job_line(self._watched[job.number].view(), width)
         except OSError as error:  # which must not end the sweep
             return f"{job.name}  cannot be read: {error.strerror or error}"

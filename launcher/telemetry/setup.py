@@ -22,7 +22,7 @@ from launcher.telemetry.event_log import EventLog
 from launcher.telemetry.status import StatusFile
 from launcher.telemetry.stream import Sink, Telemetry
 from launcher.telemetry.tracker.mode import decide, sync_command
-from launcher.telemetry.tracker.protocol import TrackedRun, Tracker
+from launcher.telemetry.tracker.protocol import RunInfo, Tracker
 from launcher.telemetry.tracker.registry import make, refuse_missing
 from launcher.telemetry.tracker.run_id import save_run_id, saved_run_id
 from launcher.telemetry.tracker.sink import TrackerSink, TrackerTimeouts
@@ -76,7 +76,7 @@ def open_telemetry(
 def _wandb_options(
     telemetry: Telemetry,
     config: Config,
-    run: TrackedRun,
+    run: RunInfo,
     environ: Mapping[str, str],
     timeouts: TrackerTimeouts,
 ) -> WandbOptions | None:
@@ -102,10 +102,10 @@ def _wandb_options(
     return options
 
 
-def _tracked_run(config: Config, name: str, run_id: str, environ: Mapping[str, str]) -> TrackedRun:
+def _tracked_run(config: Config, name: str, run_id: str, environ: Mapping[str, str]) -> RunInfo:
     run_dir, tracker = Path(config.run.dir), config.tracker
     of_wandb = Path(os.path.expanduser(environ.get("WANDB_DIR") or run_dir)).absolute()
-    return TrackedRun(
+    return RunInfo(
         directory=of_wandb if name == "wandb" else run_dir / TRACKERS / name,
         name=tracker.run_name or f"{config.recipe.name}-{run_dir.name}",
         run_id=run_id,

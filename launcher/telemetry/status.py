@@ -33,7 +33,7 @@ class StatusFile(Sink):
         self._path = path
         self._every_s = every_s
         self._clock = clock
-        self._pace = Pace(clock)
+        self._pace = EtaEstimator(clock)
         self._status = Status()
         self._step: events.StepEvent | None = None  # the latest, not yet in the status
         self._published = -inf
@@ -90,7 +90,7 @@ class StatusFile(Sink):
         self._published = self._clock()  # not before: one that could not be written is due at the next event
 
 
-class Pace:
+class EtaEstimator:
     """Seconds per step, measured from the first observed step, without the start-up."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

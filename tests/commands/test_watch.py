@@ -23,8 +23,8 @@ from launcher.report.run_record import RunRecord
 from launcher.report.run_state import GONE_S, KILLED, NO_RESULT
 from launcher.report.watching import (
     SETTLE_S,
-    Watched,
-    WatchedSweep,
+    RunView,
+    SweepView,
     job_line,
     rest_of_sweep,
     run_line,
@@ -73,7 +73,7 @@ def test_the_screen_has_progress_speed_scale_and_gpus(run_dir):
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(json_line({"event": "gpu", "time": NOW, "step": 20, "gpus": [gpu]}))
         file.write(json_line({"event": "eval", "time": NOW, "step": 20, "loss": 0.3, "accuracy": 0.5}))
-    text = "\n".join(run_screen(Watched(run_dir).view(NOW)))
+    text = "\n".join(run_screen(RunView(run_dir).view(NOW)))
     for part in ("resnet18/mine  running", "step 20/100", "20 %", "eta 1:19", "loss 0.2", "accuracy 50.00 %"):
         assert part in text
     for part in ("5,000 samples/s", "scale 1024", "skipped 2", "GPU 3:  91 %  250 W  8 GB", "Ctrl-C leaves"):
@@ -82,7 +82,7 @@ def test_the_screen_has_progress_speed_scale_and_gpus(run_dir):
 
 
 def test_a_run_that_rewinds_is_shown_from_its_new_end(run_dir):
-    watched = Watched(run_dir)
+    watched = RunView(run_dir)
     assert "loss 0.2 " in run_line(watched.view(NOW))
     log = EventLog(run_dir / "metrics.jsonl")
     log.rewind(10, evaluates_again=False)
@@ -107,18 +107,18 @@ def test_a_run_whose_process_was_killed_is_named_so_at_once_and_ends(run_dir):
     holder = ended_process()
     write_lock(run_dir, Holder.this())
     write_status(run_dir, "running", age_s=1.0)
-    assert "running" in run_line(Watched(run_dir).view(NOW))
+    assert "running" in run_line(RunView(run_dir).view(NOW))
     assert state_text(RunRecord.read(run_dir)) != "killed", "a parent process holds it while it restarts"
     write_lock(run_dir, holder)
-    view = Watched(run_dir).view(NOW)
+    view = RunView(run_dir).view(NOW)
     assert (view.state, view.eta_s) == ("killed", None)
     assert "Ctrl-C" not in "\n".join(run_screen(view))
     assert state_text(RunRecord.read(run_dir)) == "killed"
     assert not view.has_ended, "another process may resume it"
     write_status(run_dir, "running", age_s=SETTLE_S)
-    assert Watched(run_dir).view(NOW).has_ended
+    assert RunView(run_dir).view(NOW).has_ended
     write_status(run_dir, "running", age_s=200.0)
-    view = Watched(run_dir).view(NOW)
+    view = RunView(run_dir).view(NOW)
     assert (view.has_ended, view.exit_code) == (True, 1)
     for text in (run_line(view), job_line(view), "\n".join(run_screen(view))):
         assert "killed" in text
@@ -150,7 +150,7 @@ def test_a_run_without_a_status_is_judged_by_its_process_and_its_last_event(
     (run_dir / "status.json").unlink()
     if holder is not None:
         write_lock(run_dir, holder())
-    view = Watched(run_dir).view(BEGAN + age_s)
+    view = RunView(run_dir).view(BEGAN + age_s)
     assert (view.state, view.has_ended) == (state, ended)
     assert not ended or view.exit_code == 1
     assert ("To resume: the same command with run.dir=" in run_line(view)) is (state in (KILLED, NO_RESULT))
@@ -158,8 +158,8 @@ def test_a_run_without_a_status_is_judged_by_its_process_and_its_last_event(
 
 def test_a_copy_of_a_run_that_stopped_updating_has_ended_after_a_day(run_dir, capsys):
     write_status(run_dir, "running", age_s=0.0)
-    assert Watched(run_dir).view(NOW + GONE_S - 1).state == "running"
-    view = Watched(run_dir).view(NOW + GONE_S)
+    assert RunView(run_dir).view(NOW + GONE_S - 1).state == "running"
+    view = RunView(run_dir).view(NOW + GONE_S)
     assert (view.state, view.has_ended, view.exit_code) == (NO_RESULT, True, 1)
     assert main(["report", str(run_dir)]) == 0
     table = capsys.readouterr().out
@@ -171,7 +171,7 @@ def test_a_copy_of_a_run_that_stopped_updating_has_ended_after_a_day(run_dir, ca
 
 def states_of(run_dir: Path) -> tuple[str, str, int]:
     """By watch, by report, and the exit code of watch."""
-    view = Watched(run_dir).view(time.time())
+    view = RunView(run_dir).view(time.time())
     return view.state, RunRecord.read(run_dir).state, view.exit_code
 
 
@@ -210,7 +210,7 @@ def test_a_process_that_ends_while_its_files_are_read_was_not_killed(run_dir, mo
     write_lock(run_dir, holder := ended_process())
     answers = iter((False, True, True, True))
     monkeypatch.setattr(Holder, "has_ended", property(lambda self: self == holder and next(answers)))
-    assert Watched(run_dir).view(NOW).state == "running"
+    assert RunView(run_dir).view(NOW).state == "running"
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_silent_run_whose_process_exists_or_is_unknown_does_not_end(run_dir, o
     if of in holders:
         write_lock(run_dir, holders[of])
     write_status(run_dir, "running", age_s=200.0)
-    view = Watched(run_dir).view(NOW)
+    view = RunView(run_dir).view(NOW)
     assert not view.has_ended
     assert "no sign of life for 200 s" in run_line(view)
     assert ("it is not known whether it still runs" in run_line(view)) is (
@@ -249,12 +249,12 @@ def test_a_run_with_a_result_and_no_end_event_ends(run_dir):
     write_status(run_dir, "running", age_s=200.0)
     for path, written in ((run_dir / "status.json", NOW - 200), (run_dir / "result.json", NOW - 190)):
         os.utime(path, (written, written))
-    view = Watched(run_dir).view(NOW)
+    view = RunView(run_dir).view(NOW)
     assert (view.has_ended, view.exit_code, view.state) == (True, 0, "done")
     assert "done  step 20/100" in run_line(view)
-    assert not Watched(run_dir).view(NOW - 150).has_ended, "it may still draw its pictures"
+    assert not RunView(run_dir).view(NOW - 150).has_ended, "it may still draw its pictures"
     os.utime(run_dir / "status.json", (NOW - 180, NOW - 180))
-    view = Watched(run_dir).view(NOW)
+    view = RunView(run_dir).view(NOW)
     assert not view.has_ended, "it is resumed, and the result that of an earlier process"
     assert "no sign of life" in run_line(view)
 
@@ -290,7 +290,7 @@ def test_a_live_run_shows_the_metric_that_runs_are_compared_by(run_dir, monitor,
             },
         ):
             file.write(json_line({"time": NOW} | event))
-    assert shown in "\n".join(run_screen(Watched(run_dir).view(NOW)))
+    assert shown in "\n".join(run_screen(RunView(run_dir).view(NOW)))
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_a_live_run_shows_the_metric_that_runs_are_compared_by(run_dir, monitor,
 def test_when_a_run_has_ended(run_dir, state, restarts, age_s, ended):
     (run_dir / "config.yaml").write_text(f"launch:\n  max_restarts: {restarts}\n")
     write_status(run_dir, state, age_s=age_s, exit=6)
-    assert Watched(run_dir).view(NOW).has_ended is ended
+    assert RunView(run_dir).view(NOW).has_ended is ended
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -315,19 +315,19 @@ def test_a_run_whose_status_missed_the_end_has_ended(run_dir, damaged):
     write_status(run_dir, "running", age_s=61.0)
     if damaged:
         (run_dir / "status.json").write_text("{")
-    assert not Watched(run_dir).view(NOW).has_ended
+    assert not RunView(run_dir).view(NOW).has_ended
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(json_line({"event": "end", "time": NOW - 60, "step": 20, "state": "failed", "exit": 7}))
-    view = Watched(run_dir).view(NOW)
+    view = RunView(run_dir).view(NOW)
     assert (view.has_ended, view.exit_code) == (True, 7)
     write_status(run_dir, "starting", age_s=1.0)
-    assert not Watched(run_dir).view(NOW).has_ended, "it resumes"
+    assert not RunView(run_dir).view(NOW).has_ended, "it resumes"
 
 
 def test_a_failed_run_says_why_without_control_characters(run_dir):
     write_status(run_dir, "failed", exit=5)
     write_json(run_dir / "result.json", {"state": "failed", "exit": 5, "error": "diverged \x1b[2Jnow\nmore"})
-    view = Watched(run_dir).view(NOW)
+    view = RunView(run_dir).view(NOW)
     for text in (run_line(view), "\n".join(run_screen(view)), job_line(view)):
         assert "diverged ?[2Jnow" in text
         assert "\x1b" not in text
@@ -339,7 +339,7 @@ def test_a_sweep_has_a_line_for_each_job_and_running_ones_come_first(tmp_path):
         directory = tmp_path / f"{number}_optim.lr={number}"
         directory.mkdir()
         write_status(directory, "running" if number == 11 else "done", exit=0)
-        views.append(Watched(directory).view(NOW))
+        views.append(RunView(directory).view(NOW))
     lines = sweep_screen(views)
     assert len(lines) == 13
     assert lines[0] == "12 jobs: 11 done, 1 running"
@@ -570,7 +570,7 @@ def test_a_killed_sweep_is_over_soon_unless_its_jobs_continue(
     write_status(job, "running", now=time.time())
     write_lock(job, holders[of_job])
     write_lock(tmp_path, holders[of_sweep])
-    sweep = WatchedSweep(tmp_path)
+    sweep = SweepView(tmp_path)
     sweep.poll()
     assert sweep.poll() is over
     assert ("1 job planned, 1 left: 0_seed=0" in sweep.lines()) is over
@@ -584,4 +584,4 @@ def test_a_damaged_plan_of_a_sweep_is_none(tmp_path, text) -> None:
 
 def test_one_job_is_one_job(tmp_path) -> None:
     write_status(tmp_path, "done", exit=0)
-    assert sweep_screen([Watched(tmp_path).view(NOW)])[0] == "1 job: 1 done"
+    assert sweep_screen([RunView(tmp_path).view(NOW)])[0] == "1 job: 1 done"

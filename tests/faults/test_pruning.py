@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.report.run_record import RunRecord
-from launcher.report.watching import Watched, run_line
+from launcher.report.watching import RunView, run_line
 from launcher.run_dir.pruning import PRUNE, PruneRequest, ask_to_prune
 from launcher.run_dir.status import FILE_NAME
 from tests.faults.launching import Started, run
@@ -37,7 +37,7 @@ def test_a_supervised_run_ends_with_the_state_pruned(tmp_path: Path, keep: bool)
         assert (saved[-1:] == [f"step-{status['step']:08d}"]) if keep else saved == []
         record = RunRecord.read(parent.run_dir)
         assert (record.state, REASON in record.error) == ("pruned", True)
-        assert "pruned" in run_line(Watched(parent.run_dir).view())
+        assert "pruned" in run_line(RunView(parent.run_dir).view())
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.report import recording as module
-from launcher.report.recording import Follower, Recording, read_recording
+from launcher.report.recording import Recording, TailReader, read_recording
 from launcher.run_dir.atomic import json_line
 from launcher.telemetry import event_log
 from launcher.telemetry.event_log import EventLog
@@ -56,7 +56,7 @@ def test_a_line_that_is_being_written_waits_for_its_end(tmp_path):
     path = tmp_path / "metrics.jsonl"
     line = json_line(step(1))
     path.write_bytes(line + line[:20])
-    follower = Follower(path)
+    follower = TailReader(path)
     assert follower.poll()
     assert follower.recording.steps["loss"].num_points == 1
     assert not follower.poll(), "nothing new"
@@ -69,7 +69,7 @@ def test_a_line_that_is_being_written_waits_for_its_end(tmp_path):
 
 def test_a_file_that_is_rewound_replaced_or_gone_is_read_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    follower = Follower(path)
+    follower = TailReader(path)
     assert not follower.poll(), "a run that has not begun"
     log = EventLog(path)
     for number in range(1, 11):
@@ -153,7 +153,7 @@ def test_the_speed_is_samples_over_time():
 def test_a_torn_end_is_read_once(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(json_line(step(1)) + b"\0" * 1000)
-    follower, polled = Follower(path), []
+    follower, polled = TailReader(path), []
     monkeypatch.setattr(module, "lines_of", lambda *given: polled.append(1) or event_log.lines_of(*given))
     assert [follower.poll(), follower.poll(), follower.poll()] == [True, False, False]
     assert len(polled) == 1
@@ -165,7 +165,7 @@ def test_what_could_not_be_read_is_read_at_the_next_poll(tmp_path, monkeypatch):
 
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(json_line(step(1)))
-    follower = Follower(path)
+    follower = TailReader(path)
     with monkeypatch.context() as patch:
         patch.setattr(module, "lines_of", failing)
         with pytest.raises(OSError, match="for a moment"):

@@ -16,7 +16,7 @@ from launcher.cli import main
 from launcher.report.overview import run_table
 from launcher.report.run_record import RunRecord
 from launcher.report.settings import difference_rows, differing_keys, run_settings, setting_rows
-from launcher.report.watching import Watched, run_screen
+from launcher.report.watching import RunView, run_screen
 from launcher.run_dir.atomic import json_line, write_json
 from tests.limits import at_most
 from tests.report.test_page import HOSTILE, Page
@@ -254,7 +254,7 @@ def test_events_of_another_form_break_nothing(tmp_path, event, capsys):
     assert main(["report", str(run)]) == 0
     assert "Traceback" not in capsys.readouterr().err
     assert "Loss" in Page(run / "report.html").text
-    assert run_screen(Watched(run).view())
+    assert run_screen(RunView(run).view())
 
 
 def test_a_sweep_has_a_page_of_its_runs(tmp_path, capsys):
@@ -359,7 +359,7 @@ def test_the_metric_that_runs_are_compared_by_is_shown_of_any_set(tmp_path, caps
     page = (run / "report.html").read_text()
     assert name in page
     assert f"{name[:1].upper()}{name[1:]}, validation" in page
-    assert f"{name} {value}" in "\n".join(run_screen(Watched(run).view()))
+    assert f"{name} {value}" in "\n".join(run_screen(RunView(run).view()))
 
 
 def test_a_chart_has_a_heading_and_a_description_that_can_be_read(tmp_path):
@@ -391,7 +391,7 @@ def test_of_several_validation_sets_each_number_and_curve_names_its_own(tmp_path
         assert part in page
     for part in ("Near/accuracy, validation", "Far/accuracy, validation"):
         assert page.count(f'<figure class="chart" aria-label="{part}">') == 1
-    assert "near/accuracy 95.00 %" in "\n".join(run_screen(Watched(Path(runs[0])).view()))
+    assert "near/accuracy 95.00 %" in "\n".join(run_screen(RunView(Path(runs[0])).view()))
     assert main(["report", *runs, f"--out={tmp_path / 'both.html'}"]) == 0
     both = (tmp_path / "both.html").read_text()
     for part in ("Far/accuracy, validation", "Far/loss, validation"):

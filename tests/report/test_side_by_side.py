@@ -15,7 +15,7 @@ from launcher.report.page import write_sweep_report
 from launcher.report.recording import Recording
 from launcher.report.run_record import RunRecord
 from launcher.report.run_state import RunState
-from launcher.report.settings import RunSetting
+from launcher.report.settings import RunGroup
 from launcher.report.side_by_side import QUANTITY, comparison_rows, side_by_side
 from launcher.run_dir.atomic import read_json, write_json
 from launcher.run_dir.codec import decoded
@@ -56,15 +56,15 @@ def run_of(seed: int = 0, metric: float | None = 0.9, **parts: float) -> RunReco
     )
 
 
-def side_of(name: str, *runs: RunRecord) -> RunSetting:
-    return RunSetting(name, 0, runs, (name,) * len(runs))
+def side_of(name: str, *runs: RunRecord) -> RunGroup:
+    return RunGroup(name, 0, runs, (name,) * len(runs))
 
 
-def side(name: str, *metrics: float, **parts: float) -> RunSetting:
+def side(name: str, *metrics: float, **parts: float) -> RunGroup:
     return side_of(name, *(run_of(seed, value, **parts) for seed, value in enumerate(metrics or (0.9,))))
 
 
-def cells(*sides: RunSetting) -> dict[str, list[str]]:
+def cells(*sides: RunGroup) -> dict[str, list[str]]:
     """The row of each quantity, without its title."""
     return {row.pop(QUANTITY): list(row.values()) for row in comparison_rows(sides)}
 

@@ -7,7 +7,7 @@ import pytest
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.status import mark_ended
 from launcher.telemetry import Telemetry
-from launcher.telemetry.status import Pace, StatusFile
+from launcher.telemetry.status import EtaEstimator, StatusFile
 from tests.telemetry.made import made
 
 
@@ -92,7 +92,7 @@ def test_a_reader_never_sees_a_part(tmp_path):
 
 
 def test_the_remaining_time_leaves_the_start_up_out(clock):
-    pace = Pace(clock)
+    pace = EtaEstimator(clock)
     assert pace.eta_s(0, 100) is None
     clock.seconds += 60  # compilation
     assert pace.eta_s(1, 100) is None

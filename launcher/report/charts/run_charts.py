@@ -15,7 +15,7 @@ from launcher.errors import listed
 from launcher.report.charts.chart import Chart, Line, axis_of, steps_axis
 from launcher.report.curve import COLUMNS, Curve, FloatArray
 from launcher.report.run_record import RunRecord
-from launcher.report.settings import NUM_COLORS, RunSetting, can_choose
+from launcher.report.settings import NUM_COLORS, RunGroup, can_choose
 from launcher.telemetry.events import OverflowEvent, RestartEvent
 from launcher.telemetry.formatting import SHARES, metric, metric_title
 
@@ -25,19 +25,19 @@ OfRun = Callable[[RunRecord], Curve | None]
 Points = tuple[FloatArray, FloatArray]
 
 
-def run_charts(settings: Sequence[RunSetting]) -> dict[str, Chart]:
+def run_charts(settings: Sequence[RunGroup]) -> dict[str, Chart]:
     """Charts by name: loss, of several runs "validation", each metric, lr, scale, speed, grad_norm."""
     return _RunCharts(settings).charts()
 
 
-def common_legend(settings: Sequence[RunSetting]) -> list[Line]:
+def common_legend(settings: Sequence[RunGroup]) -> list[Line]:
     """The legend of all charts where settings can be chosen, else none."""
     point = np.zeros(1)
     lines = [Line(each.label, each.color, point, point, setting=each.place) for each in settings]
     return lines if can_choose(settings) else []
 
 
-def restart_note(settings: Sequence[RunSetting]) -> str:
+def restart_note(settings: Sequence[RunGroup]) -> str:
     """What the vertical marks of a single run's charts are; "" where there are none."""
     runs = [run for setting in settings for run in setting.runs]
     marks = _restarts(runs[0]) if len(runs) == 1 else []
@@ -45,7 +45,7 @@ def restart_note(settings: Sequence[RunSetting]) -> str:
 
 
 class _RunCharts:
-    def __init__(self, settings: Sequence[RunSetting]) -> None:
+    def __init__(self, settings: Sequence[RunGroup]) -> None:
         self._settings = settings
         self._runs = [run for setting in settings for run in setting.runs]
         self._x = steps_axis(max((_last_step(run) for run in self._runs), default=1.0))
@@ -162,7 +162,7 @@ class _RunCharts:
     def _points(self, curve: Curve) -> Points:
         return curve.points(self._columns)
 
-    def _line(self, name: str, setting: RunSetting, points: Points, style: str) -> Line:
+    def _line(self, name: str, setting: RunGroup, points: Points, style: str) -> Line:
         place = setting.place if self._can_choose else None
         return Line(name, setting.color, *points, style, setting=place)
 

@@ -29,7 +29,7 @@ from launcher.telemetry.formatting import (
     table_lines,
     table_widths,
 )
-from launcher.telemetry.status import Pace
+from launcher.telemetry.status import EtaEstimator
 from launcher.telemetry.step_time import PARTS, TimeShares, TimeTotals, time_at_end
 from launcher.telemetry.stream import Sink
 
@@ -50,7 +50,7 @@ class Console(Sink):
         self._out = out
         self._run_dir = run_dir
         self._bar = ProgressBar(err, clock) if err.isatty() else None
-        self._pace = Pace(clock)  # of the lines where there is no bar
+        self._pace = EtaEstimator(clock)  # of the lines where there is no bar
         self._plan = events.StartEvent(0)
         self._times = TimeTotals()  # of the whole run, for the verdict at its end
         self._widths: dict[str, int] = {}  # by title, of the table of the last printed line

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from launcher.telemetry.events import StartEvent, StepEvent
 from launcher.telemetry.formatting import duration, number, step_details
-from launcher.telemetry.status import Pace
+from launcher.telemetry.status import EtaEstimator
 
 # What matters first: tqdm cuts a line that is longer than the terminal.
 SIZED = "{desc} |{bar}| {n_fmt}/{total_fmt}{postfix}"
@@ -21,7 +21,7 @@ class ProgressBar:
 
     def __init__(self, err: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._err = err
-        self._pace = Pace(clock)
+        self._pace = EtaEstimator(clock)
         self.plan = StartEvent(0)
         self._bar: Any = None
         self._epoch = -1

@@ -5,9 +5,9 @@ from launcher.telemetry.tracker.protocol import (
     Histogram,
     Media,
     Picture,
+    RunInfo,
     Table,
     Text,
-    TrackedRun,
     Tracker,
 )
 from launcher.telemetry.tracker.registry import tracker
@@ -17,9 +17,9 @@ __all__ = [
     "Histogram",
     "Media",
     "Picture",
+    "RunInfo",
     "Table",
     "Text",
-    "TrackedRun",
     "Tracker",
     "tracker",
 ]

@@ -35,7 +35,7 @@ class MlflowTracker:
         self._client: Any = None
         self._run_id = ""
 
-    def start(self, run: protocol.TrackedRun) -> None:
+    def start(self, run: protocol.RunInfo) -> None:
         for name, value in DEFAULTS.items():
             os.environ.setdefault(name, value)
         import mlflow

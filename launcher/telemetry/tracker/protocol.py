@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
-class TrackedRun:
+class RunInfo:
     """What a tracker is given about a run."""
 
     directory: Path  # for files of this tracker; it exists
@@ -69,7 +69,7 @@ Media = Text | Picture | Histogram | Table | ConfusionMatrix
 class Tracker(Protocol):
     """Records one run. If a method raises, the tracker is given up with a warning; the run continues."""
 
-    def start(self, run: TrackedRun) -> None:
+    def start(self, run: RunInfo) -> None:
         """Called once, before the first `log`."""
 
     def log(self, step: int, values: Mapping[str, object]) -> None:

@@ -19,7 +19,7 @@ from launcher.errors import described
 from launcher.run_dir.atomic import all_encodable
 from launcher.telemetry.events import PERIODIC, EndEvent, Event, record_of
 from launcher.telemetry.stream import Record, Sink, SinkError
-from launcher.telemetry.tracker.protocol import DirectedTracker, TrackedRun, Tracker
+from launcher.telemetry.tracker.protocol import DirectedTracker, RunInfo, Tracker
 from launcher.telemetry.tracker.rows import directions_of, media_of, row_of
 
 log = logging.getLogger("launcher")
@@ -50,7 +50,7 @@ class TrackerSink(Sink):
         self,
         name: str,
         make: Callable[[], Tracker],
-        run: TrackedRun,
+        run: RunInfo,
         warn: Callable[[str], None],
         patience: TrackerTimeouts | None = None,
         facts: Callable[[], Mapping[str, object]] = dict,

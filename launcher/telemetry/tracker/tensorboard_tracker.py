@@ -18,7 +18,7 @@ class TensorboardTracker:
     def __init__(self) -> None:
         self._writer: Any = None  # a SummaryWriter; its annotations lack file_writer
 
-    def start(self, run: protocol.TrackedRun) -> None:
+    def start(self, run: protocol.RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(run.directory, flush_secs=FLUSH_S)

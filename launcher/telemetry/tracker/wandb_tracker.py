@@ -58,7 +58,7 @@ class WandbTracker:
         self._run: Run | None = None
         self._directed: dict[str, bool] = {}
 
-    def start(self, run: protocol.TrackedRun) -> None:
+    def start(self, run: protocol.RunInfo) -> None:
         for name, value in DEFAULTS.items():
             os.environ.setdefault(name, value)
         self._run = self._started(run)
@@ -104,7 +104,7 @@ class WandbTracker:
         assert self._run is not None, "start comes first"
         return self._run
 
-    def _started(self, run: protocol.TrackedRun) -> Run:
+    def _started(self, run: protocol.RunInfo) -> Run:
         import wandb
 
         if self._options.online:
@@ -119,7 +119,7 @@ class WandbTracker:
         return _init(run, False, self._options)
 
 
-def _init(run: protocol.TrackedRun, online: bool, options: WandbOptions) -> Run:
+def _init(run: protocol.RunInfo, online: bool, options: WandbOptions) -> Run:
     """Start wandb, which writes to wandb/ in `run.directory`. Raises wandb's errors."""
     import wandb
 

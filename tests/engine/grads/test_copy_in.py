@@ -113,7 +113,7 @@ def test_a_stride_of_a_dimension_of_one_element_costs_no_copy_of_its_own() -> No
     assert torch.equal(param.view(flat_buffer.grad), gradient)
 
 
-class Watched(nn.Sequential):
+class RunView(nn.Sequential):
     """Notes how many other gradients are alive as each one arrives. To be watched before its Stepper."""
 
     def watch(self) -> list[int]:
@@ -132,7 +132,7 @@ class Watched(nn.Sequential):
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_gradients_are_freed_with_their_bucket(micro_batches, monkeypatch) -> None:
     monkeypatch.setattr(reducer, "KEPT_BYTES", 8 * 64 * 64 * 4 - 1)
-    model = Watched(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    model = RunView(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
     alive = model.watch()
     stepper = Stepper(
         model,
@@ -150,7 +150,7 @@ def test_gradients_are_freed_with_their_bucket(micro_batches, monkeypatch) -> No
 
 
 def test_nothing_is_held_after_a_pass_that_failed() -> None:
-    model = Watched(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    model = RunView(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
     model.watch()
 
     def fail(gradient: Tensor) -> None:

@@ -20,14 +20,14 @@ ROOT = Path(__file__).parents[3]
 UPLOAD = """
 import os, sys
 from pathlib import Path
-from launcher.telemetry.tracker import TrackedRun
+from launcher.telemetry.tracker import RunInfo
 from launcher.telemetry.tracker.sink import TrackerTimeouts
 from launcher.telemetry.tracker.wandb_tracker import WandbOptions, WandbTracker, checkpoint_artifact
 
 run_dir = Path(sys.argv[1])
 options = WandbOptions(False, print, TrackerTimeouts(), lambda: checkpoint_artifact(run_dir, "best"))
 tracker = WandbTracker(options)
-tracker.start(TrackedRun(run_dir, "a name", "anid0001", "a project", {}))
+tracker.start(RunInfo(run_dir, "a name", "anid0001", "a project", {}))
 tracker.log(1, {"train/loss": 0.5})
 tracker.finish(int(sys.argv[2]))
 """

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from launcher.errors import PreemptedError
-from launcher.telemetry.tracker import ConfusionMatrix, Picture, Text, TrackedRun, Tracker
+from launcher.telemetry.tracker import ConfusionMatrix, Picture, RunInfo, Text, Tracker
 from launcher.telemetry.tracker.mlflow_tracker import DEFAULTS
 from launcher.telemetry.tracker.registry import make
 
@@ -66,9 +66,9 @@ def server(tmp_path: Path) -> Iterator[str]:
         process.wait(10)
 
 
-def run_of(directory: Path, run_id: str = "ab12cd34") -> TrackedRun:
+def run_of(directory: Path, run_id: str = "ab12cd34") -> RunInfo:
     config = {"optim": {"lr": 0.1}, "seed": 3, "recipe": {"name": "x" * 9000}}
-    return TrackedRun(directory, "a name", run_id, "a project", config, "a group", ("a tag",), "notes")
+    return RunInfo(directory, "a name", run_id, "a project", config, "a group", ("a tag",), "notes")
 
 
 def write(tracker: Tracker, directory: Path) -> None:

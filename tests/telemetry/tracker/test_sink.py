@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.telemetry import Telemetry
-from launcher.telemetry.tracker import Text, TrackedRun
+from launcher.telemetry.tracker import RunInfo, Text
 from launcher.telemetry.tracker.sink import TrackerError, TrackerSink, TrackerTimeouts
 from tests.telemetry.made import made
 from tests.telemetry.test_stream import Kept
@@ -47,7 +47,7 @@ def tracked(tmp_path: Path, tracker: object, **options):
     """A telemetry with the tracker and a sink that keeps what the run sees."""
     kept = Kept()
     telemetry = Telemetry([kept])
-    run = TrackedRun(tmp_path / "trackers", "name", "id", "project", {"seed": 0})
+    run = RunInfo(tmp_path / "trackers", "name", "id", "project", {"seed": 0})
     telemetry.add(TrackerSink("slow", lambda: tracker, run, telemetry.warn, **options))
     return telemetry, kept
 
@@ -119,7 +119,7 @@ def test_a_tracker_that_raises_is_given_up_with_one_warning(
 def test_a_tracker_that_never_returns_costs_a_bounded_wait(tmp_path: Path) -> None:
     tracker, done = Recording(), threading.Event()
     tracker.finish = lambda exit_code: done.wait(30)  # type: ignore[method-assign]
-    run = TrackedRun(tmp_path, "name", "id", "project", {})
+    run = RunInfo(tmp_path, "name", "id", "project", {})
     sink = TrackerSink("stuck", lambda: tracker, run, print, TrackerTimeouts(0.0, -4.9))
     sink.write(made("start", 0))
     with pytest.raises(TrackerError, match=r"did not finish within 0\.1 s"):

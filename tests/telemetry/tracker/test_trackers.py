@@ -12,7 +12,7 @@ import pytest
 from launcher.cli import main
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
-from launcher.telemetry.tracker import ConfusionMatrix, Histogram, Picture, Table, Text, TrackedRun, Tracker
+from launcher.telemetry.tracker import ConfusionMatrix, Histogram, Picture, RunInfo, Table, Text, Tracker
 from launcher.telemetry.tracker.registry import make, refuse_missing, refuse_unknown, tracker
 from tests.configs import composed
 from tests.forked import launch_forked
@@ -32,7 +32,7 @@ def write_all(made: Tracker, folder: Path) -> None:
 
     Image.new("RGB", (4, 3)).save(folder / "picture.png")
     config = {"optim": {"lr": 0.1}, "git": {"commit": "c0ffee"}}
-    run = TrackedRun(folder, "a name", "an-id", "a project", config, notes="some notes")
+    run = RunInfo(folder, "a name", "an-id", "a project", config, notes="some notes")
     made.start(run)
     made.log(1, {"train/loss": 0.5, "scale/value": 65536, "scale/overflow_ranks": "0, 1"})
     made.log(2, {"train/loss": 0.25})
