@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.checkpoint.format import publish
 from launcher.checkpoint.host_memory import PinnedStagingBuffer
 from launcher.checkpoint.manifest import MANIFEST, manifest_text
-from launcher.checkpoint.snapshot import (
+from launcher.checkpoint.run_state import (
     MonitoredMetric,
     RunExtras,
     RunIdentity,
@@ -23,6 +22,7 @@ from launcher.checkpoint.snapshot import (
     TrainProgress,
     stage,
 )
+from launcher.checkpoint.storage import publish
 from launcher.checkpoint.tensors import write_bytes
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AverageState, Stepper

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from launcher import worker
-from launcher.checkpoint.format import load
-from launcher.checkpoint.snapshot import RunIdentity, SavedWith, Snapshot, TrainProgress
+from launcher.checkpoint.run_state import RunIdentity, SavedWith, Snapshot, TrainProgress
+from launcher.checkpoint.storage import load
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed import process_group

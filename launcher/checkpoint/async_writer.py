@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.checkpoint.catalog import retain
-from launcher.checkpoint.format import publish, size_of_tensors
 from launcher.checkpoint.manifest import step_name
-from launcher.checkpoint.snapshot import BestEvaluation, Snapshot
+from launcher.checkpoint.run_state import BestEvaluation, Snapshot
+from launcher.checkpoint.storage import publish, size_of_tensors
 from launcher.errors import LauncherError
 
 # After a piece of 1 ms a pause of 39 ms.

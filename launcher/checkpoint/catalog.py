@@ -16,7 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.checkpoint.broadcast import broadcast_tensors
-from launcher.checkpoint.format import (
+from launcher.checkpoint.manifest import MANIFEST, sizes_match, step_name, verify
+from launcher.checkpoint.run_state import RunIdentity, Snapshot
+from launcher.checkpoint.storage import (
     DAMAGED,
     UNFINISHED,
     Content,
@@ -25,8 +27,6 @@ from launcher.checkpoint.format import (
     read_state,
     snapshot_of,
 )
-from launcher.checkpoint.manifest import MANIFEST, sizes_match, step_name, verify
-from launcher.checkpoint.snapshot import RunIdentity, Snapshot
 from launcher.distributed.collectives import from_rank0, raise_on_all_ranks
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, StorageError

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launcher.checkpoint import catalog, snapshot
+from launcher.checkpoint import catalog, run_state
 from launcher.checkpoint.async_writer import AsyncCheckpointWriter, Finish, SaveResult
 from launcher.checkpoint.catalog import ResumeChoice
 from launcher.checkpoint.host_memory import PinnedStagingBuffer
-from launcher.checkpoint.snapshot import (
+from launcher.checkpoint.run_state import (
     MonitoredMetric,
     RunExtras,
     RunIdentity,
@@ -56,7 +56,7 @@ class Checkpointer:
 
     def load(self, saved: Snapshot) -> ScaleStart:
         """Continue from what `find` has read. A collective; raises ConfigError for that of another model."""
-        return snapshot.restore(self._stepper, saved, self._env, self._average)
+        return run_state.restore(self._stepper, saved, self._env, self._average)
 
     def save(
         self, progress: TrainProgress, metric: MonitoredMetric | None, extra: RunExtras
@@ -67,7 +67,7 @@ class Checkpointer:
         """
 
         def take() -> Finish | None:
-            pending = snapshot.stage(
+            pending = run_state.stage(
                 self._stepper,
                 self._env,
                 self._identity,

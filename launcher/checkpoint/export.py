@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from launcher.checkpoint.catalog import FOLDER, best_intact, newest_intact
-from launcher.checkpoint.format import load
-from launcher.checkpoint.snapshot import MonitoredMetric
+from launcher.checkpoint.run_state import MonitoredMetric
+from launcher.checkpoint.storage import load
 from launcher.checkpoint.tensors import write_tensors
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import failing_as_storage_error, replacing, require_plain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from launcher.checkpoint.snapshot import MonitoredMetric
+from launcher.checkpoint.run_state import MonitoredMetric
 from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import Evaluation
 from launcher.recipe.checks import names_to_compare_by, refuse_unknown_comparison

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from launcher.checkpoint.snapshot import BestEvaluation
+from launcher.checkpoint.run_state import BestEvaluation
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import DataSets

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 
-from launcher.checkpoint.snapshot import BestEvaluation, MonitoredMetric
+from launcher.checkpoint.run_state import BestEvaluation, MonitoredMetric
 from launcher.config.rules import BLOCKS
 from launcher.data.sources import ONLY_SET, set_title
 from launcher.data.tensors import Batch

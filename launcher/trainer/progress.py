@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from launcher.checkpoint.snapshot import MonitoredMetric
+from launcher.checkpoint.run_state import MonitoredMetric
 from launcher.config.schema import TrainConfig
 from launcher.evaluation.evaluate import Evaluation
 

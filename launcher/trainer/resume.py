@@ -13,7 +13,7 @@ from pathlib import Path
 from launcher.checkpoint.async_writer import SaveResult
 from launcher.checkpoint.catalog import AUTO, FOLDER, NEVER
 from launcher.checkpoint.checkpointer import Checkpointer
-from launcher.checkpoint.snapshot import (
+from launcher.checkpoint.run_state import (
     MonitoredMetric,
     RunExtras,
     RunIdentity,

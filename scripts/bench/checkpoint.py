@@ -34,12 +34,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from launcher.checkpoint import format as checkpoint_format
-from launcher.checkpoint import snapshot
+from launcher.checkpoint import run_state, storage
 from launcher.checkpoint.async_writer import AsyncCheckpointWriter
 from launcher.checkpoint.catalog import newest_intact
 from launcher.checkpoint.host_memory import PinnedStagingBuffer
-from launcher.checkpoint.snapshot import PendingSnapshot, RunExtras, RunIdentity, SavedWith, TrainProgress
+from launcher.checkpoint.run_state import PendingSnapshot, RunExtras, RunIdentity, SavedWith, TrainProgress
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper
 from launcher.os.allocator import tune_malloc
@@ -94,7 +93,7 @@ class Job:
 
     def stage(self) -> PendingSnapshot | None:
         origin, progress = SavedWith(1, "fp16"), TrainProgress(0, self.steps, self.steps)
-        return snapshot.stage(
+        return run_state.stage(
             self.stepper, self.env, self.identity, origin, progress, None, RunExtras(), self.memory
         )
 
@@ -222,7 +221,7 @@ class Files:
     def write(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir()
-        checkpoint_format.publish(self.directory, self.snapshot)
+        storage.publish(self.directory, self.snapshot)
 
     def copy_and_hash(self) -> None:
         self.target.unlink(missing_ok=True)
@@ -238,7 +237,7 @@ class Files:
     def resume(self) -> None:
         path = newest_intact(self.directory).path
         assert path is not None
-        snapshot.restore(self.job.stepper, checkpoint_format.read(path), self.job.env)
+        run_state.restore(self.job.stepper, storage.read(path), self.job.env)
 
     def read_and_hash(self) -> None:
         """In one pass over the file, in memory that is touched."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.checkpoint.catalog import FOLDER
-from launcher.checkpoint.format import DAMAGED
 from launcher.checkpoint.manifest import verify
+from launcher.checkpoint.storage import DAMAGED
 from launcher.telemetry.event_log import read_events
 
 MARK = "LAUNCHER_SOAK"  # the environment variable that marks every process of a run

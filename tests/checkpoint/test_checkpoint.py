@@ -23,12 +23,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 from torch import nn
 
-from launcher.checkpoint import catalog, manifest, weights_file
+from launcher.checkpoint import catalog, manifest, pretrained
 from launcher.checkpoint.async_writer import AsyncCheckpointWriter, SaveSchedule
 from launcher.checkpoint.catalog import best_intact, newest_intact, resume, retain
-from launcher.checkpoint.format import load, publish
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text, verify
-from launcher.checkpoint.snapshot import (
+from launcher.checkpoint.run_state import (
     BestEvaluation,
     RunExtras,
     RunIdentity,
@@ -37,6 +36,7 @@ from launcher.checkpoint.snapshot import (
     TrainProgress,
     restore,
 )
+from launcher.checkpoint.storage import load, publish
 from launcher.checkpoint.tensors import Pace, write_tensors
 from launcher.data.seeding import seed_compute
 from launcher.distributed.env import WorkerEnv
@@ -310,7 +310,7 @@ def averaged(made: Snapshot, **changes: Any) -> Snapshot:
 def test_an_evaluation_that_was_owed_is_added(tmp_path: Path, monkeypatch, can_exchange) -> None:
     """A run that stopped before its evaluation resumes with it, and saves the same weights as the best."""
     if not can_exchange:
-        monkeypatch.setattr("launcher.checkpoint.format.RENAME_EXCHANGE", 1 << 20)
+        monkeypatch.setattr("launcher.checkpoint.storage.RENAME_EXCHANGE", 1 << 20)
     path = publish(tmp_path, snapshot(7))
     evaluated = averaged(snapshot(7, metric=0.9))
     assert publish(tmp_path, evaluated) == path
@@ -868,7 +868,7 @@ def test_a_run_resumes_in_a_directory_whose_name_is_not_utf_8(tmp_path: Path) ->
     """Its checkpoints were written, and refused when they were read."""
     (path,) = publish_steps(tmp_path / os.fsdecode(b"caf\xe9"), 1)
     assert same(load(path), snapshot(1))
-    assert weights_file.read(path / WEIGHTS)
+    assert pretrained.read(path / WEIGHTS)
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", "[" * 100_000], ids=range(4))

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from launcher.checkpoint.export import export
-from launcher.checkpoint.format import publish
-from launcher.checkpoint.snapshot import (
+from launcher.checkpoint.run_state import (
     BestEvaluation,
     RunExtras,
     RunIdentity,
@@ -23,6 +22,7 @@ from launcher.checkpoint.snapshot import (
     Snapshot,
     TrainProgress,
 )
+from launcher.checkpoint.storage import publish
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Stepper
 from launcher.errors import ConfigError, StorageError

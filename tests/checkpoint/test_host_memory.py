@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launcher.checkpoint.format import load, publish
 from launcher.checkpoint.host_memory import PinnedStagingBuffer
-from launcher.checkpoint.snapshot import RunExtras, RunIdentity, SavedWith, TrainProgress, stage
+from launcher.checkpoint.run_state import RunExtras, RunIdentity, SavedWith, TrainProgress, stage
+from launcher.checkpoint.storage import load, publish
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
 from tests.configs import composed

@@ -107,7 +107,7 @@ def die_at_every_call(pipe: Connection, folder: Path, old: Path, torn: bool) -> 
     the last one lives, because its save has fewer calls.
     """
     from launcher.checkpoint.catalog import retain
-    from launcher.checkpoint.format import publish
+    from launcher.checkpoint.storage import publish
     from tests.snapshots import snapshot
 
     made, signals = snapshot(2), []

@@ -14,8 +14,8 @@ import torch
 
 from launcher.checkpoint import broadcast
 from launcher.checkpoint.catalog import newest_intact, resume, retain
-from launcher.checkpoint.format import load, publish
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, verify
+from launcher.checkpoint.storage import load, publish
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, StorageError
 from tests.faults import saving

@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save
 
 from launcher.checkpoint.async_writer import AsyncCheckpointWriter
 from launcher.checkpoint.export import export
-from launcher.checkpoint.format import load, publish
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text, verify
+from launcher.checkpoint.storage import load, publish
 from launcher.engine import Stepper
 from tests.checkpoint.test_checkpoint import Canary
 from tests.faults.launching import EPOCH, WORDS, Ended, Started, run

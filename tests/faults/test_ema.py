@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from launcher.checkpoint.export import export
-from launcher.checkpoint.format import load
+from launcher.checkpoint.storage import load
 from tests.faults.launching import Ended, run
 from tests.snapshots import comparable
 

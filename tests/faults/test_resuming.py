@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.checkpoint.format import load, publish
-from launcher.checkpoint.snapshot import RunExtras, Snapshot
+from launcher.checkpoint.run_state import RunExtras, Snapshot
+from launcher.checkpoint.storage import load, publish
 from tests.faults.launching import EPOCH, Ended, nothing, run
 from tests.faults.noisy import SAMPLES
 from tests.faults.usercode import kill, record, stop_after

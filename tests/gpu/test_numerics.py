@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from launcher.checkpoint.host_memory import PinnedStagingBuffer
-from launcher.checkpoint.snapshot import RunExtras, RunIdentity, SavedWith, TrainProgress, stage
+from launcher.checkpoint.run_state import RunExtras, RunIdentity, SavedWith, TrainProgress, stage
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, DDPOptions, Policy, Stepper
 from launcher.engine.optim.update import DEVICE_CHUNK, StepScalars, Updater

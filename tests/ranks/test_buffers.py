@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from launcher.checkpoint.snapshot import mean_over_ranks
+from launcher.checkpoint.run_state import mean_over_ranks
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, ExponentialMovingAverage, Policy, Stepper
 from tests.ranks.harness import run_ranks

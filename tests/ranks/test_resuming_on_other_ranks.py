@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from launcher.checkpoint.catalog import resume
-from launcher.checkpoint.format import publish
-from launcher.checkpoint.snapshot import RunIdentity, SavedWith, TrainProgress, restore
+from launcher.checkpoint.run_state import RunIdentity, SavedWith, TrainProgress, restore
+from launcher.checkpoint.storage import publish
 from launcher.data.seeding import seed_compute
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, DDPOptions, Stepper

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from launcher import worker
-from launcher.checkpoint.snapshot import MonitoredMetric
+from launcher.checkpoint.run_state import MonitoredMetric
 from launcher.config.schema import EarlyStoppingConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.run_dir.result import Result

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from launcher.checkpoint.snapshot import BestEvaluation, MonitoredMetric
+from launcher.checkpoint.run_state import BestEvaluation, MonitoredMetric
 from launcher.telemetry import Telemetry
 from launcher.trainer.evaluation_loop import Evaluator
 from tests.trainer.reports import LIMITS

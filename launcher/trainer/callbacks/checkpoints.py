@@ -13,7 +13,7 @@ import shutil
 from dataclasses import asdict
 
 from launcher.checkpoint.async_writer import SaveResult, SaveSchedule
-from launcher.checkpoint.snapshot import MonitoredMetric
+from launcher.checkpoint.run_state import MonitoredMetric
 from launcher.config.messages import directory_override, program
 from launcher.distributed.collectives import all_gather_str
 from launcher.errors import TO_RESUME, PreemptedError, PrunedError, StorageError

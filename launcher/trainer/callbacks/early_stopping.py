@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from launcher.checkpoint.snapshot import MonitoredMetric
+from launcher.checkpoint.run_state import MonitoredMetric
 from launcher.config.schema import EarlyStoppingConfig
 from launcher.errors import counted
 from launcher.evaluation.comparison import comparison, refuse_none, refuse_unknown

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from launcher.checkpoint.weights_file import FLOATS, read, sha256_of
+from launcher.checkpoint.pretrained import FLOATS, read, sha256_of
 from launcher.config.schema import Config
 from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import RANK0, WorkerEnv

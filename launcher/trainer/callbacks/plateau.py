@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any
 
-from launcher.checkpoint.snapshot import MonitoredMetric
+from launcher.checkpoint.run_state import MonitoredMetric
 from launcher.config.schema import ReduceLROnPlateauConfig
 from launcher.errors import ConfigError
 from launcher.evaluation.comparison import comparison, refuse_none, refuse_unknown

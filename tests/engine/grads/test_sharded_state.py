@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import launcher.engine.grads.zero1 as zero1
 from launcher.checkpoint.host_memory import PinnedStagingBuffer
-from launcher.checkpoint.snapshot import RunExtras, RunIdentity, SavedWith, TrainProgress, stage
+from launcher.checkpoint.run_state import RunExtras, RunIdentity, SavedWith, TrainProgress, stage
 from launcher.distributed.env import RANK0, WorkerEnv
 from launcher.engine import AdamW, DDPOptions, ExponentialMovingAverage, Policy, Scaling, Stepper
 from launcher.trainer.replicas import ema_sha256, weights_sha256

@@ -31,7 +31,7 @@ from launcher.checkpoint.manifest import (
     step_name,
     verify,
 )
-from launcher.checkpoint.snapshot import (
+from launcher.checkpoint.run_state import (
     MonitoredMetric,
     RunExtras,
     RunIdentity,
