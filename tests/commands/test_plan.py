@@ -208,13 +208,3 @@ def test_a_model_that_does_not_fit_its_data_is_one_sentence(capsys, tmp_path) ->
     said = capsys.readouterr().err
     assert "layer, Linear(in_features=9, out_features=3, bias=True), was given [16, 8]" in said
     assert "Traceback" not in said
-
-
-def test_what_the_engine_cannot_train_is_refused_as_by_a_run(capsys, tmp_path) -> None:
-    words = own(tmp_path)
-    file = tmp_path / "own.py"
-    file.write_text(
-        file.read_text().replace("nn.Linear(8, 3, device='cpu')", "nn.EmbeddingBag(8, 3, sparse=True)")
-    )
-    assert cli.main(words) == 2
-    assert "layer of Net has sparse=True" in capsys.readouterr().err

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import random
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
-from scripts.bench.sweep import measured
 
 from tests.faults.parent import Parent, write_recipe
 from tests.sweep.test_sweep import HERE, jobs, states
@@ -121,14 +119,3 @@ def test_a_search_over_data_of_different_metrics_ends_with_the_reason(tmp_path: 
     with Parent(tmp_path, "-m", *words, "train.epochs=1", nproc=1) as parent:
         assert parent.end(100) == 2
         assert "compared by different metrics (accuracy, loss)" in " ".join(parent.stderr.split())
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_search_of_200_trials_keeps_devices_busy_in_little_memory(tmp_path: Path, kind: str) -> None:
-    """Simulated trials of 3 to 12 s on 8 declared devices, which empty as the last ones end."""
-    found = measured("simulate", 200, kind, 3.0)
-    assert (found["jobs"], found["files"]) == (200, 0)
-    assert found["memory_mb"] <= 150
-    crowded = os.getloadavg()[0] > 2 * len(os.sched_getaffinity(0))
-    assert found["busy"] >= (0.8 if crowded else 0.95)
