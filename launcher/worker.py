@@ -90,7 +90,7 @@ def _join_and_train(
         timer.bounding_clean_up(),
         loader_processes(),
     ):
-        device.apply_switches(config, env.device)
+        device.set_backend_flags(config, env.device)
         warn_of_machine(config, env)
         peers = preflight.meet(config, env, store, job)
         gpus = measure_gpus(config, env, peers, telemetry)

@@ -27,7 +27,7 @@ from launcher.engine import AdamW, DDPOptions, Policy, Stepper
 from launcher.engine.limits import VOTES
 from launcher.errors import DivergedError
 from launcher.recipe import load_recipe
-from launcher.trainer import ends
+from launcher.trainer import results
 from launcher.trainer.builders import build
 from tests.configs import composed
 from tests.meta_device import META, MetaDevice, fake_group
@@ -209,7 +209,7 @@ def small_images(config):
 def test_a_whole_run_reads_as_much_in_two_steps_as_in_four(tmp_path, monkeypatch, words) -> None:
     """Worker, loop, telemetry, evaluation, checkpoint: none looks at a value in a step."""
     monkeypatch.setattr(process_group, "_device", lambda launch: META)
-    monkeypatch.setattr(ends, "write_page", lambda run_dir, telemetry: None)  # from files, with no device
+    monkeypatch.setattr(results, "write_page", lambda run_dir, telemetry: None)  # from files, with no device
     seen = []
     for steps in (2, 4):
         config = run_config(tmp_path / str(steps), *words, f"train.max_steps={steps}")

@@ -108,7 +108,7 @@ def forecast(
 
 def _course(task: PlannedTask) -> dict[str, object]:
     config, plan, course = task.config, task.plan, task.course
-    rates = build.rates_of(config, task.recipe, course.total_steps)
+    rates = build.lr_table(config, task.recipe, course.total_steps)
     return {
         "samples": plan.num_samples,
         "batch_size": plan.batch_size,
@@ -116,7 +116,7 @@ def _course(task: PlannedTask) -> dict[str, object]:
         "micro_batches": plan.micro_batches,
         "steps_per_epoch": plan.steps_per_epoch,
         "steps": course.total_steps,
-        "evaluations": sum(map(course.evaluates_after, range(1, course.total_steps + 1))),
+        "evaluations": sum(map(course.should_evaluate, range(1, course.total_steps + 1))),
         "schedule": {
             "name": build.named_schedule(config) if task.recipe.schedule else config.schedule.name,
             "first": rates[0],

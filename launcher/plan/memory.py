@@ -29,7 +29,7 @@ from launcher.recipe.contract import Recipe, loss_of
 from launcher.recipe.registry import load_recipe
 from launcher.trainer.builders import build
 from launcher.trainer.errors.recipe_errors import guarding
-from launcher.trainer.progress import Course
+from launcher.trainer.progress import TrainLength
 
 LOG = "the log of a run"  # where a traceback is that is not shown here
 PASSES = 2  # of a step at most: the second adds to the sums of the first
@@ -52,7 +52,7 @@ class PlannedTask:
     config: Config
     recipe: Recipe
     plan: BatchPlan
-    course: Course
+    course: TrainLength
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> PlannedTask:
@@ -63,7 +63,7 @@ class PlannedTask:
         env = WorkerEnv(0, world_size, 0, world_size, torch.device("cpu"), None)
         data = DataSets.of(config, env, recipe.train, {}, recipe.collate)
         plan = batch_plan(config, env, data.train, recipe.lengths)
-        course = Course.of(plan.steps_per_epoch, config.train, config.ddp.check_replicas_every_steps)
+        course = TrainLength.of(plan.steps_per_epoch, config.train, config.ddp.check_replicas_every_steps)
         return cls(config, recipe, plan, course)
 
 

@@ -29,7 +29,7 @@ from launcher.telemetry.events import AfterEvaluationEvent
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import found_in_trial, guarding
 from launcher.trainer.progress import Position
-from launcher.trainer.replicas import checksums
+from launcher.trainer.replica_consistency import checksums
 
 MAX_STEM_BYTES = 150  # a file name has room for 255, with the step
 
@@ -51,7 +51,7 @@ def rehearse(context: TrainContext, step: int) -> None:
     """
     if context.recipe.on_eval_end is None or not context.data.validation:
         return
-    position = context.course.position_of(context.course.next_evaluation(step))
+    position = context.course.index_of(context.course.next_evaluation(step))
 
     def call() -> bytes:
         with guarding("what the recipe's on_eval_end returned", context.logs_of_failure):

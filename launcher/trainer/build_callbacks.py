@@ -7,34 +7,34 @@ from collections.abc import Sequence
 from launcher.distributed.preflight import RankInfo
 from launcher.telemetry.gpu import GpuSampler
 from launcher.trainer.callback import Callback
-from launcher.trainer.callbacks.averages import Averages
-from launcher.trainer.callbacks.bad_samples import BadSamples
-from launcher.trainer.callbacks.checkpoints import Checkpoints
-from launcher.trainer.callbacks.divergence import DivergenceCheck
+from launcher.trainer.callbacks.bad_samples import BadSampleLimit
+from launcher.trainer.callbacks.checkpoint import CheckpointCallback
+from launcher.trainer.callbacks.divergence import TerminateOnNonFinite
 from launcher.trainer.callbacks.early_stopping import EarlyStopping
+from launcher.trainer.callbacks.ema import EmaCallback
 from launcher.trainer.callbacks.energy import Energy
 from launcher.trainer.callbacks.first_step import FirstStep
-from launcher.trainer.callbacks.gradient_stats import GradientStats
-from launcher.trainer.callbacks.initial_weights import InitialWeights
-from launcher.trainer.callbacks.log import Log
+from launcher.trainer.callbacks.fp32_fallback import Fp32Fallback
+from launcher.trainer.callbacks.gradient_histogram import GradientHistogram
 from launcher.trainer.callbacks.micro_batch import MicroBatch
-from launcher.trainer.callbacks.plateau import Plateau
+from launcher.trainer.callbacks.overflow_logger import OverflowLogger
+from launcher.trainer.callbacks.pretrained_weights import PretrainedWeights
+from launcher.trainer.callbacks.reduce_lr_on_plateau import Plateau
 from launcher.trainer.callbacks.replica_check import ReplicaCheck
-from launcher.trainer.callbacks.rescue import Rescue
-from launcher.trainer.callbacks.skipped_steps import SkippedSteps
+from launcher.trainer.callbacks.step_logger import StepLogger
 from launcher.trainer.callbacks.stragglers import Stragglers
-from launcher.trainer.callbacks.totals import Totals
+from launcher.trainer.callbacks.throughput_totals import ThroughputTotals
 from launcher.trainer.callbacks.training_metrics import TrainingMetrics
 from launcher.trainer.context import TrainContext
-from launcher.trainer.diagnostics.nonfinite_inspector import DivergenceInspector
-from launcher.trainer.resume import SavedRun
+from launcher.trainer.diagnostics.nonfinite_inspector import NonFiniteInspector
+from launcher.trainer.resume import RunCheckpoints
 
 
 def build_callbacks(
     context: TrainContext,
-    saved: SavedRun,
+    saved: RunCheckpoints,
     micro_batch: MicroBatch,
-    weights: InitialWeights,
+    weights: PretrainedWeights,
     peers: Sequence[RankInfo],
     gpus: GpuSampler | None,
 ) -> list[Callback]:
@@ -43,24 +43,24 @@ def build_callbacks(
     What a callback measures on this rank, or is given by it, may differ; which callbacks there are may not.
     """
     config, several = context.config, context.env.world_size > 1
-    inspector = DivergenceInspector(context)
+    inspector = NonFiniteInspector(context)
     stop, plateau = config.early_stopping, config.reduce_lr_on_plateau
     every = config.telemetry.gradient_histogram_every_steps
     found: list[Callback | None] = [
         # Before all that use the metrics of a step: it ends a run whose step was abandoned.
         micro_batch,
-        Averages(context, context.average) if context.average is not None else None,
+        EmaCallback(context, context.average) if context.average is not None else None,
         Stragglers(context, [peer.host for peer in peers]) if several else None,
-        BadSamples(context),
+        BadSampleLimit(context),
         TrainingMetrics(context),
-        Totals(context),
-        GradientStats(context, every) if every else None,
+        ThroughputTotals(context),
+        GradientHistogram(context, every) if every else None,
         # Before those that warn of a loss that is not finite, or end the run for it: it may have a remedy.
-        Rescue(context, inspector),
-        SkippedSteps(context),
-        DivergenceCheck(config.precision.loss_scale, inspector, context.stepper.counters),
+        Fp32Fallback(context, inspector),
+        OverflowLogger(context),
+        TerminateOnNonFinite(config.precision.loss_scale, inspector, context.stepper.counters),
         # After those that may end the run by the same step, which is then not logged.
-        Log(context),
+        StepLogger(context),
         FirstStep(context.heartbeat.first_step_done),
         ReplicaCheck(context) if config.ddp.check_replicas_every_steps else None,
         weights,
@@ -69,6 +69,6 @@ def build_callbacks(
         context.pruning if context.pruning.rule != "none" else None,
         Energy(gpus),
         # Last: it saves the state of all others after a step, and may end the run there.
-        Checkpoints(context, saved),
+        CheckpointCallback(context, saved),
     ]
     return [each for each in found if each is not None]

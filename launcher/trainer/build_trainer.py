@@ -26,20 +26,20 @@ from launcher.run_dir.records import logs_of_failure
 from launcher.telemetry import Telemetry
 from launcher.telemetry.gpu import GpuSampler
 from launcher.telemetry.tracker.registry import refuse_unknown
-from launcher.trainer import after_evaluation, ends, sanity_check
-from launcher.trainer.answers import Answers
+from launcher.trainer import after_evaluation, results, sanity_check
 from launcher.trainer.build_callbacks import build_callbacks
 from launcher.trainer.builders import build, compilation, data_check
 from launcher.trainer.builders.memory_format import choose_memory_format
-from launcher.trainer.callbacks.initial_weights import InitialWeights, Loaded, load_weights
 from launcher.trainer.callbacks.micro_batch import MicroBatch
+from launcher.trainer.callbacks.pretrained_weights import LoadReport, PretrainedWeights, load_weights
 from launcher.trainer.context import TrainContext
 from launcher.trainer.diagnostics.host_cost import host_ms_per_layer
-from launcher.trainer.errors.recipe_errors import guarded, guarding
-from launcher.trainer.evaluation_loop import Evaluator
-from launcher.trainer.progress import Course, Start
-from launcher.trainer.resume import SavedRun
-from launcher.trainer.task import Task
+from launcher.trainer.errors.recipe_errors import guarding, wrap_recipe
+from launcher.trainer.evaluation_loop import EvaluationLoop
+from launcher.trainer.progress import ResumePoint, TrainLength
+from launcher.trainer.resume import RunCheckpoints
+from launcher.trainer.train_accuracy import TrainAccuracy
+from launcher.trainer.train_step import TrainStep
 from launcher.trainer.trainer import Trainer
 
 PHASE_AFTER = dict(itertools.pairwise((*PARTS, "report")))
@@ -57,8 +57,8 @@ def build_trainer(
 ) -> Trainer:
     """A trainer that is ready for its first step, the state of a checkpoint loaded. A collective."""
     context, loaded = _build_context(config, env, telemetry, heartbeat, stop_signal)
-    saved, evaluation = SavedRun(context), Evaluator(context)
-    micro_batch, weights = MicroBatch(context), InitialWeights(context, loaded)
+    saved, evaluation = RunCheckpoints(context), EvaluationLoop(context)
+    micro_batch, weights = MicroBatch(context), PretrainedWeights(context, loaded)
     context.callbacks.fill(build_callbacks(context, saved, micro_batch, weights, peers, gpus))
     heartbeat.beat("restoring")
     start = saved.resume(launch)
@@ -67,11 +67,11 @@ def build_trainer(
     # After the checkpoint, which may have the size; before all that divides batches.
     micro_batch.choose(steps_left, launch.halved)
     heartbeat.beat("data", start.step)
-    ends.announce(context, [peer.device for peer in peers], start)
+    results.log_start(context, [peer.device for peer in peers], start)
     say = partial(telemetry.decision, "resume")
     transform, steps = context.recipe.train_transform, context.course.total_steps
     context.batches = training_batches(context.data.train, context.plan, transform, steps, saved.stream, say)
-    task = Task(context, context.model, context.recipe.loss)
+    task = TrainStep(context, context.model, context.recipe.loss)
     if steps_left:
         _try_out(context, evaluation, task, start)
     context.stepper.clock.on_mark(heartbeat.entering(PHASE_AFTER))
@@ -80,10 +80,10 @@ def build_trainer(
     return Trainer(context, task, evaluation, start)
 
 
-def _try_out(context: TrainContext, evaluation: Evaluator, task: Task, start: Start) -> None:
+def _try_out(context: TrainContext, evaluation: EvaluationLoop, task: TrainStep, start: ResumePoint) -> None:
     """Try what the run needs later, so that it does not fail at the end of an epoch."""
     sanity_check.try_loader_processes(context)
-    if start.owes_evaluation:
+    if start.evaluation_pending:
         return
     if (found := evaluation.rehearse()) is not None:
         context.callbacks.validate_metric_names(found)
@@ -94,7 +94,7 @@ def _try_out(context: TrainContext, evaluation: Evaluator, task: Task, start: St
 
 def _build_context(
     config: Config, env: WorkerEnv, telemetry: Telemetry, heartbeat: Heartbeat, stop_signal: RankStopSignal
-) -> tuple[TrainContext, Loaded | None]:
+) -> tuple[TrainContext, LoadReport | None]:
     """What is trained, and the weights of the file that the config names."""
     seed_all(config.seed, env.device)  # the same on all ranks: they make the same data
     heartbeat.beat("loading data")
@@ -102,7 +102,7 @@ def _build_context(
     loading = rank0.entries_counted("loading data")
     with stop_signal.interruptible(env.group is None), heartbeat.in_user_code(), loading:
         with guarding(f'the function under @recipe("{config.recipe.uses}")', logs):
-            recipe = guarded(load_recipe(config), logs)
+            recipe = wrap_recipe(load_recipe(config), logs)
         refuse_unknown(config.tracker)
         labels = None if recipe.classes is None else Labels(recipe.label_column, len(recipe.classes))
         held_out = recipe.validation_sets
@@ -111,12 +111,12 @@ def _build_context(
     heartbeat.beat("comparing the data")
     data_check.compare_data(fingerprint, env)
     plan = batch_plan(config, env, data.train, recipe.lengths)
-    course = Course.of(plan.steps_per_epoch, config.train, config.ddp.check_replicas_every_steps)
+    course = TrainLength.of(plan.steps_per_epoch, config.train, config.ddp.check_replicas_every_steps)
     heartbeat.beat("building the model")
     seed_all(derive_seed(config.seed, "model"), env.device)  # whatever was drawn while the data was read
     with heartbeat.in_user_code(), rank0.entries_counted("building the model"):
         model = build.build_model(config, recipe, env, plan)
-        rates = build.rates_of(config, recipe, course.total_steps)
+        rates = build.lr_table(config, recipe, course.total_steps)
     decide = telemetry.decision
     choose_memory_format(config, env, recipe, model, data.train, plan, decide, heartbeat.in_user_code)
     weights = load_weights(config, model, env)
@@ -138,7 +138,7 @@ def _build_context(
         course,
         model,
         stepper,
-        Answers(env, None if labels is None else recipe.label_column),
+        TrainAccuracy(env, None if labels is None else recipe.label_column),
         host_ms,
         average,
     )

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec
 from launcher.engine import StepReport, StepResult
 from launcher.evaluation.evaluate import Evaluation
 from launcher.run_dir.result import Result
-from launcher.trainer.progress import Measured, Position
+from launcher.trainer.progress import EvalOutcome, Position
 
 Arguments = ParamSpec("Arguments")
 
@@ -65,13 +65,13 @@ class Callback:
     def on_eval_start(self, position: Position) -> None:
         """Called before an evaluation, when all steps have been read."""
 
-    def on_eval_end(self, position: Position, measured: Measured) -> None:
+    def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
         """Called after an evaluation, whose values are equal on all ranks."""
 
-    def on_train_end(self, position: Position, measured: Measured) -> None:
+    def on_train_end(self, position: Position, measured: EvalOutcome) -> None:
         """Called after the last evaluation, before the run is saved for the last time."""
 
-    def on_step_end(self, position: Position, measured: Measured | None) -> None:
+    def on_step_end(self, position: Position, measured: EvalOutcome | None) -> None:
         """Called after everything else of a step; `measured` is None where nothing was evaluated."""
 
     def close(self) -> None:
@@ -152,15 +152,15 @@ class CallbackList:
         for hook in self._overridden(Callback.on_eval_start):
             hook(position)
 
-    def on_eval_end(self, position: Position, measured: Measured) -> None:
+    def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
         for hook in self._overridden(Callback.on_eval_end):
             hook(position, measured)
 
-    def on_train_end(self, position: Position, measured: Measured) -> None:
+    def on_train_end(self, position: Position, measured: EvalOutcome) -> None:
         for hook in self._overridden(Callback.on_train_end):
             hook(position, measured)
 
-    def on_step_end(self, position: Position, measured: Measured | None) -> None:
+    def on_step_end(self, position: Position, measured: EvalOutcome | None) -> None:
         for hook in self._on_step_end:
             hook(position, measured)
 

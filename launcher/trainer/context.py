@@ -23,16 +23,16 @@ from launcher.os.signals import StopSignal
 from launcher.recipe.contract import Recipe, Used
 from launcher.run_dir.records import logs_of_failure, write_config
 from launcher.telemetry import Telemetry
-from launcher.trainer.answers import Answers
 from launcher.trainer.callback import CallbackList
-from launcher.trainer.progress import Course
-from launcher.trainer.pruning import PruneCheck
-from launcher.trainer.reports import Reports
-from launcher.trainer.votes import Votes
+from launcher.trainer.progress import TrainLength
+from launcher.trainer.pruning import SweepStopListener
+from launcher.trainer.step_flags import AgreedFlags
+from launcher.trainer.step_reader import StepReader
+from launcher.trainer.train_accuracy import TrainAccuracy
 
 
 def asked(config: Config) -> dict[str, Any]:
-    """The user's values of what `TrainContext.record` may replace, by key: reports compare runs by them.
+    """The user's values of what `persist_config` may replace, by key: reports compare runs by them.
 
     Without model.init_from_sha256: weights of other content are another start.
     """
@@ -56,15 +56,15 @@ class TrainContext:
     fingerprint: Mapping[str, str]  # of the data
     used: Used
     plan: BatchPlan  # with the micro-batch that the run uses, once that is known
-    course: Course
+    course: TrainLength
     model: nn.Module
     stepper: Stepper
-    answers: Answers
+    answers: TrainAccuracy
     host_ms: float  # per layer: what the host spends on it, however small
     average: ExponentialMovingAverage | None = None  # of the weights, where ema.decay asks for one
     batches: Batches = field(init=False)  # known once it is known where the run starts
     callbacks: CallbackList = field(default_factory=CallbackList)
-    votes: Votes = field(default_factory=Votes)
+    flags: AgreedFlags = field(default_factory=AgreedFlags)
     train_metrics: Mapping[str, float] = field(default_factory=dict)  # since the last evaluation
     best: BestEvaluation | None = None  # of all evaluations since the run began
     samples: float = 0.0  # trained on since the run began
@@ -72,8 +72,10 @@ class TrainContext:
 
     def __post_init__(self) -> None:
         reads_late = self.env.device.type != "cpu" and not self.falls_back_to_fp32
-        self.reports = Reports(self.telemetry, self.votes, self.callbacks, self.plan, reads_late)
-        self.pruning = PruneCheck(Path(self.config.run.dir), self.env.is_leader, self.config.sweep.prune)
+        self.step_reader = StepReader(self.telemetry, self.flags, self.callbacks, self.plan, reads_late)
+        self.pruning = SweepStopListener(
+            Path(self.config.run.dir), self.env.is_leader, self.config.sweep.prune
+        )
         self._recorded = self.config
 
     @property
@@ -84,7 +86,7 @@ class TrainContext:
         """
         return self.config.precision.fp32_fallback and self.stepper.policy.arithmetic.itemsize < 4
 
-    def is_asked_to_end(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether this rank has a request to stop, by a signal or by a sweep that prunes the run."""
         return self.stop_signal.stop is not None or self.pruning.asked()
 
@@ -93,7 +95,7 @@ class TrainContext:
         """The logs that a failure of this rank refers to, as the end of a sentence."""
         return logs_of_failure(Path(self.config.run.dir), self.env.rank, self.env.world_size)
 
-    def record(self, **sections: Any) -> None:
+    def persist_config(self, **sections: Any) -> None:
         """Write sections that the run has found out to config.yaml, on rank 0, so that a new run can start
         with them. A failure is a warning: a resume reads its checkpoint instead.
         """

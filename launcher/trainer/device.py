@@ -13,7 +13,7 @@ from launcher.config.schema import Config
 from launcher.os import allocator
 
 
-def apply_switches(config: Config, device: torch.device) -> None:
+def set_backend_flags(config: Config, device: torch.device) -> None:
     """Process-wide switches of torch that the config names, and a compile cache that survives a reboot."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp16-launcher" / "inductor"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))  # torch's own default is below /tmp

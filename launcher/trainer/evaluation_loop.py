@@ -28,16 +28,16 @@ from launcher.telemetry.events import EvalEvent
 from launcher.trainer import after_evaluation, device
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import guarding
-from launcher.trainer.progress import Measured, Position
+from launcher.trainer.progress import EvalOutcome, Position
+from launcher.trainer.step_flags import StepFlag
 from launcher.trainer.uncompiled import uncompiled
-from launcher.trainer.votes import Question
 
 HIGHER_IS_BETTER = {"loss": False, "train_loss": False, "train_accuracy": True}  # in every evaluation
 
 log = logging.getLogger("launcher")
 
 
-class Evaluator:
+class EvaluationLoop:
     """Evaluates the model on the validation sets, and keeps the best evaluation in the context."""
 
     def __init__(self, context: TrainContext) -> None:
@@ -46,19 +46,19 @@ class Evaluator:
         self._fitting: int | None = None  # the largest batch of this rank, once it has run out of memory
         self.recipe, self.model, self.data = context.recipe, context.model, context.data.validation
 
-    def run(self, position: Position) -> Measured | None:
+    def run(self, position: Position) -> EvalOutcome | None:
         """`evaluate` unless the ranks have agreed to stop: then None, on all ranks."""
-        return None if Question.STOP in self._context.votes else self.evaluate(position)
+        return None if StepFlag.STOP in self._context.flags else self.evaluate(position)
 
-    def evaluate(self, position: Position) -> Measured | None:
+    def evaluate(self, position: Position) -> EvalOutcome | None:
         """Evaluate on each set and report. None, on all ranks, where one of them was asked to stop.
 
         A run without sets has only its end to report.
         """
         if not self.data:
-            return Measured() if self._context.course.ends_with(position.step) else None
+            return EvalOutcome() if self._context.course.is_last_step(position.step) else None
         # First: a run that has diverged ends here and is not evaluated.
-        self._context.reports.drain()
+        self._context.step_reader.flush_all()
         self._context.callbacks.on_eval_start(position)
         self._context.stepper.average_buffers()
         if (average := self._context.average) is not None:
@@ -70,10 +70,10 @@ class Evaluator:
                 self.latest = {name: self._evaluate(name, position) for name in self.data}
                 after_evaluation.show(self._context, position)
         except EvaluationStopped:
-            self._context.votes.agree(Question.STOP)
+            self._context.flags.agree(StepFlag.STOP)
             return None
         finally:
-            self._context.reports.restart_timer()
+            self._context.step_reader.restart_timer()
         compared = comparison(self.recipe.monitor, self.latest)
         if compared.name != "loss" and math.isnan(compared.value):  # that of the loss ends the run
             self._context.telemetry.warn(
@@ -88,7 +88,7 @@ class Evaluator:
                 "whose values cannot be compared with these: the best is found anew",
             )
         loss = next(iter(self.latest.values())).loss
-        return Measured(compared, self.is_best(compared, position.step), loss, self.latest)
+        return EvalOutcome(compared, self.is_best(compared, position.step), loss, self.latest)
 
     def is_best(self, metric: MonitoredMetric, step: int) -> bool:
         """Record an evaluation's metric after `step`. A value that is not a number is never the best."""
@@ -173,7 +173,7 @@ class Evaluator:
             self._context.telemetry,
             self._pass(name, "evaluation", "adding up the evaluation"),
         )
-        found = evaluate(of_set, self.data[name], self._batch_size, interrupted=self._context.is_asked_to_end)
+        found = evaluate(of_set, self.data[name], self._batch_size, interrupted=self._context.should_stop)
         title = f"the {set_title(name)} set"
         if found.halvings:
             telemetry.warn(

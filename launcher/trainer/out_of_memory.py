@@ -16,10 +16,10 @@ from launcher.config.messages import directory_override
 from launcher.errors import TO_RESUME, LauncherError, OutOfMemoryError
 from launcher.os import frames
 from launcher.os.oom import TO_LOWER, oom_text, to_resource_error
-from launcher.trainer.builders.trials import half_of
+from launcher.trainer.builders.trials import next_smaller
 from launcher.trainer.context import TrainContext
 from launcher.trainer.device import free_memory
-from launcher.trainer.errors.rank_failure import at_shortage
+from launcher.trainer.errors.rank_failure import oom_context
 
 log = logging.getLogger("launcher")
 
@@ -50,7 +50,7 @@ def shortage_explained(context: TrainContext) -> Iterator[None]:
     except Exception as error:
         found = error
         if not isinstance(error, LauncherError) and oom_text(error):
-            place, advice = at_shortage(context.heartbeat.latest, context.config, context.env.world_size)
+            place, advice = oom_context(context.heartbeat.latest, context.config, context.env.world_size)
             advice = "" if advice == TO_LOWER else advice  # which is what `_failure` says
             found = to_resource_error(error, f"rank {context.env.rank}", place, advice) or error
         if not isinstance(found, OutOfMemoryError):
@@ -61,7 +61,7 @@ def shortage_explained(context: TrainContext) -> Iterator[None]:
 def _failure(context: TrainContext, text: str) -> OutOfMemoryError:
     """The error with this text, and with what a smaller micro-batch makes of the run."""
     plan = context.plan
-    half = half_of(plan)
+    half = next_smaller(plan)
     text = f"{text} The micro-batch is {plan.largest_micro_batch} per rank and forward pass"
     if half is None:
         text = f"{text}, which cannot be halved: choose a smaller model or smaller samples."

@@ -20,15 +20,15 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """Where a run starts: after `step` steps, the last of which may not have been evaluated yet."""
 
     step: int = 0
-    owes_evaluation: bool = False
+    evaluation_pending: bool = False
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainLength:
     """How long a run is, and when it evaluates and checks; steps count updates, skipped ones included."""
 
     steps_per_epoch: int
@@ -38,27 +38,29 @@ class Course:
     eval_every_steps: int | None = None
 
     @classmethod
-    def of(cls, steps_per_epoch: int, train: TrainConfig, check_every_steps: int | None = None) -> Course:
+    def of(
+        cls, steps_per_epoch: int, train: TrainConfig, check_every_steps: int | None = None
+    ) -> TrainLength:
         total = train.total_steps(steps_per_epoch)
         return cls(steps_per_epoch, total, train.eval_every_epochs, check_every_steps, train.eval_every_steps)
 
-    def position_of(self, step: int) -> Position:
+    def index_of(self, step: int) -> Position:
         """The position of step `step`, at least 1."""
         return Position(*divmod(step - 1, self.steps_per_epoch), step)
 
-    def ends_with(self, step: int) -> bool:
+    def is_last_step(self, step: int) -> bool:
         return step == self.total_steps
 
-    def checks_after(self, step: int) -> bool:
+    def should_check_replicas(self, step: int) -> bool:
         """Whether the ranks' replicas are compared after this step."""
         return self.check_every_steps is not None and step % self.check_every_steps == 0
 
-    def evaluates_after(self, step: int) -> bool:
+    def should_evaluate(self, step: int) -> bool:
         """True after every `eval_every_epochs` whole epochs, every `eval_every_steps` steps, and the end."""
         epochs, rest = divmod(step, self.steps_per_epoch)
         by_epochs = rest == 0 and epochs % self.eval_every_epochs == 0
         by_steps = self.eval_every_steps is not None and step % self.eval_every_steps == 0
-        return by_epochs or by_steps or self.ends_with(step)
+        return by_epochs or by_steps or self.is_last_step(step)
 
     def next_evaluation(self, step: int) -> int:
         """The first step after `step` that is evaluated."""
@@ -68,7 +70,7 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Measured:
+class EvalOutcome:
     """Result of an evaluation, and whether it is better than all earlier ones.
 
     At the end of a run without evaluations it has no metric. `loss` is the mean over the first held-out set.

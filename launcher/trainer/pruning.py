@@ -20,7 +20,7 @@ from launcher.trainer.callback import Callback
 EVERY_S = 0.5  # between two looks: a step costs a comparison of clocks, a shared disk two look-ups a second
 
 
-class PruneCheck(Callback):
+class SweepStopListener(Callback):
     """Looks for a request in the run's directory; `request` is what it has found.
 
     `rule` is that of the sweep, which needs evaluations to judge by. A part of the run for that check alone.

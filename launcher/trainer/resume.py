@@ -31,13 +31,13 @@ from launcher.telemetry.events import RestartEvent
 from launcher.trainer.builders import build
 from launcher.trainer.builders.data_check import refuse_other_meaning
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Position, Start
+from launcher.trainer.progress import Position, ResumePoint
 
 SHOWN = 8  # settings that have changed
 SAME_RATE = 0.1  # relative: a schedule changes by less from one step to the next
 
 
-class SavedRun:
+class RunCheckpoints:
     """Resumes and saves the run of a job."""
 
     def __init__(self, context: TrainContext) -> None:
@@ -61,7 +61,7 @@ class SavedRun:
             self._context.config
         )  # once: it takes 1 ms, which each checkpoint would wait
 
-    def resume(self, launch: LaunchEnv) -> Start:
+    def resume(self, launch: LaunchEnv) -> ResumePoint:
         """Load the checkpoint to resume from, if there is one. A collective.
 
         After a restart that is always the newest of this run. Raises, on all ranks, ConfigError for another
@@ -82,7 +82,7 @@ class SavedRun:
             if launch.halved is not None:
                 event = RestartEvent(0, path="", attempt=launch.restart_count, micro_batch=launch.halved)
                 self._context.telemetry.emit(event)
-            return Start()
+            return ResumePoint()
         step = found.snapshot.progress.step
         course = self._context.course
         if step > course.total_steps:
@@ -97,11 +97,11 @@ class SavedRun:
         self.stream = extra.stream or ()
         # Killed before its result was written, or to be saved again with the evaluation that is due.
         at_end = step == course.total_steps or bool(self._context.callbacks.stop_reason)
-        start = Start(step, at_end or (course.evaluates_after(step) and not extra.evaluated))
+        start = ResumePoint(step, at_end or (course.should_evaluate(step) and not extra.evaluated))
         self._report(found.snapshot, found.path, start, launch)
         return start
 
-    def _report(self, saved: Snapshot, path: Path | None, start: Start, launch: LaunchEnv) -> None:
+    def _report(self, saved: Snapshot, path: Path | None, start: ResumePoint, launch: LaunchEnv) -> None:
         """Report where the run resumes, and what has changed."""
         telemetry = self._context.telemetry
         allowed = self._context.config.checkpoint.allow_other_data
@@ -111,7 +111,7 @@ class SavedRun:
             text = listed(others, SHOWN, "; ")
             telemetry.warn(f"resumed with other settings than the checkpoint's: {text}")
         self._warn_of_another_rate(saved.extra, start.step)
-        telemetry.rewind(start.step, evaluates_again=start.owes_evaluation)
+        telemetry.rewind(start.step, evaluates_again=start.evaluation_pending)
         telemetry.emit(
             RestartEvent(start.step, path=str(path), attempt=launch.restart_count, micro_batch=launch.halved)
         )
@@ -130,10 +130,10 @@ class SavedRun:
         rate, before = self._rates[min(self._applied, total - 1)], saved.learning_rate
         if math.isclose(rate, before, rel_tol=SAME_RATE):
             return
-        optim_lr = before * config.optim.lr / build.peak_rate(config)
+        optim_lr = before * config.optim.lr / build.peak_lr(config)
         keep = f"schedule=constant schedule.warmup_fraction=0 optim.lr={optim_lr:.3g}"
         if self._context.recipe.schedule is not None:
-            keep = f"have the recipe's schedule return {before / build.peak_rate(config):.3g}"
+            keep = f"have the recipe's schedule return {before / build.peak_lr(config):.3g}"
         self._context.telemetry.warn(
             f"the schedule was for {saved.total_steps} steps and is for {total} now: the learning rate "
             f"was {before:.3g} in the last step, and is {rate:.3g} in step {step + 1}. "
@@ -142,7 +142,7 @@ class SavedRun:
 
     @cached_property
     def _rates(self) -> list[float]:
-        return build.rates_of(self._context.config, self._context.recipe, self._context.course.total_steps)
+        return build.lr_table(self._context.config, self._context.recipe, self._context.course.total_steps)
 
     @property
     def _applied(self) -> int:

@@ -23,7 +23,7 @@ from launcher.evaluation.evaluate import unchanged
 from launcher.recipe.contract import Loss
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import found_in_trial
-from launcher.trainer.task import Task
+from launcher.trainer.train_step import TrainStep
 
 TO_EVEN_OUT = (
     "Set data.drop_last=true, choose a data.batch_size that leaves each rank as many samples, or compute the "
@@ -52,7 +52,7 @@ def try_loader_processes(context: TrainContext) -> None:
     context.telemetry.decision("loader processes", f"none: {found}")
 
 
-def try_smallest_batch(context: TrainContext, task: Task) -> None:
+def try_smallest_batch(context: TrainContext, task: TrainStep) -> None:
     """Run the smallest batch of the plan forward and backward, if it is another than the first one.
 
     A collective: raises on all ranks alike. Not of a stream, whose end is not known, and not where batch
@@ -84,8 +84,8 @@ def try_smallest_batch(context: TrainContext, task: Task) -> None:
             with context.heartbeat.in_user_code():
                 micro_batches = batches.trial(step, len(sizes[context.env.rank]))
             for batch in micro_batches:
-                tried.learn_from(batch)
+                tried.forward_backward(batch)
         finally:
             context.heartbeat.beat("comparing the trials")  # from here on this rank may wait for another one
             context.stepper.abandon()  # on all ranks, whether the pass failed or not: by the same collectives
-    task.inspected = tried.inspected
+    task.checked_unregistered = tried.checked_unregistered

@@ -31,7 +31,7 @@ def parts_of(spans_ms: Mapping[str, float], world_size: int) -> dict[str, float]
 
 
 @dataclass
-class StepTimes:
+class PhaseTimer:
     """Sums over steps: their number, their time on the host, and its parts.
 
     Where it `warms_up`, the first step counts only while it is the only one: it compiles, chooses algorithms
@@ -39,15 +39,15 @@ class StepTimes:
     """
 
     world_size: int
-    warms_up: bool = False
+    skip_first: bool = False
     steps: int = 0
     seconds: float = 0.0
     spans_ms: dict[str, float] = field(default_factory=dict)
 
     def add(self, seconds: float, spans_ms: Mapping[str, float]) -> None:
         """A step that took so long on the host, and its spans."""
-        if self.warms_up and self.steps == 1:
-            self.warms_up, self.steps, self.seconds, self.spans_ms = False, 0, 0.0, {}
+        if self.skip_first and self.steps == 1:
+            self.skip_first, self.steps, self.seconds, self.spans_ms = False, 0, 0.0, {}
         self.steps += 1
         self.seconds += seconds
         sums = self.spans_ms
@@ -66,7 +66,7 @@ class StepTimes:
         return {"steps": self.steps, "step_ms": 1e3 * self.seconds / self.steps, **parts}
 
 
-def of_the_slowest(env: WorkerEnv, times: StepTimes) -> dict[str, Any] | None:
+def slowest_rank_times(env: WorkerEnv, times: PhaseTimer) -> dict[str, Any] | None:
     """The means of the rank that waits least for the others, and its `rank`; None without steps.
 
     A collective. `waited_ms` is how much longer another rank waits per step, in the exchange of gradients.

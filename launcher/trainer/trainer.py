@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from launcher.trainer import ends
+from launcher.trainer import results
 from launcher.trainer.context import TrainContext
-from launcher.trainer.evaluation_loop import Evaluator
+from launcher.trainer.evaluation_loop import EvaluationLoop
 from launcher.trainer.out_of_memory import shortage_explained
-from launcher.trainer.progress import Position, Start
-from launcher.trainer.task import Task
+from launcher.trainer.progress import Position, ResumePoint
+from launcher.trainer.train_step import TrainStep
 
 
 @dataclass
@@ -21,13 +21,13 @@ class Trainer:
     """Trains one rank of a run from `start` on; complete when it is built."""
 
     context: TrainContext
-    task: Task
-    evaluation: Evaluator
-    start: Start
+    task: TrainStep
+    evaluation: EvaluationLoop
+    start: ResumePoint
 
     def __post_init__(self) -> None:
         context = self.context
-        self.callbacks, self.course, self.reports = context.callbacks, context.course, context.reports
+        self.callbacks, self.course, self.step_reader = context.callbacks, context.course, context.step_reader
 
     def run(self) -> None:
         """Train to the end, and write the result. A collective.
@@ -42,7 +42,7 @@ class Trainer:
             self.callbacks.close()
         self.context.heartbeat.beat("finishing")
         seconds = time.perf_counter() - began
-        ends.finish(self.context, self.start.step, steps, seconds, self.evaluation)
+        results.write_results(self.context, self.start.step, steps, seconds, self.evaluation)
         self.context.heartbeat.beat("done")
 
     def fit(self) -> int:
@@ -50,18 +50,18 @@ class Trainer:
         self.task.network.train()
         self.callbacks.on_train_start(self.start.step)
         done = self.start.step
-        if self.start.owes_evaluation:
-            self._end_step(self.course.position_of(done), evaluates=True)
-        self.reports.restart_timer()
+        if self.start.evaluation_pending:
+            self._end_step(self.course.index_of(done), evaluates=True)
+        self.step_reader.restart_timer()
         while done < self.course.total_steps and not self.callbacks.stop_reason:
-            position = self.course.position_of(done + 1)
+            position = self.course.index_of(done + 1)
             self.context.heartbeat.beat("data", position.step)
             self.callbacks.on_step_start(position)  # votes cast here are sent with the totals of this step
             result = self.task.train_on(position)
             # First what adds work to the device's queue, and then the wait for the step before.
             self.callbacks.on_step_launched(position, result)
-            self.reports.push(position, result)
-            self._end_step(position, evaluates=self.course.evaluates_after(position.step))
+            self.step_reader.push(position, result)
+            self._end_step(position, evaluates=self.course.should_evaluate(position.step))
             done = position.step
         return done
 
@@ -70,8 +70,8 @@ class Trainer:
         measured = self.evaluation.run(position) if evaluates else None
         if measured is not None:
             self.callbacks.on_eval_end(position, measured)
-            if self.course.ends_with(position.step) or self.callbacks.stop_reason:
+            if self.course.is_last_step(position.step) or self.callbacks.stop_reason:
                 measured = replace(measured, is_last=True)
-                self.reports.drain()
+                self.step_reader.flush_all()
                 self.callbacks.on_train_end(position, measured)
         self.callbacks.on_step_end(position, measured)

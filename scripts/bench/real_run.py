@@ -13,7 +13,7 @@ from typing import Any
 from launcher.engine import StepResult
 from launcher.os.lifetime import ENDS_WITH_STARTER
 from launcher.trainer.progress import Position
-from launcher.trainer.task import Task
+from launcher.trainer.train_step import TrainStep
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,10 +43,10 @@ def times_of(
 
 def call_before_each_step(call: Callable[[], None]) -> None:
     """Not by a function of the recipe: a transform, say, costs the launcher what the other side lacks."""
-    train_on = Task.train_on
+    train_on = TrainStep.train_on
 
-    def called(task: Task, position: Position) -> StepResult:
+    def called(task: TrainStep, position: Position) -> StepResult:
         call()
         return train_on(task, position)
 
-    Task.train_on = called  # type: ignore[method-assign]
+    TrainStep.train_on = called  # type: ignore[method-assign]

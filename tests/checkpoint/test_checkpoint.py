@@ -44,7 +44,7 @@ from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
 from launcher.errors import ConfigError, LauncherError, StorageError
 from launcher.run_dir import atomic
 from launcher.run_dir.atomic import open_plain
-from launcher.trainer.replicas import weights_sha256
+from launcher.trainer.replica_consistency import weights_sha256
 from tests.configs import composed
 from tests.engine.observe import state_digest, train
 from tests.models import Odd, conv_net, features

@@ -15,7 +15,7 @@ from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import exit_record, is_secondary
 from launcher.distributed.process_group import join
 from launcher.errors import PreflightError, UnexpectedError
-from launcher.trainer.errors.rank_failure import failure_of
+from launcher.trainer.errors.rank_failure import to_launcher_error
 
 ALL_HERE, ONE_OF_TWO_HOSTS = LaunchEnv(1, 2, 1, 2, launched=True), LaunchEnv(1, 2, 0, 1, launched=True)
 
@@ -54,7 +54,7 @@ OF_ANOTHER = [
 
 
 def explained(error: Exception) -> Exception | None:
-    return failure_of(error, ALL_HERE, "logs/rank1.log", ("", ""))
+    return to_launcher_error(error, ALL_HERE, "logs/rank1.log", ("", ""))
 
 
 @pytest.mark.parametrize(("error", "kind", "text"), OWN)

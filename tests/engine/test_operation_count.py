@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from launcher.engine import SGD, AdamW, Policy, Stepper
 from launcher.engine.optim.update import StepScalars, Updater
 from launcher.engine.params.flat_buffers import Shard
-from launcher.trainer.replicas import checksums
+from launcher.trainer.replica_consistency import checksums
 from recipes.resnet import BasicBlock, Bottleneck, ResNet
 from tests.meta_device import META
 

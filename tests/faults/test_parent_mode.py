@@ -120,7 +120,9 @@ def test_an_unexpected_error_of_a_recipe_is_told_with_its_line(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_an_unexpected_error_of_our_own_is_told_with_its_traceback(tmp_path: Path) -> None:
-    write_recipe(tmp_path, "from launcher.trainer import task\nif RANK == 0:\n    task.Task.train_on = None")
+    write_recipe(
+        tmp_path, "from launcher.trainer.train_step import TrainStep as S\nif RANK == 0: S.train_on = None"
+    )
     with Parent(tmp_path, LONG) as parent:
         assert parent.end() == 1
         trace = parent.stderr.partition("error: ")[0].splitlines()
@@ -158,15 +160,15 @@ def test_the_steps_that_were_done_are_counted(tmp_path: Path, nproc) -> None:
 
 
 def slow_end() -> None:
-    from launcher.trainer import ends
+    from launcher.trainer import results
 
-    write = ends.write_files
+    write = results.write_files
 
     def write_files(*arguments: Any) -> None:
         time.sleep(3)
         write(*arguments)
 
-    ends.write_files = write_files
+    results.write_files = write_files
 
 
 @pytest.mark.slow

@@ -47,9 +47,9 @@ def assert_each_step_once(ended: Ended) -> None:
 
 
 def kill_before_the_result() -> None:
-    from launcher.trainer import ends
+    from launcher.trainer import results
 
-    ends.result_of = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
+    results.result_of = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
 
 
 def kill_in_a_rewrite_of_status() -> None:
@@ -65,15 +65,15 @@ def kill_in_a_rewrite_of_status() -> None:
 
 
 def kill_after_the_result() -> None:
-    from launcher.trainer import ends
+    from launcher.trainer import results
 
-    write_files = ends.write_files
+    write_files = results.write_files
 
     def write_and_die(*args: Any) -> None:
         write_files(*args)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    ends.write_files = write_and_die
+    results.write_files = write_and_die
 
 
 def kill_in_the_middle_of_a_save() -> None:

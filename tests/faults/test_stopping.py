@@ -125,15 +125,15 @@ def test_a_stop_in_the_last_step_leaves_its_evaluation_to_the_next_start(tmp_pat
 
 
 def signal_in_the_result() -> None:
-    from launcher.trainer import ends
+    from launcher.trainer import results
 
-    result_of = ends.result_of
+    result_of = results.result_of
 
     def signalled(*arguments: Any) -> Result:
         os.kill(os.getpid(), signal.SIGTERM)
         return result_of(*arguments)
 
-    ends.result_of = signalled
+    results.result_of = signalled
 
 
 @pytest.mark.slow

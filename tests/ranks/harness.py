@@ -48,9 +48,9 @@ def forkserver() -> ForkServerContext:
 
 def leave_out_pictures() -> None:
     """In a process that runs the launcher: no plots and no report, which cost more than its short run."""
-    from launcher.trainer import ends
+    from launcher.trainer import results
 
-    ends.write_page = lambda run_dir, telemetry: None
+    results.write_page = lambda run_dir, telemetry: None
 
 
 class RankFailure(AssertionError):

@@ -9,7 +9,7 @@ import torch
 
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, DDPOptions, Policy, Scaling, Stepper
-from launcher.trainer.replicas import check_replicas
+from launcher.trainer.replica_consistency import check_replicas
 from tests.engine.observe import state_digest, train
 from tests.models import conv_net, features
 from tests.ranks.harness import run_ranks

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper
 from launcher.errors import ReplicaError
-from launcher.trainer.replicas import check_replicas
+from launcher.trainer.replica_consistency import check_replicas
 from tests.faults.launching import run
 from tests.models import Planted
 from tests.ranks.harness import run_ranks

@@ -10,7 +10,7 @@ import torch
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, DDPOptions, Policy, Stepper
 from launcher.errors import ReplicaError
-from launcher.trainer.replicas import check_replicas
+from launcher.trainer.replica_consistency import check_replicas
 from tests.engine.observe import train
 from tests.models import mlp
 from tests.ranks.harness import run_ranks

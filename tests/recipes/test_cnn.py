@@ -8,7 +8,7 @@ import torch
 from launcher.errors import ConfigError
 from launcher.recipe import load_recipe, registry_of
 from launcher.telemetry.event_log import read_events
-from launcher.trainer.builders.build import rates_of
+from launcher.trainer.builders.build import lr_table
 from tests.configs import composed
 from tests.forked import launch_forked
 
@@ -73,7 +73,7 @@ def test_it_learns_on_two_ranks(words, said, tmp_path) -> None:
 )
 def test_the_large_batch_scales_the_rate_and_warms_up(words, peak) -> None:
     config = composed(*words)
-    rates = rates_of(config, load_recipe(composed("recipe=cnn", "data=digits")), total_steps=100)
+    rates = lr_table(config, load_recipe(composed("recipe=cnn", "data=digits")), total_steps=100)
     assert max(rates) == pytest.approx(peak)
     warmup = 20 if "recipe=cnn_large_batch" in words else 0
     if warmup and "schedule=onecycle" not in words:

@@ -19,7 +19,7 @@ from launcher.run_dir.atomic import write_json
 from launcher.telemetry import Telemetry
 from launcher.telemetry.event_log import EventLog
 from launcher.telemetry.events import WarningEvent
-from launcher.trainer.ends import write_page
+from launcher.trainer.results import write_page
 
 
 def write_report(run_dir):

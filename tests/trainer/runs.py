@@ -17,8 +17,8 @@ from launcher.engine import SGD, Stepper
 from launcher.os.signals import StopSignal
 from launcher.telemetry import Telemetry
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Course
-from launcher.trainer.reports import Reports
+from launcher.trainer.progress import TrainLength
+from launcher.trainer.step_reader import StepReader
 from tests.configs import composed
 
 PLAN = BatchPlan(8 * 100 - 3, 8, None, 1, 0, 0, drop_last=False)  # the last step of an epoch has 5 samples
@@ -43,12 +43,12 @@ def context_alone(telemetry: Telemetry, limits: LossScaleConfig, log_every_steps
         fingerprint={},
         used=absent,
         plan=PLAN,
-        course=Course(100, 100, 1),
+        course=TrainLength(100, 100, 1),
         model=model,
         stepper=Stepper(model, SGD(lr=0.1)),
         answers=absent,
         host_ms=0.0,
     )
     # One step late, as on a GPU.
-    context.reports = Reports(telemetry, context.votes, context.callbacks, PLAN)
+    context.step_reader = StepReader(telemetry, context.flags, context.callbacks, PLAN)
     return context

@@ -23,10 +23,10 @@ from launcher.engine.precision.policy import choose_emulation
 from launcher.errors import ConfigError, DataError, RecipeError
 from launcher.recipe import Recipe, TensorData, cross_entropy
 from launcher.recipe.checks import checked
-from launcher.trainer.builders.build import build_model, rates_of
+from launcher.trainer.builders.build import build_model, lr_table
 from launcher.trainer.builders.decisions import decisions
-from launcher.trainer.device import apply_switches
-from launcher.trainer.errors.recipe_errors import guarded
+from launcher.trainer.device import set_backend_flags
+from launcher.trainer.errors.recipe_errors import wrap_recipe
 from tests.configs import composed
 from tests.models import mlp
 
@@ -48,7 +48,7 @@ def switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # the compiler's own, at import
 def test_deterministic_means_matrix_products_too(switches, wish) -> None:
     """torch refuses those on CUDA unless cuBLAS has a workspace of a fixed size."""
-    apply_switches(composed(f"train.deterministic={str(wish).lower()}"), CPU)
+    set_backend_flags(composed(f"train.deterministic={str(wish).lower()}"), CPU)
     assert torch.are_deterministic_algorithms_enabled() is wish
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if wish else None)
 
@@ -56,7 +56,7 @@ def test_deterministic_means_matrix_products_too(switches, wish) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_workspace_of_the_users_own_is_kept(switches) -> None:
     switches.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    apply_switches(composed("train.deterministic=true"), CPU)
+    set_backend_flags(composed("train.deterministic=true"), CPU)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
@@ -68,7 +68,7 @@ def test_each_rank_compiles_in_one_process_unless_the_user_says_otherwise(switch
     switches.setenv("TORCHINDUCTOR_COMPILE_THREADS", given or "")  # noted, as above
     if given is None:
         switches.delenv("TORCHINDUCTOR_COMPILE_THREADS")
-    apply_switches(composed(), CPU)
+    set_backend_flags(composed(), CPU)
     assert decide_compile_threads() == processes
 
 
@@ -183,8 +183,8 @@ def test_a_schedule_of_the_recipe_decides_on_the_whole_course() -> None:
     """In place of the config's and of its warm-up, which is said; at the same rates on every rank."""
     config = composed("optim.lr=0.2", "schedule.warmup_fraction=0.5", "train.max_steps=4")
     own = Recipe(mlp, DATA, DATA, cross_entropy, schedule=lambda step, total: (step + 1) / total)
-    assert rates_of(config, own, 4) == [0.05, 0.1, pytest.approx(0.15), 0.2]
-    assert rates_of(config, replace(own, schedule=None), 4)[:2] == [0.1, 0.2]
+    assert lr_table(config, own, 4) == [0.05, 0.1, pytest.approx(0.15), 0.2]
+    assert lr_table(config, replace(own, schedule=None), 4)[:2] == [0.1, 0.2]
     env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
     plan = BatchPlan(64, 8, None, 1, 0, 0, False)
     lines = dict(decisions(config, env, ["CPU"], own, Stepper(mlp(), SGD(0.1)), plan))
@@ -250,9 +250,11 @@ def test_the_start_says_the_schedule(words: list[str], sentence: str) -> None:
 
 
 def test_a_schedule_that_raises_is_the_recipes_error(tmp_path: Path) -> None:
-    own = guarded(Recipe(mlp, DATA, DATA, cross_entropy, schedule=lambda step, total: 1 / step), "rank0.log")
+    own = wrap_recipe(
+        Recipe(mlp, DATA, DATA, cross_entropy, schedule=lambda step, total: 1 / step), "rank0.log"
+    )
     with pytest.raises(RecipeError, match=r"the recipe's schedule failed at .*ZeroDivisionError"):
-        rates_of(composed(), own, 4)
+        lr_table(composed(), own, 4)
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,12 @@ from launcher.config.schema import EarlyStoppingConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.run_dir.result import Result
 from launcher.telemetry import Telemetry
-from launcher.trainer import build_callbacks, ends
+from launcher.trainer import build_callbacks, results
 from launcher.trainer import callbacks as folder
 from launcher.trainer.callback import Callback, CallbackList
-from launcher.trainer.callbacks.early_stopping import EarlyStopping, WatchedMetric
+from launcher.trainer.callbacks.early_stopping import EarlyStopping, PatienceState
 from launcher.trainer.progress import Position
-from launcher.trainer.pruning import PruneCheck
+from launcher.trainer.pruning import SweepStopListener
 from launcher.trainer.trainer import Trainer
 from tests.configs import composed
 from tests.forked import launch_forked
@@ -105,12 +105,12 @@ SHARED = {
     *(
         "TrainContext",
         "CallbackList",
-        "Answers",
-        "SavedRun",
+        "TrainAccuracy",
+        "RunCheckpoints",
         "Checkpointer",
-        "Course",
+        "TrainLength",
     ),
-    "DivergenceInspector",  # which keeps the job alone
+    "NonFiniteInspector",  # which keeps the job alone
 }
 
 
@@ -150,7 +150,7 @@ def test_what_a_callback_keeps_is_saved(tmp_path: Path, monkeypatch: pytest.Monk
         return end
 
     monkeypatch.setattr(Trainer, "fit", compared)
-    monkeypatch.setattr(ends, "write_page", lambda run_dir, telemetry: None)
+    monkeypatch.setattr(results, "write_page", lambda run_dir, telemetry: None)
     config = composed(*WORDS)
     (tmp_path / "run").mkdir()
     worker.run(replace(config, run=replace(config.run, dir=str(tmp_path / "run"))), LaunchEnv(), None, "job")
@@ -219,7 +219,7 @@ def test_a_callback_keeps_its_state_where_its_file_and_class_are_renamed(tmp_pat
         return kind(context_alone(Telemetry(), LIMITS, 1), EarlyStoppingConfig(9, 0.0, None))
 
     before = part_of(EarlyStopping)
-    before._watched = WatchedMetric(MonitoredMetric("accuracy", 0.5), 3, 2, 5)
+    before._watched = PatienceState(MonitoredMetric("accuracy", 0.5), 3, 2, 5)
     saved = json.loads(json.dumps(CallbackList([before]).state_dict()))
     renamed = part_of(module.Patience)
     CallbackList([renamed]).load_state_dict(saved)
@@ -272,8 +272,8 @@ def test_only_overridden_hooks_are_called_and_none_of_a_callback_that_is_not_ena
 
 # Methods for callers that know the callback.
 OFFERED = {
-    "PruneCheck": {"asked"},
-    "InitialWeights": {"check"},
+    "SweepStopListener": {"asked"},
+    "PretrainedWeights": {"check"},
     "MicroBatch": {"choose"},
 }
 
@@ -302,8 +302,8 @@ def test_callbacks_have_no_other_methods_than_the_hooks() -> None:
     ]
     kinds.remove(Callback)
     assert len(kinds) >= 18, "the test finds the callbacks"
-    assert {"Log", "Checkpoints"} <= {kind.__name__ for kind in kinds}
-    assert [text for kind in (*kinds, PruneCheck) for text in mistakes_of(kind)] == []
+    assert {"StepLogger", "CheckpointCallback"} <= {kind.__name__ for kind in kinds}
+    assert [text for kind in (*kinds, SweepStopListener) for text in mistakes_of(kind)] == []
 
 
 def test_a_misspelt_hook_is_found() -> None:

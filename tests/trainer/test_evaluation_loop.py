@@ -8,13 +8,13 @@ import pytest
 
 from launcher.checkpoint.run_state import BestEvaluation, MonitoredMetric
 from launcher.telemetry import Telemetry
-from launcher.trainer.evaluation_loop import Evaluator
+from launcher.trainer.evaluation_loop import EvaluationLoop
 from tests.trainer.reports import LIMITS
 from tests.trainer.runs import context_alone
 
 
-def evaluator_of() -> Evaluator:
-    return Evaluator(context_alone(Telemetry(), LIMITS, 1))
+def evaluator_of() -> EvaluationLoop:
+    return EvaluationLoop(context_alone(Telemetry(), LIMITS, 1))
 
 
 @pytest.mark.parametrize(

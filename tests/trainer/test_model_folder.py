@@ -15,8 +15,8 @@ from launcher.data.text.tokenizer import fitted
 from launcher.evaluation.prediction import facts_of
 from launcher.recipe import Loss, Recipe
 from launcher.recipe.registry import load_recipe
-from launcher.trainer.ends import write_model_folder
-from launcher.trainer.errors.recipe_errors import guarded
+from launcher.trainer.errors.recipe_errors import wrap_recipe
+from launcher.trainer.results import write_model_folder
 from tests.configs import composed
 from tests.forked import launch_forked
 
@@ -25,7 +25,7 @@ SENTENCES = ["a man sleeps", "a dog eats the cake", "the man eats"]
 
 def test_images_have_their_normalisation_also_behind_the_guards() -> None:
     recipe = load_recipe(composed("recipe=cnn", "data=digits"))
-    facts = facts_of(guarded(recipe, "logs"))
+    facts = facts_of(wrap_recipe(recipe, "logs"))
     image = torch.full((1, 1, 8, 8), 51, dtype=torch.uint8)
     mean, std = (facts["normalisation"][name][0] for name in ("mean", "std"))
     found = recipe.eval_transform({"image": image})["image"]

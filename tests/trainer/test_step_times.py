@@ -10,7 +10,7 @@ import torch
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import Policy
 from launcher.trainer.diagnostics.host_cost import host_ms_per_layer, num_layers
-from launcher.trainer.step_times import StepTimes, of_the_slowest, overhead_ms, parts_of
+from launcher.trainer.step_times import PhaseTimer, overhead_ms, parts_of, slowest_rank_times
 from tests.models import Odd
 from tests.ranks.harness import run_ranks
 
@@ -28,20 +28,20 @@ def test_without_other_ranks_the_reading_of_the_gradient_is_update() -> None:
     ("seconds", "steps", "step_ms"), [([9.0], 1, 9e3), ([9.0, 1.0], 1, 1e3), ([9, 1, 3], 2, 2e3)]
 )
 def test_the_first_step_counts_only_while_it_is_the_only_one(seconds, steps, step_ms) -> None:
-    times = StepTimes(1, warms_up=True)
-    assert of_the_slowest(ALONE, times) is None
+    times = PhaseTimer(1, skip_first=True)
+    assert slowest_rank_times(ALONE, times) is None
     for each in seconds:
         times.add(each, SPANS)
-    found = of_the_slowest(ALONE, times)
+    found = slowest_rank_times(ALONE, times)
     assert found is not None
     assert (found["steps"], found["step_ms"], found["data_ms"]) == (steps, step_ms, 1.0)
     assert (found["rank"], found["waited_ms"]) == (0, 0.0)
 
 
 def slowest_of(env: WorkerEnv, waits_ms: list[float]) -> str:
-    times = StepTimes(env.world_size)
+    times = PhaseTimer(env.world_size)
     times.add(0.01, SPANS | {"wire": waits_ms[env.rank], "data": float(env.rank)})
-    return json.dumps(of_the_slowest(env, times))
+    return json.dumps(slowest_rank_times(env, times))
 
 
 def test_the_slowest_rank_is_the_one_that_waits_least() -> None:

@@ -14,7 +14,7 @@ from launcher.engine import EngineWarning
 from launcher.run_dir.records import rank_log
 from launcher.telemetry import Telemetry
 from launcher.telemetry.stream import Sink
-from launcher.trainer.reports import log
+from launcher.trainer.step_reader import log
 from launcher.trainer.warning_log import warnings_logged
 
 

@@ -50,7 +50,7 @@ def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan)
             f"the recipe's build_model returned {given}. It must return an nn.Module: end it with return "
             "model, and build what is a class."
         )
-    refuse_switched_off(env)
+    check_autograd_and_group(env)
     tensors = [*built.named_parameters(), *built.named_buffers()]
     if lazy := [name for name, value in tensors if is_lazy(value)]:
         raise ConfigError(
@@ -65,7 +65,7 @@ def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan)
     return synchronised(model, env, plan)
 
 
-def refuse_switched_off(env: WorkerEnv) -> None:
+def check_autograd_and_group(env: WorkerEnv) -> None:
     """Raise ConfigError if code of the recipe has left the process without what training needs."""
     if not torch.is_grad_enabled():
         raise ConfigError(
@@ -138,15 +138,15 @@ def shares_communicator(config: Config, env: WorkerEnv) -> bool:
     return config.model.sync_bn and env.group is not None
 
 
-def rates_of(config: Config, recipe: Recipe, total_steps: int) -> list[float]:
+def lr_table(config: Config, recipe: Recipe, total_steps: int) -> list[float]:
     """One learning rate per applied step, of the recipe's own schedule where it has one."""
-    peak, schedule = peak_rate(config), config.schedule
+    peak, schedule = peak_lr(config), config.schedule
     if recipe.schedule is not None:
-        return lr_schedule.own_rates(recipe.schedule, named_schedule(config), peak, total_steps)
+        return lr_schedule.custom_lr_table(recipe.schedule, named_schedule(config), peak, total_steps)
     return lr_schedule.learning_rates(schedule.name, peak, total_steps, schedule.warmup_fraction)
 
 
-def peak_rate(config: Config) -> float:
+def peak_lr(config: Config) -> float:
     """optim.lr; scaled with the batch where schedule.lr_base_batch_size says for which one it is.
 
     The linear rule of Goyal et al., 2017 (arXiv:1706.02677, section 2.1).

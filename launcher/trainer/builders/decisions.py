@@ -48,10 +48,10 @@ def decisions(
         yield "ema", text
     if (base := config.schedule.lr_base_batch_size) is not None:
         factors = f"optim.lr={config.optim.lr:g} x data.batch_size={config.data.batch_size}"
-        yield "learning rate", f"{build.peak_rate(config):g}: {factors} / schedule.lr_base_batch_size={base}"
+        yield "learning rate", f"{build.peak_lr(config):g}: {factors} / schedule.lr_base_batch_size={base}"
     groups = parameter_groups.parameter_groups(config.optim, recipe.groups, stepper.model)
     yield from groups.sentences
-    yield "schedule", _schedule(config, recipe, build.rates_of(config, recipe, steps))
+    yield "schedule", _schedule(config, recipe, build.lr_table(config, recipe, steps))
     if config.ddp.overlap and build.shares_communicator(config, env):
         text = "gradients are reduced after the backward pass: model.sync_bn=true uses the same communicator"
         yield "wire", text

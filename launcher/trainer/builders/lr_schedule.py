@@ -36,7 +36,7 @@ def learning_rates(name: str, peak: float, steps: int, warmup_fraction: float) -
     return rising + [peak * shape(step / (steps - warmup)) for step in range(steps - warmup)]
 
 
-def own_rates(schedule: Callable[[int, int], float], name: str, peak: float, steps: int) -> list[float]:
+def custom_lr_table(schedule: Callable[[int, int], float], name: str, peak: float, steps: int) -> list[float]:
     """`steps` learning rates: `peak` times `schedule(step, steps)` for each step from 0.
 
     ConfigError, with `name`, for a function of other arguments, for a factor that is no finite number of at

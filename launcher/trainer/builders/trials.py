@@ -25,7 +25,7 @@ from launcher.trainer.context import TrainContext
 from launcher.trainer.device import free_memory
 
 
-def sizes_to_try(plan: BatchPlan) -> list[int]:
+def candidate_sizes(plan: BatchPlan) -> list[int]:
     """The sizes that differ in the number of micro-batches per step, largest first; the last is 1.
 
     They are about twice the square root of a rank's share, so that few trials by halves decide.
@@ -34,10 +34,10 @@ def sizes_to_try(plan: BatchPlan) -> list[int]:
     return sorted({-(-share // number) for number in range(1, share + 1)}, reverse=True)
 
 
-def half_of(plan: BatchPlan) -> int | None:
+def next_smaller(plan: BatchPlan) -> int | None:
     """The largest size of at most half of the present one, rounded up; None where there is none."""
     present = plan.largest_micro_batch
-    return next((size for size in sizes_to_try(plan) if size <= -(-present // 2) and size < present), None)
+    return next((size for size in candidate_sizes(plan) if size <= -(-present // 2) and size < present), None)
 
 
 MOST_TRIALS = 8
@@ -45,7 +45,7 @@ MOST_SIZES = 2 ** (MOST_TRIALS - 1)  # the first, and those of which so many tri
 PASSES = 2  # per trial: the second adds to the sums of the first
 
 
-def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+def bisect_largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     """The first of `sizes`, which fall, that `fits`, by at most MOST_TRIALS calls; None where none does.
 
     The whole share comes first: it usually fits. Of very many sizes some are tried, the last among them.
@@ -65,11 +65,11 @@ def search(context: TrainContext) -> int:
     """
     tried: dict[int, str] = {}
     config, plan = context.config, context.plan
-    sizes = sizes_to_try(plan)
+    sizes = candidate_sizes(plan)
     # cuDNN would time its algorithms anew for the shapes of each trial.
     tunes, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:
-        size = largest_that_fits(sizes, lambda size: _fits(context, size, tried))
+        size = bisect_largest(sizes, lambda size: _fits(context, size, tried))
     finally:
         torch.backends.cudnn.benchmark = tunes
     last = next(reversed(tried.values()))

@@ -6,10 +6,10 @@ from launcher.errors import counted
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
-from launcher.trainer.votes import Question
+from launcher.trainer.step_flags import StepFlag
 
 
-class BadSamples(Callback):
+class BadSampleLimit(Callback):
     """Counts the training samples that an epoch has left out, over all ranks."""
 
     name = "bad_samples"
@@ -20,7 +20,7 @@ class BadSamples(Callback):
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         report = metrics.report
-        if bad := int(report.votes[Question.BAD_SAMPLES]):
+        if bad := int(report.votes[StepFlag.BAD_SAMPLES]):
             # Anew in each epoch, which reads each sample once: what is counted are samples, not reads.
             self._bad = bad + (self._bad if position.epoch == self._epoch else 0)
             self._epoch = position.epoch

@@ -16,21 +16,21 @@ from launcher.config.schema import LossScaleConfig
 from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError, listed
 from launcher.trainer.callback import Callback, StepMetrics
-from launcher.trainer.diagnostics.nonfinite_inspector import MAX_NAMES, DivergenceInspector
-from launcher.trainer.progress import Measured, Position
+from launcher.trainer.diagnostics.nonfinite_inspector import MAX_NAMES, NonFiniteInspector
+from launcher.trainer.progress import EvalOutcome, Position
 
 LARGEST_HALF = 65504  # of fp16
 SCALES_SHOWN = 10  # the latest changes of the loss scale that an error names
 
 
 @dataclass
-class DivergenceCheck(Callback):
+class TerminateOnNonFinite(Callback):
     """Checks each step's report in order, and the end of the run. `counters` are those of the loss scale."""
 
     name: ClassVar[str] = "divergence"
 
     limits: LossScaleConfig
-    inspector: DivergenceInspector
+    inspector: NonFiniteInspector
     counters: Callable[[], Mapping[str, int]]
     _scales: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=SCALES_SHOWN))
     _last: tuple[Position, StepReport] | None = None
@@ -59,7 +59,7 @@ class DivergenceCheck(Callback):
                 f"{position.step}. {advice}\n{self._evidence(position, report)}"
             )
 
-    def on_train_end(self, position: Position, measured: Measured) -> None:
+    def on_train_end(self, position: Position, measured: EvalOutcome) -> None:
         """Raise DivergedError if a run that has reached its last step has no usable result.
 
         That is: no step was applied, the last one's loss was not finite, or that on the held-out set is not.
@@ -112,7 +112,7 @@ class DivergenceCheck(Callback):
             advice = "Lower precision.loss_scale.init_scale, or let it move with its mode=dynamic."
         elif self.limits.min_scale != 1:
             advice += " Lower precision.loss_scale.min_scale, too."
-        if names := self.inspector.narrowed(report.culprit_parameters):
+        if names := self.inspector.fp16_gradients_of_fp32_modules(report.culprit_parameters):
             advice += (
                 f" {listed(names, MAX_NAMES)}: the module computes in fp32 (precision.fp32_modules), but its "
                 f"gradient becomes half, of at most {LARGEST_HALF}, before the ranks sum it. "

@@ -19,11 +19,11 @@ from launcher.evaluation.evaluate import Evaluation
 from launcher.run_dir.result import Result
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Measured, Position
+from launcher.trainer.progress import EvalOutcome, Position
 
 
 @dataclass(frozen=True)
-class WatchedMetric:
+class PatienceState:
     """The best value, and how many evaluations were no better since then."""
 
     best: MonitoredMetric
@@ -45,13 +45,13 @@ class EarlyStopping(Callback):
         self._compare_by = context.recipe.monitor
         self._course = context.course
         self._telemetry = context.telemetry
-        self._watched: WatchedMetric | None = None  # None before the first evaluation
+        self._watched: PatienceState | None = None  # None before the first evaluation
 
     def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
         refuse_none("early_stopping.patience", self._patience, evaluations)
         refuse_unknown("early_stopping", self._config.metric, evaluations)
 
-    def on_eval_end(self, position: Position, measured: Measured) -> None:
+    def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
         """Count an evaluation, unless it was counted before the run was restarted."""
         if not measured.evaluations:
             return
@@ -61,7 +61,7 @@ class EarlyStopping(Callback):
         if watched is None or watched.step != step:
             self._watched = watched = self._counted(watched, found, step)
         self.stop_reason = ""
-        if watched.waited >= self._patience and not self._course.ends_with(step):
+        if watched.waited >= self._patience and not self._course.is_last_step(step):
             best, delta = watched.best, self._config.min_delta
             by = f"by more than {delta:g} " if delta else ""
             self.stop_reason = (
@@ -70,20 +70,20 @@ class EarlyStopping(Callback):
             )
             self._telemetry.decision("early stopping", f"after step {step}: {self.stop_reason}")
 
-    def _counted(self, watched: WatchedMetric | None, found: MonitoredMetric, step: int) -> WatchedMetric:
+    def _counted(self, watched: PatienceState | None, found: MonitoredMetric, step: int) -> PatienceState:
         """A value that is not a number improves nothing."""
         if watched is None or not watched.best.same_metric(found) or math.isnan(watched.best.value):
-            return WatchedMetric(found, step, 0, step)
+            return PatienceState(found, step, 0, step)
         if found.cost < watched.best.cost - self._config.min_delta:
-            return WatchedMetric(found, step, 0, step)
-        return WatchedMetric(watched.best, watched.best_step, watched.waited + 1, step)
+            return PatienceState(found, step, 0, step)
+        return PatienceState(watched.best, watched.best_step, watched.waited + 1, step)
 
     def state_dict(self) -> dict[str, Any]:
         return {"watched": None if self._watched is None else asdict(self._watched)}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         if (saved := values["watched"]) is not None:
-            self._watched = WatchedMetric(**{**saved, "best": MonitoredMetric(**saved["best"])})
+            self._watched = PatienceState(**{**saved, "best": MonitoredMetric(**saved["best"])})
             if self._watched.waited >= self._patience:
                 self.stop_reason = "it had ended when it was saved"
 

@@ -64,7 +64,7 @@ class MicroBatch(Callback):
         context.plan = replace(context.plan, micro_batch=size)
         context.stepper.set_micro_batches(context.plan.micro_batches)
         self._chosen = (wish, size)
-        context.record(data=replace(context.config.data, micro_batch_size=size))
+        context.persist_config(data=replace(context.config.data, micro_batch_size=size))
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         """End the run where a rank has abandoned the step. All ranks read so in the same step."""

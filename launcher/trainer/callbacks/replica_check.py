@@ -6,7 +6,7 @@ from launcher.engine import StepResult
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
-from launcher.trainer.replicas import check_replicas
+from launcher.trainer.replica_consistency import check_replicas
 
 
 class ReplicaCheck(Callback):
@@ -18,5 +18,5 @@ class ReplicaCheck(Callback):
         self._context = context
 
     def on_step_launched(self, position: Position, result: StepResult) -> None:
-        if self._context.course.checks_after(position.step):
+        if self._context.course.should_check_replicas(position.step):
             check_replicas(self._context.stepper, self._context.average)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from launcher.trainer.answers import SinceEvaluation
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Measured, Position
+from launcher.trainer.progress import EvalOutcome, Position
+from launcher.trainer.train_accuracy import RunningTrainMetrics
 
 
 class TrainingMetrics(Callback):
@@ -22,7 +22,7 @@ class TrainingMetrics(Callback):
     def __init__(self, context: TrainContext) -> None:
         self._context = context
         self._answers = context.answers
-        self._since = SinceEvaluation()
+        self._since = RunningTrainMetrics()
         self._evaluated: dict[str, float] = {}  # of the last evaluation, while no step has followed it
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
@@ -40,10 +40,10 @@ class TrainingMetrics(Callback):
         self._answers.add_to(self._since)
         self._context.train_metrics = self._evaluated or self._since.metrics()
 
-    def on_eval_end(self, position: Position, measured: Measured) -> None:
+    def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
         if measured.evaluations:
             self._evaluated = self._evaluated or self._since.metrics()
-            self._since = SinceEvaluation()
+            self._since = RunningTrainMetrics()
 
     def state_dict(self) -> dict[str, Any]:
         self._answers.add_to(self._since)
@@ -52,4 +52,4 @@ class TrainingMetrics(Callback):
     def load_state_dict(self, values: dict[str, Any]) -> None:
         since = dict(values)
         self._evaluated = since.pop("evaluated", {})
-        self._since = SinceEvaluation(**since)
+        self._since = RunningTrainMetrics(**since)

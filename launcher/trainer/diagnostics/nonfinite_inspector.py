@@ -33,7 +33,7 @@ MAX_RANKS = 4
 
 
 @dataclass(frozen=True, order=True)
-class Evidence:
+class Finding:
     """What one rank found; the smallest `order` came first in the pass. `module` is that of an overflow."""
 
     order: int
@@ -41,7 +41,7 @@ class Evidence:
     module: str = field(default="", compare=False)
 
 
-class DivergenceInspector:
+class NonFiniteInspector:
     """Finds what made the loss or the gradient of a step not finite."""
 
     def __init__(self, context: TrainContext) -> None:
@@ -59,7 +59,7 @@ class DivergenceInspector:
         texts = {name: master_text(masters[name], weights[name].dtype) for name in broken if name in masters}
         return listed([f"{name} ({texts[name]})" if name in texts else name for name in broken], MAX_NAMES)
 
-    def narrowed(self, parameters: Sequence[str]) -> list[str]:
+    def fp16_gradients_of_fp32_modules(self, parameters: Sequence[str]) -> list[str]:
         """The parameters of modules that compute in fp32 whose gradients become fp16 all the same."""
         of_fp32 = tuple(f"{name}." for name in self._stepper.fp32_modules)
         sent, weights = self._stepper.own_gradients(), named_parameters(self._stepper.model)
@@ -77,9 +77,9 @@ class DivergenceInspector:
         the present ones: the step did not change them, but the next one, already launched when this one is
         read, may have.
         """
-        return told_by_rank(self._of_all_ranks(partial(self._inspect, position, backward)), suspected_ranks)
+        return format_by_rank(self._of_all_ranks(partial(self._inspect, position, backward)), suspected_ranks)
 
-    def overflow(self, position: Position) -> Evidence | None:
+    def overflow(self, position: Position) -> Finding | None:
         """The first module that made values that are not finite from finite ones, in the step just read.
 
         None where the batch, a weight or the loss itself was not finite. The same on all ranks: that of the
@@ -88,34 +88,34 @@ class DivergenceInspector:
         first = min(self._of_all_ranks(partial(self._first_overflow, position)))
         return first if first.module else None
 
-    def _of_all_ranks(self, inspect: Callable[[], Evidence]) -> list[Evidence]:
+    def _of_all_ranks(self, inspect: Callable[[], Finding]) -> list[Finding]:
         """What each rank found, in rank order, on all ranks. A collective."""
         try:
             own = inspect()
         except Exception as error:  # after any error, because the other ranks wait in the exchange below
             # After what other ranks have found, but before those that found nothing, so that it is shown.
-            own = Evidence(NOTHING - 1, f"the batch could not be run again: {described(error)}")
+            own = Finding(NOTHING - 1, f"the batch could not be run again: {described(error)}")
         texts = all_gather_str(self._context.env, json.dumps(asdict(own)))
-        return [Evidence(**json.loads(text)) for text in texts]
+        return [Finding(**json.loads(text)) for text in texts]
 
-    def _first_overflow(self, position: Position) -> Evidence:
+    def _first_overflow(self, position: Position) -> Finding:
         """Evidence without a module where the cause is something else."""
-        found = [Evidence(NOTHING, "")]
+        found = [Finding(NOTHING, "")]
         for number, batch in enumerate(self._context.batches.step(position.epoch, position.step_of_epoch)):
             origin = self._run(batch, position, number)[
                 0
             ].origin  # of all micro-batches: collectives within modules match
             if any(map(nonfinite_rows, batch.values())):
-                found.append(Evidence(number << 32, ""))
+                found.append(Finding(number << 32, ""))
             elif origin is not None:
-                found.append(Evidence((number << 32) + origin.position, module_text(origin), origin.name))
+                found.append(Finding((number << 32) + origin.position, module_text(origin), origin.name))
         return min(found)
 
-    def _inspect(self, position: Position, backward: bool) -> Evidence:
+    def _inspect(self, position: Position, backward: bool) -> Finding:
         """Run all of this rank's micro-batches again, so that collectives within modules match."""
         batches = self._context.batches
         micro_batches = batches.step(position.epoch, position.step_of_epoch)
-        found: list[Evidence] = []
+        found: list[Finding] = []
         by_batch = zip(micro_batches, batches.latest_indices(), strict=True)
         for number, (batch, indices) in enumerate(by_batch):
             forward, loss_finite = self._run(batch, position, number)
@@ -123,7 +123,7 @@ class DivergenceInspector:
             back = self._run_back(batch, position, number) if backward else None
             arithmetic = self._stepper.policy.arithmetic
             found.append(evidence_of(forward, loss_finite, back, number, batch, indices, arithmetic))
-        return min(found, default=Evidence(NOTHING, "no samples"))
+        return min(found, default=Finding(NOTHING, "no samples"))
 
     def _run(self, batch: Batch, position: Position, number: int) -> tuple[Diagnosis, bool]:
         """One micro-batch through the model, in training mode, uncompiled; and whether its loss is finite."""
@@ -154,7 +154,7 @@ def evidence_of(
     batch: Batch,
     indices: Sequence[int],
     arithmetic: torch.dtype = torch.float32,
-) -> Evidence:
+) -> Finding:
     """The evidence in micro-batch `number`, which holds the training samples `indices`.
 
     `arithmetic` is the dtype in which the model computes.
@@ -166,9 +166,9 @@ def evidence_of(
         finite = "the forward pass is finite"
         if diagnosis.largest is not None:
             name, size = diagnosis.largest
-            finite += f", its largest value {size:.3g} from {_called(name)}"
+            finite += f", its largest value {size:.3g} from {_module_title(name)}"
         parts = [samples_text((), indices), finite, backward_text(back)]
-        return Evidence((number << 32) + AFTER_FORWARD if seen else NOTHING, "; ".join(parts))
+        return Finding((number << 32) + AFTER_FORWARD if seen else NOTHING, "; ".join(parts))
     suspects = sorted({row for rows in columns.values() for row in rows})
     if not suspects and finding is not None and finding.num_rows == len(indices) != len(finding.rows):
         suspects = list(finding.rows)
@@ -184,7 +184,7 @@ def evidence_of(
         parts.append(f"weights not finite: {listed(diagnosis.parameters, MAX_NAMES)}")
     position = 0 if columns else finding.position if finding is not None else AFTER_FORWARD
     # By micro-batch first, then by position in its pass, which is below 2^32.
-    return Evidence((number << 32) + position, "; ".join(parts))
+    return Finding((number << 32) + position, "; ".join(parts))
 
 
 def beyond(name: str, column: Tensor, arithmetic: torch.dtype) -> str:
@@ -204,7 +204,7 @@ def backward_text(back: BackwardDiagnosis | None) -> str:
         return "what is not finite arises in the backward pass"
     if back.module is not None:
         name, kind, value = back.module
-        text = f"first gradient that was not finite: at the output of {_called(name)} ({kind}), {value}"
+        text = f"first gradient that was not finite: at the output of {_module_title(name)} ({kind}), {value}"
     elif back.parameters:
         names = listed(back.parameters, MAX_NAMES)
         text = f"gradients not finite: {names}, though those at all outputs were"
@@ -214,11 +214,11 @@ def backward_text(back: BackwardDiagnosis | None) -> str:
         return text
     name, size = back.largest
     before = "before it " if back.module else ""
-    return f"{text}, the largest {before}{size:.3g} at the output of {_called(name)}"
+    return f"{text}, the largest {before}{size:.3g} at the output of {_module_title(name)}"
 
 
 def module_text(finding: ModuleFinding) -> str:
-    name = _called(finding.name)
+    name = _module_title(finding.name)
     text = f"first module whose output was not finite: {name} ({finding.type}), {finding.kind}"
     if not finding.inputs_finite:
         return f"{text}, which was given values that are not finite"
@@ -237,7 +237,7 @@ def samples_text(suspects: Sequence[int], indices: Sequence[int]) -> str:
     return f"micro-batch of {counted(len(indices), 'training sample')} {numbers}"
 
 
-def told_by_rank(found: Sequence[Evidence], suspected_ranks: Sequence[int]) -> str:
+def format_by_rank(found: Sequence[Finding], suspected_ranks: Sequence[int]) -> str:
     """A line per rank that found something, the earliest first; if none did, the suspected ranks."""
     chosen = [rank for rank, evidence in enumerate(found) if evidence.order < NOTHING]
     chosen = sorted(chosen, key=found.__getitem__) or list(suspected_ranks) or [0]
@@ -261,6 +261,6 @@ def master_text(master: Tensor, weight: torch.dtype) -> str:
     return "master nan" if bool(master.isnan().any()) else "master inf"
 
 
-def _called(module: str) -> str:
+def _module_title(module: str) -> str:
     """A module by its name in named_modules()."""
     return module or "the model itself"

@@ -22,7 +22,7 @@ SHAPES = re.compile(
 SHOWN = 5  # lines, or parameters
 
 
-def unheld_parameters(loss: Tensor, model: nn.Module) -> str:
+def unregistered_parameters(loss: Tensor, model: nn.Module) -> str:
     """What to warn of where `loss` depends on parameters that `model` does not hold; else empty.
 
     Walks the whole graph: 1 us for each operation.
@@ -51,7 +51,7 @@ def unheld_parameters(loss: Tensor, model: nn.Module) -> str:
     )
 
 
-def module_given(error: BaseException) -> str:
+def failing_module_inputs(error: BaseException) -> str:
     """`module 0, ReLU(), was given [32, 2]`: the innermost call of a module that the error left."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == "_call_impl"]
     # Of nn.Module: self, *args, **kwargs.
@@ -66,7 +66,7 @@ def module_given(error: BaseException) -> str:
     return f"{title}, {kind}, was given {' and '.join(shapes) or 'no tensor'}"
 
 
-def backward_mistake(error: BaseException) -> ConfigError | None:
+def explain_backward_error(error: BaseException) -> ConfigError | None:
     """The error of a backward pass through a graph that is freed; None for any other."""
     if "backward through the graph a second time" not in whole_text(error):
         return None

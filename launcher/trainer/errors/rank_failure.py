@@ -37,7 +37,7 @@ SHARDABLE = ("sgd", "adamw")
 MORE_ROOM = "a smaller data.micro_batch_size leaves more room beside it"
 
 
-def at_shortage(beat: HeartbeatRecord, config: Config, world_size: int) -> tuple[str, str]:
+def oom_context(beat: HeartbeatRecord, config: Config, world_size: int) -> tuple[str, str]:
     """Where the run is, as in ` in the update of step 7`, and what to change if it lacks memory there."""
     at_step = beat.phase in PARTS and beat.step
     place = f" in {PARTS[beat.phase]} of step {beat.step}" if at_step else f" {where(beat)}"
@@ -76,15 +76,15 @@ def explain_and_report(
     log_traceback(launch.rank, error)
     run_dir = Path(config.run.dir)
     logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
-    failure = failure_of(error, launch, logs, at_shortage(heartbeat.latest, config, launch.world_size))
+    failure = to_launcher_error(error, launch, logs, oom_context(heartbeat.latest, config, launch.world_size))
     steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
     report_failure(telemetry, steps, run_dir, launch, failure or error)
-    release_frames(error)
+    free_traceback(error)
     return failure
 
 
-def failure_of(
-    error: BaseException, launch: LaunchEnv, logs: str, at_shortage: tuple[str, str]
+def to_launcher_error(
+    error: BaseException, launch: LaunchEnv, logs: str, oom_context: tuple[str, str]
 ) -> LauncherError | None:
     """The error for users, caused by `error`; None where it is to be raised as it is.
 
@@ -93,16 +93,16 @@ def failure_of(
     """
     return (
         (ConfigError(str(error)) if isinstance(error, UnusableError) else None)
-        or to_resource_error(error, f"rank {launch.rank}", *at_shortage)
+        or to_resource_error(error, f"rank {launch.rank}", *oom_context)
         or nccl.failure_of_nccl(error, launch.rank)
         # In a recipe's line that no guard covers, such as in a backward pass.
         or (recipe_failure(error, "code of the recipe", logs) if place_of(error) else None)
-        or _of_a_sample(error, logs)
+        or _with_log_path(error, logs)
         or _unexpected(error, logs)
     )
 
 
-def _of_a_sample(error: BaseException, logs: str) -> LauncherError | None:
+def _with_log_path(error: BaseException, logs: str) -> LauncherError | None:
     """The error of a sample that raised, with its logs. Where samples are read these are not known."""
     if not isinstance(error, LauncherError) or not error.traceback or IN_LOG in str(error):
         return None
@@ -120,7 +120,7 @@ def _unexpected(error: BaseException, logs: str) -> UnexpectedError | None:
     return failure
 
 
-def release_frames(error: BaseException) -> None:
+def free_traceback(error: BaseException) -> None:
     """Free what the frames of a failure hold, in particular the process group. Log its traceback before.
 
     Gloo closes its connections when the last reference to the group is gone, and only then do the ranks

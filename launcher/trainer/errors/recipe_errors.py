@@ -29,7 +29,7 @@ from launcher.errors import ConfigError, DataError, LauncherError, RecipeError, 
 from launcher.os.oom import TO_LOWER, to_resource_error
 from launcher.recipe.checks import refuse_other_arguments
 from launcher.recipe.contract import Recipe
-from launcher.trainer.errors.model_mistakes import SHAPES, module_given
+from launcher.trainer.errors.model_mistakes import SHAPES, failing_module_inputs
 
 Result = TypeVar("Result")
 IN_LOG = "The full traceback is in"
@@ -58,7 +58,7 @@ CALLED_WITH = {  # what the launcher gives to the functions of a recipe, in orde
 }
 
 
-def guarded(recipe: Recipe, logs: str) -> Recipe:
+def wrap_recipe(recipe: Recipe, logs: str) -> Recipe:
     """The recipe with its functions guarded: an exception in one is a RecipeError or DataError.
 
     All but the loss, which all ranks call equally often in training, run as if the process were alone.
@@ -135,7 +135,7 @@ def recipe_failure(
     beyond = OVER_FP16.search(whole_text(error)) is not None
     viewed = "view size is not compatible" in whole_text(error)
     is_shape = not rule and isinstance(error, RuntimeError | ValueError) and SHAPES.search(whole_text(error))
-    if is_shape and (given := module_given(error)):
+    if is_shape and (given := failing_module_inputs(error)):
         where += f"{'' if place or not built_at else f' with the model of {built_at}'}: {given}"
     of_setup = isinstance(error, ModuleNotFoundError) or _is_of_wandb(error)
     kind = DataError if rule else ConfigError if of_metric else RecipeError

@@ -18,7 +18,7 @@ from launcher.checkpoint.host_memory import PinnedStagingBuffer
 from launcher.checkpoint.run_state import RunExtras, RunIdentity, SavedWith, TrainProgress, stage
 from launcher.distributed.env import RANK0, WorkerEnv
 from launcher.engine import AdamW, DDPOptions, ExponentialMovingAverage, Policy, Scaling, Stepper
-from launcher.trainer.replicas import ema_sha256, weights_sha256
+from launcher.trainer.replica_consistency import ema_sha256, weights_sha256
 from tests.configs import composed
 from tests.engine.observe import state_digest, train
 from tests.meta_device import META, MetaDevice, fake_group

@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from launcher.distributed.env import WorkerEnv
-from launcher.trainer.callbacks.initial_weights import Loaded, load_weights
+from launcher.trainer.callbacks.pretrained_weights import LoadReport, load_weights
 from tests.configs import composed
 from tests.models import Odd, conv_net, mlp
 
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
 
 
-def load(model: nn.Module, file: Path | str, *, strict: bool = True, sha256: str | None = None) -> Loaded:
+def load(model: nn.Module, file: Path | str, *, strict: bool = True, sha256: str | None = None) -> LoadReport:
     config = composed()
     wish = dataclasses.replace(
         config.model, init_from=str(file), init_from_strict=strict, init_from_sha256=sha256

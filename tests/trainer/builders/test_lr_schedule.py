@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import ConfigError
-from launcher.trainer.builders.lr_schedule import learning_rates, own_rates
+from launcher.trainer.builders.lr_schedule import custom_lr_table, learning_rates
 
 NAMES = ["constant", "linear", "cosine", "onecycle"]
 
@@ -41,7 +41,7 @@ def test_shapes_without_warm_up(name, middle, end) -> None:
 def test_cosine_is_torchs_cosine() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
     theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
-    assert learning_rates("cosine", 0.3, 50, 0.0) == pytest.approx(rates_of(optimizer, theirs, 50))
+    assert learning_rates("cosine", 0.3, 50, 0.0) == pytest.approx(lr_table(optimizer, theirs, 50))
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def test_onecycle_is_torchs_one_cycle(steps, fraction) -> None:
     theirs = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, 0.3, total_steps=steps, pct_start=fraction, cycle_momentum=False
     )
-    expected = rates_of(optimizer, theirs, steps)
+    expected = lr_table(optimizer, theirs, steps)
     assert learning_rates("onecycle", 0.3, steps, fraction) == pytest.approx(expected)
 
 
-def rates_of(optimizer, scheduler, steps: int) -> list[float]:
+def lr_table(optimizer, scheduler, steps: int) -> list[float]:
     rates = []
     for step in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -70,9 +70,9 @@ def test_a_schedule_of_ones_own_is_torchs_lambda() -> None:
     """The factor of each applied step from 0, on the peak; numbers of NumPy are numbers."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
     theirs = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-    ours = own_rates(lambda step, total: np.float32(1.0) * 0.9**step, "mine", 0.3, 20)
-    assert ours == pytest.approx(rates_of(optimizer, theirs, 20), rel=1e-6)
-    assert own_rates(lambda step, total: (total - step) / total, "mine", 2.0, 4) == [2.0, 1.5, 1.0, 0.5]
+    ours = custom_lr_table(lambda step, total: np.float32(1.0) * 0.9**step, "mine", 0.3, 20)
+    assert ours == pytest.approx(lr_table(optimizer, theirs, 20), rel=1e-6)
+    assert custom_lr_table(lambda step, total: (total - step) / total, "mine", 2.0, 4) == [2.0, 1.5, 1.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_a_schedule_of_ones_own_is_torchs_lambda() -> None:
 )
 def test_what_is_no_factor_is_refused_with_its_step(factor) -> None:
     with pytest.raises(ConfigError, match=r"^mine gave .* for step 2 of 5: it must return the factor"):
-        own_rates(lambda step, total: factor if step == 2 else 1, "mine", 10.0, 5)
+        custom_lr_table(lambda step, total: factor if step == 2 else 1, "mine", 10.0, 5)
 
 
 def test_a_schedule_that_is_always_0_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^mine gave 0 for each of 5 steps, so nothing would be trained"):
-        own_rates(lambda step, total: (step + 1) // (total + 1), "mine", 10.0, 5)
-    assert own_rates(lambda step, total: 0, "mine", 10.0, 0) == [], "a run of no steps"
-    assert own_rates(lambda step, total: 0, "mine", 0.0, 2) == [0.0, 0.0], "as optim.lr=0 says"
+        custom_lr_table(lambda step, total: (step + 1) // (total + 1), "mine", 10.0, 5)
+    assert custom_lr_table(lambda step, total: 0, "mine", 10.0, 0) == [], "a run of no steps"
+    assert custom_lr_table(lambda step, total: 0, "mine", 0.0, 2) == [0.0, 0.0], "as optim.lr=0 says"
 
 
 @pytest.mark.parametrize("schedule", [lambda step: 1.0, lambda: 1.0, lambda a, b, c: 1.0])
@@ -96,5 +96,5 @@ def test_a_schedule_of_other_arguments_is_refused(schedule) -> None:
         ConfigError,
         match=r"^mine at .* has the arguments \(.*\), and the launcher calls it with \(step, total\)",
     ):
-        own_rates(schedule, "mine", 0.3, 5)
-    assert own_rates(lambda step, total, power=2: 1.0, "mine", 0.3, 2) == [0.3, 0.3]
+        custom_lr_table(schedule, "mine", 0.3, 5)
+    assert custom_lr_table(lambda step, total, power=2: 1.0, "mine", 0.3, 2) == [0.3, 0.3]

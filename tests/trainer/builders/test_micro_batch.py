@@ -10,8 +10,8 @@ import torch
 
 from launcher.data.batch_plan import BatchPlan
 from launcher.trainer.builders import trials
-from launcher.trainer.builders.trials import MOST_TRIALS, half_of, largest_that_fits, sizes_to_try
-from launcher.trainer.progress import Course
+from launcher.trainer.builders.trials import MOST_TRIALS, bisect_largest, candidate_sizes, next_smaller
+from launcher.trainer.progress import TrainLength
 from tests.configs import composed
 
 
@@ -26,12 +26,12 @@ def searched(share: int, limit: int) -> tuple[int | None, list[int]]:
         tried.append(size)
         return size <= limit
 
-    return largest_that_fits(sizes_to_try(plan_of(share)), fits), tried
+    return bisect_largest(candidate_sizes(plan_of(share)), fits), tried
 
 
 @pytest.mark.parametrize("share", [1, 2, 3, 8, 10, 97, 128, 1000, 4096])
 def test_it_finds_the_largest_size_that_makes_a_difference(share) -> None:
-    sizes = sizes_to_try(plan_of(share))
+    sizes = candidate_sizes(plan_of(share))
     for limit in {0, 1, 2, share // 3, share // 2, share - 1, share}:
         found, tried = searched(share, limit)
         assert found == max((size for size in sizes if size <= limit), default=None)
@@ -42,8 +42,8 @@ def test_it_finds_the_largest_size_that_makes_a_difference(share) -> None:
 
 
 def test_every_number_of_micro_batches_has_its_smallest_size() -> None:
-    assert sizes_to_try(plan_of(10)) == [10, 5, 4, 3, 2, 1]
-    assert sizes_to_try(plan_of(1)) == [1]
+    assert candidate_sizes(plan_of(10)) == [10, 5, 4, 3, 2, 1]
+    assert candidate_sizes(plan_of(1)) == [1]
 
 
 def test_where_eight_trials_do_not_decide_it_takes_one_that_fits() -> None:
@@ -63,7 +63,7 @@ def test_where_eight_trials_do_not_decide_it_takes_one_that_fits() -> None:
 )
 def test_half_is_of_what_the_largest_micro_batch_really_has(share, micro_batch, half) -> None:
     """A share of 10 in pieces of at most 8 is 5 and 5."""
-    assert half_of(plan_of(share, micro_batch)) == half
+    assert next_smaller(plan_of(share, micro_batch)) == half
 
 
 def test_cudnn_times_its_algorithms_only_for_the_size_that_is_chosen(monkeypatch) -> None:
@@ -79,7 +79,10 @@ def test_cudnn_times_its_algorithms_only_for_the_size_that_is_chosen(monkeypatch
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     telemetry = SimpleNamespace(decision=lambda *words, **values: None)
     context: Any = SimpleNamespace(
-        config=composed("data.batch_size=8"), telemetry=telemetry, plan=plan_of(8), course=Course(1, 1, 1)
+        config=composed("data.batch_size=8"),
+        telemetry=telemetry,
+        plan=plan_of(8),
+        course=TrainLength(1, 1, 1),
     )
     assert trials.search(context) == 1
     assert len(tuned) > 1

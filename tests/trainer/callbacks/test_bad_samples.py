@@ -9,28 +9,28 @@ import pytest
 
 from launcher.errors import DataError
 from launcher.telemetry import Telemetry
-from launcher.trainer.callbacks.bad_samples import BadSamples
+from launcher.trainer.callbacks.bad_samples import BadSampleLimit
 from launcher.trainer.progress import Position
-from launcher.trainer.votes import Question
-from tests.trainer.callbacks.test_log import Recorder
+from launcher.trainer.step_flags import StepFlag
+from tests.trainer.callbacks.test_step_logger import Recorder
 from tests.trainer.reports import CLEAN, LIMITS, metrics_of
 from tests.trainer.runs import context_alone
 
 
-def part_of(max_bad_samples: int, saved: str | None = None) -> tuple[BadSamples, Recorder]:
+def part_of(max_bad_samples: int, saved: str | None = None) -> tuple[BadSampleLimit, Recorder]:
     recorder = Recorder()
     run = context_alone(Telemetry([recorder]), LIMITS, 1)
     data = replace(run.config.data, max_bad_samples=max_bad_samples)
-    part = BadSamples(replace(run, config=replace(run.config, data=data)))
+    part = BadSampleLimit(replace(run, config=replace(run.config, data=data)))
     if saved is not None:
         part.load_state_dict(json.loads(saved))
     return part, recorder
 
 
-def take(part: BadSamples, step: int, bad: int) -> None:
+def take(part: BadSampleLimit, step: int, bad: int) -> None:
     """Step `step` of epochs of 4 steps, counted from 1."""
     votes = [0] * len(CLEAN.votes)
-    votes[Question.BAD_SAMPLES] = bad
+    votes[StepFlag.BAD_SAMPLES] = bad
     part.on_step_metrics(Position(*divmod(step - 1, 4), step), metrics_of(replace(CLEAN, votes=tuple(votes))))
 
 

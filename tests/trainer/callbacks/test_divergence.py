@@ -9,8 +9,8 @@ import pytest
 from launcher.config.schema import LossScaleConfig
 from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError
-from launcher.trainer.callbacks.divergence import DivergenceCheck
-from launcher.trainer.progress import Measured, Position
+from launcher.trainer.callbacks.divergence import TerminateOnNonFinite
+from launcher.trainer.progress import EvalOutcome, Position
 from tests.trainer.reports import CLEAN, LIMITS, OVERFLOW, metrics_of
 
 
@@ -24,7 +24,7 @@ class Inspector:
     def broken_weights(self) -> str:
         return self.broken
 
-    def narrowed(self, parameters) -> list[str]:
+    def fp16_gradients_of_fp32_modules(self, parameters) -> list[str]:
         return [name for name in parameters if name.startswith("rescued.")]
 
     def explain(self, *question, backward: bool) -> str:
@@ -37,9 +37,9 @@ def checked(
     inspector: Inspector | None = None,
     limits: LossScaleConfig = LIMITS,
     counters: dict[str, int] | None = None,
-) -> DivergenceCheck:
+) -> TerminateOnNonFinite:
     """The check after these steps of a run."""
-    check = DivergenceCheck(limits, inspector or Inspector(), lambda: counters or {})
+    check = TerminateOnNonFinite(limits, inspector or Inspector(), lambda: counters or {})
     for step, report in enumerate(reports, 1):
         check.on_step_metrics(Position(0, step - 1, step), metrics_of(report))
     return check
@@ -125,19 +125,19 @@ def test_the_advice_at_the_floor_is_about_the_scale_that_there_is(mode, least, w
 def test_a_run_that_ends_with_nothing_to_show_for_it_is_refused(counters, held_out_loss, words) -> None:
     check = checked([replace(CLEAN, scale=512.0)], counters=counters)
     with pytest.raises(DivergedError, match=words):
-        check.on_train_end(Position(0, 2, 3), Measured(loss=held_out_loss))
+        check.on_train_end(Position(0, 2, 3), EvalOutcome(loss=held_out_loss))
 
 
 def test_the_end_of_a_run_resumed_after_its_last_step_has_no_step_to_name() -> None:
     with pytest.raises(DivergedError, match=r"none of 3 steps was applied.*more steps\.$"):
         checked([], counters={"bad_losses": 0, "applied": 0}).on_train_end(
-            Position(0, 2, 3), Measured(loss=1.0)
+            Position(0, 2, 3), EvalOutcome(loss=1.0)
         )
 
 
 def test_a_run_that_has_trained_may_end() -> None:
     checked([CLEAN], counters={"bad_losses": 0, "applied": 1}).on_train_end(
-        Position(0, 0, 1), Measured(loss=1.0)
+        Position(0, 0, 1), EvalOutcome(loss=1.0)
     )
 
 

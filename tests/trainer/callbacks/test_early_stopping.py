@@ -12,7 +12,7 @@ from launcher.config.schema import EarlyStoppingConfig
 from launcher.evaluation.evaluate import Evaluation
 from launcher.telemetry import Telemetry
 from launcher.trainer.callbacks.early_stopping import EarlyStopping
-from launcher.trainer.progress import Course, Measured
+from launcher.trainer.progress import EvalOutcome, TrainLength
 from tests.trainer.reports import LIMITS
 from tests.trainer.runs import context_alone
 
@@ -20,7 +20,7 @@ from tests.trainer.runs import context_alone
 def stops_at(values: list[float], *, higher: bool = True, **config) -> int | None:
     """The first evaluation, from 0, after which the run ends; each with a history that was saved and read."""
     rule = EarlyStoppingConfig(**{"patience": 2, "min_delta": 0.0, "metric": "score", **config})
-    course = Course(1, len(values) + 1, 1)
+    course = TrainLength(1, len(values) + 1, 1)
     saved: str | None = None
     for number, value in enumerate(values):
         found = Evaluation(-value, 10, {"score": value}, {"score": higher})
@@ -29,7 +29,7 @@ def stops_at(values: list[float], *, higher: bool = True, **config) -> int | Non
             part = EarlyStopping(context, rule)
             if saved is not None:
                 part.load_state_dict(json.loads(saved))
-            part.on_eval_end(course.position_of(number + 1), Measured(evaluations={"": found}))
+            part.on_eval_end(course.index_of(number + 1), EvalOutcome(evaluations={"": found}))
             saved = json.dumps(part.state_dict())
         if part.stop_reason:
             return number

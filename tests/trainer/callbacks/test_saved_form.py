@@ -9,8 +9,8 @@ import pytest
 from launcher.config.schema import ReduceLROnPlateauConfig
 from launcher.telemetry import Telemetry
 from launcher.trainer.callbacks.micro_batch import MicroBatch
-from launcher.trainer.callbacks.plateau import Plateau
-from tests.trainer.callbacks.test_log import Recorder
+from launcher.trainer.callbacks.reduce_lr_on_plateau import Plateau
+from tests.trainer.callbacks.test_step_logger import Recorder
 from tests.trainer.reports import LIMITS
 from tests.trainer.runs import context_alone
 

@@ -15,8 +15,8 @@ from launcher.telemetry import Telemetry
 from launcher.trainer.callbacks.stragglers import WINDOW, Stragglers
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
-from launcher.trainer.votes import DATA_SLOT, WAIT_SLOT, Question
-from tests.trainer.callbacks.test_log import Recorder
+from launcher.trainer.step_flags import DATA_SLOT, WAIT_SLOT, StepFlag
+from tests.trainer.callbacks.test_step_logger import Recorder
 from tests.trainer.reports import CLEAN, LIMITS, metrics_of
 from tests.trainer.runs import context_alone
 
@@ -133,5 +133,5 @@ def test_a_window_that_was_not_whole_or_not_heard_of_names_nobody():
 def test_the_times_use_no_question_of_the_votes():
     slots = {WAIT_SLOT, DATA_SLOT}
     assert len(slots) == 2
-    assert not slots & set(Question)
-    assert max(*slots, *Question) < VOTES
+    assert not slots & set(StepFlag)
+    assert max(*slots, *StepFlag) < VOTES

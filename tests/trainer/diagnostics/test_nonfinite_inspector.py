@@ -11,12 +11,12 @@ import torch
 from launcher.trainer.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
 from launcher.trainer.diagnostics.nonfinite_inspector import (
     NOTHING,
-    Evidence,
+    Finding,
     evidence_of,
+    format_by_rank,
     master_text,
     nonfinite_rows,
     samples_text,
-    told_by_rank,
 )
 
 MODULE = ModuleFinding("fc", "Linear", "inf", 7, True, (-2.0, 3.0), (1,), 3)
@@ -98,16 +98,16 @@ def test_a_finite_forward_pass_tells_what_the_backward_pass_showed(back, found, 
 
 
 def test_the_earliest_finding_is_told_first_and_the_innocent_not_at_all() -> None:
-    found = [Evidence(5, "late"), Evidence(NOTHING, "fine"), Evidence(2, "early")]
-    lines = told_by_rank(found, [0]).splitlines()
+    found = [Finding(5, "late"), Finding(NOTHING, "fine"), Finding(2, "early")]
+    lines = format_by_rank(found, [0]).splitlines()
     assert lines[1:] == ["  rank 2: early", "  rank 0: late"]
 
 
 def test_where_nobody_saw_anything_the_suspected_ranks_are_told() -> None:
-    found = [Evidence(NOTHING, f"fine {rank}") for rank in range(9)]
-    assert told_by_rank(found, [1]).splitlines()[1:] == ["  rank 1: fine 1"]
-    assert told_by_rank(found, []).splitlines()[1:] == ["  rank 0: fine 0"]
-    assert told_by_rank(found, range(9)).splitlines()[-1] == "  and 5 more ranks"
+    found = [Finding(NOTHING, f"fine {rank}") for rank in range(9)]
+    assert format_by_rank(found, [1]).splitlines()[1:] == ["  rank 1: fine 1"]
+    assert format_by_rank(found, []).splitlines()[1:] == ["  rank 0: fine 0"]
+    assert format_by_rank(found, range(9)).splitlines()[-1] == "  and 5 more ranks"
 
 
 @pytest.mark.parametrize(

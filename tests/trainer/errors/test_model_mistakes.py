@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from launcher.trainer.errors.model_mistakes import (
     SHAPES,
-    backward_mistake,
-    module_given,
-    unheld_parameters,
+    explain_backward_error,
+    failing_module_inputs,
+    unregistered_parameters,
 )
 
 
@@ -50,7 +50,7 @@ def test_the_innermost_module_is_named_with_what_it_was_given(
     ):
         with pytest.raises((RuntimeError, ValueError)) as caught:
             model(torch.zeros(shape))
-        assert module_given(caught.value) == f"{title}, {layer!r}, was given {list(shape)}"
+        assert failing_module_inputs(caught.value) == f"{title}, {layer!r}, was given {list(shape)}"
         assert SHAPES.search(str(caught.value))
 
 
@@ -67,27 +67,31 @@ def test_parameters_that_the_model_does_not_hold_are_counted() -> None:
 
     x = torch.ones(4, 3, requires_grad=True)  # as for a gradient penalty
     model, centers = Net(nn.Linear(3, 2)), nn.Parameter(torch.zeros(2))
-    assert unheld_parameters(model(x).sum(), model) == ""
-    assert unheld_parameters((model(x) - centers.detach()).sum(), model) == ""
-    assert "on 1 parameters that the model does not hold, of the shapes [2]:" in unheld_parameters(
+    assert unregistered_parameters(model(x).sum(), model) == ""
+    assert unregistered_parameters((model(x) - centers.detach()).sum(), model) == ""
+    assert "on 1 parameters that the model does not hold, of the shapes [2]:" in unregistered_parameters(
         (model(x) - centers).sum() + centers.sum(), model
     )
     listing = Listing()
-    assert "on 2 parameters that the model does not hold" in unheld_parameters(listing(x).sum(), listing)
+    assert "on 2 parameters that the model does not hold" in unregistered_parameters(
+        listing(x).sum(), listing
+    )
     listing.heads[0].requires_grad_(False)
-    assert unheld_parameters(listing(x).sum(), listing) == ""
+    assert unregistered_parameters(listing(x).sum(), listing) == ""
 
 
 def test_a_model_of_one_layer_is_named_with_its_sizes() -> None:
     with pytest.raises(RuntimeError) as caught:
         nn.Linear(64, 10)(torch.zeros(32, 2))
-    assert module_given(caught.value).startswith("the model, Linear(in_features=64, out_features=10, ")
+    assert failing_module_inputs(caught.value).startswith(
+        "the model, Linear(in_features=64, out_features=10, "
+    )
 
 
 def test_an_error_outside_of_a_model_names_no_module() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.zeros(2, 3) @ torch.zeros(4, 5)
-    assert module_given(caught.value) == ""
+    assert failing_module_inputs(caught.value) == ""
 
 
 @pytest.mark.parametrize(
@@ -121,8 +125,8 @@ def test_a_state_that_is_kept_with_its_graph_is_to_be_detached() -> None:
 
     model = Keeping()
     model(torch.ones(2, 3, requires_grad=True)).sum().backward()
-    assert "Keep x.detach() from one step to the next" in str(backward_mistake(in_backward(model)))
+    assert "Keep x.detach() from one step to the next" in str(explain_backward_error(in_backward(model)))
 
 
 def test_another_error_of_a_backward_pass_is_no_mistake_in_place() -> None:
-    assert backward_mistake(RuntimeError("out of luck")) is None
+    assert explain_backward_error(RuntimeError("out of luck")) is None

@@ -13,8 +13,8 @@ from launcher.distributed.env import LaunchEnv
 from launcher.engine import EngineWarning
 from launcher.errors import ConfigError, DataError, LauncherError
 from launcher.recipe import Loss, Recipe, TensorData
-from launcher.trainer.errors.rank_failure import failure_of
-from launcher.trainer.errors.recipe_errors import guarded, guarding
+from launcher.trainer.errors.rank_failure import to_launcher_error
+from launcher.trainer.errors.recipe_errors import guarding, wrap_recipe
 
 LOG = "/run/logs/rank0.log"
 NORMS: dict[str, tuple[nn.Module, Tensor, str]] = {
@@ -99,7 +99,7 @@ def test_the_tracker_of_a_hook_is_the_launchers() -> None:
 
 def recipe_with(loss: Callable[[nn.Module, Batch], Loss]) -> Recipe:
     data = TensorData({"x": torch.ones(4, 3)})
-    return guarded(Recipe(lambda: nn.Linear(3, 1), data, data, loss), LOG)
+    return wrap_recipe(Recipe(lambda: nn.Linear(3, 1), data, data, loss), LOG)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_parts_of_the_network_may_have_another_mode() -> None:
 def test_the_error_of_a_sample_is_a_sentence_before_its_log(text: str) -> None:
     error = DataError(text)
     error.traceback = "Traceback"
-    found = failure_of(error, LaunchEnv(), "logs/rank0.log", ("reading", "Read less."))
+    found = to_launcher_error(error, LaunchEnv(), "logs/rank0.log", ("reading", "Read less."))
     assert str(found) == f"{text.rstrip('.')}. The full traceback is in logs/rank0.log."
 
 

@@ -23,19 +23,19 @@ from launcher.run_dir.records import JOB
 from launcher.telemetry.events import CheckpointEvent
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Measured, Position
+from launcher.trainer.progress import EvalOutcome, Position
 from launcher.trainer.pruning import request_of_agent
-from launcher.trainer.replicas import check_replicas
-from launcher.trainer.resume import SavedRun
-from launcher.trainer.votes import Question
+from launcher.trainer.replica_consistency import check_replicas
+from launcher.trainer.resume import RunCheckpoints
+from launcher.trainer.step_flags import StepFlag
 
 
-class Checkpoints(Callback):
+class CheckpointCallback(Callback):
     """Decides after each step whether the run is saved and whether it ends there."""
 
     name = "checkpoints"
 
-    def __init__(self, context: TrainContext, saved: SavedRun) -> None:
+    def __init__(self, context: TrainContext, saved: RunCheckpoints) -> None:
         wish = context.config.checkpoint
         self._context = context
         self._saved, self._checkpointer = saved, saved.checkpointer
@@ -60,11 +60,11 @@ class Checkpoints(Callback):
         by_clock = context.env.is_leader and self.due.by_clock()
         if context.stop_signal.pop_save() or by_clock:
             self.due.done()  # requested now, saved after the next step
-            context.stepper.vote(Question.SAVE)
+            context.stepper.vote(StepFlag.SAVE)
         if self._failure and context.config.checkpoint.on_error == "stop":
-            context.stepper.vote(Question.GIVE_UP)
+            context.stepper.vote(StepFlag.ABORT)
 
-    def on_step_end(self, position: Position, measured: Measured | None) -> None:
+    def on_step_end(self, position: Position, measured: EvalOutcome | None) -> None:
         """Save and stop as voted and as due, the same on all ranks.
 
         `measured` is from this step; None if there was no evaluation, or an interrupted one. Raises
@@ -72,26 +72,26 @@ class Checkpoints(Callback):
         StorageError for one that cannot be saved.
         """
         due = self.due.after_step(position.step)
-        if measured is None and not (self._context.votes.some or due):
+        if measured is None and not (self._context.flags.some or due):
             return
-        agreed = self._context.votes.take()
+        agreed = self._context.flags.take()
         done = measured is not None and measured.is_last
-        stops = Question.STOP in agreed and not done
-        if Question.GIVE_UP in agreed and (failure := self._of_leader(self._failure)):
+        stops = StepFlag.STOP in agreed and not done
+        if StepFlag.ABORT in agreed and (failure := self._from_rank0(self._failure)):
             raise StorageError(failure)  # unless a later one was written
         pruned = self._request_to_prune() if stops else None
         if pruned is not None and not pruned.keep_checkpoint:
-            self._discard()
+            self._delete_checkpoints()
             raise PrunedError(f"after step {position.step}: {pruned.reason}; no checkpoint was kept.")
         is_best = measured is not None and measured.is_best
         if is_best:
             self._best_step = position.step
-        if stops or done or is_best or due or Question.SAVE in agreed:
+        if stops or done or is_best or due or StepFlag.SAVE in agreed:
             self._save(position, None if measured is None else measured.metric)
         if stops or done:
             self._refuse_unsaved()
         if stops:
-            self._context.reports.drain()
+            self._context.step_reader.flush_all()
             raise self._stopped(position.step, pruned)
 
     def _refuse_unsaved(self) -> None:
@@ -101,7 +101,7 @@ class Checkpoints(Callback):
             f"the run is not saved: {self._failure} After freeing space, the same command with "
             f"{self._run_dir} resumes from the newest checkpoint."
         )
-        if failure := self._of_leader(failure):
+        if failure := self._from_rank0(failure):
             raise StorageError(failure)
 
     def _stopped(self, step: int, pruned: PruneRequest | None) -> PreemptedError:
@@ -124,18 +124,18 @@ class Checkpoints(Callback):
     def _request_to_prune(self) -> PruneRequest | None:
         """The request that the leader has found, the same on all ranks. A collective."""
         found = self._context.pruning.request or request_of_agent(self._context.stop_signal.stop, os.environ)
-        text = self._of_leader("" if found is None else json.dumps(asdict(found)))
+        text = self._from_rank0("" if found is None else json.dumps(asdict(found)))
         return PruneRequest(**json.loads(text)) if text else None
 
-    def _discard(self) -> None:
+    def _delete_checkpoints(self) -> None:
         """Remove the checkpoints of a run that is given up; the last one is not written."""
-        self._context.reports.drain()
+        self._context.step_reader.flush_all()
         self._report(self._checkpointer.wait())
         if self._context.env.is_leader:
             shutil.rmtree(self._checkpointer.directory, ignore_errors=True)
 
     def _save(self, position: Position, metric: MonitoredMetric | None) -> None:
-        self._context.reports.flush()  # raises if the run has diverged, which is then not saved
+        self._context.step_reader.flush()  # raises if the run has diverged, which is then not saved
         self._context.telemetry.flush()
         self._context.heartbeat.beat("consistency check")
         # Before anything is copied: a difference between the ranks ends the run, and is never saved.
@@ -143,9 +143,9 @@ class Checkpoints(Callback):
         self._context.heartbeat.beat("checkpoint")
         self._report(self._saved.save(position, metric))
         self.due.done()
-        self._context.reports.restart_timer()
+        self._context.step_reader.restart_timer()
 
-    def _of_leader(self, text: str) -> str:
+    def _from_rank0(self, text: str) -> str:
         """The leader's text on all ranks: only the leader writes files. A collective."""
         return all_gather_str(self._context.env, text)[0]
 

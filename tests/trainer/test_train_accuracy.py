@@ -17,9 +17,9 @@ from launcher.run_dir.atomic import read_json
 from launcher.telemetry import Telemetry
 from launcher.telemetry.event_log import read_events
 from launcher.telemetry.formatting import evaluation_cells
-from launcher.trainer.answers import Answers, SinceEvaluation
 from launcher.trainer.callbacks.training_metrics import TrainingMetrics
-from launcher.trainer.progress import Measured, Position
+from launcher.trainer.progress import EvalOutcome, Position
+from launcher.trainer.train_accuracy import RunningTrainMetrics, TrainAccuracy
 from tests.forked import launch_forked
 from tests.telemetry.made import made
 from tests.trainer.reports import CLEAN, LIMITS, metrics_of
@@ -44,7 +44,7 @@ LOGITS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]])
     ],
 )
 def test_right_answers_are_counted_where_outputs_are_those_of_a_classifier(outputs, labels, expected) -> None:
-    answers, since = Answers(ALONE, "label"), SinceEvaluation()
+    answers, since = TrainAccuracy(ALONE, "label"), RunningTrainMetrics()
     answers.count(Loss(torch.zeros(()), 3, outputs), {"label": labels})
     answers.add_to(since)
     answers.add_to(since)
@@ -53,7 +53,7 @@ def test_right_answers_are_counted_where_outputs_are_those_of_a_classifier(outpu
 
 @pytest.mark.parametrize("size", [(1,), (5, 3)], ids=str)
 def test_micro_batches_add_up(size) -> None:
-    answers, since = Answers(ALONE, "label"), SinceEvaluation()
+    answers, since = TrainAccuracy(ALONE, "label"), RunningTrainMetrics()
     drawn = torch.Generator().manual_seed(0)
     predicted = torch.randint(0, 3, (9, *size), generator=drawn)
     labels = torch.randint(-1, 3, (9, *size), generator=drawn)
@@ -65,7 +65,7 @@ def test_micro_batches_add_up(size) -> None:
 
 
 def test_tensors_that_are_filled_again_for_each_micro_batch_are_counted_as_they_were() -> None:
-    answers, since = Answers(ALONE, "label"), SinceEvaluation()
+    answers, since = TrainAccuracy(ALONE, "label"), RunningTrainMetrics()
     predicted, labels = torch.zeros(2, 4, dtype=torch.int64)
     for number in range(3):
         predicted.fill_(number)
@@ -76,14 +76,14 @@ def test_tensors_that_are_filled_again_for_each_micro_batch_are_counted_as_they_
 
 
 def test_without_classes_nothing_is_counted() -> None:
-    answers, since = Answers(ALONE, None), SinceEvaluation()
+    answers, since = TrainAccuracy(ALONE, None), RunningTrainMetrics()
     answers.count(Loss(torch.zeros(()), 3, LOGITS), {"label": torch.tensor([0, 1, 1])})
     answers.add_to(since)
     assert since.metrics() == {}
 
 
 def metrics_alone() -> TrainingMetrics:
-    return TrainingMetrics(replace(context_alone(Telemetry(), LIMITS, 1), answers=Answers(ALONE, None)))
+    return TrainingMetrics(replace(context_alone(Telemetry(), LIMITS, 1), answers=TrainAccuracy(ALONE, None)))
 
 
 def evaluated(metrics: TrainingMetrics) -> Mapping[str, float]:
@@ -93,7 +93,7 @@ def evaluated(metrics: TrainingMetrics) -> Mapping[str, float]:
 
 
 def test_what_was_counted_survives_a_checkpoint() -> None:
-    since = SinceEvaluation(3.5, 7.0, 2, 7)
+    since = RunningTrainMetrics(3.5, 7.0, 2, 7)
     before, after = metrics_alone(), metrics_alone()
     before.load_state_dict(asdict(since))
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
@@ -110,7 +110,7 @@ def test_the_table_has_them_beside_what_was_held_out() -> None:
 
 
 def test_an_evaluation_that_is_repeated_after_a_kill_says_the_same_of_training() -> None:
-    position, measured = Position(0, 0, 1), Measured(evaluations={"all": Evaluation(0.5, 2, {}, {})})
+    position, measured = Position(0, 0, 1), EvalOutcome(evaluations={"all": Evaluation(0.5, 2, {}, {})})
     killed, resumed = (metrics_alone() for _ in range(2))
     killed.on_step_metrics(position, metrics_of(replace(CLEAN, loss=0.25)))
     found = evaluated(killed)

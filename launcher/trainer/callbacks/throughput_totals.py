@@ -10,10 +10,10 @@ from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
 from launcher.trainer.diagnostics.host_cost import num_layers
 from launcher.trainer.progress import Position
-from launcher.trainer.step_times import StepTimes, of_the_slowest, overhead_ms
+from launcher.trainer.step_times import PhaseTimer, overhead_ms, slowest_rank_times
 
 
-class Totals(Callback):
+class ThroughputTotals(Callback):
     """Sums over the steps of the run, and of its last process."""
 
     name = "totals"
@@ -22,7 +22,7 @@ class Totals(Callback):
         self._context = context
         self._seconds = 0.0  # of the whole run
         self._wire_bytes_per_step = 0
-        self._times = StepTimes(context.env.world_size, warms_up=True)
+        self._times = PhaseTimer(context.env.world_size, skip_first=True)
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         report = metrics.report
@@ -46,7 +46,7 @@ class Totals(Callback):
             wire_bytes_per_step=self._wire_bytes_per_step,
         )
         context = self._context
-        if (times := of_the_slowest(context.env, self._times)) is not None:
+        if (times := slowest_rank_times(context.env, self._times)) is not None:
             passes, numel = context.batches.plan.micro_batches, context.stepper.num_trainable
             added = overhead_ms(times, context.host_ms, num_layers(context.model), passes, numel)
             result = replace(result, step_time=StepTime(**times, overhead_ms=added))

@@ -18,7 +18,7 @@ from launcher.recipe.contract import Loss
 
 
 @dataclass
-class SinceEvaluation:
+class RunningTrainMetrics:
     """The training samples (or tokens) since the last evaluation, over all ranks, as they were trained on."""
 
     loss_sum: float = 0.0
@@ -33,7 +33,7 @@ class SinceEvaluation:
 
 
 @dataclass
-class Answers:
+class TrainAccuracy:
     """Counts, for a recipe with classes, the training samples whose largest logit was that of the label.
 
     Counts nothing where the loss returns other outputs than logits [n, classes, ...] or predicted classes
@@ -59,7 +59,7 @@ class Answers:
         self._counts[0] += (predicted == labels).sum()
         self._counts[1] += (labels >= 0).sum()
 
-    def add_to(self, since: SinceEvaluation) -> None:
+    def add_to(self, since: RunningTrainMetrics) -> None:
         """Add what all ranks have counted, and begin anew. A collective."""
         if self.label is None:
             return

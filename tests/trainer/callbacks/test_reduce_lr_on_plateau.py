@@ -16,22 +16,22 @@ from launcher.config.schema import ReduceLROnPlateauConfig
 from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import Evaluation
 from launcher.telemetry import Telemetry
-from launcher.trainer.callbacks.plateau import Plateau
-from launcher.trainer.progress import Measured, Position
+from launcher.trainer.callbacks.reduce_lr_on_plateau import Plateau
+from launcher.trainer.progress import EvalOutcome, Position
 from tests.configs import composed
-from tests.trainer.callbacks.test_log import Recorder
+from tests.trainer.callbacks.test_step_logger import Recorder
 from tests.trainer.reports import LIMITS
 from tests.trainer.runs import context_alone
 
 
-def rates_of(
+def lr_table(
     values: list[float], config: ReduceLROnPlateauConfig, higher: bool, restarts: bool
 ) -> list[float]:
     """The rate after each evaluation; with `restarts` each is made by a new process, and then repeated."""
     rates: list[float] = []
     part, saved = None, None
     for number, value in enumerate(values, 1):
-        found = Measured(evaluations={"": Evaluation(-value, 10, {"score": value}, {"score": higher})})
+        found = EvalOutcome(evaluations={"": Evaluation(-value, 10, {"score": value}, {"score": higher})})
         for _ in range(2 if restarts else 1):
             if part is None or restarts:
                 run = context_alone(Telemetry([Recorder()]), LIMITS, 1)
@@ -65,7 +65,7 @@ def test_the_rates_are_those_of_torch(values, factor, patience, threshold, highe
         torchs.step(value)
         expected.append(optimizer.param_groups[0]["lr"])
     config = ReduceLROnPlateauConfig(factor, patience, threshold, "score")
-    assert rates_of(values, config, higher, restarts) == pytest.approx(expected)
+    assert lr_table(values, config, higher, restarts) == pytest.approx(expected)
 
 
 def test_a_schedule_that_sets_each_rate_is_refused() -> None:

@@ -19,8 +19,8 @@ from launcher.engine import SGD, EngineWarning, Policy, Stepper
 from launcher.errors import DataError
 from launcher.recipe import Loss
 from launcher.trainer.progress import Position
-from launcher.trainer.task import Task
-from launcher.trainer.votes import samples_of
+from launcher.trainer.step_flags import samples_of
+from launcher.trainer.train_step import TrainStep
 from tests.models import features, loss_sum, mlp
 
 
@@ -43,13 +43,13 @@ def test_a_loss_with_parameters_of_its_own_is_a_warning_once() -> None:
     x, classes = features(4, 0)
     model = mlp()
     context: Any = SimpleNamespace(stepper=Stepper(model, SGD(0.1), Policy.fp32()))
-    task = Task(context, model, loss)
+    task = TrainStep(context, model, loss)
     with pytest.warns(EngineWarning, match="1 parameters that the model does not hold"):
-        task.learn_from({"x": x, "label": classes})
+        task.forward_backward({"x": x, "label": classes})
     task.stepper.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        task.learn_from({"x": x, "label": classes})
+        task.forward_backward({"x": x, "label": classes})
 
 
 @pytest.mark.parametrize("weight", [1e-8, 1.0, 64.0])
@@ -85,9 +85,9 @@ def trained_on_stream(size: int, steps: int, weight: float) -> list[tuple[int, f
         plan=plan,
         answers=answers,
         shortage="",
-        is_asked_to_end=lambda: False,
+        should_stop=lambda: False,
     )
-    task = Task(context, model, loss)
+    task = TrainStep(context, model, loss)
     positions = [Position(0, step, step + 1) for step in range(steps)]
     reports = [task.train_on(position).read() for position in positions]
     return [

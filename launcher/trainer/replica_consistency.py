@@ -22,7 +22,7 @@ from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.precision.op_lists import widen
 from launcher.errors import ReplicaError, listed
 
-ABSTAINS = -2  # a rank that has not trained since the start: below both answers and their negatives
+NOT_TRAINED = -2  # a rank that has not trained since the start: below both answers and their negatives
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 SHOWN = 5  # names in an error; more would bury the rest
 
@@ -39,7 +39,7 @@ def check_replicas(stepper: Stepper, average: ExponentialMovingAverage | None = 
     own_changes = torch.tensor(list(changed.values()), dtype=torch.int64, device=stepper.device)
     answers = torch.cat([own_changes, -own_changes])
     if not stepper.has_trained:
-        answers.fill_(ABSTAINS)
+        answers.fill_(NOT_TRAINED)
     own = _checksums_of(stepper, average, by_parameter=False)[1]
     extremes = torch.cat([own, -own, answers])
     all_reduce(extremes, stepper.group, dist.ReduceOp.MAX)
@@ -47,7 +47,9 @@ def check_replicas(stepper: Stepper, average: ExponentialMovingAverage | None = 
     # Every rank sees the same extremes, so all of them continue here, or none does.
     if odd := ((some == 1) & (all_ == 0)).nonzero().flatten().tolist():
         raise ReplicaError(
-            _lone_changes([list(changed)[index] for index in odd], own_changes[odd], stepper.group)
+            _one_sided_buffer_changes(
+                [list(changed)[index] for index in odd], own_changes[odd], stepper.group
+            )
         )
     if bool((largest != -negated).any()):
         _refuse_difference(*_checksums_of(stepper, average, by_parameter=True), stepper.group)
@@ -63,7 +65,7 @@ def _checksums_of(
     return list(replicas), checksums(replicas)
 
 
-def _lone_changes(names: list[str], own: Tensor, group: dist.ProcessGroup) -> str:
+def _one_sided_buffer_changes(names: list[str], own: Tensor, group: dist.ProcessGroup) -> str:
     """Which ranks have changed these buffers, which others have not. A collective."""
     ranks = [rank for rank, row in enumerate(gather(own, group)) if bool(row.any())]
     return (

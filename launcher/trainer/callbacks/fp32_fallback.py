@@ -13,11 +13,11 @@ from typing import Any
 from launcher.engine.precision.fp32_modules import kind_of
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
-from launcher.trainer.diagnostics.nonfinite_inspector import DivergenceInspector
+from launcher.trainer.diagnostics.nonfinite_inspector import NonFiniteInspector
 from launcher.trainer.progress import Position
 
 
-class Rescue(Callback):
+class Fp32Fallback(Callback):
     """Computes in fp32 in the modules of the run's earlier rescues, and in those of new ones.
 
     New ones only where `precision.fp32_fallback` is set, and the arithmetic is half; those of the run so far
@@ -26,7 +26,7 @@ class Rescue(Callback):
 
     name = "rescue"
 
-    def __init__(self, context: TrainContext, searcher: DivergenceInspector) -> None:
+    def __init__(self, context: TrainContext, searcher: NonFiniteInspector) -> None:
         self.enabled = context.falls_back_to_fp32
         self._context = context
         self._searcher = searcher
@@ -73,5 +73,5 @@ class Rescue(Callback):
         precision = self._context.config.precision
         rescued = [pattern for patterns in self._rescued for pattern in patterns]
         modules = tuple(dict.fromkeys((*precision.fp32_modules, *rescued)))
-        self._context.record(precision=replace(precision, fp32_modules=modules))
+        self._context.persist_config(precision=replace(precision, fp32_modules=modules))
         return list(modules)

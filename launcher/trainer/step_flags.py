@@ -12,12 +12,12 @@ from launcher.engine import StepReport
 from launcher.trainer.progress import Position
 
 
-class Question(IntEnum):
+class StepFlag(IntEnum):
     """What the ranks vote on in every step. One vote is enough but for the last three."""
 
     STOP = 0
     SAVE = 1
-    GIVE_UP = 2  # a checkpoint could not be written, so the run must end
+    ABORT = 2  # a checkpoint could not be written, so the run must end
     BAD_SAMPLES = 3  # as many votes as samples that a rank has left out
     STREAM_END = 4  # nothing left in this pass over a stream; all votes are needed
     MISSING_SAMPLES = 8  # as many votes as a rank lacks of its share, where a stream ends
@@ -27,7 +27,7 @@ class Question(IntEnum):
 WAIT_SLOT, DATA_SLOT = 5, 6
 
 # Read in every step: a plain int indexes in a third of the time that an IntEnum takes.
-_BAD, _MISSING = int(Question.BAD_SAMPLES), int(Question.MISSING_SAMPLES)
+_BAD, _MISSING = int(StepFlag.BAD_SAMPLES), int(StepFlag.MISSING_SAMPLES)
 
 
 def samples_of(plan: BatchPlan, position: Position, report: StepReport) -> int:
@@ -38,17 +38,17 @@ def samples_of(plan: BatchPlan, position: Position, report: StepReport) -> int:
     return plan.samples_of(position.step_of_epoch) - int(report.votes[_BAD] + report.votes[_MISSING])
 
 
-class Votes:
+class AgreedFlags:
     """The questions that some rank has voted for, the same on all ranks."""
 
     def __init__(self) -> None:
-        self._agreed: set[Question] = set()
+        self._agreed: set[StepFlag] = set()
 
     def count(self, report: StepReport) -> None:
         """Add the votes of a step, which its report carries."""
-        self._agreed |= {question for question in Question if report.votes[question]}
+        self._agreed |= {question for question in StepFlag if report.votes[question]}
 
-    def agree(self, question: Question) -> None:
+    def agree(self, question: StepFlag) -> None:
         """Add a question that all ranks have agreed on outside a step."""
         self._agreed.add(question)
 
@@ -57,10 +57,10 @@ class Votes:
         """Whether there is any."""
         return bool(self._agreed)
 
-    def __contains__(self, question: Question) -> bool:
+    def __contains__(self, question: StepFlag) -> bool:
         return question in self._agreed
 
-    def take(self) -> set[Question]:
+    def take(self) -> set[StepFlag]:
         """The questions agreed on since the last call."""
         agreed, self._agreed = self._agreed, set()
         return agreed

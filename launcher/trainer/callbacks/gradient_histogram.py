@@ -16,7 +16,7 @@ from launcher.trainer.diagnostics.exponents import FIRST_EXPONENT, ExponentCount
 from launcher.trainer.progress import Position
 
 
-class GradientStats(Callback):
+class GradientHistogram(Callback):
     """Counts the exponents of the reduced gradients every `every_steps` steps.
 
     Where they are equal on all ranks only the leader counts. With ddp.shard_optimizer each rank counts its

@@ -10,10 +10,10 @@ from launcher.run_dir.result import Result
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
-from launcher.trainer.replicas import ema_sha256
+from launcher.trainer.replica_consistency import ema_sha256
 
 
-class Averages(Callback):
+class EmaCallback(Callback):
     """Takes each step into the average, which checkpoints have as tensors."""
 
     name = "averages"

@@ -27,12 +27,12 @@ from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
 
 
-class InitialWeights(Callback):
+class PretrainedWeights(Callback):
     """Reports and records the weights that were `loaded`, None where the config names no file."""
 
     name = "initial_weights"
 
-    def __init__(self, context: TrainContext, loaded: Loaded | None) -> None:
+    def __init__(self, context: TrainContext, loaded: LoadReport | None) -> None:
         self._context = context
         self._loaded = loaded
         # model.init_from, and the SHA-256 that the file had.
@@ -62,7 +62,7 @@ class InitialWeights(Callback):
             self._started_from = (loaded.file, loaded.sha256)
             self._report(loaded)
         if self._started_from is not None and self._started_from[0] == model.init_from:
-            self._context.record(model=replace(model, init_from_sha256=self._started_from[1]))
+            self._context.persist_config(model=replace(model, init_from_sha256=self._started_from[1]))
 
     def add_to_result(self, result: Result) -> Result:
         if self._started_from is None:
@@ -70,7 +70,7 @@ class InitialWeights(Callback):
         file, digest = self._started_from
         return replace(result, started_from={"file": file, "sha256": digest})
 
-    def _report(self, loaded: Loaded) -> None:
+    def _report(self, loaded: LoadReport) -> None:
         telemetry, parameters = self._context.telemetry, named_parameters(self._context.stepper.model)
         fields = {name: value for name, value in asdict(loaded).items() if name != "error"}
         telemetry.decision("weights", loaded.sentence, **fields | {"loaded": len(loaded.loaded)})
@@ -88,7 +88,7 @@ COUNTER = "num_batches_tracked"  # of a BatchNorm; files older than it lack it, 
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadReport:
     """What of a file a model took. Names are keys of the model's state_dict, or of the file.
 
     `error` is the text of the failure, empty where the model has the values.
@@ -114,7 +114,7 @@ class Loaded:
         return text
 
 
-def load_weights(config: Config, model: nn.Module, env: WorkerEnv) -> Loaded | None:
+def load_weights(config: Config, model: nn.Module, env: WorkerEnv) -> LoadReport | None:
     """Load the file of `model.init_from` into rank 0's `model`; None where none is given. A collective.
 
     Never raises for the file: a run that resumes has no use for it. `Loaded.error` is the same on all ranks.
@@ -122,17 +122,19 @@ def load_weights(config: Config, model: nn.Module, env: WorkerEnv) -> Loaded | N
     wish = config.model
     if wish.init_from is None:
         return None
-    loaded, file = Loaded(wish.init_from), Path(wish.init_from)
+    loaded, file = LoadReport(wish.init_from), Path(wish.init_from)
     if env.is_leader:
         try:
             digest = sha256_of(file, wish.init_from_sha256)
             loaded = _assign(model, read(file), file, digest, wish.init_from_strict)
         except ConfigError as error:
-            loaded = Loaded(wish.init_from, error=f"model.init_from={wish.init_from}: {error}")
-    return Loaded(**json.loads(all_gather_str(env, json.dumps(asdict(loaded)))[RANK0]))
+            loaded = LoadReport(wish.init_from, error=f"model.init_from={wish.init_from}: {error}")
+    return LoadReport(**json.loads(all_gather_str(env, json.dumps(asdict(loaded)))[RANK0]))
 
 
-def _assign(model: nn.Module, tensors: Mapping[str, Tensor], file: Path, digest: str, strict: bool) -> Loaded:
+def _assign(
+    model: nn.Module, tensors: Mapping[str, Tensor], file: Path, digest: str, strict: bool
+) -> LoadReport:
     """Copy what fits. Raises ConfigError, before anything is copied, where the file must not be used."""
     # Parameters and persistent buffers; a tied one under each of its keys. Lazy ones are left out: building
     # the Stepper refuses them.
@@ -161,7 +163,7 @@ def _assign(model: nn.Module, tensors: Mapping[str, Tensor], file: Path, digest:
         if id(own[name]) not in first
     ]
     unexpected = [name for name in tensors if name not in own]
-    found = Loaded(str(file), digest, fitting, missing, unexpected, misfits)
+    found = LoadReport(str(file), digest, fitting, missing, unexpected, misfits)
     if not fitting or (strict and (missing or misfits or unexpected)):
         advice = "No tensor fits by name and shape: it is of another model."
         if fitting:

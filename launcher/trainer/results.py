@@ -30,9 +30,9 @@ from launcher.telemetry import Telemetry
 from launcher.telemetry.events import EndEvent, ReportEvent, StartEvent
 from launcher.trainer.builders.decisions import decisions
 from launcher.trainer.context import TrainContext, asked
-from launcher.trainer.evaluation_loop import Evaluator
-from launcher.trainer.progress import Start
-from launcher.trainer.replicas import weights_sha256
+from launcher.trainer.evaluation_loop import EvaluationLoop
+from launcher.trainer.progress import ResumePoint
+from launcher.trainer.replica_consistency import weights_sha256
 
 SPLIT = "split.csv"
 MOST_CLASSES = 100  # in an event; a matrix of 1,000 would be a line of 3 MB: result.json has it
@@ -97,7 +97,7 @@ def write_model_folder(
         warn(f"{place} is incomplete, and so is what export makes of it: {described(error)}")
 
 
-def announce(context: TrainContext, devices: Sequence[str], start: Start) -> None:
+def log_start(context: TrainContext, devices: Sequence[str], start: ResumePoint) -> None:
     """Report the decisions and the start of the run; record its environment."""
     run_dir = Path(context.config.run.dir)
     if context.env.is_leader:
@@ -169,7 +169,9 @@ def result_of(context: TrainContext, since_step: int, steps: int, seconds: float
     return context.callbacks.add_to_result(result)
 
 
-def finish(context: TrainContext, since_step: int, steps: int, seconds: float, evaluation: Evaluator) -> None:
+def write_results(
+    context: TrainContext, since_step: int, steps: int, seconds: float, evaluation: EvaluationLoop
+) -> None:
     """Report the result, and write it on rank 0. The arguments are those of `result_of`. A collective."""
     run_dir = Path(context.config.run.dir)
     result = evaluation.add_to_result(result_of(context, since_step, steps, seconds))

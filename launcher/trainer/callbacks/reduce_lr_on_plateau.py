@@ -17,7 +17,7 @@ from launcher.evaluation.comparison import comparison, refuse_none, refuse_unkno
 from launcher.evaluation.evaluate import Evaluation
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
-from launcher.trainer.progress import Measured, Position
+from launcher.trainer.progress import EvalOutcome, Position
 
 
 class Plateau(Callback):
@@ -44,7 +44,7 @@ class Plateau(Callback):
         refuse_none("reduce_lr_on_plateau.factor", self._config.factor, evaluations)
         refuse_unknown("reduce_lr_on_plateau", self._config.metric, evaluations)
 
-    def on_eval_end(self, position: Position, measured: Measured) -> None:
+    def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
         if not measured.evaluations or position.step == self._step:
             return
         self._step = position.step

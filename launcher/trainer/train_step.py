@@ -15,20 +15,20 @@ from launcher.engine.step_timer import DATA
 from launcher.errors import DataError
 from launcher.recipe.contract import Loss, loss_of
 from launcher.trainer.context import TrainContext
-from launcher.trainer.errors.model_mistakes import backward_mistake, unheld_parameters
+from launcher.trainer.errors.model_mistakes import explain_backward_error, unregistered_parameters
 from launcher.trainer.out_of_memory import abandons_after
 from launcher.trainer.progress import Position
-from launcher.trainer.votes import Question, samples_of
+from launcher.trainer.step_flags import StepFlag, samples_of
 
 
 @dataclass(eq=False)
-class Task:
+class TrainStep:
     """What is trained: a network, its loss and this rank's batches."""
 
     context: TrainContext
     network: nn.Module  # the model, compiled or not
     loss: Callable[[nn.Module, Batch], Loss]
-    inspected: bool = False  # whether a loss was: the first one is
+    checked_unregistered: bool = False  # whether a loss was: the first one is
 
     def __post_init__(self) -> None:
         self.stepper = self.context.stepper
@@ -39,10 +39,10 @@ class Task:
             # Ranks read the report of a step while the next one runs: until then they wait for this one.
             return self.stepper.abandon()
         try:
-            ends = self._learn(position)
-            if self.context.is_asked_to_end():
+            ends = self._accumulate_gradients(position)
+            if self.context.should_stop():
                 # Sent with the totals of this step, after which all ranks stop.
-                self.stepper.vote(Question.STOP)
+                self.stepper.vote(StepFlag.STOP)
             result = self.stepper.step()
         except Exception as error:
             if not abandons_after(self.context, error):
@@ -52,41 +52,41 @@ class Task:
             return result
         report = result.read()  # without waiting for the next step: all ranks with nothing left do so
         batches, plan = self.context.batches, self.context.plan
-        if report.votes[Question.STREAM_END] == plan.world_size:
+        if report.votes[StepFlag.STREAM_END] == plan.world_size:
             if not samples_of(plan, position, report):
                 raise DataError("the training stream is empty: a whole pass over it gave no samples.")
             batches.begin_again()
         return result
 
-    def _learn(self, position: Position) -> bool:
+    def _accumulate_gradients(self, position: Position) -> bool:
         """All passes of a step. Whether this rank has nothing left of the stream."""
         batches, plan = self.context.batches, self.context.plan
         self.stepper.clock.restart()
         micro_batches = batches.step(position.epoch, position.step_of_epoch)
         self.stepper.clock.mark(DATA)
         if bad := batches.latest_bad():
-            self.stepper.vote(Question.BAD_SAMPLES, bad)
+            self.stepper.vote(StepFlag.BAD_SAMPLES, bad)
         if missing := batches.missing():
-            self.stepper.vote(Question.MISSING_SAMPLES, missing)
+            self.stepper.vote(StepFlag.MISSING_SAMPLES, missing)
         if ends := batches.at_end():
-            self.stepper.vote(Question.STREAM_END)
+            self.stepper.vote(StepFlag.STREAM_END)
         for number, batch in enumerate(micro_batches):
             seed_compute(plan.seed, position.step, plan.rank, number, self.stepper.device)
-            self.context.answers.count(self.learn_from(batch), batch)
+            self.context.answers.count(self.forward_backward(batch), batch)
         return ends
 
-    def learn_from(self, batch: Batch) -> Loss:
+    def forward_backward(self, batch: Batch) -> Loss:
         """Forward and backward pass of a micro-batch."""
         with self.stepper.forward():
             of_batch = loss_of(self.loss, self.network, batch)
-        if not self.inspected:
-            self.inspected = True
-            if text := unheld_parameters(of_batch.sum, self.network):
+        if not self.checked_unregistered:
+            self.checked_unregistered = True
+            if text := unregistered_parameters(of_batch.sum, self.network):
                 warnings.warn(text, EngineWarning, stacklevel=2)
         try:
             self.stepper.backward(of_batch.sum, of_batch.count)
         except RuntimeError as error:
-            if (mistake := backward_mistake(error)) is None:
+            if (mistake := explain_backward_error(error)) is None:
                 raise
             raise mistake from error
         return of_batch

@@ -15,18 +15,18 @@ from launcher.engine.step_timer import PARTS
 from launcher.telemetry import Telemetry
 from launcher.trainer.callback import CallbackList, StepMetrics
 from launcher.trainer.progress import Position
-from launcher.trainer.votes import Votes, samples_of
+from launcher.trainer.step_flags import AgreedFlags, samples_of
 
 log = logging.getLogger("launcher")
 
 
-class Reports:
+class StepReader:
     """Passes the metrics of each step to the callbacks, and counts its votes."""
 
     def __init__(
         self,
         telemetry: Telemetry,
-        votes: Votes,
+        votes: AgreedFlags,
         callbacks: CallbackList,
         plan: BatchPlan,
         reads_late: bool = True,
@@ -65,7 +65,7 @@ class Reports:
         metrics = StepMetrics(report, samples_of(self._plan, position, report), seconds)
         self._callbacks.on_step_metrics(position, metrics)
 
-    def drain(self) -> None:
+    def flush_all(self) -> None:
         """Pass on the last step too, and log what is left. Before an evaluation and at the end."""
         self.flush()
         self._callbacks.on_flush()

@@ -7,17 +7,17 @@ from launcher.telemetry.events import OverflowEvent
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
-from launcher.trainer.warning_log import Occurrences
+from launcher.trainer.warning_log import PowerOfTenThrottle
 
 
-class SkippedSteps(Callback):
+class OverflowLogger(Callback):
     """Emits an event per skipped step. A bad loss after which modules fall back to fp32 needs no warning."""
 
     name = "skipped_steps"
 
     def __init__(self, context: TrainContext) -> None:
         self._telemetry = context.telemetry
-        self._bad_loss_steps = Occurrences()
+        self._bad_loss_steps = PowerOfTenThrottle()
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         report = metrics.report
