@@ -36,10 +36,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def switches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # noted, so that it is as before afterwards
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     yield monkeypatch
     torch.use_deterministic_algorithms(False)
 
