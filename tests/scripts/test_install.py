@@ -40,7 +40,7 @@ class Clone:
         for name in ("environment.sh", "install.py", "constraints.txt"):
             shutil.copy(ROOT / "scripts" / name, self.root / "scripts")
         shutil.copy(ROOT / "pyproject.toml", self.root)
-        shutil.copytree(ROOT / "launcher" / "process", self.root / "launcher" / "process")
+        shutil.copytree(ROOT / "launcher" / "os", self.root / "launcher" / "os")
         shutil.copy(ROOT / "launcher" / "errors.py", self.root / "launcher")
         packages = Path(pip.__file__).parents[1]
         self.program("python", PYTHON.format(python=sys._base_executable, packages=packages))
