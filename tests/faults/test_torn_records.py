@@ -93,16 +93,16 @@ def test_a_run_that_may_write_next_to_nothing_ends_with_a_reason(tmp_path: Path,
 
 def limit_after_claim(size: int) -> None:
     """The parent's own files of the run are written by then, and its workers not yet forked."""
-    from launcher.launch import supervise
+    from launcher.launch import parent
 
-    supervised = supervise.run_supervised
+    supervised = parent.run_supervised
 
     def limited(*given: object) -> None:
         Path("limited").touch()
         limit_files(size)
         supervised(*given)  # type: ignore[arg-type]
 
-    supervise.run_supervised = limited
+    parent.run_supervised = limited
 
 
 def full_temporary_folder() -> None:
