@@ -245,10 +245,10 @@ def test_an_unknown_version_is_said_once(version: str, warned: bool) -> None:
 def test_the_parent_says_it_before_it_forks() -> None:
     code = """
 import torch
-from launcher.launch.parent import warm_up
+from launcher.launch.parent import preload
 torch.__version__ = "2.99.1"
-warm_up()
-warm_up()
+preload()
+preload()
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
