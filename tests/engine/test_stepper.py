@@ -151,6 +151,27 @@ def test_a_gradient_that_arrives_after_its_bucket_left_is_refused_by_name(monkey
         train(stepper, x.requires_grad_(), classes)
 
 
+class StemLast(Twice):
+    """Its first layer is registered last, so the bucket that is sent first is complete last."""
+
+    def __init__(self, times: int, use_reentrant: bool | None) -> None:
+        super().__init__(times, use_reentrant)
+        self.stem = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.stem(x))
+
+
+@pytest.mark.parametrize("policy", [Policy.fp32(), Policy.fp16()], ids=lambda p: p.name)
+def test_a_second_gradient_that_arrives_while_its_bucket_waits_is_added(policy, monkeypatch) -> None:
+    monkeypatch.setattr(reducer, "KEPT_BYTES", 0)
+    plain = gradients_of(StemLast(2, None), policy, ddp=DDPOptions(overlap=False))
+    again = gradients_of(StemLast(2, True), policy, ddp=DDPOptions(bucket_bytes=1))
+    for name, gradient in plain.items():
+        largest = gradient.abs().max().item()
+        assert torch.allclose(again[name].float(), gradient.float(), atol=4e-3 * largest), name
+
+
 def test_two_forward_passes_before_one_backward_give_the_sum() -> None:
     x, classes = features(8, 0)
     together, apart = (Stepper(mlp(), SGD(1.0), Policy.fp32()) for _ in range(2))

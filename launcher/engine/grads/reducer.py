@@ -149,7 +149,8 @@ class Reducer:
     def register_grad_ready(self, param: ParamRange, again: bool) -> None:
         """All gradients of a parameter's bucket are ready. Send all buckets that are next in the fixed order.
 
-        `again`: another gradient of this parameter is. Raises UnusableError where the first one was sent.
+        `again`: this is the parameter's second gradient in this backward pass. Raises UnusableError where the
+        first one was sent.
         """
         bucket = self.home[param.index]
         if again:
@@ -162,7 +163,10 @@ class Reducer:
             return
         self.buckets[bucket].copy_in.drain()
         while self._sends and self._next < len(self.buckets) and not self.pending[self._next]:
-            self._send(self.buckets[self._next])
+            waiting = self.buckets[self._next]
+            # While it waited for the buckets before it, a second gradient of a parameter may have arrived.
+            waiting.copy_in.drain()
+            self._send(waiting)
 
     def start_grad_sync(self, abandoned: bool = False, correction: float = 1.0) -> None:
         """Send the remaining buckets, and those of parameters without a gradient, with zeros.
