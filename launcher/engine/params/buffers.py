@@ -5,6 +5,7 @@ Owns their snapshot, their roll-back after a skipped step, and their values in e
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -44,6 +45,11 @@ class Buffers:
             if dtype.is_floating_point and not is_statistics
         ]
         self._before = [torch.empty_like(each) for each in self.flat]
+        for module in model.modules():
+            if module._buffers:
+                _OF_MODULE[module] = weakref.ref(self)
+                if _snapshot not in module._load_state_dict_post_hooks.values():
+                    module.register_load_state_dict_post_hook(_snapshot)  # type: ignore[no-untyped-call]
         self._homes = [
             (f"{prefix}.{key}".lstrip("."), module, key, buffer, buffer.detach(), buffer.data_ptr())
             for prefix, module in named_modules(model)
@@ -58,7 +64,7 @@ class Buffers:
     def snapshot(self) -> None:
         """Remember the present values: the state to return to if the coming step is skipped.
 
-        Called before a step's first forward pass, and after any change of buffers between steps.
+        Called before a step's first forward pass, and after load_state_dict() of the model between steps.
         """
         for before, flat in zip(self._before, self.flat, strict=True):
             before.copy_(flat)
@@ -118,6 +124,16 @@ class Buffers:
             place.copy_(new.detach())
             buffer.data = place
             module._buffers[key] = buffer
+
+
+# A model is copied and pickled with its hooks, which must not keep the snapshot of the original.
+_OF_MODULE: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Buffers]] = weakref.WeakKeyDictionary()
+
+
+def _snapshot(module: nn.Module, incompatible_keys: object) -> None:
+    """Remember what load_state_dict() has loaded: a skipped step would undo it."""
+    if (of_module := _OF_MODULE.get(module)) is not None and (buffers := of_module()) is not None:
+        buffers.snapshot()
 
 
 def is_statistic(name: str) -> bool:

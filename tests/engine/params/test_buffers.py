@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -150,3 +152,36 @@ def test_a_buffer_without_elements_stays_so_and_is_refused_with_some() -> None:
         stepper.step()
     stepper.abandon()
     assert stepper.model.seen is kept
+
+
+@pytest.mark.parametrize("part", [None, 1])
+@pytest.mark.filterwarnings("ignore:.*half weights were written in place")
+def test_a_skipped_step_keeps_the_statistics_that_were_loaded_before_it(part) -> None:
+    """A whole model, or a part of it; early steps are skipped often, while the loss scale is found."""
+    stepper = Stepper(conv_net(), SGD(0.1), Policy.fp16(), scaling=Scaling(init=1024))
+    loaded = {key: value.clone() for key, value in stepper.model.state_dict().items()}
+    loaded["1.running_mean"].fill_(7.0)
+    if part is None:
+        stepper.model.load_state_dict(loaded)
+    else:
+        names = [key for key in loaded if key.startswith("1.")]
+        stepper.model[part].load_state_dict({key.removeprefix("1."): loaded[key] for key in names})
+    x, classes = features(8, 0, (3, 8, 8))
+    with stepper.forward():
+        loss = loss_sum(stepper.model(x), classes)
+    stepper.backward(loss * float("inf"), 8)
+    assert stepper.step().read().skipped
+    assert stepper.model[1].running_mean.eq(7.0).all()
+
+
+def test_a_copy_of_the_model_that_loads_a_state_changes_no_snapshot() -> None:
+    stepper = Stepper(conv_net(), SGD(0.1), Policy.fp16(), scaling=Scaling(init=1024))
+    other = pickle.loads(pickle.dumps(copy.deepcopy(stepper.model)))
+    x, classes = features(8, 0, (3, 8, 8))
+    before = stepper.model[1].running_mean.clone()
+    with stepper.forward():
+        loss = loss_sum(stepper.model(x), classes)
+    other.load_state_dict(stepper.model.state_dict())
+    stepper.backward(loss * float("inf"), 8)
+    assert stepper.step().read().skipped
+    assert torch.equal(stepper.model[1].running_mean, before)
