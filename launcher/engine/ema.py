@@ -63,7 +63,7 @@ class ExponentialMovingAverage:
         limits.at_least_one.require("ExponentialMovingAverage every_steps", every_steps)
         self._stepper = stepper
         self._decay, self._every_steps = decay, every_steps
-        self._weights = [values.clone() for values in stepper.zero1.masters()]
+        self._weights = [values.clone() for values in stepper.own_masters()]
         self._statistics = [flat.clone() for flat in stepper.buffers.statistics]
         self._applied = stepper.scale.state.applied_steps  # at the latest pass
         self._loads = stepper.scale.loads
@@ -178,7 +178,7 @@ class ExponentialMovingAverage:
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The pairs of an average and what it averages, flat."""
-        yield from zip(self._weights, self._stepper.zero1.masters(), strict=True)
+        yield from zip(self._weights, self._stepper.own_masters(), strict=True)
         yield from zip(self._statistics, self._stepper.buffers.statistics, strict=True)
 
     @torch.no_grad()

@@ -173,7 +173,7 @@ class Stepper:
         return len(self.reducer.buckets)
 
     def vote(self, question: int, votes: float = 1.0) -> None:
-        """Add `votes` of this rank to one of the caller's questions, 0 to 9, at any time before step().
+        """Set this rank's `votes` for one of the caller's questions, 0 to 9, at any time before step().
 
         They are sent with the totals of the step, at no extra collective: `StepReport.votes[question]` is
         their sum over the ranks. A number of any kind may be sent so, such as a count or a time.
@@ -250,6 +250,11 @@ class Stepper:
     def hold_update(self, copied: torch.cuda.Event) -> None:
         """Make the next update wait on the device for `copied`, while weights and states are being copied."""
         self._step.copied = copied
+
+    def own_masters(self) -> list[Tensor]:
+        """The flat fp32 masters that this rank updates, with what was written to the weights since then."""
+        self._parts.in_place.reload_model_params()
+        return self.zero1.masters()
 
     def named_masters(self, rank: int | None = None) -> dict[str, Tensor]:
         """fp32 values of the trainable parameters by name. A collective where the masters are sharded.

@@ -332,3 +332,15 @@ def test_settling_takes_the_steps_since_the_last_pass_and_no_step_twice(on_devic
     average.update(10)
     average.flush()
     assert same(bits(average), before), "nothing has been applied since"
+
+
+@pytest.mark.filterwarnings("ignore:.*half weights were written in place")
+def test_weights_that_were_loaded_after_the_stepper_was_built_are_averaged() -> None:
+    """Half weights are loaded; their masters take them over before the average reads those."""
+    stepper = stepper_of(nn.Linear(4, 4))
+    stepper.model.load_state_dict({"weight": torch.full((4, 4), 5.0), "bias": torch.zeros(4)})
+    average = ExponentialMovingAverage(stepper, DECAY)
+    assert average.state().weights["weight"].eq(5.0).all()
+    stepper.model.load_state_dict({"weight": torch.full((4, 4), 7.0), "bias": torch.zeros(4)})
+    average.restart()
+    assert average.state().weights["weight"].eq(7.0).all()
