@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper, StepReport, UnusableError
-from tests.engine.observe import state_digest, train
+from launcher.engine.grads.loss_normaliser import LossNormaliser
+from tests.engine.observe import deciding_on_device, state_digest, train
 from tests.models import Planted, conv_net, features, loss_sum, mlp
 
 
@@ -218,6 +219,26 @@ def test_a_count_on_the_device_that_is_no_number_skips_the_step() -> None:
         assert stepper.step().read().skipped
     clean_step(stepper, 2)
     assert_moved_by(stepper, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16])
+def test_counts_of_few_bits_are_added_as_numbers_on_the_device(dtype) -> None:
+    """Two of 200 are 144 in uint8; two of 257 are 512 in bf16; two of 40,000 are inf in fp16."""
+    number = {torch.uint8: 200, torch.bfloat16: 256, torch.float16: 40_000}[dtype]
+    with deciding_on_device(True):
+        stepper = stepper_of(Planted(), 2)
+    for _ in range(2):
+        stepper.backward(stepper.model(1.0, 1.0), torch.tensor(number, dtype=dtype))
+    assert stepper.step().read().count == 2 * int(torch.tensor(number, dtype=dtype))
+
+
+def test_an_unreadable_first_count_is_refused_and_the_step_can_be_dropped() -> None:
+    """On a GPU it is read where the ranks agree on the loss normaliser; `agree` must then not fail, too."""
+    normaliser = LossNormaliser(None, 1, torch.device("cpu"), None)
+    for count in (torch.nan, torch.inf, -4.0):
+        with pytest.raises(UnusableError, match="must be a number of at least 0"):
+            normaliser.expect(torch.tensor(count))
+    assert normaliser.agree() == 1.0
 
 
 def test_a_step_that_failed_after_the_exchange_is_neither_repeated_nor_abandoned(monkeypatch) -> None:

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import launcher.engine.async_work as async_work
+from launcher.engine.errors import check_count
 from launcher.engine.precision.loss_scale import nearest_power_of_two
 
 
 class LossNormaliser:
-    """n0 of the loss boundary: the usual number of samples (or tokens) per step and rank.
+    """n0, the usual number of samples (or tokens) per step and rank.
 
     `count` is None until the ranks have agreed on it, and 0 during a first step without samples.
     """
@@ -44,8 +45,9 @@ class LossNormaliser:
         """
         if self.count is None and not self._expected:
             # In fp64: one of few bits, such as a sum of booleans as uint8, would wrap or become inf.
-            counted = count.double() if isinstance(count, Tensor) else count
-            self._expected = float(counted * self.micro_batches)
+            counted = float(count.double() if isinstance(count, Tensor) else count)
+            check_count(counted)  # one on a GPU has not been read before
+            self._expected = counted * self.micro_batches
 
     def agree(self) -> float:
         """Agree on n0, unless that is done: then a collective, which waits for the device.

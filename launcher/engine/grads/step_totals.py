@@ -63,9 +63,10 @@ class TotalsReducer:
             self._counts.append(float(count))
         else:
             self._losses.append(loss_sum.detach().view(()))
-            self._counts.append(
-                count.detach().to(self._device).view(()) if isinstance(count, Tensor) else float(count)
-            )
+            if isinstance(count, Tensor):  # in fp64: uint8 would wrap in the sum, fp16 would overflow
+                self._counts.append(count.detach().to(self._device, torch.float64).view(()))
+            else:
+                self._counts.append(float(count))
 
     def vote(self, question: int, votes: float) -> None:
         """Record this rank's votes for `question`."""
@@ -84,7 +85,7 @@ class TotalsReducer:
         return torch.cat([head(total, status), by_parameter])
 
     def reduce(self, message: Tensor) -> StepTotals:
-        """Add up the ranks' messages. A collective: the only one of a step beside the buckets."""
+        """Add up the ranks' messages. A collective of each step, beside its buckets."""
         async_work.all_reduce(message, self._group)
         head, by_parameter = message[: self._num_head], message[self._num_head :]
         votes, status = head[COUNTED:SQUARES], head[COUNTS:]
@@ -117,7 +118,7 @@ class TotalsReducer:
         if self._losses:
             losses, samples = torch.stack(self._losses), sum(self._counts)
             parts = [
-                samples.double().view(1) if isinstance(samples, Tensor) else filled(samples),
+                samples.view(1) if isinstance(samples, Tensor) else filled(samples),
                 losses.sum(dtype=torch.float64).view(1),
                 # x - x is nan where x is inf or nan: two kernels, of which isfinite() takes four.
                 ((losses - losses) != 0).sum(dtype=torch.float64).view(1),
