@@ -1,7 +1,7 @@
 """Changes of the model between steps that the Stepper did not make: of its parameters, and of their values.
 
-Owns two checks. `Attachment`: the parameters must still be those in the Stepper's flat memory, or it would
-train memory that the model no longer uses. `InPlaceChanges`: half weights that were written in place
+Owns two checks. `AttachedParams`: the parameters must still be those in the Stepper's flat memory, or it
+would train memory that the model no longer uses. `InPlaceWrites`: half weights that were written in place
 (clamped, loaded, renormalised) are copied into their fp32 masters, or the next update would undo the change.
 Neither waits for the device.
 

@@ -18,11 +18,13 @@ GRADIENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class DDPOptions:
-    """How gradients are sent. `dtype` None: the policy's; `bucket_bytes` None: from the model's size.
+    """How gradients are sent between ranks.
 
-    They are all-reduced in `dtype`. With `shard` masters and optimizer states are divided among the ranks
-    (ZeRO-1), and gradients are exchanged in `dtype` and summed in fp32. `predivide` (not sharded) None: 1 up
-    to 8 ranks, else 2^ceil(log2(W) / 2), a power of two that keeps fp16 sums of many ranks in range.
+    They are all-reduced in `gradient_dtype` (None: the policy's), in buckets of `bucket_bytes` (None: from
+    the model's size), during the backward pass if `overlap`. With `shard_optimizer` masters and optimizer
+    states are divided among the ranks (ZeRO-1): gradients are exchanged in `gradient_dtype` and summed in
+    fp32 by the owner of each element. `gradient_predivide_factor` (not used if sharded) None: 1 up to 8
+    ranks, else 2^ceil(log2(W) / 2), a power of two that keeps fp16 sums of many ranks in range.
     """
 
     gradient_dtype: Annotated[torch.dtype | None, limits.none_or_one_of(*GRADIENT_DTYPES)] = None

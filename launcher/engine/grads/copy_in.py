@@ -89,7 +89,7 @@ class CopyIn:
 
 def _write(places: list[Tensor], gradients: list[Tensor], factor: float) -> None:
     """Write to the message or the totals: multiplied in fp32, then rounded once."""
-    if factor != 1.0:  # beyond 8 ranks
+    if factor != 1.0:  # pre-divided
         gradients = list(torch._foreach_mul(_widened(gradients, places, torch.float32), factor))
     torch._foreach_copy_(places, gradients)
 

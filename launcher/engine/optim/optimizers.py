@@ -2,7 +2,7 @@
 
 SGD with (Nesterov) momentum: Sutskever et al. 2013, as `torch.optim.SGD` without dampening.
 AdamW: Loshchilov and Hutter 2019, as `torch.optim.AdamW`.
-`updater` runs them over flat memory.
+`update.Updater` runs them over flat memory.
 """
 
 from __future__ import annotations

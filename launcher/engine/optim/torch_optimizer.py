@@ -176,7 +176,7 @@ def _as_tensor(optimizer: torch.optim.Optimizer, state: str, value: object) -> T
 
 
 class AdaptedUpdater:
-    """Runs a `TorchOptimizer` over the parameters of a layout; the counterpart of `updater.Updater`.
+    """Runs a `TorchOptimizer` over the parameters of a layout; the counterpart of `update.Updater`.
 
     Only for what `check_adaptable` accepts.
     """

@@ -24,7 +24,8 @@ class Policy:
 
     `weights`: tensors of two or more dimensions in the model; vectors and buffers are always fp32.
     `arithmetic`: inputs and outputs of matrix products and convolutions.
-    `gradient_dtype`: gradients of the matrices as they are sent between ranks; those of vectors are fp32.
+    `gradient_dtype`: gradients of the matrices as they are kept and sent, in one process too; those of
+    vectors are fp32.
     `masters`: whether half weights have an fp32 copy that the optimizer updates. `scale_mode`: how the loss
     scale changes by default.
     """
