@@ -10,6 +10,7 @@ import gc
 import importlib
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +28,8 @@ from launcher.os.signals import (
 )
 from launcher.os.torch_build import warn_if_unchecked
 from launcher.run_dir.records import write_failure
-from launcher.run_dir.result import Failure
+from launcher.run_dir.result import ENDS_ON_REQUEST, Failure
+from launcher.run_dir.status import FILE_NAME, state_since
 
 
 def run_supervised(config: Config, num_workers: int, nodes: SingleNode | None = None) -> None:
@@ -39,7 +41,7 @@ def run_supervised(config: Config, num_workers: int, nodes: SingleNode | None = 
     """
     assert threading.current_thread() is threading.main_thread()
     heartbeats, nodes = Heartbeats(num_workers), nodes or SingleNode(config.launch)
-    handled = handled_signals()
+    handled, began = handled_signals(), time.time()
     signals = StopSignal(save_means_stop(config.launch.preempt_signals))
     try:
         with signal_handlers_installed(signals):
@@ -58,10 +60,11 @@ def run_supervised(config: Config, num_workers: int, nodes: SingleNode | None = 
                 work = WorkerSpec(config, heartbeats, os.getpid(), handled, store.fileno())
                 Agent(work, num_workers, signals, nodes).run()
     except Exception as error:
-        # The leader has written that it was stopped, by whom and with which checkpoint. Else it may have been
-        # killed, or name the wrong cause.
+        # A leader that was stopped has written by whom, and with which checkpoint. Else it may have been
+        # killed, name the wrong cause, or have written that it is done.
         on_request = isinstance(error, LauncherError) and error.exit_code in ON_REQUEST
-        if nodes.is_node0 and not on_request:
+        said_so = state_since(Path(config.run.dir) / FILE_NAME, began) in ENDS_ON_REQUEST
+        if nodes.is_node0 and not (on_request and said_so):
             write_failure(Path(config.run.dir), Failure.of(error), heartbeats.steps_done())
         raise
 

@@ -295,7 +295,7 @@ def seconds_of(saved: Snapshot) -> float:
 def what_counts(ended: Ended, earlier: Snapshot) -> tuple[Any, ...]:
     last = load(ended.checkpoints[3 * EPOCH])
     has_the_time_before = seconds_of(last) > seconds_of(earlier)
-    return ended.digest, last.progress, last.extra.parts["evaluation"]["best"], has_the_time_before
+    return ended.digest, last.progress, last.extra.best, has_the_time_before
 
 
 @pytest.mark.slow

@@ -23,10 +23,10 @@ def in_slurm() -> None:
     os.environ["SLURM_JOB_ID"] = "7"
 
 
-def assert_saved_and_stopped(parent: Parent) -> None:
+def assert_saved_and_stopped(parent: Parent, state: str = "stopped") -> None:
     assert parent.end(40) == 75
     status = parent.json("status.json")
-    assert (status["state"], status["exit"]) == ("stopped", 75)
+    assert (status["state"], status["exit"]) == (state, 75)
     assert (parent.run_dir / "checkpoints" / f"step-{status['step']:08d}").is_dir()
 
 
@@ -77,7 +77,7 @@ def test_sigusr2_under_slurm_stops_the_run(tmp_path: Path) -> None:
     with Parent(tmp_path, LONG, prepare=in_slurm) as parent:
         parent.rank(0), parent.rank(1)
         parent.signal(signal.SIGUSR2)
-        assert_saved_and_stopped(parent)
+        assert_saved_and_stopped(parent, "preempted")
 
 
 @pytest.mark.slow
