@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import statistics
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -83,7 +84,17 @@ def _is_raw(key: str, before: Mapping[str, str], now: Mapping[str, str]) -> bool
     if any(before[each] == now.get(each) for each in inputs):
         return False  # beside equal inputs it is a target
     (form, _, _), (form_now, _, _) = before[key].partition(":"), now[key].partition(":")
-    return form == form_now and form.startswith(RAW) and column != before.get("the label column")
+    if form != form_now or column == before.get("the label column"):
+        return False
+    return form.startswith(RAW) and not _is_reordered(before[key], now[key])
+
+
+def _is_reordered(before: str, now: str) -> bool:
+    """Whether two `statistics_of` are of equal numbers in another order, as columns out of a set() have."""
+    found, found_now = STATISTICS.search(before), STATISTICS.search(now)
+    if found is None or found_now is None:
+        return False
+    return found[1] == found_now[1] and found[2] != found_now[2]
 
 
 def fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, Readable]) -> dict[str, str]:
@@ -198,24 +209,41 @@ def digest(values: Tensor) -> str:
     return found.hexdigest()[:12]
 
 
+STATISTICS = re.compile(r"(mean \S+ deviation \S+) order (\S+ \S+)")
+
+
+def statistics_of(values: Tensor) -> str:
+    """Mean and deviation, and two numbers that depend on the order; "" unless it is floating-point.
+
+    Rounded, because numbers that each machine computes for itself may differ in their last bits.
+    """
+    if not values.is_floating_point() or not values.numel():
+        return ""
+    flat = values.detach().double().reshape(-1).cpu()
+    mean, deviation = flat.mean(), flat.std(correction=0)
+    places = torch.arange(1, flat.numel() + 1, dtype=torch.float64)
+    order = [0.0, 0.0]
+    if deviation > 1e-5 * mean.abs():  # less is rounding
+        size = deviation * flat.numel() ** 0.5
+        order = [float((flat - mean) @ weights / size) for weights in (places.sin(), places.cos())]
+    first, second = (round(each, 1) + 0.0 for each in order)
+    return f"mean {mean:.3g} deviation {deviation:.3g} order {first} {second}"
+
+
 def described(values: Tensor) -> str:
-    """Dtype, shape and digest of a column in memory."""
-    return f"{values.dtype} {list(values.shape)}: digest {digest(values)}"
+    """Dtype, shape and digest of a column in memory, and statistics of its first rows."""
+    more = f", {found}" if (found := statistics_of(values[:READ])) else ""
+    return f"{values.dtype} {list(values.shape)}: digest {digest(values)}{more}"
 
 
 def of_batch(name: str, fetched: Fetched) -> dict[str, str]:
-    """Describe each column: dtype, shape, and a digest of whole numbers, mean and deviation of others.
-
-    Floating-point numbers that each rank computes for itself may differ in their last bits between machines.
-    """
+    """Describe each column: dtype, shape, and a digest of whole numbers, statistics of others."""
     if fetched.batch is None:
         return {name: "cannot be read"}
     known = {f"{name} columns": ", ".join(sorted(fetched.batch))}
     for column, values in sorted(fetched.batch.items()):
-        text = described(values)
-        if values.is_floating_point() and values.numel():
-            mean, deviation = values.double().mean(), values.double().std(correction=0)
-            text = f"{values.dtype} {list(values.shape)}: {mean:.3g} {deviation:.3g}"
+        summary = statistics_of(values)
+        text = f"{values.dtype} {list(values.shape)}: {summary}" if summary else described(values)
         known[f"{name} column {column}"] = text
     return known
 

@@ -93,6 +93,22 @@ def test_small_whole_numbers_in_another_order_are_noticed():
         refuse_other_data(found)
 
 
+@pytest.mark.parametrize("make", [lambda data: data, lambda data: Rows(data), lambda data: Stream(data)])
+@pytest.mark.parametrize("column", ["image", "label"])
+def test_float_columns_in_another_order_are_noticed_between_ranks(make, column):
+    """Features or multi-hot labels numbered by a set(), which each process orders in its own way."""
+    values = {"image": FEATURES, "label": (FEATURES > 0).float()}
+    other = values | {column: values[column][:, ORDER]}
+    with pytest.raises(DataError, match=rf"Rank 1 differs in: training .*column {column} "):
+        refuse_other_data([known(make(TensorData(each))) for each in (values, other)])
+
+
+def test_last_bits_and_constant_columns_are_no_difference_between_ranks():
+    rows = {"x": FEATURES, "constant": torch.full((12, 6), 0.1)}
+    near = {name: values * (1 + 1e-7) for name, values in rows.items()}
+    refuse_other_data([known(Rows(TensorData(each))) for each in (rows, near)])
+
+
 def test_a_data_set_with_a_generator_of_its_own_is_warned_of():
     with pytest.warns(DataWarning, match="sample 0 of the training set differs .* seed, in noise. A resume"):
         warn_unless_repeatable(indexed(OwnGenerator()))
@@ -141,6 +157,10 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (Rows(self.data)[index] for index in range(12))
+
+
+FEATURES = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+ORDER = [3, 1, 0, 5, 2, 4]
 
 
 class Tokenizer:
@@ -197,6 +217,21 @@ MEANING: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
         known(TensorData({"tokens": LABELS})),
         known(TensorData({"tokens": 1 - LABELS})),
         "training column tokens (",
+    ),
+    "the order of features in memory": (
+        known(columns(image=FEATURES)),
+        known(columns(image=FEATURES[:, ORDER])),
+        "training column image (",
+    ),
+    "the order of features of samples": (
+        known(Rows(columns(image=FEATURES))),
+        known(Rows(columns(image=FEATURES[:, ORDER]))),
+        "training sample 0 column image (",
+    ),
+    "the order of features of a stream": (
+        known(Stream(columns(image=FEATURES))),
+        known(Stream(columns(image=FEATURES[:, ORDER]))),
+        "training samples 0 to 3 column image (",
     ),
     "a column more": (known(columns()), known(columns(more=LABELS)), "the training columns ("),
     "the shape": (known(columns()), known(columns(image=IMAGES[:, :2])), "training column image ("),
