@@ -31,7 +31,15 @@ from launcher.distributed.store import (
     set_tcp_timeouts,
     wait_for_key,
 )
-from launcher.errors import ON_REQUEST, LauncherError, PreflightError, StalledError
+from launcher.errors import (
+    ON_REQUEST,
+    STOPPED,
+    DivergedError,
+    LauncherError,
+    PreflightError,
+    ReplicaError,
+    StalledError,
+)
 from launcher.os.signals import ignore_sigterm_of_torchrun
 
 if TYPE_CHECKING:
@@ -39,6 +47,9 @@ if TYPE_CHECKING:
 
 # Set by schedulers, the same for all ranks of a job.
 JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+
+# Exit codes of ends that all ranks have decided together, so that each will say so.
+TOGETHER = STOPPED | ON_REQUEST | {DivergedError.exit_code, ReplicaError.exit_code}
 
 RunJob = Callable[[Config, LaunchEnv, "dist.Store | None", str], None]
 
@@ -56,10 +67,9 @@ class HandoffTimeouts:
 
     def after(self, record: ExitRecord) -> float:
         """How long to wait for the other side after a job that ended so."""
-        # All ranks have the other errors alike. After one of this rank alone, the others may wait for it in a
-        # collective, where they read nothing; a rank or a machine that hangs or is gone says nothing at all.
-        is_alone = record.error and record.exit_code in (LauncherError.exit_code, StalledError.exit_code)
-        return self.lost_s if is_alone else self.leave_s
+        # After an error of this rank alone, the others may wait for it in a collective, where they read
+        # nothing; a rank or a machine that hangs or is gone says nothing at all.
+        return self.lost_s if record.error and record.exit_code not in TOGETHER else self.leave_s
 
 
 PATIENCE = HandoffTimeouts()

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.exit_records import exit_record
+from launcher.distributed.exit_records import ExitRecord, exit_record
 from launcher.distributed.store import open_store
 from launcher.errors import DataError
+from launcher.launch.config_broadcast import HandoffTimeouts
 from tests.forked import Forked, be_script
 from tests.limits import at_most
 
@@ -56,6 +57,7 @@ from launcher.distributed.env import LaunchEnv
 from launcher.distributed.store import open_store
 from launcher.config.resolve import compose_jobs
 from launcher.config.composition import Request
+from launcher.distributed.exit_records import ExitRecord
 from launcher.launch.config_broadcast import ConfigLeader, HandoffTimeouts, follow
 
 case = sys.argv[1]
@@ -324,3 +326,13 @@ def test_under_torchrun_all_ranks_report_the_same_exit_code(tmp_path) -> None:
         "2"
     ] * 3
     assert list(tmp_path.iterdir()) == [script]
+
+
+@pytest.mark.parametrize(
+    ("code", "together"), [(1, False), (2, False), (6, False), (7, False), (5, True), (9, True), (75, True)]
+)
+def test_a_rank_that_failed_alone_does_not_wait_a_minute_for_the_others(code, together) -> None:
+    """They may wait for it in a collective, and are ended once it has left."""
+    patience = HandoffTimeouts()
+    record = ExitRecord(0, 0.0, "it failed", code)
+    assert patience.after(record) == (patience.leave_s if together else patience.lost_s)
