@@ -22,6 +22,7 @@ from launcher.os.stdio import write
 
 POLL_S = 0.1
 LINE_EVERY_S = 60.0  # that says whom a rank waits for
+AFTER_RANK0_S = 1.0
 DONE = "done"
 
 _part = [""]  # of the recipe's code, in each of which the entries are counted from 1
@@ -110,5 +111,7 @@ def _in_turn() -> Iterator[None]:
             write(f"rank {rank} waits in rank0_first for rank 0 of this machine\n", sys.stderr)
         time.sleep(POLL_S)
     if (said := store.get(left).decode()) != DONE:
+        # Rank 0 records its own error meanwhile, with its line: the first one is that of the run.
+        time.sleep(AFTER_RANK0_S)
         raise RecipeError(f"rank 0 of this machine failed in rank0_first: {said}")
     yield
