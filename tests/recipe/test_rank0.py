@@ -74,5 +74,4 @@ def test_an_exception_of_rank_0_is_that_of_the_run(tmp_path: Path) -> None:
     assert "error: rank 0 failed: " in stderr
     assert "OSError: no route to the mirror" in stderr
     assert not (tmp_path / "written").exists()
-    logs = [path.read_text() for path in tmp_path.glob("outputs/*/*/logs/rank1.log")]
-    assert "rank 0 of this machine failed in rank0_first: OSError: no route to the mirror" in logs[0]
+    assert "rank 1" not in stderr, "which only waited"
