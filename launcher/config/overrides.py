@@ -121,9 +121,8 @@ def hydra_problem(override: Override) -> str | None:
     key = override.key_or_group
     if re.split("[./]", key)[0] != "hydra" or key == SWEEP_DIRECTORY:
         return None
-    if instead := HYDRA_REPLACEMENTS.get(key) or HYDRA_REPLACEMENTS.get(
-        "/".join(key.split(".")[:2])
-    ):  # of its plugin
+    plugin = "/".join(key.split(".")[:2])
+    if instead := HYDRA_REPLACEMENTS.get(key) or HYDRA_REPLACEMENTS.get(plugin):
         return f"is not used here. {instead}"
     return f"Hydra's own settings are fixed, because they can name code to execute, but {SWEEP_DIRECTORY}."
 

@@ -26,7 +26,7 @@ CHUNK = 1 << 24  # elements on a device: 64 MB for each of two results, less tha
 
 @dataclass(frozen=True)
 class AverageState:
-    """A ExponentialMovingAverage by name: fp32 weights, the running statistics of this rank, and a counter.
+    """An ExponentialMovingAverage by name: fp32 weights, the running statistics of this rank, and a counter.
 
     `applied` is the number of applied steps at the latest pass.
     """

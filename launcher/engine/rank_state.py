@@ -106,9 +106,8 @@ class RankState:
         for flat_buffer in self.layout.flat_buffers:
             # What all ranks hold: a flat buffer whose optimizer is sharded is no shard, and has no master.
             kinds = {"weight": flat_buffer.weight}
-            kinds |= (
-                {"master": flat_buffer.master} if flat_buffer.half and flat_buffer.master is not None else {}
-            )
+            if flat_buffer.half and flat_buffer.master is not None:
+                kinds["master"] = flat_buffer.master
             for shard, states in zip(self.zero1.shards, self.updater.states, strict=True):
                 if shard is flat_buffer:
                     kinds |= {f"optimizer state {number}": state for number, state in enumerate(states)}

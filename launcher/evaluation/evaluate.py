@@ -117,9 +117,8 @@ class Pass:
     in_user_code: Callable[[], AbstractContextManager[None]] = nullcontext
     seed: int = 0
     waits: Beat = lambda: None
-    in_collective: Callable[[], AbstractContextManager[None]] = (
-        nullcontext  # of the recipe's loss, in a trial
-    )
+    # Of each collective of the recipe's loss, in a trial.
+    in_collective: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def measure_batch(self, batch: Batch, measuring: MetricEvaluator, number: int = 0) -> Loss:
         """The loss of a batch, which the metrics are updated with. `number` counts those of this rank."""

@@ -91,9 +91,8 @@ class ConfigLeader:
         self.launch, self._run_job, self._arguments = launch, run_job, arguments
         self._patience, self._goodbye_s = patience, patience.unmet_s
         self._others = range(1, launch.world_size)
-        self._gone: list[
-            int
-        ] = []  # ranks that have not come or not left: they will not confirm the end either
+        # Ranks that have not come, or not left: they will not confirm the end either.
+        self._gone: list[int] = []
         self.parted = False  # the latest job failed on some ranks alone, and the others have lost them
         self._store: dist.Store | None = None
         self._jobs = 0  # that have been handed out, each by a message

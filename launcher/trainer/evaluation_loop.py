@@ -169,10 +169,8 @@ class EvaluationLoop:
     def _evaluate(self, name: str, position: Position) -> Evaluation:
         """Evaluate on one of the sets, and report. Raises EvaluationStopped on all ranks alike."""
         began = time.perf_counter()
-        telemetry, of_set = (
-            self._context.telemetry,
-            self._pass(name, "evaluation", "adding up the evaluation"),
-        )
+        telemetry = self._context.telemetry
+        of_set = self._pass(name, "evaluation", "adding up the evaluation")
         found = evaluate(of_set, self.data[name], self._batch_size, interrupted=self._context.should_stop)
         title = f"the {set_title(name)} set"
         if found.halvings:

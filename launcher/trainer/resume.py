@@ -57,9 +57,8 @@ class RunCheckpoints:
             identity,
             SavedWith(self._context.env.world_size, form),
         )
-        self._settings = settings_of(
-            self._context.config
-        )  # once: it takes 1 ms, which each checkpoint would wait
+        # Once: it takes 1 ms, for which each checkpoint would wait.
+        self._settings = settings_of(context.config)
 
     def resume(self, launch: LaunchEnv) -> ResumePoint:
         """Load the checkpoint to resume from, if there is one. A collective.
@@ -67,10 +66,8 @@ class RunCheckpoints:
         After a restart that is always the newest of this run. Raises, on all ranks, ConfigError for another
         run's checkpoint or one beyond the end, StorageError if none is intact although one was requested.
         """
-        wish = self._context.config.checkpoint.resume
-        if launch.restart_count and (
-            wish == NEVER or Path(wish).is_relative_to(self._context.config.run.dir)
-        ):
+        wish, run_dir = self._context.config.checkpoint.resume, self._context.config.run.dir
+        if launch.restart_count and (wish == NEVER or Path(wish).is_relative_to(run_dir)):
             wish = AUTO  # its first start has already set the others aside
         found = self.checkpointer.find(wish)
         for name, problems in found.damaged.items():

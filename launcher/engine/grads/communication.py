@@ -44,9 +44,7 @@ def choose_collectives(ddp: DDPOptions, layout: Layout, group: Group) -> tuple[d
     """
     if group is None:
         return {flat_buffer.name: AllReduceSum(None) for flat_buffer in layout.flat_buffers}, 1
-    if (
-        ddp.shard_optimizer and layout.world_size > 1
-    ):  # the fp32 sum of an element has twice the bytes of a message
+    if ddp.shard_optimizer and layout.world_size > 1:  # the fp32 sum of an element has twice its bytes
         return {
             flat_buffer.name: AllReduceSum(group) if flat_buffer.name == FP32_PARAMS else ShardedSum(group)
             for flat_buffer in layout.flat_buffers

@@ -223,6 +223,8 @@ def statistics_of(values: Tensor) -> str:
     mean, deviation = flat.mean(), flat.std(correction=0)
     places = torch.arange(1, flat.numel() + 1, dtype=torch.float64)
     order = [0.0, 0.0]
+    if mean.abs() < 1e-5 * deviation:  # rounding: a sample that was standardised by itself has the mean 0
+        mean = torch.zeros_like(mean)
     if deviation > 1e-5 * mean.abs():  # less is rounding
         size = deviation * flat.numel() ** 0.5
         order = [float((flat - mean) @ weights / size) for weights in (places.sin(), places.cos())]

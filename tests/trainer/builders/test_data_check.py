@@ -104,8 +104,9 @@ def test_float_columns_in_another_order_are_noticed_between_ranks(make, column):
 
 
 def test_last_bits_and_constant_columns_are_no_difference_between_ranks():
-    rows = {"x": FEATURES, "constant": torch.full((12, 6), 0.1)}
-    near = {name: values * (1 + 1e-7) for name, values in rows.items()}
+    standardised = (FEATURES - FEATURES.mean(1, keepdim=True)) / FEATURES.std(1, keepdim=True)
+    rows = {"x": FEATURES, "constant": torch.full((12, 6), 0.1), "standardised": standardised}
+    near = {name: values * (1 + 1e-7) + 1e-8 for name, values in rows.items()}
     refuse_other_data([known(Rows(TensorData(each))) for each in (rows, near)])
 
 
