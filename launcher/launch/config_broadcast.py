@@ -229,7 +229,12 @@ def follow(
     wait_s = patience.first_job_s
     for number in itertools.count():
         what = "the next job" if number else "the job"
-        message = json.loads(wait_for_key(store, f"message/{number}", wait_s, launch, what, failure))
+        try:
+            message = json.loads(wait_for_key(store, f"message/{number}", wait_s, launch, what, failure))
+        except Exception:
+            with ignore_store_errors():  # this rank leaves: rank 0 need not wait for it at the end
+                store.set(f"heard/{launch.rank}", "")
+            raise
         if "end" in message:
             on_end()
             store.set(f"heard/{launch.rank}", "")

@@ -73,25 +73,38 @@ def work(config, launch, store, job):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.5)
         raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
+    if case == "leaves":
+        if launch.rank == 1:
+            raise ValueError("a bug on one rank")
+        time.sleep(3)  # as in a collective, until the other rank has left
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
     if case == "fails alone":
         if launch.rank == 1:
             raise ValueError("a bug on one rank")
         time.sleep(60)
 
 def lead():
-    lost = HandoffTimeouts(first_job_s=25, lost_s=1)
-    leader = ConfigLeader(launch, work, lost if case == "lost" else patience)
+    lost = HandoffTimeouts(first_job_s=25, lost_s=1, goodbye_s=30)
+    leader = ConfigLeader(launch, work, lost if case in ("lost", "leaves") else patience)
     (config,) = compose_jobs(Request(("recipe=resnet18",)))
     if case == "silent":
         store = open_store(launch, 3)
         time.sleep(60)
-    leader.run(config)
+    try:
+        leader.run(config)
+    except Exception as error:
+        if case == "leaves":
+            began = time.monotonic()
+            leader.dismiss(1)
+            print(f"dismissed within {time.monotonic() - began:.0f} s", file=sys.stderr)
+        raise
     if case == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     leader.dismiss(0)
 
 try:
-    code = follow(launch, work, patience)[0] if launch.rank else lead() or 0
+    own = HandoffTimeouts(first_job_s=25, lost_s=1) if case == "leaves" else patience
+    code = follow(launch, work, own)[0] if launch.rank else lead() or 0
 except Exception as error:
     code = report_failure(error)
 os._exit(code)
@@ -336,3 +349,10 @@ def test_a_rank_that_failed_alone_does_not_wait_a_minute_for_the_others(code, to
     patience = HandoffTimeouts()
     record = ExitRecord(0, 0.0, "it failed", code)
     assert patience.after(record) == (patience.leave_s if together else patience.lost_s)
+
+
+def test_a_rank_that_left_after_its_own_failure_is_not_waited_for_at_the_end(start) -> None:
+    leader, follower = start(ENDS, ["leaves"], 2)
+    assert (follower.wait(30), leader.wait(30)) == (1, 1)
+    assert "error: rank 1 failed: " in leader.stderr
+    assert re.search("dismissed within [0-5] s", leader.stderr), leader.stderr
