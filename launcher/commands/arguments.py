@@ -45,9 +45,6 @@ FLAGS: Mapping[str, Flag] = {
     "--out": Flag(values=ANY, commands=("report",)),
     "--every": Flag(values=ANY, commands=("watch",)),
     "--json": Flag(commands=("plan", "doctor")),
-    "--link": Flag(values=ANY, commands=("plan",)),
-    "--ranks": Flag(values=ANY, commands=("plan",)),
-    "--samples-per-s": Flag(values=ANY, commands=("plan",)),
 }
 SHORT = {flag.short: name for name, flag in FLAGS.items() if flag.short} | {"-cp": "--config-path"}
 REFUSED = {

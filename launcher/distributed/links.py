@@ -1,4 +1,4 @@
-"""The time of a training step on many ranks, computed from that of one: for `plan`, benchmarks and reports.
+"""The time of a training step on many ranks, computed from that of one: for scripts and benchmarks.
 
 A ring all-reduce of n bytes makes each of W ranks send 2 (W - 1) / W n bytes (Patarasuk and Yuan, 2009). They
 are sent while the backward pass runs, so that a step takes at least forward + max(backward, wire) + update.

@@ -1,4 +1,4 @@
-"""What one job would be: its steps, memory, wire, times, checkpoint and files, as plain values for JSON.
+"""What one job would be: its steps, memory, bytes sent and checkpoint, as plain values for JSON.
 
 Owns what is computed from what, and the facts about GPUs. It reads the data as a run does, and starts
 nothing.
@@ -7,15 +7,14 @@ nothing.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
-from launcher.distributed.links import StepSeconds, ring_bytes, wire_seconds
+from launcher.distributed.links import ring_bytes
 from launcher.doctor.machine import place_of
 from launcher.engine import UnusableError
 from launcher.errors import ConfigError, LauncherError, first_line
@@ -38,32 +37,12 @@ GPUS = {
 # allocator cannot use of the rest.
 CONTEXT_GIB, USABLE = 1.0, 0.95
 ROOM = {name: USABLE * (gib - CONTEXT_GIB) * GIB for name, gib in GPUS.items()}  # bytes for tensors
-BACKWARD_SHARE = 2 / 3  # of a pass: each product has two in the backward pass
-FILES = (  # of a run, in its directory
-    *("config.yaml", "overrides.txt", "env.json", "status.json", "metrics.jsonl", "result.json"),
-    *("report.html", "logs/rank<k>.log", "checkpoints/step-<n>/"),
-)
 SMALLEST_HALF = 3  # samples: micro-batches of at most 3 have at least 2 each
-Links = Iterable[tuple[float, int]]  # rates in Mbit/s, with numbers of ranks
 
 
-def forecast(
-    config: Config,
-    world_size: int,
-    machines: int,
-    on_gpu: bool,
-    links: Links,
-    samples_per_s: float | None,
-) -> dict[str, Any]:
-    """All that is known of a job before it starts; a None where it is not.
-
-    `samples_per_s` is the rate of one rank. All `machines` have as many ranks.
-    """
-    task, seconds = PlannedTask.of(config, world_size), None
-    if samples_per_s is not None:
-        step_s = task.plan.largest_share / samples_per_s
-        parts = StepSeconds(step_s * (1 - BACKWARD_SHARE), step_s * BACKWARD_SHARE, 0.0)
-        seconds = _last_backward(parts, task.plan.micro_batches)
+def forecast(config: Config, world_size: int, machines: int, on_gpu: bool) -> dict[str, Any]:
+    """All that is known of a job before it starts. All `machines` have as many ranks."""
+    task = PlannedTask.of(config, world_size)
     found, reason = None, ""
     try:
         with rank_on(META, task) as rank:
@@ -78,13 +57,8 @@ def forecast(
     if found is None:
         with guarding("the recipe's model or loss", LOG), rank_on(torch.device("cpu"), task) as rank:
             found = _counted(task, rank, on_gpu=False)
-    message, place = found["memory"]["bytes"]["gradients"], place_of(config)
-    buckets, saved = found.pop("buckets"), found.pop("checkpoint_bytes")
-    if world_size == 1:
-        buckets = None if seconds is None else _buckets_of_a_pair(task)
-    sent = ring_bytes(message, world_size)
-    wire = {"bytes": message, "buckets": buckets, "overlaps": config.ddp.overlap}
-    wire["sent_by_each_rank"] = round(sent)
+    message, buckets = found["memory"]["bytes"]["gradients"], found.pop("buckets")
+    place, saved = place_of(config), found.pop("checkpoint_bytes")
     return {
         "recipe": config.recipe.name,
         "world_size": world_size,
@@ -99,10 +73,11 @@ def forecast(
             "place": str(place),
         },
         **found,
-        "wire": wire,
-        "step_s": None if seconds is None else vars(seconds) | {"total": seconds.total},
-        "files": [config.run.dir or f"outputs/{config.recipe.name}/<time>-<4 hex>", *FILES],
-        "links": [_link(wire, mbit, ranks, seconds) for mbit, ranks in links],
+        "wire": {
+            "bytes": message,
+            "buckets": buckets if world_size > 1 else None,
+            "sent_by_each_rank": round(ring_bytes(message, world_size)),
+        },
     }
 
 
@@ -177,36 +152,3 @@ def fitting(room: float, held: int, sums: int, counted: Sequence[StepMemory], sh
         return 0
     whole = int((room - base) / per_sample)
     return whole if whole >= share else max(0, min(share - 1, int((room - base - sums) / per_sample)))
-
-
-def _last_backward(step: StepSeconds, passes: int) -> StepSeconds:
-    """The wire is busy beside the last backward pass only, so the others count with the forward passes."""
-    last = step.backward / passes
-    return StepSeconds(step.forward + (passes - 1) * last, last, step.update)
-
-
-def _buckets_of_a_pair(task: PlannedTask) -> int:
-    """One rank sends nothing, so that its own buckets say nothing of the links between several.
-
-    1 where the model cannot be built on `meta`: then nothing is taken to be hidden.
-    """
-    plan = replace(task.plan, world_size=2, batch_size=max(2, task.plan.batch_size))
-    try:
-        with rank_on(META, replace(task, plan=plan)) as rank:
-            return rank.stepper.num_buckets
-    except Exception:  # of any kind: it is the model's, which `measured_because` names
-        return 1
-
-
-def _link(wire: Mapping[str, Any], mbit: float, ranks: int, seconds: StepSeconds | None) -> dict[str, object]:
-    sent = ring_bytes(wire["bytes"], ranks)
-    wire_s = wire_seconds(sent, mbit)
-    # Without overlap all of it is sent after the backward pass, as one bucket would be.
-    sending_s = wire_s, wire["buckets"] if wire["overlaps"] else 1
-    return {
-        "mbit": mbit,
-        "ranks": ranks,
-        "wire_s": wire_s,
-        "step_s": seconds and seconds.over(*sending_s),
-        "efficiency": seconds and seconds.efficiency(*sending_s),
-    }

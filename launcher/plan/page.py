@@ -23,7 +23,7 @@ def lines_of(plan: Mapping[str, Any]) -> Iterator[str]:
     yield _row("schedule", _schedule(plan["schedule"]))
     yield from _memory(plan)
     yield from _wire(plan)
-    yield from _files(plan)
+    yield from _checkpoint(plan)
 
 
 def _schedule(schedule: Mapping[str, Any]) -> str:
@@ -49,32 +49,19 @@ def _memory(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wire(plan: Mapping[str, Any]) -> Iterator[str]:
-    step, wire = plan["step_s"], plan["wire"]
+    wire = plan["wire"]
     yield ""
     parts = f" in {counted(wire['buckets'], 'bucket')}" if wire["buckets"] else ""
     sent = _size(wire["sent_by_each_rank"])
     yield _row("wire", f"{_size(wire['bytes'])} of gradients a step{parts}; each rank sends {sent}")
-    if step is None:
-        yield "  step time: give --samples-per-s N of one rank"
-    else:
-        parts = ", ".join(f"{name} {1000 * step[name]:.1f} ms" for name in ("forward", "backward", "update"))
-        yield f"  step of one rank: {1000 * step['total']:.1f} ms ({parts})"
-    yield f"{'link':>12}{'ranks':>8}{'wire ms':>12}" + (f"{'step ms':>12}{'efficiency':>12}" if step else "")
-    for link in plan["links"]:
-        rate = f"{link['mbit'] / 1000:g} Gbit" if link["mbit"] >= 1000 else f"{link['mbit']:g} Mbit"
-        row = f"  {rate:>10}{link['ranks']:>8}{1000 * link['wire_s']:>12.1f}"
-        if step:
-            row += f"{1000 * link['step_s']:>12.1f}{link['efficiency']:>11.0%} ".replace("%", " %")
-        yield row.rstrip()
 
 
-def _files(plan: Mapping[str, Any]) -> Iterator[str]:
+def _checkpoint(plan: Mapping[str, Any]) -> Iterator[str]:
     saved = plan["checkpoint"]
     yield ""
     verdict = "" if saved["at_most"] < saved["free_bytes"] else ": TOO LITTLE for them"
     yield _row("checkpoint", f"{_size(saved['bytes'])}, at most {_size(saved['at_most'])} on disk at a time")
     yield f"  {_size(saved['free_bytes'])} are free at {saved['place']}{verdict}"
-    yield _row("files", f"in {plan['files'][0]}: {', '.join(plan['files'][1:])}")
 
 
 def _row(title: str, text: str) -> str:

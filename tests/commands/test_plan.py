@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from launcher import cli
-from launcher.distributed.links import StepSeconds, ring_bytes, wire_seconds
+from launcher.distributed.links import ring_bytes
 
 OWN = """
 import torch
@@ -49,17 +49,14 @@ def own(tmp_path: Path, device: str = "cpu", line: str = "pass") -> tuple[str, .
     return ("plan", "recipe=cnn", "recipe.uses=own", f"recipes.path={file}", "data.batch_size=16")
 
 
-def test_a_plan_has_steps_memory_wire_and_files_and_starts_nothing(capsys, tmp_path) -> None:
-    found = planned(capsys, *WORDS, "--samples-per-s", "1000", "--link", "100", "--ranks", "4")
+def test_a_plan_has_steps_memory_and_bytes_sent_and_starts_nothing(capsys, tmp_path) -> None:
+    found = planned(capsys, *WORDS)
     assert found["world_size"] == 2
     assert found["steps"] == found["steps_per_epoch"] * 3
     assert found["memory"]["total"] == sum(found["memory"]["bytes"].values())
     assert all(0 < gpu["micro_batch"] <= found["samples"] for gpu in found["gpus"])
-    step = StepSeconds(*(found["step_s"][part] for part in ("forward", "backward", "update")))
-    assert step.total == pytest.approx(found["batch_size"] / 2 / 1000)
-    wire_s = wire_seconds(ring_bytes(found["wire"]["bytes"], 4), 100)
-    (link,) = found["links"]
-    assert (link["wire_s"], link["step_s"]) == (wire_s, step.over(wire_s, found["wire"]["buckets"]))
+    assert found["wire"]["sent_by_each_rank"] == found["wire"]["bytes"], "2 (n - 1) / n of them, of 2 ranks"
+    assert found["wire"]["buckets"] >= 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -67,9 +64,7 @@ def test_a_plan_has_steps_memory_wire_and_files_and_starts_nothing(capsys, tmp_p
 @pytest.mark.parametrize(("words", "pet"), [(["launch.nnodes=2"], ""), ([], "2"), (["launch.nnodes=2"], "3")])
 def test_a_plan_of_several_machines_has_the_ranks_of_all(capsys, monkeypatch, words, pet) -> None:
     monkeypatch.setenv("PET_NNODES", pet)
-    one, two = (
-        planned(capsys, *WORDS, "--samples-per-s", "9", *more) for more in (["launch.nnodes=1"], words)
-    )
+    one, two = (planned(capsys, *WORDS, *more) for more in (["launch.nnodes=1"], words))
     assert (two["world_size"], two["machines"]) == (4, 2)
     assert two["micro_batch"] == one["micro_batch"] // 2
     assert two["wire"]["sent_by_each_rank"] == round(ring_bytes(two["wire"]["bytes"], 4))
@@ -79,35 +74,15 @@ def test_a_plan_of_several_machines_has_the_ranks_of_all(capsys, monkeypatch, wo
     assert "less than the number of ranks, 4" in " ".join(capsys.readouterr().err.split())
 
 
-def test_without_overlap_the_whole_wire_follows_the_backward_pass(capsys) -> None:
-    words = (*WORDS, "ddp.overlap=false", "--samples-per-s", "1000", "--link", "1", "--ranks", "4")
-    found = planned(capsys, *words)
-    (link,) = found["links"]
-    assert found["wire"]["buckets"] > 1
-    assert link["step_s"] == pytest.approx(found["step_s"]["total"] + link["wire_s"])
-
-
-def test_a_plan_of_one_rank_foretells_several_with_the_buckets_that_they_send(capsys, tmp_path) -> None:
-    words = (*own(tmp_path), "--samples-per-s", "1000", "--link", "100", "--ranks", "2")
-    file = tmp_path / "own.py"
-    layers = (
-        "nn.Sequential(nn.Linear(8, 1024), *(nn.Linear(1024, 1024) for _ in range(4)), nn.Linear(1024, 3))"
-    )
-    file.write_text(file.read_text().replace("nn.Linear(8, 3, device='cpu')", layers))
-    one, two = (planned(capsys, *words, f"launch.nproc={ranks}") for ranks in (1, 2))
-    assert one["wire"]["buckets"] == two["wire"]["buckets"] > 2
-
-
 @pytest.mark.slow
 def test_the_page_names_what_the_values_are(capsys) -> None:
-    assert cli.main([*WORDS, "--link", "2500", "--ranks", "16"]) == 0
+    assert cli.main([*WORDS]) == 0
     page = capsys.readouterr().out
     for words in (
         "nothing is started",
         "learning rate",
         "masters",
         "T4 16 GB",
-        "2.5 Gbit      16",
         "free at",
     ):
         assert words in page
@@ -185,18 +160,8 @@ def test_data_that_are_not_there_are_the_error_of_the_run(capsys) -> None:
     assert "nowhere.txt: there is no such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--link", "fast"],
-        ["--ranks", "2.5"],
-        ["--samples-per-s", "0"],
-        ["--samples-per-s", "1,2"],
-        ["-m"],
-    ],
-)
-def test_a_number_that_is_none_is_refused(words, capsys, message) -> None:
-    assert cli.main([*WORDS, *words]) == 2
+def test_a_plan_of_a_sweep_is_refused(capsys, message) -> None:
+    assert cli.main([*WORDS, "-m"]) == 2
     message(capsys.readouterr().err)
 
 
