@@ -77,7 +77,7 @@ def states() -> Iterator[Finding]:
 
 
 def state(nvml: ModuleType, gpu: Gpu) -> Iterator[Finding]:
-    """Name, memory, other processes, memory errors and persistence mode of one GPU.
+    """Name, memory, other processes and memory errors of one GPU.
 
     Raises GpuLostError.
     """
@@ -93,9 +93,6 @@ def state(nvml: ModuleType, gpu: Gpu) -> Iterator[Finding]:
     if errors:
         advice = "Values in its memory may be wrong: reset it, and replace it if they come again."
         yield judged(f"{label} memory", counted(round(errors), "uncorrected ECC error"), advice, FAILURE)
-    if ask("PersistenceMode") == 0:
-        advice = "The driver is loaded anew for each run, which takes seconds: sudo nvidia-smi -pm 1."
-        yield judged(f"{label} persistence", "off", advice)
 
 
 def _ask(nvml: ModuleType, gpu: Gpu, function: str) -> Any:

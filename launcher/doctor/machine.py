@@ -1,17 +1,15 @@
-"""Checks of a machine that need no GPU: versions, cores, memory, limits, disk, clock, interface, tracker.
+"""Checks of a machine that need no GPU: versions, cores, memory, limits, disk, interface, tracker.
 
 Owns their thresholds. Imports no torch.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import resource
 import shutil
 import socket
-import struct
 import tempfile
 import time
 import warnings
@@ -19,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from itertools import islice
 from pathlib import Path
 
 from launcher.config.schema import Config
@@ -36,11 +33,7 @@ SLOW_DISK = 50e6  # bytes per second: a laptop's disk of 2010
 PROBE_BYTES = 64 << 20
 FEW_FILES = 1024  # the usual soft limit; loader processes share tensors by descriptors
 RANK_BYTES = 1 << 30  # torch, its libraries and a small model
-MAX_COUNTED_FILES = 50_000  # of a data set, some seconds on a network disk
-SIOCGIFADDR = 0x8915  # asks for the address of an interface
 INFINIBAND = "/sys/class/infiniband"
-SLOW_LINK = 1000  # Mbit/s: below, the exchange of a ResNet-50 takes longer than its step on any GPU
-OLDEST_CLOCK = time.mktime((2025, 6, 1, 0, 0, 0, 0, 0, 0))  # before any torch that the launcher runs with
 
 
 @dataclass(frozen=True)
@@ -72,8 +65,6 @@ def checks(subject: Subject) -> list[Check]:
         Check("shared memory", lambda: shared_memory(subject)),
         Check("limits", limits),
         Check("disk", lambda: disk(subject.place), 60.0, "The disk of run.dir hangs: choose another place."),
-        Check("data", lambda: page_cache(subject), 30.0, "The disk of the data hangs, or is far away."),
-        Check("clock", clock),
         Check("interface", lambda: interface(os.environ), 10.0, "The name of this host cannot be resolved."),
         Check("tracker", lambda: tracker(subject.config, os.environ)),
     ]
@@ -87,7 +78,7 @@ def warn_of_machine(config: Config, env: WorkerEnv) -> None:
     if env.local_rank > 0:
         return
     subject = Subject(config, env.local_world_size, env.local_world_size if env.device.type == "cuda" else 0)
-    for look in (cores, memory, shared_memory, lambda _: limits(), free_space, lambda _: clock()):
+    for look in (cores, memory, shared_memory, lambda _: limits(), free_space):
         with suppress(OSError, ValueError, LookupError):  # a machine without /proc/meminfo trains as well
             for finding in look(subject):
                 if finding.advice:
@@ -185,61 +176,14 @@ def disk(place: Path) -> Iterator[Finding]:
     yield _space(place, f", {rate / 1e6:.0f} MB/s written", slow if rate < SLOW_DISK else "")
 
 
-def page_cache(subject: Subject) -> Iterator[Finding]:
-    """Whether the data set fits in the memory that the kernel may fill with files."""
-    path = subject.config.data.path
-    if path is None:
-        return
-    folders = ((folder, name) for folder, _, names in os.walk(path) for name in names)
-    files = [path] if os.path.isfile(path) else (os.path.join(*found) for found in folders)
-    sizes = [os.lstat(file).st_size for file in islice(files, MAX_COUNTED_FILES)]
-    if not sizes:
-        advice = "Correct data.path or its permissions: a run ends before its first step."
-        yield judged("data", f"no file in {path} that this user may see", advice, FAILURE)
-        return
-    total, least = sum(sizes), "at least " if len(sizes) == MAX_COUNTED_FILES else ""
-    far = "It does not stay in memory: each epoch reads it from the disk, whose rate then counts."
-    value = f"{least}{total / GB:.1f} GB in {counted(len(sizes), 'file')}"
-    yield judged("data", value, far if total > available_bytes() else "")
-
-
-def clock() -> Iterator[Finding]:
-    now = time.time()
-    wrong = "It is wrong, so certificates and trackers fail: set it (chronyc makestep)."
-    value = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    yield judged("clock", value, wrong if now < OLDEST_CLOCK else "")
-
-
 def interface(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """The network interface by which other machines reach this one, as Gloo chooses it."""
+    """The address by which Gloo and NCCL tell other machines to reach this one."""
     refuse_missing_interface(environ)
-    names = [name for _, name in socket.if_nameindex()]
-    address = socket.gethostbyname(socket.gethostname())
-    name = environ.get(INTERFACES[0], "").partition(",")[0] or _interface_of(address, names)
-    mtu, mbit = (_number(Path(f"/sys/class/net/{name}/{key}")) for key in ("mtu", "speed"))
-    value = f"{name}, MTU {mtu}" + (f", {mbit} Mbit/s" if mbit else "")
-    advice = "Look at the cable, the port and other interfaces." if mbit and mbit < SLOW_LINK else ""
-    if name in ("lo", None) and len(names) > 1:
-        value = f"{socket.gethostname()} stands for loopback"
-        advice = f"For runs on several machines set {' and '.join(INTERFACES)}: {', '.join(names)}."
-    yield judged("interface", value, advice)
-
-
-def _interface_of(address: str, names: list[str]) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for name in names:
-            with suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return "lo" if address.startswith("127.") else None
-
-
-def _number(path: Path) -> int | None:
-    """The number in a file of /sys; None where it has none, as the rate of a virtual interface is -1."""
-    with suppress(OSError, ValueError):
-        return number if (number := int(path.read_text())) > 0 else None
-    return None
+    host, names = socket.gethostname(), [name for _, name in socket.if_nameindex() if name != "lo"]
+    address = socket.gethostbyname(host)
+    is_loopback = address.startswith("127.") and not environ.get(INTERFACES[0])
+    advice = f"For runs on several machines set {' and '.join(INTERFACES)}: {', '.join(names)}."
+    yield judged("interface", f"{host} is {address}", advice if names and is_loopback else "")
 
 
 def tracker(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -19,7 +19,6 @@ HEALTHY = {
     "MemoryInfo": SimpleNamespace(free=15.5e9, total=16e9, used=0.1e9),
     "ComputeRunningProcesses": [],
     "TotalEccErrors": 0,
-    "PersistenceMode": 1,
 }
 
 
@@ -65,7 +64,6 @@ def test_a_healthy_card_is_ok() -> None:
         ({"ComputeRunningProcesses": [SimpleNamespace(pid=7)]}, NOTE, "1 other process of this GPU"),
         ({"MemoryInfo": SimpleNamespace(free=8e9, total=16e9, used=8e9)}, NOTE, "Something of this GPU"),
         ({"TotalEccErrors": 3}, FAILURE, "3 uncorrected ECC errors"),
-        ({"PersistenceMode": 0}, NOTE, "nvidia-smi -pm 1"),
     ],
 )
 def test_a_fault_of_a_card_is_found(answers, verdict, says) -> None:
