@@ -117,8 +117,8 @@ def _build_context(
     with heartbeat.in_user_code(), rank0.entries_counted("building the model"):
         model = build.build_model(config, recipe, env, plan)
         rates = build.lr_table(config, recipe, course.total_steps)
-    decide = telemetry.decision
-    choose_memory_format(config, env, recipe, model, data.train, plan, decide, heartbeat.in_user_code)
+    position, decide = course.index_of(course.next_evaluation(0)), telemetry.decision
+    choose_memory_format(config, env, recipe, model, data, plan, position, decide, heartbeat.in_user_code)
     weights = load_weights(config, model, env)
     heartbeat.beat("comparing the models")
     stepper = build.build_stepper(config, env, recipe, model, plan, rates)

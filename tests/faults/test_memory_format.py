@@ -44,6 +44,9 @@ def maps(network, batch):
     found = network.convolution(batch["image"])
     return Loss(found.float().square().sum(), len(found), found)
 
+def hook(model, position):
+    return {"viewed": float(model.convolution(torch.ones(2, 3, 6, 6)).view(2, -1).mean())}
+
 """
 
 
@@ -69,7 +72,7 @@ def test_under_auto_a_model_that_raises_trains_contiguous_and_it_is_said_once(tm
     assert ended.codes == [0, 0], ended
     (text,) = formats(ended)
     assert text.startswith(
-        "contiguous: in channels_last, which is faster, the model raises RuntimeError: view"
+        "contiguous: in channels_last, which is faster, the recipe raises RuntimeError: view"
     )
     assert "viewed.py:15, in forward" in text
     assert ended.digest == started(tmp_path, "plain", VIEW, "train.channels_last=false").digest
@@ -78,21 +81,39 @@ def test_under_auto_a_model_that_raises_trains_contiguous_and_it_is_said_once(tm
 def test_a_view_that_runs_only_in_an_evaluation_is_found_too(tmp_path) -> None:
     (text,) = formats(started(tmp_path, "evaluated", VIEW_IN_EVAL))
     assert text.startswith(
-        "contiguous: in channels_last, which is faster, the model raises RuntimeError: view"
+        "contiguous: in channels_last, which is faster, the recipe raises RuntimeError: view"
     )
     ended = started(tmp_path, "asked", VIEW_IN_EVAL, "train.channels_last=true")
     assert ended.codes == [2, 2]
     assert "train.channels_last=true: in this memory format" in str(ended)
 
 
-def test_a_view_in_a_metric_ends_the_run_with_the_key(tmp_path) -> None:
-    recipe = RECIPE.replace("cross_entropy, classes", "maps, metrics=[Viewing()], classes")
+def viewing(place: str) -> str:
+    """A recipe whose loss returns the maps of a convolution, on which a metric or a hook calls view."""
+    given = "metrics=[Viewing()], on_eval_end=" + ("hook" if place == "hook" else "None")
+    recipe = RECIPE.replace("cross_entropy, classes", f"maps, {given}, classes")
     recipe = recipe.replace('@recipe("images")', f'{IN_METRIC}@recipe("images")')
-    recipe = recipe.replace("import Recipe", "import Loss, Recipe")
-    ended = started(tmp_path, "measured", FLATTEN, recipe=recipe)
+    if place == "hook":
+        recipe = recipe.replace("outputs.view(len(outputs), -1)", "pass")
+    return recipe.replace("import Recipe", "import Loss, Recipe")
+
+
+@pytest.mark.parametrize(("place", "function"), [("metric", "update"), ("hook", "hook")])
+def test_a_view_in_a_metric_or_a_hook_is_found_too(tmp_path, place, function) -> None:
+    ended = started(tmp_path, place, FLATTEN, recipe=viewing(place))
+    assert ended.codes == [0, 0], ended
+    (text,) = formats(ended)
+    assert text.startswith("contiguous: in channels_last, which is faster, the recipe raises RuntimeError")
+    assert re.search(rf"{place}\.py:\d+, in {function}", text), text
+    assert ended.events("after_evaluation") or place == "metric"
+
+
+def test_a_view_in_a_metric_under_true_ends_the_run_with_the_key(tmp_path) -> None:
+    ended = started(tmp_path, "asked", FLATTEN, "train.channels_last=true", recipe=viewing("metric"))
     assert ended.codes == [2, 2], ended
-    assert re.search(r"measured\.py:\d+, in update: RuntimeError: view size", str(ended)), ended
-    assert "train.channels_last=false makes it contiguous." in str(ended)
+    assert "train.channels_last=true: in this memory format the recipe raises RuntimeError: view" in str(
+        ended
+    )
     assert not ended.events("step")
 
 
@@ -105,5 +126,5 @@ def test_under_auto_a_model_that_bears_it_trains_in_channels_last(tmp_path) -> N
 def test_under_true_a_model_that_raises_ends_the_run_with_the_key(tmp_path) -> None:
     ended = started(tmp_path, "viewed", VIEW, "train.channels_last=true")
     assert ended.codes == [2, 2], ended
-    assert "train.channels_last=true: in this memory format the model raises RuntimeError" in str(ended)
+    assert "train.channels_last=true: in this memory format the recipe raises RuntimeError" in str(ended)
     assert not ended.events("step")
