@@ -27,6 +27,7 @@ MACHINERY = tuple(f"torch/{name}" for name in ("nn/modules/module.py", "_dynamo/
 LAUNCH_FRAMES = ("__main__.py", "cli.py", "commands/", "launch/", "worker.py")
 ENGINE = "engine/"  # between the user's call and torch: emulation, autocast
 SHOWN = 5, 15  # of the outermost and of the innermost frames
+WAITS = "torch/distributed/", "launcher/recipe/rank0.py"  # files, in which a rank waits for another one
 
 
 def place_of(error: BaseException) -> str:
@@ -58,6 +59,16 @@ def place_of_thread(thread: int) -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
+
+
+def waits_for_another_rank(thread: int) -> bool:
+    """Whether the innermost line of the user's in a thread has called a collective or rank0_first."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and not is_user_code(frame.f_code):
+        if any(file in frame.f_code.co_filename for file in WAITS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def place_in_stacks(text: str) -> str:

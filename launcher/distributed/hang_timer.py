@@ -7,7 +7,8 @@ ends with code 6, without waking the main thread. Where there is a parent it tim
 them apart; under torchrun each rank speaks for itself, and torchelastic ends the others.
 
 Code of the user before the first step and in evaluation hooks may take as long as it likes. Meanwhile its
-rank gives signs of life through the store, and for a rank that sees them the time starts again.
+rank gives signs of life through the store, and for a rank that sees them the time starts again. A rank that
+waits there for another one, in a collective or in rank0_first, gives none and is not timed as that code.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.config.schema import Config
-from launcher.config.user_code import place_of_thread
+from launcher.config.user_code import place_of_thread, waits_for_another_rank
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import ExitRecord, StoreExitRecords
 from launcher.distributed.heartbeat import (
@@ -85,6 +87,8 @@ class HangTimer:
         self._main_thread = threading.get_ident()
         self._began = time.time()
         self._since_s = time.monotonic()  # of the limits: this process's start, or the latest sign of life
+        self._waits = False  # whether this rank is where it may wait for another one
+        self._waited_s = 0.0  # when it last did so in the user's code
         self._failed: tuple[float, BaseException] | None = None
         self._stopped: tuple[float, signal.Signals] | None = None
         self._over = threading.Event()
@@ -131,12 +135,24 @@ class HangTimer:
         polled_s = time.monotonic()
         while not self._over.is_set():
             self._wait_for_signals()
-            now, beat = time.monotonic(), self._heartbeat.latest
+            now, beat = time.monotonic(), self._latest_beat()
             if now - polled_s > POLL_EVERY_S + PAUSE_S or beat.user_code:
                 self._since_s = now
             polled_s = now
             if not self._over.is_set() and (problem := self._problem(beat, now)):
                 self._abort(*problem, beat)
+
+    def _latest_beat(self) -> HeartbeatRecord:
+        """Where this rank is. It is in the user's code from when it last waited there for another rank."""
+        beat = self._heartbeat.latest
+        waits = beat.user_code and waits_for_another_rank(self._main_thread)
+        self._waits = waits or beat.phase in WAITING
+        if waits:
+            self._waited_s = time.monotonic()
+            return replace(beat, user_code=False)
+        if beat.user_code:
+            return replace(beat, age_s=min(beat.age_s, time.monotonic() - self._waited_s))
+        return beat
 
     def _wait_for_signals(self) -> None:
         """Wait for the next poll. Answers a request to stop at once, while the main thread may be in C."""
@@ -175,7 +191,7 @@ class HangTimer:
         key, limit = "launch.init_timeout_s", limits.init_timeout_s
         if beat.has_stepped:
             key, limit = "launch.hang_timeout_s", limit_s(beat.phase, limits.hang_timeout_s)
-        waits = " It waits for another rank, whose own output says where that is." * (beat.phase in WAITING)
+        waits = " It waits for another rank, whose own output says where that is." * self._waits
         if quiet_s >= limit:
             text = f"rank {rank} hangs: {where(beat)} for {quiet_s:.0f} s{self._place()}.{waits}"
             return f"{text} {key} says how long a rank may be without progress.", StalledError.exit_code
@@ -201,7 +217,7 @@ class HangTimer:
             if self._connection is not None:
                 set_tcp_timeouts(self._limits.hang_timeout_s)
             while not self._over.wait(every_s):
-                beat = self._heartbeat.latest
+                beat = self._latest_beat()
                 lines = lines if beat.user_code and beat.age_s >= LINE_EVERY_S * lines else 0
                 if beat.user_code and beat.age_s >= LINE_EVERY_S * (lines + 1):
                     lines += 1

@@ -246,6 +246,36 @@ def test_a_limit_of_the_user_s_code_is_kept_and_named(tmp_path: Path, under_torc
     ), ended.stderr
 
 
+WAITS = {
+    "rank0_first": "with rank0_first(): time.sleep(S)",
+    "a barrier": "time.sleep(S * (RANK == 0)); torch.distributed.barrier(); time.sleep(S * (RANK == 1))",
+}
+
+
+def start_waiting(
+    directory: Path, place: str, seconds: int, limit_s: int
+) -> subprocess.CompletedProcess[str]:
+    slow_recipe(directory, 0, 0)
+    text = (directory / "tiny.py").read_text().replace("import Recipe", "import rank0_first, Recipe")
+    waiting = f"S = {seconds}\n    {WAITS[place]}"
+    (directory / "tiny.py").write_text(text.replace("if RANK == 1:", f"{waiting}\n    if RANK == 1:"))
+    return start_slow(directory, True, f"launch.user_code_timeout_s={limit_s}")
+
+
+@pytest.mark.parametrize("place", ["rank0_first", pytest.param("a barrier", marks=pytest.mark.slow)])
+def test_a_rank_that_waits_in_the_user_s_code_is_not_blamed(tmp_path: Path, place: str) -> None:
+    ended = start_waiting(tmp_path, place, seconds=1000, limit_s=4)
+    assert "error: rank 0 hangs: while loading data for " in ended.stderr, ended.stderr
+    of_rank_1 = re.search(r"error: rank 1 hangs: .*", ended.stderr)
+    assert of_rank_1 is None or "It waits for another rank, whose own output" in of_rank_1[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", WAITS)
+def test_the_wait_for_another_rank_is_no_time_of_the_user_s_code(tmp_path: Path, place: str) -> None:
+    assert (ended := start_waiting(tmp_path, place, seconds=7, limit_s=9)).returncode == 0, ended.stderr
+
+
 @pytest.mark.slow
 def test_every_minute_a_line_says_what_is_waited_for(tmp_path: Path) -> None:
     slow_recipe(tmp_path, loading_s=65, after_s=0)
