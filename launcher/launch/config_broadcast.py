@@ -125,7 +125,14 @@ class ConfigLeader:
         if failure is not None and (text == own.error or (cause is own and needs_no_rank)):
             raise failure
         if cause.error:
-            raise JobFailed(text, cause.exit_code, cause.traceback) from failure
+            raise JobFailed(text, cause.exit_code, cause.traceback, self._has_printed(cause)) from failure
+
+    def _has_printed(self, cause: ExitRecord) -> bool:
+        """Whether a rank of this machine that failed alone has left meanwhile, with its error on stderr."""
+        with ignore_store_errors():
+            own_machine = 0 < cause.rank < self.launch.local_world_size
+            return own_machine and self._store is not None and self._store.check([f"heard/{cause.rank}"])
+        return False
 
     def recalled(self, config: Config) -> Config:
         """The config with the directory that an earlier attempt of this launch gave to the job.

@@ -15,7 +15,12 @@ from launcher.config.schema import Config
 from launcher.config.user_code import innermost, place_of, short_traceback
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.exit_records import is_secondary
+from launcher.distributed.exit_records import (
+    SharedExitRecords,
+    StoreExitRecords,
+    failure_of_another,
+    is_secondary,
+)
 from launcher.distributed.heartbeat import Heartbeat, HeartbeatRecord, where
 from launcher.engine import UnusableError, async_work
 from launcher.errors import ConfigError, LauncherError, UnexpectedError, described
@@ -34,6 +39,7 @@ PARTS = {
 }
 BUILDING = ("building the model", "comparing the models", "restoring")  # masters and states are made then
 SHARDABLE = ("sgd", "adamw")
+CAUSE_S = 0.4  # for the rank that was lost to record why; the parent kills the others after half a second
 MORE_ROOM = "a smaller data.micro_batch_size leaves more room beside it"
 
 
@@ -64,10 +70,16 @@ log = logging.getLogger("launcher")
 
 
 def explain_and_report(
-    error: BaseException, config: Config, launch: LaunchEnv, telemetry: Telemetry, heartbeat: Heartbeat
+    error: BaseException,
+    config: Config,
+    launch: LaunchEnv,
+    telemetry: Telemetry,
+    heartbeat: Heartbeat,
+    records: SharedExitRecords | StoreExitRecords | None,
 ) -> LauncherError | None:
     """Record that this rank has failed. Returns the error for users, None where it is `error` itself.
 
+    If rank 0 has lost another rank, events and files tell of that one's error, once it stands in `records`.
     Frees what the frames of `error` hold. No context manager: the `__exit__` of one keeps the traceback.
     """
     # First, because explaining a failure takes time, and other ranks fail of this one meanwhile.
@@ -78,7 +90,10 @@ def explain_and_report(
     logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
     failure = to_launcher_error(error, launch, logs, oom_context(heartbeat.latest, config, launch.world_size))
     steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
-    report_failure(telemetry, steps, run_dir, launch, failure or error)
+    told: BaseException = failure or error
+    if launch.rank == 0 and records is not None and is_secondary(error):
+        told = failure_of_another(records, CAUSE_S) or told
+    report_failure(telemetry, steps, run_dir, launch, told)
     free_traceback(error)
     return failure
 
