@@ -22,8 +22,9 @@ OF_UNLABELLED = (
 
 VOID = 255
 OF_VOID = (
-    f"If 255 marks what is to be left out, as in many sets for segmentation, label it {IGNORED} instead, "
-    f"which is cross-entropy's ignore_index, with metrics=[Classification(classes, ignored={IGNORED})]. Else "
+    f"If 255 marks what is to be left out, as in many sets for segmentation, convert the labels to int64 "
+    f"(uint8 holds no {IGNORED}) and label it {IGNORED} instead, which is cross-entropy's ignore_index, with "
+    f"metrics=[Classification(classes, ignored={IGNORED})]. Else "
     "correct the labels, or name all classes in Recipe.classes."
 )
 

@@ -65,5 +65,5 @@ def test_labels_of_each_integer_type_are_compared_with_the_classes(dtype):
 
 
 def test_a_label_that_usually_marks_what_is_left_out_says_how_to_do_so():
-    with pytest.raises(DataError, match=r"of sample 1 is 255, .* label it -100 instead"):
+    with pytest.raises(DataError, match=r"of sample 1 is 255, .* to int64 .* label it -100 instead"):
         refuse_unusable_data(unlabelled(torch.int64, 0, 255))

@@ -64,12 +64,12 @@ class AttachedParams:
         )
         if not same:
             raise UnusableError(
-                "the model has changed since this Stepper was built: parameters "
+                "the model has changed since its training began: parameters "
                 f"{listed(self._changed(), SHOWN)} were cast, moved, frozen, unfrozen, replaced, added or "
-                "removed. It trains those that it was given, in its flat memory: change them before it is "
-                "built, in a recipe within build_model. To unfreeze a part later, start a second run from "
-                "the weights of the first; in a loop of your own, build another Stepper. Set values by "
-                "p.copy_() under torch.no_grad()."
+                "removed. Those that it had are trained, in flat memory: change them before, in a recipe "
+                "within build_model, in a loop of your own before its Stepper is built. To unfreeze a part "
+                "later, start a second run from the weights of the first; in a loop of your own, build "
+                "another Stepper. Set values by p.copy_() under torch.no_grad()."
             )
         self._accept()  # a harmless change, such as torch.compile around a layer
 

@@ -16,7 +16,7 @@ from launcher.config.schema import LossScaleConfig
 from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError, listed
 from launcher.trainer.callback import Callback, StepMetrics
-from launcher.trainer.diagnostics.nonfinite_inspector import MAX_NAMES, NonFiniteInspector
+from launcher.trainer.diagnostics.nonfinite_inspector import MAX_NAMES, NORMALISE, NonFiniteInspector
 from launcher.trainer.progress import EvalOutcome, Position
 
 LARGEST_HALF = 65504  # of fp16
@@ -68,9 +68,10 @@ class TerminateOnNonFinite(Callback):
         counters, held_out_loss = self.counters(), measured.loss
         bad, outcome = counters["bad_losses"], "so the run is not done"
         if bad:
+            evidence = self._evidence_of_last()
             raise DivergedError(
-                f"the loss was not finite in the last {bad} of {position.step} steps, {outcome}. Check the "
-                f"input for NaN, lower optim.lr, or set optim.clip_norm.{self._evidence_of_last()}"
+                f"the loss was not finite in the last {bad} of {position.step} steps, {outcome}. "
+                f"{_advice(evidence)}{evidence}"
             )
         if not counters["applied"]:
             raise DivergedError(
@@ -93,11 +94,11 @@ class TerminateOnNonFinite(Callback):
             )
         if report.bad_loss_steps >= self.limits.max_bad_losses:
             fallback = " If a module below made it, precision.fp32_fallback=true computes it in fp32."
+            evidence = self._evidence(position, report)
             raise DivergedError(
                 f"the loss was not finite in {report.bad_loss_steps} steps in a row, the last being step "
-                f"{position.step}. That is not the loss scale's fault: check the input for NaN, lower "
-                f"optim.lr, or set optim.clip_norm.{'' if self.limits.mode == 'none' else fallback}\n"
-                f"{self._evidence(position, report)}"
+                f"{position.step}. That is not the loss scale's fault. {_advice(evidence)}"
+                f"{'' if self.limits.mode == 'none' else fallback}\n{evidence}"
             )
 
     def _floor(self, report: StepReport) -> tuple[str, str]:
@@ -133,3 +134,10 @@ class TerminateOnNonFinite(Callback):
     def _evidence_of_last(self) -> str:
         """The evidence of the last step; empty if an earlier process of the run took that step."""
         return f"\n{self._evidence(*self._last)}" if self._last is not None else ""
+
+
+def _advice(evidence: str) -> str:
+    """What to do about a loss that is not finite."""
+    if NORMALISE in evidence:
+        return "Normalise the input: it has values beyond the range of the arithmetic, as is said below."
+    return "Check the input for NaN, lower optim.lr, or set optim.clip_norm."

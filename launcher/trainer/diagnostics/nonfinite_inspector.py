@@ -30,6 +30,7 @@ AFTER_FORWARD = 2**31  # the position of what appears only in the loss or the ba
 MAX_SAMPLES = 8
 MAX_NAMES = 5
 MAX_RANKS = 4
+NORMALISE = "normalise it first"
 
 
 @dataclass(frozen=True, order=True)
@@ -193,9 +194,7 @@ def beyond(name: str, column: Tensor, arithmetic: torch.dtype) -> str:
     if not column.is_floating_point() or not column.numel() or (size := float(column.abs().max())) <= limit:
         return ""
     kind = str(arithmetic).removeprefix("torch.")
-    return (
-        f"the column {name} has values up to {size:.3g}, and {kind} ends at {limit:.5g}: normalise it first"
-    )
+    return f"the column {name} has values up to {size:.3g}, and {kind} ends at {limit:.5g}: {NORMALISE}"
 
 
 def backward_text(back: BackwardDiagnosis | None) -> str:

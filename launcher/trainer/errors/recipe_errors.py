@@ -7,6 +7,7 @@ traceback. What a user can act on already, a lack of memory and the loss of anot
 from __future__ import annotations
 
 import functools
+import linecache
 import re
 import sys
 import warnings
@@ -47,6 +48,7 @@ OF_NORMS = {  # by what torch says
     "before it, or use nn.GroupNorm.",
 }
 SHOWN_ROWS = 8
+OF_A_RUN = frozenset({"log", "log_artifact", "summary", "config", "define_metric"})  # of wandb.run
 LABELS = re.compile(r"target dtype to be Long|scalar type Long but found")
 OVER_FP16 = re.compile(r"cannot be converted to type \S*Half without overflow")
 CALLED_WITH = {  # what the launcher gives to the functions of a recipe, in order
@@ -262,6 +264,9 @@ def _rows_with(label: int, batch: Mapping[str, object]) -> str:
 
 
 def _is_of_wandb(error: Exception) -> bool:
+    """Whether wandb raised it, or wandb.run was used in a process that has no run of the tracker."""
+    if isinstance(error, AttributeError) and error.obj is None and error.name in OF_A_RUN:
+        return any("wandb" in line for line in linecache.getlines(place_of(error).partition(":")[0]))
     return type(error).__module__.partition(".")[0] == "wandb"
 
 

@@ -114,7 +114,7 @@ def test_a_changed_model_is_refused_at_the_next_moment(change, moment) -> None:
     train(stepper, *IMAGES)
     make, text = CHANGES[change]
     make(stepper.model)
-    with pytest.raises(UnusableError, match=rf"built: parameters .*{text}.* were cast") as raised:
+    with pytest.raises(UnusableError, match=rf"began: parameters .*{text}.* were cast") as raised:
         MOMENTS[moment](stepper)
     assert "build another Stepper" in str(raised.value)
 

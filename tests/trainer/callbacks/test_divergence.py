@@ -10,6 +10,7 @@ from launcher.config.schema import LossScaleConfig
 from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError
 from launcher.trainer.callbacks.divergence import TerminateOnNonFinite
+from launcher.trainer.diagnostics.nonfinite_inspector import NORMALISE
 from launcher.trainer.progress import EvalOutcome, Position
 from tests.trainer.reports import CLEAN, LIMITS, OVERFLOW, metrics_of
 
@@ -17,8 +18,8 @@ from tests.trainer.reports import CLEAN, LIMITS, OVERFLOW, metrics_of
 class Inspector:
     """Answers as given, and keeps what it was asked."""
 
-    def __init__(self, broken: str = "") -> None:
-        self.broken = broken
+    def __init__(self, broken: str = "", seen: str = "seen again") -> None:
+        self.broken, self.seen = broken, seen
         self.asked: list[tuple] = []
 
     def broken_weights(self) -> str:
@@ -29,7 +30,7 @@ class Inspector:
 
     def explain(self, *question, backward: bool) -> str:
         self.asked.append((*question, backward))
-        return "seen again"
+        return self.seen
 
 
 def checked(
@@ -85,6 +86,15 @@ def test_a_bad_loss_over_broken_weights_ends_the_run_at_once() -> None:
     bad = replace(OVERFLOW, bad_losses=1, bad_loss_steps=1)
     with pytest.raises(DivergedError, match=r"step 1, because weights are not: conv1\.weight \(master inf\)"):
         checked([bad], Inspector("conv1.weight (master inf)"))
+
+
+@pytest.mark.parametrize(
+    ("seen", "advice"), [(NORMALISE, "Normalise the input"), ("a NaN", "Check the input for NaN")]
+)
+def test_the_first_line_of_a_bad_loss_says_what_to_do_with_the_input(seen: str, advice: str) -> None:
+    bad = replace(OVERFLOW, bad_losses=1, bad_loss_steps=3)
+    with pytest.raises(DivergedError, match=f"That is not the loss scale's fault. {advice}"):
+        checked([bad], Inspector(seen=seen))
 
 
 def test_an_overflow_is_no_reason_to_look_at_the_weights() -> None:

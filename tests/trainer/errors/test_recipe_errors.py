@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from launcher.data.tensors import Batch
 from launcher.distributed.env import LaunchEnv
 from launcher.engine import EngineWarning
-from launcher.errors import ConfigError, DataError, LauncherError
+from launcher.errors import ConfigError, DataError, LauncherError, RecipeError
 from launcher.recipe import Loss, Recipe, TensorData
 from launcher.trainer.errors.rank_failure import to_launcher_error
 from launcher.trainer.errors.recipe_errors import guarding, wrap_recipe
@@ -93,8 +93,16 @@ def test_a_module_that_is_not_installed_is_no_failure_that_a_restart_mends() -> 
 
 def test_the_tracker_of_a_hook_is_the_launchers() -> None:
     wandb = pytest.importorskip("wandb")
-    with pytest.raises(ConfigError, match=r"return \{name: value\} from"), guarding("the hook", LOG):
-        wandb.log({"mine": 1.0})
+    assert wandb.run is None  # as on every rank but 0, and without tracker=wandb
+    for log in (lambda: wandb.log({"mine": 1.0}), lambda: wandb.run.log({"mine": 1.0})):
+        with pytest.raises(ConfigError, match=r"return \{name: value\} from"), guarding("the hook", LOG):
+            log()
+
+
+def test_another_attribute_of_none_is_no_matter_of_the_tracker() -> None:
+    with pytest.raises(RecipeError) as raised, guarding("the hook", LOG):
+        _ = None.shape  # type: ignore[attr-defined]
+    assert "return {name" not in str(raised.value)
 
 
 def recipe_with(loss: Callable[[nn.Module, Batch], Loss]) -> Recipe:
