@@ -2,20 +2,16 @@
 
 Owns the files: one for each key, written whole or not at all, by one process of a machine while the others
 wait. What is not of the key that is asked for is never read. Never a reason to end a run: where no file can
-be written, the tensors are made in memory. Caches of a folder that nobody has opened for long are removed:
-`use` marks that one is used, and a lock that it takes keeps the file while the descriptor is open.
+be written, the tensors are made in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
-import re
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,9 +24,6 @@ from torch import Tensor
 
 FORMAT = 2  # of what is stored; another number and nothing that is older is read
 PROGRESS_S = 10.0  # between two lines of a process that waits
-
-KEPT_DAYS = 30  # each change of an option leaves a cache behind, of gigabytes for photographs
-OURS = re.compile(r"[0-9a-f]{32}(\.\w+)?\.(images|partial|safetensors)")
 
 log = logging.getLogger("launcher")
 
@@ -75,7 +68,6 @@ def cached(folder: Path | None, key: Mapping[str, object], make: Callable[[], St
         return found
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        prune(folder)
         with locked(path):
             return _read(path, text) or _written(path, text, make())
     except OSError as error:
@@ -90,8 +82,6 @@ def _read(path: Path, key: str) -> Stored | None:
             texts = dict(file.metadata() or {})
             if texts.pop("key", None) != key:
                 return None
-            with contextlib.suppress(OSError):  # of another user
-                os.utime(path)  # for `prune`, which may remove it: what is mapped stays readable
             return Stored({name: file.get_tensor(name) for name in file.keys()}, texts)  # noqa: SIM118
     except FileNotFoundError:
         return None
@@ -132,34 +122,3 @@ def locked(made: Path) -> Iterator[None]:
             made.with_suffix(".lock").unlink(missing_ok=True)
     finally:
         lock.release()
-
-
-def use(descriptor: int) -> None:
-    """Mark an open cache file as used now, and keep it until the last copy of the descriptor is closed."""
-    with contextlib.suppress(OSError):  # of another user, or on a file system without locks
-        os.utime(descriptor)
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-
-
-def prune(folder: Path) -> None:
-    """Delete the caches in `folder` that nobody has opened for KEPT_DAYS and no process has open."""
-    with contextlib.suppress(OSError):
-        for path in sorted(folder.iterdir()):
-            if OURS.fullmatch(path.name):
-                with contextlib.suppress(OSError):
-                    _remove_if_old(path)
-
-
-def _remove_if_old(path: Path) -> None:
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode) or time.time() - found.st_mtime < KEPT_DAYS * 86400:
-        return
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises BlockingIOError while it is in use
-        if os.fstat(descriptor).st_mtime == found.st_mtime:  # else opened since
-            path.unlink()
-            log.info("removed %s: not used for %d days", path, (time.time() - found.st_mtime) / 86400)
-    finally:
-        os.close(descriptor)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from launcher.data.images.photograph import Source, UInt8Array, decode, shrunk
-from launcher.data.tensor_cache import locked, prune, use
+from launcher.data.tensor_cache import locked
 from launcher.errors import DataError, DataWarning
 
 AT_ONCE = 256  # images that are decoded before they are written
@@ -52,7 +52,6 @@ def decoded_images(folder: Path, sources: Sources, side: int) -> DecodedImages |
         folder.mkdir(parents=True, exist_ok=True)
         if (found := _opened(path, len(sources))) is not None:
             return found
-        prune(folder)
         with locked(path):
             if not path.is_file():
                 _build(path, sources, side)
@@ -83,9 +82,7 @@ class DecodedImages:
     """Images by index, in memory that all processes share. Raises ValueError if the file is damaged."""
 
     def __init__(self, path: Path, count: int) -> None:
-        with open(path, "rb") as file:
-            use(file.fileno())
-            content: UInt8Array = np.memmap(file, np.uint8, mode="r")
+        content: UInt8Array = np.memmap(path, np.uint8, mode="r")
         self._pixels = content[: len(content) - 8 * count]
         self._sizes = content[len(self._pixels) :].view(np.int32).reshape(count, 2)
         self._ends = np.cumsum(3 * self._sizes.prod(axis=1, dtype=np.int64))
