@@ -66,6 +66,11 @@ def refuse_one_class(classes: Sequence[object], where: str) -> None:
         raise DataError(f"{where} has one class, {listed(classes, 1)}. At least two are needed.")
 
 
+def natural(label: str) -> tuple[int, str]:
+    """Sort key that puts the label 2 before 10, and numbers before words."""
+    return (int(label), "") if label.isdecimal() else (2**62, label)
+
+
 def numbered(values: Sequence[str]) -> Tensor:
     """Each value as its number among the different ones, sorted: int64 [n]."""
     numbers = {value: number for number, value in enumerate(sorted(set(values)))}

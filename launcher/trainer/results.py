@@ -34,7 +34,6 @@ from launcher.trainer.evaluation_loop import EvaluationLoop
 from launcher.trainer.progress import ResumePoint
 from launcher.trainer.replica_consistency import weights_sha256
 
-SPLIT = "split.csv"
 MOST_CLASSES = 100  # in an event; a matrix of 1,000 would be a line of 3 MB: result.json has it
 
 
@@ -71,15 +70,9 @@ def write_model_folder(
     warn: Callable[[str], None],
     recipes_path: str | None = None,
 ) -> None:
-    """Write what is known before the first step. Raises StorageError; other failures are warnings.
-
-    Beside the folder: split.csv, the files of a data set that lists them, with label and split.
-    """
-    place = run_dir / SPLIT
+    """Write what is known before the first step. Raises StorageError; other failures are warnings."""
+    folder = run_dir / records.MODEL
     try:
-        if callable(text := getattr(getattr(recipe.train, "listing", None), "csv_text", None)):
-            write_text(place, text())
-        place = folder = run_dir / records.MODEL
         folder.mkdir(exist_ok=True)
         write_text(folder / FACTS, json.dumps(facts_of(recipe, recipes_path), indent=1) + "\n")
         config: Any = copy.deepcopy(getattr(network, "config", None))
@@ -92,9 +85,9 @@ def write_model_folder(
         if callable(save := getattr(getattr(recipe.train, "tokenizer", None), "save_pretrained", None)):
             save(folder)
     except OSError as error:
-        raise StorageError(f"{place} cannot be written: {error.strerror or error}") from error
+        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
     except Exception as error:  # of a config or tokenizer, which training does not need
-        warn(f"{place} is incomplete, and so is what export makes of it: {described(error)}")
+        warn(f"{folder} is incomplete, and so is what export makes of it: {described(error)}")
 
 
 def log_start(context: TrainContext, devices: Sequence[str], start: ResumePoint) -> None:

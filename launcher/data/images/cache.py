@@ -16,13 +16,13 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from launcher.data.images.photograph import Source, UInt8Array, decode, shrunk
+from launcher.data.images.image_index import ImageIndex
+from launcher.data.images.photograph import UInt8Array, decode, shrunk
 from launcher.data.tensor_cache import locked
 from launcher.errors import DataError, DataWarning
 
@@ -32,30 +32,18 @@ LOGGED_S = 30.0  # between two lines about the progress
 log = logging.getLogger("launcher")
 
 
-class Sources(Protocol):
-    """Photographs by index."""
-
-    @property
-    def key(self) -> str:
-        """Digest of names, sizes and times."""
-
-    def __len__(self) -> int: ...
-
-    def source(self, index: int) -> tuple[Source, str]: ...
-
-
-def decoded_images(folder: Path, sources: Sources, side: int) -> DecodedImages | None:
+def decoded_images(folder: Path, images: ImageIndex, side: int) -> DecodedImages | None:
     """The decoded images, built if the folder does not hold them. None, with a warning, if it cannot."""
-    key = f"{sources.key}\n{len(sources)} {side}"
+    key = f"{images.key}\n{len(images)} {side}"
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.images"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if (found := _opened(path, len(sources))) is not None:
+        if (found := _opened(path, len(images))) is not None:
             return found
         with locked(path):
             if not path.is_file():
-                _build(path, sources, side)
-        return DecodedImages(path, len(sources))
+                _build(path, images, side)
+        return DecodedImages(path, len(images))
     except OSError as error:
         warnings.warn(
             f"no cache of decoded images in {folder}: {error.strerror or error}. Images are decoded in "
@@ -99,10 +87,10 @@ class DecodedImages:
         return Image.frombuffer("RGB", (width, height), pixels, "raw", "RGB", 0, 1)
 
 
-def _build(path: Path, sources: Sources, side: int) -> None:
+def _build(path: Path, images: ImageIndex, side: int) -> None:
     """Write the file. Threads decode, which Pillow does without Python's lock."""
-    read = functools.partial(_pixels, sources, side=side)
-    partial, count = path.with_suffix(".partial"), len(sources)
+    read = functools.partial(_pixels, images, side=side)
+    partial, count = path.with_suffix(".partial"), len(images)
     sizes = np.zeros((count, 2), np.int32)
     logged = time.monotonic()
     try:
@@ -124,9 +112,9 @@ def _build(path: Path, sources: Sources, side: int) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _pixels(sources: Sources, index: int, side: int) -> NDArray[np.uint8] | None:
+def _pixels(images: ImageIndex, index: int, side: int) -> NDArray[np.uint8] | None:
     """uint8 [height, width, 3]; None for an image that cannot be read, which is reported where it is used."""
     try:
-        return decode(*sources.source(index), lambda image: shrunk(image, side))
+        return decode(*images.source(index), lambda image: shrunk(image, side))
     except DataError:
         return None

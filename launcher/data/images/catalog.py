@@ -20,11 +20,12 @@ from launcher.data.augment import Constants, ImageTransform, Normalise
 from launcher.data.batch_plan import generator_for
 from launcher.data.images.cache import decoded_images
 from launcher.data.images.cifar_batches import batch_files, read_batches
+from launcher.data.images.cifar_parquet import load_parquet
 from launcher.data.images.csv_file import list_csv
 from launcher.data.images.folder import list_folder
 from launcher.data.images.hugging_face import list_rows
-from launcher.data.images.one_size import load_parquet_splits
-from launcher.data.images.photograph_set import Listing, PhotographOptions, PhotographSet, refuse_padding
+from launcher.data.images.image_index import ImageIndex
+from launcher.data.images.photograph_set import PhotographOptions, PhotographSet, refuse_padding
 from launcher.data.options import Cache, Count, NoOptions, Text, options_of, refuse_path
 from launcher.data.split import parts
 from launcher.data.tensor_cache import cache_folder
@@ -54,8 +55,6 @@ class CifarOptions:
     """The keys of data=cifar10."""
 
     cache: Cache = "auto"
-    image_column: Text | None = None
-    label_column: Text | None = None
 
 
 @dataclass(frozen=True)
@@ -169,9 +168,7 @@ def cifar10(config: DataConfig) -> ImageSet:
     if folder is not None and (files := batch_files(folder)):
         train, validation, classes = read_batches(files, config.name)
     else:
-        columns = options.image_column, options.label_column
-        found = load_parquet_splits(folder, "uoft-cs/cifar10", config.name, options.cache, columns)
-        train, validation, classes = found
+        train, validation, classes = load_parquet(folder, config.name, options.cache)
     return ImageSet(train, validation, classes, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 
 
@@ -206,19 +203,19 @@ def hf(config: DataConfig) -> ImageSet:
     return photographs(config, listing, options)
 
 
-def photographs(config: DataConfig, listing: Listing, options: PhotographOptions) -> ImageSet:
-    """The set of a listing, with one cache for both parts."""
-    indices = range(len(listing))
+def photographs(config: DataConfig, index: ImageIndex, options: PhotographOptions) -> ImageSet:
+    """The set of an index, with one cache for both parts."""
+    indices = range(len(index))
     folder = cache_folder(options.cache)
-    decoded = None if folder is None else decoded_images(folder, listing, options.base_size)
-    parts = (indices[: listing.num_train], True), (indices[listing.num_train :], False)
+    decoded = None if folder is None else decoded_images(folder, index, options.base_size)
+    parts = (indices[: index.num_train], True), (indices[index.num_train :], False)
     train, validation = (
         PhotographSet(
-            config.name, listing, part, options, decoded, training, config.augment.random_horizontal_flip
+            config.name, index, part, options, decoded, training, config.augment.random_horizontal_flip
         )
         for part, training in parts
     )
-    return ImageSet(train, validation, listing.classes, MEAN, STD)
+    return ImageSet(train, validation, index.classes, MEAN, STD)
 
 
 IMAGE_SETS: Mapping[str, Callable[[DataConfig], ImageSet]] = {

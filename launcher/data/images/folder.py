@@ -9,17 +9,26 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
-from launcher.data.images.listing import SHOWN, SUFFIXES, TRAIN, VALIDATION, File, FolderListing, listing_of
+from launcher.data.images.image_index import (
+    SHOWN,
+    SUFFIXES,
+    TRAIN,
+    VALIDATION,
+    File,
+    ImageIndex,
+    index_of_files,
+)
 from launcher.errors import ConfigError, DataError, DataWarning, listed
 from launcher.run_dir.atomic import encodable
 
 
 def list_folder(
     root: Path, val_fraction: float, train: str | None = None, validation: str | None = None
-) -> FolderListing:
+) -> ImageIndex:
     """The images below class folders. Raises ConfigError or DataError for what cannot be trained on.
 
     `train` and `validation` name the folders of a set that comes with a split, where their names do not.
@@ -28,8 +37,11 @@ def list_folder(
         kind = "is a file" if root.exists() else "does not exist"
         raise ConfigError(f"data.path={root} {kind}. Give the folder that holds one folder per class.")
     ignored: Counter[str] = Counter()
-    parts = _named_parts(root, train, validation) or _usual_parts(root)
-    files = [file for part, held_out in parts.items() for file in _labelled(root, part, held_out, ignored)]
+    try:
+        parts = _named_parts(root, train, validation) or _usual_parts(root)
+        files = [file for part, out in parts.items() for file in _labelled(root, part, out, ignored)]
+    except OSError as error:
+        raise DataError(f"the folder {error.filename} cannot be read: {error.strerror}.") from error
     if ignored:
         kinds = [f"{count} {suffix or 'without a suffix'}" for suffix, count in ignored.most_common()]
         warnings.warn(
@@ -38,7 +50,7 @@ def list_folder(
             DataWarning,
             stacklevel=2,
         )
-    return listing_of(root, files, val_fraction, f"data.path={root}")
+    return index_of_files(root, files, val_fraction, f"data.path={root}")
 
 
 def _named_parts(root: Path, train: str | None, validation: str | None) -> dict[Path, bool | None]:
@@ -54,33 +66,27 @@ def _named_parts(root: Path, train: str | None, validation: str | None) -> dict[
 
 
 def _usual_parts(root: Path) -> dict[Path, bool | None]:
-    """The folders of class folders, and whether they are held out; None: to be split."""
+    """The folders of class folders, and whether they are held out; None: to be split.
+
+    Raises DataError for folders that are more likely parts of a set than its classes: several with a word for
+    a part in their names, or one that has folders itself. They would be trained on as classes.
+    """
     folders = {folder.name.lower(): folder for folder in _folders(root)}
     train = next((folders[name] for name in TRAIN if name in folders), None)
     held_out = next((folders[name] for name in VALIDATION if name in folders), None)
     if train and held_out and _folders(train):
         return {train: False, held_out: True}
-    _refuse_parts(root, list(folders.values()))
-    return {root: None}
-
-
-def _refuse_parts(root: Path, folders: Sequence[Path]) -> None:
-    """Raise DataError for folders that are more likely parts of a set than its classes.
-
-    They would be trained on as classes: several with a word for a part in their names, a folder train of
-    class folders alone, and folders that all hold the same folders.
-    """
-    words = {*TRAIN, *VALIDATION}
-    named = [folder for folder in folders if words & {*re.split("[^a-z]+", folder.name.lower())}]
-    within = [[each.name for each in _folders(folder)] for folder in folders]
-    alike = len(folders) > 1 and len(within[0]) > 1 and all(each == within[0] for each in within)
-    if len(named) > 1 or alike or any(len(_folders(folder)) > 1 for folder in named):
-        names = [f"{folder.name}/" for folder in folders]
+    named = [
+        folder for name, folder in folders.items() if {*TRAIN, *VALIDATION} & {*re.split("[^a-z]+", name)}
+    ]
+    if len(named) > 1 or any(len(_folders(folder)) > 1 for folder in named):
+        names = [f"{folder.name}/" for folder in folders.values()]
         raise DataError(
             f"data.path={root} has {listed(names, SHOWN)}, which seem to be the parts of a set, not its "
             "classes. Name the folders that hold one folder per class: data.train=NAME data.validation=NAME, "
             "or data.train=NAME alone to hold out a part of it; data.train=. if these are the classes."
         )
+    return {root: None}
 
 
 def _labelled(root: Path, parent: Path, held_out: bool | None, ignored: Counter[str]) -> Iterator[File]:
@@ -91,43 +97,42 @@ def _labelled(root: Path, parent: Path, held_out: bool | None, ignored: Counter[
             f"{parent} has no class folders. Put the images of each class into a folder of its name: "
             f"{parent}/cats/1.jpg. It has: {listed(sorted(os.listdir(parent)), SHOWN) or 'nothing'}."
         )
-    ignored.update(_suffix(entry.name) for entry in _entries(parent) if entry.is_file())
+    ignored.update(path.suffix.lower() for path in _shown(parent) if path.is_file())
     for folder in classes:
-        files = list(_images(root, folder, encodable(folder.name), held_out, ignored))
+        files = [path for path in _files(folder) if _is_image(path, ignored)]
         if not files:
             raise DataError(
                 f"the class folder {folder} has no images. Remove it, or put some in. Known kinds: "
                 f"{', '.join(sorted(SUFFIXES))}."
             )
-        yield from files
+        for path in files:
+            found, name = path.stat(), path.relative_to(root).as_posix()
+            yield File(name, encodable(folder.name), held_out, found.st_size, found.st_mtime_ns)
 
 
-def _images(
-    root: Path, folder: Path, label: str, held_out: bool | None, ignored: Counter[str]
-) -> Iterator[File]:
-    for entry in _entries(folder):
-        if entry.is_dir(follow_symlinks=False):  # a link to a folder could lead in a circle
-            yield from _images(root, Path(entry.path), label, held_out, ignored)
-        elif _suffix(entry.name) not in SUFFIXES or not entry.is_file():
-            ignored[_suffix(entry.name)] += 1
-        else:
-            found, path = entry.stat(), Path(entry.path).relative_to(root).as_posix()
-            yield File(path, label, held_out, found.st_size, found.st_mtime_ns)
+def _files(folder: Path) -> Iterator[Path]:
+    """The files of a folder at any depth. Links to folders are not followed: they could lead in a circle."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    for place, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(place, name) for name in names if not name.startswith("."))
+
+
+def _is_image(path: Path, ignored: Counter[str]) -> bool:
+    """Whether it is, by its name; others are counted."""
+    if path.suffix.lower() in SUFFIXES and path.is_file():
+        return True
+    ignored[path.suffix.lower()] += 1
+    return False
 
 
 def _folders(parent: Path) -> list[Path]:
-    return [Path(entry.path) for entry in _entries(parent) if entry.is_dir()]
+    return [path for path in _shown(parent) if path.is_dir()]
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
+def _shown(folder: Path) -> list[Path]:
     """The entries of a folder by name, without hidden ones such as .ipynb_checkpoints."""
-    try:
-        with os.scandir(folder) as entries:
-            found = [entry for entry in entries if not entry.name.startswith(".")]
-    except OSError as error:
-        raise DataError(f"the folder {folder} cannot be read: {error.strerror}.") from error
-    return sorted(found, key=lambda entry: entry.name)
-
-
-def _suffix(name: str) -> str:
-    return os.path.splitext(name)[1].lower()
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))

@@ -11,13 +11,14 @@ import math
 import struct
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 
 from launcher.errors import DataError, first_line
 
@@ -25,18 +26,8 @@ UInt8Array = NDArray[np.uint8]
 Source = Path | bytes  # a file, or its content
 
 ATTEMPTS = 10  # at a random region, as in torchvision
-DRAWS = 4 * ATTEMPTS  # uniform numbers that `random_region` may use
 RATIO = (3 / 4, 4 / 3)  # of width to height
 ORIENTATION = 0x0112  # the EXIF tag
-UPRIGHT = {  # by EXIF orientation
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 LIES_DOWN = range(5, 9)  # orientations that exchange width and height
 DAMAGED = (  # Pillow's decoders raise any of these for damaged files
     OSError,
@@ -99,9 +90,7 @@ def cut(image: Image.Image, choose: Choice, side: int) -> Image.Image:
     """The chosen region of an opened image, upright, in RGB, resized to side x side."""
     width, height = upright_size(image)
     region = choose(width, height)
-    upright = _upright(
-        image, math.ceil(width * side / region.width), math.ceil(height * side / region.height)
-    )
+    upright = _upright(image, max(side / region.width, side / region.height))
     across, down = upright.width / width, upright.height / height
     right = min((region.left + region.width) * across, upright.width)
     bottom = min((region.top + region.height) * down, upright.height)
@@ -112,11 +101,11 @@ def cut(image: Image.Image, choose: Choice, side: int) -> Image.Image:
 def shrunk(image: Image.Image, side: int) -> Image.Image:
     """The whole opened image, upright, in RGB, its shorter side at most `side` pixels long."""
     width, height = upright_size(image)
-    shorter = min(width, height)
-    if shorter <= side:
-        return _upright(image, width, height)
-    size = round(width * side / shorter), round(height * side / shorter)
-    return _upright(image, *size).resize(size, Image.Resampling.BILINEAR)
+    scale = side / min(width, height)
+    if scale >= 1:
+        return _upright(image, 1)
+    size = round(width * scale), round(height * scale)
+    return _upright(image, scale).resize(size, Image.Resampling.BILINEAR)
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
@@ -125,13 +114,12 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
     return (height, width) if image.getexif().get(ORIENTATION, 1) in LIES_DOWN else (width, height)
 
 
-def _upright(image: Image.Image, width: int, height: int) -> Image.Image:
-    """The image in RGB, of at least this size if it has it, turned as its EXIF orientation says."""
-    orientation = image.getexif().get(ORIENTATION, 1)
+def _upright(image: Image.Image, scale: float) -> Image.Image:
+    """The image in RGB, turned as its EXIF orientation says, not below `scale` of its size."""
     # A JPEG is decoded at a half, a quarter or an eighth, if that is still no smaller than what is needed.
-    image.draft(None, (height, width) if orientation in LIES_DOWN else (width, height))
-    turned = as_rgb(image)
-    return turned.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else turned
+    image.draft(None, (math.ceil(image.width * scale), math.ceil(image.height * scale)))
+    ImageOps.exif_transpose(image, in_place=True)
+    return as_rgb(image)
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
@@ -165,8 +153,8 @@ def centre(share: float) -> Choice:
     return choose
 
 
-def random_region(width: int, height: int, draws: Sequence[float], smallest: float) -> Region:
-    """A part of at least the share `smallest` of the area, with `DRAWS` uniform numbers in [0, 1).
+def random_region(width: int, height: int, smallest: float) -> Region:
+    """A part of at least the share `smallest` of the area, drawn from torch's generator.
 
     The distribution is that of torchvision's RandomResizedCrop.get_params
     (https://github.com/pytorch/vision/blob/main/torchvision/transforms/transforms.py), after Szegedy et al.,
@@ -174,8 +162,8 @@ def random_region(width: int, height: int, draws: Sequence[float], smallest: flo
     is drawn again, at most nine times, and then lies in the centre.
     """
     low, high = math.log(RATIO[0]), math.log(RATIO[1])
-    for attempt in range(ATTEMPTS):
-        of_area, of_ratio, of_top, of_left = draws[4 * attempt : 4 * attempt + 4]
+    for _ in range(ATTEMPTS):
+        of_area, of_ratio, of_top, of_left = torch.rand(4).tolist()
         area = width * height * (smallest + (1 - smallest) * of_area)
         ratio = math.exp(low + (high - low) * of_ratio)
         across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))

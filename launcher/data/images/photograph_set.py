@@ -18,17 +18,8 @@ import torch
 from launcher.config.rules import Rule, is_whole, number
 from launcher.config.schema import DataConfig
 from launcher.data.images.cache import DecodedImages
-from launcher.data.images.hugging_face import HubListing
-from launcher.data.images.listing import FolderListing
-from launcher.data.images.photograph import (
-    DRAWS,
-    UInt8Array,
-    centre,
-    channels_first,
-    cut,
-    random_region,
-    read_photograph,
-)
+from launcher.data.images.image_index import ImageIndex
+from launcher.data.images.photograph import centre, channels_first, cut, random_region, read_photograph
 from launcher.data.options import Cache
 from launcher.errors import ConfigError
 
@@ -39,7 +30,6 @@ Pixels = Annotated[
 ]
 Share = Annotated[float, number("above 0 and at most 1", lambda value: 0 < value <= 1)]
 Sample = dict[str, Any]
-Listing = FolderListing | HubListing  # all photographs of a set, by index: those for training first
 
 
 @dataclass(frozen=True)
@@ -75,7 +65,7 @@ class PhotographSet:
     """
 
     name: str
-    listing: Listing
+    index: ImageIndex
     indices: Sequence[int]
     options: PhotographOptions
     decoded: DecodedImages | None
@@ -91,31 +81,27 @@ class PhotographSet:
         return 3, self.options.image_size, self.options.image_size
 
     def __getitem__(self, index: int) -> Sample:
-        number = self.indices[index]
-        draws = torch.rand(DRAWS + 1).tolist() if self.training else []
-        pixels = self._cut(number, draws)
-        if self.training and self.flip and draws[DRAWS] < 0.5:
-            pixels = np.ascontiguousarray(pixels[:, :, ::-1])
-        return {"image": torch.from_numpy(pixels), "label": self.listing.labels[number]}
-
-    def _cut(self, number: int, draws: Sequence[float]) -> UInt8Array:
-        """uint8 [3, image_size, image_size]."""
-        region = partial(random_region, draws=draws, smallest=self.options.crop_scale)
+        number, side = self.indices[index], self.options.image_size
+        region = partial(random_region, smallest=self.options.crop_scale)
         choose = region if self.training else centre(1 / BASE_OVER_CROP)
         image = None if self.decoded is None else self.decoded[number]
-        if image is not None:
-            return channels_first(np.asarray(cut(image, choose, self.options.image_size)))
-        return read_photograph(*self.listing.source(number), choose, self.options.image_size)
+        if image is None:
+            pixels = read_photograph(*self.index.source(number), choose, side)
+        else:
+            pixels = channels_first(np.asarray(cut(image, choose, side)))
+        if self.training and self.flip and torch.rand(()) < 0.5:
+            pixels = np.ascontiguousarray(pixels[:, :, ::-1])
+        return {"image": torch.from_numpy(pixels), "label": self.index.labels[number]}
 
     def fingerprint(self) -> str:
         """Digest of what ranks must have in common; their paths and times may differ."""
         digest = hashlib.sha256()
         for index in self.indices:
-            text = f"{self.listing.identity(index)}\0{self.listing.labels[index]}\n"
+            text = f"{self.index.identity(index)}\0{self.index.labels[index]}\n"
             digest.update(text.encode(errors="surrogateescape"))
         return digest.hexdigest()[:16]
 
     @property
     def labels(self) -> list[int]:
         """The class of each sample."""
-        return [self.listing.labels[index] for index in self.indices]
+        return [self.index.labels[index] for index in self.indices]

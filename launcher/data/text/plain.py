@@ -7,8 +7,10 @@ vocabulary is made again from its own `definition`.
 
 from __future__ import annotations
 
+import gzip
 import os
 import sysconfig
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +28,6 @@ from launcher.data.libraries import optional, without_threads
 from launcher.data.options import Cache, Count, options_of
 from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import TensorData
-from launcher.data.text.tables import read_text
 from launcher.errors import ConfigError, DataError
 
 Int32Array = NDArray[np.int32]
@@ -215,6 +216,21 @@ def tokenised(files: Sequence[Path], val_fraction: float, options: TextOptions) 
     vocabulary = TOKENIZERS[options.tokenizer].fitted(text, parts[0], options.vocab_size)
     train, validation = (torch.from_numpy(vocabulary.encode(part)) for part in parts)
     return Stored({"train": train, "validation": validation}, {"vocabulary": vocabulary.definition})
+
+
+def read_text(file: Path) -> str:
+    """The text of a UTF-8 file, without a mark of its byte order. Raises DataError."""
+    try:
+        data = file.read_bytes()
+        return (gzip.decompress(data) if file.suffix.lower() == ".gz" else data).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{file}, line {line}: byte {error.object[error.start]:#04x} is no UTF-8. Convert the file, for "
+            "instance with iconv -f LATIN1 -t UTF-8."
+        ) from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
 
 
 def held_out(text: str, val_fraction: float) -> tuple[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,16 +23,16 @@ from launcher.config.rules import Rule, list_of, string, whole
 from launcher.config.schema import DataConfig
 from launcher.data.libraries import optional
 from launcher.data.options import Cache, filled, options_of
-from launcher.data.split import class_numbers, numbered, parts, refuse_one_class
-from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
-from launcher.data.tensors import Batch
-from launcher.data.text.tables import (
+from launcher.data.split import class_numbers, natural, numbered, parts, refuse_one_class
+from launcher.data.tables import (
     DataTable,
     MissingColumnsError,
     read_table,
     split_files,
     validation_file,
 )
+from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
+from launcher.data.tensors import Batch
 from launcher.data.text.tokenizer import SentenceTokenizer, fitted
 from launcher.errors import ConfigError, DataError, DataWarning, listed
 
@@ -205,7 +204,7 @@ def _tokenised(
     left_out = Counter[str]()  # rows, by the reason
     kept = {name: _labelled(table, options, left_out) for name, table in tables.items()}
     labels = _labels(kept["train"], options)
-    classes = sorted(set(labels), key=_natural)
+    classes = sorted(set(labels), key=natural)
     refuse_one_class(classes, f"{_column(kept['train'], options.label)} of {files['train']}")
     if len(kept) == 1 and config.val_fraction:
         whole = kept["train"]
@@ -327,10 +326,3 @@ def _numbers(table: DataTable, options: SentenceOptions, classes: Sequence[str])
     advice = " data.unlabelled names those that stand for none, data.same_labels those that mean the same."
     labels = _labels(table, options)
     return torch.tensor(class_numbers(labels, classes, lambda row: f"{table.place(row)}, {column}", advice))
-
-
-def _natural(label: str) -> list[tuple[int, str]]:
-    """Sorts 2 before 10, and numbers before words."""
-    return [
-        (int(part), "") if part.isdecimal() else (2**62, part) for part in re.split(r"(\d+)", label) if part
-    ]

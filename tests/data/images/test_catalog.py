@@ -253,30 +253,16 @@ def test_shards_are_read_in_order_and_image_may_be_the_columns_name(tmp_path):
     assert images.train.columns["image"][:, 0, 0, 0].tolist() == [0, 1, 2]
 
 
-def test_other_columns_are_found_by_their_types_or_named(tmp_path):
+def test_other_columns_are_found_by_their_types(tmp_path):
     write_pair(tmp_path, [png(3), png(4)], [1, 0], columns=("photo", "kind"))
     assert load_images(data_config("cifar10", tmp_path)).classes == ("cat", "dog", "owl")
-    write_pair(
-        tmp_path,
-        [png(3), png(4)],
-        ["b", "a"],
-        columns=("photo", "kind"),
-        class_names=None,
-        label_type=pa.string(),
-    )
-    config = data_config("cifar10", tmp_path, image_column="photo", label_column="kind")
-    images = load_images(config)
-    assert images.classes == ("a", "b")
-    assert images.train.columns["label"].tolist() == [1, 0]
 
 
-def test_labels_without_names_are_the_numbers_of_classes(tmp_path):
-    write_pair(tmp_path, [png()] * 3, [0, 2, 5], class_names=None)
-    write_parquet(tmp_path / "test.parquet", [png()] * 2, [3, 6], class_names=None)
+def test_labels_without_names_are_classes_in_their_order(tmp_path):
+    write_pair(tmp_path, [png()] * 4, [0, 10, 2, 0], class_names=None)
     images = load_images(data_config("cifar10", tmp_path))
-    assert images.classes == tuple("0123456")
-    assert images.train.columns["label"].tolist() == [0, 2, 5]
-    assert images.validation.columns["label"].tolist() == [3, 6]
+    assert images.classes == ("0", "2", "10")
+    assert images.train.columns["label"].tolist() == [0, 2, 1, 0]
 
 
 def test_the_column_called_label_comes_before_one_of_class_labels(tmp_path):
@@ -291,7 +277,6 @@ def test_the_column_called_label_comes_before_one_of_class_labels(tmp_path):
         )
     images = load_images(data_config("cifar10", tmp_path))
     assert images.train.columns["label"].tolist() == [1, 0]
-    assert load_images(data_config("cifar10", tmp_path, label_column="coarse")).classes[0] == "cat"
 
 
 def test_grey_images_get_three_channels(tmp_path):
@@ -328,30 +313,29 @@ def damaged(file):
             lambda d: write_pair(d, [png(), png()], [0, 3]),
             r"1 label\(s\) are not in the training set: 3\. It knows cat, dog, owl",
         ),
-        (lambda d: write_pair(d, [png()], [-1]), r"1 of 1 labels are -1"),
+        (lambda d: write_pair(d, [png()], [-1]), r"row 0 has the label -1 \(1 of 1 rows\)"),
         (
             lambda d: write_parquet(d / "test.parquet", [png()], [-1], class_names=None),
-            r"1 of 1 labels are -1",
+            r"row 0 has the label -1 \(1 of 1 rows\)",
         ),
-        (lambda d: write_pair(d, [png()] * 3, [0, 1, -1], class_names=None), r"1 of 3 labels are -1"),
-        (lambda d: write_pair(d, [png(), png()], [0, None]), r"row 1 has None in the label column label"),
+        (lambda d: write_pair(d, [png(), png()], [0, None]), r"row 1 has the label None"),
         (
             lambda d: write_pair(d, [png(), png(size=(5, 6))], [0, 1]),
-            r"row 1 is 5 x 6 pixels, row 0 6 x 6",
+            r"row 1 is 5 x 6 pixels, the first image 6 x 6",
         ),
         (
             lambda d: write_parquet(d / "test.parquet", [png(size=(5, 6))], [1]),
-            r"images are 6 x 6 in train, 5 x 6 in test",
+            r"row 0 of the validation split is 5 x 6 pixels, the first image 6 x 6",
         ),
         (
             lambda d: write_pair(d, [png(), b"\xff\xd8\xff\xe0 no"], [0, 1]),
             r"row 1 cannot be read as an image",
         ),
         (lambda d: write_pair(d, [png()[:40]], [0]), r"row 0 cannot be read as an image"),
-        (lambda d: write_pair(d, [png(), None], [0, 1]), r"row 1 has no image in column img: NoneType"),
+        (lambda d: write_pair(d, [png(), None], [0, 1]), r"row 1 has no image in column img"),
         (
             lambda d: write_pair(d, [{"bytes": None, "path": __file__}], [0]),
-            r"row 0 has no image in column img: NoneType",
+            r"row 0 .* cannot be read as an image",
         ),
         (lambda d: write_pair(d, [], []), r"has a split without rows"),
     ],
@@ -370,7 +354,7 @@ def test_bad_parquet_is_a_data_error(tmp_path, spoil, message):
         (data_config("cifar10", __file__), r"is a file\. Give the folder"),
         (
             data_config("cifar10", "/no/such/folder", image_size=3),
-            r"data\.image_size .* It has cache, image_column",
+            r"data\.image_size .* It has cache",
         ),
         (data_config("digits", "/tmp"), r"data\.path=/tmp is set, but data=digits"),
         (data_config("digits", size=3), r"data\.size is not an option of data=digits"),

@@ -6,10 +6,8 @@ text as the file has it; those of JSON and parquet are any values, None where th
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,11 +18,11 @@ from launcher.data.libraries import optional
 from launcher.data.part_files import part_named, words_of
 from launcher.errors import ConfigError, DataError, first_line, listed
 
-TRAINING_NAMES = ("train",)
-VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")  # the first of these that a folder has
+TRAINING_NAMES = ("train", "training")
+VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test", "testing")  # the first that a folder has
 NAMES_SHOWN = 20
 SUFFIXES = (".tsv", ".txt", ".csv", ".jsonl", ".ndjson", ".parquet")
-BOM = "\N{ZERO WIDTH NO-BREAK SPACE}"
+SEPARATORS = ",;\t|"  # of a .csv: the one that its first line has most of
 BLOCK_BYTES = 1 << 26  # that are read at once; a row has to fit
 
 # The first of the files of a table, as the Hugging Face hub names them.
@@ -92,7 +90,7 @@ def read_table(file: Path, wanted: Wanted = None) -> DataTable:
         elif suffix in (".jsonl", ".ndjson"):
             found = _read_json_lines(file, wanted)
         else:
-            found = _read_separated(file, wanted, "," if suffix == ".csv" else "\t")
+            found = _read_separated(file, wanted, quoted=suffix == ".csv")
     except (OSError, ValueError, library.ArrowException) as error:  # DataError is none of these
         raise DataError(f"{file} cannot be read: {first_line(error)}{_advice(error)}") from error
     columns = {name.strip(): cells for name, cells in found.items()}
@@ -102,10 +100,13 @@ def read_table(file: Path, wanted: Wanted = None) -> DataTable:
     return DataTable(file, columns, range(1, 1 + num_rows))
 
 
-def _read_separated(file: Path, wanted: Wanted, separator: str) -> dict[str, list[Any]]:
+def _read_separated(file: Path, wanted: Wanted, quoted: bool) -> dict[str, list[Any]]:
     """Cells as text. CSV quotes as RFC 4180 says, TSV not at all: a quote is a character like others."""
     arrow, csv = import_module("pyarrow"), import_module("pyarrow.csv")
-    quoted = separator == ","
+    with arrow.input_stream(str(file), compression="detect") as opened:
+        content = opened.read()
+    first_row = content.lstrip().partition(b"\n")[0].decode(errors="replace")
+    separator = max(SEPARATORS, key=first_row.count) if quoted else "\t"
     how = {
         # In one thread, because loader processes are forked later.
         "read_options": csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES),
@@ -113,18 +114,15 @@ def _read_separated(file: Path, wanted: Wanted, separator: str) -> dict[str, lis
             delimiter=separator, quote_char='"' if quoted else False, newlines_in_values=quoted
         ),
     }
-    with arrow.input_stream(str(file), compression="detect") as opened:
-        content = arrow.BufferReader(opened.read())
-    with csv.open_csv(content, **how) as reader:
+    with csv.open_csv(arrow.BufferReader(content), **how) as reader:
         names = reader.schema.names
     kept = _picked(file, names, wanted)
     if repeated := dict.fromkeys(name for name in kept if names.count(name) > 1):
         raise DataError(f"{file} has more than one column named {', '.join(repeated)!r}. Rename them.")
-    content.seek(0)
     as_text = csv.ConvertOptions(
         include_columns=kept, column_types=dict.fromkeys(kept, arrow.string()), strings_can_be_null=False
     )
-    table = csv.read_csv(content, convert_options=as_text, **how)
+    table = csv.read_csv(arrow.BufferReader(content), convert_options=as_text, **how)
     return {name: table.column(name).to_pylist() for name in kept}
 
 
@@ -242,43 +240,10 @@ def _picked(file: Path, there: Sequence[str], wanted: Wanted) -> list[str]:
 
 
 class MissingColumnsError(DataError):
-    """A file lacks columns, though it has the names of its columns as it should."""
+    """A file lacks columns."""
 
 
-def missing_columns(file: Path, missing: Sequence[str], there: Sequence[str]) -> DataError:
+def missing_columns(file: Path, missing: Sequence[str], there: Sequence[str]) -> MissingColumnsError:
     """The error for columns that a file does not have."""
     which = f"the column {missing[0]}" if len(missing) == 1 else f"the columns {', '.join(missing)}"
-    advice = _other_separator(there)
-    kind = DataError if advice else MissingColumnsError
-    return kind(f"{file} has not {which}. It has: {shown(there)}.{advice}")
-
-
-def _other_separator(there: Sequence[str]) -> str:
-    """What to do about a first line that has been taken for one name; empty where it looks like one."""
-    found = re.search(r"[;,\t|]", there[0]) if len(there) == 1 else None
-    if found is None:
-        return ""
-    return f" Its names seem to be separated by {found[0]!r}: write a .csv with commas and a .tsv with tabs."
-
-
-def shown(names: Sequence[str]) -> str:
-    """Names of columns for a message."""
-    return listed(names, NAMES_SHOWN) or "none"
-
-
-def read_text(file: Path) -> str:
-    """The text of a UTF-8 file, without a mark of its byte order. Raises DataError."""
-    try:
-        data = file.read_bytes()
-        data = gzip.decompress(data) if file.suffix.lower() == ".gz" else data
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-    try:
-        return data.decode("utf-8").removeprefix(BOM)
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        likely = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
-        raise DataError(
-            f"{file}, line {line}: byte {data[error.start]:#04x} is no UTF-8. Convert the file, for instance "
-            f"with iconv -f {likely} -t UTF-8."
-        ) from None
+    return MissingColumnsError(f"{file} has not {which}. It has: {listed(there, NAMES_SHOWN) or 'none'}.")
