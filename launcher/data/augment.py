@@ -1,6 +1,6 @@
 """What is done to images on the device: random crops, mirroring and normalisation.
 
-Each takes a batch and the random numbers of its samples, so that the result depends on these alone.
+Random numbers come from torch's generator of the device, which is seeded before each micro-batch.
 """
 
 from __future__ import annotations
@@ -16,22 +16,19 @@ from launcher.data.tensors import Batch
 Constants = tuple[float, ...]  # one per channel, for pixels in 0..1
 
 
-def crop_and_flip(images: Tensor, noise: Tensor, padding: int, flip: bool) -> Tensor:
-    """Random crops of images [n, c, h, w] padded with zeros, mirrored for half of them, in one gather.
-
-    noise [n, >= 3] in [0, 1): vertical offset, horizontal offset, mirrored if below 1/2.
-    """
+def crop_and_flip(images: Tensor, padding: int, flip: bool) -> Tensor:
+    """Random crops of images [n, c, h, w] padded with zeros, mirrored for half of them, in one gather."""
     if padding == 0 and not flip:
         return images
     count, channels, height, width = images.shape
     device = images.device
     padded = F.pad(images, (padding,) * 4)
-    # floor(u * k) < k for every fp32 u < 1: the product rounds down below k
-    offsets = (noise[:, :2] * (2 * padding + 1)).long()  # [n, 2]
+    offsets = torch.randint(2 * padding + 1, (count, 2), device=device)  # vertical, horizontal
     rows = offsets[:, :1] + torch.arange(height, device=device)  # [n, h]
     columns = torch.arange(width, device=device).expand(count, width)  # [n, w]
     if flip:
-        columns = torch.where(noise[:, 2:3] < 0.5, width - 1 - columns, columns)
+        mirrored = torch.rand(count, 1, device=device) < 0.5
+        columns = torch.where(mirrored, width - 1 - columns, columns)
     columns = offsets[:, 1:] + columns
     sample = torch.arange(count, device=device).view(-1, 1, 1, 1)
     channel = torch.arange(channels, device=device).view(1, -1, 1, 1)
@@ -60,16 +57,14 @@ class Normalise:
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """batch -> the same with normalised fp32 images, cropped and mirrored by noise [n, >= 3] where given."""
+    """batch -> the same with normalised fp32 images, which are cropped and mirrored at random."""
 
     normalise: Normalise
     padding: int = 0
     flip: bool = False
 
-    def __call__(self, batch: Batch, noise: Tensor | None = None) -> Batch:
-        images = batch["image"]
-        if noise is not None:
-            images = crop_and_flip(images, noise, self.padding, self.flip)
+    def __call__(self, batch: Batch) -> Batch:
+        images = crop_and_flip(batch["image"], self.padding, self.flip)
         return {**batch, "image": self.normalise(images)}
 
     @property

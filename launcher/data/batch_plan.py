@@ -1,7 +1,7 @@
 """Which samples a rank trains on: a pure function of (seed, epoch, step), split over the ranks.
 
-Owns the order of an epoch, its division into global batches, shares and micro-batches, and the random numbers
-of a sample. Never reads a sample, never communicates: every rank computes the same order and takes its part.
+Owns the order of an epoch and its division into global batches, shares and micro-batches. Never reads a
+sample, never communicates: every rank computes the same order and takes its part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 from launcher.data.seeding import derive_seed
 from launcher.errors import DataError
 
-NOISE_COLUMNS = 4  # random numbers per sample and epoch; a transform takes as many as it needs
 WINDOW = 100  # batches among which samples of similar length find each other
 
 
@@ -30,11 +29,6 @@ def generator_for(*key: int | str) -> torch.Generator:
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
     """The order in which an epoch visits the samples: int64 [num_samples], a permutation."""
     return torch.randperm(num_samples, generator=generator_for("order", seed, epoch))
-
-
-def epoch_noise(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """Uniform random numbers in [0, 1) for each position of the epoch's order: fp32 [num_samples, 4]."""
-    return torch.rand(num_samples, NOISE_COLUMNS, generator=generator_for("noise", seed, epoch))
 
 
 def by_length(order: Tensor, lengths: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor:
@@ -139,10 +133,6 @@ class BatchPlan:
         if self.lengths is None:
             return order
         return by_length(order, self.lengths, self.batch_size, self.seed, epoch)
-
-    def noise(self, epoch: int) -> Tensor:
-        """Uniform random numbers in [0, 1) for each position of `order`: fp32 [num_samples, 4]."""
-        return epoch_noise(self.num_samples, self.seed, epoch)
 
     def sample_indices(self, epoch: int, step: int) -> list[list[int]]:
         """The indices of this rank's samples in `step` of `epoch`, one list per micro-batch."""

@@ -15,7 +15,7 @@ from launcher.data.epochs import EVALUATION
 from launcher.data.loader import LoadedSet, Loading, Pool
 from launcher.data.reader import BatchRequest, Collate, Fetched, Indexed, Reader
 from launcher.data.seeding import seed_transform
-from launcher.data.tensors import Batch, Batches, Transform, to_device, transformed
+from launcher.data.tensors import Batch, Batches, Transform, transformed
 
 CORRECT = "Correct or remove it, or set data.max_bad_samples=N to leave out up to N of them."
 LATEST = 16  # steps whose requests are kept: at least those that few loader processes read ahead
@@ -103,7 +103,6 @@ class LoadedBatches(Batches):
         self._bad = 0
         self._latest: list[tuple[BatchRequest, Sequence[int]]] = []  # with the offsets of what was kept
         plan = self.plan
-        self._noise = lru_cache(1)(plan.noise)  # of an epoch
         self._order = lru_cache(1)(lambda epoch: plan.order(epoch).numpy())  # NumPy's: sliced in less time
         self._requests = lru_cache(LATEST)(
             partial(_requests_of, plan, self._order)
@@ -136,7 +135,7 @@ class LoadedBatches(Batches):
             self._bad += len(answer.bad)
             if batch is not None:
                 self._latest.append((request, answer.kept))
-                found.append(self._finished(batch, request, answer.kept))
+                found.append(self._finished(batch, request))
         return found
 
     def latest_indices(self) -> list[list[int]]:
@@ -146,14 +145,11 @@ class LoadedBatches(Batches):
     def latest_bad(self) -> int:
         return self._bad
 
-    def _finished(self, batch: Batch, request: BatchRequest, kept: Sequence[int]) -> Batch:
+    def _finished(self, batch: Batch, request: BatchRequest) -> Batch:
         if self.transform is None:
             return batch
         seed_transform(self.plan.seed, request.epoch, request.position, self.data.how.device)
-        noise = self._noise(request.epoch)[request.position : request.position + len(request.indices)]
-        if len(kept) < len(request.indices):
-            noise = noise[list(kept)]
-        return transformed("train_transform", self.transform, batch, to_device(noise, self.data.how.device))
+        return transformed("train_transform", self.transform, batch)
 
 
 def _requests_of(plan: BatchPlan, order: Callable[[int], Any], number: int) -> list[BatchRequest]:

@@ -20,17 +20,15 @@ from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from launcher.data.batch_plan import BatchPlan, generator_for
+from launcher.data.batch_plan import BatchPlan
 from launcher.data.epochs import EVALUATION
 from launcher.data.loader import LoadedSet, Loading, Pool
 from launcher.data.reader import RAISED, BadSample, Collate, Fetched, InStream, collated
 from launcher.data.seeding import derive_seed, seed_all, seed_transform
-from launcher.data.tensors import Batch, Batches, Transform, to_device, transformed
+from launcher.data.tensors import Batch, Batches, Transform, transformed
 from launcher.errors import ConfigError, counted
 
 CATCH = "A stream ends with an error: catch it in the stream, and leave the sample out there."
@@ -209,7 +207,6 @@ class Taken:
     """A micro-batch of a stream as it was read; its first sample is at `position` of so many `passes`."""
 
     fetched: Fetched
-    noise: Tensor  # of its samples, for the transform: fp32 [n, 4]
     passes: int
     position: int
 
@@ -241,10 +238,7 @@ class StreamBatches(Batches):
     def trial(self, step: int, most: int) -> list[Batch]:
         """A micro-batch of the first samples of the whole stream, if there are any. Reads nothing ahead."""
         fetched = self.data.first(self.plan.largest_micro_batch)
-        if fetched is None:
-            return []
-        noise = self._noise(Standpoint(0, 0))[: len(fetched.kept)]
-        return [self._finished(Taken(fetched, noise, 0, 0))]
+        return [] if fetched is None else [self._finished(Taken(fetched, 0, 0))]
 
     def latest_indices(self) -> list[list[int]]:
         """Numbers of the samples that the latest `step` returned, within their micro-batch."""
@@ -312,15 +306,12 @@ class StreamBatches(Batches):
         if self._pool is None:
             self._start()
         stands = self._stands
-        noise = self._noise(stands)
         taken = []
         parts = self.plan.micro_positions(stands.step)
         for part in parts:
             if self._ahead is None:
                 break
-            offset = part.start - stands.step * self.plan.batch_size
-            rows = noise[offset : offset + len(self._ahead.kept)]
-            taken.append(Taken(self._ahead, rows, stands.passes, part.start))
+            taken.append(Taken(self._ahead, stands.passes, part.start))
             if made := self._ahead.stands:
                 stands = replace(
                     stands,
@@ -332,18 +323,12 @@ class StreamBatches(Batches):
         self._missing = sum(map(len, parts)) - sum(len(each.fetched.kept) for each in taken)
         return taken
 
-    def _noise(self, stands: Standpoint) -> Tensor:
-        if self.transform is None:
-            return torch.empty(self.plan.batch_size, 0)
-        generator = generator_for("noise of a stream", self.plan.seed, stands.passes, stands.step)
-        return torch.rand(self.plan.batch_size, 4, generator=generator)
-
     def _finished(self, taken: Taken) -> Batch:
         batch, device = self.data.usable(taken.fetched), self.data.how.device
         if self.transform is None:
             return batch
         seed_transform(self.plan.seed, taken.passes, taken.position, device)
-        return transformed("train_transform", self.transform, batch, to_device(taken.noise, device))
+        return transformed("train_transform", self.transform, batch)
 
 
 def present(number: int, processes: int, divides_itself: bool) -> None:

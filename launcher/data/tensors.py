@@ -19,7 +19,7 @@ from launcher.errors import DataError, counted
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 Batch = dict[str, Tensor]  # columns by name, each [n, ...]: the samples of a micro-batch
-Transform = Callable[[Batch, Tensor], Batch]  # of a training batch, by the noise fp32 [n, 4] of its samples
+Transform = Callable[[Batch], Batch]  # of a batch on the device
 
 COLUMNS = "it takes {name: tensor}, one row per sample; torch.as_tensor(x) makes tensors of arrays and lists"
 
@@ -124,7 +124,7 @@ class Batches(Protocol):
 class DeviceBatches(Batches):
     """Batches of a data set on the device, gathered and transformed there.
 
-    Holds the order and the noise of one epoch, so that a step copies nothing between host and device.
+    Holds the order of one epoch, so that a step copies nothing between host and device.
     """
 
     data: TensorData
@@ -135,29 +135,27 @@ class DeviceBatches(Batches):
         self._latest = -1, 0  # epoch and step
 
     def step(self, epoch: int, step: int) -> list[Batch]:
-        """This rank's micro-batches. A sample's noise depends only on its position in the epoch."""
+        """This rank's micro-batches."""
         if epoch != self._latest[0]:
             device = next(iter(self.data.columns.values())).device
             self._order = to_device(self.plan.order(epoch), device)  # int64 [num_samples]
-            self._noise = to_device(self.plan.noise(epoch), device)  # fp32 [num_samples, 4]
         self._latest = epoch, step
         return [self._batch(epoch, part) for part in self.plan.micro_positions(step)]
 
     def _batch(self, epoch: int, part: range) -> Batch:
         """The samples at these positions of the epoch's order, gathered and transformed on the device."""
-        rows = slice(part.start, part.stop)
-        batch = self.data.select(self._order[rows])
+        batch = self.data.select(self._order[part.start : part.stop])
         if self.transform is None:
             return batch
-        seed_transform(self.plan.seed, epoch, part.start, self._noise.device)
-        return transformed("train_transform", self.transform, batch, self._noise[rows])
+        seed_transform(self.plan.seed, epoch, part.start, self._order.device)
+        return transformed("train_transform", self.transform, batch)
 
     def latest_indices(self) -> list[list[int]]:
         """The indices of the samples that the latest `step` returned, one list per micro-batch."""
         return self.plan.sample_indices(*self._latest)
 
 
-def transformed(name: str, transform: Callable[..., Batch] | None, batch: Batch, *more: Tensor) -> Batch:
+def transformed(name: str, transform: Transform | None, batch: Batch) -> Batch:
     """Apply a transform, if there is one.
 
     Raises DataError where a column of the batch changes its number of samples. Columns that the transform
@@ -166,7 +164,7 @@ def transformed(name: str, transform: Callable[..., Batch] | None, batch: Batch,
     if transform is None:
         return batch
     given = {column: len(rows) for column, rows in batch.items()}  # first: it may change the batch in place
-    made = transform(batch, *more)
+    made = transform(batch)
     for column in [column for column in given if column in made]:
         shape = list(made[column].shape)
         if shape[:1] != [given[column]]:

@@ -61,15 +61,15 @@ class Recipe:
     """A training task: the data, the model, the loss, and what is measured.
 
     `loss(network, batch)` is called within the precision context, on each micro-batch and in evaluations.
-    Transforms take and return a batch on the device; `noise` [n, 4] in [0, 1) is the same for a sample and
-    epoch whatever the number of ranks.
+    Transforms take and return a batch on the device. The generators of Python, NumPy and torch, the device's
+    too, are seeded before each micro-batch: what a transform draws is the same after a resume.
     """
 
     build_model: Callable[[], nn.Module]
     train: Source
     validation: Source | Mapping[str, Source]  # of several sets by name the first is the one compared by
     loss: Callable[[nn.Module, Batch], Loss]  # calls the model; logits become fp32 before the loss
-    train_transform: Callable[[Batch, Tensor], Batch] | None = None  # (batch, noise fp32 [n, 4]) -> batch
+    train_transform: Callable[[Batch], Batch] | None = None
     eval_transform: Callable[[Batch], Batch] | None = None
     classes: tuple[str, ...] | None = None  # None: the labels of the data are no classes
     label_column: str = "label"  # the column with the true class

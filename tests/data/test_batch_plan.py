@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.data.batch_plan import BatchPlan, cut, epoch_noise, epoch_order, share_of
+from launcher.data.batch_plan import BatchPlan, cut, epoch_order, share_of
 from launcher.data.tensors import DeviceBatches, TensorData
 from launcher.errors import DataError
 from tests.ranks.harness import run_ranks
@@ -23,12 +23,8 @@ def numbered(num_samples):
     return TensorData({"number": torch.arange(num_samples)})
 
 
-def with_noise(batch, noise):
-    return {**batch, "noise": noise}
-
-
 def epoch_of(num_samples, batch_size, world_size, micro_batch, drop_last, epoch=0):
-    """[(numbers, noise)] per step: what all ranks together train on, in rank order."""
+    """Numbers per step: what all ranks together train on, in rank order."""
     loaders = [
         DeviceBatches(
             numbered(num_samples),
@@ -40,14 +36,14 @@ def epoch_of(num_samples, batch_size, world_size, micro_batch, drop_last, epoch=
                 micro_batch=micro_batch,
                 drop_last=drop_last,
             ),
-            with_noise,
+            None,
         )
         for rank in range(world_size)
     ]
     steps = []
     for step in range(loaders[0].plan.steps_per_epoch):
         batches = [batch for loader in loaders for batch in loader.step(epoch, step)]
-        steps.append(tuple(torch.cat([batch[name] for batch in batches]) for name in ("number", "noise")))
+        steps.append(torch.cat([batch["number"] for batch in batches]))
     return steps
 
 
@@ -63,20 +59,18 @@ sizes = st.fixed_dictionaries(
 
 @settings(max_examples=60, deadline=None)
 @given(sizes)
-def test_every_world_size_gives_the_same_global_batches_and_noise(size):
+def test_every_world_size_gives_the_same_global_batches(size):
     alone = epoch_of(world_size=1, **size)
     for world_size in WORLDS[1:]:
         together = epoch_of(world_size=world_size, **size)
         assert len(together) == len(alone)
-        for (numbers, noise), (expected_numbers, expected_noise) in zip(together, alone, strict=True):
-            assert torch.equal(numbers, expected_numbers)
-            assert torch.equal(noise, expected_noise)
+        assert all(map(torch.equal, together, alone))
 
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.sampled_from(WORLDS))
 def test_an_epoch_visits_every_sample_once(size, world_size):
-    numbers = torch.cat([numbers for numbers, _ in epoch_of(world_size=world_size, **size)])
+    numbers = torch.cat(epoch_of(world_size=world_size, **size))
     num_samples, batch_size = size["num_samples"], size["batch_size"]
     left_out = num_samples % batch_size if size["drop_last"] and num_samples >= batch_size else 0
     assert len(numbers) == num_samples - left_out
@@ -153,25 +147,20 @@ def test_any_mapping_has_columns():
 
 
 def test_steps_can_be_taken_in_any_order():
-    loader = DeviceBatches(numbered(50), plan(50, 8), with_noise)
+    loader = DeviceBatches(numbered(50), plan(50, 8), None)
     for epoch, step in [(0, 0), (0, 6), (1, 3), (0, 2), (7, 0), (1, 3)]:
         (batch,) = loader.step(epoch, step)
         assert torch.equal(batch["number"], epoch_order(50, 0, epoch)[step * 8 : (step + 1) * 8])
-        assert torch.equal(batch["noise"], epoch_noise(50, 0, epoch)[step * 8 : (step + 1) * 8])
 
 
-def test_seed_and_epoch_change_order_and_noise():
+def test_seed_and_epoch_change_the_order():
     keys = [(seed, epoch) for seed in (0, 1, 2**40, -1) for epoch in range(4)]
     assert len({tuple(epoch_order(50, *key).tolist()) for key in keys}) == len(keys)
-    assert len({tuple(epoch_noise(5, *key).flatten().tolist()) for key in keys}) == len(keys)
 
 
 def test_the_stream_of_random_numbers_stays_what_it_was():
     # Written out: a change of the stream would silently change the order of every continued run.
     assert epoch_order(12, 3, 5).tolist() == [6, 0, 11, 1, 10, 2, 8, 4, 9, 3, 5, 7]
-    assert epoch_noise(1, 3, 5).tolist() == [
-        [0.7596933245658875, 0.9428082704544067, 0.21243155002593994, 0.6520492434501648]
-    ]
 
 
 def order_after_other_draws(env):
@@ -184,14 +173,6 @@ def test_the_order_is_the_same_in_every_process_whatever_was_drawn_before():
     ((process, order),) = run_ranks(1, order_after_other_draws)
     assert process != os.getpid()
     assert order == epoch_order(12, 3, 5).tolist()
-
-
-def test_noise_is_uniform_below_one():
-    noise = epoch_noise(20_000, 0, 0)
-    assert noise.dtype == torch.float32
-    assert float(noise.min()) >= 0
-    assert float(noise.max()) < 1
-    assert torch.allclose(noise.mean(dim=0), torch.full((4,), 0.5), atol=0.02)
 
 
 @settings(max_examples=100, deadline=None)
@@ -235,14 +216,14 @@ def test_select_and_move():
     assert len(data) == 4
 
 
-def in_place(batch, noise):
+def in_place(batch):
     batch["number"] = batch["number"][:3]
     return batch
 
 
 @pytest.mark.parametrize(
     "transform",
-    [in_place, lambda batch, noise: {"number": batch["number"][:3], "noise": noise}],
+    [in_place, lambda batch: {"number": batch["number"][:3]}],
 )
 def test_a_transform_that_leaves_out_samples_is_refused_with_both_numbers(transform):
     loader = DeviceBatches(numbered(20), plan(20, 4), transform)
@@ -252,7 +233,5 @@ def test_a_transform_that_leaves_out_samples_is_refused_with_both_numbers(transf
 
 
 def test_a_transform_may_add_columns_of_any_shape():
-    loader = DeviceBatches(
-        numbered(20), plan(20, 4), lambda batch, noise: {**batch, "mix": torch.tensor(0.5)}
-    )
+    loader = DeviceBatches(numbered(20), plan(20, 4), lambda batch: {**batch, "mix": torch.tensor(0.5)})
     assert loader.step(0, 0)[0]["mix"].shape == ()

@@ -144,9 +144,9 @@ def test_a_step_may_be_asked_for_again(workers):
 
 @pytest.mark.parametrize("kind", ["indexed", "in memory", "streamed"])
 def test_a_transform_that_draws_draws_the_same_in_every_process_and_after_any_draws(kind):
-    def draws(batch, noise):
+    def draws(batch):
         drawn = torch.tensor([random.random(), numpy.random.rand(), torch.rand(()).item()])
-        return {**batch, "own": drawn.expand(len(noise), 3)}
+        return {**batch, "own": drawn.expand(len(batch["index"]), 3)}
 
     def drawn(workers, steps):
         sets = {"indexed": Noisy(50), "in memory": TensorData({"index": torch.arange(50)})}
@@ -162,19 +162,6 @@ def test_a_transform_that_draws_draws_the_same_in_every_process_and_after_any_dr
         assert drawn(workers, range(5)) == expected, workers
     if kind != "streamed":  # which is read from its start on
         assert drawn(2, range(2, 5)) == expected[12 // 3 :]
-
-
-def test_a_transform_gets_the_noise_of_the_sample_whatever_the_rank():
-    def keep(batch, noise):
-        return {**batch, "noise": noise}
-
-    alone = batches(Noisy(50), transform=keep).step(1, 2)[0]["noise"]
-    parts = [batches(Noisy(50), 3, rank, transform=keep).step(1, 2)[0]["noise"] for rank in range(3)]
-    assert torch.equal(torch.cat(parts), alone)
-    in_memory = training_batches(
-        TensorData({"index": torch.arange(50)}), BatchPlan(50, 8, None, 1, 0, 5, False), keep, 14
-    )
-    assert torch.equal(in_memory.step(1, 2)[0]["noise"], alone)
 
 
 @pytest.mark.sampled(every=2)

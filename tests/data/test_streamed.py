@@ -257,15 +257,6 @@ def test_what_a_rank_lacks_of_a_step_is_known(make):
     assert min(found) < 8
 
 
-def test_the_noise_of_a_sample_does_not_depend_on_the_ranks():
-    def keep(batch, noise):
-        return {**batch, "noise": noise}
-
-    alone = joined(run_steps([batches(Numbers(), transform=keep)], range(4))[3], "noise")
-    ranks = [batches(Numbers(), 3, rank, micro_batch=1, transform=keep) for rank in range(3)]
-    assert joined(run_steps(ranks, range(4))[3], "noise") == alone
-
-
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("make", [Numbers, of_hugging_face])
 @pytest.mark.parametrize("workers", [0, 2])

@@ -52,8 +52,8 @@ def loss(network: nn.Module, batch: Batch) -> Loss:
     return cross_entropy(network, batch, inputs="x")
 
 
-def with_noise(batch: Batch, noise: Tensor) -> Batch:
-    return {**batch, "x": batch["x"] + 0.1 * noise[:, :1]}
+def with_noise(batch: Batch) -> Batch:
+    return {**batch, "x": batch["x"] + 0.1 * torch.rand(len(batch["x"]), 1, device=batch["x"].device)}
 
 
 class Indexed(Dataset[Batch]):

@@ -41,7 +41,7 @@ def build():
 def loss(network, batch):
     return cross_entropy(network, batch, inputs="x")  # LOSS
 
-def transform(batch, noise):
+def transform(batch):
     return batch  # TRANSFORM
 
 def eval_transform(batch):

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -29,7 +28,7 @@ def loss(network: nn.Module, batch: Batch) -> Loss:
     return Loss(F.cross_entropy(logits, batch["label"], reduction="sum"), len(logits))
 
 
-def breaking_transform(batch: Batch, noise: torch.Tensor) -> Batch:
+def breaking_transform(batch: Batch) -> Batch:
     """Fails on the rank whose share holds the planted value."""
     if not batch["image"].isfinite().all():
         raise RuntimeError("cannot be transformed twice")

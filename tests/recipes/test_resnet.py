@@ -118,7 +118,7 @@ def test_bad_options_are_config_errors(options, message):
 )
 def test_the_recipe_trains_each_depth_on_digits(name):
     recipe = load_recipe(config_of(model=name))
-    batch = recipe.train_transform(recipe.train.select(torch.arange(4)), torch.rand(4, 4))
+    batch = recipe.train_transform(recipe.train.select(torch.arange(4)))
     network = recipe.build_model()
     loss = recipe.loss(network, batch)
     loss.sum.backward()

@@ -108,8 +108,8 @@ class ImageSet:
             return self.train.shape
         return tuple(self.train.columns["image"].shape[1:])
 
-    def train_transform(self, augment: AugmentConfig) -> Callable[[Batch, Tensor], Batch]:
-        """(batch, noise fp32 [n, >= 3]) -> batch with randomly cropped, mirrored, normalised fp32 images."""
+    def train_transform(self, augment: AugmentConfig) -> Callable[[Batch], Batch]:
+        """batch -> the same with randomly cropped, mirrored, normalised fp32 images."""
         normalise = Normalise(self.mean, self.std)
         if isinstance(self.train, PhotographSet):  # cut and mirrored where it is read
             return ImageTransform(normalise)

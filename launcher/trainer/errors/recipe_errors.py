@@ -54,7 +54,7 @@ OVER_FP16 = re.compile(r"cannot be converted to type \S*Half without overflow")
 CALLED_WITH = {  # what the launcher gives to the functions of a recipe, in order
     "build_model": "()",
     "loss": "(network, batch)",
-    "train_transform": "(batch, noise)",
+    "train_transform": "(batch)",
     "eval_transform": "(batch)",
     "on_eval_end": "(model, position)",
 }

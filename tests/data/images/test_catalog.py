@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,6 @@ from PIL import Image
 
 from launcher.config.schema import AugmentConfig, DataConfig
 from launcher.data.augment import crop_and_flip
-from launcher.data.batch_plan import epoch_noise
 from launcher.data.images.catalog import DIGITS, load_images, split
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, PreflightError
@@ -144,41 +144,36 @@ def test_split_needs_both_parts(fraction):
 # -- normalisation and augmentation
 
 
-def test_crop_and_flip_equals_the_loop_that_it_replaces():
-    images = torch.randint(
-        0, 256, (40, 3, 7, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
-    noise = epoch_noise(40, 0, 0)
-    result = crop_and_flip(images, noise, padding=2, flip=True)
-    padded = np.pad(images.numpy(), ((0, 0), (0, 0), (2, 2), (2, 2)))
-    for index, (down, right, mirrored, _) in enumerate(noise.tolist()):
-        top, left = int(down * 5), int(right * 5)
-        expected = padded[index, :, top : top + 7, left : left + 5]
-        expected = expected[:, :, ::-1] if mirrored < 0.5 else expected
-        assert np.array_equal(result[index].numpy(), expected)
-
-
-@pytest.mark.parametrize("padding", [1, 2, 3, 4, 8, 31])
-def test_crops_reach_both_edges_and_no_further(padding):
-    images = torch.ones(2, 1, 3, 3, dtype=torch.uint8)
-    largest = 1 - 2**-24  # the largest number that torch.rand draws
-    result = crop_and_flip(images, torch.tensor([[0.0] * 4, [largest] * 4]), padding, flip=False)
-    overlap = max(0, 3 - padding)
-    assert result.flatten(1).sum(dim=1).tolist() == [overlap**2, overlap**2]
-    if overlap:
-        assert result[0, 0, -1, -1] == result[1, 0, 0, 0] == 1
+def test_crops_and_mirrored_images_are_those_of_the_padded_ones_each_as_often():
+    images = torch.randint(1, 256, (3000, 3, 7, 5), dtype=torch.uint8)
+    torch.manual_seed(0)
+    found = crop_and_flip(images, padding=1, flip=True)
+    padded = np.pad(images.numpy(), ((0, 0), (0, 0), (1, 1), (1, 1)))
+    seen = Counter()
+    for image, cropped in zip(padded, found.numpy(), strict=True):
+        places = [(top, left) for top in range(3) for left in range(3)]
+        crops = {place: image[:, place[0] : place[0] + 7, place[1] : place[1] + 5] for place in places}
+        (which,) = [
+            (*place, mirrored)
+            for place, crop in crops.items()
+            for mirrored in (False, True)
+            if np.array_equal(cropped, crop[:, :, ::-1] if mirrored else crop)
+        ]
+        seen[which] += 1
+    assert len(seen) == 18
+    assert max(seen.values()) < 2 * min(seen.values())
 
 
 def test_no_augmentation_changes_nothing():
     images = torch.randint(0, 256, (4, 3, 7, 5), dtype=torch.uint8)
-    assert crop_and_flip(images, epoch_noise(4, 0, 0), padding=0, flip=False) is images
+    assert crop_and_flip(images, padding=0, flip=False) is images
 
 
 def test_train_transform_keeps_the_other_columns_and_the_stored_images():
     images = load_images(data_config("digits"))
     before = images.train.columns["image"].clone()
     batch = images.train.select(torch.arange(16))
-    result = images.train_transform(AugmentConfig(2, True))(batch, epoch_noise(16, 0, 0))
+    result = images.train_transform(AugmentConfig(2, True))(batch)
     assert result["image"].dtype == torch.float32
     assert result["image"].shape == (16, 1, 8, 8)
     assert torch.equal(result["label"], batch["label"])

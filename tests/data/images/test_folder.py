@@ -316,7 +316,7 @@ def test_without_random_crops_training_sees_the_whole_image_mirrored_for_half(tm
         torch.manual_seed(seed)
         sample = images.train[0]
         batch = {name: torch.as_tensor(value)[None] for name, value in sample.items()}
-        result = transform(batch, torch.zeros(1, 4))
+        result = transform(batch)
         assert set(result) == {"image", "label"}
         pixels = ((result["image"] * std + mean) * 255)[0]
         assert pixels.shape == (3, 16, 16)
