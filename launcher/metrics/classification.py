@@ -1,7 +1,6 @@
-"""Metrics of a classifier, from one matrix of counts: accuracy, precision, recall, F1; calibration of logits.
+"""Metrics of a classifier, from one matrix of counts: accuracy, precision, recall, F1; and top-5 accuracy.
 
-Owns the formulas; all sums are integers or fp64, so that the number of ranks changes no more than the last
-digits.
+Owns the formulas; all sums are integers, the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ Float64Array = NDArray[np.float64]
 
 OF_COUNTS = ("accuracy", "macro_precision", "macro_recall", "macro_f1", "weighted_f1")
 TOP = 5
-BINS = 15  # of Guo et al.
 
 
 class Classification:
     """Metrics of a classifier: `accuracy`, `macro_precision`, `macro_recall`, `macro_f1`, `weighted_f1`.
 
-    Of logits also `calibration_error`, and `top5_accuracy` where there are more than 5 classes.
+    Of logits also `top5_accuracy` where there are more than 5 classes.
 
     Reads logits (floating point [n, classes, ...]) or predicted classes (int64 [n, ...]) as outputs, and the
     true classes `batch[label]` (integers [n, ...]). A label equal to `ignored` is left out. `output` names
@@ -38,9 +36,7 @@ class Classification:
     All are shares in 0..1. Precision, recall and F1 are scikit-learn's with zero_division=0; macro is the
     mean over the classes that occur among labels or predictions, weighted the mean by number of labels.
     Top-5 counts a label among the five largest logits, the lower class first where logits are equal, as
-    argmax does. `calibration_error` is the expected calibration error of Guo et al., 2017 (arXiv:1706.04599,
-    equation 3): the mean of |accuracy - confidence| over 15 bins of equal width, weighted by their samples.
-    With a NaN among the logits all are NaN.
+    argmax does. With a NaN among the logits all are NaN.
 
     Raises ConfigError for outputs of another shape and predictions that name no class, DataError for labels
     that name none.
@@ -61,16 +57,13 @@ class Classification:
         if not self.classes:
             raise ConfigError("Classification needs at least one class: give it the names of the classes.")
 
+    higher_is_better = True
+
     @property
     def names(self) -> tuple[str, ...]:
         """What `compute` may return: without logits only the first five."""
-        of_logits = (("top5_accuracy",) if len(self.classes) > TOP else ()) + ("calibration_error",)
+        of_logits = ("top5_accuracy",) if len(self.classes) > TOP else ()
         return tuple(self.prefix + name for name in (*OF_COUNTS, *of_logits))
-
-    @property
-    def higher_is_better(self) -> dict[str, bool]:
-        """Whether more is better, by name: true of all but the calibration error."""
-        return {name: not name.endswith("calibration_error") for name in self.names}
 
     def update(self, outputs: Outputs, batch: Batch) -> None:
         """Add the samples of a batch. Raises ConfigError for outputs that do not fit the labels."""
@@ -84,7 +77,7 @@ class Classification:
         self._count(labels, predicted, counted)
         kept = torch.stack([labels, predicted]) * counted  # 0, which is always a class, of what is left out
         lowest, highest = kept.aminmax(dim=1) if len(labels) else (kept.sum(dim=1), kept.sum(dim=1))
-        of_logits = {} if logits is None else _of_logits(logits, labels, predicted, counted)
+        of_logits = {} if logits is None else _of_logits(logits, labels, counted)
         self._add({"lowest": lowest, "highest": highest, "counted": counted.sum(), **of_logits})
 
     def merge(self, other: Classification) -> None:
@@ -96,15 +89,11 @@ class Classification:
         if not self._state:
             return {self.prefix + name: float("nan") for name in OF_COUNTS}
         found = metrics_of_counts(self.confusion_matrix())
-        state = {name: value.cpu().numpy() for name, value in self._state.items()}
-        if "bins" in state and int(state["scored"]) == (counted := int(state["counted"])):
-            if len(self.classes) > TOP:
-                found["top5_accuracy"] = float(state["top"] / counted) if counted else float("nan")
-            samples, right, confidence = state["bins"]
-            error = np.abs(right - confidence).sum()
-            found["calibration_error"] = float(error / samples.sum()) if counted else float("nan")
-            if state["nans"]:
-                found = dict.fromkeys(found, float("nan"))
+        counted = int(self._state["counted"])
+        if "top5" in self._state:
+            found["top5_accuracy"] = int(self._state["top5"]) / counted if counted else float("nan")
+        if int(self._state.get("nans", 0)):
+            found = dict.fromkeys(found, float("nan"))
         return {self.prefix + name: value for name, value in found.items()}
 
     def confusion_matrix(self) -> Int64Array:
@@ -176,25 +165,16 @@ def metrics_of_counts(confusion: Int64Array) -> dict[str, float]:
     }
 
 
-def _of_logits(logits: Tensor, labels: Tensor, predicted: Tensor, counted: Tensor) -> dict[str, Tensor]:
-    """Sums over the counted samples of what only logits [samples, classes] allow.
-
-    bins: fp64 [3, 15], the samples, the right ones and the confidence in each bin.
-    """
-    confidence = (logits.amax(dim=1) - logits.logsumexp(dim=1)).exp().double()
-    broken = confidence.isnan() & (counted > 0)
-    bin_of = (confidence.nan_to_num() * BINS).ceil().clamp(1, BINS).long() - 1
-    members = (bin_of[:, None] == torch.arange(BINS, device=bin_of.device)).double() * counted[:, None]
-    rows = torch.stack([torch.ones_like(confidence), (predicted == labels).double(), confidence.nan_to_num()])
-    of_label = logits.gather(1, labels.clamp(0, logits.shape[1] - 1)[:, None])
-    lower_class = torch.arange(logits.shape[1], device=labels.device) < labels[:, None]
-    ahead = ((logits > of_label) | ((logits == of_label) & lower_class)).sum(dim=1)
-    return {
-        "bins": rows @ members,
-        "top": ((ahead < TOP) & (counted > 0)).sum(),
-        "scored": counted.sum(),
-        "nans": broken.sum(),
-    }
+def _of_logits(logits: Tensor, labels: Tensor, counted: Tensor) -> dict[str, Tensor]:
+    """Numbers of samples that only logits [samples, classes] tell: with a NaN, and among the top 5."""
+    spread = logits.amax(dim=1) - logits.amin(dim=1)  # NaN where a logit is, or all are infinite
+    found = {"nans": (spread.isnan() & (counted > 0)).sum()}
+    if logits.shape[1] > TOP:
+        of_label = logits.gather(1, labels.clamp(0, logits.shape[1] - 1)[:, None])
+        lower_class = torch.arange(logits.shape[1], device=labels.device) < labels[:, None]
+        ahead = ((logits > of_label) | ((logits == of_label) & lower_class)).sum(dim=1)
+        found["top5"] = ((ahead < TOP) & (counted > 0)).sum()
+    return found
 
 
 def _quotients(numerators: Int64Array, denominators: Int64Array) -> Float64Array:

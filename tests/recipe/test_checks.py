@@ -30,7 +30,7 @@ def test_a_metric_that_no_evaluation_has_is_refused_before_training(tmp_path, re
         load_recipe(config_of("pixels", "perceptron", written(tmp_path, text)))
 
 
-@pytest.mark.parametrize("metric", ["loss", "accuracy", "weighted_f1", "top5_accuracy", "calibration_error"])
+@pytest.mark.parametrize("metric", ["loss", "accuracy", "weighted_f1", "top5_accuracy"])
 def test_a_metric_that_an_evaluation_has_is_taken(tmp_path, metric):
     text = OWN_RECIPE.replace("loss=cross_entropy,", f'loss=cross_entropy, monitor="{metric}",')
     assert load_recipe(config_of("pixels", "perceptron", written(tmp_path, text))).monitor == metric
