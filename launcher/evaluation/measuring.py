@@ -275,7 +275,7 @@ def rows_with_nan(outputs: object) -> Tensor | int:
         return sum((rows_with_nan(each) for each in outputs.values()), start=0)
     if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
         return 0
-    return outputs.detach().isnan().reshape(len(outputs) if outputs.ndim else 1, -1).any(dim=1).sum()
+    return outputs.isnan().reshape(len(outputs) if outputs.ndim else 1, -1).any(dim=1).sum()
 
 
 def as_numbers(metric: object, found: object) -> dict[str, float]:

@@ -22,6 +22,7 @@ Float64Array = NDArray[np.float64]
 
 OF_COUNTS = ("accuracy", "macro_precision", "macro_recall", "macro_f1", "weighted_f1")
 TOP = 5
+AT_ONCE = 4096  # samples that are counted together: some 40 operations, which cost as much for 128
 
 
 class Classification:
@@ -53,7 +54,9 @@ class Classification:
     ) -> None:
         self.classes = tuple(classes)
         self.label, self.ignored, self.output, self.prefix = label, ignored, output, prefix
-        self._state: dict[str, Tensor] = {}  # of all samples so far; none before the first
+        self._counts: dict[str, Tensor] = {}  # of the samples that are counted; none before the first
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # outputs and labels of batches that are not
+        self._num_waiting = 0
         if not self.classes:
             raise ConfigError("Classification needs at least one class: give it the names of the classes.")
 
@@ -70,9 +73,24 @@ class Classification:
         given = chosen(outputs, self.output, "Classification")
         advice = "Recipe.label_column=..., or Classification(classes, label=...)"
         labels = column_of(batch, self.label, "Classification", advice)
-        logits = self._logits(given, labels)
-        labels = labels.reshape(-1).to(torch.int64)
-        predicted = (given.reshape(-1) if logits is None else logits.argmax(dim=1)).to(torch.int64)
+        self._waiting.append((self._flat(given, labels), labels.reshape(-1)))
+        self._num_waiting += labels.numel()
+        if self._num_waiting >= AT_ONCE:
+            self._count_waiting()
+
+    def __getstate__(self) -> dict[str, object]:
+        """The attributes, with all samples counted."""
+        self._count_waiting()
+        return vars(self)
+
+    def _count_waiting(self) -> None:
+        if not self._waiting:
+            return
+        outputs, labels = (torch.cat(parts) for parts in zip(*self._waiting, strict=True))
+        self._waiting, self._num_waiting = [], 0
+        logits = outputs if outputs.ndim == 2 else None
+        labels = labels.to(torch.int64)
+        predicted = (outputs if logits is None else logits.argmax(dim=1)).to(torch.int64)
         counted = torch.ones_like(labels) if self.ignored is None else (labels != self.ignored).long()
         self._count(labels, predicted, counted)
         kept = torch.stack([labels, predicted]) * counted  # 0, which is always a class, of what is left out
@@ -82,17 +100,20 @@ class Classification:
 
     def merge(self, other: Classification) -> None:
         """Add the samples that `other` has seen."""
-        self._add(other._state)
+        self._count_waiting()
+        other._count_waiting()
+        self._add(other._counts)
 
     def compute(self) -> Mapping[str, float]:
         """All that the outputs allow; NaN where no sample was counted."""
-        if not self._state:
+        self._count_waiting()
+        if not self._counts:
             return {self.prefix + name: float("nan") for name in OF_COUNTS}
         found = metrics_of_counts(self.confusion_matrix())
-        counted = int(self._state["counted"])
-        if "top5" in self._state:
-            found["top5_accuracy"] = int(self._state["top5"]) / counted if counted else float("nan")
-        if int(self._state.get("nans", 0)):
+        counted = int(self._counts["counted"])
+        if "top5" in self._counts:
+            found["top5_accuracy"] = int(self._counts["top5"]) / counted if counted else float("nan")
+        if int(self._counts.get("nans", 0)):
             found = dict.fromkeys(found, float("nan"))
         return {self.prefix + name: value for name, value in found.items()}
 
@@ -102,9 +123,10 @@ class Classification:
         Raises DataError for labels, ConfigError for predictions that name no class.
         """
         num_classes = len(self.classes)
-        if not self._state:
+        self._count_waiting()
+        if not self._counts:
             return np.zeros((num_classes, num_classes), dtype=np.int64)
-        lowests, highests = self._state["lowest"].tolist(), self._state["highest"].tolist()
+        lowests, highests = self._counts["lowest"].tolist(), self._counts["highest"].tolist()
         for name, lowest, highest in zip(("labels", "predictions"), lowests, highests, strict=True):
             if lowest < 0 or highest >= num_classes:
                 kind = DataError if name == "labels" else ConfigError
@@ -113,15 +135,15 @@ class Classification:
                     f"there are {num_classes} classes, but the {name} go from {lowest} to {highest}. They "
                     f"have to lie in 0..{num_classes - 1}.{advice}"
                 )
-        cells: Int64Array = self._state["cells"][:-1].cpu().numpy()
+        cells: Int64Array = self._counts["cells"][:-1].cpu().numpy()
         return cells.reshape(num_classes, num_classes)
 
-    def _logits(self, given: Tensor, labels: Tensor) -> Tensor | None:
-        """The outputs as [samples, classes] where they are logits, None where they are predicted classes."""
+    def _flat(self, given: Tensor, labels: Tensor) -> Tensor:
+        """The outputs as [samples, classes] where they are logits, [samples] where predicted classes."""
         n, *rest = labels.shape
         whole_labels = not labels.is_floating_point()
         if whole_labels and not given.is_floating_point() and given.shape == labels.shape:
-            return None
+            return given.reshape(-1)
         if whole_labels and given.is_floating_point() and [*given.shape] == [n, len(self.classes), *rest]:
             return given.movedim(1, -1).reshape(-1, len(self.classes))
         raise ConfigError(
@@ -136,14 +158,16 @@ class Classification:
         num_classes = len(self.classes)
         valid = (labels >= 0) & (labels < num_classes) & (predicted >= 0) & (predicted < num_classes)
         cell = torch.where(valid & (counted > 0), labels * num_classes + predicted, num_classes**2)
-        if "cells" not in self._state:
-            self._state["cells"] = torch.zeros(num_classes**2 + 1, dtype=torch.int64, device=cell.device)
-        self._state["cells"].index_add_(0, cell, torch.ones_like(cell))  # in place: there may be many classes
+        if "cells" not in self._counts:
+            self._counts["cells"] = torch.zeros(num_classes**2 + 1, dtype=torch.int64, device=cell.device)
+        self._counts["cells"].index_add_(0, cell, torch.ones_like(cell))  # in place: may be large
 
     def _add(self, more: Mapping[str, Tensor]) -> None:
         for name, value in more.items():
             together = {"lowest": torch.minimum, "highest": torch.maximum}.get(name, torch.add)
-            self._state[name] = together(self._state[name], value) if name in self._state else value.clone()
+            self._counts[name] = (
+                together(self._counts[name], value) if name in self._counts else value.clone()
+            )
 
 
 def metrics_of_counts(confusion: Int64Array) -> dict[str, float]:
