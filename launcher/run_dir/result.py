@@ -81,7 +81,6 @@ class Result:
     started_from: Mapping[str, str] | None = None  # file and sha256 of model.init_from
     stopped_early: Mapping[str, object] | None = None
     energy_kwh: float | None = None  # of the GPUs of the node of rank 0
-    energy_incomplete: bool | None = None
     steps: int | None
     steps_per_epoch: int | None
     seconds: float | None  # of the last process

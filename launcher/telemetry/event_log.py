@@ -7,19 +7,17 @@ from an earlier step.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from launcher.run_dir.atomic import json_line, open_plain, restored
 from launcher.run_dir.records import METRICS
-from launcher.telemetry.events import PERIODIC, Event, record_of
-from launcher.telemetry.stream import LIMIT, Record, Sink
+from launcher.telemetry.events import Event, record_of
+from launcher.telemetry.stream import Record, Sink
 
 FILE_NAME = METRICS
 LAST_BYTES = 512  # a whole line of a step: by its time a reader knows that the file was not cut behind it
@@ -29,74 +27,43 @@ MAX_STEP = 1 << 53  # exact in a float
 class EventLog(Sink):
     """Appends each event at once, so that a killed run loses at most the line being written.
 
-    `write` raises OSError where an event cannot be written, and keeps it: the next call writes it first. Of
-    more than `limit` events that wait, the oldest periodic ones are lost. The file has whole lines only.
+    `write` raises OSError where an event cannot be written, as on a full disk. The file has whole lines only.
     """
 
     name = FILE_NAME
 
-    def __init__(self, path: Path, limit: int = LIMIT) -> None:
+    def __init__(self, path: Path) -> None:
         _cut_torn_line(path)
         self._path = path
-        self._limit = limit
-        self._file = self._opened()
-        self._unwritten: deque[tuple[str, int, bytes]] = deque()  # event, step, line
-        self._lost: list[int] = []  # steps of the events that are lost
-        self._rewind: tuple[int, bool] | None = None  # not done yet
-        self._last_step = 0
+        self._file = io.FileIO(open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
 
     def write(self, event: Event) -> None:
         self.append(record_of(event))
 
     def append(self, record: Record) -> None:
         """Write one line."""
-        self._unwritten.append((record["event"], record.get("step", 0), json_line(record)))
-        self._write_all()
+        self._append(json_line(record))
 
     def rewind(self, step: int, evaluates_again: bool) -> None:
         """Drop the events after `step`, and all `end` events.
 
-        With `evaluates_again`, also drop the evaluation after `step`. Where that raises OSError, the next
-        `write` does it first.
+        With `evaluates_again`, also drop the evaluation after `step`. Raises OSError.
         """
-        self._rewind = step, evaluates_again
-        self._write_all()
-
-    def lacks(self) -> str:
-        """The events that are not in the file, in words; "" if it has all. Tries to write them once more."""
-        if self._unwritten:
-            with contextlib.suppress(OSError):
-                self._write_all()
-        steps = [*self._lost, *(step for _, step, _ in self._unwritten)]
-        return f"{len(steps):,} events of steps {min(steps)} to {max(steps)}" if steps else ""
+        end = None  # of what stays as it is
+        kept = []  # what the process that resumes has written so far
+        with opened(self._path) as file:
+            for begin, _, line in lines_of(file):
+                if not happened(parsed(line), step, evaluates_again):
+                    end = begin if end is None else end
+                elif end is not None:
+                    kept.append(line)
+        if end is not None:
+            os.ftruncate(self._file.fileno(), end)
+            for line in kept:
+                self._append(line)
 
     def close(self) -> None:
-        try:
-            self._write_all()
-        finally:
-            self._file.close()
-
-    def _write_all(self) -> None:
-        """Write what waits. Raises OSError; what is not written waits for the next call."""
-        try:
-            self._require_file()
-            if self._rewind is not None:
-                self._drop_events(*self._rewind)
-                self._rewind = None
-            while self._unwritten:
-                self._append(self._unwritten[0][2])
-                self._last_step = self._unwritten.popleft()[1]
-        except OSError:
-            self._forget_oldest()
-            raise
-
-    def _forget_oldest(self) -> None:
-        """Keep at most `limit` events in memory, and all that are not periodic."""
-        if len(self._unwritten) > self._limit:
-            periodic = (place for place, (event, _, _) in enumerate(self._unwritten) if event in PERIODIC)
-            if (oldest := next(periodic, None)) is not None:
-                self._lost.append(self._unwritten[oldest][1])
-                del self._unwritten[oldest]
+        self._file.close()
 
     def _append(self, line: bytes) -> None:
         written = self._file.write(line)
@@ -104,36 +71,39 @@ class EventLog(Sink):
             os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - (written or 0))
             raise OSError(f"only {written} of {len(line)} bytes fit into {self._path}")
 
-    def _require_file(self) -> None:
-        """Begin a new file and raise OSError where the file that is written no longer has a name."""
-        if self._file.closed:  # there was no directory for a new one
-            self._file = self._opened()
-        elif os.fstat(self._file.fileno()).st_nlink == 0:
-            self._file.close()
-            gone = self._path if self._path.parent.exists() else self._path.parent
-            with contextlib.suppress(OSError):
-                self._file = self._opened()
-            raise OSError(
-                f"{gone} has been deleted or replaced during the run: what was recorded up to step "
-                f"{self._last_step} is lost"
-            )
 
-    def _drop_events(self, step: int, evaluates_again: bool) -> None:
-        end = None  # of what stays as it is
-        kept: list[tuple[str, int, bytes]] = []  # what the process that resumes has written so far
+class TailReader:
+    """Reads what is appended to a metrics.jsonl; starts again where it was cut, as where a run resumes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        self._offset, self._last = 0, b""  # of the first line that is not read, and what stands before it
+        self.num_damaged = 0  # lines without an event
+
+    def poll(self) -> tuple[list[Record], bool]:
+        """New events, and whether they replace those before. Raises OSError.
+
+        A missing file is an empty one. An incomplete last line waits for its end.
+        """
+        found: list[Record] = []
+        if not self._path.exists():
+            was_cut = self._offset > 0
+            self._begin_again()
+            return found, was_cut
         with opened(self._path) as file:
-            for begin, _, line in lines_of(file):
-                event = parsed(line)
-                if not happened(event, step, evaluates_again):
-                    end = begin if end is None else end
-                elif end is not None:
-                    kept.append((event["event"], event["step"], line) if event else ("", 0, line))
-        if end is not None:
-            os.ftruncate(self._file.fileno(), end)
-            self._unwritten.extendleft(reversed(kept))
-
-    def _opened(self) -> io.FileIO:
-        return open(open_plain(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
+            file.seek(self._offset - len(self._last))
+            if was_cut := file.read(len(self._last)) != self._last:
+                self._begin_again()
+            for _, self._offset, line in lines_of(file, self._offset):  # noqa: B020
+                self._last = line[-LAST_BYTES:]
+                if (event := parsed(line)) is None:
+                    self.num_damaged += 1
+                else:
+                    found.append(event)
+        return found, was_cut
 
 
 def read_events(path: Path) -> list[dict[str, object]]:

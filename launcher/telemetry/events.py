@@ -148,15 +148,11 @@ class GpuNumbers:
     uuid: str = ""
     utilisation_percent: float | None = None
     power_w: float | None = None
-    sm_clock_mhz: float | None = None
-    memory_clock_mhz: float | None = None
     memory_bytes: float | None = None
     temperature_c: float | None = None
     ecc_errors: float | None = None
     energy_j: float | None = None
-    incomplete: bool | None = None
     throttled_s: Mapping[str, float] | None = None  # by reason
-    other_processes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +169,6 @@ class GpuEvent(Event):
     utilisation_percent: float | None = None  # mean
     run_energy_j: float | None = None  # of the run so far, over all its attempts
     joules_per_sample: float | None = None
-    incomplete: bool | None = None  # a GPU told its power for a part of the interval only
     gpus: Sequence[GpuNumbers] = ()
 
 
@@ -252,7 +247,6 @@ class EndEvent(Event):
 
 
 KINDS: dict[str, type[Event]] = {each.kind: each for each in Event.__subclasses__()}
-PERIODIC = frozenset(name for name, kind in KINDS.items() if kind.is_periodic)
 
 
 def record_of(event: Event) -> dict[str, Any]:

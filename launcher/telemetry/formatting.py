@@ -17,7 +17,6 @@ COUNTS = ("samples", "tokens")
 UNITS = ("B", "kB", "MB", "GB")
 OF_TRAINING = ("train_loss", "train_accuracy")
 LARGE, COUNTED = 1e6, 1e9  # floats from here on have an exponent; integral ones
-NARROWEST_NAME = 12  # of a class: "weighted avg"
 NARROWEST = 6  # columns of a number in a table
 MARKUP = tuple(  # in this order; what Markdown leaves as it is, such as the _ of a key, stays readable
     (re.compile(pattern), shown)
@@ -141,19 +140,6 @@ def table_lines(cells: Mapping[str, str], widths: Mapping[str, int], with_titles
     row = "  ".join(cells[title].rjust(width) for title, width in widths.items())
     titles = "  ".join(title.rjust(width) for title, width in widths.items())
     return [titles, row] if with_titles else [row]
-
-
-def narrowed(report: str, columns: int) -> str:
-    """scikit-learn's classification report with names shortened so that it fits, if they can be."""
-    lines = report.splitlines()
-    width = max(0, lines[0].find("precision") - 2) if lines else 0  # of the names; each number has 10
-    room = columns - max((len(line[width:]) for line in lines), default=0)
-    if room >= width or room < NARROWEST_NAME:
-        return report
-    return "\n".join(
-        f"{middle_cut(line[:width].strip(), room):>{room}}{line[width:]}" if line.strip() else ""
-        for line in lines
-    )
 
 
 def middle_cut(text: str, longest: int) -> str:

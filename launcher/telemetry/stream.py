@@ -1,10 +1,8 @@
 """The stream of events of a run, and the rule that telemetry never stops training.
 
 Owns the order in which sinks receive an event, the thread that writes the events of steps, and the handling
-of a sink that fails. One that cannot write for now is tried again at the next event; one that never will is
-dropped; each with one warning to the others. An event that a sink cannot represent costs only itself. Knows
-no file format and no tracker.
-Receives plain numbers, no tensors.
+of a sink that fails. What a sink cannot write is counted; a sink that can write nothing more is dropped; each
+with one warning to the others. Knows no file format and no tracker. Receives plain numbers, no tensors.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ class SinkError(Exception):
 class Sink(Protocol):
     """Receives events. May raise any exception. Inherit it for the methods that a sink has no use for.
 
-    After an OSError it is tried again at the next event. The stream drops it after a SinkError, or where its
-    reader has left; after another exception only the event is lost.
+    The stream drops it after a SinkError, or where its reader has left; after another exception only the
+    event is lost.
     """
 
     name: str  # as shown in warnings
@@ -54,10 +52,6 @@ class Sink(Protocol):
         """Go back to where the run resumes, if events of earlier processes are kept."""
         return
 
-    def lacks(self) -> str:
-        """What could not be written, in words, after a last attempt to write it; "" if nothing is missing."""
-        return ""
-
 
 class Telemetry:
     """Sends every event to every sink. Without sinks (on all ranks but 0) it does nothing, at no cost.
@@ -73,18 +67,14 @@ class Telemetry:
         self,
         sinks: Iterable[Sink] = (),
         every_s: float | None = None,
-        limit: int = LIMIT,
     ) -> None:
         self._sinks: list[Sink] = []
         self._step = 0
         self._lock = threading.RLock()  # a tracker warns from its own thread
-        self._waiting: deque[Event] = deque()
+        self._waiting: deque[Event] = deque(maxlen=LIMIT)
         self._position: tuple[int, int] | None = None  # the latest that `advance` was given
-        self._limit = limit
         self._draining = False
-        self._lost = self._reported = 0  # events beyond the limit
-        self._unwritten: Counter[str] = Counter()  # by name of the sink: events that it could not represent
-        self._failing: set[str] = set()  # names of the sinks that could not write when last tried
+        self._failures: Counter[str] = Counter()  # by name of the sink: writes that failed
         self._closing = threading.Event()
         self._writer: threading.Thread | None = None
         if every_s is not None:
@@ -112,10 +102,7 @@ class Telemetry:
         if not self._sinks:
             return
         if self._writer is not None and event.is_periodic:
-            if len(self._waiting) < self._limit:
-                self._waiting.append(event)
-            else:
-                self._lost += 1
+            self._waiting.append(event)
             return
         with self._lock:
             self._drain()
@@ -159,12 +146,9 @@ class Telemetry:
             self._closing.set()
             writer.join()
         self.flush()
-        for name, count in list(self._unwritten.items()):
+        for name, count in list(self._failures.items()):
             if count > 1:
-                self.warn(f"{name} lacks {count:,} events that it could not represent.")
-        for sink in list(self._sinks):
-            if missing := sink.lacks():
-                self.warn(f"{sink.name} lacks {missing}.")
+                self.warn(f"{name} could not be written {count:,} times: it is not complete.")
         while self._sinks:
             self.flush()
             sink = self._sinks[-1]
@@ -204,49 +188,27 @@ class Telemetry:
         if position is not None:
             for sink in list(self._sinks):
                 self._attempt(sink, partial(sink.advance, *position))
-        if self._lost > self._reported:
-            self._reported = self._lost
-            self.warn(f"the files of the run were not written for a while: {self._lost:,} events are lost.")
 
     def _hand_out(self, event: Event) -> None:
         for sink in list(self._sinks):
             self._attempt(sink, partial(sink.write, event), event)
 
-    def _leave_out(self, sink: Sink, event: Event, error: Exception) -> None:
-        """Count an event that a sink cannot represent; the first one is a warning, `close` reports more."""
-        self._unwritten[sink.name] += 1
-        if self._unwritten[sink.name] == 1:
-            self.warn(
-                f"{sink.name} lacks the event {event.kind} of step {event.step}: "
-                f"{described(error)}. Further ones are counted."
-            )
-
     def _attempt(self, sink: Sink, action: Callable[[], None], event: Event | None = None) -> None:
-        """Call a method of a sink; with an `event`, it writes it."""
+        """Call a method of a sink; with an `event`, it writes it. A sink never ends the training."""
         try:
             action()
         except (SinkError, BrokenPipeError) as error:
             self._drop(sink, error)
-        except OSError as error:  # a full disk, a server that is away
-            self._report_failure(sink, error)
-        except Exception as error:  # a sink never ends the training
-            if event is None:
-                self._drop(sink, error)
-            else:
-                self._leave_out(sink, event, error)
-        else:
-            if event is not None and sink.name in self._failing:
-                self._failing.remove(sink.name)
-                self.decision("files", f"{sink.name} is written again")
-
-    def _report_failure(self, sink: Sink, error: OSError) -> None:
-        if sink.name in self._failing:
-            return
-        self._failing.add(sink.name)
-        text = f"{sink.name} cannot be written: {described(error)}. It is tried again at every event."
-        self.warn(text)
-        if len(self._sinks) == len(self._failing):
-            log.warning(text)
+        except Exception as error:  # a full disk, or an event that the sink cannot represent
+            self._failures[sink.name] += 1
+            if self._failures[sink.name] == 1:
+                what = f" (event {event.kind} of step {event.step})" if event else ""
+                text = (
+                    f"{sink.name} cannot be written{what}: {described(error)}. Further failures are counted."
+                )
+                self.warn(text)
+                if all(each.name in self._failures for each in self._sinks):
+                    log.warning(text)
 
     def _drop(self, sink: Sink, error: Exception) -> None:
         if sink not in self._sinks:

@@ -22,7 +22,6 @@ from launcher.telemetry.formatting import (
     evaluation_cells,
     metric,
     metric_title,
-    narrowed,
     number,
     rate,
     step_line,
@@ -32,8 +31,6 @@ from launcher.telemetry.formatting import (
 from launcher.telemetry.status import EtaEstimator
 from launcher.telemetry.step_time import PARTS, TimeShares, TimeTotals, time_at_end
 from launcher.telemetry.stream import Sink
-
-WIDEST_REPORT = 120  # columns of the classification report where there is no terminal
 
 
 class Console(Sink):
@@ -107,7 +104,7 @@ class Console(Sink):
     def _end(self, event: events.EndEvent) -> None:
         self.close()
         columns = columns_of(self._out)
-        report = narrowed(self._report, WIDEST_REPORT if columns is None else columns)
+        report = self._report
         if columns is not None and max(map(len, report.splitlines()), default=0) > columns:
             report = ""  # a table that wraps cannot be read; it is in the run's files
         if event.state == "failed" and not self._started:

@@ -18,7 +18,6 @@ class RankDevice:
 
     number: int
     gpu: str | None  # UUID of its CUDA device, with or without "GPU-"; None on a CPU
-    pid: int
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,6 @@ MOMENTARY = {
     "memory_bytes": NvmlCall("MemoryInfo", value=attrgetter("used"), over=largest),
     "power_w": NvmlCall("PowerUsage", value=lambda mw: mw / 1e3, over=mean),
     "temperature_c": NvmlCall("Temperature", ("TEMPERATURE_GPU",), over=largest),
-    "sm_clock_mhz": NvmlCall("ClockInfo", ("CLOCK_SM",), over=mean),
-    "memory_clock_mhz": NvmlCall("ClockInfo", ("CLOCK_MEM",), over=mean),
     "reasons": NvmlCall("CurrentClocksEventReasons"),
 }
 COUNTERS = {
@@ -102,11 +100,6 @@ class NvmlReader:
     def counters(self) -> Values:
         """The values of `COUNTERS` and `FIELDS`."""
         return self.read(COUNTERS) | self._field_values()
-
-    @property
-    def tells_power(self) -> bool:
-        """Whether the GPU supports it, be it that it does not answer now."""
-        return not {MOMENTARY["power_w"], COUNTERS["energy_j"]} <= self._unsupported
 
     def processes(self) -> list[int] | None:
         """The ids of the processes that compute on the GPU; None if NVML does not say."""

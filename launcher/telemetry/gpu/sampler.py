@@ -22,7 +22,7 @@ from launcher.config.schema import Config
 from launcher.run_dir.records import METRICS
 from launcher.telemetry.event_log import recorded
 from launcher.telemetry.events import Event, GpuEvent, GpuNumbers, StepEvent
-from launcher.telemetry.gpu.conditions import Conditions, name, other_processes
+from launcher.telemetry.gpu.conditions import Conditions, name
 from launcher.telemetry.gpu.devices import Gpu, RankDevice, gpus_of
 from launcher.telemetry.gpu.readings import GpuLostError, NvmlReader
 from launcher.telemetry.gpu.window import Window
@@ -40,7 +40,6 @@ OVER_GPUS: dict[str, Callable[[list[float]], float]] = {
     "memory_bytes": max,
     "temperature_c": max,
     "utilisation_percent": lambda values: sum(values) / len(values),
-    "incomplete": any,
 }
 Answer = TypeVar("Answer")
 NO_DRIVER = ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded", "NoGpuFoundError")  # quiet, if auto
@@ -68,11 +67,9 @@ class _Lane:
         counters = self.reader.counters()
         now_s = time.monotonic()
         self._window.add(self.reader.momentary(), now_s)
-        numbers = self._window.closed(counters, now_s, self.reader.tells_power)
+        numbers = self._window.closed(counters)
         self._window = Window(counters, now_s)
-        pids = self.reader.processes()
-        others = None if pids is None else other_processes(self.gpu, pids)
-        return replace(numbers, index=self.gpu.index, uuid=self.gpu.uuid, other_processes=others)
+        return replace(numbers, index=self.gpu.index, uuid=self.gpu.uuid)
 
 
 class GpuSampler(Sink):
@@ -101,7 +98,6 @@ class GpuSampler(Sink):
         self._wake = threading.Event()
         self._ending = False
         self._energy_j: float | None = None  # of this process
-        self.incomplete = False  # a GPU did not always tell its power: the energy is too low
         self._conditions = Conditions(telemetry.warn)
         self._thread = threading.Thread(target=self._work, name="gpu-sampler", daemon=True)
         self._thread.start()
@@ -156,7 +152,6 @@ class GpuSampler(Sink):
                 began_s, lanes = self._close(lanes, began_s)
         if self._marks:
             self._close(lanes, began_s)
-        self._conditions.finish()
 
     def _asked(self, gpu: Gpu, ask: Callable[[], Answer]) -> Answer | None:
         """What the GPU answers; None after a warning if it is lost."""
@@ -193,7 +188,6 @@ class GpuSampler(Sink):
             share = sum(len(lane.gpu.ranks) for lane, _ in found) / len(self._ranks) or 1.0
             if own_samples := samples * share:
                 total["joules_per_sample"] = total["energy_j"] / own_samples
-        self.incomplete |= "incomplete" in total
         self._telemetry.emit(GpuEvent(step, **total, gpus=[numbers for _, numbers in found]))
 
 
@@ -229,7 +223,7 @@ def measure_gpus(
     before_j = 0.0
     with contextlib.suppress(OSError):
         before_j = energy_before_j(Path(config.run.dir) / METRICS)
-    ranks = [RankDevice(number, peer.gpu, peer.pid) for number, peer in enumerate(peers)]
+    ranks = [RankDevice(number, peer.gpu) for number, peer in enumerate(peers)]
     sampler = GpuSampler(telemetry, ranks, required=nvml is True, energy_before_j=before_j)
     telemetry.add(sampler)
     return sampler

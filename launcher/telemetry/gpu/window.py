@@ -10,14 +10,12 @@ from typing import Any
 from launcher.telemetry.events import GpuNumbers
 from launcher.telemetry.gpu.readings import MOMENTARY, REASONS, Timed, Values, integral
 
-COMPLETE = 0.95  # of a window in which the power was told; the rest may be the time that NVML takes to answer
-
 
 class Window:
     """Begins with the counters of its first moment, in seconds of a monotonic clock."""
 
     def __init__(self, counters: Values, began_s: float) -> None:
-        self._began_s = self._latest_s = began_s
+        self._latest_s = began_s
         self._counters = counters
         self._readings: list[tuple[Values, float]] = []
 
@@ -25,12 +23,8 @@ class Window:
         self._readings.append((reading, now_s - self._latest_s))
         self._latest_s = now_s
 
-    def closed(self, counters: Values, now_s: float, tells_power: bool) -> GpuNumbers:
-        """The numbers of the window. What the GPU does not report is absent.
-
-        `incomplete` where a GPU that tells its power did so for a part of the window only.
-        """
-        seconds = now_s - self._began_s
+    def closed(self, counters: Values) -> GpuNumbers:
+        """The numbers of the window. What the GPU does not report is absent."""
         moved = self._moved(counters)
         timed = {key: [(r[key], s) for r, s in self._readings if key in r] for key in MOMENTARY}
         flags = timed.pop("reasons")
@@ -42,9 +36,6 @@ class Window:
         power = timed["power_w"]
         if "energy_j" in moved or power:
             numbers["energy_j"] = moved.get("energy_j", integral(power))
-        told_s = sum(s for _, s in power)
-        if tells_power and told_s < COMPLETE * seconds and ("energy_j" not in moved or told_s):
-            numbers["incomplete"] = True
         if throttled_s := _throttled_s(moved, flags):
             numbers["throttled_s"] = throttled_s
         return GpuNumbers(**numbers)

@@ -1,14 +1,14 @@
 """Feeds one tracker from a thread of its own, so that it can neither delay nor end the training.
 
 Owns the queue between the two, and what happens when the queue is full: rows that come in every interval are
-thinned and counted, what happens once is kept.
+left out and counted, what happens once is kept.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -17,7 +17,7 @@ from launcher.config.schema import DataConfig, ModelConfig
 from launcher.config.user_code import place_of
 from launcher.errors import described
 from launcher.run_dir.atomic import all_encodable
-from launcher.telemetry.events import PERIODIC, EndEvent, Event, record_of
+from launcher.telemetry.events import EndEvent, Event, record_of
 from launcher.telemetry.stream import Record, Sink, SinkError
 from launcher.telemetry.tracker.protocol import DirectedTracker, RunInfo, Tracker
 from launcher.telemetry.tracker.rows import directions_of, media_of, row_of
@@ -80,16 +80,18 @@ class TrackerSink(Sink):
         self._raise_failure()
         if isinstance(event, EndEvent):
             self._exit_code = event.exit or int(event.state != "done")
+        if event.is_periodic and len(self._waiting) >= self._limit:
+            self._dropped += 1
+            if self._dropped == 1:
+                self._warn(
+                    f"{self.name} gets more rows than it can log: {self._limit:,} rows wait, so rows of "
+                    "steps are left out there, and counted. metrics.jsonl has all of them. Raise "
+                    "train.log_every_steps to log fewer."
+                )
+            return
         with self._arrived:
-            self._waiting.append(record if record["event"] in PERIODIC else all_encodable(record))
-            dropped, self._dropped = self._dropped, self._dropped + self._thin()
+            self._waiting.append(record if event.is_periodic else all_encodable(record))
             self._arrived.notify()
-        if self._dropped and not dropped:
-            self._warn(
-                f"{self.name} gets more rows than it can log: {self._limit:,} rows wait, so rows of steps "
-                "are left out there, and counted. metrics.jsonl has all of them. Raise "
-                "train.log_every_steps to log fewer."
-            )
 
     def close(self) -> None:
         """Wait until the tracker has everything, up to a limit. Raises an error of the tracker, once."""
@@ -107,20 +109,6 @@ class TrackerSink(Sink):
         self._raise_failure()
         if self._dropped:
             self._warn(f"{self.name}: {self._dropped:,} rows were left out. metrics.jsonl has all of them.")
-
-    def _thin(self) -> int:
-        """If too many rows wait, drop every second periodic one of each kind. Returns how many."""
-        before = len(self._waiting)
-        if before <= self._limit:
-            return 0
-        kept: deque[Record] = deque()
-        seen: Counter[str] = Counter()
-        for record in reversed(self._waiting):  # the newest of each kind stays
-            seen[event := record["event"]] += 1
-            if event not in PERIODIC or seen[event] % 2:
-                kept.appendleft(record)
-        self._waiting = kept
-        return before - len(kept)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -21,4 +21,4 @@ class Energy(Callback):
         if self._gpus is None or (joules := self._gpus.finish()) is None:
             return result
         # 1 kWh is 3.6e6 J.
-        return replace(result, energy_kwh=joules / 3.6e6, energy_incomplete=self._gpus.incomplete or None)
+        return replace(result, energy_kwh=joules / 3.6e6)

@@ -14,13 +14,11 @@ import threading
 import tracemalloc
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from launcher.evaluation.confusion import Confusion
 from launcher.telemetry import Telemetry
 from launcher.telemetry.console.console import Console, end_lines
-from launcher.telemetry.formatting import duration, metric, narrowed, number
+from launcher.telemetry.formatting import duration, metric, number
 from launcher.telemetry.step_time import TimeShares, TimeTotals, time_at_end
 from tests.telemetry.made import made
 
@@ -285,23 +283,6 @@ def test_without_times_there_is_no_verdict(missing):
 )
 def test_numbers_read_well(value, text):
     assert number(value) == text
-
-
-def test_long_names_of_classes_are_shortened_in_the_classification_report():
-    names = (f"a{'x' * 300}b", f"a{'x' * 300}c")
-    report = Confusion(names, np.array([[2, 1], [0, 3]])).report()
-    lines = narrowed(report, 80).splitlines()
-    assert max(map(len, lines)) == 80
-    assert lines[0].split() == report.split()[:4]
-    assert [line.split()[-4:] for line in lines if line] == [
-        line.split()[-4:] for line in report.splitlines() if line
-    ]
-    assert [(name[0], name[-1]) for line in lines[2:4] if "..." in (name := line.split()[0])] == [
-        ("a", "b"),
-        ("a", "c"),
-    ]
-    assert narrowed(report, 45) == report, "no room: the table is left out"
-    assert narrowed("", 80) == ""
 
 
 def test_the_loss_of_a_run_that_diverges_stays_readable():

@@ -38,7 +38,7 @@ class Terminal:
     def resize(self, columns: int) -> None:
         fcntl.ioctl(self.follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
 
-    def run(self, directory: Path, words: list[str], resize_to: int | None = None) -> int:
+    def run(self, directory: Path, words: list[str]) -> int:
         command = [sys.executable, "-m", "launcher", *words]
         environ = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
         with subprocess.Popen(
@@ -50,10 +50,6 @@ class Terminal:
             stderr=self.follower,
         ) as process:
             self._reader.start()
-            if resize_to is not None:
-                while b"scale" not in self.shown and process.poll() is None:
-                    self._reader.join(0.01)
-                self.resize(resize_to)
             code = process.wait(60)
         os.close(self.follower)
         self._reader.join()
@@ -102,19 +98,6 @@ def test_a_run_fits_its_terminal(place: Path, columns: int) -> None:
         assert any(word in bar for bar in bars), (word, bars)
     assert any(re.fullmatch(r"[a-zA-Z1 ]*loss +accuracy[a-zA-Z1 ]*", line) for line in lines), "the titles"
     assert not any("Traceback" in line for line in lines)
-
-
-@pytest.mark.slow
-def test_a_terminal_that_becomes_narrower_is_fitted_from_then_on(place: Path) -> None:
-    terminal = Terminal(120)
-    words = [*TRAIN, *QUICK, "train.max_steps=60", "train.epochs=50"]
-    assert terminal.run(place, words, resize_to=40) == 0
-    lines = terminal.lines
-    assert any(len(line) > 60 for line in lines), "wide at first"
-    last_wide = max(number for number, line in enumerate(lines) if too_wide([line], 40))
-    assert last_wide < len(lines) / 2, lines[last_wide]
-    later = re.split(r"[\r\n]+", terminal.shown.decode())[last_wide + 1 :]
-    assert too_wide([f"{part}." for part in later if part.strip()], 41) == [], "nor is anything padded wider"
 
 
 def test_an_error_wraps_at_words(place: Path) -> None:

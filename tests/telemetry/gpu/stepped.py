@@ -86,7 +86,6 @@ def sampled(
     then: str = "",
     required: bool = False,
     without: Sequence[str] = (),
-    own_pids: bool = True,
 ) -> tuple[list[Mapping[str, Any]], float | None]:
     """The events of a training of `steps` steps of 10 ms and 4 samples, and the joules of the run.
 
@@ -122,8 +121,7 @@ def sampled(
     sampler_module.PATIENCE_S = LIMIT_S
     kept = Kept()
     telemetry = Telemetry([kept])
-    pid = os.getpid() if own_pids else 999999
-    ranks = [RankDevice(number, uuid, pid) for number, uuid in enumerate(uuids)]
+    ranks = [RankDevice(number, uuid) for number, uuid in enumerate(uuids)]
     sampler = GpuSampler(
         telemetry, ranks, required=required, energy_before_j=1000.0, sample_s=0.01, window_s=0.06
     )

@@ -51,8 +51,7 @@ def test_two_gpus_are_measured_between_logged_steps(sample) -> None:
     assert (whole["memory_bytes"], whole["temperature_c"]) == (2000, 61)
     assert whole["utilisation_percent"] == 80.5
     first, second = whole["gpus"]
-    assert (first["index"], first["uuid"], first["sm_clock_mhz"]) == (0, FIRST, 1500)
-    assert (first["ecc_errors"], first["other_processes"]) == (0, 0)
+    assert (first["index"], first["uuid"], first["ecc_errors"]) == (0, FIRST, 0)
     assert second["uuid"] == SECOND
     assert "ecc_errors" not in second, "unsupported there"
 
@@ -97,18 +96,9 @@ def test_an_old_driver_leaves_fields_out_and_energy_is_integrated(sample) -> Non
     assert second["throttled_s"]["hw_thermal"] == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("hot0", "lowers its clocks (hw_thermal"),
-        ("shared0", "is shared with 1 process not of this run"),
-    ],
-)
-def test_what_is_wrong_is_a_warning_once_and_counted_at_the_end(sample, words, says) -> None:
-    found = sample(words)
-    assert len(found.warnings) == 2
-    assert all(f"GPU 0 ({FIRST}, rank 0) {says}" in text for text in found.warnings)
-    assert f"in {len(found.gpu)} of {len(found.gpu)} intervals" in found.warnings[-1]
+def test_a_gpu_that_lowers_its_clocks_is_a_warning_once(sample) -> None:
+    (warning,) = sample("hot0").warnings
+    assert f"GPU 0 ({FIRST}, rank 0) lowers its clocks (hw_thermal" in warning
 
 
 @pytest.mark.parametrize(
@@ -116,7 +106,6 @@ def test_what_is_wrong_is_a_warning_once_and_counted_at_the_end(sample, words, s
     [
         ("NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_POWER_CAP", "nothing"),
         ("NVML_VOLATILE_ECC", "ecc_errors"),
-        ("nvmlDeviceGetComputeRunningProcesses", "other_processes"),
         ("nvmlDeviceGetFieldValues", "nothing"),
     ],
 )
@@ -125,7 +114,7 @@ def test_another_version_of_the_library_costs_only_what_it_lacks(sample, missing
     assert found.warnings == []
     first = found.gpu[-1]["gpus"][0]
     assert absent not in first
-    wanted = {"power_w", "energy_j", "throttled_s", "ecc_errors", "other_processes"}
+    wanted = {"power_w", "energy_j", "throttled_s", "ecc_errors"}
     assert wanted - {absent} <= first.keys()
 
 
@@ -134,21 +123,6 @@ def test_uncorrected_errors_of_the_memory_are_reported(sample) -> None:
     assert f"GPU 0 ({FIRST}, rank 0) has 3 uncorrected ECC errors since the driver was loaded" in before
     (during,) = sample(at=15, then="ecc0").warnings
     assert "has 3 uncorrected ECC errors since the driver was loaded, 3 of them in this run" in during
-
-
-def test_power_that_was_not_always_told_is_marked(sample) -> None:
-    found = sample(at=20, then="deaf0")  # the first interval has ended by then
-    assert not found.gpu[0].get("incomplete")
-    marked = [record for record in found.gpu if record.get("incomplete")]
-    assert marked[-1] == found.gpu[-1]
-    assert [gpu.get("incomplete", False) for gpu in marked[-1]["gpus"]] == [True, False]
-    assert f"GPU 0 ({FIRST}, rank 0) does not always tell its power" in found.warnings[0]
-
-
-@pytest.mark.slow
-def test_in_a_container_processes_are_counted_instead_of_named(sample) -> None:
-    assert sample("", own_pids=False).warnings == []
-    assert "is shared with 1 process" in sample("shared0", own_pids=False).warnings[0]
 
 
 def test_a_gpu_that_vanishes_is_left_out_from_then_on(sample) -> None:
