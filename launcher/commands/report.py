@@ -1,4 +1,4 @@
-"""`report`: pages, tables and plots of runs and sweeps, from their files alone.
+"""`report`: pages and tables of runs and sweeps, from their files alone.
 
 Owns which directories are read and where the page is written. A run's page is its report.html; that of a
 sweep is in the sweep's directory; that of several runs is in the working directory, or where --out says.
@@ -11,18 +11,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
 from launcher.config.messages import program, shortened
 from launcher.errors import ConfigError, StorageError, escaped
 from launcher.launch.config_broadcast import ConfigLeader
 from launcher.os.terminal import columns_of, say
-
-if TYPE_CHECKING:
-    from launcher.report.run_record import RunRecord
-
-PARALLEL_FROM_BYTES = 16_000_000  # of all runs together; below that a second process costs more than it saves
 
 
 def write_reports(arguments: Arguments, leader: ConfigLeader) -> None:
@@ -39,6 +33,7 @@ def write_reports(arguments: Arguments, leader: ConfigLeader) -> None:
     from launcher.report.comparison import is_sweep, job_directories, write_comparison
     from launcher.report.overview import run_table
     from launcher.report.page import render
+    from launcher.report.run_record import RunRecord
     from launcher.run_dir.atomic import write_text
 
     if not arguments.words:
@@ -46,7 +41,7 @@ def write_reports(arguments: Arguments, leader: ConfigLeader) -> None:
     directories = [checked("report", word) for word in dict.fromkeys(arguments.words)]
     try:
         sweeps = [directory for directory in directories if is_sweep(directory)]
-        runs = read_runs(run_directories(directories))
+        runs = [RunRecord.read(directory, warn) for directory in run_directories(directories)]
         place = output_file(arguments, directories)
         by_directory = {run.directory.resolve(): run for run in runs}
         written = []
@@ -86,24 +81,6 @@ def run_directories(directories: Sequence[Path]) -> list[Path]:
 
     found = (job_directories(each) if is_sweep(each) else [each] for each in directories)
     return list({run.resolve(): run for run in itertools.chain.from_iterable(found)}.values())
-
-
-def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
-    """The records of the runs, large ones side by side. Raises OSError."""
-    from launcher.report.recording import read_recording
-    from launcher.report.run_record import RunRecord
-    from launcher.telemetry.event_log import FILE_NAME
-
-    sizes = [(path / FILE_NAME).stat().st_size for path in directories if (path / FILE_NAME).is_file()]
-    workers = min(len(directories), len(os.sched_getaffinity(0)))
-    if workers < 2 or sum(sizes) < PARALLEL_FROM_BYTES:
-        return [RunRecord.read(directory, warn) for directory in directories]
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-
-    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
-        recordings = list(pool.map(read_recording, directories))
-    return [RunRecord.read(d, warn, found) for d, found in zip(directories, recordings, strict=True)]
 
 
 def output_file(arguments: Arguments, directories: Sequence[Path]) -> Path:

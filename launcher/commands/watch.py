@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from launcher.commands.arguments import Arguments
-from launcher.commands.report import checked, warn
+from launcher.commands.report import checked
 from launcher.config.messages import install_line, program
 from launcher.errors import ConfigError, StorageError
 from launcher.launch.config_broadcast import ConfigLeader
@@ -58,8 +58,6 @@ def watch(arguments: Arguments, leader: ConfigLeader) -> int:
     try:
         source = SweepView(directory) if is_sweep(directory) else RunView(directory)
         source.poll()
-        for text in source.warnings():
-            warn(text)
         # Signals request a stop instead of raising within a write, which would write it twice.
         with stop_on_signal() as stop:
             if live:

@@ -24,7 +24,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def after_evaluation(run: RunRecord) -> str:
     """The markup; "" for a run without such an event."""
-    event = run.recording.of(AfterEvaluationEvent).last
+    event = run.recording.last(AfterEvaluationEvent)
     if event is None:
         return ""
     return (

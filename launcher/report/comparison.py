@@ -1,8 +1,7 @@
 """Comparison of the runs of a sweep in tables.
 
 Owns the grouping of runs (those that differ only in the seed) and the files summary.md, summary.csv and, for
-runs in several precisions, side_by_side.md. Works from the records of the runs, which
-hold their files in bounded memory.
+runs in several precisions, side_by_side.md. Works from the records of the runs.
 """
 
 from __future__ import annotations
@@ -25,21 +24,14 @@ from launcher.report.settings import (
     REPEATED,
     RunGroup,
     best_first,
-    metric_cell,
-    metric_column,
-    metric_names,
+    group_rows,
+    grouped,
     varied,
+    varied_keys,
 )
 from launcher.report.side_by_side import side_by_side
 from launcher.run_dir.atomic import write_text
-from launcher.telemetry.formatting import (
-    duration,
-    markdown_table,
-    markdown_text,
-    metric,
-    metric_title,
-    number,
-)
+from launcher.telemetry.formatting import markdown_table, markdown_text, metric, metric_title, number
 
 TABLE, ROWS = "summary.md", "summary.csv"
 SIDE_BY_SIDE = "side_by_side.md"
@@ -69,16 +61,16 @@ def job_directories(sweep_dir: Path) -> list[Path]:
 
 def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
     """Write the tables of these runs to the sweep's directory. Raises OSError."""
-    settings = settings_of(runs)
+    groups = grouped(runs)
     written = [sweep_dir / TABLE, sweep_dir / ROWS]
     jobs, record = jobs_of(sweep_dir), sweep_of(sweep_dir)
     flags = tree_flags(record.get("config_dir"), record.get("config_name", "config"))
     below = [effort(jobs), *ended_early(runs, jobs)]
-    write_text(written[0], markdown(sweep_dir.name, settings, note_of(runs), below, flags))
+    write_text(written[0], markdown(sweep_dir.name, groups, note_of(runs), below, flags))
     write_text(written[1], as_csv(runs, jobs))
     if only_precision([run.overrides for run in runs]):
         written.append(sweep_dir / SIDE_BY_SIDE)
-        write_text(written[-1], side_by_side(sweep_dir.name, settings))
+        write_text(written[-1], side_by_side(sweep_dir.name, groups))
     return written
 
 
@@ -112,20 +104,6 @@ def ended_early(runs: Sequence[RunRecord], jobs: Mapping[str, Mapping[str, Any]]
     return ["\n".join(lines)] if lines else []
 
 
-def settings_of(runs: Sequence[RunRecord]) -> list[RunGroup]:
-    """Runs grouped by their overrides without the seed, in the order in which they ran."""
-    keys = setting_keys(runs)
-    groups: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        values = [run.overrides.get(key, "-") for key in keys]
-        named = values if len(keys) == 1 else [f"{k}={v}" for k, v in zip(keys, values, strict=True)]
-        groups.setdefault(", ".join(named) or "all", []).append(run)
-    return [
-        RunGroup(label, place, tuple(members), (label,) * len(members))
-        for place, (label, members) in enumerate(groups.items())
-    ]
-
-
 def compares_precisions(directories: Sequence[Path]) -> bool:
     """Whether the runs in these directories differ in their precision, and in nothing else but the seed.
 
@@ -139,16 +117,6 @@ def only_precision(overrides: Sequence[Mapping[str, str]]) -> bool:
     return "precision" in keys and set(keys) <= {"precision", REPEATED}
 
 
-def varied_keys(runs: Sequence[RunRecord]) -> list[str]:
-    """The overridden keys whose values differ between runs."""
-    return [key for key in varied([run.overrides for run in runs]) if not key.startswith("sweep.")]
-
-
-def setting_keys(runs: Sequence[RunRecord]) -> list[str]:
-    """The keys that make a setting: those that vary, without the seed."""
-    return [key for key in varied_keys(runs) if key != REPEATED]
-
-
 def note_of(runs: Sequence[RunRecord]) -> str:
     """The description of the experiment of these runs; empty without one."""
     names = {run.overrides.get("experiment", "") for run in runs}
@@ -159,52 +127,31 @@ def note_of(runs: Sequence[RunRecord]) -> str:
 
 
 def markdown(
-    title: str, settings: Sequence[RunGroup], note: str, below: Sequence[str], flags: Sequence[str]
+    title: str, groups: Sequence[RunGroup], note: str, below: Sequence[str], flags: Sequence[str]
 ) -> str:
-    """One row per setting: mean and standard deviation over its seeds; then the lines `below`.
+    """One row per group of runs, the best first; then the lines `below`.
 
     `flags` go before the overrides of the best.
     """
-    runs = [run for setting in settings for run in setting.runs]
+    ranked = best_first(groups)
+    rows = group_rows(ranked)
     lines = [f"# {markdown_text(title)}", "", *([note, ""] if note else [])]
-    keys, names = setting_keys(runs), metric_names(settings)
-    of_rows = keys[0] if len(keys) == 1 else "setting"
-    title = metric_column(settings)
-    head = [of_rows, "runs", title, "loss, validation", "training loss, last", "skipped steps", "time"]
-    ranked = best_first(settings)
-    lines += markdown_table(head, [cells(setting, settings) for setting in ranked])
-    order = "the best first" if len(names) < 2 else "the best of each metric first"
-    lines += ["", f"Mean ± standard deviation over the seeds; {order}.", ""]
+    lines += markdown_table([*rows[0]], [[*row.values()] for row in rows])
+    lines += ["", "Mean ± standard deviation over the seeds; the best first.", ""]
     lines += [line for text in below if text for line in (text, "")]
-    for name in names if len(ranked) > 1 else ():
-        best = next(setting for setting in ranked if setting.metric_name == name)
-        of_name = f" by {metric_title(name)}" if len(names) > 1 else ""
-        lines += [f"Best{of_name}: `{command_of(best, flags)}`", ""]
+    if len(ranked) > 1 and ranked[0].mean_metric is not None:
+        lines += [f"Best: `{command_of(ranked[0], flags)}`", ""]
     return "\n".join(lines)
 
 
-def command_of(setting: RunGroup, flags: Sequence[str]) -> str:
+def command_of(group: RunGroup, flags: Sequence[str]) -> str:
     """What runs this setting alone, without the seed."""
     given = [
         f"{key}={value}"
-        for key, value in setting.runs[0].overrides.items()
+        for key, value in group.runs[0].overrides.items()
         if key != REPEATED and not key.startswith("sweep.")
     ]
     return f"{program()} {shlex.join([*flags, *given])}"
-
-
-def cells(setting: RunGroup, settings: Sequence[RunGroup]) -> list[str]:
-    done = setting.done
-    ended = f"{len(done)}" if len(done) == len(setting.runs) else f"{len(done)} of {len(setting.runs)} done"
-    return [
-        setting.label,
-        ended,
-        metric_cell(setting, settings),
-        setting.spread(lambda run: run.result.metrics.get("loss"), number),
-        setting.spread(lambda run: run.recording.steps["loss"].last, number),
-        number(sum(run.result.skipped_steps or 0 for run in done)) if done else "-",
-        duration(setting.mean(lambda run: run.result.training_seconds)),
-    ]
 
 
 def as_csv(runs: Sequence[RunRecord], jobs: Mapping[str, Mapping[str, Any]]) -> str:

@@ -1,11 +1,12 @@
-"""Curves, thinned for a plot without losing their peaks, and spreads of their values.
+"""Curves, downsampled for a plot without losing their peaks, and spreads of their values.
 
-Owns the thinning: the lowest and the highest point of each of a fixed number of intervals is kept, at the
+Owns the downsampling: the lowest and the highest point of each of a fixed number of intervals is kept, at the
 step at which it was recorded. Knows no file and draws nothing.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -16,32 +17,34 @@ FloatArray = NDArray[np.float64]
 
 COLUMNS = 400  # intervals that a plot shows, about one per two pixels
 MEAN_INTERVALS = 200  # a point per 4 pixels of a plot
+LARGEST = 1e300  # beyond it, a number is no measurement, and arithmetic with it may overflow
 
 
 class Curve:
-    """(x, y) points of one quantity. `num_not_finite` counts the values that were left out."""
+    """(x, y) points of one quantity, in ascending x. `num_not_finite` counts values that were left out."""
 
     def __init__(self) -> None:
         self.num_not_finite = 0
-        self._parts: list[FloatArray] = []  # [(x, y), points]
+        self._x: list[float] = []
+        self._y: list[float] = []
 
-    def add(self, x: FloatArray, y: FloatArray) -> None:
-        """Add points; x and y are of equal length."""
-        points = np.stack([x, y])
-        points = points[:, np.isfinite(points).all(axis=0)]
-        self.num_not_finite += y.size - points.shape[1]
-        self._parts.append(points)
-
-    def add_point(self, x: float, y: float) -> None:
-        self.add(np.array([x], dtype=np.float64), np.array([y], dtype=np.float64))
+    def add(self, x: float, y: object) -> None:
+        """Add a point, if y is a number."""
+        if isinstance(y, bool) or not isinstance(y, int | float):
+            return
+        if math.isfinite(y) and abs(y) < LARGEST:
+            self._x.append(x)
+            self._y.append(float(y))
+        else:
+            self.num_not_finite += 1
 
     def points(self, columns: int = COLUMNS) -> tuple[FloatArray, FloatArray]:
-        """The points in ascending x: all where they are few, else the extremes of each interval."""
-        return thinned(*self._joined(), columns)
+        """All points where they are few, else the extremes of each interval."""
+        return thinned(np.array(self._x, np.float64), np.array(self._y), columns)
 
     def means(self) -> tuple[FloatArray, FloatArray]:
         """The mean x and the mean y of each of some equal intervals of x."""
-        x, y = self._joined()
+        x, y = np.array(self._x, np.float64), np.array(self._y)
         if not x.size:
             return x, y
         index = _intervals(x, MEAN_INTERVALS)
@@ -51,7 +54,7 @@ class Curve:
 
     @property
     def num_points(self) -> int:
-        return sum(part.shape[1] for part in self._parts)
+        return len(self._x)
 
     @property
     def is_thinned(self) -> bool:
@@ -60,16 +63,15 @@ class Curve:
     @property
     def last(self) -> float | None:
         """The value at the largest x."""
-        _, y = self._joined()
-        return float(y[-1]) if y.size else None
+        return self._y[-1] if self._y else None
 
-    def _joined(self) -> tuple[FloatArray, FloatArray]:
-        x, y = joined = np.concatenate([np.empty((2, 0)), *self._parts], axis=1)
-        self._parts = [joined]
-        if np.any(np.diff(x) < 0):  # files that were edited by hand
-            order = np.argsort(x, kind="stable")
-            x, y = x[order], y[order]
-        return x, y
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self._y) if self._y else None
+
+    @property
+    def highest(self) -> float | None:
+        return max(self._y, default=None)
 
 
 def _intervals(x: FloatArray, count: int) -> NDArray[np.intp]:

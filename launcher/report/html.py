@@ -94,16 +94,10 @@ def hidden(text: str) -> str:
     return f'<span class="hidden">{escape(text)}</span>'
 
 
-def table(
-    name: str,
-    rows: Sequence[Mapping[str, str]],
-    texts: Collection[str] = (),
-    chosen: Sequence[int] = (),
-) -> str:
+def table(name: str, rows: Sequence[Mapping[str, str]], texts: Collection[str] = ()) -> str:
     """One row per mapping; the columns are all their keys, in the order of first use.
 
-    The columns in `texts` hold sentences rather than numbers. A screen reader says the name. With `chosen`
-    the page's script lets one choose the rows whose curves are shown, at first these.
+    The columns in `texts` hold sentences rather than numbers. A screen reader says the name.
     """
     titles = list(dict.fromkeys(title for row in rows for title in row))
     if not titles:
@@ -119,8 +113,7 @@ def table(
         + "</tr>\n"
         for row in rows
     )
-    choice = f' data-chosen="{" ".join(map(str, chosen))}"' if chosen else ""
-    return scrolled(name, f"<table{choice}><caption>{hidden(name)}</caption><tr>{head}</tr>\n{body}</table>")
+    return scrolled(name, f"<table><caption>{hidden(name)}</caption><tr>{head}</tr>\n{body}</table>")
 
 
 def facts(name: str, cells: Mapping[str, str]) -> str:

@@ -7,21 +7,12 @@ from collections.abc import Mapping, Sequence
 from launcher.os.terminal import wrapped
 from launcher.report.html import failure, folded, section, table, tiles, words
 from launcher.report.run_record import RunRecord
-from launcher.report.settings import (
-    RunGroup,
-    best_places,
-    can_choose,
-    difference_rows,
-    setting_rows,
-    short_names,
-)
+from launcher.report.settings import RunGroup, group_rows, short_names, value_of, varied_keys
 from launcher.telemetry.formatting import duration, metric, metric_title, number, rate
 
 MAX_DETAILED = 6  # runs of which a page shows more than curves and a row of the table, unfolded
-MAX_DIFFERING = 5  # keys that are columns of the table of runs
 LEFT = ("run", "state", "bound by")
-LAST_TO_GO = ("run", "state", "steps", "loss")
-MAX_NAME, MIN_NAME = 48, 12
+MAX_NAME = 48
 
 
 def headline(run: RunRecord) -> str:
@@ -49,22 +40,17 @@ def best_of(run: RunRecord) -> dict[str, str]:
     return {f"best {metric_title(name)}": f"{metric(name, best)} (step {number(step)})"}
 
 
-def table_of_runs(runs: Sequence[RunRecord], settings: Sequence[RunGroup]) -> str:
-    """The runs with the keys that differ, means over the seeds, and what is set for all runs.
-
-    Curves of many settings are chosen in the table that has one row for each.
-    """
-    seeds, differ, names = setting_rows(settings), difference_rows(runs), short_names(runs)
-    chosen = best_places(settings) if can_choose(settings) else []
-    wide = len(differ[0]) > MAX_DIFFERING
+def table_of_runs(runs: Sequence[RunRecord], groups: Sequence[RunGroup]) -> str:
+    """The runs with the keys that differ, means over the seeds, and what is set for all runs."""
+    keys, names = varied_keys(runs), short_names(runs)
     rows = [
-        {"run": names[run.directory]} | ({} if wide else row) | row_of(run)
-        for run, row in zip(runs, differ, strict=True)
+        {"run": names[run.directory]} | {key: value_of(run, key) for key in keys} | row_of(run)
+        for run in runs
     ]
+    seeds = group_rows(groups) if len(groups) < len(runs) else []
     return (
-        table("Runs", rows, texts=("run",), chosen=[] if seeds else chosen)
-        + (folded("Config differences", _differences(runs)) if wide else "")
-        + section("Over the seeds", table("Over the seeds", seeds, texts=("setting",), chosen=chosen))
+        table("Runs", rows, texts=("run",))
+        + section("Over the seeds", table("Over the seeds", seeds, texts=("setting",)))
         + words("Set for all runs:", _common_overrides(runs))
     )
 
@@ -107,7 +93,7 @@ def _steps(run: RunRecord) -> str:
 
 
 def _failure_title(run: RunRecord, with_name: bool) -> str:
-    code = None if run.life.ending is None else run.life.ending.exit
+    code = run.status.exit
     name = f"{run.name}: " if with_name else ""
     return f"{name}{state_text(run)}" + (f", exit {code}" if code is not None else "")
 
@@ -119,20 +105,11 @@ def _common_overrides(runs: Sequence[RunRecord]) -> list[str]:
     return [f"{key}={first[key]}" for key in common]
 
 
-def _differences(runs: Sequence[RunRecord]) -> str:
-    rows = zip(runs, difference_rows(runs), strict=True)
-    return table("Config differences", [{"run": run.name, **row} for run, row in rows], texts=("run",))
-
-
 def run_table(runs: Sequence[RunRecord], columns: int | None) -> str:
-    """Columns that do not fit are dropped from the right; what is not a terminal (None) gets all of them."""
-    longest = MAX_NAME if columns is None else min(MAX_NAME, max(MIN_NAME, columns // 3))
-    rows = [{"run": shortened(run.name, longest), **row_of(run)} for run in runs]
+    """A row for each run, and below it why it failed. `columns` of a terminal; None elsewhere."""
+    rows = [{"run": shortened(run.name, MAX_NAME), **row_of(run)} for run in runs]
     titles = list(dict.fromkeys(title for row in rows for title in row))
     widths = {title: max(len(title), *(len(row.get(title, "-")) for row in rows)) for title in titles}
-    droppable = [title for title in reversed(titles) if title not in LAST_TO_GO] + ["loss", "steps"]
-    while columns is not None and droppable and sum(widths.values()) + 2 * (len(widths) - 1) > columns:
-        widths.pop(droppable.pop(0), None)
     lines = [_line({title: title for title in widths}, widths)]
     for run, row in zip(runs, rows, strict=True):
         lines.append(_line(row, widths))

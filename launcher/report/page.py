@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from launcher.errors import listed
@@ -18,14 +18,14 @@ from launcher.report.charts.chart import Chart
 from launcher.report.charts.confusion import confusion_part
 from launcher.report.charts.gpu_charts import gpu_charts
 from launcher.report.charts.gradient_chart import gradient_part
-from launcher.report.charts.run_charts import common_legend, restart_note, run_charts
-from launcher.report.charts.svg import legend, markup
+from launcher.report.charts.run_charts import curves_note, run_charts
+from launcher.report.charts.svg import markup
 from launcher.report.charts.time_split import time_split
-from launcher.report.comparison import only_precision, settings_of
+from launcher.report.comparison import only_precision
 from launcher.report.overview import MAX_DETAILED, best_of, failures, headline, table_of_runs
+from launcher.report.reading import MAX_TEXT
 from launcher.report.run_record import RunRecord
-from launcher.report.search import Search
-from launcher.report.settings import run_settings
+from launcher.report.settings import RunGroup, grouped
 from launcher.report.side_by_side import NOTE, QUANTITY, comparison_rows, notes
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.codec import encoded
@@ -34,8 +34,7 @@ from launcher.telemetry import events
 from launcher.telemetry.event_log import FILE_NAME
 from launcher.telemetry.formatting import duration, evaluation_cells, metric, metric_title, number
 
-MAX_OVERFLOWS = 40  # rows; for more, the chart is enough
-MAX_RESTARTS = 50  # rows
+MAX_ROWS = 100  # of a table of events
 MAX_PARAMETERS = 4  # names in a row of the overflow table
 TILES = (
     *("metrics", "sets", "classes", "confusion_matrix", "metric", "metric_name", "state", "exit", "error"),
@@ -59,27 +58,23 @@ def write_sweep_report(sweep_dir: Path, runs: Sequence[RunRecord]) -> Path:
 
 
 def render(runs: Sequence[RunRecord], title: str = "", sweep_dir: Path | None = None) -> str:
-    """The whole page; of a sweep that searched with the search."""
-    search = None if sweep_dir is None else Search.read(sweep_dir, runs)
-    settings = run_settings(runs)
-    charts = _drawn(run_charts(settings).values())
-    curves = html.paragraph(restart_note(settings), "note") + legend(common_legend(settings)) + charts
+    """The whole page; of a sweep over precisions with their comparison."""
+    groups = grouped(runs)
+    curves = html.paragraph(curves_note(groups), "note") + _drawn(run_charts(groups))
     parts = [
-        headline(runs[0]) if len(runs) == 1 else table_of_runs(runs, settings),
+        headline(runs[0]) if len(runs) == 1 else table_of_runs(runs, groups),
         failures(runs),
-        html.section("Search", markup(search.chart())) if search else "",
-        html.section("Precisions side by side", _precisions(runs)) if sweep_dir else "",
+        html.section("Precisions side by side", _precisions(runs, groups)) if sweep_dir else "",
         html.section("Curves", curves),
         _details_of_first(runs),
     ]
     return html.page(title or runs[0].name, _subtitle(runs), "".join(parts))
 
 
-def _precisions(runs: Sequence[RunRecord]) -> str:
+def _precisions(runs: Sequence[RunRecord], sides: Sequence[RunGroup]) -> str:
     """The comparison of runs that differ only in precision and seed; "" for others."""
     if not only_precision([run.overrides for run in runs]):
         return ""
-    sides = settings_of(runs)
     table = html.table("Precisions side by side", comparison_rows(sides), texts=(QUANTITY,))
     return table + html.paragraph(NOTE, "note") + html.listing(notes(sides))
 
@@ -95,7 +90,7 @@ def _details_of_first(runs: Sequence[RunRecord]) -> str:
         _each("Gradients in the range of fp16", runs, gradient_part),
         _each("GPUs", runs, lambda run: _drawn(gpu_charts(run))),
         _each("Mistakes by class", runs, confusion_part),
-        _each("RestartPolicy and failures", runs, _restarts),
+        _each("Restarts and failures", runs, _restarts),
         _each("Evaluations", runs, _evaluations),
         _each("Shown by the recipe", runs, after_evaluation),
         _each("Skipped steps", runs, _overflows),
@@ -135,46 +130,41 @@ def _subtitle(runs: Sequence[RunRecord]) -> str:
 
 def _restarts(run: RunRecord) -> str:
     """Each restart and each end that was not done, with its reason."""
-    attempts = run.recording.attempts
-    began = attempts[0].began if attempts else math.nan
-    ends = [end for end in run.recording.of(events.EndEvent).all() if end.state != "done"]
+    recording = run.recording
+    began = recording.attempts[0].began if recording.attempts else math.nan
     what: list[tuple[events.Event, str]] = [
         *(
             (each, f"resumed from {each.path} (attempt {each.attempt})")
-            for each in run.recording.of(events.RestartEvent).all()
+            for each in recording.all(events.RestartEvent)
         ),
-        *((end, f"{end.state}: {end.error or ''}") for end in ends),
+        *(
+            (end, f"{end.state}: {end.error or ''}")
+            for end in recording.all(events.EndEvent)
+            if end.state != "done"
+        ),
     ]
     rows = [
-        {"after": duration(event.time - began), "step": number(event.step), "what": text}
+        {"after": duration(event.time - began), "step": number(event.step), "what": text[:MAX_TEXT]}
         for event, text in sorted(what, key=lambda each: each[0].time)
-        if math.isfinite(event.time - began)
     ]
-    return html.table("RestartPolicy and failures", rows[:MAX_RESTARTS], texts=("what",))
+    return _rows("Restarts and failures", rows, "what")
 
 
 def _evaluations(run: RunRecord) -> str:
-    records = run.recording.of(events.EvalEvent)
-    shown = records.all()
-    left_out = records.count - len(shown)
-    return html.table("Evaluations", [evaluation_cells(record) for record in shown]) + html.listing(
-        [f"{left_out:,} in the middle are left out; they are in {FILE_NAME}"] if left_out else []
-    )
+    return _rows("Evaluations", [evaluation_cells(event) for event in run.recording.all(events.EvalEvent)])
 
 
 def _overflows(run: RunRecord) -> str:
-    records = run.recording.of(events.OverflowEvent)
     rows = [
         {
-            "step": number(record.step),
-            "loss scale": number(record.scale),
-            "ranks": ", ".join(map(str, record.ranks)),
-            "first parameters": listed(record.parameters, MAX_PARAMETERS),
+            "step": number(event.step),
+            "loss scale": number(event.scale),
+            "ranks": ", ".join(map(str, event.ranks)),
+            "first parameters": listed(event.parameters, MAX_PARAMETERS),
         }
-        for record in records.all()[:MAX_OVERFLOWS]
+        for event in run.recording.all(events.OverflowEvent)
     ]
-    more = _left_out(records.count - len(rows))
-    return html.table("Skipped steps", rows, texts=("first parameters",)) + html.listing(more)
+    return _rows("Skipped steps", rows, "first parameters")
 
 
 def _stragglers(run: RunRecord) -> str:
@@ -187,23 +177,27 @@ def _stragglers(run: RunRecord) -> str:
             "slow part": one.cause,
             "host": one.host,
         }
-        for one in run.recording.of(events.StragglerEvent).all()[:MAX_OVERFLOWS]
+        for one in run.recording.all(events.StragglerEvent)
     ]
-    return html.table("Ranks that the others waited for", rows, texts=("host",))
+    return _rows("Ranks that the others waited for", rows, "host")
+
+
+def _rows(name: str, rows: Sequence[Mapping[str, str]], *texts: str) -> str:
+    """A table of the first rows, and how many more there are."""
+    return html.table(name, rows[:MAX_ROWS], texts) + html.listing(_left_out(len(rows)))
 
 
 def _warnings(run: RunRecord) -> str:
-    records = run.recording.of(events.WarningEvent)
-    texts = [f"step {one.step:,}: {one.text}" for one in records.all()]
-    return html.listing([*texts, *_left_out(records.count - len(texts))])
+    texts = [f"step {one.step:,}: {one.text}" for one in run.recording.all(events.WarningEvent)]
+    return html.listing([*texts[:MAX_ROWS], *_left_out(len(texts))])
 
 
 def _left_out(number: int) -> list[str]:
-    return [f"and {number:,} more, in {FILE_NAME}"] if number else []
+    return [f"and {number - MAX_ROWS:,} more, in {FILE_NAME}"] if number > MAX_ROWS else []
 
 
 def _details(run: RunRecord) -> str:
-    decisions = run.recording.of(events.DecisionEvent).all()
+    decisions = run.recording.all(events.DecisionEvent)
     report = html.preformatted("Classification report", run.classification_report)
     return (
         html.folded("Decisions", html.listing(f"{one.topic} {one.text}" for one in decisions))
@@ -216,7 +210,7 @@ def _details(run: RunRecord) -> str:
 
 def _config(run: RunRecord) -> str:
     """config.yaml, with a comment at the model and the data set if the recipe does not use them."""
-    start = run.recording.of(events.StartEvent).last
+    start = run.recording.last(events.StartEvent)
     used = {"model": start.model, "data": start.data} if start else {}
     group, lines = "", []
     for line in run.config_text.splitlines():

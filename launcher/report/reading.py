@@ -7,7 +7,6 @@ an error.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,8 @@ from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.run_dir.status import Status
 
-MAX_TEXT = 20_000  # characters of one text of a run
-MAX_NAME = 500  # of a key, which a page repeats
-MAX_ITEMS = 10_000  # of a list or an object
+MAX_TEXT = 20_000  # characters of one text of a run on a page
 Warn = Callable[[str], None]
-
-
-def bounded(value: object) -> Any:
-    """The value with its long texts, names and lists cut, so that a damaged file makes no endless page."""
-    if isinstance(value, str):
-        return value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}..."
-    if isinstance(value, dict):
-        return {key[:MAX_NAME]: bounded(item) for key, item in islice(value.items(), MAX_ITEMS)}
-    return [bounded(item) for item in value[:MAX_ITEMS]] if isinstance(value, list) else value
 
 
 def silent(text: str) -> None:
@@ -43,7 +31,7 @@ def json_of(run_dir: Path, name: str, warn: Warn = silent) -> dict[str, object]:
     if not path.exists():
         return {}
     try:
-        return dict(bounded(read_json(path)))
+        return dict(read_json(path))
     except ValueError as error:
         warn(f"{path} is damaged: left out ({error})")
         return {}

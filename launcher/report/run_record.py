@@ -6,17 +6,16 @@ warning.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.config.trees import typed_leaves
-from launcher.errors import first_line
+from launcher.errors import counted, first_line
 from launcher.report.reading import Warn, json_of, result_of, silent, status_of, text_of
 from launcher.report.recording import Recording, read_recording
-from launcher.report.run_state import ENDED, RunState
+from launcher.report.run_state import ENDED, GOING, RunState
 from launcher.run_dir.codec import decoded
 from launcher.run_dir.lock import Holder, holder_of
 from launcher.run_dir.records import CONFIG, ENVIRONMENT, OVERRIDES, RESULT
@@ -48,19 +47,18 @@ class RunRecord:
     classification_report: str = ""
 
     @classmethod
-    def read(cls, run_dir: Path, warn: Warn = silent, recording: Recording | None = None) -> RunRecord:
-        """Read the files; with `recording` metrics.jsonl has been read. Raises OSError."""
+    def read(cls, run_dir: Path, warn: Warn = silent) -> RunRecord:
+        """Read the files. Raises OSError."""
         process = process_of(run_dir)
-        recording = read_recording(run_dir) if recording is None else recording
-        for text in recording.warnings:
-            warn(f"{run_dir}: {text}")
+        recording = read_recording(run_dir)
+        if recording.num_damaged:
+            warn(f"{run_dir / FILE_NAME} is damaged: left out {counted(recording.num_damaged, 'line')}")
         config_text = text_of(run_dir / CONFIG)
-        found = cls.followed(run_dir, recording, process, warn=warn)
         return replace(
-            found,
+            cls.followed(run_dir, recording, process, warn=warn),
             environment=json_of(run_dir, ENVIRONMENT, warn),
             config_text=config_text,
-            config=_as_asked(_flat(config_text, run_dir, warn), recording),
+            config=_flat(config_text, run_dir, warn),
             overrides=overrides_of(run_dir),
             classification_report=text_of(run_dir / "classification_report.txt"),
         )
@@ -78,20 +76,19 @@ class RunRecord:
 
         `process` is that of the run, found before `recording` was read.
         """
+        status, result = status_of(run_dir, warn), decoded(Result, {})
+        if status.state not in GOING:  # while it goes on, a result.json is of an earlier process
+            result = result_of(run_dir, warn)
+        if not status.state and result.state in ENDED:  # the other file was not copied along
+            status = Status(state=result.state, exit=result.exit, step=result.steps or 0)
         now = time.time() if now is None else now
-        status, result_written = status_of(run_dir, warn), _written(run_dir / RESULT)
-        is_current = result_written > _begin_of(run_dir, status, recording)
-        result = result_of(run_dir, warn) if is_current or status.state in ENDED else None
-        result_age_s = max(0.0, now - result_written) if result else 0.0
-        end, has_status = recording.of(EndEvent).last, (run_dir / STATUS).exists()
-        life = RunState(now, status, has_status, result, result_age_s, end, recording.last_time, *process)
         return cls(
             directory=run_dir,
             name="/".join(run_dir.absolute().parts[-2:]),
             recording=recording,
-            result=result or decoded(Result, {}),
+            result=result,
             status=status,
-            life=life,
+            life=RunState(now, status, recording.last_time, *process),
         )
 
     @property
@@ -104,7 +101,7 @@ class RunRecord:
         """Why it failed or stopped; "" if it did not, or could not write it."""
         if self.state not in ENDED or self.state == "done":
             return ""
-        end = self.recording.of(EndEvent).last
+        end = self.recording.last(EndEvent)
         return self.result.error or (end.error if end else None) or ""
 
     @property
@@ -128,7 +125,7 @@ class RunRecord:
 
     def _compared_by(self, evaluated: Sequence[str]) -> str | None:
         """What the recipe names, before there is a result."""
-        start = self.recording.of(StartEvent).last
+        start = self.recording.last(StartEvent)
         if not evaluated or start is None:
             return None
         return start.monitor or ("accuracy" if "accuracy" in evaluated else "loss")
@@ -150,13 +147,13 @@ class RunRecord:
     @property
     def steps(self) -> int:
         """Steps done."""
-        last, end = self.recording.last_step, self.recording.of(EndEvent).last
+        last, end = self.recording.last_step, self.recording.last(EndEvent)
         known = (self.result.steps or 0, self.status.step, *(event.step for event in (last, end) if event))
         return max(known)
 
     @property
     def total_steps(self) -> int | None:
-        start = self.recording.of(StartEvent).last
+        start = self.recording.last(StartEvent)
         return self.status.total_steps or (start.total_steps if start else None) or None
 
     @property
@@ -170,7 +167,7 @@ class RunRecord:
     @property
     def samples_per_s(self) -> float | None:
         found = self.result.samples_per_s
-        return self.recording.samples_per_s if found is None else found
+        return self.recording.steps["samples_per_s"].mean if found is None else found
 
     @property
     def skipped(self) -> int | None:
@@ -205,25 +202,6 @@ def process_of(run_dir: Path) -> Process:
     return holder, None if holder is None else holder.has_ended
 
 
-def _begin_of(run_dir: Path, status: Status, recording: Recording) -> float:
-    """When the run's last process began, in unix seconds: an older result.json is not of this process.
-
-    A process that resumes is "starting" until it has recorded its begin.
-    """
-    attempts = recording.attempts
-    if status.state == "running" and attempts and math.isfinite(attempts[-1].began):
-        return attempts[-1].began
-    return _written(run_dir / STATUS)
-
-
-def _written(path: Path) -> float:
-    """The time at which the file was written, in unix seconds; 0 without one."""
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
 def _flat(text: str, run_dir: Path, warn: Warn) -> dict[str, str]:
     """config.yaml by dotted keys; empty where it cannot be read."""
     import yaml
@@ -234,10 +212,3 @@ def _flat(text: str, run_dir: Path, warn: Warn) -> dict[str, str]:
         warn(f"{run_dir / CONFIG} is damaged: not compared ({first_line(error)})")
         return {}
     return typed_leaves(tree) if isinstance(tree, dict) else {}
-
-
-def _as_asked(config: dict[str, str], recording: Recording) -> dict[str, str]:
-    """The config without what the run found out for itself, such as a micro-batch that fits."""
-    start = recording.of(StartEvent).last
-    wishes = (start.asked if start else None) or {}
-    return config | {key: text for key, text in typed_leaves(wishes).items() if key in config}

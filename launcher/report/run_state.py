@@ -1,8 +1,8 @@
 """The state of a run as its files show it: the one judgement that `report`, `watch` and comparisons share.
 
-A run that ended by itself has written its end to status.json, to metrics.jsonl, or, where it was killed
-between the two, to result.json. A run that was killed has written none. What remains of it is its lock, which
-names its process, and the time of its last sign of life. Pure: contents of files in, words out.
+A run that ended by itself has written its end to status.json. A run that was killed has not: what remains of
+it is its lock, which names its process, and the time of its last sign of life. Pure: contents of files in,
+words out.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from pathlib import Path
 from launcher.config.messages import directory_override
 from launcher.errors import TO_RESUME
 from launcher.run_dir.lock import Holder
-from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME as STATUS
 from launcher.run_dir.status import Status
-from launcher.telemetry.events import EndEvent
 from launcher.telemetry.formatting import duration
 
 BLANK = Status(state="")  # of a file that says nothing
@@ -35,29 +33,15 @@ class RunState:
 
     now: float
     status: Status = BLANK  # where the file is missing or damaged
-    has_status: bool = False  # whether the file exists, damaged or not
-    result: Result | None = None  # None also for one of an earlier process
-    result_age_s: float = 0.0  # since it was written
-    end: EndEvent | None = None  # the last
     last_event_time: float | None = None
     holder: Holder | None = None  # the process that the run belongs to; None if unknown
     holder_has_ended: bool | None = None  # None if unknown; true only if it had before the files were read
 
     @property
-    def ending(self) -> Status | Result | EndEvent | None:
-        """The file's content or the event that says how the run ended; None where nothing does."""
-        if self.status.state in ENDED:
-            return self.status
-        if self.end is None:
-            is_last = self.holder_has_ended or self.result_age_s >= SILENT_S or not self._may_go_on
-            return self.result if is_last and self.result and self.result.state in ENDED else None
-        return self.end if self.end.state in ENDED and not self._resumes(self.end) else None
-
-    @property
     def name(self) -> str:
         """One of ENDED, killed, running, starting, or that the run ended without a result."""
-        if self.ending is not None:
-            return self.ending.state
+        if self.status.state in ENDED:
+            return self.status.state
         if self.holder_has_ended:
             return KILLED
         if not self._may_go_on:
@@ -67,7 +51,7 @@ class RunState:
     @property
     def exit_code(self) -> int:
         """The exit code of a run that has ended; `EXIT_KILLED` if it could not write one."""
-        code = None if self.ending is None else self.ending.exit
+        code = self.status.exit if self.name in ENDED else None
         return code if code is not None and 0 <= code < 256 else EXIT_KILLED
 
     @property
@@ -96,10 +80,6 @@ class RunState:
             return f"{self._last_written}; {self._foreign}, so it is not known whether it still runs."
         return ""
 
-    def _resumes(self, end: EndEvent) -> bool:
-        """Whether the `end` event is that of an earlier process: status.json is newer, and still updated."""
-        return end.time < self.status.updated and self.now - self.status.updated < SILENT_S
-
     @property
     def _may_go_on(self) -> bool:
         """Whether the process may still exist: every run holds a lock, and writes its status soon after."""
@@ -108,7 +88,7 @@ class RunState:
         age_s = self.age_s
         if age_s is None:
             return self.holder is not None
-        return (self.holder is not None or self.has_status) and age_s < GONE_S
+        return (self.holder is not None or self.status.state in GOING) and age_s < GONE_S
 
     @property
     def _foreign(self) -> str:

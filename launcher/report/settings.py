@@ -18,7 +18,7 @@ from launcher.run_dir.result import Result
 from launcher.telemetry.formatting import duration, metric, metric_title, number
 
 REPEATED = "seed"  # the key whose values repeat a setting instead of making a new one
-OF_EACH_RUN = ("run.", "tracker.", "launch.", "sweep.")  # sections that change no result
+OF_EACH_RUN = ("run", "tracker", "sweep")  # sections that change no result
 MAX_KEYS = 3  # in the name of a setting
 NUM_COLORS = 8  # that page.css has
 OfRun = Callable[[RunRecord], float | None]
@@ -29,9 +29,8 @@ class RunGroup:
     """Runs that differ only in the seed."""
 
     label: str
-    place: int  # among the settings
+    place: int  # among the groups
     runs: tuple[RunRecord, ...]
-    names: tuple[str, ...]  # of the runs, distinct over all settings
 
     @property
     def color(self) -> int:
@@ -62,34 +61,39 @@ class RunGroup:
         return mean_and_deviation([of(run) for run in self.done], shown)
 
 
-def run_settings(runs: Sequence[RunRecord]) -> list[RunGroup]:
-    """Group runs by setting, in the order of first runs. A run without a config is a setting by itself."""
-    keys = [key for key in differing_keys(runs) if key != REPEATED]
+def grouped(runs: Sequence[RunRecord]) -> list[RunGroup]:
+    """Runs with the same overrides but for the seed, in the order of the first runs."""
+    keys, names = [key for key in varied_keys(runs) if key != REPEATED], short_names(runs)
     groups: dict[tuple[str, ...], list[RunRecord]] = {}
-    for place, run in enumerate(runs):
-        group = tuple(run.config.get(key, "-") for key in keys) if run.config else (f"\0{place}",)
-        groups.setdefault(group, []).append(run)
-    names = short_names(runs)
+    for run in runs:
+        groups.setdefault(tuple(value_of(run, key) for key in keys), []).append(run)
     return [
-        RunGroup(
-            _label(keys, values, [names[run.directory] for run in members]),
-            place,
-            tuple(members),
-            tuple(names[run.directory] for run in members),
-        )
+        RunGroup(_label(keys, values, [names[run.directory] for run in members]), place, tuple(members))
         for place, (values, members) in enumerate(groups.items())
     ]
 
 
-def can_choose(settings: Sequence[RunGroup]) -> bool:
-    """Whether there are too many for one chart, so that one chooses whose curves are shown."""
-    return len(settings) > NUM_COLORS
+def _label(keys: Sequence[str], values: Sequence[str], names: Sequence[str]) -> str:
+    if not keys or len(keys) > MAX_KEYS:
+        return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more" if keys else "all"
+    if len(keys) == 1 and "." not in keys[0]:  # such as of precision=fp16: it says what it is
+        return values[0]
+    return ", ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
 
 
-def differing_keys(runs: Sequence[RunRecord]) -> list[str]:
-    """The config keys on which the runs differ."""
-    keys = varied([run.config for run in runs if run.config])
-    return [key for key in keys if not key.startswith(OF_EACH_RUN)]
+def value_of(run: RunRecord, key: str) -> str:
+    """The value of a key that some run has set: its own, else that of its config."""
+    return run.overrides.get(key) or run.config.get(key, "-")
+
+
+def varied_keys(runs: Sequence[RunRecord]) -> list[str]:
+    """The overridden keys whose values differ between runs, in the order of their first use."""
+    keys = dict.fromkeys(key for run in runs for key in run.overrides)
+    return [
+        key
+        for key in keys
+        if key.partition(".")[0] not in OF_EACH_RUN and len({value_of(run, key) for run in runs}) > 1
+    ]
 
 
 def varied(values: Sequence[Mapping[str, str]]) -> list[str]:
@@ -106,12 +110,6 @@ def short_names(runs: Sequence[RunRecord]) -> dict[Path, str]:
         if len(set(names)) == len(set(paths)):
             break
     return {run.directory: name for run, name in zip(runs, names, strict=True)}
-
-
-def difference_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
-    """One row per run: the values of the keys that differ."""
-    keys = differing_keys(runs)
-    return [{key: run.config.get(key, "-") for key in keys} for run in runs]
 
 
 def higher_is_better(results: Sequence[Result], metric_name: str) -> bool:
@@ -131,67 +129,45 @@ def compared_by(runs: Sequence[RunRecord]) -> str:
     return next((str(name) for name in named if name), "")
 
 
-def metric_names(settings: Sequence[RunGroup]) -> list[str]:
-    """The metrics by which the settings are compared: several where recipes or data sets differ in theirs."""
-    return list(dict.fromkeys(setting.metric_name for setting in settings if setting.mean_metric is not None))
+def best_first(groups: Sequence[RunGroup]) -> list[RunGroup]:
+    """Sort by the mean metric. Groups without it are last, in the order in which they ran."""
+    name = compared_by([run for group in groups for run in group.runs])
+
+    def rank(group: RunGroup) -> tuple[bool, float]:
+        if group.mean_metric is None or group.metric_name != name:
+            return True, 0.0
+        sign = -1.0 if higher_is_better([run.result for run in group.runs], name) else 1.0
+        return False, sign * group.mean_metric
+
+    return sorted(groups, key=rank)
 
 
-def best_first(settings: Sequence[RunGroup]) -> list[RunGroup]:
-    """Sort by the mean metric, the settings of each metric by themselves.
-
-    Settings without one are last, in the order in which they ran.
-    """
-    names = metric_names(settings)
-
-    def rank(setting: RunGroup) -> tuple[int, float]:
-        if setting.mean_metric is None:
-            return len(names), 0.0
-        name = setting.metric_name
-        sign = -1.0 if higher_is_better([run.result for run in setting.runs], name) else 1.0
-        return names.index(name), sign * setting.mean_metric
-
-    return sorted(settings, key=rank)
-
-
-def best_places(settings: Sequence[RunGroup]) -> list[int]:
-    """The places of the best settings, as many as there are colours, the best first."""
-    return [setting.place for setting in best_first(settings)[:NUM_COLORS]]
-
-
-def setting_rows(settings: Sequence[RunGroup]) -> list[dict[str, str]]:
-    """One row per setting: mean and deviation over its runs that are done; none where each has one run."""
-    if all(len(setting.runs) < 2 for setting in settings):
-        return []
+def group_rows(groups: Sequence[RunGroup]) -> list[dict[str, str]]:
+    """One row per group: mean and deviation over its runs that are done."""
+    name = compared_by([run for group in groups for run in group.runs])
     return [
         {
-            "setting": setting.label,
-            "runs done": f"{len(setting.done)} of {len(setting.runs)}",
-            metric_column(settings): metric_cell(setting, settings),
-            "loss, training": setting.spread(lambda run: run.recording.steps["loss"].last, number),
-            "samples / s": setting.spread(lambda run: run.samples_per_s, number),
-            "time": setting.spread(lambda run: run.seconds, duration),
+            "setting": group.label,
+            "runs": ended(group),
+            metric_title(name) or "metric": metric_cell(group, name),
+            "loss, validation": group.spread(lambda run: run.result.metrics.get("loss"), number),
+            "training loss, last": group.spread(lambda run: run.recording.steps["loss"].last, number),
+            "skipped steps": number(sum(run.result.skipped_steps or 0 for run in group.done))
+            if group.done
+            else "-",
+            "time": duration(group.mean(lambda run: run.result.training_seconds)),
         }
-        for setting in settings
+        for group in groups
     ]
 
 
-def metric_column(settings: Sequence[RunGroup]) -> str:
-    """The title of the column of the metric by which the settings are compared."""
-    names = metric_names(settings)
-    return metric_title(names[0]) if len(names) == 1 else "metric"
+def ended(group: RunGroup) -> str:
+    done, runs = len(group.done), len(group.runs)
+    return f"{runs}" if done == runs else f"{done} of {runs} done"
 
 
-def metric_cell(setting: RunGroup, settings: Sequence[RunGroup]) -> str:
-    """Mean and deviation of the setting's metric, with its name where the settings have several."""
-    name = setting.metric_name
-    value = setting.spread(compared, partial(metric, name))
-    has_name = setting.mean_metric is not None and len(metric_names(settings)) > 1
-    return f"{metric_title(name)} {value}" if has_name else value
-
-
-def _label(keys: Sequence[str], values: Sequence[str], names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return names[0]
-    if not keys or len(keys) > MAX_KEYS:
-        return f"{names[0]} and {len(names) - 1} more"
-    return ", ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
+def metric_cell(group: RunGroup, name: str) -> str:
+    """Mean and deviation of the group's metric, with its name where that is not `name`."""
+    value = group.spread(compared, partial(metric, group.metric_name))
+    has_name = group.mean_metric is not None and group.metric_name != name
+    return f"{metric_title(group.metric_name)} {value}" if has_name else value

@@ -163,5 +163,4 @@ def part_of(part: str) -> OfRun:
 
 
 def memory_bytes(run: RunRecord) -> float | None:
-    _, memory = run.recording.steps["memory_bytes"].points()  # thinned without losing peaks
-    return float(memory.max()) if memory.size else None
+    return run.recording.steps["memory_bytes"].highest

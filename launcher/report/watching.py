@@ -15,13 +15,12 @@ from launcher.errors import DIVERGED, PRUNED, TO_RESUME, counted, listed
 from launcher.report.comparison import TABLE, compares_precisions, job_directories, jobs_of
 from launcher.report.overview import first_line, printable, shortened
 from launcher.report.reading import sweep_of, text_of
-from launcher.report.recording import TailReader
+from launcher.report.recording import RecordingReader
 from launcher.report.run_record import RunRecord, process_of
 from launcher.report.run_state import ENDED, GOING, KILLED, NO_RESULT
 from launcher.run_dir.records import CONFIG
 from launcher.run_dir.result import PREEMPTED, STOPPED
-from launcher.telemetry.event_log import FILE_NAME
-from launcher.telemetry.events import WarningEvent
+from launcher.telemetry.events import GpuEvent, WarningEvent
 from launcher.telemetry.formatting import duration, metric, number, percent, step_details
 
 STATES = (*ENDED, KILLED, NO_RESULT, "running")  # in the order in which a sweep counts them
@@ -41,15 +40,14 @@ class RunView:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._follower = TailReader(directory / FILE_NAME)
+        self._reader = RecordingReader(directory)
         # By a parent process, after a failure.
         self._may_restart = "max_restarts: 0" not in text_of(directory / CONFIG)
 
     def view(self, now: float | None = None) -> RunView:
         """Read what is new. Files that are missing are empty."""
         process = process_of(self.directory)  # before its files: one that has ended has written all of them
-        self._follower.poll()
-        self.record = RunRecord.followed(self.directory, self._follower.recording, process, now)
+        self.record = RunRecord.followed(self.directory, self._reader.poll(), process, now)
         return self
 
     def poll(self) -> bool:
@@ -61,10 +59,6 @@ class RunView:
 
     def lines(self) -> list[str]:
         return [run_line(self)]
-
-    def warnings(self) -> list[str]:
-        """What was left out of metrics.jsonl, as where a newer version wrote it."""
-        return self.record.recording.warnings
 
     @property
     def has_ended(self) -> bool:
@@ -123,10 +117,6 @@ class SweepView:
     def lines(self) -> list[str]:
         return [*sweep_screen([*self._runs.values()], self._waiting()), *self._rest()]
 
-    def warnings(self) -> list[str]:
-        """Return no warnings: `report` prints those of the jobs."""
-        return []
-
     @property
     def exit_code(self) -> int:
         """The code of the command that runs the jobs: `compare` takes a divergence for a finding."""
@@ -147,7 +137,7 @@ class SweepView:
 def run_screen(view: RunView) -> list[str]:
     """The lines of a live view of a run."""
     record = view.record
-    warning = record.recording.of(WarningEvent).last
+    warning = record.recording.last(WarningEvent)
     bottom = [f"warning: {text}"] if warning and (text := first_line(warning.text)) else []
     bottom += [text for text in (first_line(record.error), printable(record.note)) if text]
     leave = ["Ctrl-C leaves; the run continues."] if not (view.has_ended or view.state == KILLED) else []
@@ -265,7 +255,7 @@ def _loss(record: RunRecord) -> str:
 
 
 def _gpus(record: RunRecord) -> Iterator[str]:
-    last = record.recording.last_gpu
+    last = record.recording.last(GpuEvent)
     for gpu in () if last is None else last.gpus:
         shown = [
             f"{factor * value:.0f} {unit}"

@@ -8,22 +8,19 @@ evaluations; it keeps no file. A sweep that continues reads the evaluations of i
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import METRICS
 from launcher.sweep.record import OVER, State, SweepJob
 from launcher.sweep.search import imported_optuna
-from launcher.telemetry.event_log import LAST_BYTES, parsed
+from launcher.telemetry.event_log import TailReader
 from launcher.telemetry.events import EvalEvent, StartEvent, event_of
 
 REDUCTION = 3  # one job in so many passes a rung, and rungs lie so many times as far apart
-BEGINNINGS = tuple(f'{{"event": "{kind.kind}"'.encode() for kind in (StartEvent, EvalEvent))
 
 
 @dataclass
@@ -35,22 +32,16 @@ class Evaluations:
     higher_is_better: bool = False
     values: dict[int, float] = field(default_factory=dict)  # by step: a resumed job repeats some of them
     _compare_by: str | None = None  # of the recipe
-    _offset: int = 0  # bytes read of metrics.jsonl
-    _last: bytes = b""  # what stands before them
+    _reader: TailReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._reader = TailReader(self.directory / METRICS)
 
     def poll(self) -> None:
-        """Read whole new lines; all again where the job has resumed. Raises OSError, not without a file."""
-        path = self.directory / METRICS
-        with suppress(FileNotFoundError), open(open_plain(path, os.O_RDONLY), "rb") as file:
-            file.seek(self._offset - len(self._last))
-            if file.read(len(self._last)) != self._last:
-                self._offset = file.seek(0)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset, self._last = self._offset + len(line), line[-LAST_BYTES:]
-                if line.startswith(BEGINNINGS) and (record := parsed(line)) is not None:
-                    self._add(event_of(record))
+        """Read new lines; all again where the job has resumed. Raises OSError."""
+        for record in self._reader.poll()[0]:
+            if record["event"] in (StartEvent.kind, EvalEvent.kind):
+                self._add(event_of(record))
 
     def _add(self, event: object) -> None:
         if isinstance(event, StartEvent):

@@ -41,7 +41,6 @@ class StartEvent(Event):
     model: str = ""  # the names of what the recipe really uses
     data: str = ""
     monitor: str | None = None  # the metric by which the recipe compares runs
-    asked: Mapping[str, object] | None = None  # by config key: the user's value of what the run decides
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,13 @@ Owns the averages over a run's `step` events and the verdict. Reads no clock and
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from launcher.distributed.heartbeat import STEP_PARTS
 from launcher.errors import counted
-from launcher.telemetry.events import EndEvent, StepEvent
+from launcher.telemetry.events import EndEvent
 from launcher.telemetry.formatting import percent
 
 PARTS = tuple(f"{part}_ms" for part in STEP_PARTS)
@@ -102,45 +101,41 @@ class TimeShares:
 
 
 class TimeTotals:
-    """Averages over `step` events in order, each weighted by its number of steps. Memory does not grow.
+    """Averages over `step` events in order, each weighted by its number of steps.
 
     Events without all parts are left out. The first of several is ignored, because it contains compilation
     and the first touch of memory.
     """
 
     def __init__(self) -> None:
-        self._first: tuple[float, NDArray[np.float64]] | None = None  # steps and averages of the first event
+        self._first: tuple[float, list[float]] | None = None  # steps and averages of the first event
         self._steps = 0.0  # after the first event
-        self._sums = np.zeros(len(TIMES))
+        self._sums = [0.0] * len(TIMES)
         self._last_step = 0.0
 
-    def add(self, event: StepEvent) -> None:
-        self.add_all(np.array([float(event.step)]), np.array([[float(getattr(event, key)) for key in TIMES]]))
-
-    def add_all(
-        self, steps: NDArray[np.float64], times: NDArray[np.float64]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Add events, `times` [events, TIMES] in ms. Returns both without the events that lack parts."""
-        timed = np.all(np.isfinite(times) & (times >= 0), axis=1)
-        steps, times = steps[timed], times[timed]
-        if steps.size:
-            weights = np.maximum(1.0, np.diff(steps, prepend=self._last_step))
-            self._last_step = float(steps[-1])
-            if self._first is None:
-                self._first = float(weights[0]), times[0]
-                weights[0] = 0.0
-            self._steps += float(weights.sum())
-            self._sums += weights @ times
-        return steps, times
+    def add(self, event: Mapping[str, Any]) -> bool:
+        """Add an event, as metrics.jsonl has it; whether it has all times."""
+        times = [ms for key in TIMES if isinstance(ms := event.get(key), int | float) and _is_time(ms)]
+        if len(times) < len(TIMES):
+            return False
+        steps = max(1.0, event["step"] - self._last_step)
+        self._last_step = event["step"]
+        if self._first is None:
+            self._first = steps, times
+        else:
+            self._steps += steps
+            self._sums = [total + steps * ms for total, ms in zip(self._sums, times, strict=True)]
+        return True
 
     def shares(self) -> TimeShares | None:
         """The averages; None where no event has the parts. Those of the first count only if it is alone."""
         if self._first is None:
             return None
-        steps, averages = (self._steps, self._sums / self._steps) if self._steps else self._first
-        step_ms, *rest = averages.tolist()
-        parts_ms = dict(zip(PARTS, rest, strict=True))
-        return TimeShares(int(steps), step_ms, parts_ms) if step_ms > 0 else None
+        steps, averages = self._first
+        if self._steps:
+            steps, averages = self._steps, [total / self._steps for total in self._sums]
+        step_ms, *parts = averages
+        return TimeShares(int(steps), step_ms, dict(zip(PARTS, parts, strict=True))) if step_ms > 0 else None
 
 
 def time_at_end(end: EndEvent) -> TimeShares | None:

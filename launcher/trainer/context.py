@@ -31,17 +31,6 @@ from launcher.trainer.step_reader import StepReader
 from launcher.trainer.train_accuracy import TrainAccuracy
 
 
-def asked(config: Config) -> dict[str, Any]:
-    """The user's values of what `persist_config` may replace, by key: reports compare runs by them.
-
-    Without model.init_from_sha256: weights of other content are another start.
-    """
-    return {
-        "data.micro_batch_size": config.data.micro_batch_size,
-        "precision.fp32_modules": list(config.precision.fp32_modules),
-    }
-
-
 @dataclass
 class TrainContext:
     """What is trained on one rank, and what callbacks find out for each other and for the loop."""

@@ -29,7 +29,7 @@ from launcher.run_dir.result import Result
 from launcher.telemetry import Telemetry
 from launcher.telemetry.events import EndEvent, ReportEvent, StartEvent
 from launcher.trainer.builders.decisions import decisions
-from launcher.trainer.context import TrainContext, asked
+from launcher.trainer.context import TrainContext
 from launcher.trainer.evaluation_loop import EvaluationLoop
 from launcher.trainer.progress import ResumePoint
 from launcher.trainer.replica_consistency import weights_sha256
@@ -117,7 +117,6 @@ def log_start(context: TrainContext, devices: Sequence[str], start: ResumePoint)
             model=context.used.model,
             data=context.used.data,
             monitor=context.recipe.monitor,
-            asked=asked(context.config),
         )
     )
 

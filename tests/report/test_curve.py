@@ -27,38 +27,35 @@ def test_every_column_keeps_its_lowest_and_highest_point(values, columns):
         assert kept_y[kept_column == number].max() == y[column == number].max()
 
 
-@pytest.mark.parametrize("block", [1000, 40_000])
-def test_one_peak_among_many_steps_is_kept_at_its_step(block):
+def curve_of(x, y):
+    curve = Curve()
+    for a, b in zip(x.tolist(), y.tolist(), strict=True):
+        curve.add(a, b)
+    return curve
+
+
+def test_one_peak_among_many_steps_is_kept_at_its_step():
     x = np.arange(70_000, dtype=float)
     y = np.sin(x)
     y[31_234], y[17] = 9.0, -9.0
-    curve = Curve()
-    for start in range(0, x.size, block):
-        curve.add(x[start : start + block], y[start : start + block])
+    curve = curve_of(x, y)
     kept = dict(zip(*curve.points(), strict=True))
     assert len(kept) <= 2 * COLUMNS + 2
     assert (kept[31_234], kept[17]) == (9.0, -9.0)
-    assert curve.num_points == x.size
-    assert curve.last == y[-1]
+    assert (curve.num_points, curve.last, curve.highest) == (x.size, y[-1], 9.0)
 
 
 def test_what_is_not_finite_is_counted_and_left_out():
-    curve = Curve()
-    curve.add(np.arange(4.0), np.array([1.0, np.nan, np.inf, 2.0]))
+    curve = curve_of(np.arange(4.0), np.array([1.0, np.nan, np.inf, 2.0]))
+    curve.add(5.0, "a text")
     assert curve.points()[1].tolist() == [1.0, 2.0]
     assert (curve.num_points, curve.num_not_finite) == (2, 2)
 
 
-def test_points_out_of_order_are_sorted():
-    curve = Curve()
-    curve.add(np.array([5.0, 1.0]), np.array([50.0, 10.0]))
-    assert [values.tolist() for values in curve.points()] == [[1.0, 5.0], [10.0, 50.0]]
-
-
 @given(st.lists(finite, min_size=1, max_size=2000))
 def test_the_means_of_all_intervals_are_the_mean_of_all_points(values):
-    curve, x, y = Curve(), np.arange(len(values), dtype=float), np.array(values)
-    curve.add(x, y)
+    x, y = np.arange(len(values), dtype=float), np.array(values)
+    curve = curve_of(x, y)
     mean_x, mean_y = curve.means()
     assert np.all(np.diff(mean_x) > 0)
     weights = np.diff(np.searchsorted(x, [*(mean_x[:-1] + mean_x[1:]) / 2, np.inf], side="left"), prepend=0)

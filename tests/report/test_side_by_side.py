@@ -8,8 +8,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from launcher.report.comparison import SIDE_BY_SIDE
 from launcher.report.page import write_sweep_report
 from launcher.report.recording import Recording
@@ -21,7 +19,7 @@ from launcher.run_dir.atomic import read_json, write_json
 from launcher.run_dir.codec import decoded
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import Status
-from launcher.telemetry.events import DecisionEvent
+from launcher.telemetry.step_time import TIMES
 from tests.report.test_comparison import runs_of, write_comparison, write_job
 
 
@@ -37,11 +35,8 @@ def run_of(seed: int = 0, metric: float | None = 0.9, **parts: float) -> RunReco
     parts_ms = [parts.get(part, 0.0) for part in ("data", "compute", "wire", "update")]
     parts_ms[1] = parts.get("compute", 100.0)
     found, step_ms = Recording(), sum(parts_ms)
-    steps, times = np.array([1.0, 1 + parts.get("steps", 10.0)]), np.array([[step_ms, *parts_ms]] * 2)
-    found._time.add_all(steps, times)
-    found.steps["memory_bytes"].add_point(1.0, parts.get("memory", 100e6))
-    text = "fp16, emulated: this CPU has no fp16 arithmetic" if parts.get("emulated") else "fp16"
-    found.of(DecisionEvent).add(DecisionEvent(0, topic="precision", text=text))
+    times = dict(zip(TIMES, (step_ms, *parts_ms), strict=True)) | {"memory_bytes": parts.get("memory", 100e6)}
+    found.add([{"event": "step", "step": step, **times} for step in (1, 11)])
     return record_of(
         seed,
         found,
@@ -57,7 +52,7 @@ def run_of(seed: int = 0, metric: float | None = 0.9, **parts: float) -> RunReco
 
 
 def side_of(name: str, *runs: RunRecord) -> RunGroup:
-    return RunGroup(name, 0, runs, (name,) * len(runs))
+    return RunGroup(name, 0, runs)
 
 
 def side(name: str, *metrics: float, **parts: float) -> RunGroup:

@@ -2,7 +2,6 @@
 
 Axes have a range, ticks and their texts, on a linear scale or in powers of 2 or 10.
 
-The one description from which `svg` draws on the page and `characters` in a terminal.
 Pure: knows no markup and no file.
 """
 
@@ -22,7 +21,6 @@ DASHED = ("line", "mean", "steps")  # styles
 FILLED = ("area", "bars")
 BAR_WIDTH = 0.86  # of the distance between bars, which stand at whole numbers
 LAYER_OPACITIES = (0.95, 0.65, 0.4, 0.2)  # of areas on top of each other
-MAX_ROWS = 12  # of the table of a line
 MAX_DESCRIBED = 6  # lines that the label of a chart describes
 LOGARITHMIC_FROM = 20.0  # largest over smallest value, which would lie in the lowest 5 % of a linear axis
 PADDING = 0.05  # of the range, above and below
@@ -47,7 +45,6 @@ class Line:
     values: FloatArray | None = None
     below: FloatArray | None = None
     opacity: float = 0.75
-    setting: int | None = None  # whose line this is, where settings can be chosen
 
     @property
     def shown(self) -> FloatArray:
@@ -80,7 +77,6 @@ class Chart:
     marks: Sequence[tuple[float, str]] = ()
     note: str = ""
     zones: Sequence[tuple[float, float, str, int]] = ()
-    has_legend: bool = True
 
     @property
     def present(self) -> list[Line]:
@@ -96,7 +92,7 @@ class Chart:
     def legend(self) -> list[Line]:
         """The lines that a legend names, each name once; none for a single line."""
         found = {line.name: line for line in self.named}
-        return list(found.values()) if self.has_legend and len(found) > 1 else []
+        return list(found.values()) if len(found) > 1 else []
 
     def shapes(self, line: Line) -> list[FloatArray]:
         """The line's strokes, dots or outlines, each [points, (x, y)], from (0, 0) lower left to (1, 1)."""
@@ -132,15 +128,6 @@ class Chart:
             f"{line.name}: {line.text(0)} at {self.x_title} {first}, {line.text(-1)} at {last}, "
             f"lowest {number(float(line.shown.min()))}, highest {number(float(line.shown.max()))}"
         )
-
-    def rows(self) -> list[dict[str, str]]:
-        """The rows of a table with each line at some of its points."""
-        value = self.unit or "value"
-        return [
-            {"series": line.name, self.x_title: number(float(line.x[k])), value: line.text(k)}
-            for line in self.named[:MAX_DESCRIBED]
-            for k in np.unique(np.linspace(0, line.x.size - 1, MAX_ROWS).round().astype(int))
-        ]
 
 
 def stacked(

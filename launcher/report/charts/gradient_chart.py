@@ -26,7 +26,7 @@ PALE = 0.3  # opacity of the bars behind the others
 
 def _latest(run: RunRecord) -> GradientsEvent | None:
     """The latest gradients; None where there are none, or where their numbers are damaged."""
-    event = run.recording.gradients
+    event = run.recording.last(GradientsEvent)
     is_whole = event and 0 < event.scale < math.inf and math.isfinite(event.zero_share)
     return event if is_whole else None
 

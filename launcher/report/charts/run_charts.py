@@ -15,7 +15,7 @@ from launcher.errors import listed
 from launcher.report.charts.chart import Chart, Line, axis_of, steps_axis
 from launcher.report.curve import COLUMNS, Curve, FloatArray
 from launcher.report.run_record import RunRecord
-from launcher.report.settings import NUM_COLORS, RunGroup, can_choose
+from launcher.report.settings import NUM_COLORS, RunGroup, best_first, short_names
 from launcher.telemetry.events import OverflowEvent, RestartEvent
 from launcher.telemetry.formatting import SHARES, metric, metric_title
 
@@ -25,71 +25,67 @@ OfRun = Callable[[RunRecord], Curve | None]
 Points = tuple[FloatArray, FloatArray]
 
 
-def run_charts(settings: Sequence[RunGroup]) -> dict[str, Chart]:
-    """Charts by name: loss, of several runs "validation", each metric, lr, scale, speed, grad_norm."""
-    return _RunCharts(settings).charts()
+def run_charts(groups: Sequence[RunGroup]) -> list[Chart]:
+    """Loss, each metric, learning rate, loss scale, throughput and gradient norm of the best groups."""
+    return _RunCharts(best_of(groups)).charts()
 
 
-def common_legend(settings: Sequence[RunGroup]) -> list[Line]:
-    """The legend of all charts where settings can be chosen, else none."""
-    point = np.zeros(1)
-    lines = [Line(each.label, each.color, point, point, setting=each.place) for each in settings]
-    return lines if can_choose(settings) else []
+def best_of(groups: Sequence[RunGroup]) -> list[RunGroup]:
+    """As many groups as there are colours, the best ones, in the order in which they ran."""
+    return sorted(best_first(groups)[:NUM_COLORS], key=lambda group: group.place)
 
 
-def restart_note(settings: Sequence[RunGroup]) -> str:
-    """What the vertical marks of a single run's charts are; "" where there are none."""
-    runs = [run for setting in settings for run in setting.runs]
+def curves_note(groups: Sequence[RunGroup]) -> str:
+    """Whose curves are shown, and what the vertical marks of a single run's charts are; "" for neither."""
+    if len(groups) > NUM_COLORS:
+        return f"Of the best {NUM_COLORS} of {len(groups)} settings."
+    runs = [run for group in groups for run in group.runs]
     marks = _restarts(runs[0]) if len(runs) == 1 else []
     return f"Dashed lines: {listed([text for _, text in marks], 5)}." if marks else ""
 
 
 class _RunCharts:
-    def __init__(self, settings: Sequence[RunGroup]) -> None:
-        self._settings = settings
-        self._runs = [run for setting in settings for run in setting.runs]
+    def __init__(self, groups: Sequence[RunGroup]) -> None:
+        self._groups = groups
+        self._colors = {group.place: color for color, group in enumerate(groups)}
+        self._runs = [run for group in groups for run in group.runs]
+        self._names = short_names(self._runs)
         self._x = steps_axis(max((_last_step(run) for run in self._runs), default=1.0))
         self._columns = max(MIN_COLUMNS, min(COLUMNS, 5 * COLUMNS // max(1, len(self._runs))))
         self._alone = len(self._runs) == 1
         self._marks = _restarts(self._runs[0]) if self._alone else []
-        self._can_choose = can_choose(settings)
         self._sets = list(dict.fromkeys(name for run in self._runs for name in run.recording.sets))
 
-    def charts(self) -> dict[str, Chart]:
-        return (
-            self._losses()
-            | {name: self._metric(name) for name in self._metrics()}
-            | {
-                "lr": self._chart("Learning rate", "", self._logged("lr"), base=1),
-                "scale": self._scale(),
-                "samples_per_s": self._chart(
-                    "Throughput", "samples / s", self._logged("samples_per_s"), from_zero=True
-                ),
-                "grad_norm": self._chart("Gradient norm", "", self._logged("grad_norm")),
-            }
-        )
+    def charts(self) -> list[Chart]:
+        speed = self._logged("samples_per_s")
+        return [
+            *self._losses(),
+            *(self._metric(name) for name in self._metrics()),
+            self._chart("Learning rate", "", self._logged("lr"), base=1),
+            self._scale(),
+            self._chart("Throughput", "samples / s", speed, from_zero=True),
+            self._chart("Gradient norm", "", self._logged("grad_norm")),
+        ]
 
-    def _losses(self) -> dict[str, Chart]:
+    def _losses(self) -> list[Chart]:
         """One chart of a single run, with its validation loss; two of several runs."""
         bad = sum(run.recording.steps["loss"].num_not_finite for run in self._runs)
         note = f"{bad:,} logged values were not finite and are not shown." if bad else ""
         training = self._logged("loss")
         validation = self._lines(lambda run: run.recording.evaluations.get("loss"))
         if not self._alone:
-            charts = {
-                "loss": self._chart("Loss, training", "", training, note=note),
-                "validation": self._chart("Loss, validation", "", validation),
-            }
-            return charts | {
-                f"{name}/loss": self._metric(f"{name}/loss") for name in self._sets[1:MAX_METRICS]
-            }
+            return [
+                self._chart("Loss, training", "", training, note=note),
+                self._chart("Loss, validation", "", validation),
+                *(self._metric(f"{name}/loss") for name in self._sets[1:MAX_METRICS]),
+            ]
         named = [replace(line, name="training", color=0) for line in training]
         first = f"validation, {self._sets[0]}" if self._sets else "validation"
         named += [replace(line, name=first, color=1) for line in validation]
         for color, name in enumerate(self._sets[1:NUM_COLORS], 2):
             more = self._lines(_evaluated(f"{name}/loss"))
             named += [replace(line, name=f"validation, {name}", color=color % NUM_COLORS) for line in more]
-        return {"loss": self._chart("Loss", "", named, note=note)}
+        return [self._chart("Loss", "", named, note=note)]
 
     def _metrics(self) -> list[str]:
         """What the runs are compared by, then the same of the other sets."""
@@ -116,13 +112,13 @@ class _RunCharts:
     def _scale(self) -> Chart:
         """The loss scale in powers of two, and the steps that were skipped on overflow."""
         scales, skips = [], []
-        for setting in self._settings:
-            for run, name in zip(setting.runs, setting.names, strict=True):
-                shown, scale = "loss scale" if self._alone else name, run.recording.steps["scale"]
-                scales.append(self._line(shown, setting, self._points(scale), "steps"))
-                skips.append(self._line("skipped steps", setting, self._points(run.recording.skips), "cross"))
+        for group in self._groups:
+            for run in group.runs:
+                shown = "loss scale" if self._alone else self._name(run, group)
+                scales.append(self._line(shown, group, self._points(run.recording.steps["scale"]), "steps"))
+                skips.append(self._line("skipped steps", group, self._points(run.recording.skips), "cross"))
         positive = [replace(line, x=line.x[line.y > 0], y=line.y[line.y > 0]) for line in [*scales, *skips]]
-        skipped = sum(run.recording.of(OverflowEvent).count for run in self._runs)
+        skipped = sum(len(run.recording.all(OverflowEvent)) for run in self._runs)
         were = "step was" if skipped == 1 else "steps were"
         note = f"{skipped:,} {were} skipped (dots)." if skipped else ""
         return self._chart("Loss scale", "", positive, base=2, note=note)
@@ -138,22 +134,24 @@ class _RunCharts:
     ) -> Chart:
         values = np.concatenate([line.y for line in lines]) if lines else np.empty(0)
         y = axis_of(values, base, from_zero)
-        has_legend = not self._can_choose
-        return Chart(title, unit, lines, self._x, y, marks=self._marks, note=note, has_legend=has_legend)
+        return Chart(title, unit, lines, self._x, y, marks=self._marks, note=note)
 
     def _lines(self, of: OfRun) -> list[Line]:
         """Each run's line; behind its mean where it was thinned, or where its setting has several runs."""
         faint: list[Line] = []
         bold: list[Line] = []
-        for setting in self._settings:
-            named = zip(setting.names, setting.runs, strict=True)
-            curves = [(name, curve) for name, run in named if (curve := of(run)) and curve.num_points]
+        for group in self._groups:
+            curves = [
+                (self._name(run, group), curve)
+                for run in group.runs
+                if (curve := of(run)) and curve.num_points
+            ]
             if len(curves) == 1 and not curves[0][1].is_thinned:
-                bold += [self._line(name, setting, self._points(curve), "line") for name, curve in curves]
+                bold += [self._line(name, group, self._points(curve), "line") for name, curve in curves]
             elif curves:
-                faint += [self._line(name, setting, self._points(curve), "faint") for name, curve in curves]
-                name = f"{setting.label}, mean" if len(curves) > 1 else setting.label
-                bold.append(self._line(name, setting, mean_of([curve for _, curve in curves]), "mean"))
+                faint += [self._line(name, group, self._points(curve), "faint") for name, curve in curves]
+                name = f"{group.label}, mean" if len(curves) > 1 else group.label
+                bold.append(self._line(name, group, mean_of([curve for _, curve in curves]), "mean"))
         return [*faint, *bold]
 
     def _logged(self, field: str) -> list[Line]:
@@ -162,9 +160,11 @@ class _RunCharts:
     def _points(self, curve: Curve) -> Points:
         return curve.points(self._columns)
 
-    def _line(self, name: str, setting: RunGroup, points: Points, style: str) -> Line:
-        place = setting.place if self._can_choose else None
-        return Line(name, setting.color, *points, style, setting=place)
+    def _name(self, run: RunRecord, group: RunGroup) -> str:
+        return group.label if len(group.runs) == 1 else self._names[run.directory]
+
+    def _line(self, name: str, group: RunGroup, points: Points, style: str) -> Line:
+        return Line(name, self._colors[group.place], *points, style)
 
 
 def mean_of(curves: Sequence[Curve]) -> tuple[FloatArray, FloatArray]:
@@ -192,6 +192,5 @@ def _last_step(run: RunRecord) -> float:
 
 def _restarts(run: RunRecord) -> list[tuple[float, str]]:
     return [
-        (float(event.step), f"resumed after step {event.step:,}")
-        for event in run.recording.of(RestartEvent).all()
+        (float(event.step), f"resumed after step {event.step:,}") for event in run.recording.all(RestartEvent)
     ]

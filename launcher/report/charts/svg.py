@@ -1,8 +1,7 @@
 """Charts as inline SVG under labels in HTML, which keep their size at any width.
 
 Owns their markup. The lines are drawn without a script; the page's script reads `data-x` and `data-y` for the
-values under the pointer, and makes the plot a slider, whose value a screen reader says as keys move it. Each
-chart has its values as a table too, for screen readers and for copying.
+values under the pointer. A screen reader says the chart in words.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import numpy as np
 
 from launcher.report.charts.chart import DASHED, FILLED, Chart, Line
 from launcher.report.curve import FloatArray
-from launcher.report.html import hidden, table
 
 KEY_WIDTH = 36  # pixels, of a line in the legend: more than one period of its dashes
 WIDTH, HEIGHT = 1000, 240  # of the drawing, which is stretched
@@ -26,20 +24,17 @@ def markup(chart: Chart) -> str:
     if not chart.present:
         return ""
     note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
-    values = f"Values{hidden(f' of {chart.title}')}"
     return (
         f'<figure class="chart" aria-label="{escape(chart.title)}">'
         f"<figcaption><h3>{escape(chart.title)}</h3></figcaption>{legend(chart.legend)}{_plot(chart)}{note}"
-        f'<details class="values"><summary>{values}</summary>'
-        f"{table(f'Values of {chart.title}', chart.rows())}</details></figure>\n"
+        "</figure>\n"
     )
 
 
 def legend(lines: Sequence[Line]) -> str:
     """The names of the lines, each as it is drawn."""
     items = "".join(
-        f'<li title="{escape(line.name)}"{_of(line)}>{_key(line)}<span>{escape(line.name)}</span></li>'
-        for line in lines
+        f'<li title="{escape(line.name)}">{_key(line)}<span>{escape(line.name)}</span></li>' for line in lines
     )
     return f'<ul class="legend">{items}</ul>' if items else ""
 
@@ -47,22 +42,17 @@ def legend(lines: Sequence[Line]) -> str:
 def _plot(chart: Chart) -> str:
     drawing = "".join([*_behind(chart), *(_path(chart, line) for line in chart.present)])
     return (
-        f'<div class="plot" tabindex="0" role="img" '
-        f'aria-label="{escape(chart.description())}" '
-        f'data-low="{chart.x.low:g}" data-high="{chart.x.high:g}" data-x-title="{escape(chart.x_title)}"'
-        f"{_y_axis(chart)}>"
+        f'<div class="plot" role="img" aria-label="{escape(chart.description())}" '
+        f'data-low="{chart.x.low:g}" data-high="{chart.x.high:g}" data-x-title="{escape(chart.x_title)}" '
+        f'data-y-title="{escape(_y_title(chart))}">'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">{drawing}</svg>'
         f"{''.join(_labels(chart))}</div>"
     )
 
 
-def _y_axis(chart: Chart) -> str:
-    """The title of the axis, and its range and base, from which the script can draw lines anew."""
+def _y_title(chart: Chart) -> str:
     title = f"{chart.title.partition(',')[0]}, {chart.unit}" if chart.unit else chart.title
-    shown = title if len(title) <= MAX_AXIS_TITLE else chart.unit
-    has_areas = any(line.style in FILLED for line in chart.lines)
-    axis = "" if has_areas else f' data-y="{chart.y.low:g} {chart.y.high:g} {chart.y.base}"'
-    return f' data-y-title="{escape(shown)}"{axis}'
+    return title if len(title) <= MAX_AXIS_TITLE else chart.unit
 
 
 def _behind(chart: Chart) -> Iterator[str]:
@@ -84,7 +74,7 @@ def _path(chart: Chart, line: Line) -> str:
         "M" + "L".join(f"{a:g} {b:g}" for a, b in _placed(shape)) + end for shape in chart.shapes(line)
     )
     return (
-        f'<path class="s {style}" style="{_look(line)}" d="{places}"{_of(line)} '
+        f'<path class="s {style}" style="{_look(line)}" d="{places}" '
         f'data-name="{escape(line.name)}" data-x="{_numbers(line.x)}" data-y="{_numbers(line.shown)}"/>'
     )
 
@@ -99,10 +89,6 @@ def _look(line: Line) -> str:
     dashes = f";--d:var(--d{line.color})" if line.style in DASHED else ""
     opacity = f";--o:{line.opacity:g}" if line.style in FILLED else ""
     return f"--c:var(--s{line.color}){dashes}{opacity}"
-
-
-def _of(line: Line) -> str:
-    return "" if line.setting is None else f' data-of="{line.setting}"'
 
 
 def _key(line: Line) -> str:

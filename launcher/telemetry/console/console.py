@@ -65,7 +65,7 @@ class Console(Sink):
                 if self._bar is not None:
                     self._bar.plan = event
             case events.StepEvent():
-                self._times.add(event)
+                self._times.add(events.record_of(event))
                 self._step(event)
             case events.EvalEvent():
                 self._evaluation(event)

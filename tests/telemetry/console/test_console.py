@@ -18,6 +18,7 @@ import pytest
 
 from launcher.telemetry import Telemetry
 from launcher.telemetry.console.console import Console, end_lines
+from launcher.telemetry.events import record_of
 from launcher.telemetry.formatting import duration, metric, number
 from launcher.telemetry.step_time import TimeShares, TimeTotals, time_at_end
 from tests.telemetry.made import made
@@ -181,7 +182,7 @@ def timed(step, data, compute, wire, update):
 def shares_of(*records) -> TimeShares | None:
     totals = TimeTotals()
     for record in records:
-        totals.add(made("step", **record))
+        totals.add(record_of(made("step", **record)))
     return totals.shares()
 
 
