@@ -9,7 +9,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +19,11 @@ from pathlib import Path
 from launcher.distributed import nccl
 from launcher.doctor.findings import FAILURE, Check, Finding, judged
 from launcher.errors import counted
-from launcher.os.lifetime import ENDS_WITH_STARTER
+from launcher.os.lifetime import ENDS_WITH_STARTER, PYTHON
 
 PAIR_S = 90.0  # interpreters that import torch and start CUDA and NCCL take 15 s, beside other jobs a minute
 MEASURED_S = 2.0
-PROGRAM = (sys.executable, "-m", "launcher.doctor.exchange")
+PROGRAM = (*PYTHON, "-m", "launcher.doctor.exchange")
 WITHOUT_PEERS = {"NCCL_P2P_DISABLE": "1"}
 
 

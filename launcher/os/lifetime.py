@@ -10,12 +10,15 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # of Linux: linux/prctl.h
+# Starts the launcher anew as this process was: -P keeps the working directory out of sys.path.
+PYTHON = (sys.executable, *(["-P"] if sys.flags.safe_path else []))
 ENDS_WITH_STARTER = "LAUNCHER_ENDS_WITH_STARTER"  # set for a process that is to be killed with its parent
 
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol, Self
 
 from launcher.config.messages import install_line
 from launcher.errors import PreflightError
+from launcher.os.lifetime import PYTHON
 from launcher.sweep.record import SweepJob
 
 
@@ -91,4 +92,4 @@ def imported(package: str, carrier: str) -> Any:
 
 def command_of(directory: Path) -> list[str]:
     """What starts the job of a folder in a fresh process."""
-    return [sys.executable, "-m", "launcher", "job", str(directory)]
+    return [*PYTHON, "-m", "launcher", "job", str(directory)]
