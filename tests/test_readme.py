@@ -56,7 +56,7 @@ COMMANDS = list(
 )
 TORCHRUN = [command for command in COMMANDS if "--standalone" in command]
 OWN_RECIPE = next(block.text for block in BLOCKS if block.kind == "python" and "@recipe" in block.text)
-OWN_YAML = next(block.text for block in BLOCKS if block.kind == "yaml")
+OWN_YAML = "# @package _global_\nrecipe: {name: rings, uses: rings}\noptim: {lr: 0.1}\n"
 OF_ENGINE = [b.text for b in BLOCKS if b.folder == "launcher/engine" and b.kind == "python"]
 
 
@@ -291,10 +291,27 @@ def test_a_python_without_the_dependencies_says_which_command_has_them(words: st
     )
 
 
+@pytest.mark.parametrize("file", ["launcher.py", "launcher/__init__.py"])
+def test_a_launcher_in_the_users_folder_is_not_run_in_its_place(file: str, clone: Path, tmp_path) -> None:
+    """Neither in the parent, nor in its workers, nor in the jobs of a sweep."""
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("open('imported', 'w').close()\n")
+    (path.parent / "__main__.py").write_text("open('imported', 'w').close()\n")
+    (tmp_path / "mine.py").write_text(OWN_RECIPE)
+    command = f"cd {tmp_path}; {clone}/scripts/run recipe=mine.py tracker=none train.max_steps=1"
+    for more in ("launch.nproc=2 run.dir=run", "-m launch.nproc=1 seed=0,1 hydra.sweep.dir=sweep"):
+        done = typed(f"{command} {more}", clone)
+        assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "imported").exists()
+    assert len([*tmp_path.glob("sweep/*/result.json")]) == 2
+
+
 @pytest.mark.slow
-def test_the_recipe_of_ones_own_trains_with_the_command_below_it(tmp_path) -> None:
+@pytest.mark.parametrize("recipe", ["recipe=mine.py", "recipe=rings"])
+def test_the_recipe_of_ones_own_trains_with_the_commands_of_the_pages(recipe: str, tmp_path) -> None:
     write_own_recipe(tmp_path)
-    command = next(command for command in COMMANDS if "recipe=rings" in command)
+    command = next(command for command in COMMANDS if recipe in command)
     done = launch_forked(tmp_path, [*launcher_words(command), "tracker=none", "train.epochs=2"])
     assert done.returncode == 0, done.stderr
     assert "outer" in done.stdout, "the report of its classes"

@@ -73,10 +73,10 @@ class RunIdentity:
     """The properties that a resumed run must share. Learning rate, epochs, ranks and wire may change."""
 
     recipe: str
-    model: str
+    model: str | None
     optimizer: str
     precision: str
-    data: str
+    data: str | None
     seed: int
     num_samples: int
     batch_size: int

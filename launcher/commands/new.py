@@ -29,10 +29,10 @@ class Points(Dataset):  # any data set with a length, of torch or Hugging Face, 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.points[index], int(self.points[index].norm() > 1.2)
 
-@recipe("{name}")
-def {name}(config: Config) -> Recipe:
+@recipe
+def {name}(config: Config, width: int = 64) -> Recipe:  # recipe.width=128 sets it
     return Recipe(
-        build_model=lambda: nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2)),
+        build_model=lambda: nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 2)),
         train=Points(1600, seed=1),
         validation=Points(400, seed=2),
         collate=columns("image", "label"),  # names for the parts of a sample
@@ -40,33 +40,14 @@ def {name}(config: Config) -> Recipe:
         classes=("inner", "outer"),  # without classes: metrics=[...] or the loss alone
     )
 """
-YAML = """\
-# @package _global_
-# The sentence that the command `recipes` prints for it.
-defaults:
-  - override /optim: adamw
-
-recipe:
-  name: {name}
-  uses: {name}
-
-data:
-  batch_size: 64 # over all ranks
-
-optim:
-  lr: 1e-2
-
-train:
-  epochs: 5
-"""
+OPTIMIZER = "optim=adamw optim.lr=1e-2"  # with which the skeleton learns in the default ten epochs
 
 
 def write_recipe(arguments: Arguments, leader: ConfigLeader) -> None:
     """new NAME: writes a recipe of your own that already trains
 
-    Writes NAME.py, a recipe that trains without changes, and NAME/recipe/NAME.yaml, its settings, into
-    the working directory, and prints the command that trains it. NAME consists of letters, digits and '_'.
-    No file is overwritten.
+    Writes NAME.py, a recipe that trains without changes, into the working directory, and prints the
+    command that trains it. NAME consists of letters, digits and '_'. No file is overwritten.
 
     Example: {program} new mine
     """
@@ -74,21 +55,17 @@ def write_recipe(arguments: Arguments, leader: ConfigLeader) -> None:
         raise ConfigError(f"new: give the name of your recipe: {program()} new mine")
     (name,) = arguments.words
     refuse_name(name)
-    files = {Path(f"{name}.py"): PYTHON, Path(name, "recipe", f"{name}.yaml"): YAML}
-    if there := [str(file) for file in files if file.exists() or file.is_symlink()]:
-        verb = "exists" if len(there) == 1 else "exist"
-        raise ConfigError(f"new {name}: {' and '.join(there)} {verb} already. Choose another name.")
     refuse_module(name)
+    file = Path(f"{name}.py")
     try:
-        for file in files:
-            file.parent.mkdir(parents=True, exist_ok=True)
-        for file, text in files.items():
-            with open(file, "x", encoding="utf-8") as opened:
-                opened.write(text.replace("{name}", name))
+        with open(file, "x", encoding="utf-8") as opened:
+            opened.write(PYTHON.replace("{name}", name))
+    except FileExistsError as error:
+        raise ConfigError(f"new {name}: {file} exists already. Choose another name.") from error
     except OSError as error:
-        raise StorageError(f"new {name}: {error.filename}: {error.strerror}.") from error
-    print(*files, sep="\n")
-    print(f"train it: {program()} recipe={name} recipes.path={name}.py --config-dir {name}")
+        raise StorageError(f"new {name}: {file}: {error.strerror}.") from error
+    print(file)
+    print(f"train it: {program()} recipe={file} {OPTIMIZER}")
 
 
 def refuse_name(name: str) -> None:

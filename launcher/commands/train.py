@@ -18,6 +18,7 @@ from launcher.commands.run import report_failure, run_one
 from launcher.config.composition import HYDRA_VERSION, Request, check_files
 from launcher.config.messages import nearest, suggestion
 from launcher.config.overrides import with_plain_constant
+from launcher.config.recipe_file import expanded as expanded_recipe
 from launcher.config.resolve import compose_jobs, with_experiment
 from launcher.config.schema import Config
 from launcher.config.trees import paths_of
@@ -48,7 +49,7 @@ def train(arguments: Arguments, leader: ConfigLeader, findings: Sequence[int] = 
     configs = compose_jobs(expanded := with_experiment(request))
     if any(flag in arguments.flags for flag in HYDRA_QUERY_FLAGS):
         refuse_unknown_part(arguments, configs[0])
-        overrides = with_plain_constant(request.overrides)
+        overrides = expanded_recipe(with_plain_constant(request.overrides))
         return run_hydra(request, [*arguments.hydra_flags(), request.search_path, *overrides])
     for config in configs:  # all jobs are checked before the first starts
         refuse_missing(config.tracker)

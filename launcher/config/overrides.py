@@ -22,10 +22,7 @@ from launcher.config.trees import nested_keys, texts
 
 MAX_LENGTH = 4096  # characters of one override; Hydra parses about 10,000 per second
 MAX_TOTAL = 32_768  # of all: about three seconds of parsing
-OWN_RECIPE = (
-    " A recipe of your own is chosen by its settings: DIR/recipe/{name}.yaml with the lines "
-    "`# @package _global_` and `recipe: {{name: {name}, uses: {name}}}`, and --config-dir DIR."
-)
+OWN_RECIPE = " A recipe of your own is chosen by its file: recipe={name}.py"
 UNSUPPORTED = {  # the engine's own reasons; importing them would need torch
     "optim=lbfgs": "it evaluates the loss several times per step, and a step here is one reduced gradient",
     "optim=sparse_adam": "it takes sparse gradients, and gradients travel in dense buckets",

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +22,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
-from launcher.config import composition, validation
+from launcher.config import composition, recipe_file, validation
 from launcher.config import messages as texts
 from launcher.config import overrides as checks
 from launcher.config.composition import Composer, Request
 from launcher.config.groups import choice_file, choice_values, group_choices, recipes_dir
 from launcher.config.optimizers import GROUPS, GROUPS_EXAMPLE, OPTIMIZERS
 from launcher.config.overrides import MOST_JOBS, value_of
+from launcher.config.recipe_file import RecipeFunction
 from launcher.config.rules import SCHEDULES, TRACKERS, one_of, value_problem
 from launcher.config.schema import Config, SweepConfig, rules, types_of
 from launcher.config.search_space import Dimension, Interval, Space
@@ -229,27 +230,45 @@ def override_problems(override: Override, composer: Composer, multirun: bool) ->
     if group not in composer.groups:
         return []
     values = value if override.is_sweep_override() else [value]
-    found = (checks.choice_problem(group, choice, composer.groups[group]) for choice in values)
+    found = (
+        recipe_file.file_problem(choice)
+        if group == "recipe" and recipe_file.is_recipe_file(choice)
+        else checks.choice_problem(group, choice, composer.groups[group])
+        for choice in values
+    )
     return [problem for problem in found if problem]
 
 
 def compose_job(overrides: tuple[str, ...], composer: Composer, recipe_refused: bool = False) -> Composed:
     """The tree of one job without its invalid overrides, and all problems."""
-    choices = tuple(line for line in overrides if line.partition("=")[0] in composer.groups)
+    own = recipe_file.recipe_of_overrides(overrides)
+    overrides = recipe_file.expanded(overrides)
+    choices = tuple(line for line in overrides if line.partition("=")[0].lstrip("~") in composer.groups)
     known = composer.known(choices) | composer.groups.keys()  # not every group is also a key of the tree
+    known |= {f"recipe.{name}" for name in own.rules}
     kept, problems = [], list[str]()
     for override in composer.parsed(checks.with_plain_constant(overrides)):
         if override.is_hydra_override():
             continue
         unknown = list(checks.unknown_keys(override.key_or_group, value_of(override), known))
-        problems += [unknown_problem(key, value, choices, composer) for key, value in unknown]
+        problems += [unknown_problem(key, value, choices, known, composer) for key, value in unknown]
         if not unknown:
             kept.append(override.input_line or "")
     found = composer.resolved(tuple(kept))
+    problems += option_problems(own, found)
     return found, [*problems, *tree_problems(found, composer.groups.get("recipe", ()), recipe_refused)]
 
 
-def unknown_problem(key: str, value: object, choices: tuple[str, ...], composer: Composer) -> str:
+def option_problems(recipe: RecipeFunction, tree: Mapping[str, object]) -> Iterator[str]:
+    """The problems of the options of a recipe that is a file, whose types only the file has."""
+    for name, rule in recipe.rules.items():
+        if not rule.holds(value := value_at(tree, f"recipe.{name}")):
+            yield value_problem(f"recipe.{name}", value, rule)
+
+
+def unknown_problem(
+    key: str, value: object, choices: tuple[str, ...], known: Set[str], composer: Composer
+) -> str:
     """The message for a key that the tree lacks: the choices that have it, or the nearest keys."""
     written = f"{key}={texts.show(value)}"
     if key.startswith(f"{GROUPS}."):
@@ -267,7 +286,7 @@ def unknown_problem(key: str, value: object, choices: tuple[str, ...], composer:
         return f"{written}: there is no such key. {checks.ACCUMULATION}"
     if having:
         return f"{written}: this key belongs to {' and '.join(', '.join(having).rsplit(', ', 1))} only."
-    return texts.unknown_key(written, key, composer.known(choices))
+    return texts.unknown_key(written, key, known)
 
 
 def tree_problems(tree: dict[str, object], recipes: Sequence[str], recipe_refused: bool) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -41,6 +41,8 @@ PredivideFactor = Annotated[int, value_rules.power_of_two(2**16)]
 class RecipeConfig:
     name: Name
     uses: Name
+    # The arguments of the recipe's function, as its file or its YAML lists them.
+    options: Options = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    name: Name
+    name: Name | None
     sync_bn: bool
     init_from: Text | None
     init_from_strict: bool
@@ -68,7 +70,7 @@ class AugmentConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    name: Name
+    name: Name | None
     path: Text | None
     batch_size: Count
     micro_batch_size: Auto | Count | None

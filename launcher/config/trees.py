@@ -45,16 +45,16 @@ def replaced(
 
 
 def merged(values: Mapping[str, Any], path: str, value: object) -> dict[str, object]:
-    """A copy with a value at a dotted path that exists; a mapping changes the keys of the section there.
+    """A copy with a value at a dotted path; a mapping changes the keys of the section there.
+
+    The section of the path exists.
 
     A section that has become another value, as with `train=3`, is left as it is: the schema refuses it.
     """
     key, has_more, rest = path.partition(".")
-    there = values[key]
-    if has_more and not isinstance(there, Mapping):
-        return {**values}
+    there = values.get(key)
     if has_more:
-        return {**values, key: merged(there, rest, value)}
+        return {**values, key: merged(there, rest, value)} if isinstance(there, Mapping) else {**values}
     if isinstance(value, Mapping) and isinstance(there, Mapping):
         for inner, item in value.items():
             there = merged(there, inner, item)

@@ -27,7 +27,7 @@ from launcher.errors import ConfigError
 # Groups besides optim with keys that conf/config.yaml lacks, and the file that has them.
 BASES = {"precision": "fp16", "tracker": "wandb"}
 NOT_GLOBAL = " A file of recipe/ or experiment/ sets all sections: its first line is `# @package _global_`."
-OPTIONS = "options"  # the dataclass field for keys of one model or data set only
+OPTIONS = "options"  # the dataclass field for keys of one recipe, model or data set only
 
 
 def parse(tree: Mapping[str, object]) -> Config:
@@ -176,12 +176,14 @@ RELATIONS: Mapping[tuple[str, ...], tuple[Callable[..., bool], str]] = {
 def gather_options(tree: Mapping[str, object]) -> dict[str, Any]:
     """The tree with the keys of one model, data set or own optimizer only collected below `options`."""
     gathered = dict(tree)
-    for section in ("model", "data", "optim"):
+    for section in ("recipe", "model", "data", "optim"):
         values = tree.get(section)
         if isinstance(values, Mapping):
             known = dict(types_of(section_types(str(values.get("name")))[section]))
             if known.pop(OPTIONS, None) is None:
                 continue  # an optimizer of the launcher: all its keys are known
-            own = {key: value for key, value in values.items() if key not in known}
-            gathered[section] = {**{key: values[key] for key in values if key in known}, OPTIONS: own}
+            # A section of its own within `recipe` is no option: a file lacks `# @package _global_`.
+            misplaced = {key for key in values if section == "recipe" and isinstance(values[key], Mapping)}
+            own = {key: value for key, value in values.items() if key not in known.keys() | misplaced}
+            gathered[section] = {**{key: values[key] for key in values if key not in own}, OPTIONS: own}
     return gathered

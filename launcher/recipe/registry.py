@@ -25,7 +25,7 @@ from launcher.config.messages import unknown_name
 from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
-from launcher.config.user_code import defined_at, short_traceback
+from launcher.config.user_code import short_traceback
 from launcher.engine import ParameterGroup
 from launcher.errors import ConfigError, LauncherError, described
 from launcher.recipe.checks import checked, refuse_other_arguments
@@ -52,7 +52,10 @@ class Registry:
 
 
 def recipe(name: str = "") -> Callable[[Function], Function]:
-    """Offers `f(config: Config) -> Recipe` under `name` (the config's `recipe.uses`)."""
+    """Offers `f(config: Config, width: int = 64, ...) -> Recipe` under `name`, or under the function's name.
+
+    The arguments after `config`, which have defaults, are keys of the config: recipe.width=128.
+    """
     return _mark("recipe", name)
 
 
@@ -105,12 +108,8 @@ def registry_of(user_path: str | None) -> Registry:
 
 def _mark(kind: str, name: str) -> Callable[[Function], Function]:
     def mark(function: Function) -> Function:
-        if not isinstance(name, str) or not name:
-            raise ConfigError(
-                f"{defined_at(function)}: @{kind} needs a name, by which the config finds it: "
-                f'write @{kind}("{function.__name__}").'
-            )
-        setattr(function, REGISTERED, (*vars(function).get(REGISTERED, ()), (kind, name)))
+        given = name if isinstance(name, str) and name else function.__name__
+        setattr(function, REGISTERED, (*vars(function).get(REGISTERED, ()), (kind, given)))
         return function
 
     return mark(name) if callable(name) else mark  # without parentheses it is given the function
@@ -184,7 +183,8 @@ def load_recipe(config: Config) -> Recipe:
     refuse_other_arguments(f'the function under @recipe("{uses}")', build, "(config)")
     schedules = {**dict.fromkeys(SCHEDULES), **registry.schedules}  # None of those of the launcher
     named = look_up("schedule.name", config.schedule.name, schedules)
-    built = build(config)
+    refuse_unknown_options(f"recipe.{{}} (an option of {uses})", config.recipe.options, build)
+    built = build(config, **config.recipe.options)
     if not isinstance(built, Recipe):
         raise ConfigError(
             f'the function under @recipe("{uses}") returned {type(built).__name__}. '
@@ -212,11 +212,22 @@ def model_builder(config: Config, **facts: object) -> ModelBuilder:
 
     Facts are what the data dictates (num_classes, ...). ConfigError for an unknown model or option.
     """
+    if config.model.name is None:
+        raise ConfigError(
+            "model=null: this recipe builds the model of the config. Choose one: model=resnet18"
+        )
     build = look_up("model.name", config.model.name, registry_of(config.recipes.path).models)
-    options = [name for name in inspect.signature(build).parameters if name not in facts]
-    for name in config.model.options:
-        if name not in options:
-            raise ConfigError(
-                unknown_name(f"model.{name} (an option of {config.model.name})", name, sorted(options))
-            )
+    refuse_unknown_options(
+        f"model.{{}} (an option of {config.model.name})", config.model.options, build, *facts
+    )
     return ModelBuilder(config.model.name, functools.partial(build, **facts, **config.model.options))
+
+
+def refuse_unknown_options(
+    what: str, options: Mapping[str, object], build: Callable[..., object], *facts: str
+) -> None:
+    """Raise ConfigError for an option that the function does not take from the config."""
+    known = [name for name in inspect.signature(build).parameters if name not in facts]
+    for name in options:
+        if name not in known:
+            raise ConfigError(unknown_name(what.format(name), name, sorted(known)))

@@ -114,9 +114,9 @@ def _is_output(entry: os.DirEntry[str]) -> bool:
 
 
 def as_typed_config(config: Config) -> dict[str, Any]:
-    """The config as users type it: options of the model and the data set beside the other keys."""
+    """The config as users type it: options of recipe, model and data set beside the other keys."""
     shape: dict[str, Any] = to_dict(config)
-    for group in ("model", "data"):
+    for group in ("recipe", "model", "data"):
         shape[group].update(shape[group].pop("options"))
     return shape
 

@@ -466,12 +466,8 @@ def test_a_file_for_the_whole_config_that_does_not_say_so_is_told_what_to_write(
     assert "its first line is `# @package _global_`" in told
 
 
-def test_a_recipe_without_its_file_of_settings_is_shown_the_content(tmp_path) -> None:
-    told = problems("recipe=rings", "recipes.path=mine.py")
-    found = re.search(r"DIR/recipe/rings.yaml with the lines `(.*)` and `(.*)`, and --config-dir DIR", told)
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "rings.yaml").write_text("\n".join(found.groups()))
-    assert composed("recipe=rings", config_dir=tmp_path).recipe.uses == "rings"
+def test_an_unknown_recipe_names_the_form_of_ones_own() -> None:
+    assert problems("recipe=rings").endswith("A recipe of your own is chosen by its file: recipe=rings.py")
 
 
 @pytest.mark.sampled(every=3)

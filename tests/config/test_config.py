@@ -173,7 +173,7 @@ def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
         ({"ddp__bucket_cap_mb": 0}, "ddp.bucket_cap_mb", ""),
         ({"tracker__tags": "a"}, "tracker.tags", ""),
         ({"recipe__name": "../../etc"}, "recipe.name", ""),
-        ({"model__name": None}, "model.name", ""),
+        ({"model__name": 3}, "model.name", ""),
         ({"seed": None}, "seed", ""),
         ({"trian": {"epochs": 1}}, "trian", "there is no such key. Nearest: "),
         ({"train__epoch": 1}, "train.epoch", "there is no such key. Nearest: "),

@@ -36,14 +36,6 @@ def loaded(file: Path, text: str) -> None:
             "recipe.uses=mine is not known. Known: ",
         ),
         (
-            "@recipe\ndef mine(config):\n    return made()\n",
-            f'{{file}}:{START}: @recipe needs a name, by which the config finds it: write @recipe("mine").',
-        ),
-        (
-            "@recipe()\ndef mine(config):\n    return made()\n",
-            f'{{file}}:{START}: @recipe needs a name, by which the config finds it: write @recipe("mine").',
-        ),
-        (
             "@recipe('mine')\ndef mine():\n    return made()\n",
             f'the function under @recipe("mine") at {{file}}:{START} has the arguments (), and the launcher '
             "calls it with (config): let it take exactly these.",
@@ -67,6 +59,11 @@ def test_a_file_without_a_usable_recipe_is_one_sentence_with_its_line(
     assert str(caught.value).startswith(sentence.format(file=file))
     assert "launcher/recipe/" not in caught.value.traceback
     assert not (caught.value.traceback and "SyntaxError" in sentence)
+
+
+@pytest.mark.parametrize("decorator", ["@recipe", "@recipe()", "@recipe('mine')"])
+def test_a_recipe_without_a_name_has_that_of_its_function(tmp_path: Path, decorator: str) -> None:
+    loaded(tmp_path / "mine.py", f"{decorator}\ndef mine(config):\n    return made()\n")
 
 
 def test_a_recipe_imports_the_file_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

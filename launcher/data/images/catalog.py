@@ -124,10 +124,10 @@ class ImageSet:
 
 def load_images(config: DataConfig) -> ImageSet:
     """Load the set `config.name`. Raises ConfigError for a wrong config, DataError for unusable data."""
-    if config.name not in IMAGE_SETS:
-        what = f"data.name={config.name} as a set of images"
-        raise ConfigError(unknown_name(what, config.name, list(IMAGE_SETS)))
-    return IMAGE_SETS[config.name](config)
+    name = str(config.name)
+    if name not in IMAGE_SETS:
+        raise ConfigError(unknown_name(f"data.name={name} as a set of images", name, list(IMAGE_SETS)))
+    return IMAGE_SETS[name](config)
 
 
 def digits(config: DataConfig) -> ImageSet:
@@ -166,9 +166,9 @@ def cifar10(config: DataConfig) -> ImageSet:
         kind = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(f"data.path={folder} {kind}. Give the folder with {CIFAR_FILES}.")
     if folder is not None and (files := batch_files(folder)):
-        train, validation, classes = read_batches(files, config.name)
+        train, validation, classes = read_batches(files, str(config.name))
     else:
-        train, validation, classes = load_parquet(folder, config.name, options.cache)
+        train, validation, classes = load_parquet(folder, str(config.name), options.cache)
     return ImageSet(train, validation, classes, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 
 
@@ -211,7 +211,7 @@ def photographs(config: DataConfig, index: ImageIndex, options: PhotographOption
     parts = (indices[: index.num_train], True), (indices[index.num_train :], False)
     train, validation = (
         PhotographSet(
-            config.name, index, part, options, decoded, training, config.augment.random_horizontal_flip
+            str(config.name), index, part, options, decoded, training, config.augment.random_horizontal_flip
         )
         for part, training in parts
     )

@@ -163,7 +163,7 @@ def load_sentences(config: DataConfig, pretrained: SentenceTokenizer | None = No
     if facts["notice"]:
         warnings.warn(facts["notice"], DataWarning, stacklevel=2)
     tokenizer = pretrained or SentenceTokenizer(stored.texts["tokenizer"], facts["pad"])
-    rows = {name: TokenRows(stored.part(name), tokenizer, config.name) for name in facts["parts"]}
+    rows = {name: TokenRows(stored.part(name), tokenizer, str(config.name)) for name in facts["parts"]}
     train, classes = rows.pop("train"), tuple(facts["classes"])
     return SentenceSet(train, rows, classes, facts["vocab_size"], tokenizer.pad, options.max_seq_len)
 

@@ -1,0 +1,190 @@
+"""A recipe that is one file of Python: recipe=mine.py, or recipe=mine.py:name where the file has several.
+
+Owns what is known of such a file before torch is imported: the functions that it marks with @recipe, and
+their options, which are keys of the config. The file is parsed, not executed.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from launcher.config.messages import literal, nearest, suggestion
+from launcher.config.rules import Rule, either, flag, is_number, null, string, whole
+from launcher.errors import ConfigError, first_line
+
+SUFFIX = ".py"
+KEY = "recipe"
+EMPTY_GROUPS = ("model", "data")  # a file brings its own, unless the command chooses them
+FIELDS = ("name", "uses")  # of the config's section that no option can be
+LOWEST = -(2**53)
+RULES: Mapping[str, Rule] = {  # of an option, by the name of its type
+    "int": Rule("a whole number", whole(LOWEST).holds),
+    "float": Rule("a number", is_number),
+    "bool": flag,
+    "str": string("a string without NUL characters", lambda value: "\0" not in value),
+    "None": null,
+}
+ANY = Rule("a value of YAML", lambda value: True)  # of a type that is none of these
+
+
+@dataclass(frozen=True)
+class RecipeFunction:
+    """A function under @recipe: its name, and the default and the rule of each option."""
+
+    name: str
+    defaults: Mapping[str, object]
+    rules: Mapping[str, Rule]
+
+
+def is_recipe_file(choice: object) -> bool:
+    """Whether a value of `recipe` is a file and not the name of a choice."""
+    return isinstance(choice, str) and _split(choice)[0].endswith(SUFFIX)
+
+
+def recipe_of(choice: str) -> RecipeFunction:
+    """The function that `mine.py` or `mine.py:name` chooses. Raises ConfigError."""
+    file, name = _split(choice)
+    functions = _functions(choice, Path(os.path.expanduser(file)))
+    if not name and len(functions) == 1:
+        return functions[0]
+    names = [function.name for function in functions]
+    if not name:
+        raise ConfigError(
+            f"recipe={choice}: the file has the recipes {', '.join(names)}. Choose one: "
+            f"recipe={file}:{names[0]}"
+        )
+    if name not in names:
+        raise ConfigError(
+            f"recipe={choice}: the file has no @recipe of this name.{suggestion(nearest(name, names))} "
+            f"It has: {', '.join(names)}."
+        )
+    return functions[names.index(name)]
+
+
+def file_problem(choice: str) -> str | None:
+    """Why recipe=FILE cannot be composed; None if it can."""
+    try:
+        recipe_of(choice)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def recipe_of_overrides(overrides: Sequence[str]) -> RecipeFunction:
+    """The function that these overrides choose by its file; one without options for any other recipe."""
+    choice = chosen_file(overrides)
+    return RecipeFunction("", {}, {}) if choice is None else recipe_of(choice)
+
+
+def chosen_file(overrides: Sequence[str]) -> str | None:
+    """The file in the last `recipe=FILE` of these overrides; None where another recipe is chosen, or none."""
+    lines = [line.partition("=")[2].strip("'\"") for line in overrides if line.startswith(f"{KEY}=")]
+    return lines[-1] if lines and is_recipe_file(lines[-1]) else None
+
+
+def expanded(overrides: Sequence[str]) -> tuple[str, ...]:
+    """The overrides with the keys that recipe=FILE stands for, as Hydra can compose them.
+
+    Its options are added with their defaults, and the groups that no override chooses are left out.
+    """
+    choice = chosen_file(overrides)
+    if choice is None:
+        return tuple(overrides)
+    recipe = recipe_of(choice)
+    given = {line.partition("=")[0] for line in overrides}
+    others = [line for line in overrides if line.partition("=")[0] != KEY]
+    return (
+        *(f"~{group}" for group in EMPTY_GROUPS if group not in given),
+        f"recipes.path={literal(_split(choice)[0])}",
+        *(f"recipe.{key}={literal(recipe.name)}" for key in ("name", "uses")),
+        *(f"++recipe.{key}={literal(default)}" for key, default in recipe.defaults.items()),
+        *others,
+    )
+
+
+def _split(choice: str) -> tuple[str, str]:
+    file, colon, name = choice.rpartition(":")
+    return (file, name) if colon and file.endswith(SUFFIX) else (choice, "")
+
+
+def _functions(choice: str, path: Path) -> list[RecipeFunction]:
+    """The functions under @recipe at the top level of the file, at least one. Raises ConfigError."""
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(
+            f"recipe={choice}: {path.absolute()} {what}. Give the Python file that holds your @recipe."
+        )
+    try:
+        tree = _parsed(path.read_bytes())
+    except (SyntaxError, ValueError, OSError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ConfigError(
+            f"recipe={choice}: {path}{line}: {type(error).__name__}: {first_line(error)}."
+        ) from error
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    found = [_function(node, name) for node in functions for name in _registered_names(node)]
+    if not found:
+        first = next((node for node in functions if node.args.args[:1]), None)
+        where = (
+            f"above line {first.lineno}, def {first.name}(...)"
+            if first
+            else "above a function of (config: Config)"
+        )
+        raise ConfigError(
+            f"recipe={choice}: no function of {path} is marked as a recipe. Write @recipe {where}, with "
+            "`from launcher.recipe import recipe` at the top of the file."
+        )
+    return found
+
+
+@cache  # each job of a sweep asks
+def _parsed(source: bytes) -> ast.Module:
+    return ast.parse(source)
+
+
+def _registered_names(node: ast.FunctionDef) -> Iterator[str]:
+    """The names under which @recipe offers the function: one that is given, or that of the function."""
+    for decorator in node.decorator_list:
+        what, args = (decorator.func, decorator.args) if isinstance(decorator, ast.Call) else (decorator, [])
+        if (what.attr if isinstance(what, ast.Attribute) else getattr(what, "id", "")) == KEY:
+            yield str(args[0].value) if args and isinstance(args[0], ast.Constant) else node.name
+
+
+def _function(node: ast.FunctionDef, name: str) -> RecipeFunction:
+    positional = [*node.args.posonlyargs, *node.args.args]
+    without = len(positional) - len(node.args.defaults)
+    pairs = [
+        *zip(positional[without:], node.args.defaults, strict=True),
+        *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
+    ]
+    defaults: dict[str, object] = {}
+    rules: dict[str, Rule] = {}
+    for argument, default in pairs:
+        if default is None:
+            continue
+        if argument.arg in FIELDS:
+            raise ConfigError(
+                f"@recipe {name}: an option cannot be called {argument.arg}: recipe.{argument.arg} is "
+                "another key. Rename it."
+            )
+        try:
+            defaults[argument.arg] = ast.literal_eval(default)
+        except ValueError:
+            continue  # an expression: it has its value in the function, and is no key of the config
+        rules[argument.arg] = _rule(argument.annotation, defaults[argument.arg])
+    return RecipeFunction(name, defaults, rules)
+
+
+def _rule(annotation: ast.expr | None, default: object) -> Rule:
+    """The rule of an option: of its annotation, and without one of its default."""
+    if annotation is None:
+        return RULES.get(type(default).__name__, ANY)
+    members = [each.strip() for each in ast.unparse(annotation).strip("'\"").split("|")]
+    if all(member in RULES for member in members):
+        return either(*(RULES[member] for member in members))
+    return ANY
