@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.checkpoint.host_memory import PinnedStagingBuffer
 from launcher.checkpoint.manifest import MANIFEST, manifest_text
 from launcher.checkpoint.run_state import (
     MonitoredMetric,
@@ -20,7 +19,7 @@ from launcher.checkpoint.run_state import (
     SavedWith,
     Snapshot,
     TrainProgress,
-    stage,
+    begin_snapshot,
 )
 from launcher.checkpoint.storage import publish
 from launcher.checkpoint.tensors import write_bytes
@@ -97,8 +96,9 @@ def take(
 ) -> Snapshot | None:
     """The state of a run in memory of its own. A collective."""
     metric, extra = more.pop("metric", None), more.pop("extra", RunExtras())
-    staged = stage(stepper, env, identity, origin, progress, metric, extra, PinnedStagingBuffer(), **more)
-    return None if staged is None else staged.finish()
+    pending = begin_snapshot(stepper, more.pop("average", None), env)
+    assert not more
+    return None if pending is None else pending.finish(identity, origin, progress, metric, extra)
 
 
 def publish_steps(directory: Path, *steps: int) -> list[Path]:

@@ -107,14 +107,11 @@ class SaveSchedule:
         self._wait_s = min(2 * self._wait_s, LAST_RETRY_S)
 
 
-Finish = Callable[[], Snapshot]  # `PendingSnapshot.finish`
-
-
 class AsyncCheckpointWriter:
     """Writes snapshots into `directory` and retains the `keep` newest and the best.
 
-    All ranks make the same calls. Ranks whose snapshots are None write nothing and start no thread.
-    Leaving the context waits for the pending write.
+    A rank that has no snapshot writes nothing and starts no thread. Leaving the context waits for the
+    pending write.
     """
 
     def __init__(self, directory: Path, keep: int) -> None:
@@ -133,18 +130,11 @@ class AsyncCheckpointWriter:
         # The event before it ends the pauses of the write: nothing trains beside it any more.
         self._thread.shutdown(wait=True)
 
-    def publish(self, take: Callable[[], Finish | None]) -> SaveResult | None:
-        """Take a snapshot and start writing it; returns the previous report unless it was returned before.
-
-        Waits for the previous write first, so that host memory never holds two snapshots. `take` may be a
-        collective.
-        """
-        previous = self.wait()
-        finish = take()
+    def start(self, finish: Callable[[], Snapshot]) -> None:
+        """Begin to write the snapshot that `finish` returns on the writing thread. Only after `wait`."""
+        assert self._pending is None
         self._awaited.clear()
-        if finish is not None:
-            self._pending = self._thread.submit(self._write, finish)
-        return previous
+        self._pending = self._thread.submit(self._write, finish)
 
     def poll(self) -> SaveResult | None:
         """The report of a finished write, once; None where there is none or it is still pending."""
@@ -156,7 +146,7 @@ class AsyncCheckpointWriter:
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
-    def _write(self, finish: Finish) -> SaveResult:
+    def _write(self, finish: Callable[[], Snapshot]) -> SaveResult:
         snapshot = finish()
         began, step, path = time.perf_counter(), snapshot.progress.step, None
         error, size_bytes = None, 0

@@ -6,12 +6,12 @@ checkpoint is due, and what a failure means for the run, belongs to the caller.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from launcher.checkpoint import catalog, run_state
-from launcher.checkpoint.async_writer import AsyncCheckpointWriter, Finish, SaveResult
+from launcher.checkpoint.async_writer import AsyncCheckpointWriter, SaveResult
 from launcher.checkpoint.catalog import ResumeChoice
-from launcher.checkpoint.host_memory import PinnedStagingBuffer
 from launcher.checkpoint.run_state import (
     MonitoredMetric,
     RunExtras,
@@ -41,7 +41,7 @@ class Checkpointer:
         self.directory = directory
         self._env, self._stepper, self._average = env, stepper, average
         self._identity, self._origin = identity, origin
-        self._writer, self._memory = AsyncCheckpointWriter(directory, keep), PinnedStagingBuffer()
+        self._writer = AsyncCheckpointWriter(directory, keep)
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, and end the thread that writes."""
@@ -66,21 +66,12 @@ class Checkpointer:
         Waits for the checkpoint before this one, and returns its report, unless it was returned before.
         """
 
-        def take() -> Finish | None:
-            pending = run_state.stage(
-                self._stepper,
-                self._env,
-                self._identity,
-                self._origin,
-                progress,
-                metric,
-                extra,
-                self._memory,
-                self._average,
-            )
-            return None if pending is None else pending.finish
-
-        return self._writer.publish(take)
+        previous = self._writer.wait()  # first: host memory never holds two snapshots
+        pending = run_state.begin_snapshot(self._stepper, self._average, self._env)
+        if pending is not None:
+            about = self._identity, self._origin, progress, metric, extra
+            self._writer.start(partial(pending.finish, *about))
+        return previous
 
     def poll(self) -> SaveResult | None:
         """The report of a checkpoint that has been written, once; None where there is none."""

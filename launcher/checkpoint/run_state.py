@@ -6,13 +6,13 @@ Knows no files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from launcher.checkpoint.host_memory import Copies, PinnedStagingBuffer
+from launcher.checkpoint.host_memory import HostCopies
 from launcher.config.schema import Config
 from launcher.distributed.collectives import gather
 from launcher.distributed.env import RANK0, WorkerEnv
@@ -169,90 +169,80 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class PendingSnapshot:
-    """A snapshot whose copies the device may still be making; `finish` waits for them, on any thread.
+    """The tensors of a run after a step, whose copies the device may still be making."""
 
-    `begun` has all but the buffers, which `by_rank` gathers: of the run, and of the average under "average/".
-    """
+    copies: HostCopies
+    engine: EngineState  # without buffers, as is the average
+    average: AverageState | None
+    names: dict[str, str]
+    buffers: dict[str, Tensor]  # of all ranks
+    average_buffers: dict[str, Tensor]
 
-    begun: Snapshot
-    copies: Copies
-    by_rank: Callable[[], dict[str, Tensor]]
+    def finish(
+        self,
+        identity: RunIdentity,
+        origin: SavedWith,
+        progress: TrainProgress,
+        metric: MonitoredMetric | None,
+        extra: RunExtras,
+    ) -> Snapshot:
+        """Wait for the copies, on whichever thread, and return the whole state of the run.
 
-    def finish(self) -> Snapshot:
-        """The whole snapshot. Its buffers are those that a run on any number of ranks starts from."""
+        Its buffers are those that a run on any number of ranks starts from.
+        """
         self.copies.wait()
-        rows = self.by_rank()
-        buffers, of_average = _under("buffers/", rows), _under("average/", rows)
-        average = self.begun.average
-        return replace(
-            self.begun,
-            engine=replace(self.begun.engine, buffers=_of_all(buffers)),
-            rank_buffers={name: each for name, each in buffers.items() if not _equal_on_ranks(each)},
-            average=None if average is None else replace(average, buffers=_of_all(of_average)),
-            average_buffers=of_average,
+        average = self.average
+        return Snapshot(
+            engine=replace(self.engine, buffers=_of_all(self.buffers)),
+            progress=progress,
+            identity=identity,
+            origin=origin,
+            names=self.names,
+            rank_buffers={name: each for name, each in self.buffers.items() if not _equal_on_ranks(each)},
+            metric=metric,
+            extra=extra,
+            average=None if average is None else replace(average, buffers=_of_all(self.average_buffers)),
+            average_buffers=self.average_buffers,
         )
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
 
 
 def _of_all(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: mean_over_ranks(name, each) for name, each in rows.items()}
 
 
-def stage(
-    stepper: Stepper,
-    env: WorkerEnv,
-    identity: RunIdentity,
-    origin: SavedWith,
-    progress: TrainProgress,
-    metric: MonitoredMetric | None,
-    extra: RunExtras,
-    memory: PinnedStagingBuffer,
-    average: ExponentialMovingAverage | None = None,
+def begin_snapshot(
+    stepper: Stepper, average: ExponentialMovingAverage | None, env: WorkerEnv
 ) -> PendingSnapshot | None:
-    """Copy the run's state between steps, without waiting for the copies of weights and states into `memory`.
+    """Begin to copy the run's state between steps. A collective: None on all ranks but rank 0.
 
-    A collective: returns the snapshot on the leader, and None on the other ranks, which write nothing.
-    Training may continue at once: on the device, its next update waits for the copies. The snapshot is valid
-    until `memory` is used again.
+    Training may continue at once: on the device, its next update waits for the copies.
     """
-    state = stepper.state(RANK0, memory.allocate)
-    averages = None if average is None else average.state(RANK0, memory.allocate)
-    own = {
-        "buffers": state.buffers,
-        "average": {} if averages is None else averages.buffers,
-    }
-    # In one collective, after all that the ranks compute: each waits for the slowest of them.
-    by_rank = _gather_by_name(
-        {f"{kind}/{n}": t for kind, found in own.items() for n, t in found.items()}, env
-    )
+    state = stepper.state(RANK0)
+    averages = None if average is None else average.state(RANK0)
+    # After all that the ranks compute: each waits for the slowest of them.
+    buffers = _gathered(state.buffers, env)
+    average_buffers = {} if averages is None else _gathered(averages.buffers, env)
     # Only after the last collective: the ranks that save nothing take part in all of them.
     if not env.is_leader:
         return None
-    parts = {"weights": state.weights, "optimizer": state.optimizer}
-    if averages is not None:
-        parts["average"] = averages.weights
-    copies = memory.copy({f"{part}/{n}": t for part, tensors in parts.items() for n, t in tensors.items()})
+    copies = HostCopies(stepper.device)
+    pending = PendingSnapshot(
+        copies,
+        replace(
+            state,
+            weights=copies.copy(state.weights),
+            optimizer=copies.copy(state.optimizer),
+            buffers={},
+            counters=dict(state.counters),
+        ),
+        averages and AverageState(copies.copy(averages.weights), {}, dict(averages.counters)),
+        _state_dict_names(stepper.model),
+        buffers,
+        average_buffers,
+    )
     if copies.ready is not None:
         stepper.hold_update(copies.ready)
-    weights, optimizer, average_weights = (
-        _under(f"{part}/", copies.tensors) for part in ("weights", "optimizer", "average")
-    )
-    begun = Snapshot(
-        engine=replace(
-            state, weights=weights, optimizer=optimizer, buffers={}, counters=dict(state.counters)
-        ),
-        progress=progress,
-        identity=identity,
-        origin=origin,
-        names=_state_dict_names(stepper.model),
-        metric=metric,
-        extra=extra,
-        average=averages and AverageState(average_weights, {}, dict(averages.counters)),
-    )
-    return PendingSnapshot(begun, copies, by_rank)
+    return pending
 
 
 def restore(
@@ -291,29 +281,18 @@ def _restore_average(average: ExponentialMovingAverage, snapshot: Snapshot, env:
     average.load(saved)
 
 
-def _gather_by_name(tensors: Mapping[str, Tensor], env: WorkerEnv) -> Callable[[], dict[str, Tensor]]:
-    """A function that gives all ranks' values on the host, [world_size, *shape] by name.
-
-    A collective, one for all tensors. The function can be called later and on another thread.
-    """
+def _gathered(tensors: Mapping[str, Tensor], env: WorkerEnv) -> dict[str, Tensor]:
+    """All ranks' values on the host, [world_size, *shape] by name. A collective, one for all tensors."""
     if not tensors:
-        return dict
-    here = [tensor.detach().to(env.device) for tensor in tensors.values()]
-    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in here]
-    own, sizes = torch.cat(flat), [len(part) for part in flat]
+        return {}
+    flat = [t.detach().to(env.device).contiguous().reshape(-1).view(torch.uint8) for t in tensors.values()]
+    own = torch.cat(flat)
     ranks = [own] if env.group is None else gather(own, env.group)
-    gathered = torch.stack(ranks).cpu()
-    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-
-    def by_name() -> dict[str, Tensor]:
-        return {
-            name: _viewed(part, dtype, shape)
-            for (name, (dtype, shape)), part in zip(
-                kinds.items(), torch.split(gathered, sizes, dim=1), strict=True
-            )
-        }
-
-    return by_name
+    parts = torch.split(torch.stack(ranks).cpu(), [len(part) for part in flat], dim=1)
+    return {
+        name: _viewed(part, tensor.dtype, tensor.shape)
+        for (name, tensor), part in zip(tensors.items(), parts, strict=True)
+    }
 
 
 def _viewed(rows: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:

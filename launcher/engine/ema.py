@@ -16,7 +16,6 @@ from torch import Tensor
 
 import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
-from launcher.engine.grads.zero1 import Allocate, on_host
 from launcher.engine.names import named_buffers
 from launcher.engine.state import check_forms, check_names, forms_of
 from launcher.engine.stepper import Stepper
@@ -117,13 +116,13 @@ class ExponentialMovingAverage:
                 # step.
                 buffers.snapshot()
 
-    def state(self, rank: int | None = None, allocate: Allocate = on_host) -> AverageState:
+    def state(self, rank: int | None = None) -> AverageState:
         """The averages by name, views where possible. A collective where sharded. Waits for the device.
 
-        `rank` and `allocate` are those of `Stepper.state`.
+        `rank` is that of `Stepper.state`.
         """
         self._follow_loads()
-        weights = self._stepper.zero1.gather_full(self._weights, rank, allocate)
+        weights = self._stepper.zero1.gather_full(self._weights, rank)
         return AverageState(weights, self._named_statistics(), {"applied": int(self._applied)})
 
     @torch.no_grad()

@@ -11,13 +11,6 @@ from torch import Tensor, nn
 _WRAPPED = "_orig_mod"  # the one child of a module that torch.compile made
 
 
-def extent(tensor: Tensor) -> int:
-    """Elements from the first to the last in memory, both included."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters by name, in the order of registration; a tied one has the first of its names."""
     return {plain_name(name): p for name, p in model.named_parameters()}

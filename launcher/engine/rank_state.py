@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
-from launcher.engine.grads.zero1 import Allocate, Zero1, on_host
+from launcher.engine.grads.zero1 import Zero1
 from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.optim.torch_optimizer import AdaptedUpdater
 from launcher.engine.optim.update import Updater
@@ -41,22 +41,20 @@ class RankState:
         self.trained = torch.zeros((), dtype=torch.bool, device=self.layout.device)
         self._start()
 
-    def masters(self, rank: int | None = None, allocate: Allocate = on_host) -> dict[str, Tensor]:
+    def masters(self, rank: int | None = None) -> dict[str, Tensor]:
         """fp32 values of the trainable parameters by name, as `Zero1.gather_full`."""
-        return self.zero1.gather_full(self.zero1.masters(), rank, allocate)
+        return self.zero1.gather_full(self.zero1.masters(), rank)
 
-    def state(
-        self, reference_count: int | None, rank: int | None = None, allocate: Allocate = on_host
-    ) -> EngineState:
+    def state(self, reference_count: int | None, rank: int | None = None) -> EngineState:
         """Everything needed to resume bit for bit, views where possible. Waits for the device.
 
-        A collective where the optimizer is sharded: `rank` and `allocate` are those of `Zero1.gather_full`.
+        A collective where the optimizer is sharded: `rank` is that of `Zero1.gather_full`.
         """
-        collect = partial(self.zero1.gather_full, rank=rank, allocate=allocate)
+        collect = partial(self.zero1.gather_full, rank=rank)
         named = named_parameters(self.model).items()
         frozen = {name: widen(p.detach()) for name, p in named if not p.requires_grad}
         return EngineState(
-            weights=frozen | self.masters(rank, allocate),
+            weights=frozen | self.masters(rank),
             optimizer=self.updater.named_states(collect),
             buffers=named_buffers(self.model),
             counters=self.scale.counters(),

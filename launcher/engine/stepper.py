@@ -26,7 +26,6 @@ from launcher.engine.checks.step_warnings import warn_if_alone
 from launcher.engine.errors import EngineWarning, UnusableError, check_loss
 from launcher.engine.grads.communication import DDPOptions
 from launcher.engine.grads.param_grads import dry_backward
-from launcher.engine.grads.zero1 import Allocate, on_host
 from launcher.engine.optim.torch_optimizer import AnyOptimizer
 from launcher.engine.params.param_groups import ParameterGroup, idle_groups
 from launcher.engine.precision.fp32_modules import compute_in_fp32, names_in_fp32
@@ -265,17 +264,17 @@ class Stepper:
         self._parts.in_place.reload_model_params()
         return self._parts.rank_state.masters(rank)
 
-    def state(self, rank: int | None = None, allocate: Allocate = on_host) -> EngineState:
+    def state(self, rank: int | None = None) -> EngineState:
         """Everything needed to resume bit for bit, by name. Views where possible: clone() to keep it.
 
         Between steps only. Waits for the device. A collective where the optimizer is sharded, which gathers
         masters and states in host memory, a few MB at a time: on all ranks, or only on `rank` of the group;
-        the others' state then lacks the sharded parameters. `allocate(numel, pinned)` gives fp32 memory.
+        the others' state then lacks the sharded parameters.
         """
         self._step.check_between_steps("state()")
         self._parts.attached_params.check()
         self._parts.in_place.reload_model_params()
-        return self._parts.rank_state.state(self._step.normaliser.count, rank, allocate)
+        return self._parts.rank_state.state(self._step.normaliser.count, rank)
 
     def load(self, state: EngineState) -> ScaleStart:
         """Resume from `state`, also of another number of ranks or with other DDPOptions.

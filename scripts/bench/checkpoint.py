@@ -27,8 +27,9 @@ import statistics
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,8 +38,7 @@ from torch import nn
 from launcher.checkpoint import run_state, storage
 from launcher.checkpoint.async_writer import AsyncCheckpointWriter
 from launcher.checkpoint.catalog import newest_intact
-from launcher.checkpoint.host_memory import PinnedStagingBuffer
-from launcher.checkpoint.run_state import PendingSnapshot, RunExtras, RunIdentity, SavedWith, TrainProgress
+from launcher.checkpoint.run_state import RunExtras, RunIdentity, SavedWith, Snapshot, TrainProgress
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper
 from launcher.os.allocator import tune_malloc
@@ -80,7 +80,6 @@ class Job:
         tensors = [*model.named_parameters(), *model.named_buffers()]
         shapes = {key: list(tensor.shape) for key, tensor in tensors}
         self.identity = RunIdentity("bench", name, "adamw", "fp16", "random", 0, batch, batch, False, shapes)
-        self.memory = PinnedStagingBuffer()
         self.steps = 0
 
     def step(self) -> None:
@@ -91,11 +90,11 @@ class Job:
         self.stepper.step().read()
         self.steps += 1
 
-    def stage(self) -> PendingSnapshot | None:
+    def begin_snapshot(self) -> Callable[[], Snapshot]:
         origin, progress = SavedWith(1, "fp16"), TrainProgress(0, self.steps, self.steps)
-        return run_state.stage(
-            self.stepper, self.env, self.identity, origin, progress, None, RunExtras(), self.memory
-        )
+        pending = run_state.begin_snapshot(self.stepper, None, self.env)
+        assert pending is not None
+        return partial(pending.finish, self.identity, origin, progress, None, RunExtras())
 
 
 @dataclass(frozen=True)
@@ -205,9 +204,7 @@ class Files:
         self.job = Job(model, "state", torch.randn(1, side))
         self.job.labels = torch.zeros(1, dtype=torch.int64)
         self.job.step()
-        staged = self.job.stage()
-        assert staged is not None
-        self.snapshot = staged.finish()
+        self.snapshot = self.job.begin_snapshot()()
         self.directory, self.source, self.target = directory / "own", directory / "source", directory / "copy"
         self.write()
         (self.path,) = self.directory.iterdir()
@@ -300,7 +297,7 @@ def host_memory_over_size(job: Job, directory: Path) -> float:
     """Of the first checkpoint of a run, without concurrent steps, which allocate memory too."""
     job.step()
     with AsyncCheckpointWriter(directory, keep=1) as writer, Peak() as peak:
-        writer.publish(lambda: None if (pending := job.stage()) is None else pending.finish)
+        writer.start(job.begin_snapshot())
         report = writer.wait()
     assert report is not None
     return peak.bytes / report.size_bytes

@@ -10,7 +10,6 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -365,7 +364,8 @@ def test_the_best_is_that_which_the_run_names_and_is_kept(tmp_path: Path) -> Non
     bests = {1: None, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4}
     with AsyncCheckpointWriter(tmp_path, keep=1) as writer:
         for step, best in bests.items():
-            writer.publish(lambda step=step, best=best: partial(with_best, step, best))
+            writer.wait()
+            writer.start(partial(with_best, step, best))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006"]
     assert best_intact(tmp_path) == tmp_path / "step-00000004"
 
@@ -397,7 +397,7 @@ def test_what_cannot_be_deleted_is_reported_beside_what_was_written(tmp_path: Pa
     publish_steps(tmp_path, 1)
     (tmp_path / ".unfinished-step-00000009-0a1b2c3d").touch()  # somebody's: ours are directories
     with AsyncCheckpointWriter(tmp_path, keep=1) as writer:
-        writer.publish(lambda: partial(snapshot, 2))
+        writer.start(partial(snapshot, 2))
         report = writer.wait()
     assert report is not None
     assert report.path == tmp_path / "step-00000002"
@@ -442,7 +442,7 @@ def test_a_write_pauses_until_it_is_awaited(tmp_path: Path, monkeypatch) -> None
     monkeypatch.setattr("launcher.checkpoint.async_writer.SHARE", 1e-9)
     monkeypatch.setattr("launcher.checkpoint.async_writer.LONGEST_S", 3600.0)
     with AsyncCheckpointWriter(tmp_path, keep=2) as writer:
-        writer.publish(lambda: partial(snapshot, 1, num_values=10**6))  # 4 MB: the first pause takes minutes
+        writer.start(partial(snapshot, 1, num_values=10**6))  # 4 MB: the first pause takes minutes
         while not any(file.stat().st_size for file in tmp_path.glob("*/weights.safetensors")):
             time.sleep(0.001)
         assert writer.poll() is None
@@ -478,18 +478,15 @@ def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, mon
 
     monkeypatch.setattr("launcher.checkpoint.async_writer.publish", slow)
     with AsyncCheckpointWriter(tmp_path, keep=2) as writer:
-        assert writer.publish(lambda: partial(snapshot, 1)) is None
+        writer.start(partial(snapshot, 1))
         assert started.wait(10)
         assert writer.poll() is None  # the training continues meanwhile
         assert not list(tmp_path.iterdir())
         threading.Timer(0.05, may_finish.set).start()
-
-        def take_second() -> Callable[[], Snapshot]:
-            assert (tmp_path / "step-00000001").exists(), "two snapshots would be in memory"
-            return partial(snapshot, 2)
-
-        first = writer.publish(take_second)
+        first = writer.wait()
         assert first is not None
+        assert (tmp_path / "step-00000001").exists()
+        writer.start(partial(snapshot, 2))
         assert (first.step, first.error) == (1, None)
         second = writer.wait()
         assert second is not None
@@ -500,15 +497,8 @@ def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, mon
 
 def test_leaving_the_writer_waits_for_the_last_one(tmp_path: Path) -> None:
     with AsyncCheckpointWriter(tmp_path, keep=2) as writer:
-        writer.publish(lambda: partial(snapshot, 1))
+        writer.start(partial(snapshot, 1))
     assert same(load(tmp_path / "step-00000001"), snapshot(1))
-
-
-def test_a_rank_without_a_snapshot_writes_nothing(tmp_path: Path) -> None:
-    with AsyncCheckpointWriter(tmp_path, keep=1) as writer:
-        assert writer.publish(lambda: None) is None
-        assert writer.wait() is None
-    assert not list(tmp_path.iterdir())
 
 
 def test_when_one_is_due(monkeypatch) -> None:

@@ -133,7 +133,8 @@ def save_for_ever(pipe: Connection, directory: Path) -> None:
 
     with AsyncCheckpointWriter(directory, keep=2) as writer:
         for step in range(1, 10_000):
-            report = writer.publish(lambda step=step: partial(snapshot, step, num_values=20_000))  # type: ignore[misc]
+            report = writer.wait()
+            writer.start(partial(snapshot, step, num_values=20_000))
             if report is not None:
                 pipe.send(report.step if report.error is None else str(report.error))
 
@@ -147,7 +148,7 @@ def save_with_a_limit(pipe: Connection, directory: Path, limit_bytes: int) -> No
     with AsyncCheckpointWriter(directory, keep=2) as writer:
         for step, limit in ((1, hard), (2, limit_bytes), (3, hard)):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-            writer.publish(lambda step=step: partial(snapshot, step))  # type: ignore[misc]
+            writer.start(partial(snapshot, step))
             _tell(pipe, writer.wait())
             _tell(pipe, writer.wait())
             pipe.send(sorted(path.name for path in directory.iterdir()))
@@ -166,7 +167,7 @@ def save_on_a_full_disk(pipe: Connection, directory: Path) -> None:
         return
     with AsyncCheckpointWriter(directory, keep=2) as writer:
         for step, num_values in ((1, 4), (2, 20_000), (3, 4)):
-            writer.publish(lambda step=step, n=num_values: partial(snapshot, step, num_values=n))  # type: ignore[misc]
+            writer.start(partial(snapshot, step, num_values=num_values))
             _tell(pipe, writer.wait())
     found = newest_intact(directory)
     pipe.send((found.path and found.path.name, sorted(path.name for path in directory.iterdir())))
@@ -178,7 +179,7 @@ def save_in_a_read_only_place(pipe: Connection, directory: Path) -> None:
     from tests.snapshots import snapshot
 
     with AsyncCheckpointWriter(directory, keep=2) as writer:
-        writer.publish(lambda: partial(snapshot, 1))
+        writer.start(partial(snapshot, 1))
         _tell(pipe, writer.wait())
         try:
             mount_alone(bytes(directory), directory, None, MS_BIND, None)
@@ -187,7 +188,7 @@ def save_in_a_read_only_place(pipe: Connection, directory: Path) -> None:
             pipe.send(f"cannot mount: {error}")
             return
     with AsyncCheckpointWriter(directory, keep=2) as writer:
-        writer.publish(lambda: partial(snapshot, 2))
+        writer.start(partial(snapshot, 2))
         _tell(pipe, writer.wait())
 
 

@@ -7,7 +7,7 @@ optimizer states by the number of ranks; vectors are small and stay whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,7 @@ from launcher.engine.grads.collectives import ShardedSum, is_sharded, start_gath
 from launcher.engine.params.flat_buffers import FlatBuffer, ParamRange, Shard
 from launcher.engine.params.flat_params import GroupSlices, Layout
 
-Allocate = Callable[[int, bool], Tensor]  # fp32 host memory for so many elements, pinned or not
 CHUNK = 1 << 24  # elements gathered at once: 64 MB on a device
-
-
-def on_host(numel: int, pinned: bool) -> Tensor:
-    """New memory for `Zero1.gather_full`."""
-    return torch.empty(numel, dtype=torch.float32, pin_memory=pinned)
 
 
 class Zero1:
@@ -75,20 +69,18 @@ class Zero1:
         async_work.all_reduce(flag, self._group, dist.ReduceOp.MAX)
         return bool(flag)
 
-    def gather_full(
-        self, tensors: Sequence[Tensor], rank: int | None = None, allocate: Allocate = on_host
-    ) -> dict[str, Tensor]:
+    def gather_full(self, tensors: Sequence[Tensor], rank: int | None = None) -> dict[str, Tensor]:
         """fp32 values by parameter name from one flat tensor per shard.
 
-        Views where every rank holds all. Sharded ones are copied to the host memory that `allocate` gives, on
-        all ranks, or only on `rank` of the group: the others' result leaves those parameters out. That is a
-        collective, and takes CHUNK elements on the device, however large the model is.
+        Views where every rank holds all. Sharded ones are copied to new host memory, on all ranks, or only on
+        `rank` of the group: the others' result leaves those parameters out. That is a collective, and takes
+        CHUNK elements on the device, however large the model is.
         """
         found: dict[str, Tensor] = {}
         for flat_buffer in self._layout.flat_buffers:
             places = zip(tensors, self.places, strict=True)
             own = [tensor for tensor, (each, _) in places if each is flat_buffer]
-            whole = self._gathered(flat_buffer, own, rank, allocate) if self._divides(flat_buffer) else own[0]
+            whole = self._gathered(flat_buffer, own, rank) if self._divides(flat_buffer) else own[0]
             if whole is not None:
                 found |= {param.name: param.view(whole) for param in flat_buffer.params}
         if self.sharded and self._layout.device.type == "cuda":
@@ -169,14 +161,13 @@ class Zero1:
         """Whether each rank owns a shard of each bucket, not all of them."""
         return isinstance(self._collectives[flat_buffer.name], ShardedSum)
 
-    def _gathered(
-        self, flat_buffer: FlatBuffer, own: Sequence[Tensor], rank: int | None, allocate: Allocate
-    ) -> Tensor | None:
+    def _gathered(self, flat_buffer: FlatBuffer, own: Sequence[Tensor], rank: int | None) -> Tensor | None:
         """All ranks' values of a flat buffer on the host; None on a rank that is not to have them."""
         assert self._group is not None
         world_size, whole = dist.get_world_size(self._group), None
         if rank is None or rank == dist.get_rank(self._group):
-            whole = allocate(flat_buffer.numel, self._layout.device.type == "cuda")
+            pinned = self._layout.device.type == "cuda"
+            whole = torch.empty(flat_buffer.numel, dtype=torch.float32, pin_memory=pinned)
         # CHUNK counts the elements of all ranks, which arrive together.
         step = max(1, CHUNK // world_size)
         for bucket_range, tensor in zip(flat_buffer.bucket_ranges, own, strict=True):

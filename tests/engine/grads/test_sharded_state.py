@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import launcher.engine.grads.zero1 as zero1
-from launcher.checkpoint.host_memory import PinnedStagingBuffer
-from launcher.checkpoint.run_state import RunExtras, RunIdentity, SavedWith, TrainProgress, stage
+from launcher.checkpoint.run_state import RunExtras, RunIdentity, SavedWith, TrainProgress, begin_snapshot
 from launcher.distributed.env import RANK0, WorkerEnv
 from launcher.engine import AdamW, DDPOptions, ExponentialMovingAverage, Policy, Scaling, Stepper
 from launcher.trainer.replica_consistency import ema_sha256, weights_sha256
@@ -107,7 +106,7 @@ def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
     zero1.CHUNK = 100  # many pieces for a parameter, and a last one that is shorter
     ddp = DDPOptions(shard_optimizer=sharded)
     stepper = Stepper(conv_net(), AdamW(0.01), Policy.fp16(), env.group, ddp=ddp, scaling=Scaling(init=1024))
-    average, memory = ExponentialMovingAverage(stepper, 0.9), PinnedStagingBuffer()
+    average = ExponentialMovingAverage(stepper, 0.9)
     for number in range(3):
         train(stepper, *features(8, 10 * number + env.rank, (3, 8, 8)))
         average.update(number)
@@ -121,31 +120,19 @@ def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
             assert all(torch.equal(value, values[name]) for name, value in getattr(state, part).items())
     assert stepper.named_masters(1).keys() == other.weights.keys()
     identity, progress = RunIdentity.of(composed(), stepper.model, 100), TrainProgress(0, 3, 24)
-    places = []
     for _ in range(2):
         present = stepper.state()
-        staged = stage(
-            stepper,
-            env,
-            identity,
-            SavedWith(env.world_size, "fp16"),
-            progress,
-            None,
-            RunExtras(),
-            memory,
-            average,
-        )
-        assert (staged is None) == (env.rank != RANK0)
-        if staged is not None:
-            snapshot = staged.finish()
-            places.append({name: value.data_ptr() for name, value in snapshot.engine.optimizer.items()})
+        pending = begin_snapshot(stepper, average, env)
+        assert (pending is None) == (env.rank != RANK0)
+        if pending is not None:
+            origin = SavedWith(env.world_size, "fp16")
+            snapshot = pending.finish(identity, origin, progress, None, RunExtras())
             for part in ("weights", "optimizer"):
                 values = getattr(present, part)
                 saved = getattr(snapshot.engine, part)
                 assert all(torch.equal(value, saved[name]) for name, value in values.items())
             averages = snapshot.average.weights
         train(stepper, *features(8, env.rank, (3, 8, 8)))  # what is saved is a copy
-    assert places[1:] == places[:1]  # in the same memory
     whole = average.state().weights
     if env.rank == RANK0:
         assert all(torch.equal(value, whole[name]) for name, value in averages.items())
