@@ -23,7 +23,6 @@ class StepTime:
     update_ms: float
     rank: int | None
     waited_ms: float  # that another rank waits longer, in the exchange of gradients
-    overhead_ms: float  # of the parts: what the host spends whatever the size of the batch
 
 
 @dataclass(frozen=True)

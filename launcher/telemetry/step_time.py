@@ -56,14 +56,12 @@ ADVICE = {
 class TimeShares:
     """Average milliseconds of a step and of its parts, over `num_steps` steps.
 
-    `overhead_ms` is what the host spends within the parts whatever the size of the batch, as far as it is
-    known. `rank` is the one that the times are of, given where the others wait for it.
+    `rank` is the one that the times are of, given where the others wait for it.
     """
 
     num_steps: int
     step_ms: float
     parts_ms: dict[str, float]
-    overhead_ms: float = field(default=0.0, kw_only=True)
     rank: int | None = field(default=None, kw_only=True)
 
     def share(self, part: str) -> float:
@@ -77,7 +75,7 @@ class TimeShares:
     @property
     def overhead_share(self) -> float:
         """The share of the step that is no waiting and would not be shorter with fewer samples."""
-        return (self.other_ms + self.overhead_ms) / self.step_ms
+        return self.other_ms / self.step_ms
 
     @property
     def bound(self) -> str:
@@ -144,11 +142,11 @@ def time_at_end(end: EndEvent) -> TimeShares | None:
     if time is None or time.steps < 1 or not time.step_ms:
         return None
     parts_ms = {part: getattr(time, part) for part in PARTS}
-    if not all(map(_is_time, (time.step_ms, time.overhead_ms, time.waited_ms, *parts_ms.values()))):
+    if not all(map(_is_time, (time.step_ms, time.waited_ms, *parts_ms.values()))):
         return None
     waits = time.waited_ms >= OTHERS_WAIT * time.step_ms
     rank = time.rank if waits else None
-    return TimeShares(time.steps, time.step_ms, parts_ms, overhead_ms=time.overhead_ms, rank=rank)
+    return TimeShares(time.steps, time.step_ms, parts_ms, rank=rank)
 
 
 def _is_time(value: float) -> bool:

@@ -33,7 +33,6 @@ from launcher.trainer.builders.memory_format import choose_memory_format
 from launcher.trainer.callbacks.micro_batch import MicroBatch
 from launcher.trainer.callbacks.pretrained_weights import LoadReport, PretrainedWeights, load_weights
 from launcher.trainer.context import TrainContext
-from launcher.trainer.diagnostics.host_cost import host_ms_per_layer
 from launcher.trainer.errors.recipe_errors import guarding, wrap_recipe
 from launcher.trainer.evaluation_loop import EvaluationLoop
 from launcher.trainer.progress import ResumePoint, TrainLength
@@ -123,7 +122,6 @@ def _build_context(
     heartbeat.beat("comparing the models")
     stepper = build.build_stepper(config, env, recipe, model, plan, rates)
     average = build.weight_average(config, stepper)
-    host_ms = host_ms_per_layer(stepper.forward, env.device, stepper.policy.weights)
     context = TrainContext(
         config,
         env,
@@ -139,7 +137,6 @@ def _build_context(
         model,
         stepper,
         TrainAccuracy(env, None if labels is None else recipe.label_column),
-        host_ms,
         average,
     )
     return context, weights

@@ -49,7 +49,6 @@ class TrainContext:
     model: nn.Module
     stepper: Stepper
     answers: TrainAccuracy
-    host_ms: float  # per layer: what the host spends on it, however small
     average: ExponentialMovingAverage | None = None  # of the weights, where ema.decay asks for one
     batches: Batches = field(init=False)  # known once it is known where the run starts
     callbacks: CallbackList = field(default_factory=CallbackList)

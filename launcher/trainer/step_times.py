@@ -15,11 +15,6 @@ from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import WorkerEnv
 from launcher.engine.step_timer import PARTS, UPDATE, WIRE
 
-AROUND_THE_LAYERS = 3  # loss, its scaling, and what is counted take as long as so many small layers
-# Per parameter, what the plain form of AdamW moves; bytes per second of one core with slow memory. Both err
-# towards a longer update, so that a large model is never said to be bound by the host.
-UPDATE_BYTES, SLOW_MEMORY = 40, 4e9
-
 
 def parts_of(spans_ms: Mapping[str, float], world_size: int) -> dict[str, float]:
     """Milliseconds by part, as events have them. On one rank, reading the gradient is part of the update."""
@@ -77,16 +72,3 @@ def slowest_rank_times(env: WorkerEnv, times: PhaseTimer) -> dict[str, Any] | No
     waits = [means[f"{WIRE}_ms"] for means in ranks]
     slowest = waits.index(min(waits))
     return {**ranks[slowest], "rank": slowest, "waited_ms": max(waits) - min(waits)}
-
-
-def overhead_ms(
-    means: Mapping[str, float], per_layer_ms: float, layers: int, passes: int, numel: int
-) -> float:
-    """What of a step's parts the host would spend on a model and a batch of any size, as far as it is known.
-
-    Of `passes` forward and backward passes, the cost of the `layers` and of what surrounds them; of the
-    update, what it takes beyond moving the memory of `numel` parameters.
-    """
-    compute = min(means["compute_ms"], per_layer_ms * (layers + AROUND_THE_LAYERS) * passes)
-    moving_ms = 1e3 * numel * UPDATE_BYTES / SLOW_MEMORY
-    return compute + max(0.0, means["update_ms"] - moving_ms)

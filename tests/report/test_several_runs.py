@@ -21,7 +21,7 @@ from launcher.run_dir.atomic import json_line, write_json
 from tests.limits import at_most
 from tests.report.test_page import HOSTILE, Page
 
-TIMES = dict.fromkeys(("step_ms", "data_ms", "compute_ms", "wire_ms", "update_ms", "overhead_ms"), 10.0)
+TIMES = dict.fromkeys(("step_ms", "data_ms", "compute_ms", "wire_ms", "update_ms"), 10.0)
 STEP_TIME = {**TIMES, "steps": 9, "rank": 0, "waited_ms": 5.0}
 SERIES = re.compile(r'data-name="([^"]*)" data-x="([^"]*)" data-y="([^"]*)"')
 

@@ -47,7 +47,6 @@ def context_alone(telemetry: Telemetry, limits: LossScaleConfig, log_every_steps
         model=model,
         stepper=Stepper(model, SGD(lr=0.1)),
         answers=absent,
-        host_ms=0.0,
     )
     # One step late, as on a GPU.
     context.step_reader = StepReader(telemetry, context.flags, context.callbacks, PLAN)

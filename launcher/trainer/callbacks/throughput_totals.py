@@ -8,9 +8,8 @@ from typing import Any
 from launcher.run_dir.result import Result, StepTime
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
-from launcher.trainer.diagnostics.host_cost import num_layers
 from launcher.trainer.progress import Position
-from launcher.trainer.step_times import PhaseTimer, overhead_ms, slowest_rank_times
+from launcher.trainer.step_times import PhaseTimer, slowest_rank_times
 
 
 class ThroughputTotals(Callback):
@@ -45,9 +44,5 @@ class ThroughputTotals(Callback):
             training_seconds=self._seconds,  # `seconds` are those of the last process
             wire_bytes_per_step=self._wire_bytes_per_step,
         )
-        context = self._context
-        if (times := slowest_rank_times(context.env, self._times)) is not None:
-            passes, numel = context.batches.plan.micro_batches, context.stepper.num_trainable
-            added = overhead_ms(times, context.host_ms, num_layers(context.model), passes, numel)
-            result = replace(result, step_time=StepTime(**times, overhead_ms=added))
-        return result
+        times = slowest_rank_times(self._context.env, self._times)
+        return result if times is None else replace(result, step_time=StepTime(**times))

@@ -203,7 +203,7 @@ def test_the_verdict_names_the_part_that_takes_too_much(parts, verdict):
 
 def at_end(**changed):
     parts = {"data_ms": 1.0, "compute_ms": 6.0, "wire_ms": 1.0, "update_ms": 1.0}
-    of_rank = {"steps": 9, "rank": 1, "waited_ms": 0.0, "overhead_ms": 0.0, "step_ms": 10.0}
+    of_rank = {"steps": 9, "rank": 1, "waited_ms": 0.0, "step_ms": 10.0}
     return {"step_time": parts | of_rank | changed}
 
 
@@ -211,8 +211,7 @@ def at_end(**changed):
     ("changed", "verdict"),
     [
         ({}, "compute-bound: 60 % of the step is forward"),
-        ({"overhead_ms": 3.0}, "overhead-bound: 40 % of the step is work of the host"),
-        ({"overhead_ms": 3.0, "data_ms": 4.5}, "input-bound: 45 % of the step waits for data"),
+        ({"data_ms": 4.0}, "input-bound: 40 % of the step waits for data"),
         ({"step_ms": 20.0}, "overhead-bound: 55 %"),
         (
             {"waited_ms": 1.0},
