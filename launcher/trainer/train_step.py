@@ -15,7 +15,7 @@ from launcher.engine.step_timer import DATA
 from launcher.errors import DataError
 from launcher.recipe.contract import Loss, loss_of
 from launcher.trainer.context import TrainContext
-from launcher.trainer.errors.model_mistakes import explain_backward_error, unregistered_parameters
+from launcher.trainer.errors.model_mistakes import unregistered_parameters
 from launcher.trainer.out_of_memory import abandons_after
 from launcher.trainer.progress import Position
 from launcher.trainer.step_flags import StepFlag, samples_of
@@ -83,10 +83,5 @@ class TrainStep:
             self.checked_unregistered = True
             if text := unregistered_parameters(of_batch.sum, self.network):
                 warnings.warn(text, EngineWarning, stacklevel=2)
-        try:
-            self.stepper.backward(of_batch.sum, of_batch.count)
-        except RuntimeError as error:
-            if (mistake := explain_backward_error(error)) is None:
-                raise
-            raise mistake from error
+        self.stepper.backward(of_batch.sum, of_batch.count)
         return of_batch

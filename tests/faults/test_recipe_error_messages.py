@@ -93,18 +93,6 @@ MISTAKES: dict[str, tuple[str, str, int, str]] = {
         "in samples 2, 5, 8, 11, 14 of this micro-batch, counted from 0. A label must be at least 0 and less "
         "than the number of the model's outputs. Give it at least 3 outputs",
     ),
-    "inputs of float64": (
-        "RECIPE",
-        "columns['x'] = x.double(); train = validation = TensorData(columns)",
-        7,
-        ", 4], but a model's inputs have to be float32: convert what the model reads with .float()",
-    ),
-    "inputs of integers": (
-        "RECIPE",
-        "columns['x'] = x.long(); train = validation = TensorData(columns)",
-        7,
-        "The batch holds the column x of int64 [",
-    ),
     "an exception in build_model": (
         "BUILD",
         "return Model(7)",

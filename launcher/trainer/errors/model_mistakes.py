@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from launcher.errors import ConfigError, listed, whole_text
+from launcher.errors import listed
 
 SHAPES = re.compile(
     r"shapes cannot be multiplied|size mismatch|must match (the size|except|in)|Sizes of tensors|"
@@ -64,13 +64,3 @@ def failing_module_inputs(error: BaseException) -> str:
     title = f"module {name}" if name else "the model"
     kind = f"{type(module).__name__}({module.extra_repr()})"
     return f"{title}, {kind}, was given {' and '.join(shapes) or 'no tensor'}"
-
-
-def explain_backward_error(error: BaseException) -> ConfigError | None:
-    """The error of a backward pass through a graph that is freed; None for any other."""
-    if "backward through the graph a second time" not in whole_text(error):
-        return None
-    return ConfigError(
-        "the loss depends on a tensor of an earlier step, whose graph is freed. Keep x.detach() from one "
-        "step to the next, as of a hidden state; compute again in each step what is trained."
-    )

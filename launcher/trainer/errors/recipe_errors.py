@@ -17,7 +17,6 @@ from dataclasses import replace
 from types import CodeType
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from launcher.config.messages import install_line
@@ -34,23 +33,10 @@ from launcher.trainer.errors.model_mistakes import SHAPES, failing_module_inputs
 
 Result = TypeVar("Result")
 IN_LOG = "The full traceback is in"
-DTYPES = re.compile(
-    r"mat1 and mat2 must have the same dtype|expected .* to have the same dtype|should be the same"
-)  # from a linear layer or product, an einsum, a convolution
 TARGET = re.compile(r"Target (-?\d+) is out of bounds")
-OF_NORMS = {  # by what torch says
-    "Expected more than 1 value per channel when training": "A batch norm divides by the variance of a "
-    "channel, and a single value per channel has none. Give each rank at least two samples per forward pass: "
-    "raise data.batch_size or data.micro_batch_size, set data.drop_last=true if it is the rest of an epoch, "
-    "or use nn.LayerNorm.",
-    "Expected more than 1 spatial element when training": "An instance norm divides by the variance of a "
-    "sample's channel, which is a single value here. Give the model larger inputs, reduce their size less "
-    "before it, or use nn.GroupNorm.",
-}
+BATCH_NORM = "Expected more than 1 value per channel when training"
 SHOWN_ROWS = 8
 OF_A_RUN = frozenset({"log", "log_artifact", "summary", "config", "define_metric"})  # of wandb.run
-LABELS = re.compile(r"target dtype to be Long|scalar type Long but found")
-OVER_FP16 = re.compile(r"cannot be converted to type \S*Half without overflow")
 CALLED_WITH = {  # what the launcher gives to the functions of a recipe, in order
     "build_model": "()",
     "loss": "(network, batch)",
@@ -134,7 +120,6 @@ def recipe_failure(
         return None
     rule = _rule(error, batch or {})
     compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
-    beyond = OVER_FP16.search(whole_text(error)) is not None
     viewed = "view size is not compatible" in whole_text(error)
     is_shape = not rule and isinstance(error, RuntimeError | ValueError) and SHAPES.search(whole_text(error))
     if is_shape and (given := failing_module_inputs(error)):
@@ -143,14 +128,12 @@ def recipe_failure(
     kind = DataError if rule else ConfigError if of_metric else RecipeError
     if compiler:
         rule = "It is torch's compiler that failed: set train.compile=false."
-    if beyond:
-        rule = "fp16 ends at 65504: use torch.finfo(x.dtype).min and .max for x, or compute it in x.float()."
     if viewed:
         rule = (
             "Use .flatten() or .reshape() in place of .view(). If it is what a convolution returned, "
             "train.channels_last=false makes it contiguous."
         )
-    failure = (ConfigError if of_setup or is_shape or beyond or viewed or compiler else kind)(
+    failure = (ConfigError if of_setup or is_shape or viewed or compiler else kind)(
         f"{what} failed{where}: {described(error).removesuffix('.')}.{' ' if rule else ''}{rule} "
         f"{IN_LOG} {logs}."
     )
@@ -240,14 +223,12 @@ def _rule(error: Exception, batch: Mapping[str, object]) -> str:
             "The launcher owns the run of the tracker: return {name: value} from on_eval_end or a "
             "metric, and every tracker gets it, with the step."
         )
-    if isinstance(error, RuntimeError) and batch and LABELS.search(whole_text(error)):
-        return "Labels of classes must be int64: convert them with .long() in the recipe's TensorData."
-    if isinstance(error, ValueError):
-        return next((rule for pattern, rule in OF_NORMS.items() if pattern in whole_text(error)), "")
-    if isinstance(error, RuntimeError) and DTYPES.search(whole_text(error)) and (columns := _not_fp32(batch)):
+    if isinstance(error, ValueError) and BATCH_NORM in whole_text(error):
         return (
-            f"The batch holds {columns}, but a model's inputs have to be float32: convert what the model "
-            "reads with .float() in the recipe's TensorData (NumPy's numbers are float64)."
+            "A batch norm divides by the variance of a channel, and a single value per channel has none. "
+            "Give each rank at least two samples per forward pass: raise data.batch_size or "
+            "data.micro_batch_size, set data.drop_last=true if it is the rest of an epoch, or use "
+            "nn.LayerNorm."
         )
     return ""
 
@@ -268,20 +249,6 @@ def _is_of_wandb(error: Exception) -> bool:
     if isinstance(error, AttributeError) and error.obj is None and error.name in OF_A_RUN:
         return any("wandb" in line for line in linecache.getlines(place_of(error).partition(":")[0]))
     return type(error).__module__.partition(".")[0] == "wandb"
-
-
-def _not_fp32(batch: Mapping[str, object]) -> str:
-    """The columns that a model's arithmetic may refuse, with dtype and shape.
-
-    Integers only where no column is float64: most are labels.
-    """
-    tensors = {name: each for name, each in batch.items() if isinstance(each, Tensor)}
-    double = {name: each for name, each in tensors.items() if each.dtype == torch.float64}
-    chosen = double or {name: each for name, each in tensors.items() if not each.is_floating_point()}
-    return " and ".join(
-        f"the column {name} of {str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
-        for name, each in chosen.items()
-    )
 
 
 def _is_a_name(key: object) -> bool:

@@ -1,4 +1,4 @@
-"""Which module of a model was given what it cannot compute with, and mistakes that a backward pass shows."""
+"""Which module of a model was given what it cannot compute with, and parameters that it does not hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from launcher.trainer.errors.model_mistakes import (
     SHAPES,
-    explain_backward_error,
     failing_module_inputs,
     unregistered_parameters,
 )
@@ -105,28 +104,3 @@ def test_an_error_outside_of_a_model_names_no_module() -> None:
 )
 def test_other_errors_are_not_about_shapes(text: str) -> None:
     assert SHAPES.search(text) is None
-
-
-def in_backward(model: nn.Module) -> RuntimeError:
-    with pytest.raises(RuntimeError) as caught:
-        model(torch.ones(2, 3, requires_grad=True)).sum().backward()
-    return caught.value
-
-
-def test_a_state_that_is_kept_with_its_graph_is_to_be_detached() -> None:
-    class Keeping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.state: Tensor | float = 0.0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.state = torch.sigmoid(x + self.state)
-            return self.state
-
-    model = Keeping()
-    model(torch.ones(2, 3, requires_grad=True)).sum().backward()
-    assert "Keep x.detach() from one step to the next" in str(explain_backward_error(in_backward(model)))
-
-
-def test_another_error_of_a_backward_pass_is_no_mistake_in_place() -> None:
-    assert explain_backward_error(RuntimeError("out of luck")) is None
