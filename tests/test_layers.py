@@ -45,7 +45,7 @@ ENGINE_LAYERS = (
     {"__init__"},
 )
 TRAINER_LAYERS = (
-    {"step_flags", "progress", "warning_log", "uncompiled", "device", "train_accuracy"},
+    {"step_flags", "progress", "warning_log", "device", "train_accuracy"},
     {"step_times", "replica_consistency", "errors"},
     {"callback"},
     {"pruning", "step_reader"},

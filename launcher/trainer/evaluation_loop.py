@@ -30,7 +30,6 @@ from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import guarding
 from launcher.trainer.progress import EvalOutcome, Position
 from launcher.trainer.step_flags import StepFlag
-from launcher.trainer.uncompiled import uncompiled
 
 HIGHER_IS_BETTER = {"loss": False, "train_loss": False, "train_accuracy": True}  # in every evaluation
 
@@ -64,7 +63,7 @@ class EvaluationLoop:
         if (average := self._context.average) is not None:
             average.flush()
         # Uncompiled: graphs of their own would take time, and depend on the batches of an evaluation.
-        plain = uncompiled() if self._context.config.train.compile == BLOCKS else nullcontext()
+        plain = device.uncompiled() if self._context.config.train.compile == BLOCKS else nullcontext()
         try:
             with plain, nullcontext() if average is None else average.in_model():
                 self.latest = {name: self._evaluate(name, position) for name in self.data}

@@ -161,24 +161,6 @@ def test_a_model_without_shapes_is_refused_with_its_layers() -> None:
         build_model(composed(), recipe, ALONE, PLAN)
 
 
-def test_a_recipe_that_switches_gradients_off_is_refused() -> None:
-    def build() -> nn.Module:
-        torch.set_grad_enabled(False)
-        return mlp()
-
-    try:
-        with pytest.raises(ConfigError, match=r"gradients are switched off: .*set_grad_enabled\(False\)"):
-            build_model(composed(), Recipe(build, DATA, DATA, cross_entropy), ALONE, PLAN)
-    finally:
-        torch.set_grad_enabled(True)
-
-
-def test_a_recipe_that_destroys_the_process_group_is_refused() -> None:
-    of_two = replace(ALONE, world_size=2, group=object())  # type: ignore[arg-type]  # none is initialised
-    with pytest.raises(ConfigError, match=r"has called torch\.distributed\.destroy_process_group\(\)"):
-        build_model(composed(), Recipe(mlp, DATA, DATA, cross_entropy), of_two, PLAN)
-
-
 def test_a_schedule_of_the_recipe_decides_on_the_whole_course() -> None:
     """In place of the config's and of its warm-up, which is said; at the same rates on every rank."""
     config = composed("optim.lr=0.2", "schedule.warmup_fraction=0.5", "train.max_steps=4")

@@ -11,7 +11,6 @@ import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -50,7 +49,6 @@ def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan)
             f"the recipe's build_model returned {given}. It must return an nn.Module: end it with return "
             "model, and build what is a class."
         )
-    check_autograd_and_group(env)
     tensors = [*built.named_parameters(), *built.named_buffers()]
     if lazy := [name for name, value in tensors if is_lazy(value)]:
         raise ConfigError(
@@ -63,21 +61,6 @@ def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan)
     if not config.model.sync_bn or env.group is None:
         return model
     return synchronised(model, env, plan)
-
-
-def check_autograd_and_group(env: WorkerEnv) -> None:
-    """Raise ConfigError if code of the recipe has left the process without what training needs."""
-    if not torch.is_grad_enabled():
-        raise ConfigError(
-            "gradients are switched off: the recipe, or what it imports, has called "
-            "torch.set_grad_enabled(False). Remove the call, or use `with torch.no_grad():` around what "
-            "needs no gradients."
-        )
-    if env.group is not None and not dist.is_initialized():
-        raise ConfigError(
-            "the recipe has called torch.distributed.destroy_process_group(). Remove the call: the launcher "
-            "ends the process group itself."
-        )
 
 
 def build_optimizer(optim: OptimConfig, recipes: str | None) -> SGD | AdamW | TorchOptimizer:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine.names import named_buffers, named_modules, named_parameters
-from launcher.trainer.uncompiled import uncompiled
+from launcher.trainer.device import uncompiled
 
 Kind = Literal["nan", "inf"]
 MAX_ROWS = 64  # rows of an output that are listed; more would not help

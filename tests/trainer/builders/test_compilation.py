@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from launcher.engine import SGD, Policy, Stepper
 from launcher.errors import ConfigError
 from launcher.trainer.builders.compilation import compiled, kinds_of_blocks, repeated_blocks
+from launcher.trainer.device import uncompiled
 from launcher.trainer.diagnostics.nonfinite import diagnose, diagnose_backward
-from launcher.trainer.uncompiled import uncompiled
 from tests.models import mlp
 
 OF_COMPILER = pytest.mark.filterwarnings(
