@@ -13,7 +13,6 @@ import shutil
 from dataclasses import asdict
 
 from launcher.checkpoint.async_writer import SaveResult, SaveSchedule
-from launcher.checkpoint.run_state import MonitoredMetric
 from launcher.config.messages import directory_override, program
 from launcher.distributed.collectives import all_gather_str
 from launcher.errors import TO_RESUME, PreemptedError, PrunedError, StorageError
@@ -65,7 +64,7 @@ class CheckpointCallback(Callback):
             context.stepper.vote(StepFlag.ABORT)
 
     def on_step_end(self, position: Position, measured: EvalOutcome | None) -> None:
-        """Save and stop as voted and as due, the same on all ranks.
+        """Decide, save, and end the run, the same on all ranks.
 
         `measured` is from this step; None if there was no evaluation, or an interrupted one. Raises
         PreemptedError for a run that was asked to stop, PrunedError for one that a sweep has given up, and
@@ -75,20 +74,18 @@ class CheckpointCallback(Callback):
         if measured is None and not (self._context.flags.some or due):
             return
         agreed = self._context.flags.take()
-        done = measured is not None and measured.is_last
-        stops = StepFlag.STOP in agreed and not done
-        if StepFlag.ABORT in agreed and (failure := self._from_rank0(self._failure)):
-            raise StorageError(failure)  # unless a later one was written
+        at_end = measured is not None and measured.is_last
+        is_best = measured is not None and measured.is_best
+        stops = StepFlag.STOP in agreed and not at_end
+        if StepFlag.ABORT in agreed:
+            self._raise_failure(self._failure)  # empty if a later one was written
         pruned = self._request_to_prune() if stops else None
         if pruned is not None and not pruned.keep_checkpoint:
             self._delete_checkpoints()
             raise PrunedError(f"after step {position.step}: {pruned.reason}; no checkpoint was kept.")
-        is_best = measured is not None and measured.is_best
-        if is_best:
-            self._best_step = position.step
-        if stops or done or is_best or due or StepFlag.SAVE in agreed:
-            self._save(position, None if measured is None else measured.metric)
-        if stops or done:
+        if stops or at_end or due or is_best or StepFlag.SAVE in agreed:
+            self._save(position, measured)
+        if stops or at_end:
             self._refuse_unsaved()
         if stops:
             self._context.step_reader.flush_all()
@@ -97,11 +94,15 @@ class CheckpointCallback(Callback):
     def _refuse_unsaved(self) -> None:
         """Raise StorageError, on all ranks, for a run that ends here and whose last checkpoint failed."""
         self._report(self._checkpointer.wait())
-        failure = self._failure and (
-            f"the run is not saved: {self._failure} After freeing space, the same command with "
+        self._raise_failure(
+            self._failure
+            and f"the run is not saved: {self._failure} After freeing space, the same command with "
             f"{self._run_dir} resumes from the newest checkpoint."
         )
-        if failure := self._from_rank0(failure):
+
+    def _raise_failure(self, text: str) -> None:
+        """Raise StorageError, on all ranks, where rank 0 has this text. A collective."""
+        if failure := self._from_rank0(text):
             raise StorageError(failure)
 
     def _stopped(self, step: int, pruned: PruneRequest | None) -> PreemptedError:
@@ -134,14 +135,16 @@ class CheckpointCallback(Callback):
         if self._context.env.is_leader:
             shutil.rmtree(self._checkpointer.directory, ignore_errors=True)
 
-    def _save(self, position: Position, metric: MonitoredMetric | None) -> None:
+    def _save(self, position: Position, measured: EvalOutcome | None) -> None:
+        if measured is not None and measured.is_best:
+            self._best_step = position.step
         self._context.step_reader.flush()  # raises if the run has diverged, which is then not saved
         self._context.telemetry.flush()
         self._context.heartbeat.beat("consistency check")
         # Before anything is copied: a difference between the ranks ends the run, and is never saved.
         check_replicas(self._context.stepper, self._context.average)
         self._context.heartbeat.beat("checkpoint")
-        self._report(self._saved.save(position, metric))
+        self._report(self._saved.save(position, None if measured is None else measured.metric))
         self.due.done()
         self._context.step_reader.restart_timer()
 
