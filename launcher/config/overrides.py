@@ -6,14 +6,11 @@ their error messages. Refuses overrides that name code, call resolvers or add an
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
-from hydra.errors import HydraException
 
 from launcher.config.environment_values import CALL, resolver_problem
 from launcher.config.messages import nearest, shortened, show, suggestion
@@ -172,23 +169,9 @@ def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | Non
         return f"{group}={choice}: is not supported: {reason}. Choose from {', '.join(choices)}."
     if group == "tracker" and isinstance(choice, list):
         return f"{group}={show(choice)}: several trackers are the list of a key: tracker.name={show(choice)}."
-    if name := misparsed_name(choice, choices):
-        return f"{group}={name}: is read as a number, true or false. Quote the name: '{group}=\"{name}\"'."
     near, name = nearest(show(choice), choices), show(choice)
     own = OWN_RECIPE.format(name=name) if group == "recipe" and not near else ""
     return f"{group}={name}: there is no such {group}.{suggestion(near)} All: {', '.join(choices)}.{own}"
-
-
-def misparsed_name(value: object, choices: Sequence[str]) -> str | None:
-    """The choice whose unquoted name Hydra parses as this value, not as a string: nan, 1e3, true."""
-    if isinstance(value, str):
-        return None
-    parser = OverridesParser.create()
-    for name in choices:
-        with contextlib.suppress(HydraException):
-            if repr(parser.parse_override(f"group={name}").value()) == repr(value):
-                return name
-    return None
 
 
 def unknown_keys(key: str, value: object, known: Collection[str]) -> Iterator[tuple[str, object]]:

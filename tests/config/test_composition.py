@@ -447,17 +447,6 @@ def test_a_recipe_of_ones_own_comes_with_its_own_keys(tmp_path) -> None:
     )
 
 
-@pytest.mark.sampled(every=3, first=1)
-@pytest.mark.parametrize("name", ["nan", "1e3", "true", "7"])
-def test_a_name_that_hydra_reads_as_a_value_is_to_be_quoted(tmp_path, name: str) -> None:
-    tree = own_tree(tmp_path, OWN_RECIPE, name)
-    advice = f"recipe={name}: is read as a number, true or false. Quote the name: 'recipe=\"{name}\"'."
-    assert problems(f"recipe={name}", config_dir=tree) == advice
-    assert problems(f"recipe={name},resnet18", config_dir=tree, multirun=True) == advice
-    assert composed(f'recipe="{name}"', config_dir=tree).model.name == "tiny"
-    assert "recipe=8: there is no such recipe." in problems("recipe=8", config_dir=tree)
-
-
 @pytest.mark.parametrize("group", ["recipe", "experiment"])
 def test_a_file_for_the_whole_config_that_does_not_say_so_is_told_what_to_write(tmp_path, group) -> None:
     (tmp_path / group).mkdir()
