@@ -133,7 +133,7 @@ class RunIdentity:
 class RunExtras:
     """What else a resumed run needs: `extra` of state.json."""
 
-    parts: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # by part, what it keeps
+    callbacks: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # state of each by its name
     best: BestEvaluation | None = None  # of all evaluations so far
     evaluated: bool = False  # whether the evaluation that is due after this step has been made
     data: Mapping[str, str] = field(default_factory=dict)  # the fingerprint of the data

@@ -19,7 +19,7 @@ from launcher.trainer.callbacks.gradient_histogram import GradientHistogram
 from launcher.trainer.callbacks.micro_batch import MicroBatch
 from launcher.trainer.callbacks.overflow_logger import OverflowLogger
 from launcher.trainer.callbacks.pretrained_weights import PretrainedWeights
-from launcher.trainer.callbacks.reduce_lr_on_plateau import Plateau
+from launcher.trainer.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
 from launcher.trainer.callbacks.replica_check import ReplicaCheck
 from launcher.trainer.callbacks.step_logger import StepLogger
 from launcher.trainer.callbacks.stragglers import Stragglers
@@ -65,7 +65,7 @@ def build_callbacks(
         ReplicaCheck(context) if config.ddp.check_replicas_every_steps else None,
         weights,
         EarlyStopping(context, stop) if stop.patience is not None else None,
-        Plateau(context, plateau) if plateau.factor is not None else None,
+        ReduceLROnPlateau(context, plateau) if plateau.factor is not None else None,
         context.pruning if context.pruning.rule != "none" else None,
         Energy(gpus),
         # Last: it saves the state of all others after a step, and may end the run there.

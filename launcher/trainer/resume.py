@@ -90,7 +90,7 @@ class RunCheckpoints:
         self.scale = self.checkpointer.load(found.snapshot)
         extra = found.snapshot.extra
         self._context.best = extra.best
-        self._context.callbacks.load_state_dict(extra.parts)
+        self._context.callbacks.load_state_dict(extra.callbacks)
         self.stream = extra.stream or ()
         # Killed before its result was written, or to be saved again with the evaluation that is due.
         at_end = step == course.total_steps or bool(self._context.callbacks.stop_reason)
@@ -153,7 +153,7 @@ class RunCheckpoints:
     def save(self, position: Position, metric: MonitoredMetric | None) -> SaveResult | None:
         """Save the run's state after `position`, as `Checkpointer.save`. A collective."""
         states, place = self._context.callbacks.state_dict(), self._context.batches.position()
-        progress = TrainProgress(position.epoch, position.step, round(states["totals"]["samples"]))
+        progress = TrainProgress(position.epoch, position.step, round(states["throughput_totals"]["samples"]))
         extra = RunExtras(
             states,
             best=self._context.best,

@@ -133,7 +133,7 @@ def test_the_files_of_format_2_are_read_and_written(tmp_path: Path) -> None:
                 "origin": {"world_size": 2, "wire": "fp16 native"},
                 "names": {"fc.weight": "fc.weight", "fc.bias": "fc.bias", "norm.count": "norm.count"},
                 "extra": {
-                    "parts": {"evaluation": {"best": "inf"}},
+                    "callbacks": {"evaluation": {"best": "inf"}},
                     "evaluated": True,
                     "data": {},
                     "settings": {"seed": "0"},
@@ -642,11 +642,11 @@ EXTRAS = [
     None,
     [],
     {},
-    {"parts": {}, "evaluated": 1, "data": {}, "settings": {}},
-    {"parts": [], "evaluated": True, "data": {}, "settings": {}},
-    {"parts": {"log": 3}, "evaluated": True, "data": {}, "settings": {}},
-    {"parts": {}, "evaluated": True, "data": {"rows": 3}, "settings": {}},
-    {"parts": {}, "evaluated": True, "data": {}, "settings": {}, "stream": "0"},
+    {"callbacks": {}, "evaluated": 1, "data": {}, "settings": {}},
+    {"callbacks": [], "evaluated": True, "data": {}, "settings": {}},
+    {"callbacks": {"log": 3}, "evaluated": True, "data": {}, "settings": {}},
+    {"callbacks": {}, "evaluated": True, "data": {"rows": 3}, "settings": {}},
+    {"callbacks": {}, "evaluated": True, "data": {}, "settings": {}, "stream": "0"},
 ]
 
 

@@ -289,7 +289,7 @@ def test_leaving_anything_out_is_noticed(tmp_path: Path, undisturbed, part) -> N
 
 
 def seconds_of(saved: Snapshot) -> float:
-    return float(saved.extra.parts["totals"]["seconds"])
+    return float(saved.extra.callbacks["throughput_totals"]["seconds"])
 
 
 def what_counts(ended: Ended, earlier: Snapshot) -> tuple[Any, ...]:

@@ -42,16 +42,16 @@ WORDS = [
 ]
 # What a part keeps from step to step without saving it: a resumed run begins anew with it.
 OF_THIS_PROCESS = {
-    "log": {"_window", "_samples", "_times", "_last"},  # the steps of a line
-    "totals": {
+    "step_logger": {"_window", "_samples", "_times", "_last"},  # the steps of a line
+    "throughput_totals": {
         "_times",
         "_wire_bytes_per_step",
     },  # of a step; of the last process, as result.json says
-    "gradient_stats": {"_next", "_counts"},  # when to count follows from the number of the step
+    "gradient_histogram": {"_next", "_counts"},  # when to count follows from the number of the step
     "first_step": {"_done"},
-    "skipped_steps": {"_bad_loss_steps"},  # how often a warning was given
+    "overflow_logger": {"_bad_loss_steps"},  # how often a warning was given
     "divergence": {"_scales", "_last"},  # evidence
-    "checkpoints": {"_best_step", "due"},
+    "checkpoint": {"_best_step", "due"},
 }
 REPORTED = """
 import json
@@ -83,9 +83,9 @@ def test_the_list_is_equal_on_all_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"parts{rank}.json").read_text()) for rank in range(2))
     assert first == second
-    assert first.index("averages") < first.index("divergence") < first.index("log"), "in this order"
+    assert first.index("ema") < first.index("divergence") < first.index("step_logger"), "in this order"
     assert {"stragglers", "early_stopping", "replica_check"} <= set(first)
-    assert first[-1] == "checkpoints"
+    assert first[-1] == "checkpoint"
 
 
 def plain(value: Any) -> Any:
@@ -156,7 +156,7 @@ def test_what_a_callback_keeps_is_saved(tmp_path: Path, monkeypatch: pytest.Monk
     worker.run(replace(config, run=replace(config.run, dir=str(tmp_path / "run"))), LaunchEnv(), None, "job")
     unnamed = {name: found - OF_THIS_PROCESS.get(name, set()) for name, found in lost.items()}
     assert {name: found for name, found in unnamed.items() if found} == {}
-    assert {"log", "divergence"} <= lost.keys(), "the test sees what changes"
+    assert {"step_logger", "divergence"} <= lost.keys(), "the test sees what changes"
 
 
 def test_a_callback_adds_to_the_result_by_its_type() -> None:

@@ -32,7 +32,7 @@ from launcher.trainer.step_flags import StepFlag
 class CheckpointCallback(Callback):
     """Decides after each step whether the run is saved and whether it ends there."""
 
-    name = "checkpoints"
+    name = "checkpoint"
 
     def __init__(self, context: TrainContext, saved: RunCheckpoints) -> None:
         wish = context.config.checkpoint

@@ -16,7 +16,7 @@ from launcher.trainer.replica_consistency import ema_sha256
 class EmaCallback(Callback):
     """Takes each step into the average, which checkpoints have as tensors."""
 
-    name = "averages"
+    name = "ema"
 
     def __init__(self, context: TrainContext, average: ExponentialMovingAverage) -> None:
         self._context = context

@@ -18,29 +18,29 @@ from launcher.trainer.progress import Position
 
 
 class Fp32Fallback(Callback):
-    """Computes in fp32 in the modules of the run's earlier rescues, and in those of new ones.
+    """Computes in fp32 in the modules that the run has found so far, and in new ones.
 
     New ones only where `precision.fp32_fallback` is set, and the arithmetic is half; those of the run so far
     always.
     """
 
-    name = "rescue"
+    name = "fp32_fallback"
 
     def __init__(self, context: TrainContext, searcher: NonFiniteInspector) -> None:
         self.enabled = context.falls_back_to_fp32
         self._context = context
         self._searcher = searcher
         self._limit = context.config.precision.max_fp32_fallbacks
-        self._rescued: list[list[str]] = []  # by rescue: patterns of modules now in fp32
+        self._fallbacks: list[list[str]] = []  # in order: patterns of modules now in fp32
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rescued": [list(patterns) for patterns in self._rescued]}
+        return {"fallbacks": [list(patterns) for patterns in self._fallbacks]}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
-        self._rescued = values["rescued"]
-        for patterns in self._rescued:
+        self._fallbacks = values["fallbacks"]
+        for patterns in self._fallbacks:
             self._context.stepper.compute_in_fp32(patterns)
-        if self._rescued:
+        if self._fallbacks:
             self._record()
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
@@ -52,16 +52,16 @@ class Fp32Fallback(Callback):
         if found is None or found.module in stepper.fp32_modules:
             return
         why = f"{found.text} in step {position.step}"
-        if len(self._rescued) >= self._limit:
-            text = f"{why}: it is not rescued, after precision.max_fp32_fallbacks={self._limit} rescues."
+        if len(self._fallbacks) >= self._limit:
+            text = f"{why}: no further module computes in fp32 (precision.max_fp32_fallbacks={self._limit})."
             self._context.telemetry.warn(text)
             return
         patterns = kind_of(stepper.model, found.module)
         stepper.compute_in_fp32(patterns)
-        self._rescued.append(patterns)
+        self._fallbacks.append(patterns)
         metrics.falls_back = True
         self._context.telemetry.decision(
-            "rescue",
+            "fp32 fallback",
             f"fp32 arithmetic in {', '.join(patterns)} from step {position.step + 1} on; {why}. To start "
             f"with it: precision.fp32_modules={self._record()}",
             module=found.module,
@@ -71,7 +71,7 @@ class Fp32Fallback(Callback):
     def _record(self) -> list[str]:
         """Record precision.fp32_modules of a run that starts as this one continues."""
         precision = self._context.config.precision
-        rescued = [pattern for patterns in self._rescued for pattern in patterns]
-        modules = tuple(dict.fromkeys((*precision.fp32_modules, *rescued)))
+        found = [pattern for patterns in self._fallbacks for pattern in patterns]
+        modules = tuple(dict.fromkeys((*precision.fp32_modules, *found)))
         self._context.persist_config(precision=replace(precision, fp32_modules=modules))
         return list(modules)

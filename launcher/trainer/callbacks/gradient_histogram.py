@@ -23,7 +23,7 @@ class GradientHistogram(Callback):
     own elements, and all count the same steps: a collective.
     """
 
-    name = "gradient_stats"
+    name = "gradient_histogram"
 
     def __init__(self, context: TrainContext, every_steps: int) -> None:
         shards = context.config.ddp.shard_optimizer

@@ -13,7 +13,7 @@ from launcher.trainer.warning_log import PowerOfTenThrottle
 class OverflowLogger(Callback):
     """Emits an event per skipped step. A bad loss after which modules fall back to fp32 needs no warning."""
 
-    name = "skipped_steps"
+    name = "overflow_logger"
 
     def __init__(self, context: TrainContext) -> None:
         self._telemetry = context.telemetry

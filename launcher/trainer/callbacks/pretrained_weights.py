@@ -30,7 +30,7 @@ from launcher.trainer.context import TrainContext
 class PretrainedWeights(Callback):
     """Reports and records the weights that were `loaded`, None where the config names no file."""
 
-    name = "initial_weights"
+    name = "pretrained_weights"
 
     def __init__(self, context: TrainContext, loaded: LoadReport | None) -> None:
         self._context = context

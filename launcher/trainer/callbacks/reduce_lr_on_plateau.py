@@ -20,10 +20,10 @@ from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import EvalOutcome, Position
 
 
-class Plateau(Callback):
+class ReduceLROnPlateau(Callback):
     """Multiplies the constant rate by `factor` after `patience` evaluations in a row that were no better."""
 
-    name = "plateau"
+    name = "reduce_lr_on_plateau"
 
     def __init__(self, context: TrainContext, config: ReduceLROnPlateauConfig) -> None:
         if context.recipe.schedule is not None:

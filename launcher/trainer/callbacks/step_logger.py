@@ -17,7 +17,7 @@ from launcher.trainer.step_times import PhaseTimer
 class StepLogger(Callback):
     """Logs the steps since the line before: the first of a process, every so many, before an evaluation."""
 
-    name = "log"
+    name = "step_logger"
 
     def __init__(self, context: TrainContext) -> None:
         self._context = context

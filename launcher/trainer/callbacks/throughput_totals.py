@@ -15,7 +15,7 @@ from launcher.trainer.step_times import PhaseTimer, slowest_rank_times
 class ThroughputTotals(Callback):
     """Sums over the steps of the run, and of its last process."""
 
-    name = "totals"
+    name = "throughput_totals"
 
     def __init__(self, context: TrainContext) -> None:
         self._context = context

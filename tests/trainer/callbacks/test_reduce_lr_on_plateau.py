@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim import lr_scheduler
 
 from launcher.config.schema import ReduceLROnPlateauConfig
 from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import Evaluation
 from launcher.telemetry import Telemetry
-from launcher.trainer.callbacks.reduce_lr_on_plateau import Plateau
+from launcher.trainer.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
 from launcher.trainer.progress import EvalOutcome, Position
 from tests.configs import composed
 from tests.trainer.callbacks.test_step_logger import Recorder
@@ -35,7 +35,7 @@ def lr_table(
         for _ in range(2 if restarts else 1):
             if part is None or restarts:
                 run = context_alone(Telemetry([Recorder()]), LIMITS, 1)
-                part = Plateau(run, config)
+                part = ReduceLROnPlateau(run, config)
                 if saved is not None:
                     part.load_state_dict(json.loads(saved))
             part.on_eval_end(Position(0, 0, number), found)
@@ -59,7 +59,7 @@ def lr_table(
 def test_the_rates_are_those_of_torch(values, factor, patience, threshold, higher, restarts) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     mode = "max" if higher else "min"
-    torchs = ReduceLROnPlateau(optimizer, mode, factor, patience, threshold, eps=0.0)
+    torchs = lr_scheduler.ReduceLROnPlateau(optimizer, mode, factor, patience, threshold, eps=0.0)
     expected = []
     for value in values:
         torchs.step(value)
@@ -75,10 +75,11 @@ def test_a_schedule_that_sets_each_rate_is_refused() -> None:
     context = context_alone(Telemetry(), LIMITS, 1)
     recipe: Any = SimpleNamespace(monitor=None, schedule=lambda step, total: 1.0)
     with pytest.raises(ConfigError, match="the recipe's own schedule"):
-        Plateau(replace(context, recipe=recipe), ReduceLROnPlateauConfig(0.1, 1, 1e-4, None))
+        ReduceLROnPlateau(replace(context, recipe=recipe), ReduceLROnPlateauConfig(0.1, 1, 1e-4, None))
 
 
 def test_a_run_without_evaluations_is_refused() -> None:
-    part = Plateau(context_alone(Telemetry(), LIMITS, 1), ReduceLROnPlateauConfig(0.1, 1, 1e-4, None))
+    config = ReduceLROnPlateauConfig(0.1, 1, 1e-4, None)
+    part = ReduceLROnPlateau(context_alone(Telemetry(), LIMITS, 1), config)
     with pytest.raises(ConfigError, match=r"reduce_lr_on_plateau.factor=0\.1 needs evaluations"):
         part.validate_metric_names({})

@@ -1,4 +1,4 @@
-"""Models whose activations leave the range of fp16: each fails without a rescue, and trains with one."""
+"""Models whose activations leave the range of fp16: each fails without fp32_fallback, and trains with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.faults.launching import Ended, run
 from tests.faults.overflowing import MODELS
 
 RECIPES = Path(__file__).with_name("overflowing.py")
-RESCUED = {
+FALLBACKS = {
     "feed_forward": [["blocks.*.wo"]],
     "embeddings": [["tokens"]],
     "attention": [["blocks.0", "blocks.1"]],
@@ -33,8 +33,8 @@ def trained(directory: Path, name: str, *words: str, ranks: int = 1, **options: 
     return run(directory, *common, *SLOWER.get(name, ()), *sizes, *scale, *words, ranks=ranks, **options)
 
 
-def rescues(ended: Ended) -> list[list[str]]:
-    return [event["patterns"] for event in ended.events("decision") if event["topic"] == "rescue"]
+def fallbacks(ended: Ended) -> list[list[str]]:
+    return [event["patterns"] for event in ended.events("decision") if event["topic"] == "fp32 fallback"]
 
 
 def fp32_modules_of(ended: Ended) -> list[str]:
@@ -43,34 +43,34 @@ def fp32_modules_of(ended: Ended) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
-def test_each_fails_in_fp16_and_trains_as_in_fp32_once_rescued(tmp_path: Path, name: str) -> None:
+def test_each_fails_in_fp16_and_trains_as_in_fp32_with_a_fallback(tmp_path: Path, name: str) -> None:
     fp32 = trained(tmp_path / "fp32", name, "precision=fp32")
     assert trained(tmp_path / "fp16", name).codes == [5]
-    ended = trained(tmp_path / "rescued", name, "precision.fp32_fallback=true")
+    ended = trained(tmp_path / "fallback", name, "precision.fp32_fallback=true")
     assert ended.codes == [0], ended
-    assert rescues(ended) == RESCUED[name]
-    assert ended.result["skipped_steps"] == len(RESCUED[name])
+    assert fallbacks(ended) == FALLBACKS[name]
+    assert ended.result["skipped_steps"] == len(FALLBACKS[name])
     of_fp32, of_fp16 = (each.events("eval")[-1]["loss"] for each in (fp32, ended))
     assert of_fp32 < 1.25  # of 1.39 by chance
     assert of_fp16 == pytest.approx(of_fp32, rel=0.01)
 
 
 @pytest.mark.slow
-def test_two_ranks_rescue_alike_and_a_resume_from_any_step_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_two_ranks_fall_back_alike_and_a_resume_from_any_step_ends_with_the_same_bits(tmp_path: Path) -> None:
     words = ("precision.fp32_fallback=true", "train.max_steps=6", "ddp.check_replicas_every_steps=1")
     saving = ("checkpoint.every_steps=1", "checkpoint.keep=10")
     whole = trained(tmp_path / "whole", "no_norm", *words, *saving, ranks=2)
     assert whole.codes == [0, 0], whole
-    assert rescues(whole) == RESCUED["no_norm"]
+    assert fallbacks(whole) == FALLBACKS["no_norm"]
     for step in (1, 4):
         start = f"checkpoint.resume={whole.checkpoints[step]}"
         resumed = trained(tmp_path / f"from{step}", "no_norm", *words, start, ranks=2)
         assert resumed.digest == whole.digest
-        assert rescues(resumed) == RESCUED["no_norm"][step:]
+        assert fallbacks(resumed) == FALLBACKS["no_norm"][step:]
         assert fp32_modules_of(resumed) == ["blocks.*.inner", "head"]
 
 
-def test_the_config_of_a_rescued_run_starts_the_next_one_with_its_modules(tmp_path: Path) -> None:
+def test_the_config_of_a_run_that_fell_back_starts_the_next_one_with_its_modules(tmp_path: Path) -> None:
     words = ("precision.fp32_modules=[blocks.*.inner, head]", "train.max_steps=3")
     ended = trained(tmp_path / "run", "no_norm", *words)
     assert ended.codes == [0], ended
@@ -78,12 +78,12 @@ def test_the_config_of_a_rescued_run_starts_the_next_one_with_its_modules(tmp_pa
 
 
 @pytest.mark.slow
-def test_after_max_rescues_the_run_ends_with_the_module_named(tmp_path: Path) -> None:
+def test_after_max_fp32_fallbacks_the_run_ends_with_the_module_named(tmp_path: Path) -> None:
     ended = trained(
         tmp_path / "run", "no_norm", "precision.fp32_fallback=true", "precision.max_fp32_fallbacks=1"
     )
     assert ended.codes == [5]
-    assert rescues(ended) == RESCUED["no_norm"][:1]
+    assert fallbacks(ended) == FALLBACKS["no_norm"][:1]
     assert "first module whose output was not finite: head (Linear)" in ended.warnings[0]
     assert "precision.max_fp32_fallbacks=1" in ended.warnings[0]
 
@@ -104,10 +104,10 @@ def test_a_gradient_beyond_fp16_of_a_module_in_fp32_is_named_with_what_keeps_it(
     assert ended.result["skipped_steps"] == 0
 
 
-def test_data_that_is_not_finite_is_not_rescued(tmp_path: Path) -> None:
+def test_data_that_is_not_finite_makes_no_module_fall_back(tmp_path: Path) -> None:
     ended = trained(tmp_path / "run", "bad_rows", "precision.fp32_fallback=true")
     assert ended.codes == [5]
-    assert rescues(ended) == []
+    assert fallbacks(ended) == []
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(tmp_path: Path) -> None:
