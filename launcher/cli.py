@@ -40,16 +40,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             if given(words or (), "nnodes") != "1":
                 os.environ.update(torchrun_env_from_slurm(os.environ))
             launch = LaunchEnv.from_environ(os.environ)
-        if launch.launched and "doctor" in argv and (arguments := parse(argv)).command == "doctor":
+        if (
+            launch.has_external_launcher
+            and "doctor" in argv
+            and (arguments := parse(argv)).command == "doctor"
+        ):
             return doctor(arguments, ConfigLeader(launch, run_worker))  # every rank looks, with its own words
-        return run_other_rank(launch, argv) if launch.rank > 0 else lead(launch, argv)
+        return run_other_rank(launch, argv) if launch.rank > 0 else run_rank0(launch, argv)
     except (KeyboardInterrupt, Interrupted):
         return INTERRUPTED
     except Exception as error:
         return report_failure(error)
 
 
-def lead(launch: LaunchEnv, argv: Sequence[str]) -> int:
+def run_rank0(launch: LaunchEnv, argv: Sequence[str]) -> int:
     """Rank 0, or the only process: run the command, then dismiss the other ranks with the same code."""
     patience = HandoffTimeouts(first_job_s=init_timeout_s(argv))
     leader = ConfigLeader(
@@ -79,7 +83,7 @@ def run_other_rank(launch: LaunchEnv, argv: Sequence[str]) -> int:
     )
     if reason and launch.local_rank == 0:  # on other machines than rank 0's nothing has been printed yet
         kind = "stopped" if exit_code in ON_REQUEST else "error"
-        say(f"{kind} on {launch.noun} 0: {reason}", sys.stderr)
+        say(f"{kind} on {launch.role} 0: {reason}", sys.stderr)
     return exit_code
 
 

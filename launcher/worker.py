@@ -95,6 +95,6 @@ def _join_and_train(
     ):
         device.set_backend_flags(config, env.device)
         warn_of_machine(config, env)
-        peers = preflight.meet(config, env, store, job)
+        peers = preflight.exchange_rank_info(config, env, store, job)
         gpus = measure_gpus(config, env, peers, telemetry)
         build_trainer(config, launch, env, peers, gpus, telemetry, heartbeat, stop_signal).run()

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.checkpoint.catalog import retain
+from launcher.checkpoint.catalog import apply_retention
 from launcher.checkpoint.manifest import step_name
 from launcher.checkpoint.run_state import BestEvaluation, Snapshot
 from launcher.checkpoint.storage import publish, size_of_tensors
@@ -32,7 +32,7 @@ SHARE = 0.025  # of the time of one processor
 LONGEST_S = 5.0  # for all of the work, if its pauses can achieve that
 
 
-class Throttle:
+class WriteThrottle:
     """Runs `size_bytes` of work in pieces: a few ms of each 100. There are no pauses while `hurry` is set.
 
     A piece should take about a millisecond. All calls must come from one thread.
@@ -151,7 +151,7 @@ class AsyncCheckpointWriter:
         began, step, path = time.perf_counter(), snapshot.progress.step, None
         error, size_bytes = None, 0
         try:
-            path = publish(self.directory, snapshot, Throttle(size_of_tensors(snapshot), self._awaited))
+            path = publish(self.directory, snapshot, WriteThrottle(size_of_tensors(snapshot), self._awaited))
             self._own.add(path)
             size_bytes = sum(file.stat().st_size for file in path.iterdir())
             self._apply_retention(snapshot.extra.best)
@@ -161,4 +161,4 @@ class AsyncCheckpointWriter:
 
     def _apply_retention(self, best: BestEvaluation | None) -> None:
         path = None if best is None else self.directory / step_name(best.step)
-        self._own -= set(retain(self.directory, self._keep, path, self._own))
+        self._own -= set(apply_retention(self.directory, self._keep, path, self._own))

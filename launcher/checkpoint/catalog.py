@@ -100,7 +100,7 @@ def best_intact(directory: Path) -> Path | None:
     return None if path is None or verify(path) else path
 
 
-def retain(
+def apply_retention(
     directory: Path, keep: int, best: Path | None = None, own: Collection[Path] = frozenset()
 ) -> list[Path]:
     """Delete all but the `keep` newest good checkpoints and `best`; returns what was deleted.
@@ -205,7 +205,7 @@ def _choose(directory: Path, wish: str) -> ResumeChoice:
         own = newest_intact(directory)
         if own.path is not None:
             return own  # the same command after a stop resumes the run instead of starting over
-    found = _demanded(Path(wish))
+    found = _explicit(Path(wish))
     if found.path is None:
         raise StorageError(
             f"checkpoint.resume={wish}: there is no intact checkpoint.{found.seen} Give another one, or "
@@ -214,7 +214,7 @@ def _choose(directory: Path, wish: str) -> ResumeChoice:
     return found
 
 
-def _demanded(path: Path) -> ResumeChoice:
+def _explicit(path: Path) -> ResumeChoice:
     """The newest intact checkpoint at `path`: a checkpoint, a run, or the checkpoints folder of a run."""
     if not path.exists():
         raise ConfigError(

@@ -40,12 +40,19 @@ from launcher.checkpoint.run_state import (
     TrainProgress,
     mean_over_ranks,
 )
-from launcher.checkpoint.tensors import Pace, described, directly, read_tensors, write_bytes, write_tensors
+from launcher.checkpoint.tensors import (
+    Throttle,
+    described,
+    no_throttle,
+    read_tensors,
+    write_bytes,
+    write_tensors,
+)
 from launcher.engine import AverageState
 from launcher.engine.state import EngineState
 from launcher.errors import StorageError
 from launcher.run_dir.atomic import failing_as_storage_error, read_regular, restored, strict
-from launcher.run_dir.codec import encoded, exactly
+from launcher.run_dir.codec import decode_strict, encoded
 
 NOT_WRITTEN = (
     "Earlier ones are intact. Free disk space; the directory must be writable and hold no checkpoint of that "
@@ -59,7 +66,7 @@ OPTIMIZER_STATE, BY_RANK = "optimizer/", "buffer_by_rank/"
 AVERAGE, AVERAGE_BY_RANK = "average/", "average_buffer_by_rank/"
 
 
-def publish(directory: Path, snapshot: Snapshot, run: Pace = directly) -> Path:
+def publish(directory: Path, snapshot: Snapshot, run: Throttle = no_throttle) -> Path:
     """Write `snapshot` as a checkpoint in `directory`; it is on disk before this returns.
 
     The checkpoint appears under its final name in one rename. An existing one of that step with the same
@@ -175,7 +182,7 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _write_files(directory: Path, snapshot: Snapshot, run: Pace) -> None:
+def _write_files(directory: Path, snapshot: Snapshot, run: Throttle) -> None:
     engine = snapshot.engine
     metadata = {"format": "pt", "step": str(snapshot.progress.step)}
     state = json.dumps(_state_values(snapshot), allow_nan=False, indent=1)
@@ -254,7 +261,7 @@ def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str,
         average=average,
         average_buffers=average_buffers,
         metric=None if state["metric"] is None else MonitoredMetric(**restored(state["metric"])),
-        extra=exactly(RunExtras, restored(state["extra"])),
+        extra=decode_strict(RunExtras, restored(state["extra"])),
     )
 
 

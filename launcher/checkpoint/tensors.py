@@ -46,23 +46,23 @@ class FileDigest:
     sha256: str
 
 
-Pace = Callable[[Callable[[], object], int], None]  # calls its argument, which is work of so many bytes
+Throttle = Callable[[Callable[[], object], int], None]  # calls its argument, which is work of so many bytes
 _PIECE_BYTES = 2**20  # about a millisecond of writing and hashing
 
 
-def directly(work: Callable[[], object], size_bytes: int) -> None:
-    """A `Pace` without pauses."""
+def no_throttle(work: Callable[[], object], size_bytes: int) -> None:
+    """A `Throttle` without pauses."""
     work()
 
 
 def write_bytes(path: Path, *parts: bytes | memoryview) -> FileDigest:
     """Create `path` from `parts`; it is on disk before this returns. Raises OSError, also if it exists."""
     with open(path, "xb") as file:
-        return _write_through(file, parts, directly)
+        return _write_through(file, parts, no_throttle)
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], run: Pace = directly
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], run: Throttle = no_throttle
 ) -> FileDigest:
     """Create a safetensors file of CPU tensors of any strides; it is on disk before this returns.
 
@@ -115,7 +115,7 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}
 
 
-def _write_through(file: BinaryIO, parts: Iterable[bytes | memoryview], run: Pace) -> FileDigest:
+def _write_through(file: BinaryIO, parts: Iterable[bytes | memoryview], run: Throttle) -> FileDigest:
     digest, size_bytes = hashlib.sha256(), 0
     for piece in _pieces(parts):
         piece_bytes = sum(len(part) for part in piece)

@@ -48,7 +48,7 @@ def doctor(arguments: Arguments, leader: ConfigLeader) -> int:
     chosen = () if any(word.startswith("recipe=") for word in arguments.words) else (ANY_RECIPE,)
     (config,) = compose_jobs(Request((*chosen, *arguments.words), arguments.config_dir))
     says_json, host = "--json" in arguments.flags, gethostname()
-    if leader.launch.launched and not says_json:
+    if leader.launch.has_external_launcher and not says_json:
         say(f"{host}:", sys.stdout)
     found, checks = planned_checks(config, leader.launch)
     if not says_json:
@@ -70,7 +70,11 @@ def planned_checks(config: Config, launch: LaunchEnv) -> tuple[list[Finding], li
 
     try:
         count = count_gpus()
-        ranks = launch.local_world_size if launch.launched else num_workers(config.launch, launch) or 1
+        ranks = (
+            launch.local_world_size
+            if launch.has_external_launcher
+            else num_workers(config.launch, launch) or 1
+        )
         found = [Finding("GPUs", str(count))]
     except PreflightError as error:  # also for more workers than GPUs
         count, ranks, found = 0, 1, [Finding("driver", "no worker could start", FAILURE, str(error))]

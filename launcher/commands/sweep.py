@@ -46,7 +46,7 @@ def run_sweep(
 ) -> int:
     """Run all jobs and compare them; the first exit code of those that failed, `findings` excepted."""
     settings = configs[0].sweep
-    if leader.launch.launched:
+    if leader.launch.has_external_launcher:
         if settings.name != "grid" or settings.prune != "none":
             how = f"Start it without torchrun: {program()} -m ... launch.nproc=N."
             raise errors.ConfigError(f"a search, and sweep.prune, need jobs in processes of their own. {how}")

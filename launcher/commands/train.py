@@ -53,7 +53,7 @@ def train(arguments: Arguments, leader: ConfigLeader, findings: Sequence[int] = 
         return run_hydra(request, [*arguments.hydra_flags(), request.search_path, *overrides])
     for config in configs:  # all jobs are checked before the first starts
         refuse_missing(config.tracker)
-        if leader.launch.launched or not expanded.multirun:
+        if leader.launch.has_external_launcher or not expanded.multirun:
             refuse_small_batch(config, leader.launch)
     if expanded.multirun:
         from launcher.commands.sweep import refuse_several_machines, run_sweep

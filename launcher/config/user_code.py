@@ -30,7 +30,7 @@ SHOWN = 5, 15  # of the outermost and of the innermost frames
 WAITS = "torch/distributed/", "launcher/recipe/rank0.py"  # files, in which a rank waits for another one
 
 
-def place_of(error: BaseException) -> str:
+def user_location(error: BaseException) -> str:
     """`file:line, in function` of the innermost line of the user's; empty where there is none."""
     return next((place for code, place in _innermost_first(error) if is_user_code(code)), "")
 

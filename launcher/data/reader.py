@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from launcher.config.user_code import place_of, short_traceback
+from launcher.config.user_code import short_traceback, user_location
 from launcher.data.epochs import enter_epoch, reads_together, with_epochs
 from launcher.data.seeding import seed_reading
 from launcher.data.tensors import Batch
@@ -63,7 +63,7 @@ class BadSample:
     @classmethod
     def of(cls, index: int, error: BaseException) -> BadSample:
         details = "".join(traceback.format_exception(error))
-        return cls(index, in_words(error), place_of(error), details, unforeseen(error))
+        return cls(index, in_words(error), user_location(error), details, unforeseen(error))
 
     def refusal(self, name: str, advice: str) -> DataError:
         """The error for a sample that may not be left out. `name` is that of the data."""
@@ -349,5 +349,5 @@ def _data_error(text: str, traceback: str) -> DataError:
 
 
 def _at(error: BaseException) -> str:
-    place = place_of(error)
+    place = user_location(error)
     return f" at {place}" if place else ""

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from launcher.config.user_code import place_of
+from launcher.config.user_code import user_location
 from launcher.errors import ConfigError
 
 NO_GROUP = "Default process group has not been initialized"  # of torch, in a ValueError
@@ -20,13 +20,13 @@ _hidden: list[dist.Store | None] = []  # of the groups that the contexts below h
 
 
 def default_store() -> dist.Store | None:
-    """The store of the ranks' group, within `Alone` too; None in a process that trains alone."""
+    """The store of the ranks' group, within `HiddenProcessGroup` too; None in a process that trains alone."""
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     return _hidden[-1] if _hidden else None
 
 
-class Alone:
+class HiddenProcessGroup:
     """Within the context `torch.distributed.is_initialized()` is false.
 
     Libraries that would gather, as torchmetrics does, take what this process has. A collective is a
@@ -48,7 +48,7 @@ class Alone:
         dist.GroupMember.WORLD = self._group
         _hidden.pop()
         if isinstance(error, ValueError) and NO_GROUP in str(error):
-            place = place_of(error)
+            place = user_location(error)
             raise ConfigError(
                 f"{self._what} uses torch.distributed{f' at {place}' if place else ''}, but the ranks do not "
                 "run this code equally often: the others would wait for ever. Remove it. The launcher brings "

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import launcher.engine.async_work as async_work
 import launcher.errors
-from launcher.distributed.env import RANK0, WorkerEnv, numbered
+from launcher.distributed.env import RANK0, WorkerEnv, format_ranks
 from launcher.errors import LauncherError
 
 CONTENT, ERROR = b"+", b"-"
@@ -109,4 +109,4 @@ def raise_on_all_ranks(env: WorkerEnv) -> Iterator[None]:
     failed = [rank for rank, message in enumerate(messages) if message]
     if failed:
         first = _error_of(messages[failed[0]].encode())
-        raise first if len(failed) == env.world_size else type(first)(f"on {numbered(failed)}: {first}")
+        raise first if len(failed) == env.world_size else type(first)(f"on {format_ranks(failed)}: {first}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 RANKS_SHOWN = 16  # in an error, which may be about thousands
-NODE = "node"  # LaunchEnv.noun
+NODE = "node"  # LaunchEnv.role
 HALVED = "LAUNCHER_MICRO_BATCH"  # set by our parent process, for the workers that it starts again
 RANK0 = 0  # the rank that writes files, and has what is gathered for them
 
@@ -32,19 +32,19 @@ class LaunchEnv:
     local_world_size: int = 1
     restart_count: int = 0
     run_id: str = "none"
-    launched: bool = False  # by a launcher that sets RANK
-    noun: str = "rank"  # or "node": this process is the parent on one of several machines
+    has_external_launcher: bool = False  # by a launcher that sets RANK
+    role: str = "rank"  # or "node": this process is the parent on one of several machines
     halved: int | None = None  # the micro-batch with which the parent has restarted a run out of memory
 
     @property
     def name(self) -> str:
         """This process in messages: `rank 1`, `node 1`."""
-        return f"{self.noun} {self.rank}"
+        return f"{self.role} {self.rank}"
 
     @property
     def is_node(self) -> bool:
         """Whether this process is the parent on one of several machines."""
-        return self.noun == NODE
+        return self.role == NODE
 
     @property
     def num_machines(self) -> int:
@@ -74,7 +74,7 @@ class LaunchEnv:
             local_world_size=_number(environ, "LOCAL_WORLD_SIZE", "1"),
             restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
             run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
-            launched=True,
+            has_external_launcher=True,
             halved=_number(environ, HALVED) if environ.get(HALVED) else None,
         )
         if launch.rank >= launch.world_size:
@@ -111,9 +111,9 @@ class WorkerEnv:
         return self.rank == RANK0
 
 
-def numbered(ranks: Sequence[int], noun: str = "rank") -> str:
+def format_ranks(ranks: Sequence[int], role: str = "rank") -> str:
     """The ranks as part of a sentence: `rank 1, 3`."""
-    return f"{noun} {listed(ranks, RANKS_SHOWN)}"
+    return f"{role} {listed(ranks, RANKS_SHOWN)}"
 
 
 def is_port(text: str) -> bool:

@@ -37,9 +37,9 @@ from launcher.distributed.heartbeat import (
     WAITING,
     Heartbeat,
     HeartbeatRecord,
+    describe,
     limit_s,
     stop_notice,
-    where,
 )
 from launcher.distributed.store import LEAVE_S, ignore_store_errors, set_tcp_timeouts
 from launcher.errors import LauncherError, StalledError
@@ -83,7 +83,7 @@ class HangTimer:
         self._steps_ahead = steps_ahead
         self._run_dir, self._limits = Path(config.run.dir), config.launch
         self._launch, self._job, self._heartbeat = launch, job, heartbeat
-        self._store = None if heartbeat.watched else store  # a parent times the ranks itself
+        self._store = None if heartbeat.monitored_by_parent else store  # a parent times the ranks itself
         self._main_thread = threading.get_ident()
         self._began = time.time()
         self._since_s = time.monotonic()  # of the limits: this process's start, or the latest sign of life
@@ -97,7 +97,7 @@ class HangTimer:
 
     def __enter__(self) -> HangTimer:
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and not self._heartbeat.watched:  # else the parent answers signals
+        if is_main and not self._heartbeat.monitored_by_parent:  # else the parent answers signals
             # Python accepts only a descriptor that does not block for signal numbers.
             self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             _reset_wakeup_in_forks()
@@ -177,7 +177,7 @@ class HangTimer:
             allowed_s = limits.user_code_timeout_s
             if allowed_s is None or beat.age_s < allowed_s:
                 return None
-            text = f"rank {rank} hangs: {where(beat)} for {beat.age_s:.0f} s, in the recipe's code"
+            text = f"rank {rank} hangs: {describe(beat)} for {beat.age_s:.0f} s, in the recipe's code"
             return f"{text}{self._place()}. launch.user_code_timeout_s limits how long it may take.", 6
         if self._store is None:
             return None
@@ -193,13 +193,13 @@ class HangTimer:
             key, limit = "launch.hang_timeout_s", limit_s(beat.phase, limits.hang_timeout_s)
         waits = " It waits for another rank, whose own output says where that is." * self._waits
         if quiet_s >= limit:
-            text = f"rank {rank} hangs: {where(beat)} for {quiet_s:.0f} s{self._place()}.{waits}"
+            text = f"rank {rank} hangs: {describe(beat)} for {quiet_s:.0f} s{self._place()}.{waits}"
             return f"{text} {key} says how long a rank may be without progress.", StalledError.exit_code
         if self._stopped is not None and beat.phase in IN_A_STEP | {"report"}:
             stopped_s, number = self._stopped
             if min(beat.age_s, now - stopped_s) >= SAVED_UNTIL * limits.grace_s:
                 text = f"stopped by {number.name} before a checkpoint could be written: rank {rank} was"
-                return f"{text} {where(beat)} for {beat.age_s:.0f} s.{waits}", 128 + number
+                return f"{text} {describe(beat)} for {beat.age_s:.0f} s.{waits}", 128 + number
         return None
 
     def _place(self) -> str:
@@ -235,7 +235,7 @@ class HangTimer:
             else (f"is limited by launch.user_code_timeout_s={limit:g}")
         )
         text = (
-            f"rank {self._launch.rank} has been in the recipe's code for {beat.age_s:.0f} s, {where(beat)}"
+            f"rank {self._launch.rank} has been in the recipe's code for {beat.age_s:.0f} s, {describe(beat)}"
             f"{self._place()}. This {limited}."
         )
         log.info(text)

@@ -81,10 +81,10 @@ def limit_s(phase: str, hang_timeout_s: float) -> float:
     return max(hang_timeout_s, FINISHING_S) if phase in FINISHING else hang_timeout_s
 
 
-def where(beat: HeartbeatRecord) -> str:
+def describe(beat: HeartbeatRecord) -> str:
     """Where in the run a heartbeat is, as part of a sentence."""
     if beat.sample >= 0:
-        return f"{where(replace(beat, sample=-1))}, reading sample {beat.sample}"
+        return f"{describe(replace(beat, sample=-1))}, reading sample {beat.sample}"
     if beat.phase in (*STEP_PARTS, "report"):
         return f"in {beat.phase} of step {beat.step}" if beat.step else "before its first step"
     if beat.phase in ("consistency check", "evaluation", "checkpoint"):
@@ -97,7 +97,7 @@ def where(beat: HeartbeatRecord) -> str:
 def stop_notice(beat: HeartbeatRecord, steps_ahead: int = 0) -> str:
     """The answer to a request to stop, printed at once. `steps_ahead`: steps that a device has queued."""
     in_step = beat.phase in (*STEP_PARTS, "report") and beat.step and beat.has_stepped
-    when = f"after step {beat.step + steps_ahead}" if in_step else f"as soon as possible ({where(beat)})"
+    when = f"after step {beat.step + steps_ahead}" if in_step else f"as soon as possible ({describe(beat)})"
     return f"stopping {when}, then saving; Ctrl-C again ends without saving"
 
 
@@ -130,7 +130,7 @@ class Heartbeat:
         self._under_way = self._user_code = False
         if records is None:
             self._write()
-            self.reading(-1)
+            self.set_sample(-1)
 
     @property
     def latest(self) -> HeartbeatRecord:
@@ -143,7 +143,7 @@ class Heartbeat:
         return steps_done(self.latest)
 
     @property
-    def watched(self) -> bool:
+    def monitored_by_parent(self) -> bool:
         """Whether another process monitors the heartbeats and detects hangs."""
         return self.exit_records is not None
 
@@ -156,7 +156,7 @@ class Heartbeat:
         self._step = self._step if step is None else step
         self._write()
 
-    def entering(self, phases: Mapping[str, str]) -> Callable[[str], None]:
+    def phase_setter(self, phases: Mapping[str, str]) -> Callable[[str], None]:
         """A function that records the phase which `phases` has for its argument, if it has one.
 
         The phases are looked up once, because it is called several times in a step.
@@ -170,7 +170,7 @@ class Heartbeat:
 
         return enter
 
-    def reading(self, index: int) -> None:
+    def set_sample(self, index: int) -> None:
         """Record that this rank's own process reads a sample; a negative number: none any more."""
         self._row[_PLACE.size :] = _SAMPLE.pack(index)
 
@@ -237,7 +237,7 @@ class Heartbeats:
         self.exit_records.restart(first_rank)
         for rank in range(first_rank, first_rank + len(self._rows)):
             self.of(rank).beat("starting", 0)
-            self.of(rank).reading(-1)
+            self.of(rank).set_sample(-1)
 
     def of(self, rank: int) -> Heartbeat:
         return Heartbeat(self._rows[rank - self.first_rank], self.exit_records, self._printed)

@@ -35,7 +35,7 @@ class RankInfo:
     host: str
 
 
-def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> list[RankInfo]:
+def exchange_rank_info(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> list[RankInfo]:
     """What each rank runs on, in rank order. All ranks call it; the store waits for late ones.
 
     Raises PreflightError, on all ranks, unless all were started the same way.
@@ -47,7 +47,9 @@ def meet(config: Config, env: WorkerEnv, store: dist.Store | None, job: str) -> 
     own = RankInfo(device, gpu, os.getpid(), gethostname())
     if store is None:
         return [own]
-    store.set(f"{job}/meeting/{env.rank}", json.dumps({"peer": asdict(own), "facts": facts(config)}))
+    store.set(
+        f"{job}/meeting/{env.rank}", json.dumps({"peer": asdict(own), "facts": environment_facts(config)})
+    )
     said = [json.loads(store.get(f"{job}/meeting/{rank}")) for rank in range(env.world_size)]
     refuse_differences([words["facts"] for words in said])
     return [RankInfo(**words["peer"]) for words in said]
@@ -65,7 +67,7 @@ def prepare_directory(config: Config, launch: LaunchEnv) -> Path:
     return directory
 
 
-def facts(config: Config) -> dict[str, str]:
+def environment_facts(config: Config) -> dict[str, str]:
     """What must be equal on all ranks: versions, and digests of the config, of a recipe file, of our own."""
     recipe = Path(config.recipes.path).read_bytes() if config.recipes.path else b""
     own = sorted(Path(__file__).parents[1].rglob("*.py"))

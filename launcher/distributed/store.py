@@ -65,8 +65,8 @@ def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
             )
     except (dist.DistError, OSError) as error:
         raise StalledError(
-            f"{launch.name} could not reach {launch.noun} 0 within {timeout_s:g} s: {first_sentence(error)} "
-            f"{launch.noun.capitalize()} 0 was not started, has died, or {launch.endpoint} does not "
+            f"{launch.name} could not reach {launch.role} 0 within {timeout_s:g} s: {first_sentence(error)} "
+            f"{launch.role.capitalize()} 0 was not started, has died, or {launch.endpoint} does not "
             "point to it. launch.init_timeout_s says how long others wait for it."
         ) from error
     store.set_timeout(timeout)
@@ -99,7 +99,7 @@ def _listening(launch: LaunchEnv, port: int) -> int:
         raise PreflightError(
             f"{launch.endpoint}: port {port} cannot be used on this machine: "
             f"{os.strerror(error.errno or 0)}. If another launch uses it, give this one another port, the "
-            f"same for all its {launch.noun}s."
+            f"same for all its {launch.role}s."
         ) from error
 
 
@@ -170,7 +170,7 @@ def wait_for_key(
     """The value that rank 0 sets. Raises `failure`, or else StalledError, if it does not."""
     from torch.distributed import DistError
 
-    first = f"{launch.noun} 0"
+    first = f"{launch.role} 0"
     began = time.monotonic()
     try:
         if wait_for_keys(store, [key], wait_s):

@@ -46,10 +46,10 @@ class Subject:
 
     @property
     def place(self) -> Path:
-        return place_of(self.config)
+        return user_location(self.config)
 
 
-def place_of(config: Config) -> Path:
+def user_location(config: Config) -> Path:
     """What exists of the path to the run's directory. It may be a file: then no run can be there."""
     path = Path(os.path.expanduser(config.run.dir or DEFAULT_ROOT)).absolute()
     # Not Path.exists, which raises below a folder that this user may not enter.

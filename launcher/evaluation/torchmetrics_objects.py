@@ -1,4 +1,5 @@
-"""Objects of torchmetrics as metrics of a recipe. They do not gather by themselves: `Alone` hides the ranks.
+"""Objects of torchmetrics as metrics of a recipe. They do not gather by themselves: `HiddenProcessGroup`
+hides the ranks.
 
 Owns which of them can be merged. Never imports torchmetrics: a recipe that uses it has imported it.
 """

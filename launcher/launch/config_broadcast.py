@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import Config, from_dict, to_dict
-from launcher.distributed.env import RANK0, LaunchEnv, numbered
+from launcher.distributed.env import RANK0, LaunchEnv, format_ranks
 from launcher.distributed.exit_records import ExitRecord, JobFailed, StoreExitRecords, exit_record, with_rank
 from launcher.distributed.store import (
     ignore_store_errors,
@@ -181,11 +181,11 @@ class ConfigLeader:
         self._goodbye_s = self._patience.goodbye_s
         self._gone = missing_ranks(store, "here/{}", self._others, wait_s)
         if self._gone:
-            silent = numbered(self._gone, self.launch.noun)
+            silent = format_ranks(self._gone, self.launch.role)
             text = (
                 f"{silent} did not come to {self.launch.endpoint} within {wait_s:g} s: it "
                 "was not started, has died, or was started with other values of these. "
-                f"launch.init_timeout_s says how long {self.launch.noun} 0 waits."
+                f"launch.init_timeout_s says how long {self.launch.role} 0 waits."
             )
             raise JobFailed(text, StalledError.exit_code)
 
@@ -201,7 +201,7 @@ class ConfigLeader:
         with ignore_store_errors():
             self._gone = records.missing(self._others, wait_s)
             found = records.read(self._others)
-            silent = numbered(self._gone, self.launch.noun)
+            silent = format_ranks(self._gone, self.launch.role)
             if self._gone and own.is_secondary and all(each.is_secondary for each in found):
                 text = (
                     f"{silent} was lost, and has not said why within {wait_s:g} s: it was killed, hangs, or "
@@ -210,7 +210,7 @@ class ConfigLeader:
                 raise JobFailed(text, own.exit_code, own.traceback)
             if self._gone and not own.error:
                 raise StalledError(
-                    f"{silent} did not leave job {job} within {wait_s:g} s after {self.launch.noun} 0 did."
+                    f"{silent} did not leave job {job} within {wait_s:g} s after {self.launch.role} 0 did."
                 )
             return [own, *found]
         return [own]
@@ -271,20 +271,20 @@ def origin(arguments: Sequence[str]) -> dict[str, Any]:
 
 def join_launch(store: dist.Store, launch: LaunchEnv, arguments: Sequence[str], wait_s: float) -> None:
     """Tell rank 0 that this rank is here; raises PreflightError if one of the two is of another launch."""
-    own, noun = origin(arguments), launch.noun
+    own, role = origin(arguments), launch.role
     leader = json.loads(wait_for_key(store, "leader", wait_s, launch, "the job", None))
     given, theirs = Counter(own["given"]), Counter(leader["given"])
-    only = (given - theirs, f"this {noun}"), (theirs - given, f"{noun} 0")
+    only = (given - theirs, f"this {role}"), (theirs - given, f"{role} 0")
     differences = [f"only {who} was given {' '.join(words)}" for words, who in only if words]
     ids = ((key, here, leader["ids"].get(key)) for key, here in own["ids"].items())
     differences += [
-        f"{key} is {here} here and {there} on {noun} 0" for key, here, there in ids if here != there
+        f"{key} is {here} here and {there} on {role} 0" for key, here, there in ids if here != there
     ]
     if differences:
         raise PreflightError(
-            f"{launch.name} and the {noun} 0 that it found at {launch.endpoint} (process "
+            f"{launch.name} and the {role} 0 that it found at {launch.endpoint} (process "
             f"{leader['process']} on {leader['host']}) are not of one launch: {'; '.join(differences)}. Give "
-            f"all {noun}s of a launch the same arguments, and each launch a port of its own."
+            f"all {role}s of a launch the same arguments, and each launch a port of its own."
         )
     claim(store, launch, f"here/{launch.rank}", own)
 

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import LaunchConfig
-from launcher.distributed.env import RANK0, LaunchEnv, numbered
+from launcher.distributed.env import RANK0, LaunchEnv, format_ranks
 from launcher.distributed.store import LEAVE_S, set_tcp_timeouts
 from launcher.errors import StalledError
 from launcher.launch.root_cause import DONE, GroupResult, RunFailed, RunOutcome, outcome_of
@@ -200,7 +200,7 @@ class MultiNode(SingleNode):
         hosts = [self._messages[node]["host"] for node in nodes if node in self._messages]
         named = f" ({', '.join(hosts)})" if hosts else ""
         return StalledError(
-            f"{numbered(nodes, 'node')}{named} is gone: its parent process was killed or hangs, or the "
+            f"{format_ranks(nodes, 'node')}{named} is gone: its parent process was killed or hangs, or the "
             "machine or the link to it is down. To resume, run the same command on all machines."
         )
 

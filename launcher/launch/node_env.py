@@ -57,7 +57,7 @@ def node_env(words: Sequence[str], environ: MutableMapping[str, str]) -> LaunchE
             f"on each node. Give srun, or sbatch, --nodes={nnodes} --ntasks-per-node=1."
         )
     environ["MASTER_ADDR"], environ["MASTER_PORT"] = endpoint_of(words, environ)
-    return LaunchEnv(rank=int(rank), world_size=int(nnodes), noun=NODE)
+    return LaunchEnv(rank=int(rank), world_size=int(nnodes), role=NODE)
 
 
 def planned_launch(wish: LaunchConfig, launch: LaunchEnv, environ: Mapping[str, str]) -> LaunchEnv:
@@ -66,9 +66,9 @@ def planned_launch(wish: LaunchConfig, launch: LaunchEnv, environ: Mapping[str, 
     Without the endpoint and the number of this machine, which only a run needs.
     """
     nnodes = environ.get("PET_NNODES", "") if wish.nnodes == "auto" else str(wish.nnodes)
-    if launch.launched or not nnodes.isdecimal() or int(nnodes) < 2:
+    if launch.has_external_launcher or not nnodes.isdecimal() or int(nnodes) < 2:
         return launch
-    return LaunchEnv(world_size=int(nnodes), noun=NODE)
+    return LaunchEnv(world_size=int(nnodes), role=NODE)
 
 
 def endpoint_of(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
@@ -104,7 +104,7 @@ def check_all_nodes_started(wish: LaunchConfig, launch: LaunchEnv, environ: Mapp
         )
     for key in NODE_COUNT_VARS:
         # Of MIN:MAX torchrun may have started the least; without it there would be one of the most.
-        said = environ.get(key, "").split(":")[0 if launch.launched else -1]
+        said = environ.get(key, "").split(":")[0 if launch.has_external_launcher else -1]
         is_mpi = key.startswith("OMPI")
         what = "processes" if is_mpi else "machines"
         if said.isdecimal() and int(said) > (launch.world_size if is_mpi else 1):

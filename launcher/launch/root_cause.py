@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.distributed.exit_records import ExitRecord, with_rank
-from launcher.distributed.heartbeat import FINISHING, HeartbeatRecord, where
+from launcher.distributed.heartbeat import FINISHING, HeartbeatRecord, describe
 from launcher.errors import ON_REQUEST, LauncherError, PreemptedError, StalledError
 
 # How the ranks of a machine have ended.
@@ -124,7 +124,7 @@ def find_root_cause(results: Sequence[RankResult], first_failure: int | None) ->
         return replace(outcome, restart_helps=record.restart_helps, halved=record.halved)
     if alive := [result for result in results if result.exit_code is None]:
         finishing = all(result.beat.phase in FINISHING for result in results)
-        text = "; ".join(f"{_name(result)} did not stop, {where(result.beat)}" for result in alive)
+        text = "; ".join(f"{_name(result)} did not stop, {describe(result.beat)}" for result in alive)
         return RunOutcome(UNEXPECTED, text, finishing_at_step=alive[0].beat.step if finishing else None)
     asked = [result.record for result in results if result.record and result.record.exit_code in ON_REQUEST]
     return RunOutcome(asked[0].exit_code, asked[0].error) if asked else RunOutcome(0)
@@ -159,7 +159,7 @@ def hang_outcome(results: Sequence[RankResult]) -> RunOutcome:
     last = [result for result in alive if result.beat.order == behind]
     waited_for = [result for result in alive if result.stopped] or last
     hanging = (
-        f"{_name(result)} hangs: {where(result.beat)} for {result.beat.age_s:.0f} s"
+        f"{_name(result)} hangs: {describe(result.beat)} for {result.beat.age_s:.0f} s"
         f"{' (stopped by SIGSTOP)' if result.stopped else ''}{f' at {result.place}' if result.place else ''}"
         for result in waited_for
     )
@@ -176,7 +176,7 @@ def _said_by(cause: ExitRecord, results: Sequence[RankResult]) -> str:
 
 def _outcome_without_record(result: RankResult) -> RunOutcome:
     assert result.exit_code is not None
-    place = where(result.beat)
+    place = describe(result.beat)
     if result.exit_code >= 0:
         text = f"{_name(result)} ended with exit code {result.exit_code} and no error, {place}"
         return RunOutcome(UNEXPECTED, text)

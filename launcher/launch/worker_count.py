@@ -26,7 +26,7 @@ def num_workers(wish: LaunchConfig, launch: LaunchEnv) -> int | None:
     Raises ConfigError if torchrun or a scheduler has started another number than was requested,
     PreflightError for more workers than GPUs.
     """
-    if launch.launched:
+    if launch.has_external_launcher:
         if wish.nproc not in ("auto", launch.local_world_size, launch.world_size):
             raise ConfigError(
                 f"launch.nproc={wish.nproc}, but {counted(launch.world_size, 'process', 'es')} came from "

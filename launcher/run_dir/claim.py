@@ -27,9 +27,9 @@ from launcher.run_dir.records import (
     CONFIG,
     METRICS,
     RESULT,
-    describe,
     foreign_to_a_run,
     refuse_links,
+    write_metadata,
 )
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME, state_since
@@ -75,7 +75,7 @@ def open_run_dir(config: Config, overrides: Sequence[str]) -> Iterator[OpenRunDi
             finished = _finished(resolved, directory) if _holds_run(directory) else ""
             if not finished:
                 (directory / PRUNE).unlink(missing_ok=True)  # of an earlier command, which ended there
-                describe(resolved, overrides)
+                write_metadata(resolved, overrides)
         try:
             yield OpenRunDir(resolved, finished)
         except LauncherError as error:

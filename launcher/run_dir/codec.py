@@ -2,8 +2,8 @@
 
 Owns what a file may lack. A field that defaults to None is left out where it is None; a `flat` field's items
 stand beside the other keys. Reading never fails: keys that the class does not know are left out, and a value
-that is missing or of another type becomes the field's default, else the blank of its type (NaN, 0, "", False,
-None or empty). Imports no torch.
+that is missing or of another type becomes the field's default, else that of its type (NaN, 0, "", False, None
+or empty). Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class _Key:
     may_be_absent: bool  # where it is None
     is_plain: bool  # written as it is: holds no dataclass
     read: Reader
-    blank: Callable[[], object]
+    default: Callable[[], object]
 
-    def read_or_blank(self, value: object) -> object:
+    def read_or_default(self, value: object) -> object:
         found = self.read(value)
-        return self.blank() if found is INVALID else found
+        return self.default() if found is INVALID else found
 
 
 def encoded(value: Any) -> dict[str, Any]:
@@ -57,11 +57,11 @@ def decoded(kind: type[Kind], record: Mapping[str, object]) -> Kind:
     """The dataclass whose fields a file holds by name."""
     keys = _keys(kind)
     rest = {name: item for name, item in record.items() if name not in {key.name for key in keys}}
-    found = {key.name: key.read_or_blank(rest if key.is_flat else record.get(key.name)) for key in keys}
+    found = {key.name: key.read_or_default(rest if key.is_flat else record.get(key.name)) for key in keys}
     return kind(**found)
 
 
-def exactly(kind: type[Kind], record: Mapping[str, object]) -> Kind:
+def decode_strict(kind: type[Kind], record: Mapping[str, object]) -> Kind:
     """`decoded`, for a file that must be whole. Raises ValueError for what is missing or of another type."""
     found = decoded(kind, record)
     whole = encoded(found)
@@ -86,9 +86,9 @@ _keys: Callable[[object], tuple[_Key, ...]] = cache(_keys_of)
 
 
 def _key(field: dataclasses.Field[object], hint: object) -> _Key:
-    blank = _blank(hint) if field.default is dataclasses.MISSING else lambda: field.default
+    default = _default(hint) if field.default is dataclasses.MISSING else lambda: field.default
     is_flat, is_plain = bool(field.metadata.get("flat")), not _holds_a_dataclass(hint)
-    return _Key(field.name, is_flat, field.default is None, is_plain, _reader(hint), blank)
+    return _Key(field.name, is_flat, field.default is None, is_plain, _reader(hint), default)
 
 
 def _plain(value: object) -> object:
@@ -150,7 +150,7 @@ def _integer(value: object) -> object:
     return value if type(value) is int and abs(value) < NO_INTEGER else INVALID
 
 
-def _blank(hint: Any) -> Callable[[], object]:
+def _default(hint: Any) -> Callable[[], object]:
     """What stands for a value of this type that a file lacks."""
     origin = typing.get_origin(hint)
     if origin in UNIONS or hint in (object, Any):
@@ -159,5 +159,5 @@ def _blank(hint: Any) -> Callable[[], object]:
         return lambda: math.nan
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return partial(decoded, hint, {})
-    blank: Callable[[], object] = {Mapping: dict, Sequence: list}.get(origin, hint)
-    return blank
+    default: Callable[[], object] = {Mapping: dict, Sequence: list}.get(origin, hint)
+    return default

@@ -71,7 +71,7 @@ SHOWN_LOGS = 3
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def describe(config: Config, overrides: Sequence[str]) -> None:
+def write_metadata(config: Config, overrides: Sequence[str]) -> None:
     """Write config.yaml, overrides.txt and the first status.json of the run. Raises OSError."""
     directory = Path(config.run.dir)
     write_config(directory, config)

@@ -73,7 +73,7 @@ def build_trainer(
     task = TrainStep(context, context.model, context.recipe.loss)
     if steps_left:
         _try_out(context, evaluation, task, start)
-    context.stepper.clock.on_mark(heartbeat.entering(PHASE_AFTER))
+    context.stepper.clock.on_mark(heartbeat.phase_setter(PHASE_AFTER))
     # After the trials, which are not compiled.
     task.network = compilation.compiled(config.train.compile, context.model, context.stepper)
     return Trainer(context, task, evaluation, start)
@@ -105,8 +105,8 @@ def _build_context(
         refuse_unknown(config.tracker)
         labels = None if recipe.classes is None else Labels(recipe.label_column, len(recipe.classes))
         held_out = recipe.validation_sets
-        data = DataSets.of(config, env, recipe.train, held_out, recipe.collate, labels, heartbeat.reading)
-        fingerprint = data_check.fingerprint(recipe, data.train, data.validation)  # reads some samples
+        data = DataSets.of(config, env, recipe.train, held_out, recipe.collate, labels, heartbeat.set_sample)
+        fingerprint = data_check.data_fingerprint(recipe, data.train, data.validation)  # reads some samples
     heartbeat.beat("comparing the data")
     data_check.compare_data(fingerprint, env)
     plan = batch_plan(config, env, data.train, recipe.lengths)

@@ -42,7 +42,7 @@ class TrainContext:
     stop_signal: StopSignal
     recipe: Recipe
     data: DataSets
-    fingerprint: Mapping[str, str]  # of the data
+    data_fingerprint: Mapping[str, str]
     used: Used
     plan: BatchPlan  # with the micro-batch that the run uses, once that is known
     course: TrainLength

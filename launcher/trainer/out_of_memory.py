@@ -68,7 +68,7 @@ def _failure(context: TrainContext, text: str) -> OutOfMemoryError:
         return OutOfMemoryError(text)
     text = f"{text}; data.micro_batch_size={half} needs less memory for the same update."
     halves = context.config.train.on_oom == "halve"
-    if halves and not context.heartbeat.watched:
+    if halves and not context.heartbeat.monitored_by_parent:
         run_dir = directory_override("run.dir", Path(context.config.run.dir))
         text = (
             f"{text} No parent process restarts this run with it (train.on_oom=halve). {TO_RESUME} "

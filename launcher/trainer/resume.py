@@ -102,7 +102,7 @@ class RunCheckpoints:
         """Report where the run resumes, and what has changed."""
         telemetry = self._context.telemetry
         allowed = self._context.config.checkpoint.allow_other_data
-        if text := refuse_other_meaning(saved.extra.data, self._context.fingerprint, allowed):
+        if text := refuse_other_meaning(saved.extra.data, self._context.data_fingerprint, allowed):
             telemetry.warn(text)
         if others := changed_settings(saved.extra.settings, self._settings):
             text = listed(others, SHOWN, "; ")
@@ -158,7 +158,7 @@ class RunCheckpoints:
             states,
             best=self._context.best,
             evaluated=metric is not None,
-            data=self._context.fingerprint,
+            data=self._context.data_fingerprint,
             settings=self._settings,
             stream=all_gather_str(self._context.env, place) if place else None,
             total_steps=self._context.course.total_steps,

@@ -1,7 +1,7 @@
 """How many training samples a classifier gets right, counted on the device while it trains.
 
 Owns the count of this rank and its sum over the ranks. A step adds to it without a read by the host; only
-`add_to`, at evaluations and checkpoints, waits for the device.
+`all_reduce_into`, at evaluations and checkpoints, waits for the device.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TrainAccuracy:
     label: str | None  # the column with the true class; None: there are no classes
 
     def __post_init__(self) -> None:
-        # int64 [2] on the device, since the last `add_to`: right, and all.
+        # int64 [2] on the device, since the last `all_reduce_into`: right, and all.
         self._counts = torch.zeros(2, dtype=torch.int64, device=self.env.device)
 
     def count(self, loss: Loss, batch: Batch) -> None:
@@ -59,7 +59,7 @@ class TrainAccuracy:
         self._counts[0] += (predicted == labels).sum()
         self._counts[1] += (labels >= 0).sum()
 
-    def add_to(self, since: RunningTrainMetrics) -> None:
+    def all_reduce_into(self, since: RunningTrainMetrics) -> None:
         """Add what all ranks have counted, and begin anew. A collective."""
         if self.label is None:
             return

@@ -33,7 +33,7 @@ class TrainStep:
     def __post_init__(self) -> None:
         self.stepper = self.context.stepper
 
-    def train_on(self, position: Position) -> StepResult:
+    def run(self, position: Position) -> StepResult:
         """One update from this rank's micro-batches, which may be none."""
         if self.context.shortage:
             # Ranks read the report of a step while the next one runs: until then they wait for this one.
@@ -78,10 +78,10 @@ class TrainStep:
     def forward_backward(self, batch: Batch) -> Loss:
         """Forward and backward pass of a micro-batch."""
         with self.stepper.forward():
-            of_batch = loss_of(self.loss, self.network, batch)
+            output = loss_of(self.loss, self.network, batch)
         if not self.checked_unregistered:
             self.checked_unregistered = True
-            if text := unregistered_parameters(of_batch.sum, self.network):
+            if text := unregistered_parameters(output.sum, self.network):
                 warnings.warn(text, EngineWarning, stacklevel=2)
-        self.stepper.backward(of_batch.sum, of_batch.count)
-        return of_batch
+        self.stepper.backward(output.sum, output.count)
+        return output

@@ -21,7 +21,7 @@ class Trainer:
     """Trains one rank of a run from `start` on; complete when it is built."""
 
     context: TrainContext
-    task: TrainStep
+    train_step: TrainStep
     evaluation: EvaluationLoop
     start: ResumePoint
 
@@ -47,7 +47,7 @@ class Trainer:
 
     def fit(self) -> int:
         """Train to the last step, or until a callback has a `stop_reason`. Returns the number of the step."""
-        self.task.network.train()
+        self.train_step.network.train()
         self.callbacks.on_train_start(self.start.step)
         done = self.start.step
         if self.start.evaluation_pending:
@@ -57,7 +57,7 @@ class Trainer:
             position = self.course.index_of(done + 1)
             self.context.heartbeat.beat("data", position.step)
             self.callbacks.on_step_start(position)  # votes cast here are sent with the totals of this step
-            result = self.task.train_on(position)
+            result = self.train_step.run(position)
             # First what adds work to the device's queue, and then the wait for the step before.
             self.callbacks.on_step_launched(position, result)
             self.step_reader.push(position, result)

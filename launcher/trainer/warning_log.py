@@ -19,7 +19,7 @@ from launcher.engine import EngineWarning
 from launcher.errors import DataWarning, escaped
 from launcher.telemetry import Telemetry
 
-SHOWN_AS_EVENTS = (EngineWarning, DataWarning)
+EVENT_WARNINGS = (EngineWarning, DataWarning)
 MAX_TEXTS = 1000  # that are told apart; more are counted by their lines of code
 Place = tuple[str, int, str]  # file, line, and what it says
 
@@ -36,7 +36,7 @@ def warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
         message: object, category: type[Warning], filename: str, lineno: int, *more: object, **_: object
     ) -> None:
         """Show a warning; called by `warnings` in the place of its own function."""
-        if issubclass(category, SHOWN_AS_EVENTS):
+        if issubclass(category, EVENT_WARNINGS):
             log.warning("rank %d: %s", rank, message)
             telemetry.warn(str(message))
             return
@@ -53,7 +53,7 @@ def warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
             print_it(message if shown == str(message) else shown, category, filename, lineno, *more)
 
     with warnings.catch_warnings():
-        for each in SHOWN_AS_EVENTS:
+        for each in EVENT_WARNINGS:
             warnings.simplefilter("always", each)  # each is given once per Stepper or data set
         warnings.simplefilter("always", append=True)  # after the user's filters; here it is shown once
         warnings.showwarning = show

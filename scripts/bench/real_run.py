@@ -43,10 +43,10 @@ def times_of(
 
 def call_before_each_step(call: Callable[[], None]) -> None:
     """Not by a function of the recipe: a transform, say, costs the launcher what the other side lacks."""
-    train_on = TrainStep.train_on
+    run = TrainStep.run
 
     def called(task: TrainStep, position: Position) -> StepResult:
         call()
-        return train_on(task, position)
+        return run(task, position)
 
-    TrainStep.train_on = called  # type: ignore[method-assign]
+    TrainStep.run = called  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ from torch import nn
 
 from launcher.checkpoint import catalog, manifest, pretrained
 from launcher.checkpoint.async_writer import AsyncCheckpointWriter, SaveSchedule
-from launcher.checkpoint.catalog import best_intact, newest_intact, resume, retain
+from launcher.checkpoint.catalog import apply_retention, best_intact, newest_intact, resume
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text, verify
 from launcher.checkpoint.run_state import (
     BestEvaluation,
@@ -36,7 +36,7 @@ from launcher.checkpoint.run_state import (
     restore,
 )
 from launcher.checkpoint.storage import load, publish
-from launcher.checkpoint.tensors import Pace, write_tensors
+from launcher.checkpoint.tensors import Throttle, write_tensors
 from launcher.data.seeding import seed_compute
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
@@ -387,7 +387,7 @@ def test_retention_keeps_the_newest_good_ones(tmp_path_factory, good, keep) -> N
         if not is_good:
             (path / WEIGHTS).unlink()
     expected = [path for path, is_good in zip(paths, good, strict=True) if is_good][-keep:]
-    deleted = retain(directory, keep)
+    deleted = apply_retention(directory, keep)
     assert all(path.exists() and not verify(path) for path in expected)
     assert all(path < min(expected) for path in deleted)
     assert [path for path in paths if path.exists() and not verify(path)] == expected
@@ -471,7 +471,7 @@ def test_a_file_is_written_in_pieces_of_a_megabyte_whatever_its_tensors(tmp_path
 def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, monkeypatch) -> None:
     started, may_finish = threading.Event(), threading.Event()
 
-    def slow(directory: Path, taken: Snapshot, run: Pace) -> Path:
+    def slow(directory: Path, taken: Snapshot, run: Throttle) -> Path:
         started.set()
         assert may_finish.wait(10)
         return publish(directory, taken, run)

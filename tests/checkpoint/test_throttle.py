@@ -6,7 +6,7 @@ import threading
 import time
 
 from launcher.checkpoint import async_writer as throttle
-from launcher.checkpoint.async_writer import Throttle
+from launcher.checkpoint.async_writer import WriteThrottle
 
 
 class Pauses(threading.Event):
@@ -30,7 +30,7 @@ def compute(seconds: float = 0.001) -> None:
 
 def test_pauses_keep_the_share() -> None:
     pauses, began_s = Pauses(), time.monotonic()
-    steady = Throttle(10, pauses)
+    steady = WriteThrottle(10, pauses)
     for _ in range(10):
         steady(compute, 1)
     assert time.monotonic() - began_s >= 0.01 / throttle.SHARE
@@ -42,7 +42,7 @@ def test_pauses_end_in_time_whatever_the_share(monkeypatch) -> None:
     monkeypatch.setattr(throttle, "SHARE", 1e-9)
     monkeypatch.setattr(throttle, "LONGEST_S", 0.2)
     pauses = Pauses()
-    steady = Throttle(10, pauses)
+    steady = WriteThrottle(10, pauses)
     for _ in range(10):
         steady(compute, 1)
     assert sum(pauses.seconds) <= 0.2 + 1e-9
@@ -53,7 +53,7 @@ def test_a_pause_ends_when_there_is_a_hurry(monkeypatch) -> None:
     monkeypatch.setattr(throttle, "SHARE", 1e-9)
     monkeypatch.setattr(throttle, "LONGEST_S", 3600.0)
     hurry, done = threading.Event(), threading.Event()
-    steady = Throttle(3, hurry)
+    steady = WriteThrottle(3, hurry)
     thread = threading.Thread(target=lambda: steady(lambda: (compute(), done.set()), 1))
     thread.start()
     assert done.wait(20)

@@ -52,7 +52,7 @@ def test_a_step_counts_once_it_is_done(phase, done) -> None:
 def test_the_parts_of_a_step_enter_the_phases_that_follow_them() -> None:
     table = Heartbeats(2)
     heartbeat = table.of(1)
-    enter = heartbeat.entering({"data": "compute", "compute": "wire"})
+    enter = heartbeat.phase_setter({"data": "compute", "compute": "wire"})
     heartbeat.beat("data", 7)
     found = []
     for part in ("", "data", "compute", "update"):
@@ -60,7 +60,7 @@ def test_the_parts_of_a_step_enter_the_phases_that_follow_them() -> None:
         found.append((table.read()[1].phase, heartbeat.latest.phase, table.read()[1].step))
     assert found == [(phase, phase, 7) for phase in ("data", "compute", "wire", "wire")]
     with pytest.raises(KeyError, match="no phase"):
-        heartbeat.entering({"data": "no phase"})
+        heartbeat.phase_setter({"data": "no phase"})
 
 
 def test_without_a_table_beating_is_allowed() -> None:

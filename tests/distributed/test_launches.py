@@ -74,7 +74,7 @@ def test_a_port_in_use_is_named_by_the_setting_that_gave_it(monkeypatch, message
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", port)
         with pytest.raises(PreflightError) as refusal:
-            open_store(LaunchEnv(0, 2, noun=NODE), 1.0)
+            open_store(LaunchEnv(0, 2, role=NODE), 1.0)
     assert message(str(refusal.value).replace(port, "PORT")).startswith(
         "launch.rdzv_endpoint=127.0.0.1:PORT:"
     )

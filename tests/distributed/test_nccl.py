@@ -17,7 +17,10 @@ from launcher.distributed.process_group import join
 from launcher.errors import PreflightError, UnexpectedError
 from launcher.trainer.errors.rank_failure import to_launcher_error
 
-ALL_HERE, ONE_OF_TWO_HOSTS = LaunchEnv(1, 2, 1, 2, launched=True), LaunchEnv(1, 2, 0, 1, launched=True)
+ALL_HERE, ONE_OF_TWO_HOSTS = (
+    LaunchEnv(1, 2, 1, 2, has_external_launcher=True),
+    LaunchEnv(1, 2, 0, 1, has_external_launcher=True),
+)
 
 
 def said(kind: str, name: str, last: str = "") -> RuntimeError:

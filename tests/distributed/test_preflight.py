@@ -25,10 +25,12 @@ def same() -> None: ...
 def meet_as_rank_1(differ: Callable[[], None] = same) -> list[preflight.RankInfo]:
     """What rank 1 gets, whose machine is made to differ from that of rank 0 once rank 0 has spoken."""
     config, store = composed(), dist.HashStore()
-    words = {"peer": asdict(FIRST), "facts": preflight.facts(config)}
+    words = {"peer": asdict(FIRST), "facts": preflight.environment_facts(config)}
     store.set("job/meeting/0", json.dumps(words))
     differ()
-    return preflight.meet(config, WorkerEnv(1, 2, 0, 1, torch.device("cpu"), None), store, "job")
+    return preflight.exchange_rank_info(
+        config, WorkerEnv(1, 2, 0, 1, torch.device("cpu"), None), store, "job"
+    )
 
 
 @pytest.fixture

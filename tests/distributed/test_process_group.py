@@ -99,13 +99,13 @@ def see_gpus(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
 )
 def test_a_rank_takes_its_gpu_or_the_only_one_it_sees(monkeypatch, uuids, local_rank, device) -> None:
     see_gpus(monkeypatch, *uuids)
-    assert _device(LaunchEnv(local_rank, 4, local_rank, 4, launched=True)) == device
+    assert _device(LaunchEnv(local_rank, 4, local_rank, 4, has_external_launcher=True)) == device
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch) -> None:
     see_gpus(monkeypatch, "a", "b")
     with pytest.raises(PreflightError, match=r"number 2 on this machine, which has 2 GPU"):
-        _device(LaunchEnv(2, 3, 2, 3, launched=True))
+        _device(LaunchEnv(2, 3, 2, 3, has_external_launcher=True))
 
 
 def test_one_gpu_for_each_rank_is_taken_and_one_for_two_is_refused(monkeypatch) -> None:
@@ -113,7 +113,7 @@ def test_one_gpu_for_each_rank_is_taken_and_one_for_two_is_refused(monkeypatch) 
     store = dist.HashStore()
     for rank, uuid in enumerate(("a", "b", "a")):
         see_gpus(monkeypatch, uuid)
-        launch = LaunchEnv(rank, 3, rank, 3, launched=True)
+        launch = LaunchEnv(rank, 3, rank, 3, has_external_launcher=True)
         device = _device(launch)
         if rank == 2:
             with pytest.raises(PreflightError, match=r"ranks 0 and 2 use the same GPU \(a\).*sees 1 GPU"):

@@ -106,7 +106,7 @@ def die_at_every_call(pipe: Connection, folder: Path, old: Path, torn: bool) -> 
     The grandchildren are forked, so that each costs milliseconds. Sends, by n, the signal that each died of;
     the last one lives, because its save has fewer calls.
     """
-    from launcher.checkpoint.catalog import retain
+    from launcher.checkpoint.catalog import apply_retention
     from launcher.checkpoint.storage import publish
     from tests.snapshots import snapshot
 
@@ -118,7 +118,7 @@ def die_at_every_call(pipe: Connection, folder: Path, old: Path, torn: bool) -> 
         if child == 0:
             _Killer(len(signals) + 1, torn).install()
             publish(directory, made)
-            retain(directory, keep=1)
+            apply_retention(directory, keep=1)
             os._exit(0)
         status = os.waitpid(child, 0)[1]
         assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) == 0

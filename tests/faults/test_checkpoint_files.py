@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from launcher.checkpoint import broadcast
-from launcher.checkpoint.catalog import newest_intact, resume, retain
+from launcher.checkpoint.catalog import apply_retention, newest_intact, resume
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, verify
 from launcher.checkpoint.storage import load, publish
 from launcher.distributed.env import WorkerEnv
@@ -61,7 +61,7 @@ def what_is_left(directory: Path) -> int:
     step = int(found.path.name[-1])
     assert same(load(found.path), snapshot(step))
     publish(directory, snapshot(3))
-    retain(directory, keep=1)
+    apply_retention(directory, keep=1)
     assert [path.name for path in directory.iterdir()] == ["step-00000003"], "leftovers stay for ever"
     return step
 
@@ -283,7 +283,7 @@ def test_newer_unfinished_ones_push_nothing_out(tmp_path: Path, keep, kept) -> N
         (path,) = publish_steps(tmp_path, step)
         truncate(path / name, 0.5)
     unfinished(tmp_path)
-    retain(tmp_path, keep, own=set(tmp_path.iterdir()))  # even of those that we wrote ourselves
+    apply_retention(tmp_path, keep, own=set(tmp_path.iterdir()))  # even of those that we wrote ourselves
     assert [path for path in good if path.exists()] == [good[step - 1] for step in kept]
     assert newest_intact(tmp_path).path == good[2]
 
@@ -291,7 +291,7 @@ def test_newer_unfinished_ones_push_nothing_out(tmp_path: Path, keep, kept) -> N
 def test_a_damaged_newer_one_of_another_process_pushes_nothing_out(tmp_path: Path) -> None:
     good, bad = publish_steps(tmp_path, 1, 2)
     flip(bad / WEIGHTS, -1, 0)
-    assert retain(tmp_path, 1) == []
+    assert apply_retention(tmp_path, 1) == []
     assert newest_intact(tmp_path).path == good
 
 

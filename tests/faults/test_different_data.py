@@ -21,8 +21,8 @@ from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError
 from launcher.evaluation.evaluate import Pass, evaluate
 from launcher.recipe import Recipe, cross_entropy
-from launcher.trainer.builders.data_check import compare_data, refuse_other_data
-from launcher.trainer.builders.data_check import fingerprint as fingerprint_of
+from launcher.trainer.builders.data_check import check_equal_on_ranks, compare_data
+from launcher.trainer.builders.data_check import data_fingerprint as fingerprint_of
 from tests.faults.launching import run
 from tests.faults.parent import Parent, write_recipe
 from tests.ranks.harness import run_ranks
@@ -62,13 +62,13 @@ def test_whatever_differs_is_named(change, named) -> None:
     change(odd)
     usual = fingerprint(recipe_of())
     with pytest.raises(DataError, match=r"Rank 1 differs in: ") as refused:
-        refuse_other_data([usual, fingerprint(odd), usual])
+        check_equal_on_ranks([usual, fingerprint(odd), usual])
     assert named in str(refused.value)
     with pytest.raises(DataError, match=r"Rank 2 differs in: "):
-        refuse_other_data([usual, usual, fingerprint(odd)])
+        check_equal_on_ranks([usual, usual, fingerprint(odd)])
     with pytest.raises(DataError, match=r"Rank 0 differs in: "):
-        refuse_other_data([fingerprint(odd), usual, usual])
-    refuse_other_data([usual, fingerprint(recipe_of())])
+        check_equal_on_ranks([fingerprint(odd), usual, usual])
+    check_equal_on_ranks([usual, fingerprint(recipe_of())])
 
 
 class Empty:
@@ -89,7 +89,7 @@ def test_an_empty_stream_is_refused() -> None:
 )
 def test_what_a_recipe_says_of_its_data_must_be_the_same_too(changed) -> None:
     with pytest.raises(DataError, match="Rank 1 differs in: the "):
-        refuse_other_data([fingerprint(recipe_of()), fingerprint(replace(recipe_of(), **changed))])
+        check_equal_on_ranks([fingerprint(recipe_of()), fingerprint(replace(recipe_of(), **changed))])
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex64, torch.int64, torch.uint8])

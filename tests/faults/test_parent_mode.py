@@ -121,7 +121,7 @@ def test_an_unexpected_error_of_a_recipe_is_told_with_its_line(tmp_path: Path) -
 @pytest.mark.slow
 def test_an_unexpected_error_of_our_own_is_told_with_its_traceback(tmp_path: Path) -> None:
     write_recipe(
-        tmp_path, "from launcher.trainer.train_step import TrainStep as S\nif RANK == 0: S.train_on = None"
+        tmp_path, "from launcher.trainer.train_step import TrainStep as S\nif RANK == 0: S.run = None"
     )
     with Parent(tmp_path, LONG) as parent:
         assert parent.end() == 1

@@ -21,7 +21,7 @@ class Meeting:
 def test_no_name_is_looked_up_and_no_thread_runs_beside_a_fork() -> None:
     """A worker that is forked while a thread looks up a name finds libc's lock of it taken, for ever."""
     meeting = Meeting()
-    launch = LaunchEnv(noun="node")
+    launch = LaunchEnv(role="node")
     meeting.nodes = nodes = MultiNode(launch, meeting, "0", composed().launch)
     with nodes:
         assert meeting.alone == [True]

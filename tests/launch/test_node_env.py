@@ -65,7 +65,7 @@ PET = {
 def test_a_node_is_what_its_command_line_says_and_else_its_environment(words, environ, rank, place) -> None:
     environ = dict(environ)
     launch = node_env(words, environ)
-    assert (launch.rank, launch.is_node, launch.launched) == (rank, True, False)
+    assert (launch.rank, launch.is_node, launch.has_external_launcher) == (rank, True, False)
     assert launch.name == f"node {rank}"
     assert f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" == place
 
@@ -125,7 +125,7 @@ def limits(**changes) -> LaunchConfig:
     return replace(composed().launch, **changes)
 
 
-ALONE, TORCHRUN = LaunchEnv(), LaunchEnv(0, 2, 0, 2, launched=True)
+ALONE, TORCHRUN = LaunchEnv(), LaunchEnv(0, 2, 0, 2, has_external_launcher=True)
 
 
 @pytest.mark.parametrize(
@@ -155,10 +155,10 @@ def test_a_host_that_would_train_alone_by_mistake_is_refused(wish, launch, envir
         ("auto", ALONE, {}),
         ("auto", ALONE, {"SLURM_NNODES": "1", "OMPI_COMM_WORLD_SIZE": "1"}),
         (1, ALONE, {"SLURM_NNODES": "2"}),
-        ("auto", LaunchEnv(0, 4, 0, 2, launched=True), {"SLURM_NNODES": "2"}),
+        ("auto", LaunchEnv(0, 4, 0, 2, has_external_launcher=True), {"SLURM_NNODES": "2"}),
         ("auto", TORCHRUN, {"OMPI_COMM_WORLD_SIZE": "2"}),
         ("auto", TORCHRUN, {"PET_NNODES": "1:4"}),
-        (2, LaunchEnv(0, 2, noun="node"), {"SLURM_NNODES": "2"}),
+        (2, LaunchEnv(0, 2, role="node"), {"SLURM_NNODES": "2"}),
     ],
 )
 def test_a_host_that_is_alone_on_purpose_trains(wish, launch, environ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from launcher.config.schema import LaunchConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import ExitRecord
-from launcher.distributed.heartbeat import PHASES, HeartbeatRecord, where
+from launcher.distributed.heartbeat import PHASES, HeartbeatRecord, describe
 from launcher.errors import ConfigError, LauncherError, NoProgressError, PreflightError
 from launcher.launch import worker_count
 from launcher.launch.restart_policy import RestartPolicy
@@ -137,8 +137,8 @@ def test_those_whom_the_others_wait_for_hang(results, text) -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_phase_has_its_place_in_a_sentence(phase) -> None:
-    assert where(HeartbeatRecord(phase, 3, 0.0)).split()[0] in ("in", "while", "after")
-    assert ("step 3" in where(HeartbeatRecord(phase, 3, 0.0))) == (
+    assert describe(HeartbeatRecord(phase, 3, 0.0)).split()[0] in ("in", "while", "after")
+    assert ("step 3" in describe(HeartbeatRecord(phase, 3, 0.0))) == (
         phase not in (*PHASES[: PHASES.index("data")], *PHASES[-2:])
     )
 
@@ -248,7 +248,7 @@ def test_more_workers_than_gpus_are_refused(monkeypatch) -> None:
 
 
 def test_who_is_launched_by_another_starts_nobody() -> None:
-    launch = LaunchEnv(rank=0, world_size=4, local_world_size=2, launched=True)
+    launch = LaunchEnv(rank=0, world_size=4, local_world_size=2, has_external_launcher=True)
     for nproc in ("auto", 2, 4):
         assert worker_count.num_workers(wish(nproc, max_restarts=3), launch) is None
     with pytest.raises(ConfigError, match=r"launch\.nproc=3, but 4 processes came from torchrun"):

@@ -29,7 +29,9 @@ BATCH = {key: value for key, value in ALONE.items() if "STEP" not in key}
 def test_each_task_of_srun_is_a_rank() -> None:
     variables = torchrun_env_from_slurm(TASK)
     launch = LaunchEnv.from_environ(TASK | variables)
-    assert launch == LaunchEnv(rank=3, world_size=4, local_rank=1, local_world_size=2, launched=True)
+    assert launch == LaunchEnv(
+        rank=3, world_size=4, local_rank=1, local_world_size=2, has_external_launcher=True
+    )
     assert variables["MASTER_ADDR"] == "gpu007"
 
 
@@ -58,7 +60,7 @@ def test_a_task_without_its_variables_is_refused_with_their_names() -> None:
 
 def test_one_machine_by_the_command_makes_each_task_a_run_of_its_own(monkeypatch) -> None:
     led: list[LaunchEnv] = []
-    monkeypatch.setattr(cli, "lead", lambda launch, argv: led.append(launch) or 0)
+    monkeypatch.setattr(cli, "run_rank0", lambda launch, argv: led.append(launch) or 0)
     monkeypatch.setattr(os, "environ", dict(TASK))
     assert cli.main(["recipe=cnn", "launch.nnodes=1"]) == 0
     assert led == [LaunchEnv()]

@@ -135,7 +135,7 @@ def refusal(launch: LaunchEnv) -> str:
 
 def test_a_rank_whose_torch_has_no_kernels_ends_before_it_meets_the_others(monkeypatch) -> None:
     see_gpus(monkeypatch, CUDA_13, V100, V100)
-    text = refusal(LaunchEnv(1, 2, 1, 2, launched=True))
+    text = refusal(LaunchEnv(1, 2, 1, 2, has_external_launcher=True))
     assert f"rank 1: torch {torch.__version__} has no kernels for its GPU, Tesla V100-SXM2-16GB" in text
     assert "(compute capability 7.0), only for sm_75, " in text
     assert install_command(sys.executable, torch.__version__, "cu126") in text
@@ -143,7 +143,7 @@ def test_a_rank_whose_torch_has_no_kernels_ends_before_it_meets_the_others(monke
 
 def test_gpus_that_share_no_build_are_named(monkeypatch) -> None:
     see_gpus(monkeypatch, CUDA_13, B200, V100)
-    text = refusal(LaunchEnv(1, 2, 1, 2, launched=True))
+    text = refusal(LaunchEnv(1, 2, 1, 2, has_external_launcher=True))
     assert "no build runs on all GPUs" in text
     assert "CUDA_VISIBLE_DEVICES" in text
     assert "pip install" not in text

@@ -60,7 +60,7 @@ def explain(env: WorkerEnv, planted: int, transform_fails: bool, backward: bool 
     return text, state_digest(stepper) == before
 
 
-def place_of(position: int, world_size: int) -> tuple[int, int]:
+def user_location(position: int, world_size: int) -> tuple[int, int]:
     """Sample at this position of the step's global batch, and the rank that trains on it."""
     order = epoch_order(NUM_SAMPLES, SEED, EPOCH)
     plans = [
@@ -75,7 +75,7 @@ def place_of(position: int, world_size: int) -> tuple[int, int]:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("world_size", "position"), [(1, 0), (2, 3), (2, 15), (3, 7), (4, 12)])
 def test_all_ranks_name_the_same_rank_sample_and_module(world_size, position, backward) -> None:
-    sample, rank = place_of(position, world_size)
+    sample, rank = user_location(position, world_size)
     results = run_ranks(world_size, explain, sample, False, backward)
     texts = {text for text, _ in results}
     assert len(texts) == 1
@@ -88,7 +88,7 @@ def test_all_ranks_name_the_same_rank_sample_and_module(world_size, position, ba
 
 
 def test_a_rank_that_cannot_look_again_does_not_hang_the_others() -> None:
-    sample, rank = place_of(9, 2)
+    sample, rank = user_location(9, 2)
     results = run_ranks(2, explain, sample, True)
     assert results[0][0] == results[1][0]
     assert f"rank {rank}: the batch could not be run again: RuntimeError" in results[0][0]

@@ -32,7 +32,7 @@ def meet_with(env: WorkerEnv, folder: str, difference: str) -> str:
     if env.rank == 1 and difference == "torch":
         torch.__version__ = "2.99.0"
     try:
-        return ", ".join(peer.device for peer in preflight.meet(config, env, store, "0"))
+        return ", ".join(peer.device for peer in preflight.exchange_rank_info(config, env, store, "0"))
     except PreflightError as error:
         return str(error)
 

@@ -40,7 +40,7 @@ def elsewhere(tmp_path, monkeypatch):
 def test_the_config_is_written_as_people_type_it(tmp_path):
     config = sample_config(str(tmp_path / "run"))
     (tmp_path / "run").mkdir()
-    records.describe(config, ["recipe=resnet18", "optim=adamw"])
+    records.write_metadata(config, ["recipe=resnet18", "optim=adamw"])
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     own = {"stem": "small", "zero_init_residual": True}
     start = {"init_from": None, "init_from_strict": True, "init_from_sha256": None}

@@ -145,7 +145,7 @@ def test_the_train_job_follows_the_schema_and_each_pod_finds_its_place():
         "PET_MASTER_ADDR": "resnet50-node-0-0.resnet50",
         "PET_MASTER_PORT": "29400",
     }
-    assert node_env(trainer["args"], environ) == LaunchEnv(rank=1, world_size=2, noun=NODE)
+    assert node_env(trainer["args"], environ) == LaunchEnv(rank=1, world_size=2, role=NODE)
     assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("resnet50-node-0-0.resnet50", "29400")
 
 
@@ -173,7 +173,7 @@ def test_the_task_for_skypilot_follows_the_schema_and_comes_back_after_75(tmp_pa
     config = accepted(words)
     assert config.run.dir == f"/runs/{environ['SKYPILOT_TASK_ID']}"
     assert (config.launch.nproc, config.launch.nnodes, config.launch.node_rank) == (8, 2, 1)
-    assert node_env(words, environ) == LaunchEnv(rank=1, world_size=2, noun=NODE)
+    assert node_env(words, environ) == LaunchEnv(rank=1, world_size=2, role=NODE)
     assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("10.0.0.4", "29500")
 
 

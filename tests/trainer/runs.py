@@ -40,7 +40,7 @@ def context_alone(telemetry: Telemetry, limits: LossScaleConfig, log_every_steps
         stop_signal=StopSignal(),
         recipe=cast(Any, SimpleNamespace(monitor=None, schedule=None)),
         data=cast(Any, SimpleNamespace(validation={})),
-        fingerprint={},
+        data_fingerprint={},
         used=absent,
         plan=PLAN,
         course=TrainLength(100, 100, 1),

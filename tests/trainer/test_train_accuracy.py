@@ -46,8 +46,8 @@ LOGITS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]])
 def test_right_answers_are_counted_where_outputs_are_those_of_a_classifier(outputs, labels, expected) -> None:
     answers, since = TrainAccuracy(ALONE, "label"), RunningTrainMetrics()
     answers.count(Loss(torch.zeros(()), 3, outputs), {"label": labels})
-    answers.add_to(since)
-    answers.add_to(since)
+    answers.all_reduce_into(since)
+    answers.all_reduce_into(since)
     assert (since.right, since.answered) == expected
 
 
@@ -59,7 +59,7 @@ def test_micro_batches_add_up(size) -> None:
     labels = torch.randint(-1, 3, (9, *size), generator=drawn)
     for number in range(9):
         answers.count(Loss(torch.zeros(()), 3, predicted[number]), {"label": labels[number]})
-    answers.add_to(since)
+    answers.all_reduce_into(since)
     assert since.right == int((predicted == labels).sum())
     assert since.answered == int((labels >= 0).sum())
 
@@ -71,14 +71,14 @@ def test_tensors_that_are_filled_again_for_each_micro_batch_are_counted_as_they_
         predicted.fill_(number)
         labels.fill_(number if number else 7)
         answers.count(Loss(torch.zeros(()), 4, predicted), {"label": labels})
-    answers.add_to(since)
+    answers.all_reduce_into(since)
     assert (since.right, since.answered) == (8, 12)
 
 
 def test_without_classes_nothing_is_counted() -> None:
     answers, since = TrainAccuracy(ALONE, None), RunningTrainMetrics()
     answers.count(Loss(torch.zeros(()), 3, LOGITS), {"label": torch.tensor([0, 1, 1])})
-    answers.add_to(since)
+    answers.all_reduce_into(since)
     assert since.metrics() == {}
 
 

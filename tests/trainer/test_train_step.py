@@ -89,7 +89,7 @@ def trained_on_stream(size: int, steps: int, weight: float) -> list[tuple[int, f
     )
     task = TrainStep(context, model, loss)
     positions = [Position(0, step, step + 1) for step in range(steps)]
-    reports = [task.train_on(position).read() for position in positions]
+    reports = [task.run(position).read() for position in positions]
     return [
         (samples_of(plan, each, report), report.count)
         for each, report in zip(positions, reports, strict=True)

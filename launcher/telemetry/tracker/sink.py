@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from launcher.config.schema import DataConfig, ModelConfig
-from launcher.config.user_code import place_of
+from launcher.config.user_code import user_location
 from launcher.errors import described
 from launcher.run_dir.atomic import all_encodable
 from launcher.telemetry.events import EndEvent, Event, record_of
@@ -124,7 +124,7 @@ class TrackerSink(Sink):
                 self._failure = error
                 return
             log.error("the tracker %s failed", self.name, exc_info=error)
-            place = place_of(error)
+            place = user_location(error)
             self._failure = TrackerError(f"{described(error)}{f' (at {place})' if place else ''}")
 
     def _track(self) -> None:

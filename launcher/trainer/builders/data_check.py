@@ -37,8 +37,8 @@ FIRST_OF_STREAM = 4  # samples
 
 
 def compare_data(own: Mapping[str, str], env: WorkerEnv) -> None:
-    """Raise DataError, on all ranks, unless this rank's `fingerprint` is that of all. A collective."""
-    refuse_other_data([json.loads(text) for text in all_gather_str(env, json.dumps(own))])
+    """Raise DataError, on all ranks, unless this rank's `data_fingerprint` is that of all. A collective."""
+    check_equal_on_ranks([json.loads(text) for text in all_gather_str(env, json.dumps(own))])
 
 
 BETWEEN_RANKS = ("the metrics", "the name that runs are compared by")  # a resumed run may have others
@@ -97,7 +97,7 @@ def _is_reordered(before: str, now: str) -> bool:
     return found[1] == found_now[1] and found[2] != found_now[2]
 
 
-def fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, Readable]) -> dict[str, str]:
+def data_fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, Readable]) -> dict[str, str]:
     """What is equal on ranks with the same data, by its name in errors.
 
     Lengths, classes, and of each column in memory the dtype, shape and all rows; of other sets some samples.
@@ -250,7 +250,7 @@ def of_batch(name: str, fetched: Fetched) -> dict[str, str]:
     return known
 
 
-def refuse_other_data(by_rank: Sequence[dict[str, str]]) -> None:
+def check_equal_on_ranks(by_rank: Sequence[dict[str, str]]) -> None:
     """Raise DataError unless all fingerprints are equal; names the ranks that differ from the others.
 
     Of fingerprints that equally many ranks have, as with two ranks, that of the lowest rank is the usual one.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from launcher.config.schema import Config
-from launcher.config.user_code import place_of
+from launcher.config.user_code import user_location
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.sources import DataSets, training_batches
 from launcher.distributed.collectives import all_gather_str
@@ -99,7 +99,7 @@ def _failure(
                     recipe.on_eval_end(model, position)
         except Exception as error:
             cause = error.__cause__ or error
-            place = place_of(cause)
+            place = user_location(cause)
             failure = (
                 ""
                 if oom_text(error)

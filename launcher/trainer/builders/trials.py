@@ -124,8 +124,8 @@ def _pass(context: TrainContext, plan: BatchPlan) -> None:
         batches = trial_batches(context.data.train, plan, context.recipe.train_transform, PASSES)[:PASSES]
     for batch in batches:
         with stepper.forward():  # with a limit: a rank that runs out of memory may be awaited in the loss
-            of_batch = loss_of(context.recipe.loss, context.model, batch)
-        stepper.backward(of_batch.sum, of_batch.count)
+            output = loss_of(context.recipe.loss, context.model, batch)
+        stepper.backward(output.sum, output.count)
 
 
 def _shortage(error: Exception, smaller: bool) -> str:

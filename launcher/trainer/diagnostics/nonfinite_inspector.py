@@ -25,7 +25,7 @@ from launcher.trainer.diagnostics import nonfinite
 from launcher.trainer.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
 from launcher.trainer.progress import Position
 
-NOTHING = 2**64 - 1  # the order of a rank that found nothing: after all others
+NOT_FOUND = 2**64 - 1  # the order of a rank that found nothing: after all others
 AFTER_FORWARD = 2**31  # the position of what appears only in the loss or the backward pass
 MAX_SAMPLES = 8
 MAX_NAMES = 5
@@ -95,13 +95,13 @@ class NonFiniteInspector:
             own = inspect()
         except Exception as error:  # after any error, because the other ranks wait in the exchange below
             # After what other ranks have found, but before those that found nothing, so that it is shown.
-            own = Finding(NOTHING - 1, f"the batch could not be run again: {described(error)}")
+            own = Finding(NOT_FOUND - 1, f"the batch could not be run again: {described(error)}")
         texts = all_gather_str(self._context.env, json.dumps(asdict(own)))
         return [Finding(**json.loads(text)) for text in texts]
 
     def _first_overflow(self, position: Position) -> Finding:
         """Evidence without a module where the cause is something else."""
-        found = [Finding(NOTHING, "")]
+        found = [Finding(NOT_FOUND, "")]
         for number, batch in enumerate(self._context.batches.step(position.epoch, position.step_of_epoch)):
             origin = self._run(batch, position, number)[
                 0
@@ -124,7 +124,7 @@ class NonFiniteInspector:
             back = self._run_back(batch, position, number) if backward else None
             arithmetic = self._stepper.policy.arithmetic
             found.append(evidence_of(forward, loss_finite, back, number, batch, indices, arithmetic))
-        return min(found, default=Finding(NOTHING, "no samples"))
+        return min(found, default=Finding(NOT_FOUND, "no samples"))
 
     def _run(self, batch: Batch, position: Position, number: int) -> tuple[Diagnosis, bool]:
         """One micro-batch through the model, in training mode, uncompiled; and whether its loss is finite."""
@@ -169,7 +169,7 @@ def evidence_of(
             name, size = diagnosis.largest
             finite += f", its largest value {size:.3g} from {_module_title(name)}"
         parts = [samples_text((), indices), finite, backward_text(back)]
-        return Finding((number << 32) + AFTER_FORWARD if seen else NOTHING, "; ".join(parts))
+        return Finding((number << 32) + AFTER_FORWARD if seen else NOT_FOUND, "; ".join(parts))
     suspects = sorted({row for rows in columns.values() for row in rows})
     if not suspects and finding is not None and finding.num_rows == len(indices) != len(finding.rows):
         suspects = list(finding.rows)
@@ -238,7 +238,7 @@ def samples_text(suspects: Sequence[int], indices: Sequence[int]) -> str:
 
 def format_by_rank(found: Sequence[Finding], suspected_ranks: Sequence[int]) -> str:
     """A line per rank that found something, the earliest first; if none did, the suspected ranks."""
-    chosen = [rank for rank, evidence in enumerate(found) if evidence.order < NOTHING]
+    chosen = [rank for rank, evidence in enumerate(found) if evidence.order < NOT_FOUND]
     chosen = sorted(chosen, key=found.__getitem__) or list(suspected_ranks) or [0]
     lines = [f"  rank {rank}: {found[rank].text}" for rank in chosen[:MAX_RANKS]]
     if len(chosen) > MAX_RANKS:

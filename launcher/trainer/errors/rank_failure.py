@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 
 from launcher.config.schema import Config
-from launcher.config.user_code import innermost, place_of, short_traceback
+from launcher.config.user_code import innermost, short_traceback, user_location
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import (
@@ -21,7 +21,7 @@ from launcher.distributed.exit_records import (
     failure_of_another,
     is_secondary,
 )
-from launcher.distributed.heartbeat import Heartbeat, HeartbeatRecord, where
+from launcher.distributed.heartbeat import Heartbeat, HeartbeatRecord, describe
 from launcher.engine import UnusableError, async_work
 from launcher.errors import ConfigError, LauncherError, UnexpectedError, described
 from launcher.os import frames
@@ -46,7 +46,7 @@ MORE_ROOM = "a smaller data.micro_batch_size leaves more room beside it"
 def oom_context(beat: HeartbeatRecord, config: Config, world_size: int) -> tuple[str, str]:
     """Where the run is, as in ` in the update of step 7`, and what to change if it lacks memory there."""
     at_step = beat.phase in PARTS and beat.step
-    place = f" in {PARTS[beat.phase]} of step {beat.step}" if at_step else f" {where(beat)}"
+    place = f" in {PARTS[beat.phase]} of step {beat.step}" if at_step else f" {describe(beat)}"
     ddp, optim = config.ddp, config.optim
     of_the_wire = {"a smaller ddp.bucket_cap_mb sends fewer gradients at once": True}
     shardable = world_size > 1 and not ddp.shard_optimizer and optim.name in SHARDABLE
@@ -111,7 +111,7 @@ def to_launcher_error(
         or to_resource_error(error, f"rank {launch.rank}", *oom_context)
         or nccl.failure_of_nccl(error, launch.rank)
         # In a recipe's line that no guard covers, such as in a backward pass.
-        or (recipe_failure(error, "code of the recipe", logs) if place_of(error) else None)
+        or (recipe_failure(error, "code of the recipe", logs) if user_location(error) else None)
         or _with_log_path(error, logs)
         or _unexpected(error, logs)
     )

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from launcher.config.messages import install_line
-from launcher.config.user_code import defined_at, innermost, is_user_code, place_of, short_traceback
+from launcher.config.user_code import defined_at, innermost, is_user_code, short_traceback, user_location
 from launcher.data import labels, loader
-from launcher.distributed.alone import Alone
+from launcher.distributed.alone import HiddenProcessGroup
 from launcher.distributed.exit_records import is_secondary
 from launcher.engine import EngineWarning, UnusableError
 from launcher.errors import ConfigError, DataError, LauncherError, RecipeError, described, listed, whole_text
@@ -104,7 +104,7 @@ def recipe_failure(
     Of a metric it is no RecipeError but a ConfigError: after a restart the same samples raise it again. It
     names the line of a library where the metric is one's.
     """
-    place = place_of(error) or (innermost(error) if of_metric else "")
+    place = user_location(error) or (innermost(error) if of_metric else "")
     where = f" at {place}" if place else ""
     if isinstance(error, SystemExit):
         return RecipeError(
@@ -150,7 +150,7 @@ def _guarded(name: str, function: Callable[..., Result], logs: str, built_at: st
         try:  # not `guarding`, whose context takes as long as a small operation
             if name == "loss":
                 return function(*arguments)
-            with Alone(what):
+            with HiddenProcessGroup(what):
                 return function(*arguments)
         except (Exception, SystemExit) as error:
             batch = next((each for each in arguments if isinstance(each, dict)), None)
@@ -247,7 +247,7 @@ def _rows_with(label: int, batch: Mapping[str, object]) -> str:
 def _is_of_wandb(error: Exception) -> bool:
     """Whether wandb raised it, or wandb.run was used in a process that has no run of the tracker."""
     if isinstance(error, AttributeError) and error.obj is None and error.name in OF_A_RUN:
-        return any("wandb" in line for line in linecache.getlines(place_of(error).partition(":")[0]))
+        return any("wandb" in line for line in linecache.getlines(user_location(error).partition(":")[0]))
     return type(error).__module__.partition(".")[0] == "wandb"
 
 

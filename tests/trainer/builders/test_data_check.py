@@ -21,9 +21,9 @@ from launcher.data.tensors import TensorData
 from launcher.errors import DataError, DataWarning
 from launcher.recipe import Recipe
 from launcher.trainer.builders.data_check import (
+    check_equal_on_ranks,
+    data_fingerprint,
     digest,
-    fingerprint,
-    refuse_other_data,
     refuse_other_meaning,
     warn_unless_repeatable,
 )
@@ -72,15 +72,15 @@ def test_one_row_of_many_that_differs_between_ranks_is_named():
     other = {**columns, "x": columns["x"].clone()}
     other["x"][1234, 1] += 1e-3
     recipe = Recipe(lambda: None, TensorData(columns), TensorData(columns), None)
-    found = [fingerprint(recipe, TensorData(each), {}) for each in (columns, other, columns)]
+    found = [data_fingerprint(recipe, TensorData(each), {}) for each in (columns, other, columns)]
     with pytest.raises(DataError, match=r"Rank 1 differs in: training column x \("):
-        refuse_other_data(found)
+        check_equal_on_ranks(found)
 
 
 def test_each_difference_is_named_with_the_first_rank_that_has_it():
     usual, first, second = {"x": "1", "y": "1"}, {"x": "2", "y": "1"}, {"x": "1", "y": "3"}
     with pytest.raises(DataError) as error:
-        refuse_other_data([usual, first, second, usual, usual])
+        check_equal_on_ranks([usual, first, second, usual, usual])
     assert "Rank 1, 2 differs in: x (2 on rank 1, 1 elsewhere); y (3 on rank 2, 1 elsewhere)." in str(
         error.value
     )
@@ -88,9 +88,9 @@ def test_each_difference_is_named_with_the_first_rank_that_has_it():
 
 def test_small_whole_numbers_in_another_order_are_noticed():
     sets = [TensorData({"y": torch.tensor(rows)}) for rows in ([0, 1, 1, 0], [1, 0, 0, 1])]
-    found = [fingerprint(Recipe(lambda: None, each, each, None), each, {}) for each in sets]
+    found = [data_fingerprint(Recipe(lambda: None, each, each, None), each, {}) for each in sets]
     with pytest.raises(DataError, match=r"Rank 1 differs in: training column y \("):
-        refuse_other_data(found)
+        check_equal_on_ranks(found)
 
 
 @pytest.mark.parametrize("make", [lambda data: data, lambda data: Rows(data), lambda data: Stream(data)])
@@ -100,14 +100,14 @@ def test_float_columns_in_another_order_are_noticed_between_ranks(make, column):
     values = {"image": FEATURES, "label": (FEATURES > 0).float()}
     other = values | {column: values[column][:, ORDER]}
     with pytest.raises(DataError, match=rf"Rank 1 differs in: training .*column {column} "):
-        refuse_other_data([known(make(TensorData(each))) for each in (values, other)])
+        check_equal_on_ranks([known(make(TensorData(each))) for each in (values, other)])
 
 
 def test_last_bits_and_constant_columns_are_no_difference_between_ranks():
     standardised = (FEATURES - FEATURES.mean(1, keepdim=True)) / FEATURES.std(1, keepdim=True)
     rows = {"x": FEATURES, "constant": torch.full((12, 6), 0.1), "standardised": standardised}
     near = {name: values * (1 + 1e-7) + 1e-8 for name, values in rows.items()}
-    refuse_other_data([known(Rows(TensorData(each))) for each in (rows, near)])
+    check_equal_on_ranks([known(Rows(TensorData(each))) for each in (rows, near)])
 
 
 def test_a_data_set_with_a_generator_of_its_own_is_warned_of():
@@ -128,7 +128,7 @@ def known(data: Any, **changed: Any) -> dict[str, str]:
     """What a checkpoint keeps of a training set."""
     how = Loading(0, torch.device("cpu"), 0)
     recipe = replace(Recipe(lambda: None, data, data, None, classes=("cat", "dog")), **changed)
-    return fingerprint(recipe, readable(data, None, how, "training"), {})
+    return data_fingerprint(recipe, readable(data, None, how, "training"), {})
 
 
 IMAGES, LABELS = torch.arange(48).reshape(12, 4) / 7, torch.arange(12) % 2

@@ -10,7 +10,7 @@ import torch
 
 from launcher.trainer.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
 from launcher.trainer.diagnostics.nonfinite_inspector import (
-    NOTHING,
+    NOT_FOUND,
     Finding,
     evidence_of,
     format_by_rank,
@@ -64,7 +64,7 @@ def test_a_module_is_told_with_its_rows_inputs_and_bad_weights() -> None:
 
 def test_only_the_loss_may_be_at_fault() -> None:
     evidence = evidence_of(FINE, False, None, 0, BATCH, [1, 2, 3])
-    assert evidence.order < NOTHING
+    assert evidence.order < NOT_FOUND
     assert "every module's output was finite, the loss was not" in evidence.text
 
 
@@ -92,19 +92,19 @@ def test_only_the_loss_may_be_at_fault() -> None:
 )
 def test_a_finite_forward_pass_tells_what_the_backward_pass_showed(back, found, text) -> None:
     evidence = evidence_of(FINE, True, back, 2, BATCH, [1, 2, 3])
-    assert (evidence.order < NOTHING) == found
+    assert (evidence.order < NOT_FOUND) == found
     assert "largest value 12.5 from fc; " in evidence.text
     assert text in evidence.text
 
 
 def test_the_earliest_finding_is_told_first_and_the_innocent_not_at_all() -> None:
-    found = [Finding(5, "late"), Finding(NOTHING, "fine"), Finding(2, "early")]
+    found = [Finding(5, "late"), Finding(NOT_FOUND, "fine"), Finding(2, "early")]
     lines = format_by_rank(found, [0]).splitlines()
     assert lines[1:] == ["  rank 2: early", "  rank 0: late"]
 
 
 def test_where_nobody_saw_anything_the_suspected_ranks_are_told() -> None:
-    found = [Finding(NOTHING, f"fine {rank}") for rank in range(9)]
+    found = [Finding(NOT_FOUND, f"fine {rank}") for rank in range(9)]
     assert format_by_rank(found, [1]).splitlines()[1:] == ["  rank 1: fine 1"]
     assert format_by_rank(found, []).splitlines()[1:] == ["  rank 0: fine 0"]
     assert format_by_rank(found, range(9)).splitlines()[-1] == "  and 5 more ranks"
