@@ -69,7 +69,7 @@ class SaveResult:
 
 
 FIRST_RETRY_S = 1.0  # after a checkpoint that could not be written; doubled after each further one
-LAST_RETRY_S = 64.0
+LAST_RETRY_S = 64.0  # the most between two: each try copies the whole state
 
 
 class SaveSchedule:

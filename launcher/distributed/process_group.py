@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+# torch wants a number. The hang timer ends a rank without progress, and knows whose fault it is.
 UNLIMITED_S = 365 * 24 * 3600.0
 
 

@@ -49,6 +49,7 @@ def build_callbacks(
     found: list[Callback | None] = [
         # Before all that use the metrics of a step: it ends a run whose step was abandoned.
         micro_batch,
+        # Before the replica check, which compares the average too: both follow a step that was just launched.
         EmaCallback(context, context.average) if context.average is not None else None,
         Stragglers(context, [peer.host for peer in peers]) if several else None,
         BadSampleLimit(context),
@@ -67,6 +68,7 @@ def build_callbacks(
         EarlyStopping(context, stop) if stop.patience is not None else None,
         ReduceLROnPlateau(context, plateau) if plateau.factor is not None else None,
         context.pruning if context.pruning.rule != "none" else None,
+        # Its result is that of the whole run: it ends the measurement.
         Energy(gpus),
         # Last: it saves the state of all others after a step, and may end the run there.
         CheckpointCallback(context, saved),

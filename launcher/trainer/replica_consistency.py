@@ -76,7 +76,10 @@ def _one_sided_buffer_changes(names: list[str], own: Tensor, group: dist.Process
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> Tensor:
-    """int64 [tensors]: a sum of each tensor's bit patterns, modulo 2**64. Any one changed bit changes it."""
+    """int64 [tensors]: a sum of each tensor's bit patterns, modulo 2**64. Any one changed bit changes it.
+
+    No hash: a sum is one kernel on the device, and a hash would copy all weights to the host at each check.
+    """
     sums = [each.view(INTEGERS[each.element_size()]).sum(dtype=torch.int64) for each in tensors.values()]
     return torch.stack(sums)
 

@@ -40,7 +40,7 @@ def next_smaller(plan: BatchPlan) -> int | None:
     return next((size for size in candidate_sizes(plan) if size <= -(-present // 2) and size < present), None)
 
 
-MOST_TRIALS = 8
+MOST_TRIALS = 8  # each takes as long as a step or two, before the first one
 MOST_SIZES = 2 ** (MOST_TRIALS - 1)  # the first, and those of which so many trials by halves decide
 PASSES = 2  # per trial: the second adds to the sums of the first
 
