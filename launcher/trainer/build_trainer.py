@@ -70,23 +70,25 @@ def build_trainer(
     say = partial(telemetry.decision, "resume")
     transform, steps = context.recipe.train_transform, context.course.total_steps
     context.batches = training_batches(context.data.train, context.plan, transform, steps, saved.stream, say)
-    task = TrainStep(context, context.model, context.recipe.loss)
+    train_step = TrainStep(context, context.model, context.recipe.loss)
     if steps_left:
-        _try_out(context, evaluation, task, start)
+        _try_out(context, evaluation, train_step, start)
     context.stepper.clock.on_mark(heartbeat.phase_setter(PHASE_AFTER))
     # After the trials, which are not compiled.
-    task.network = compilation.compiled(config.train.compile, context.model, context.stepper)
-    return Trainer(context, task, evaluation, start)
+    train_step.network = compilation.compiled(config.train.compile, context.model, context.stepper)
+    return Trainer(context, train_step, evaluation, start)
 
 
-def _try_out(context: TrainContext, evaluation: EvaluationLoop, task: TrainStep, start: ResumePoint) -> None:
+def _try_out(
+    context: TrainContext, evaluation: EvaluationLoop, train_step: TrainStep, start: ResumePoint
+) -> None:
     """Try what the run needs later, so that it does not fail at the end of an epoch."""
     sanity_check.try_loader_processes(context)
     if start.evaluation_pending:
         return
     if (found := evaluation.rehearse()) is not None:
         context.callbacks.validate_metric_names(found)
-    sanity_check.try_smallest_batch(context, task)
+    sanity_check.try_smallest_batch(context, train_step)
     after_evaluation.rehearse(context, start.step)
     context.heartbeat.beat("data")
 
@@ -121,22 +123,21 @@ def _build_context(
     weights = load_weights(config, model, env)
     heartbeat.beat("comparing the models")
     stepper = build.build_stepper(config, env, recipe, model, plan, rates)
-    average = build.weight_average(config, stepper)
     context = TrainContext(
-        config,
-        env,
-        telemetry,
-        heartbeat,
-        stop_signal,
-        recipe,
-        data,
-        fingerprint,
-        Used.of(config, recipe, model),
-        plan,
-        course,
-        model,
-        stepper,
-        TrainAccuracy(env, None if labels is None else recipe.label_column),
-        average,
+        config=config,
+        env=env,
+        telemetry=telemetry,
+        heartbeat=heartbeat,
+        stop_signal=stop_signal,
+        recipe=recipe,
+        data=data,
+        data_fingerprint=fingerprint,
+        used=Used.of(config, recipe, model),
+        plan=plan,
+        course=course,
+        model=model,
+        stepper=stepper,
+        answers=TrainAccuracy(env, None if labels is None else recipe.label_column),
+        average=build.weight_average(config, stepper),
     )
     return context, weights

@@ -52,7 +52,7 @@ def try_loader_processes(context: TrainContext) -> None:
     context.telemetry.decision("loader processes", f"none: {found}")
 
 
-def try_smallest_batch(context: TrainContext, task: TrainStep) -> None:
+def try_smallest_batch(context: TrainContext, train_step: TrainStep) -> None:
     """Run the smallest batch of the plan forward and backward, if it is another than the first one.
 
     A collective: raises on all ranks alike. Not of a stream, whose end is not known, and not where batch
@@ -76,7 +76,7 @@ def try_smallest_batch(context: TrainContext, task: TrainStep) -> None:
         with context.heartbeat.in_user_code(), refusing:
             return context.recipe.loss(network, batch)
 
-    tried = replace(task, network=context.model, loss=loss)
+    tried = replace(train_step, network=context.model, loss=loss)
     batches = training_batches(context.data.train, plan, context.recipe.train_transform, total_steps=0)
     with found_in_trial(what), raise_on_all_ranks(context.env), unchanged(context.model):
         context.model.train()
@@ -88,4 +88,4 @@ def try_smallest_batch(context: TrainContext, task: TrainStep) -> None:
         finally:
             context.heartbeat.beat("comparing the trials")  # from here on this rank may wait for another one
             context.stepper.abandon()  # on all ranks, whether the pass failed or not: by the same collectives
-    task.checked_unregistered = tried.checked_unregistered
+    train_step.checked_unregistered = tried.checked_unregistered
