@@ -4,7 +4,7 @@
     scripts/run python scripts/scale.py --model NAME 7e8 350     # a model: parameters, ms of its passes
     scripts/run python scripts/scale.py --write                  # writes them into the page
 
-Bytes per parameter follow from the engine's policies; the time of a step from launcher.distributed.links.
+Bytes per parameter follow from the engine's policies; the time of a step from scripts/bench/step_model.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.distributed.links import StepSeconds, ring_bytes, wire_seconds
+from launcher.distributed.links import ring_bytes
 from launcher.engine import Policy
 from launcher.engine.grads.communication import default_predivide_factor
 from scripts.bench.shapes import Shapes, bert_base_shapes, gpt_shapes, resnet50_shapes
+from scripts.bench.step_model import StepSeconds, wire_seconds
 
 PAGE = Path(__file__).with_name("scale.md")
 RANKS = (8, 64, 512, 4096)
@@ -141,8 +142,10 @@ def seconds_of_wires(model: Model, mbit: float, ranks: int, sharing: int) -> tup
     ring_s = wire_seconds(ring_bytes(message, ranks), mbit)
     exchange_s = wire_seconds(pieces_bytes(message, ranks, sharing), mbit)
     gather_s = ring_s / 2
-    native = model.step().over(ring_s)
-    sharded = model.step(ranks).over(exchange_s) + gather_s  # weights are gathered after the update
+    native = model.step().with_communication(ring_s)
+    sharded = (
+        model.step(ranks).with_communication(exchange_s) + gather_s
+    )  # weights are gathered after the update
     return native, sharded
 
 
@@ -211,7 +214,7 @@ def _steps(model: Model) -> Rows:
     wide = FP32_BYTES * (model.matrices + model.vectors)
     for name, mbit in LINKS.items():
         by_ranks = [wire_seconds(ring_bytes(message, ranks), mbit) for ranks in RANKS]
-        times = [step.over(by_ranks[0]), step.over(by_ranks[-1])]
+        times = [step.with_communication(by_ranks[0]), step.with_communication(by_ranks[-1])]
         fp32_s = wire_seconds(ring_bytes(wide, RANKS[-1]), mbit)
         shares = [step.efficiency(wire_s) for wire_s in (*by_ranks, fp32_s)]
         yield name, *(f"{1e3 * each:,.0f}" for each in times), *map(_percent, shares)

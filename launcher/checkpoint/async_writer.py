@@ -93,7 +93,7 @@ class SaveSchedule:
         now_s = time.monotonic()
         return now_s >= self._retry_s or (self._every_s is not None and now_s - self._last_s >= self._every_s)
 
-    def done(self) -> None:
+    def mark_started(self) -> None:
         """A checkpoint is being taken."""
         self._last_s = time.monotonic()
         self._retry_s = math.inf

@@ -30,7 +30,7 @@ log = logging.getLogger("launcher")
 def warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
     """Within the context warnings are shown once; at its end those that were repeated are counted."""
     counts: Counter[Place] = Counter()
-    print_it: Any = warnings.showwarning
+    original_showwarning: Any = warnings.showwarning
 
     def show(
         message: object, category: type[Warning], filename: str, lineno: int, *more: object, **_: object
@@ -50,7 +50,9 @@ def warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
         log.warning("%s:%d: %s", filename, lineno, text)
         if rank == 0:
             shown = escaped(str(message))
-            print_it(message if shown == str(message) else shown, category, filename, lineno, *more)
+            original_showwarning(
+                message if shown == str(message) else shown, category, filename, lineno, *more
+            )
 
     with warnings.catch_warnings():
         for each in EVENT_WARNINGS:

@@ -33,10 +33,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from launcher.distributed.links import PAYLOAD, StepSeconds, ring_bytes, wire_seconds
+from launcher.distributed.links import ring_bytes
 from scripts.bench.interleaved import Figure, Times, row_of, text_table, write
 from scripts.bench.links_rank import ARITHMETIC, AUTO, BARE_HOOK, OURS, Plan
 from scripts.bench.network import INTERFACE, Network, burst_bytes, lacking, network
+from scripts.bench.step_model import PAYLOAD, StepSeconds, wire_seconds
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -121,7 +122,7 @@ def seconds_on_wire(num_bytes: int, mbit: int) -> float:
 def limits_of(alone: list[list[float]], mbit: int, num_parameters: int) -> list[float]:
     """Seconds: the least that a step can take, by round. Two ranks send 2 bytes per parameter each."""
     wire_s = seconds_on_wire(2 * num_parameters, mbit)
-    return [StepSeconds(*parts).over(wire_s) for parts in alone]
+    return [StepSeconds(*parts).with_communication(wire_s) for parts in alone]
 
 
 def limits_of_shards(alone: list[list[float]], mbit: int, num_parameters: int) -> list[float]:
@@ -165,7 +166,7 @@ def error_of_computed_step(mbit: int, found: dict[str, Any], num_parameters: int
     parts = [median(part) for part in zip(*found["alone"][policy], strict=True)]
     cost = median(found["unlimited"][side]) - median(found["unlimited"][f"alone, {policy}"])
     wire_s = wire_seconds(ring_bytes(2 * num_parameters, 2), mbit)
-    computed = StepSeconds(*parts).over(wire_s, found["num_buckets"], max(0.0, cost))
+    computed = StepSeconds(*parts).with_communication(wire_s, found["num_buckets"], max(0.0, cost))
     measured = median(found["times"][side])
     error = abs(computed / measured - 1)
     what = f"step as plan computes it at {mbit} Mbit/s, {side}: share that it is off"

@@ -120,14 +120,14 @@ def data_fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, R
             known[f"the {name} columns"] = ", ".join(sorted(columns))
             known |= {f"{name} column {column}": text for column, text in sorted(columns.items())}
         else:
-            known |= of_source(data, name)
+            known |= describe_source(data, name)
     return known
 
 
-def of_source(data: IndexedData | StreamData, name: str) -> dict[str, str]:
+def describe_source(data: IndexedData | StreamData, name: str) -> dict[str, str]:
     """What the data set says of itself, and some of its samples; of a stream the first."""
     source = data.stream if isinstance(data, StreamData) else data.dataset
-    known = {f"the {kind} of the {name} set": text for kind, text in _said_by(source) if text}
+    known = {f"the {kind} of the {name} set": text for kind, text in _known_of_itself(source) if text}
     if isinstance(data, StreamData):
         first = data.first(FIRST_OF_STREAM)
         if first is None:
@@ -135,7 +135,7 @@ def of_source(data: IndexedData | StreamData, name: str) -> dict[str, str]:
                 f"the {name} stream is empty: its __iter__ ended before its first sample. It is called "
                 "anew for each pass, so it must not return an iterator that is already used up."
             )
-        return known | of_batch(f"{name} samples 0 to {len(first.kept) - 1}", first)
+        return known | describe_batch(f"{name} samples 0 to {len(first.kept) - 1}", first)
     known[f"the number of {name} samples"] = str(len(data))
     if f"the fingerprint of the {name} set" in known and f"the labels of the {name} set" in known:
         return known
@@ -143,11 +143,13 @@ def of_source(data: IndexedData | StreamData, name: str) -> dict[str, str]:
     count = min(READ, len(data))
     # The first, the last, and some between them.
     for index in (each * (len(data) - 1) // max(count - 1, 1) for each in range(count)):
-        known |= of_batch(f"{name} sample {index}", data.fetch(BatchRequest(EVALUATION, index, (index,))))
+        known |= describe_batch(
+            f"{name} sample {index}", data.fetch(BatchRequest(EVALUATION, index, (index,)))
+        )
     return known
 
 
-def _said_by(source: object) -> Iterator[tuple[str, str]]:
+def _known_of_itself(source: object) -> Iterator[tuple[str, str]]:
     """What a data set has under the names that those of torchvision, datasets and transformers use."""
     if callable(own := getattr(source, "fingerprint", None)):
         yield "fingerprint", str(own())
@@ -238,7 +240,7 @@ def described(values: Tensor) -> str:
     return f"{values.dtype} {list(values.shape)}: digest {digest(values)}{more}"
 
 
-def of_batch(name: str, fetched: Fetched) -> dict[str, str]:
+def describe_batch(name: str, fetched: Fetched) -> dict[str, str]:
     """Describe each column: dtype, shape, and a digest of whole numbers, statistics of others."""
     if fetched.batch is None:
         return {name: "cannot be read"}

@@ -50,7 +50,7 @@ class CheckpointCallback(Callback):
             self._checkpointer.close()
 
     def on_train_start(self, step: int) -> None:
-        self.due.done()  # the time until the next one counts from here
+        self.due.mark_started()  # the time until the next one counts from here
 
     def on_step_start(self, position: Position) -> None:
         """Cast this rank's votes before a step; they are sent with the counts of the step."""
@@ -58,7 +58,7 @@ class CheckpointCallback(Callback):
         self._report(self._checkpointer.poll())
         by_clock = context.env.is_leader and self.due.by_clock()
         if context.stop_signal.pop_save() or by_clock:
-            self.due.done()  # requested now, saved after the next step
+            self.due.mark_started()  # requested now, saved after the next step
             context.stepper.vote(StepFlag.SAVE)
         if self._failure and context.config.checkpoint.on_error == "stop":
             context.stepper.vote(StepFlag.ABORT)
@@ -145,7 +145,7 @@ class CheckpointCallback(Callback):
         check_replicas(self._context.stepper, self._context.average)
         self._context.heartbeat.beat("checkpoint")
         self._report(self._saved.save(position, None if measured is None else measured.metric))
-        self.due.done()
+        self.due.mark_started()
         self._context.step_reader.restart_timer()
 
     def _from_rank0(self, text: str) -> str:
