@@ -16,7 +16,6 @@ from launcher.checkpoint.run_state import (
     MonitoredMetric,
     RunExtras,
     RunIdentity,
-    SavedWith,
     Snapshot,
     TrainProgress,
     begin_snapshot,
@@ -71,7 +70,7 @@ def snapshot(
         ),
         progress=TrainProgress(epoch=step // 10, step=step, samples=step * 10),
         identity=IDENTITY,
-        origin=SavedWith(world_size=2, wire="fp16 native"),
+        world_size=2,
         names={"fc.weight": "fc.weight", "fc.bias": "fc.bias", "norm.count": "norm.count"},
         rank_buffers={"norm.count": torch.tensor([step, step + 1])},
         metric=None if metric is None else MonitoredMetric("accuracy", metric, lower_is_better),
@@ -90,7 +89,6 @@ def take(
     stepper: Stepper,
     env: WorkerEnv,
     identity: RunIdentity,
-    origin: SavedWith,
     progress: TrainProgress,
     **more: Any,
 ) -> Snapshot | None:
@@ -98,7 +96,7 @@ def take(
     metric, extra = more.pop("metric", None), more.pop("extra", RunExtras())
     pending = begin_snapshot(stepper, more.pop("average", None), env)
     assert not more
-    return None if pending is None else pending.finish(identity, origin, progress, metric, extra)
+    return None if pending is None else pending.finish(identity, progress, metric, extra)
 
 
 def publish_steps(directory: Path, *steps: int) -> list[Path]:

@@ -16,7 +16,6 @@ from launcher.checkpoint.run_state import (
     MonitoredMetric,
     RunExtras,
     RunIdentity,
-    SavedWith,
     Snapshot,
     TrainProgress,
 )
@@ -36,11 +35,10 @@ class Checkpointer:
         stepper: Stepper,
         average: ExponentialMovingAverage | None,
         identity: RunIdentity,
-        origin: SavedWith,
     ) -> None:
         self.directory = directory
         self._env, self._stepper, self._average = env, stepper, average
-        self._identity, self._origin = identity, origin
+        self._identity = identity
         self._writer = AsyncCheckpointWriter(directory, keep)
 
     def close(self) -> None:
@@ -69,8 +67,7 @@ class Checkpointer:
         previous = self._writer.wait()  # first: host memory never holds two snapshots
         pending = run_state.begin_snapshot(self._stepper, self._average, self._env)
         if pending is not None:
-            about = self._identity, self._origin, progress, metric, extra
-            self._writer.start(partial(pending.finish, *about))
+            self._writer.start(partial(pending.finish, self._identity, progress, metric, extra))
         return previous
 
     def poll(self) -> SaveResult | None:

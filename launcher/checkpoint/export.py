@@ -54,21 +54,9 @@ def weights_of(run_dir: Path, best: bool = False, averaged: bool = True) -> RunW
     return RunWeights(named, checkpoint, average is not None, snapshot.progress.step, snapshot.metric)
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What was written and where it came from."""
-
-    file: Path
-    checkpoint: Path
-    num_tensors: int
-    averaged: bool = False  # whether they are the moving average of the weights
-    step: int = 0  # after which they were saved
-    metric: MonitoredMetric | None = None  # that was measured with them
-
-
 def export(
     run_dir: Path, file: Path, dtype: str = "fp32", best: bool = False, averaged: bool = True
-) -> Exported:
+) -> RunWeights:
     """Write the weights of the run's newest (or `best`) intact checkpoint to `file`, replacing it.
 
     `averaged`: of a run with a moving average of its weights take that, with which it was evaluated.
@@ -85,7 +73,7 @@ def export(
     exported = {key: _narrowed(key, tensor, DTYPES[dtype]) for key, tensor in found.tensors.items()}
     with _writing(f"the weights cannot be written to {file}"), replacing(file) as temporary:
         write_tensors(temporary, exported, metadata)
-    return Exported(file, found.checkpoint, len(exported), found.averaged, found.step, found.metric)
+    return found
 
 
 def with_model_folder(run_dir: Path, folder: Path) -> None:

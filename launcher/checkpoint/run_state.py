@@ -61,14 +61,6 @@ class BestEvaluation(MonitoredMetric):
 
 
 @dataclass(frozen=True)
-class SavedWith:
-    """Conditions under which a state was saved. A run may resume under others."""
-
-    world_size: int
-    wire: str
-
-
-@dataclass(frozen=True)
 class RunIdentity:
     """The properties that a resumed run must share. Learning rate, epochs, ranks and wire may change."""
 
@@ -158,7 +150,7 @@ class Snapshot:
     engine: EngineState
     progress: TrainProgress
     identity: RunIdentity
-    origin: SavedWith
+    world_size: int  # of the ranks that saved it
     names: dict[str, str]
     rank_buffers: dict[str, Tensor] = field(default_factory=dict)
     metric: MonitoredMetric | None = None
@@ -175,13 +167,13 @@ class PendingSnapshot:
     engine: EngineState  # without buffers, as is the average
     average: AverageState | None
     names: dict[str, str]
+    world_size: int
     buffers: dict[str, Tensor]  # of all ranks
     average_buffers: dict[str, Tensor]
 
     def finish(
         self,
         identity: RunIdentity,
-        origin: SavedWith,
         progress: TrainProgress,
         metric: MonitoredMetric | None,
         extra: RunExtras,
@@ -196,7 +188,7 @@ class PendingSnapshot:
             engine=replace(self.engine, buffers=_of_all(self.buffers)),
             progress=progress,
             identity=identity,
-            origin=origin,
+            world_size=self.world_size,
             names=self.names,
             rank_buffers={name: each for name, each in self.buffers.items() if not _equal_on_ranks(each)},
             metric=metric,
@@ -237,6 +229,7 @@ def begin_snapshot(
         ),
         averages and AverageState(copies.copy(averages.weights), {}, dict(averages.counters)),
         _state_dict_names(stepper.model),
+        env.world_size,
         buffers,
         average_buffers,
     )
@@ -256,7 +249,7 @@ def restore(
     buffers.
     """
     engine = snapshot.engine
-    if env.world_size == snapshot.origin.world_size:
+    if env.world_size == snapshot.world_size:
         own = {name: rows[env.rank] for name, rows in snapshot.rank_buffers.items()}
         engine = replace(engine, buffers=engine.buffers | own)
     try:
@@ -274,7 +267,7 @@ def _restore_average(average: ExponentialMovingAverage, snapshot: Snapshot, env:
         average.restart()
         return
     saved = snapshot.average
-    if env.world_size == snapshot.origin.world_size:
+    if env.world_size == snapshot.world_size:
         saved = replace(
             saved, buffers={name: rows[env.rank] for name, rows in snapshot.average_buffers.items()}
         )

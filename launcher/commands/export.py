@@ -48,4 +48,4 @@ def export_weights(arguments: Arguments, leader: ConfigLeader) -> None:
     if done.metric is not None:
         best = "the best evaluation, " if "--best" in flags else ""
         value = f" ({best}after step {done.step}: {done.metric.name} {done.metric.value:.6g})"
-    print(f"{done.file}: {done.num_tensors} tensors of {done.checkpoint}{value}{what}")
+    print(f"{file}: {len(done.tensors)} tensors of {done.checkpoint}{value}{what}")

@@ -17,7 +17,6 @@ from launcher.checkpoint.run_state import (
     MonitoredMetric,
     RunExtras,
     RunIdentity,
-    SavedWith,
     Snapshot,
     TrainProgress,
 )
@@ -46,8 +45,6 @@ class RunCheckpoints:
         self.stream: Sequence[str] = ()  # by rank: where it stood in a stream when the checkpoint was taken
         num_samples = 0 if isinstance(context.data.train, StreamData) else context.plan.num_samples
         identity = RunIdentity.of(self._context.config, self._context.stepper.model, num_samples)
-        ddp = self._context.config.ddp
-        form = f"{ddp.gradient_dtype}{', sharded' if ddp.shard_optimizer else ''}"
         self.checkpointer = Checkpointer(
             Path(self._context.config.run.dir) / FOLDER,
             self._context.config.checkpoint.keep,
@@ -55,7 +52,6 @@ class RunCheckpoints:
             self._context.stepper,
             self._context.average,
             identity,
-            SavedWith(self._context.env.world_size, form),
         )
         # Once: it takes 1 ms, for which each checkpoint would wait.
         self._settings = settings_of(context.config)

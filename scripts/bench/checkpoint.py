@@ -38,7 +38,7 @@ from torch import nn
 from launcher.checkpoint import run_state, storage
 from launcher.checkpoint.async_writer import AsyncCheckpointWriter
 from launcher.checkpoint.catalog import newest_intact
-from launcher.checkpoint.run_state import RunExtras, RunIdentity, SavedWith, Snapshot, TrainProgress
+from launcher.checkpoint.run_state import RunExtras, RunIdentity, Snapshot, TrainProgress
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import AdamW, Policy, Stepper
 from launcher.os.allocator import tune_malloc
@@ -91,10 +91,10 @@ class Job:
         self.steps += 1
 
     def begin_snapshot(self) -> Callable[[], Snapshot]:
-        origin, progress = SavedWith(1, "fp16"), TrainProgress(0, self.steps, self.steps)
+        progress = TrainProgress(0, self.steps, self.steps)
         pending = run_state.begin_snapshot(self.stepper, None, self.env)
         assert pending is not None
-        return partial(pending.finish, self.identity, origin, progress, None, RunExtras())
+        return partial(pending.finish, self.identity, progress, None, RunExtras())
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from launcher.checkpoint.run_state import (
     BestEvaluation,
     RunExtras,
     RunIdentity,
-    SavedWith,
     Snapshot,
     TrainProgress,
     restore,
@@ -50,13 +49,12 @@ from tests.models import Odd, conv_net, features
 from tests.snapshots import IDENTITY, forge, publish_steps, same, snapshot, take
 
 ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
-ORIGIN = SavedWith(1, "none")
 ROOT = Path(__file__).parents[2]
 
 
 def taken(stepper: Stepper, step: int) -> Snapshot:
     identity = RunIdentity.of(composed(), stepper.model, 100)
-    found = take(stepper, ALONE, identity, ORIGIN, TrainProgress(0, step, 4 * step))
+    found = take(stepper, ALONE, identity, TrainProgress(0, step, 4 * step))
     assert found is not None
     return found
 
@@ -130,7 +128,7 @@ def test_the_files_of_format_2_are_read_and_written(tmp_path: Path) -> None:
                 "identity": vars(IDENTITY),
                 "scale_mode": "dynamic",
                 "reference_count": 4,
-                "origin": {"world_size": 2, "wire": "fp16 native"},
+                "world_size": 2,
                 "names": {"fc.weight": "fc.weight", "fc.bias": "fc.bias", "norm.count": "norm.count"},
                 "extra": {
                     "callbacks": {"evaluation": {"best": "inf"}},

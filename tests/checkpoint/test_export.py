@@ -18,7 +18,6 @@ from launcher.checkpoint.run_state import (
     BestEvaluation,
     RunExtras,
     RunIdentity,
-    SavedWith,
     Snapshot,
     TrainProgress,
 )
@@ -53,7 +52,6 @@ def trained(name: str) -> Snapshot:
         stepper,
         ALONE,
         RunIdentity.of(composed(), stepper.model, 9),
-        SavedWith(1, "none"),
         TrainProgress(0, 3, 24),
     )
     assert made is not None
@@ -75,8 +73,9 @@ def load_into_bare_model(pipe: Connection, name: str, file: Path) -> None:
 def test_the_bare_model_takes_the_file_in_a_fresh_process(tmp_path: Path, name) -> None:
     made = trained(name)
     publish(tmp_path / "checkpoints", made)
-    exported = export(tmp_path, tmp_path / "weights.safetensors")
-    code, said = outcome_of(load_into_bare_model, name, exported.file)
+    file = tmp_path / "weights.safetensors"
+    export(tmp_path, file)
+    code, said = outcome_of(load_into_bare_model, name, file)
     assert code == 0
     kept = made.engine.weights | made.engine.buffers
     model = MODELS[name][0]()
@@ -89,7 +88,9 @@ def test_the_bare_model_takes_the_file_in_a_fresh_process(tmp_path: Path, name) 
 def test_fp32_is_the_masters_and_fp16_their_rounding(tmp_path: Path) -> None:
     made = trained("conv")
     publish(tmp_path / "checkpoints", made)
-    files = {dtype: export(tmp_path, tmp_path / dtype, dtype).file for dtype in ("fp32", "fp16")}
+    files = {dtype: tmp_path / dtype for dtype in ("fp32", "fp16")}
+    for dtype, file in files.items():
+        export(tmp_path, file, dtype)
     for key, name in made.names.items():
         kept: Tensor = (made.engine.weights | made.engine.buffers)[name]
         wide, narrow = load_file(files["fp32"])[key], load_file(files["fp16"])[key]
@@ -174,4 +175,4 @@ def test_a_file_of_the_run_is_not_replaced(tmp_path: Path, name) -> None:
     publish_steps(tmp_path / "run" / "checkpoints", 1)
     with pytest.raises(ConfigError, match="a file of the run itself"):
         export(tmp_path / "run", tmp_path / "run" / name)
-    assert export(tmp_path / "run", tmp_path / "run" / "weights.safetensors").num_tensors
+    assert export(tmp_path / "run", tmp_path / "run" / "weights.safetensors").tensors

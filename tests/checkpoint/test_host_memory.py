@@ -11,7 +11,6 @@ from launcher.checkpoint.run_state import (
     PendingSnapshot,
     RunExtras,
     RunIdentity,
-    SavedWith,
     Snapshot,
     TrainProgress,
     begin_snapshot,
@@ -61,7 +60,7 @@ def test_values_shapes_and_strides_are_kept() -> None:
 def finished(pending: PendingSnapshot | None, stepper: Stepper, step: int) -> Snapshot:
     assert pending is not None
     identity = RunIdentity.of(composed(), stepper.model, 100)
-    return pending.finish(identity, SavedWith(1, "none"), TrainProgress(0, step, step), None, RunExtras())
+    return pending.finish(identity, TrainProgress(0, step, step), None, RunExtras())
 
 
 def states() -> dict[str, Stepper]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.checkpoint.run_state import RunExtras, RunIdentity, SavedWith, TrainProgress, begin_snapshot
+from launcher.checkpoint.run_state import RunExtras, RunIdentity, TrainProgress, begin_snapshot
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, DDPOptions, Policy, Stepper
 from launcher.engine.optim.update import DEVICE_CHUNK, StepScalars, Updater
@@ -190,7 +190,7 @@ def test_a_snapshot_is_of_its_step_while_the_training_goes_on(device) -> None:
             forward_backward(stepper, *batch_of(device, step))
             stepper.step()
         progress = TrainProgress(0, 6, 6)
-        engine = pending.finish(identity, SavedWith(1, "none"), progress, None, RunExtras()).engine
+        engine = pending.finish(identity, progress, None, RunExtras()).engine
         tensors = [*engine.weights.values(), *engine.optimizer.values(), *engine.buffers.values()]
         assert {tensor.device.type for tensor in tensors} == {"cpu"}
         assert [tensor.double().flatten().tolist() for tensor in tensors] == expected

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from launcher.checkpoint.catalog import resume
-from launcher.checkpoint.run_state import RunIdentity, SavedWith, TrainProgress, restore
+from launcher.checkpoint.run_state import RunIdentity, TrainProgress, restore
 from launcher.checkpoint.storage import publish
 from launcher.data.seeding import seed_compute
 from launcher.distributed.env import WorkerEnv
@@ -41,7 +41,7 @@ def save(env: WorkerEnv, directory: Path, shard: bool) -> tuple[str, dict]:
     stepper = stepper_of(env, shard)
     run(env, stepper, range(3))
     identity = RunIdentity.of(composed(), stepper.model, 100)
-    snapshot = take(stepper, env, identity, SavedWith(env.world_size, "fp16"), TrainProgress(0, 3, 24))
+    snapshot = take(stepper, env, identity, TrainProgress(0, 3, 24))
     assert (snapshot is None) == (env.rank > 0), "one rank holds the only copy"
     if snapshot is not None:
         publish(directory, snapshot)
@@ -56,7 +56,7 @@ def go_on(env: WorkerEnv, directory: Path, shard: bool) -> tuple[str, dict]:
     resumption = resume(env, directory, "auto", identity)
     assert resumption.snapshot is not None
     restore(stepper, resumption.snapshot, env)
-    again = take(stepper, env, identity, resumption.snapshot.origin, resumption.snapshot.progress)
+    again = take(stepper, env, identity, resumption.snapshot.progress)
     run(env, stepper, range(3, 6))
     return state_digest(stepper, counters=True), comparable(again and again.engine)
 

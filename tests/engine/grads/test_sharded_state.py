@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import launcher.engine.grads.zero1 as zero1
-from launcher.checkpoint.run_state import RunExtras, RunIdentity, SavedWith, TrainProgress, begin_snapshot
+from launcher.checkpoint.run_state import RunExtras, RunIdentity, TrainProgress, begin_snapshot
 from launcher.distributed.env import RANK0, WorkerEnv
 from launcher.engine import AdamW, DDPOptions, ExponentialMovingAverage, Policy, Scaling, Stepper
 from launcher.trainer.replica_consistency import ema_sha256, weights_sha256
@@ -125,8 +125,7 @@ def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
         pending = begin_snapshot(stepper, average, env)
         assert (pending is None) == (env.rank != RANK0)
         if pending is not None:
-            origin = SavedWith(env.world_size, "fp16")
-            snapshot = pending.finish(identity, origin, progress, None, RunExtras())
+            snapshot = pending.finish(identity, progress, None, RunExtras())
             for part in ("weights", "optimizer"):
                 values = getattr(present, part)
                 saved = getattr(snapshot.engine, part)
