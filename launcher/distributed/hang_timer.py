@@ -62,6 +62,8 @@ SAVED_UNTIL = 0.8  # of launch.grace_s: before torchrun or the scheduler kills t
 TAKE_OVER_S = 2.0  # for rank 0, which writes the result, before a rank that ends too does it in its place
 WRITE_S = 10.0  # for files and the store, once this rank has decided to exit
 
+Problem = tuple[str, int]  # what ends this rank, as a sentence, and the exit code
+
 log = logging.getLogger("launcher")
 
 
@@ -170,37 +172,57 @@ class HangTimer:
                 if self._launch.rank == 0:
                     _print(text)
 
-    def _problem(self, beat: HeartbeatRecord, now: float) -> tuple[str, int] | None:
+    def _problem(self, beat: HeartbeatRecord, now: float) -> Problem | None:
         """Why this rank is to be ended, with the exit code; None while all is well."""
-        rank, limits = self._launch.rank, self._limits
         if beat.user_code:
-            allowed_s = limits.user_code_timeout_s
-            if allowed_s is None or beat.age_s < allowed_s:
-                return None
-            text = f"rank {rank} hangs: {describe(beat)} for {beat.age_s:.0f} s, in the recipe's code"
-            return f"{text}{self._place()}. launch.user_code_timeout_s limits how long it may take.", 6
+            return self._slow_user_code(beat)
         if self._store is None:
-            return None
+            return None  # it waits for nobody, or a parent times it
         if self._failed is not None:
-            since_s, error = self._failed
-            code = error.exit_code if isinstance(error, LauncherError) else 1
-            return (f"rank {rank} failed: {error}", code) if now - since_s >= CLEAN_UP_S else None
+            return self._slow_clean_up(*self._failed, now)
+        return self._no_progress(beat, now) or self._slow_stop(beat, now)
+
+    def _slow_user_code(self, beat: HeartbeatRecord) -> Problem | None:
+        allowed_s = self._limits.user_code_timeout_s
+        if allowed_s is None or beat.age_s < allowed_s:
+            return None
+        text = f"{self._hangs(beat, beat.age_s)}, in the recipe's code{self._place()}."
+        return f"{text} launch.user_code_timeout_s limits how long it may take.", StalledError.exit_code
+
+    def _slow_clean_up(self, failed_s: float, error: BaseException, now: float) -> Problem | None:
+        """The error itself, where the main thread has failed and does not come to an end."""
+        if now - failed_s < CLEAN_UP_S:
+            return None
+        code = error.exit_code if isinstance(error, LauncherError) else 1
+        return f"rank {self._launch.rank} failed: {error}", code
+
+    def _no_progress(self, beat: HeartbeatRecord, now: float) -> Problem | None:
+        """Until the first step all phases together have one limit, from then on each phase has its own."""
         quiet_s = now - self._since_s
+        key, limit = "launch.init_timeout_s", self._limits.init_timeout_s
         if beat.has_stepped:
             quiet_s = min(quiet_s, beat.age_s)
-        key, limit = "launch.init_timeout_s", limits.init_timeout_s
-        if beat.has_stepped:
-            key, limit = "launch.hang_timeout_s", limit_s(beat.phase, limits.hang_timeout_s)
-        waits = " It waits for another rank, whose own output says where that is." * self._waits
-        if quiet_s >= limit:
-            text = f"rank {rank} hangs: {describe(beat)} for {quiet_s:.0f} s{self._place()}.{waits}"
-            return f"{text} {key} says how long a rank may be without progress.", StalledError.exit_code
-        if self._stopped is not None and beat.phase in IN_A_STEP | {"report"}:
-            stopped_s, number = self._stopped
-            if min(beat.age_s, now - stopped_s) >= SAVED_UNTIL * limits.grace_s:
-                text = f"stopped by {number.name} before a checkpoint could be written: rank {rank} was"
-                return f"{text} {describe(beat)} for {beat.age_s:.0f} s.{waits}", 128 + number
-        return None
+            key, limit = "launch.hang_timeout_s", limit_s(beat.phase, self._limits.hang_timeout_s)
+        if quiet_s < limit:
+            return None
+        text = f"{self._hangs(beat, quiet_s)}{self._place()}.{self._of_another()}"
+        return f"{text} {key} says how long a rank may be without progress.", StalledError.exit_code
+
+    def _slow_stop(self, beat: HeartbeatRecord, now: float) -> Problem | None:
+        """A step that lasts nearly as long as a run that was asked to stop may still take."""
+        if self._stopped is None or beat.phase not in IN_A_STEP | {"report"}:
+            return None
+        stopped_s, number = self._stopped
+        if min(beat.age_s, now - stopped_s) < SAVED_UNTIL * self._limits.grace_s:
+            return None
+        rank = f"rank {self._launch.rank} was {describe(beat)} for {beat.age_s:.0f} s.{self._of_another()}"
+        return f"stopped by {number.name} before a checkpoint could be written: {rank}", 128 + number
+
+    def _hangs(self, beat: HeartbeatRecord, seconds: float) -> str:
+        return f"rank {self._launch.rank} hangs: {describe(beat)} for {seconds:.0f} s"
+
+    def _of_another(self) -> str:
+        return " It waits for another rank, whose own output says where that is." if self._waits else ""
 
     def _place(self) -> str:
         place = place_of_thread(self._main_thread)
