@@ -31,14 +31,6 @@ def ignore_store_errors() -> suppress:
     return suppress(DistError)
 
 
-def store_lost_text() -> str:
-    """That nothing answers, as part of a sentence."""
-    return (
-        f"rank 0's machine ({os.environ.get('MASTER_ADDR')}), which hosts the store, does not answer: that "
-        "machine, or the link to it, is gone."
-    )
-
-
 def open_store(launch: LaunchEnv, timeout_s: float) -> dist.Store | None:
     """The key-value store that the ranks of this launch share; None for one process.
 

@@ -39,7 +39,6 @@ STOPPING = tuple(number for number, action in ACTION.items() if action is Action
 SAVING = tuple(number for number, action in ACTION.items() if action is Action.SAVE)
 DUMP_STACKS_SIGNAL = signal.SIGRTMIN  # to a worker of parent mode: write the stacks of all its threads
 ONE_REQUEST_S = 1.0  # a terminal and torchrun both pass the same Ctrl-C on
-SECOND = "Ctrl-C again ends without saving"
 # Set by schedulers for a job, which end it by a signal.
 SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST")
 

@@ -29,8 +29,8 @@ def parts_of(spans_ms: Mapping[str, float], world_size: int) -> dict[str, float]
 class PhaseTimer:
     """Sums over steps: their number, their time on the host, and its parts.
 
-    Where it `warms_up`, the first step counts only while it is the only one: it compiles, chooses algorithms
-    and touches memory for the first time.
+    With `skip_first` the first step counts only while it is the only one: it compiles, chooses algorithms and
+    touches memory for the first time.
     """
 
     world_size: int
