@@ -26,7 +26,6 @@ from launcher.telemetry.tracker.protocol import RunInfo, Tracker
 from launcher.telemetry.tracker.registry import make, refuse_missing
 from launcher.telemetry.tracker.run_id import save_run_id, saved_run_id
 from launcher.telemetry.tracker.sink import TrackerSink, TrackerTimeouts
-from launcher.telemetry.tracker.wandb_environment import taken_from
 from launcher.telemetry.tracker.wandb_tracker import (
     WandbOptions,
     WandbTracker,
@@ -91,8 +90,6 @@ def _wandb_options(
     if decision.mode == "none":
         telemetry.decision("tracker", decision.text, mode=decision.mode)
         return None
-    if given := taken_from(tracker, environ):
-        telemetry.decision("tracker", f"takes {given}")
     sync = sync_command(run.directory) if decision.mode == "offline" else None
     telemetry.decision("tracker", decision.text, mode=decision.mode, run_id=run.run_id, sync=sync)
     options = WandbOptions(decision.mode == "online", telemetry.warn, timeouts)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher.config.messages import nearest, suggestion
-from launcher.config.schema import Config, TrackerConfig, rules
+from launcher.config.schema import Config, rules
 from launcher.config.wandb_sweep import sweep_of_agent
 from launcher.errors import ConfigError
 from launcher.run_dir.claim import DEFAULT_ROOT
@@ -83,17 +83,6 @@ def in_sweep(config: Config, job: str, number: int) -> Config:
     )
 
 
-def taken_from(tracker: TrackerConfig, environ: Mapping[str, str]) -> str:
-    """The values taken from the environment, as text; "" if none."""
-    parts = []
-    for key, variable in VARIABLES.items():
-        used = _text(getattr(tracker, key))
-        given = _text(_value(key, variable, environ[variable])) if environ.get(variable) else ""
-        if given and (used == given or used.startswith(f"{given}-")):  # in a sweep, with the job appended
-            parts.append(f"{key} {used} from {variable}")
-    return ", ".join(parts)
-
-
 def _given(key: str, overrides: Sequence[str]) -> bool:
     """Whether the command line sets the key, directly or within its section."""
     section, _, name = key.partition(".")
@@ -110,7 +99,3 @@ def _value(key: str, variable: str, text: str) -> Any:
     if not rule.holds(value):
         raise ConfigError(f"{variable}={text} in the environment: must be {rule.text}.")
     return value
-
-
-def _text(value: str | tuple[str, ...] | None) -> str:
-    return value if isinstance(value, str) else ",".join(value or ())

@@ -1,7 +1,6 @@
 """What people see: a bar on a real pseudo-terminal, plain lines through a real pipe."""
 
 import fcntl
-import gc
 import io
 import os
 import pty
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import termios
 import threading
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -129,10 +127,6 @@ def test_each_evaluation_stands_under_its_titles(piped):
     assert len(lines[at[0]]) == len(lines[at[0] + 1])
 
 
-def test_a_warning_is_a_line(piped):
-    assert "warning: something is odd" in piped.stdout.splitlines()
-
-
 def test_names_and_texts_of_others_cannot_control_the_terminal():
     out, odd = io.StringIO(), "\x1b[2Jgone\r\x9b1m"
     telemetry = Telemetry([Console(out, io.StringIO(), Path(f"/runs/{odd}"))])
@@ -164,14 +158,6 @@ def test_on_a_terminal_there_is_a_bar_per_epoch_and_one_table():
     for text in ("loss 0.", "1,234 samples/s", "scale 65536", "skipped 1", "eta "):
         assert text in shown
     assert shown.endswith(("\r", "\x1b[A", " ", "\x1b[K")), "the bar is gone at the end"
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("columns", [20, 40, 80])
-def test_a_narrow_terminal_gets_one_line_that_fits(columns):
-    _, shown = run_on_terminal(columns)
-    for line in re.split(r"[\r\n]+", shown):
-        assert len(re.sub(r"\x1b\[[A-Z]", "", line)) <= columns
 
 
 def timed(step, data, compute, wire, update):
@@ -236,28 +222,6 @@ def test_the_first_event_does_not_count_and_the_rest_weigh_by_their_steps():
     shares = shares_of(timed(1, 1000, 0, 0, 0), timed(11, 0, 10, 0, 0), timed(41, 0, 50, 0, 0))
     assert shares.num_steps == 40
     assert shares.step_ms == pytest.approx((10 * 10 + 30 * 50) / 40)
-
-
-@pytest.mark.slow
-def test_the_memory_of_the_console_does_not_grow_with_the_run():
-    kept = []
-    with open(os.devnull, "w") as null:
-        for num_events in (200, 4000):
-            console = Console(null, null, Path("/runs/one"))
-            tracemalloc.start()
-            for step in range(1, num_events + 1):
-                console.write(made("step", epoch=0, loss=1.0, **timed(step, step, 2, 1, 1)))
-            gc.collect()  # or what is kept depends on when it last ran
-            kept.append(tracemalloc.get_traced_memory()[0])
-            tracemalloc.stop()
-    assert kept[1] < kept[0] + 20_000, kept
-
-
-@pytest.mark.parametrize("missing", ["step_ms", "data_ms", "wire_ms"])
-def test_without_times_there_is_no_verdict(missing):
-    record = {**timed(5, 1, 1, 1, 1), missing: None}
-    assert shares_of(record) is None
-    assert shares_of() is None
 
 
 @pytest.mark.parametrize(

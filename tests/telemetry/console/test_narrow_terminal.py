@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.os.terminal import columns_of, wrapped
+from launcher.os.terminal import wrapped
 from launcher.telemetry.formatting import evaluation_cells, table_lines, table_widths
 from tests.os.test_oom import RECIPE, YAML
 from tests.telemetry.made import made
@@ -100,14 +100,6 @@ def test_a_run_fits_its_terminal(place: Path, columns: int) -> None:
     assert not any("Traceback" in line for line in lines)
 
 
-def test_an_error_wraps_at_words(place: Path) -> None:
-    terminal = Terminal(40)
-    assert terminal.run(place, ["recipe=resnet81", "train.epochs=0"]) == 2
-    assert too_wide(terminal.lines, 40) == []
-    text = " ".join(" ".join(terminal.lines).split())
-    assert "train.epochs=0: must be null or a whole number of at least 1." in text
-
-
 EVALUATION = {"epoch": 29, "loss": 0.1271, "accuracy": 1.0} | {
     "macro_precision": 0.9743,
     "macro_recall": 0.9743,
@@ -147,10 +139,3 @@ def test_wrapping_keeps_words_and_indents() -> None:
         "  /a/path/that/is/too/long",
     ]
     assert wrapped(text, None) == text
-
-
-def test_a_pipe_has_no_width() -> None:
-    reader, writer = os.pipe()
-    with os.fdopen(reader), os.fdopen(writer, "w") as stream:
-        assert columns_of(stream) is None
-    assert columns_of(stream) is None, "nor has a closed stream"

@@ -13,7 +13,7 @@ from launcher.cli import main
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
 from launcher.telemetry.tracker import ConfusionMatrix, Histogram, Picture, RunInfo, Table, Text, Tracker
-from launcher.telemetry.tracker.registry import make, refuse_missing, refuse_unknown, tracker
+from launcher.telemetry.tracker.registry import make, refuse_unknown
 from tests.configs import composed
 from tests.forked import launch_forked
 from tests.os.test_oom import RECIPE, YAML
@@ -100,12 +100,6 @@ def test_unknown_trackers_are_refused_with_the_nearest_names(tmp_path: Path) -> 
         refuse_unknown(config.tracker)
 
 
-def test_a_tracker_whose_package_is_missing_names_the_line_that_installs_it(monkeypatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"Install it with: .* -m pip install tensorboard"):
-        refuse_missing(config_with("tensorboard").tracker)
-
-
 def test_a_missing_package_is_found_before_the_first_job_of_a_sweep(monkeypatch, tmp_path, capsys) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(
@@ -115,13 +109,3 @@ def test_a_missing_package_is_found_before_the_first_job_of_a_sweep(monkeypatch,
     assert main(["recipe=resnet18", "data=synthetic", "tracker=none,tensorboard", "--multirun"]) == 2
     assert "pip install tensorboard" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_the_name_of_a_tracker_of_the_launcher_is_taken() -> None:
-    with pytest.raises(ConfigError, match="has a tracker of that name"):
-        tracker("wandb")
-
-
-def test_several_in_the_group_are_refused_with_the_key_that_takes_a_list() -> None:
-    with pytest.raises(ConfigError, match=r"tracker\.name=\[wandb,tensorboard\]"):
-        composed("tracker=[wandb,tensorboard]")

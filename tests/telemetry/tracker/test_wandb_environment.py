@@ -11,7 +11,7 @@ import pytest
 import wandb
 
 from launcher.errors import ConfigError
-from launcher.telemetry.tracker.wandb_environment import in_sweep, taken_from, with_environment
+from launcher.telemetry.tracker.wandb_environment import with_environment
 from tests.configs import composed
 from tests.forked import launch_forked
 from tests.os.test_oom import RECIPE, YAML
@@ -71,7 +71,6 @@ def test_all_variables_reach_the_run(tmp_path: Path) -> None:
     assert (run.run_id, run.run_group, list(run.tags)) == ("an-id", "a-group", ["one", "two"])
     assert (run.notes, run.job_type, run.git.commit) == ("some notes", "a-job-type", commit)
     assert not (tmp_path / "run" / "wandb").exists()
-    assert "tracker takes project my project from WANDB_PROJECT, entity my-team from WANDB_ENTITY" in out
     assert f"wandb sync {tmp_path}/elsewhere/wandb/offline-run-*" in out
     config = {update.key: json.loads(update.value_json) for update in run.config.update}
     assert config["tracker"]["project"] == "my project"
@@ -85,12 +84,10 @@ def test_all_variables_reach_the_run(tmp_path: Path) -> None:
 def test_the_command_line_wins_over_the_environment_and_that_over_the_yaml(tmp_path: Path) -> None:
     words = ["tracker.project=typed", "tracker.run_name=typed name", "tracker.mode=offline", "run.dir=run"]
     variables = {**ALL, "WANDB_MODE": "disabled"}
-    out = train(tmp_path, *words, **variables)
+    train(tmp_path, *words, **variables)
     run = tracked(tmp_path / "run")
     assert (run.project, run.display_name, run.entity) == ("typed", "typed name", "my-team")
     assert list(run.tags) == ["one", "two"]
-    assert "WANDB_PROJECT" not in out
-    assert "from WANDB_TAGS" in out
 
 
 @pytest.mark.slow
@@ -158,11 +155,3 @@ def test_an_unknown_mode_is_refused_unless_something_else_decides() -> None:
     assert with_environment(untracked, (), {"WANDB_MODE": "nonsense"}).tracker.name == "none"
     for mode in get_args(wandb.Settings.model_fields["mode"].annotation):
         assert environment_of(WANDB_MODE=mode).mode == "auto"
-
-
-def test_a_sweep_leaves_what_is_not_set_alone() -> None:
-    assert in_sweep(composed(), "0_a", 0) == composed()
-    named = with_environment(composed(), (), {"WANDB_NAME": "n"})
-    assert (
-        taken_from(in_sweep(named, "0_a", 0).tracker, {"WANDB_NAME": "n"}) == "run_name n-0_a from WANDB_NAME"
-    )

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from launcher.run_dir.atomic import read_json
-from launcher.telemetry.event_log import read_events
 from launcher.telemetry.tracker.mode import NO_KEY
 from tests.limits import at_most
 from tests.run_dir.test_records import CANARY
@@ -254,11 +253,6 @@ def test_each_job_is_a_run_of_its_own_and_nothing_is_left_behind(offline):
     assert not (offline.dirs[0].parents[3] / "wandb").exists(), "nothing in the current directory"
 
 
-def test_metrics_jsonl_names_the_run_that_the_tracker_has(offline):
-    decision = next(event for event in read_events(offline.dirs[0] / "metrics.jsonl") if event.get("run_id"))
-    assert list(offline.dirs[0].glob(f"wandb/offline-run-*-{decision['run_id']}"))
-
-
 def files_with(directory, needle):
     found = [path for path in directory.rglob("*") if path.is_file() and needle in path.read_bytes()]
     assert any(directory.rglob("*.wandb"))
@@ -296,16 +290,6 @@ def test_an_unreachable_server_costs_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_that_never_answers_costs_the_probe(tmp_path):
-    with Server(lambda _: None) as server:
-        trained = train(tmp_path, {"steps": 3}, WANDB_API_KEY=CANARY, WANDB_BASE_URL=server.url)
-    assert trained.code == 0, trained.err
-    assert f"tracker offline: {server.url} did not answer within 2 s" in trained.out
-    assert trained.said["opening_s"] < at_most(3.5)
-    assert trained.said["slowest_s"] < at_most(0.5)
-
-
-@pytest.mark.slow
 def test_a_server_that_answers_the_probe_only_ends_in_an_offline_run_with_one_warning(tmp_path):
     with Server(lambda line: OK if b"healthz" in line else None) as server:
         trained = train(
@@ -328,8 +312,7 @@ def test_a_file_that_cannot_grow_is_told_once_for_each_writer(tmp_path):
     assert trained.code == 0, trained.err
     first, last = trained.warnings
     assert "metrics.jsonl cannot be written" in first
-    assert "metrics.jsonl lacks " in last
-    assert "events of steps" in last
+    assert "metrics.jsonl could not be written " in last
     assert read_json(trained.dirs[0] / "status.json")["state"] == "done"
 
 
