@@ -267,3 +267,16 @@ def test_jobs_whose_configs_are_equal_run_once(capsys) -> None:
     assert [job.number for job in jobs] == [0, 1]
     assert [config.optim.weight_decay for config in configs] == [0.0, 0.1]
     assert capsys.readouterr().out == "sweep: 1 of 3 jobs equal others and are left out\n"
+
+
+def test_a_typo_in_an_option_of_an_own_recipe_ends_the_sweep_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from launcher.recipe import Config, Recipe, recipe\n\n"
+        '@recipe("mine")\ndef mine(config: Config, width: int = 8) -> Recipe: ...\n'
+    )
+    assert main(["-m", "recipe=mine.py", "recipe.widht=4,8", "hydra.sweep.dir=sweep"]) == 2
+    assert "recipe.widht=4: there is no such key. Nearest: recipe.width." in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".py"] in ([], ["__pycache__"])
