@@ -118,22 +118,15 @@ def recipe_failure(
         return shortage
     if is_secondary(error) or loader.is_of_loader_process(error):
         return None
-    rule = _rule(error, batch or {})
-    compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
-    viewed = "view size is not compatible" in whole_text(error)
-    is_shape = not rule and isinstance(error, RuntimeError | ValueError) and SHAPES.search(whole_text(error))
+    of_data, of_setup = _rule_of_data(error, batch or {}), _rule_of_setup(error)
+    is_shape = (
+        not of_data and isinstance(error, RuntimeError | ValueError) and SHAPES.search(whole_text(error))
+    )
     if is_shape and (given := failing_module_inputs(error)):
         where += f"{'' if place or not built_at else f' with the model of {built_at}'}: {given}"
-    of_setup = isinstance(error, ModuleNotFoundError) or _is_of_wandb(error)
-    kind = DataError if rule else ConfigError if of_metric else RecipeError
-    if compiler:
-        rule = "It is torch's compiler that failed: set train.compile=false."
-    if viewed:
-        rule = (
-            "Use .flatten() or .reshape() in place of .view(). If it is what a convolution returned, "
-            "train.channels_last=false makes it contiguous."
-        )
-    failure = (ConfigError if of_setup or is_shape or viewed or compiler else kind)(
+    kind = DataError if of_data else ConfigError if of_setup or is_shape or of_metric else RecipeError
+    rule = of_data or of_setup
+    failure = kind(
         f"{what} failed{where}: {described(error).removesuffix('.')}.{' ' if rule else ''}{rule} "
         f"{IN_LOG} {logs}."
     )
@@ -197,7 +190,7 @@ def _defined(function: Callable[..., object]) -> str:
     return f" ({getattr(function, '__qualname__', type(function).__name__)})"
 
 
-def _rule(error: Exception, batch: Mapping[str, object]) -> str:
+def _rule_of_data(error: Exception, batch: Mapping[str, object]) -> str:
     """The rule that the data breaks, if the data is at fault; else empty."""
     if isinstance(error, KeyError) and batch and _is_a_name(error.args[0]) and error.args[0] not in batch:
         return (
@@ -213,6 +206,18 @@ def _rule(error: Exception, batch: Mapping[str, object]) -> str:
             return f"{rule} {labels.OF_UNLABELLED}"
         more = f"at least {label + 1} outputs" if label >= 0 else "no negative label"
         return f"{rule} Give it {more}, or correct the labels."
+    if isinstance(error, ValueError) and BATCH_NORM in whole_text(error):
+        return (
+            "A batch norm divides by the variance of a channel, and a single value per channel has none. "
+            "Give each rank at least two samples per forward pass: raise data.batch_size or "
+            "data.micro_batch_size, set data.drop_last=true if it is the rest of an epoch, or use "
+            "nn.LayerNorm."
+        )
+    return ""
+
+
+def _rule_of_setup(error: Exception) -> str:
+    """What to change about environment, config or model, if one of them is at fault; else empty."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return (
             f"The package that has {error.name} must be installed in the environment of {sys.executable}: "
@@ -223,12 +228,12 @@ def _rule(error: Exception, batch: Mapping[str, object]) -> str:
             "The launcher owns the run of the tracker: return {name: value} from on_eval_end or a "
             "metric, and every tracker gets it, with the step."
         )
-    if isinstance(error, ValueError) and BATCH_NORM in whole_text(error):
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return "It is torch's compiler that failed: set train.compile=false."
+    if "view size is not compatible" in whole_text(error):
         return (
-            "A batch norm divides by the variance of a channel, and a single value per channel has none. "
-            "Give each rank at least two samples per forward pass: raise data.batch_size or "
-            "data.micro_batch_size, set data.drop_last=true if it is the rest of an epoch, or use "
-            "nn.LayerNorm."
+            "Use .flatten() or .reshape() in place of .view(). If it is what a convolution returned, "
+            "train.channels_last=false makes it contiguous."
         )
     return ""
 
