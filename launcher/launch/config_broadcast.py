@@ -62,8 +62,7 @@ class HandoffTimeouts:
     next_job_s: float = 1800.0  # followers, after a job: rank 0 may still draw plots and upload
     leave_s: float = 60.0  # all ranks, once one has left a job: the others may be writing a checkpoint
     lost_s: float = 3.0  # after an error of one rank: for the others to record why they end
-    goodbye_s: float = 10.0  # rank 0: until all ranks have confirmed the end, for which they only read a key
-    unmet_s: float = 30.0  # the same, if no job was handed out: the others may still be importing torch
+    goodbye_s: float = 30.0  # rank 0, until all have confirmed the end: some may still be importing torch
 
     def after(self, record: ExitRecord) -> float:
         """How long to wait for the other side after a job that ended so."""
@@ -89,7 +88,7 @@ class ConfigLeader:
         arguments: Sequence[str] = (),
     ) -> None:
         self.launch, self._run_job, self._arguments = launch, run_job, arguments
-        self._patience, self._goodbye_s = patience, patience.unmet_s
+        self._patience = patience
         self._others = range(1, launch.world_size)
         # Ranks that have not come, or not left: they will not confirm the end either.
         self._gone: list[int] = []
@@ -159,7 +158,7 @@ class ConfigLeader:
             store = self._send({"end": True, "exit_code": exit_code, "reason": reason})
             if store is not None:  # a rank that does not confirm has died
                 left = [rank for rank in self._others if rank not in self._gone]
-                missing_ranks(store, "heard/{}", left, self._goodbye_s)
+                missing_ranks(store, "heard/{}", left, self._patience.goodbye_s)
 
     def _send(self, message: dict[str, object]) -> dist.Store | None:
         store = self._opened()
@@ -178,7 +177,6 @@ class ConfigLeader:
         """Wait until all ranks are here; raises JobFailed naming those that do not come."""
         if store is None:
             return
-        self._goodbye_s = self._patience.goodbye_s
         self._gone = missing_ranks(store, "here/{}", self._others, wait_s)
         if self._gone:
             silent = format_ranks(self._gone, self.launch.role)
