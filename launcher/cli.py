@@ -77,9 +77,9 @@ def run_rank0(launch: LaunchEnv, argv: Sequence[str]) -> int:
 
 def run_other_rank(launch: LaunchEnv, argv: Sequence[str]) -> int:
     patience = HandoffTimeouts(first_job_s=init_timeout_s(argv))
-    run_job = run_node if launch.is_node else run_worker
+    run_rank = run_node if launch.is_node else run_worker
     exit_code, reason = follow(
-        launch, run_job, patience, on_end=ignore_sigterm_of_torchrun, arguments=without_node_rank(argv)
+        launch, run_rank, patience, on_end=ignore_sigterm_of_torchrun, arguments=without_node_rank(argv)
     )
     if reason and launch.local_rank == 0:  # on other machines than rank 0's nothing has been printed yet
         kind = "stopped" if exit_code in ON_REQUEST else "error"

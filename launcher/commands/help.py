@@ -20,7 +20,7 @@ from launcher.commands.new import write_recipe
 from launcher.commands.plan import plan
 from launcher.commands.predict import predict
 from launcher.commands.report import write_reports
-from launcher.commands.run import run_job
+from launcher.commands.run import run_sweep_job
 from launcher.commands.watch import watch
 from launcher.config.groups import choice_file, choice_values, conf_dir, description, group_choices
 from launcher.config.messages import nearest, program, show, suggestion, tool
@@ -106,7 +106,7 @@ COMMANDS: Mapping[str, Callable[[Arguments, ConfigLeader], int | None]] = {
     "predict": predict,
     "new": write_recipe,
     "doctor": doctor,
-    "job": run_job,
+    "job": run_sweep_job,
 }
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from launcher.config.schema import Config
 
 
-def run_one(config: Config, overrides: Sequence[str], leader: ConfigLeader) -> None:
+def run_job(config: Config, overrides: Sequence[str], leader: ConfigLeader) -> None:
     """Run a job: in parent mode on new workers, else on the ranks started with this process."""
     from launcher.launch.parent import run_supervised
     from launcher.run_dir.claim import open_run_dir
@@ -63,7 +63,7 @@ def run_one(config: Config, overrides: Sequence[str], leader: ConfigLeader) -> N
             run_supervised(claim.config, workers)
 
 
-def run_job(arguments: Arguments, leader: ConfigLeader) -> None:
+def run_sweep_job(arguments: Arguments, leader: ConfigLeader) -> None:
     """job DIR: runs or resumes one job of a sweep, from its folder
 
     Runs or resumes one job of a sweep, and records its end in sweep.json. The config is that in DIR/job.json,
@@ -78,7 +78,7 @@ def run_job(arguments: Arguments, leader: ConfigLeader) -> None:
         raise ConfigError(f"job: give the folder of one job: {program()} job multirun/<recipe>/<sweep>/<job>")
     config, overrides = read_job(Path(arguments.words[0]))
     try:
-        run_one(config, overrides, leader)
+        run_job(config, overrides, leader)
     finally:
         with suppress(OSError):
             record_job(Path(config.run.dir))

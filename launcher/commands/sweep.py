@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from launcher import errors
-from launcher.commands.run import report_failure, run_one, run_worker
+from launcher.commands.run import report_failure, run_job, run_worker
 from launcher.config.composition import Request
 from launcher.config.messages import directory_override, program, tree_flags
 from launcher.config.schema import Config, SweepConfig
@@ -146,7 +146,7 @@ def run_in_child(directory: Path) -> int:
     """Run the job of a folder in this process, forked from the sweep's; returns its exit code."""
     try:
         config, overrides = read_job(directory)
-        run_one(config, overrides, ConfigLeader(LaunchEnv(), run_worker))
+        run_job(config, overrides, ConfigLeader(LaunchEnv(), run_worker))
     except (KeyboardInterrupt, errors.Interrupted):
         return errors.INTERRUPTED
     except Exception as error:
@@ -212,7 +212,7 @@ def run_in_place(
         job.started, job.nproc = time.time(), leader.launch.world_size
         before_s = job.seconds
         try:
-            run_one(config, job.overrides, leader)
+            run_job(config, job.overrides, leader)
         except Exception as error:
             stopped = is_stop(error)
             how = "stopped" if stopped else "failed"

@@ -14,7 +14,7 @@ from contextlib import redirect_stdout
 import hydra
 
 from launcher.commands.arguments import Arguments
-from launcher.commands.run import report_failure, run_one
+from launcher.commands.run import report_failure, run_job
 from launcher.config.composition import HYDRA_VERSION, Request, check_files
 from launcher.config.messages import nearest, suggestion
 from launcher.config.overrides import with_plain_constant
@@ -65,7 +65,7 @@ def train(arguments: Arguments, leader: ConfigLeader, findings: Sequence[int] = 
     check_all_nodes_started(config.launch, leader.launch, os.environ)
     tracked = with_environment(of_agent(config, os.environ), request.overrides, os.environ)
     try:
-        run_one(tracked, request.overrides, leader)
+        run_job(tracked, request.overrides, leader)
     except LauncherError as error:
         if error.exit_code != PRUNED or not sweep_of_agent(os.environ):
             raise

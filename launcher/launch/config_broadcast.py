@@ -51,7 +51,7 @@ JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 # Exit codes of ends that all ranks have decided together, so that each will say so.
 TOGETHER = STOPPED | ON_REQUEST | {DivergedError.exit_code, ReplicaError.exit_code}
 
-RunJob = Callable[[Config, LaunchEnv, "dist.Store | None", str], None]
+RunRank = Callable[[Config, LaunchEnv, "dist.Store | None", str], None]
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ class ConfigLeader:
     def __init__(
         self,
         launch: LaunchEnv,
-        run_job: RunJob,
+        run_rank: RunRank,
         patience: HandoffTimeouts = PATIENCE,
         arguments: Sequence[str] = (),
     ) -> None:
-        self.launch, self._run_job, self._arguments = launch, run_job, arguments
+        self.launch, self._run_rank, self._arguments = launch, run_rank, arguments
         self._patience = patience
         self._others = range(1, launch.world_size)
         # Ranks that have not come, or not left: they will not confirm the end either.
@@ -108,7 +108,7 @@ class ConfigLeader:
         set_tcp_timeouts(config.launch.hang_timeout_s)
         failure: Exception | None = None
         try:
-            self._run_job(config, self.launch, store, job)
+            self._run_rank(config, self.launch, store, job)
         except Exception as error:
             failure = error
             ignore_sigterm_of_torchrun()  # it is sent as soon as another rank has ended
@@ -216,7 +216,7 @@ class ConfigLeader:
 
 def follow(
     launch: LaunchEnv,
-    run_job: RunJob,
+    run_rank: RunRank,
     patience: HandoffTimeouts = PATIENCE,
     on_end: Callable[[], None] = lambda: None,
     arguments: Sequence[str] = (),
@@ -247,7 +247,7 @@ def follow(
         job, config, failure = message["job"], from_dict(message["config"]), None
         set_tcp_timeouts(config.launch.hang_timeout_s)
         try:
-            run_job(config, launch, store, job)
+            run_rank(config, launch, store, job)
         except Exception as error:
             failure = error
         record = exit_record(launch.rank, failure)
