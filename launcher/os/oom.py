@@ -48,7 +48,7 @@ def to_resource_error(
 def oom_text(error: BaseException) -> str:
     """Which memory ran out and what the allocator said, in one line; "" for any other error.
 
-    Also "" for a shortage of NCCL: its communicator has failed, and smaller pieces do not mend that.
+    Also "" for a shortage of NCCL: its communicator has failed, and smaller pieces do not help.
     """
     origin = error.__cause__ if isinstance(error, OutOfMemoryError) and error.__cause__ else error
     if OF_NCCL.search(whole_text(origin)):

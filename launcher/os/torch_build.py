@@ -75,7 +75,7 @@ CUDA_INIT_ERRORS = {
     803: "the driver's library and its kernel module are of different versions: after an update of the "
     "driver reboot the machine, or start the container anew",
     804: "the library is a compatibility package, which this GPU does not support: remove cuda-compat",
-    999: "an unknown error: see dmesg for a GPU that has failed; often a reboot mends it",
+    999: "an unknown error: see dmesg for a GPU that has failed; often a reboot helps",
 }
 HIDE = "To train on the CPU, hide the GPUs: CUDA_VISIBLE_DEVICES= in the environment."
 

@@ -108,9 +108,10 @@ def _build_context(
         labels = None if recipe.classes is None else Labels(recipe.label_column, len(recipe.classes))
         held_out = recipe.validation_sets
         data = DataSets.of(config, env, recipe.train, held_out, recipe.collate, labels, heartbeat.set_sample)
-        fingerprint = data_check.data_fingerprint(recipe, data.train, data.validation)  # reads some samples
+        # Reads some samples.
+        data_fingerprint = data_check.data_fingerprint(recipe, data.train, data.validation)
     heartbeat.beat("comparing the data")
-    data_check.compare_data(fingerprint, env)
+    data_check.compare_data(data_fingerprint, env)
     plan = batch_plan(config, env, data.train, recipe.lengths)
     course = TrainLength.of(plan.steps_per_epoch, config.train, config.ddp.check_replicas_every_steps)
     heartbeat.beat("building the model")
@@ -131,7 +132,7 @@ def _build_context(
         stop_signal=stop_signal,
         recipe=recipe,
         data=data,
-        data_fingerprint=fingerprint,
+        data_fingerprint=data_fingerprint,
         used=Used.of(config, recipe, model),
         plan=plan,
         course=course,

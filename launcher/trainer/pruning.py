@@ -23,7 +23,8 @@ EVERY_S = 0.5  # between two looks: a step costs a comparison of clocks, a share
 class SweepStopListener(Callback):
     """Looks for a request in the run's directory; `request` is what it has found.
 
-    `rule` is that of the sweep, which needs evaluations to judge by. A part of the run for that check alone.
+    `rule` is that of the sweep, which needs evaluations to judge by. It is a callback for that check
+    alone.
     """
 
     name = "pruning"

@@ -16,7 +16,7 @@ from launcher.distributed.env import WorkerEnv
 from launcher.engine.step_timer import PARTS, UPDATE, WIRE
 
 
-def parts_of(spans_ms: Mapping[str, float], world_size: int) -> dict[str, float]:
+def phase_ms(spans_ms: Mapping[str, float], world_size: int) -> dict[str, float]:
     """Milliseconds by part, as events have them. On one rank, reading the gradient is part of the update."""
     parts = {f"{part}_ms": spans_ms.get(part, 0.0) for part in PARTS}
     if world_size == 1:
@@ -57,7 +57,7 @@ class PhaseTimer:
         """`steps`, `step_ms` and the parts of a step; empty before the first."""
         if not self.steps:
             return {}
-        parts = parts_of({part: self.mean_ms(part) for part in self.spans_ms}, self.world_size)
+        parts = phase_ms({part: self.mean_ms(part) for part in self.spans_ms}, self.world_size)
         return {"steps": self.steps, "step_ms": 1e3 * self.seconds / self.steps, **parts}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from launcher.distributed.env import WorkerEnv
-from launcher.trainer.step_times import PhaseTimer, parts_of, slowest_rank_times
+from launcher.trainer.step_times import PhaseTimer, phase_ms, slowest_rank_times
 from tests.ranks.harness import run_ranks
 
 CPU = torch.device("cpu")
@@ -17,8 +17,8 @@ SPANS = {"data": 1.0, "compute": 5.0, "wire": 2.0, "update": 3.0}
 
 
 def test_without_other_ranks_the_reading_of_the_gradient_is_update() -> None:
-    assert parts_of(SPANS, 2) == {"data_ms": 1.0, "compute_ms": 5.0, "wire_ms": 2.0, "update_ms": 3.0}
-    assert parts_of(SPANS, 1) == {"data_ms": 1.0, "compute_ms": 5.0, "wire_ms": 0.0, "update_ms": 5.0}
+    assert phase_ms(SPANS, 2) == {"data_ms": 1.0, "compute_ms": 5.0, "wire_ms": 2.0, "update_ms": 3.0}
+    assert phase_ms(SPANS, 1) == {"data_ms": 1.0, "compute_ms": 5.0, "wire_ms": 0.0, "update_ms": 5.0}
 
 
 @pytest.mark.parametrize(

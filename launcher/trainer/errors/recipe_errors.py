@@ -98,7 +98,7 @@ def recipe_failure(
 ) -> LauncherError | None:
     """The error for an exception that `what` of a recipe raised; None for one that passes unchanged.
 
-    Shapes that do not fit are a ConfigError with the module and what it was given: no restart mends them.
+    Shapes that do not fit are a ConfigError with the module and what it was given: no restart helps.
     `built_at` is where the model is defined, for an error without a line of the user's.
 
     Of a metric it is no RecipeError but a ConfigError: after a restart the same samples raise it again. It
