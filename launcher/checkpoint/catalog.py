@@ -21,9 +21,9 @@ from launcher.checkpoint.run_state import RunIdentity, Snapshot
 from launcher.checkpoint.storage import (
     DAMAGED,
     UNFINISHED,
-    Content,
+    CheckpointFiles,
     quarantine,
-    read_content,
+    read_files,
     read_state,
     snapshot_of,
 )
@@ -158,23 +158,23 @@ def resume(env: WorkerEnv, directory: Path, wish: str, identity: RunIdentity) ->
     an intact one. Raises on all ranks: ConfigError for the checkpoint of another run or a newer version,
     StorageError where the requested one is not intact.
     """
-    read: list[Content] = []  # on rank 0
+    read: list[CheckpointFiles] = []  # on rank 0
 
     def chosen() -> bytes:
-        found, content = _read_choice(directory, wish)
-        if content is None:
+        found, files = _read_choice(directory, wish)
+        if files is None:
             return json.dumps([None, found.damaged, None, False]).encode()
-        read.append(content)
-        elsewhere = content.path.parent.resolve() != directory.resolve()
-        return json.dumps([str(content.path.absolute()), found.damaged, content.state, elsewhere]).encode()
+        read.append(files)
+        elsewhere = files.path.parent.resolve() != directory.resolve()
+        return json.dumps([str(files.path.absolute()), found.damaged, files.state, elsewhere]).encode()
 
     path, damaged, state, elsewhere = json.loads(from_rank0(env, chosen))
     found = ResumeChoice(None if path is None else Path(path), damaged)
     if found.path is not None:
-        both = broadcast_tensors(env, read[0].both if read else None)
-        rest = broadcast_tensors(env, read[0].rest if read else None)
+        model_tensors = broadcast_tensors(env, read[0].model_tensors if read else None)
+        resume_tensors = broadcast_tensors(env, read[0].resume_tensors if read else None)
         with raise_on_all_ranks(env):
-            snapshot = snapshot_of(Content(found.path, state, both, rest))
+            snapshot = snapshot_of(CheckpointFiles(found.path, state, model_tensors, resume_tensors))
             identity.refuse_other(snapshot.identity, str(found.path), as_start=elsewhere)
         found = replace(found, snapshot=snapshot)
     with raise_on_all_ranks(env):
@@ -183,11 +183,11 @@ def resume(env: WorkerEnv, directory: Path, wish: str, identity: RunIdentity) ->
     return found
 
 
-def _read_choice(directory: Path, wish: str) -> tuple[ResumeChoice, Content | None]:
+def _read_choice(directory: Path, wish: str) -> tuple[ResumeChoice, CheckpointFiles | None]:
     """What rank 0 resumes from, and its files."""
     try:
         found = _choose(directory, wish)
-        return found, None if found.path is None else read_content(found.path)
+        return found, None if found.path is None else read_files(found.path)
     except OSError as error:  # for instance, deleted in the meantime
         of_run = wish in (AUTO, NEVER)
         what = f"the checkpoints in {directory} cannot be read" if of_run else f"checkpoint.resume={wish}"

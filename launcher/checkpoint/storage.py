@@ -106,35 +106,35 @@ def load(path: Path) -> Snapshot:
 
 
 @dataclass(frozen=True)
-class Content:
+class CheckpointFiles:
     """The three files of a verified checkpoint: what is sent to other ranks, and made a Snapshot of there."""
 
     path: Path
     state: dict[str, Any]
-    both: Mapping[str, Tensor]  # weights and buffers
-    rest: Mapping[str, Tensor]  # what only a resume needs
+    model_tensors: Mapping[str, Tensor]  # weights and buffers
+    resume_tensors: Mapping[str, Tensor]  # what only a resume needs
 
 
 def read(path: Path) -> Snapshot:
-    """Read a verified checkpoint, as `read_content` and `snapshot_of`."""
-    return snapshot_of(read_content(path))
+    """Read a verified checkpoint, as `read_files` and `snapshot_of`."""
+    return snapshot_of(read_files(path))
 
 
-def read_content(path: Path) -> Content:
+def read_files(path: Path) -> CheckpointFiles:
     """The files of a verified checkpoint, tensors mapped. Raises StorageError where one cannot be read."""
-    both, rest = read_tensors(path / WEIGHTS), read_tensors(path / OPTIMIZER)
+    model_tensors, resume_tensors = read_tensors(path / WEIGHTS), read_tensors(path / OPTIMIZER)
     try:
-        return Content(path, read_state(path), both, rest)
+        return CheckpointFiles(path, read_state(path), model_tensors, resume_tensors)
     except (OSError, ValueError) as error:
         raise _no_state(path, error) from error
 
 
-def snapshot_of(content: Content) -> Snapshot:
+def snapshot_of(files: CheckpointFiles) -> Snapshot:
     """The state of the run. Raises StorageError where the tensors do not match state.json."""
     try:
-        return _snapshot_of(content.state, dict(content.both), dict(content.rest))
+        return _snapshot_of(files)
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise _no_state(content.path, error) from error
+        raise _no_state(files.path, error) from error
 
 
 def _no_state(path: Path, error: Exception) -> StorageError:
@@ -187,7 +187,7 @@ def _write_files(directory: Path, snapshot: Snapshot, run: Throttle) -> None:
     state = json.dumps(_state_values(snapshot), allow_nan=False, indent=1)
     files = {
         WEIGHTS: write_tensors(directory / WEIGHTS, engine.weights | engine.buffers, metadata, run),
-        OPTIMIZER: write_tensors(directory / OPTIMIZER, _rest(snapshot), metadata, run),
+        OPTIMIZER: write_tensors(directory / OPTIMIZER, _resume_tensors(snapshot), metadata, run),
         STATE: write_bytes(directory / STATE, state.encode()),
     }
     # Last, because it lists the digests of the others.
@@ -196,11 +196,11 @@ def _write_files(directory: Path, snapshot: Snapshot, run: Throttle) -> None:
 
 def size_of_tensors(snapshot: Snapshot) -> int:
     """Bytes of all that the two safetensors files hold."""
-    parts = snapshot.engine.weights, snapshot.engine.buffers, _rest(snapshot)
+    parts = snapshot.engine.weights, snapshot.engine.buffers, _resume_tensors(snapshot)
     return sum(tensor.nbytes for part in parts for tensor in part.values())
 
 
-def _rest(snapshot: Snapshot) -> dict[str, Tensor]:
+def _resume_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
     """What the second file holds."""
     parts = {
         OPTIMIZER_STATE: snapshot.engine.optimizer,
@@ -225,38 +225,37 @@ def _state_values(snapshot: Snapshot) -> dict[str, object]:
         "extra": strict(encoded(snapshot.extra)),
         "weights": described(engine.weights),
         "buffers": described(engine.buffers),
-        "rest": described(_rest(snapshot)),
+        "resume_tensors": described(_resume_tensors(snapshot)),
         "average": None if snapshot.average is None else snapshot.average.counters,
     }
 
 
-def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str, Tensor]) -> Snapshot:
-    """`both` holds weights and buffers, `rest` the tensors that only resuming needs.
-
-    Raises ValueError, KeyError, TypeError or AttributeError for content that does not match.
-    """
-    both, rest = _exactly(state["weights"] | state["buffers"], both), _exactly(state["rest"], rest)
-    unknown = set(state["names"].values()) - both.keys()
+def _snapshot_of(files: CheckpointFiles) -> Snapshot:
+    """Raises ValueError, KeyError, TypeError or AttributeError for content that does not match."""
+    state = files.state
+    model_tensors = _matching(state["weights"] | state["buffers"], files.model_tensors)
+    resume_tensors = _matching(state["resume_tensors"], files.resume_tensors)
+    unknown = set(state["names"].values()) - model_tensors.keys()
     if unknown:
         raise ValueError(f"{STATE} names tensors that are missing: {', '.join(sorted(unknown))}")
-    average, average_buffers = None, _of(AVERAGE_BY_RANK, rest)
+    average, average_buffers = None, _under(AVERAGE_BY_RANK, resume_tensors)
     if state["average"] is not None:
         of_all = {name: mean_over_ranks(name, rows) for name, rows in average_buffers.items()}
-        average = AverageState(_of(AVERAGE, rest), of_all, _whole(state["average"]))
+        average = AverageState(_under(AVERAGE, resume_tensors), of_all, _integers(state["average"]))
     return Snapshot(
         engine=EngineState(
-            weights={name: both[name] for name in state["weights"]},
-            optimizer=_of(OPTIMIZER_STATE, rest),
-            buffers={name: both[name] for name in state["buffers"]},
-            counters=_whole(state["counters"]),
+            weights={name: model_tensors[name] for name in state["weights"]},
+            optimizer=_under(OPTIMIZER_STATE, resume_tensors),
+            buffers={name: model_tensors[name] for name in state["buffers"]},
+            counters=_integers(state["counters"]),
             reference_count=state["reference_count"],
             scale_mode=state["scale_mode"],
         ),
-        progress=TrainProgress(**_whole(state["progress"])),
+        progress=TrainProgress(**_integers(state["progress"])),
         identity=RunIdentity(**state["identity"]),
         world_size=int(state["world_size"]),
         names=state["names"],
-        rank_buffers=_of(BY_RANK, rest),
+        rank_buffers=_under(BY_RANK, resume_tensors),
         average=average,
         average_buffers=average_buffers,
         metric=None if state["metric"] is None else MonitoredMetric(**restored(state["metric"])),
@@ -264,16 +263,16 @@ def _snapshot_of(state: dict[str, Any], both: dict[str, Tensor], rest: dict[str,
     )
 
 
-def _whole(values: dict[str, Any]) -> dict[str, int]:
+def _integers(values: dict[str, Any]) -> dict[str, int]:
     return {name: int(value) for name, value in values.items()}
 
 
-def _of(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors whose names have the prefix, by their names without it."""
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
-def _exactly(listed: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _matching(listed: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`tensors` in the order of state.json. Raises ValueError unless they match its list."""
     found = described(tensors)
     for name in sorted(listed.keys() | found.keys()):

@@ -138,7 +138,7 @@ def test_the_files_of_format_2_are_read_and_written(tmp_path: Path) -> None:
                 },
                 "weights": {"fc.weight": "float32 [3, 4]", "fc.bias": "float32 [3]"},
                 "buffers": {"norm.count": "int64 []"},
-                "rest": {
+                "resume_tensors": {
                     "optimizer/exp_avg/fc.weight": "float32 [3, 4]",
                     "optimizer/exp_avg/fc.bias": "float32 [3]",
                     "buffer_by_rank/norm.count": "int64 [2]",
