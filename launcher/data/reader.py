@@ -29,10 +29,6 @@ TOGETHER = -2  # in place of an index: several samples are read at once
 Collate = Callable[[Sequence[Any]], Mapping[str, Tensor]]
 
 
-class MissingError(DataError):
-    """A sample, or a part of it, is None."""
-
-
 class Indexed(Protocol):
     """A map-style data set, as torch's and Hugging Face's are."""
 
@@ -189,17 +185,15 @@ class Reader:
     def _without_odd(
         self, request: BatchRequest, samples: Mapping[int, Any], bad: list[BadSample], error: BaseException
     ) -> Fetched:
-        """The batch without those of the samples, by offset, that fail even alone; else the failure."""
+        """The batch without those of the samples, by offset, that fail even alone; the failure if all do."""
         if "shared memory" in str(error):  # torch's text; no sample is to blame
             return Fetched.failed(SMALL_SHM, error, tuple(bad))
         errors = {offset: why for offset, each in samples.items() if (why := self._alone(each))}
         good = {offset: each for offset, each in samples.items() if offset not in errors}
-        missing = all(isinstance(why, MissingError) for why in errors.values())
-        if errors and (good or missing):  # otherwise the collate itself may be wrong
+        if errors and good:  # otherwise the collate itself may be wrong
             odd = [BadSample.of(request.indices[offset], why) for offset, why in errors.items()]
             try:
-                batch = collated([*good.values()], self._collate) if good else None
-                return Fetched(batch, tuple(good), (*bad, *odd))
+                return Fetched(collated([*good.values()], self._collate), tuple(good), (*bad, *odd))
             except RAISED as again:
                 error = again
         indices = [request.indices[offset] for offset in samples]
@@ -212,8 +206,7 @@ class Reader:
         try:
             collated([sample], self._collate)
         except RAISED as error:
-            missing = _none_in(sample)
-            return MissingError(f"{missing} is None") if missing else error
+            return error
         return None
 
 
@@ -304,14 +297,6 @@ def _shape(value: Any) -> tuple[int, ...]:
     if isinstance(value, list | tuple):
         return (len(value), *(_shape(value[0]) if value else ()))
     return ()
-
-
-def _none_in(sample: object) -> str:
-    """Which part of a sample is None; empty if none is."""
-    if sample is None:
-        return "it"
-    what = "column " if isinstance(sample, Mapping) else ""
-    return next((f"its {what}{name}" for name, value in _columns_of(sample, ()).items() if value is None), "")
 
 
 def columns(*names: str) -> Collate:

@@ -25,7 +25,7 @@ def launched(directory: Path, *words: str) -> str:
 
 
 def test_digits_are_told_apart_by_a_run_and_by_its_export_alike(tmp_path: Path) -> None:
-    launched(tmp_path, "recipe=cnn", "data=digits", "train.epochs=4", *ONE)
+    launched(tmp_path, "recipe=cnn", "data=digits", "train.epochs=8", *ONE)
     columns = load_images(composed("recipe=cnn", "data=digits").data).validation.columns
     files, labels = [], columns["label"][:40].tolist()
     for number, pixels in enumerate(columns["image"][:40]):

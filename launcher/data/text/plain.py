@@ -1,4 +1,4 @@
-"""Plain text as tokens: characters, bytes or pieces of words, cut into blocks for a language model.
+"""Plain text as tokens: characters or pieces of words, cut into blocks for a language model.
 
 Owns the files that a text is made of, the vocabulary and the division into training and validation. The
 vocabulary and the tokens depend on the files and the options alone, so that all ranks have the same; a
@@ -7,10 +7,8 @@ vocabulary is made again from its own `definition`.
 
 from __future__ import annotations
 
-import gzip
 import os
 import sysconfig
-import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,26 +55,6 @@ class Characters:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(self.definition[token] for token in tokens)
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """Each byte of the text in UTF-8 is a token. The definition is empty."""
-
-    definition: str
-
-    size = 256
-
-    @classmethod
-    def fitted(cls, text: str, train: str, size: int) -> Self:
-        return cls("")
-
-    def encode(self, text: str) -> Int32Array:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these tokens; bytes that are not UTF-8 become replacement characters."""
-        return bytes(tokens).decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -138,8 +116,8 @@ def _pieces(text: str) -> Iterator[str]:
 
 # Of a text, of which a part may be learned from, `fitted` makes a vocabulary: tokens, numbered from 0. Equal
 # definitions make equal ones, which have all tokens of that text.
-Vocabulary = Characters | Bytes | BytePairs
-TOKENIZERS: Mapping[str, type[Vocabulary]] = {"characters": Characters, "bytes": Bytes, "bpe": BytePairs}
+Vocabulary = Characters | BytePairs
+TOKENIZERS: Mapping[str, type[Vocabulary]] = {"characters": Characters, "bpe": BytePairs}
 
 
 @dataclass(frozen=True)
@@ -221,16 +199,15 @@ def tokenised(files: Sequence[Path], val_fraction: float, options: TextOptions) 
 def read_text(file: Path) -> str:
     """The text of a UTF-8 file, without a mark of its byte order. Raises DataError."""
     try:
-        data = file.read_bytes()
-        return (gzip.decompress(data) if file.suffix.lower() == ".gz" else data).decode("utf-8-sig")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise DataError(
             f"{file}, line {line}: byte {error.object[error.start]:#04x} is no UTF-8. Convert the file, for "
             "instance with iconv -f LATIN1 -t UTF-8."
         ) from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
 
 
 def held_out(text: str, val_fraction: float) -> tuple[str, str]:

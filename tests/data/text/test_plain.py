@@ -13,7 +13,7 @@ from tests.configs import composed
 
 SHAKESPEARE = Path(__file__).resolve().parents[4] / "shared" / "data" / "shakespeare.txt"
 TEXT = "".join(f"line {number} of a text, naïve and “quoted”\n" for number in range(200))
-KINDS = ["characters", "bytes", "bpe"]
+KINDS = ["characters", "bpe"]
 
 
 def config_of(path, **options):
@@ -58,10 +58,6 @@ def test_a_vocabulary_is_made_again_from_its_texts(kind):
     assert again.size == vocabulary.size
     assert again.encode(TEXT).tolist() == tokens.tolist()
     assert again.decode(tokens.tolist()) == TEXT
-
-
-def test_half_a_character_is_replaced():
-    assert TOKENIZERS["bytes"].fitted("", "", 0).decode([0x61, 0xC3]) == "a\N{REPLACEMENT CHARACTER}"
 
 
 def test_pairs_are_fitted_alike_each_time():
@@ -139,7 +135,7 @@ def test_a_folder_without_texts(tmp_path):
     [
         ({"block_size": 0}, r"data\.block_size=0: must be a whole number of at least 1"),
         ({"vocab_size": True}, r"data\.vocab_size=True: must be a whole number"),
-        ({"tokenizer": "words"}, r"data\.tokenizer='words': must be one of characters, bytes, bpe"),
+        ({"tokenizer": "words"}, r"data\.tokenizer='words': must be one of characters, bpe"),
         ({"blocksize": 3}, r"data\.blocksize is not an option of data=text"),
         (
             {"tokenizer": "bpe", "vocab_size": 200},
