@@ -7,11 +7,13 @@ microsecond and without a lock; the process that started the ranks reads all row
 from __future__ import annotations
 
 import mmap
+import operator
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from launcher.distributed.exit_records import SharedExitRecords
 
@@ -54,9 +56,8 @@ WAITING = frozenset(
 # Five minutes for pictures, uploads and the digest of the weights, on a loaded machine too.
 FINISHING, FINISHING_S = frozenset({"finishing", "done"}), 300.0
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
-_PLACE = struct.Struct("=qqd??")  # phase, step, seconds of the machine's monotonic clock, two of the flags
-_SAMPLE = struct.Struct("=q")  # after it; written for each sample, and the place for each phase
-_ROW = struct.Struct(f"{_PLACE.format}q")  # both
+_PLACE = struct.Struct("=qqd??6x")  # phase, step, seconds of the machine's monotonic clock, two of the flags
+_ROW = struct.Struct(f"{_PLACE.format}q")  # and the sample, which is written by itself
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,10 @@ class Heartbeat:
         # When a rank of this machine has last printed a line for all, by the monotonic clock.
         self._printed = (memoryview(bytearray(8)) if printed is None else printed).cast("d")
         self.exit_records = records  # of all ranks
+        # Records that this rank's own process reads a sample; a negative number: none any more. Called for
+        # each sample, in 0.16 us. A method that packed the number took 0.55, an eighth of a small row's time.
+        sample = self._row[_PLACE.size :].cast("q")
+        self.set_sample: Callable[[int], None] = partial(operator.setitem, sample, 0)
         self._number, self._step, self._since_s = 0, 0, time.monotonic()
         self._under_way = self._user_code = False
         if records is None:
@@ -169,10 +174,6 @@ class Heartbeat:
                 self._write()
 
         return enter
-
-    def set_sample(self, index: int) -> None:
-        """Record that this rank's own process reads a sample; a negative number: none any more."""
-        self._row[_PLACE.size :] = _SAMPLE.pack(index)
 
     @contextmanager
     def in_user_code(self) -> Iterator[None]:
