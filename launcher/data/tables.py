@@ -21,6 +21,7 @@ from launcher.errors import ConfigError, DataError, first_line, listed
 TRAINING_NAMES = ("train", "training")
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test", "testing")  # the first that a folder has
 NAMES_SHOWN = 20
+OPTIONAL = ("language",)  # columns that are read where they are there
 SUFFIXES = (".tsv", ".txt", ".csv", ".jsonl", ".ndjson", ".parquet")
 SEPARATORS = ",;\t|"  # of a .csv: the one that its first line has most of
 BLOCK_BYTES = 1 << 26  # that are read at once; a row has to fit
@@ -28,8 +29,8 @@ BLOCK_BYTES = 1 << 26  # that are read at once; a row has to fit
 # The first of the files of a table, as the Hugging Face hub names them.
 SHARD = re.compile(r"-00000-of-(\d{5})$")
 
-# Names of columns; a tuple: the first of these that the file has, or none of them where "" is among them.
-Wanted = Sequence[str | tuple[str, ...]] | None
+# By the name that a column gets: the names that it may have in a file. None: all columns, by their own names.
+Wanted = Mapping[str, Sequence[str]] | None
 
 
 @dataclass(frozen=True)
@@ -117,13 +118,12 @@ def _read_separated(file: Path, wanted: Wanted, quoted: bool) -> dict[str, list[
     with csv.open_csv(arrow.BufferReader(content), **how) as reader:
         names = reader.schema.names
     kept = _picked(file, names, wanted)
-    if repeated := dict.fromkeys(name for name in kept if names.count(name) > 1):
-        raise DataError(f"{file} has more than one column named {', '.join(repeated)!r}. Rename them.")
-    as_text = csv.ConvertOptions(
-        include_columns=kept, column_types=dict.fromkeys(kept, arrow.string()), strings_can_be_null=False
-    )
+    if repeated := next((name for name in kept.values() if names.count(name) > 1), None):
+        raise DataError(f"{file} has more than one column named {repeated!r}. Rename them.")
+    texts = dict.fromkeys(kept.values(), arrow.string())
+    as_text = csv.ConvertOptions(include_columns=list(texts), column_types=texts, strings_can_be_null=False)
     table = csv.read_csv(arrow.BufferReader(content), convert_options=as_text, **how)
-    return {name: table.column(name).to_pylist() for name in kept}
+    return {name: table.column(there).to_pylist() for name, there in kept.items()}
 
 
 def _read_json_lines(file: Path, wanted: Wanted) -> dict[str, list[Any]]:
@@ -131,7 +131,8 @@ def _read_json_lines(file: Path, wanted: Wanted) -> dict[str, list[Any]]:
     options = reading.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
     with import_module("pyarrow").input_stream(str(file), compression="detect") as opened:
         table = reading.read_json(opened, read_options=options)
-    return {name: table.column(name).to_pylist() for name in _picked(file, table.column_names, wanted)}
+    kept = _picked(file, table.column_names, wanted)
+    return {name: table.column(there).to_pylist() for name, there in kept.items()}
 
 
 def _read_parquet(file: Path, wanted: Wanted) -> dict[str, list[Any]]:
@@ -141,12 +142,11 @@ def _read_parquet(file: Path, wanted: Wanted) -> dict[str, list[Any]]:
         with parquet.ParquetFile(part) as opened:
             kept = _picked(part, opened.schema_arrow.names, wanted)
             classes = _class_names(opened.schema_arrow.metadata or {})
-            table = opened.read(columns=kept, use_threads=False)
-        for name in kept:
-            names = dict(enumerate(classes.get(name, ())))
-            columns.setdefault(name, []).extend(
-                names.get(cell, cell) if names else cell for cell in table.column(name).to_pylist()
-            )
+            table = opened.read(columns=list(kept.values()), use_threads=False)
+        for name, there in kept.items():
+            names = dict(enumerate(classes.get(there, ())))
+            cells = table.column(there).to_pylist()
+            columns.setdefault(name, []).extend(names.get(cell, cell) if names else cell for cell in cells)
     return columns
 
 
@@ -228,15 +228,18 @@ def validation_file(folder: Path, name: str) -> Path:
     return part_named(tables, VALIDATION_NAMES, rest) or folder / name
 
 
-def _picked(file: Path, there: Sequence[str], wanted: Wanted) -> list[str]:
-    """The columns to read of a file that has these. Raises DataError for those that it lacks."""
+def _picked(file: Path, there: Sequence[str], wanted: Wanted) -> dict[str, str]:
+    """The columns to read of a file that has these, by the name that they get.
+
+    Raises DataError for those that it lacks, but for OPTIONAL.
+    """
     if wanted is None:
-        return list(there)
-    choices = [(each,) if isinstance(each, str) else each for each in wanted]
-    found = {choice: next((name for name in choice if name in there), "") for choice in choices}
-    if missing := [choice for choice, name in found.items() if not name and "" not in choice]:
-        raise missing_columns(file, [" or ".join(choice) for choice in missing], there)
-    return [name for name in there if name and name in found.values()]  # "" is none of a choice
+        return {name: name for name in there}
+    found = {name: next((each for each in choice if each in there), None) for name, choice in wanted.items()}
+    missing = [" or ".join(wanted[name]) for name, each in found.items() if not each and name not in OPTIONAL]
+    if missing:
+        raise missing_columns(file, missing, there)
+    return {name: each for name, each in found.items() if each}
 
 
 class MissingColumnsError(DataError):

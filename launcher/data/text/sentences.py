@@ -38,7 +38,6 @@ from launcher.errors import ConfigError, DataError, DataWarning, listed
 
 MULTIPLE = 8  # of which the length of a batch is: tensor cores want it
 SHOWN = 12  # labels in a message
-LANGUAGE = "language"  # the column of a file that has several
 Names = (
     Annotated[str, string("the name of a column", filled.holds)]
     | Annotated[Sequence[str], list_of(filled, "a list of such, one of which a file has")]
@@ -74,10 +73,11 @@ class SentenceOptions:
     cache: Cache = "auto"
 
     @property
-    def columns(self) -> list[str | tuple[str, ...]]:
-        """The columns of a table that are read."""
-        named = [_names(each) for each in (self.sentence1, self.sentence2, self.label) if each is not None]
-        return [*named, (LANGUAGE, "")] if self.language else [*named]
+    def columns(self) -> Mapping[str, Sequence[str]]:
+        """The columns of a table that are read, and their names there."""
+        given = {"sentence1": self.sentence1, "sentence2": self.sentence2, "label": self.label}
+        named = {name: _names(each) for name, each in given.items() if each is not None}
+        return named | ({"language": ("language",)} if self.language else {})
 
 
 @dataclass(frozen=True)
@@ -199,18 +199,22 @@ def _tokenised(
     pretrained: SentenceTokenizer | None,
 ) -> Stored:
     """The rows of all parts as tensors, and what was learned of them as texts."""
-    tables = {"train": _training_table(files["train"], options)}
+    try:
+        tables = {"train": read_table(files["train"], options.columns)}
+    except MissingColumnsError as error:
+        keys = ", ".join(f"data.{key}={getattr(options, key)}" for key in ("sentence1", "sentence2", "label"))
+        raise ConfigError(f"{error} {keys} name the columns that are read.") from error
     tables |= {name: read_table(file, options.columns) for name, file in files.items() if name != "train"}
     left_out = Counter[str]()  # rows, by the reason
     kept = {name: _labelled(table, options, left_out) for name, table in tables.items()}
     labels = _labels(kept["train"], options)
     classes = sorted(set(labels), key=natural)
-    refuse_one_class(classes, f"{_column(kept['train'], options.label)} of {files['train']}")
+    refuse_one_class(classes, f"the label of {files['train']}")
     if len(kept) == 1 and config.val_fraction:
         whole = kept["train"]
         rows = parts(numbered(labels), config.val_fraction, f"rows of {whole.file}")
         kept = {name: whole.select(part) for name, part in zip(("train", "validation"), rows, strict=True)}
-    sentences = {name: _sentences(table, options) for name, table in kept.items()}
+    sentences = {name: _sentences(table) for name, table in kept.items()}
     texts = [text for each in sentences["train"] for text in ([each] if isinstance(each, str) else each)]
     tokenizer = pretrained or fitted(texts, options.vocab_size, options.lower_case)
     tensors: dict[str, Tensor] = {}
@@ -236,28 +240,14 @@ def _tokenised(
     return Stored(tensors, {"facts": json.dumps(facts), "tokenizer": tokenizer.definition})
 
 
-def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """An option that is null, one name or several, as a tuple."""
-    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
-
-
-def _column(table: DataTable, given: str | Sequence[str]) -> str:
-    """The one of these names that the table has."""
-    return next(name for name in _names(given) if name in table.columns)
+def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+    """An option that is one name or several, as a tuple."""
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _labels(table: DataTable, options: SentenceOptions) -> list[str]:
     """The labels as text, those that mean the same as one."""
-    return [options.same_labels.get(label, label) for label in table.texts(_column(table, options.label))]
-
-
-def _training_table(file: Path, options: SentenceOptions) -> DataTable:
-    """The table to train on. Raises ConfigError where the config names columns that it lacks."""
-    try:
-        return read_table(file, options.columns)
-    except MissingColumnsError as error:
-        keys = ", ".join(f"data.{key}={getattr(options, key)}" for key in ("sentence1", "sentence2", "label"))
-        raise ConfigError(f"{error} {keys} name the columns that are read.") from error
+    return [options.same_labels.get(label, label) for label in table.texts("label")]
 
 
 def _labelled(table: DataTable, options: SentenceOptions, left_out: Counter[str]) -> DataTable:
@@ -265,45 +255,33 @@ def _labelled(table: DataTable, options: SentenceOptions, left_out: Counter[str]
 
     Raises DataError where none is left, and for an empty cell: it is no class.
     """
-    everything, table = table, _of_language(table, options.language)
-    left_out[f"are not of data.language={options.language}"] += len(everything) - len(table)
-    column = _column(table, options.label)
-    labels, none = table.column(column), _names(options.unlabelled)
-    kept = [row for row, label in enumerate(labels) if label is None or str(label) not in none]
+    languages, labels = table.columns.get("language"), table.column("label")
+    rows = [row for row in range(len(table)) if not languages or languages[row] == options.language]
+    if not rows:
+        raise DataError(
+            f"{table.file} has no row with the language {options.language!r}. It has "
+            f"{listed(sorted(set(map(str, languages or ()))), SHOWN)}: data.language names one."
+        )
+    left_out[f"are not of data.language={options.language}"] += len(table) - len(rows)
+    none = () if options.unlabelled is None else _names(options.unlabelled)
+    kept = [row for row in rows if labels[row] is None or str(labels[row]) not in none]
     if not kept:
-        found = " or ".join(sorted({repr(str(label)) for label in labels}))
+        found = " or ".join(sorted({repr(str(labels[row])) for row in rows}))
         raise DataError(f"{table.file}: every row has the label {found}, which is none.")
     if empty := [row for row in kept if isinstance(labels[row], str) and not labels[row].strip()]:
         raise DataError(
-            f"{table.place(empty[0])}: the {column} is empty, in {len(empty):,} of {len(table):,} "
-            "rows. Give these rows a label, or leave them out: 'data.unlabelled=\"\"'."
+            f"{table.place(empty[0])}: the label is empty, in {len(empty):,} of {len(rows):,} rows. Give "
+            "these rows a label, or leave them out: 'data.unlabelled=\"\"'."
         )
-    if len(kept) == len(table):
-        return table
-    others = (str(label) for label in labels if label is not None and str(label) in none)
-    left_out.update(f"have the label {label!r}" for label in others)
+    without = (str(labels[row]) for row in rows if labels[row] is not None and str(labels[row]) in none)
+    left_out.update(f"have the label {label!r}" for label in without)
     return table.select(kept)
 
 
-def _of_language(table: DataTable, language: str | None) -> DataTable:
-    """The rows whose column `language` is this one; all of a table without the column."""
-    if language is None or LANGUAGE not in table.columns:
-        return table
-    languages = table.column(LANGUAGE)
-    kept = [row for row, found in enumerate(languages) if found == language]
-    if not kept:
-        raise DataError(
-            f"{table.file} has no row with the {LANGUAGE} {language!r}. It has "
-            f"{listed(sorted(set(map(str, languages))), SHOWN)}: data.language names one."
-        )
-    return table.select(kept)
-
-
-def _sentences(table: DataTable, options: SentenceOptions) -> list[Any]:
-    first = table.texts(_column(table, options.sentence1))
-    if options.sentence2 is None:
-        return list(first)
-    return list(zip(first, table.texts(_column(table, options.sentence2)), strict=True))
+def _sentences(table: DataTable) -> list[Any]:
+    """The sentences, or the pairs of them."""
+    first = table.texts("sentence1")
+    return list(zip(first, table.texts("sentence2"), strict=True)) if "sentence2" in table.columns else first
 
 
 def _rows(
@@ -322,7 +300,5 @@ def _rows(
 
 def _numbers(table: DataTable, options: SentenceOptions, classes: Sequence[str]) -> Tensor:
     """The labels as int64 [n]. Raises DataError for one that the training part does not have."""
-    column = _column(table, options.label)
     advice = " data.unlabelled names those that stand for none, data.same_labels those that mean the same."
-    labels = _labels(table, options)
-    return torch.tensor(class_numbers(labels, classes, lambda row: f"{table.place(row)}, {column}", advice))
+    return torch.tensor(class_numbers(_labels(table, options), classes, table.place, advice))

@@ -113,13 +113,13 @@ def test_rows_without_a_label_are_left_out_and_counted(tmp_path):
 @pytest.mark.parametrize("name", ["train.tsv", "train.jsonl"])
 def test_an_empty_label_is_no_class(tmp_path, name):
     file = written(tmp_path, name, [*PAIRS, ("x", "y", ""), ("x", "y", "")])
-    message = rf"{name}, row 41: the gold_label is empty, in 2 of 42 rows\. .* 'data\.unlabelled=\"\"'"
+    message = rf"{name}, row 41: the label is empty, in 2 of 42 rows\. .* 'data\.unlabelled=\"\"'"
     with pytest.raises(DataError, match=message):
         load_sentences(config_of(file))
     with pytest.warns(DataWarning, match=r"2 rows have the label '' and are left out"):
         assert load_sentences(config_of(file, unlabelled="")).classes == ("no", "yes")
     blank = written(tmp_path, name, [*PAIRS, ("x", "y", " ")])
-    with pytest.raises(DataError, match="the gold_label is empty, in 1 of 41 rows"):
+    with pytest.raises(DataError, match="the label is empty, in 1 of 41 rows"):
         load_sentences(config_of(blank))
 
 
@@ -281,7 +281,7 @@ def test_other_rows_have_another_fingerprint(tmp_path):
     [
         (
             [("a", "b", "yes")] * 4,
-            r"gold_label of .*train\.tsv has one class, yes\. At least two",
+            r"the label of .*train\.tsv has one class, yes\. At least two",
         ),
         ([], r"train\.tsv has no rows"),
     ],
@@ -294,9 +294,7 @@ def test_a_training_set_that_teaches_nothing(tmp_path, rows, message):
 def test_a_label_that_the_training_set_does_not_have(tmp_path):
     written(tmp_path, "train.tsv")
     written(tmp_path, "dev.tsv", [PAIRS[0], ("a", "b", "maybe")])
-    message = (
-        r"dev\.tsv, row 2, gold_label: 1 label\(s\) are not in the training set: maybe\. It knows no, yes"
-    )
+    message = r"dev\.tsv, row 2: 1 label\(s\) are not in the training set: maybe\. It knows no, yes"
     with pytest.raises(DataError, match=message):
         load_sentences(config_of(tmp_path))
 
