@@ -84,9 +84,10 @@ def run_sweep(
         scheduler = Scheduler(directory, record, carrier, settings, progress, signals, pruner, search)
         if searches:
             findings = (*findings, errors.DIVERGED)  # it says of a point of the space what others say
+        if not alone:
+            say(f"sweep: to follow the jobs: {program()} watch {shlex.quote(str(directory))}", sys.stdout)
         with carrier:
             scheduler.run()
-        progress.erase()
         done = sum(job.state == State.DONE for job in record.jobs)
         took = f"in {duration(record.seconds)}, {record.device_seconds / 3600:.3g} device hours"
         say(f"sweep: {done} of {counted(len(record.jobs), 'job')} done {took}", sys.stdout)

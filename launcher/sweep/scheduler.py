@@ -37,7 +37,7 @@ from launcher.telemetry.formatting import duration
 PATIENCE_S = 300.0  # for a scheduler that does not answer: its daemon restarts, or a spare machine takes over
 WRITE_EVERY_S = 60.0  # what a killed process leaves out of sweep.stop.hours at most
 LAST_WRITE_S = 5.0  # for a disk that is full for a moment, once no job runs any more
-POLL_S = 0.2  # longest wait for a change, after which signals, limits and the table are looked at
+POLL_S = 0.2  # longest wait for a change, after which signals and limits are looked at
 # A further attempt would end in the same way: the config is wrong, or the training diverges.
 FINAL = (ConfigError.exit_code, DIVERGED)
 
@@ -81,7 +81,6 @@ class Scheduler:
                 self._write_last()
                 if self._unwritten is None and (self.reason or self._next() is None):
                     return
-            self._progress.refresh()  # after the starts: it reads files of all jobs that run
             # All are taken before any job is stopped: the carrier has forgotten those that have ended.
             changed = [self._take(change) for change in self._poll()]
             failed = next((job for job in changed if self._is_failure(job)), None)

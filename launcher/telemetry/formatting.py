@@ -6,7 +6,6 @@ Pure: values in, strings out.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from launcher.errors import escaped
@@ -18,20 +17,6 @@ UNITS = ("B", "kB", "MB", "GB")
 OF_TRAINING = ("train_loss", "train_accuracy")
 LARGE, COUNTED = 1e6, 1e9  # floats from here on have an exponent; integral ones
 NARROWEST = 6  # columns of a number in a table
-MARKUP = tuple(  # in this order; what Markdown leaves as it is, such as the _ of a key, stays readable
-    (re.compile(pattern), shown)
-    for pattern, shown in (
-        (r"\s*\n\s*", " "),
-        ("&", "&amp;"),
-        ("<", "&lt;"),
-        (">", "&gt;"),
-        (r"\\(?=[^\w\s])", r"\\\\"),
-        ("~", "&#126;"),
-        (r"[|*`]", r"\\\g<0>"),
-        (r"(?<![^\W_])_|_(?![^\W_])", r"\\_"),
-        (r"\]\(", r"]\\("),
-    )
-)
 
 
 def number(value: object) -> str:
@@ -94,10 +79,8 @@ def metric_title(name: str) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """The text as one line of Markdown that shows it as it is: names may hold tags, bars and stars."""
-    for pattern, shown in MARKUP:
-        text = pattern.sub(shown, text)
-    return escaped(text)
+    """The text in one line, that ends no cell of a table."""
+    return escaped(" ".join(text.split()).replace("|", "\\|"))
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

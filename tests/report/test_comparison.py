@@ -149,16 +149,6 @@ def test_an_experiment_says_what_it_shows(tmp_path) -> None:
     assert "The effect of fp32 masters" in table.read_text()
 
 
-def test_markup_in_names_is_shown_as_it_is(tmp_path) -> None:
-    sweep = tmp_path / "a<b>|c"
-    write_job(sweep, 0, ["model=<i>x", "optim.lr=1"])
-    write_job(sweep, 1, ["model=y|z", "optim.lr=1"])
-    page = next(path for path in write_comparison(sweep) if path.name == "summary.md").read_text()
-    assert page.startswith("# a&lt;b&gt;\\|c\n")
-    assert "| &lt;i&gt;x | 1 |" in page
-    assert r"| y\|z | 1 |" in page
-
-
 def test_a_run_is_no_sweep(sweep) -> None:
     assert is_sweep(sweep)
     assert not is_sweep(comparison.job_directories(sweep)[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from launcher.report.run_record import RunRecord
 from launcher.report.run_state import RunState
 from launcher.report.settings import RunGroup
 from launcher.report.side_by_side import QUANTITY, comparison_rows, side_by_side
-from launcher.run_dir.atomic import read_json, write_json
 from launcher.run_dir.codec import decoded
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import Status
@@ -115,17 +113,3 @@ def test_a_sweep_over_precisions_has_the_page_and_others_have_none(tmp_path: Pat
     html = write_sweep_report(tmp_path / "precisions", runs_of(tmp_path / "precisions")).read_text()
     assert "<h2>Precisions side by side</h2>" in html
     assert SIDE_BY_SIDE not in [path.name for path in write_comparison(tmp_path / "more")]
-
-
-def test_markup_in_the_name_of_a_metric_is_shown_and_ends_no_cell(tmp_path: Path) -> None:
-    for number, precision in enumerate(("fp32", "fp16")):
-        run_dir = write_job(tmp_path, number, [f"precision={precision}"])
-        result = read_json(run_dir / "result.json") | {"metric_name": "x<b>|y"}
-        write_json(run_dir / "result.json", result)
-    summary, _, page = (path.read_text(errors="replace") for path in write_comparison(tmp_path))
-    for text in (summary, page):
-        assert r"x&lt;b&gt;\|y" in text
-        assert "<b>" not in text
-        tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
-        for table in tables:
-            assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1, table

@@ -15,7 +15,6 @@ from launcher.commands.sweep import exit_code_of
 from launcher.config.schema import SweepConfig
 from launcher.errors import PreflightError, StorageError
 from launcher.os.signals import StopSignal
-from launcher.report.recording import Recording
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import write_result
 from launcher.run_dir.result import Failure
@@ -26,7 +25,6 @@ from launcher.sweep.progress import SweepProgress
 from launcher.sweep.record import Record, State, SweepJob, recover
 from launcher.sweep.scheduler import Scheduler
 from launcher.sweep.search import Searching
-from tests.commands.test_watch import write_steps
 from tests.configs import composed
 from tests.golden import Message
 
@@ -312,38 +310,6 @@ def test_the_line_of_a_job_that_is_not_done_reads_as_one_sentence(tmp_path, caps
     job = SweepJob(0, "0", (), state=state, exit=1, error="it broke. See rank0.log.", seconds=2.0)
     SweepProgress(tmp_path, [job], alone=False).ended(job)
     assert f"sweep: {line}" in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_table_reads_only_what_is_new_of_a_job_that_runs(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("launcher.sweep.progress.EVERY_S", 0.0)
-    read: list[int] = []
-    add = Recording.add
-    monkeypatch.setattr(Recording, "add", lambda self, lines: (read.append(len(lines)), add(self, lines))[1])
-    job = SweepJob(0, "0", (), state="running")
-    (tmp_path / "0").mkdir()
-    progress = SweepProgress(tmp_path, [job], alone=False)
-    progress._live = True
-    for first, last in ((1, 200), (201, 201), (202, 202)):
-        write_steps(tmp_path / "0", first, last)
-        progress.refresh()
-    assert read == [200, 1, 1]
-    assert "  202  loss 0.0198" in capsys.readouterr().out
-
-
-def test_files_of_a_job_that_cannot_be_read_end_no_sweep(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("launcher.sweep.progress.EVERY_S", 0.0)
-
-    def replace_by_links(run: Run) -> None:
-        run.progress._live = True
-        for place in run.carrier.running.values():
-            place.mkdir(exist_ok=True)
-            for name in ("config.yaml", "metrics.jsonl"):
-                (place / name).unlink(missing_ok=True)
-                (place / name).symlink_to("/dev/null")
-
-    assert Run(tmp_path, Scripted(2), 3, replace_by_links).states == ["done"] * 3
-    table = capsys.readouterr().out
-    assert "1_seed=1  cannot be read: config.yaml is a symbolic link to /dev/null" in table
 
 
 def test_a_job_that_cannot_be_asked_to_end_runs_on(tmp_path) -> None:
