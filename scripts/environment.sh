@@ -3,7 +3,6 @@
 
 set_up_environment() {
   local extras=$1 venv="$root/.venv" wanted
-  is_a_backend "${TORCH_BACKEND:-default}" || return
   wanted="$(cat "$root/pyproject.toml" "$root/scripts/constraints.txt" | cksum) $root"
   is_set_up && return
   (
@@ -21,15 +20,6 @@ set_up_environment() {
     done
     rm "$venv/unfinished"
   ) 9<"$root/pyproject.toml"
-}
-
-is_a_backend() {
-  case $1 in
-    default | auto | cpu | xpu | cu[0-9]* | rocm[0-9]*) return ;;
-  esac
-  echo "error: TORCH_BACKEND=$1 is not a build of torch. Use a value of uv pip install --torch-backend, such" \
-    "as cu126 or cpu, or default for the one in the package index." >&2
-  return 2
 }
 
 is_set_up() {

@@ -81,13 +81,11 @@ def without_gpu() -> str:
 def benchmarks() -> list[Benchmark]:
     return [
         Benchmark("step_cost", (str(HERE / "step_cost.py"),), 900),
-        Benchmark("loop", (str(HERE / "loop.py"),), 1200),
         Benchmark("precision_step", on_ranks("precision_step.py"), 900),
         Benchmark("update", (str(HERE / "update.py"), *RESNET50), 1800),
         Benchmark("checkpoint", (str(HERE / "checkpoint.py"),), 7200),
         Benchmark("links", (str(HERE / "links.py"),), 1800, network.lacking),
         Benchmark("launch", (str(HERE / "launch.py"),), 1800),
-        Benchmark("plan", (str(HERE / "plan.py"),), 600),
         Benchmark("gpu", (str(HERE / "gpu_session.py"),), 900, without_gpu, "--dry-run"),
     ]
 

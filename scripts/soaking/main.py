@@ -1,6 +1,6 @@
 """A soak test of parent mode: real faults at random times; the final bits must equal an undisturbed run's.
 
-    scripts/soak [--minutes 10] [--seed 1] [--nproc 2] [--keep DIR] [--quick]
+    scripts/soak [--minutes 10] [--seed 1] [--nproc 2] [--keep DIR] [--json FILE] [--quick]
 
 First the tiny recipe beside this file is trained once undisturbed. Then each round trains it from the start,
 while every few seconds a process is killed, suspended or asked to stop, a file is damaged, or the disk is
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
+import json
 import os
 import shutil
 import statistics
@@ -27,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 
@@ -105,6 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if options.keep is None:
         shutil.rmtree(directory)
+    if options.json is not None:
+        found = {"machine": machine(), "minutes": options.minutes, "digest": expected.digest, **asdict(tally)}
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
     print(table(tally))
     print(
         f"soak: {tally.num_faults} faults in {tally.rounds} rounds, all survived, "
@@ -125,6 +129,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="keep all runs, in a new folder of this directory"
     )
+    parser.add_argument("--json", type=Path, help="where to write what was injected and survived")
     parser.add_argument("--quick", action="store_true", help="one short round, to test this program")
     return parser.parse_args(argv)
 
