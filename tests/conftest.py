@@ -15,14 +15,9 @@ import pytest
 from hypothesis import settings
 
 from launcher.os.signals import HANDLED
-from tests.golden import WRITE, message
 from tests.leaks import no_leak_of_a_module, no_leak_of_a_test
 
-__all__ = ["message", "no_leak_of_a_module", "no_leak_of_a_test"]  # the latter two are of every test
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(WRITE, action="store_true", help="write the texts of messages to tests/messages.golden")
+__all__ = ["no_leak_of_a_module", "no_leak_of_a_test"]  # of every test
 
 
 # No test is about how long one example takes, which beside other work is anything.

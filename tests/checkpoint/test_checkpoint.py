@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import ctypes
 import hashlib
 import json
 import os
@@ -22,7 +21,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 from torch import nn
 
-from launcher.checkpoint import catalog, manifest, pretrained
 from launcher.checkpoint.async_writer import AsyncCheckpointWriter, SaveSchedule
 from launcher.checkpoint.catalog import apply_retention, best_intact, newest_intact, resume
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text, verify
@@ -40,8 +38,6 @@ from launcher.data.seeding import seed_compute
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
 from launcher.errors import ConfigError, LauncherError, StorageError
-from launcher.run_dir import atomic
-from launcher.run_dir.atomic import open_plain
 from launcher.trainer.replica_consistency import weights_sha256
 from tests.configs import composed
 from tests.engine.observe import state_digest, train
@@ -68,15 +64,6 @@ def test_a_snapshot_of_compiled_modules_has_the_names_of_plain_ones() -> None:
     assert len({weights_sha256(stepper, ALONE) for stepper in steppers}) == 1
 
 
-def test_the_digest_has_all_of_a_frozen_complex_parameter() -> None:
-    digests = []
-    for phase in (1j, 2j):
-        model = conv_net()
-        model.phase = torch.nn.Parameter(torch.full((2,), phase), requires_grad=False)
-        digests.append(weights_sha256(Stepper(model, SGD(0.1)), ALONE))
-    assert digests[0] != digests[1]
-
-
 # What is written is read back
 
 
@@ -87,18 +74,6 @@ def test_every_field_of_a_snapshot_survives(tmp_path: Path) -> None:
             assert getattr(part, field.name), f"{field.name} is empty here, so its loss would go unnoticed"
     found = load(publish(tmp_path, written))
     assert same(found, written)
-
-
-def test_optimizer_states_may_be_called_like_other_parts_of_the_file(tmp_path: Path) -> None:
-    plain = snapshot()
-    states = {
-        f"{part}/fc.weight": torch.full((3, 4), float(number))
-        for number, part in enumerate(
-            ("exp_avg", "average", "buffer_by_rank", "optimizer", "optimizer/average")
-        )
-    }
-    given = replace(plain, engine=replace(plain.engine, optimizer=states))
-    assert same(load(publish(tmp_path, given)), given)
 
 
 def test_the_files_of_format_2_are_read_and_written(tmp_path: Path) -> None:
@@ -318,29 +293,6 @@ def test_an_evaluation_that_was_owed_is_added(tmp_path: Path, monkeypatch, can_e
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000007"]
 
 
-def test_it_is_added_in_one_step_where_the_file_system_can(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)  # names relative to it are exchanged too
-    for name in ("one", "other"):
-        Path(name).mkdir()
-    if ctypes.CDLL(None).renameat2(-100, b"one", -100, b"other", 2):
-        pytest.skip("this file system cannot exchange two names")
-    path = publish(Path("checkpoints"), snapshot(7))
-    renamed: list[object] = []
-    monkeypatch.setattr(os, "rename", lambda *names: renamed.append(names))
-    publish(Path("checkpoints"), averaged(snapshot(7, metric=0.9)))
-    assert renamed == []
-    assert same(load(path), averaged(snapshot(7, metric=0.9)))
-
-
-def test_names_of_what_was_set_aside_never_meet(tmp_path: Path) -> None:
-    for _ in range(4):
-        (path,) = publish_steps(tmp_path, 7)
-        (path / STATE).unlink()
-        assert newest_intact(tmp_path).path is None
-    kept = ["damaged-step-00000007", *(f"damaged-step-00000007-{number}" for number in (2, 3, 4))]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == kept
-
-
 # Order, choice, retention
 
 
@@ -389,20 +341,6 @@ def test_retention_keeps_the_newest_good_ones(tmp_path_factory, good, keep) -> N
     assert all(path.exists() and not verify(path) for path in expected)
     assert all(path < min(expected) for path in deleted)
     assert [path for path in paths if path.exists() and not verify(path)] == expected
-
-
-def test_what_cannot_be_deleted_is_reported_beside_what_was_written(tmp_path: Path) -> None:
-    publish_steps(tmp_path, 1)
-    (tmp_path / ".unfinished-step-00000009-0a1b2c3d").touch()  # somebody's: ours are directories
-    with AsyncCheckpointWriter(tmp_path, keep=1) as writer:
-        writer.start(partial(snapshot, 2))
-        report = writer.wait()
-    assert report is not None
-    assert report.path == tmp_path / "step-00000002"
-    assert report.size_bytes == sum(file.stat().st_size for file in report.path.iterdir())
-    assert isinstance(report.error, StorageError)
-    assert "old checkpoints" in str(report.error)
-    assert "cannot be deleted: Not a directory" in str(report.error)
 
 
 def test_resuming_an_earlier_checkpoint_renames_the_later_ones(tmp_path: Path) -> None:
@@ -636,37 +574,6 @@ def test_nonsense_with_a_valid_manifest_is_refused(tmp_path: Path, name, content
         load(path)
 
 
-EXTRAS = [
-    None,
-    [],
-    {},
-    {"callbacks": {}, "evaluated": 1, "data": {}, "settings": {}},
-    {"callbacks": [], "evaluated": True, "data": {}, "settings": {}},
-    {"callbacks": {"log": 3}, "evaluated": True, "data": {}, "settings": {}},
-    {"callbacks": {}, "evaluated": True, "data": {"rows": 3}, "settings": {}},
-    {"callbacks": {}, "evaluated": True, "data": {}, "settings": {}, "stream": "0"},
-]
-
-
-@pytest.mark.parametrize("extra", EXTRAS, ids=range(len(EXTRAS)))
-def test_surroundings_of_another_form_are_refused(tmp_path: Path, extra) -> None:
-    (path,) = publish_steps(tmp_path, 1)
-    state = json.loads((path / STATE).read_text())
-    forge(path, STATE, json.dumps(state | {"extra": extra}).encode())
-    with pytest.raises(StorageError, match="does not hold the state of a run"):
-        load(path)
-
-
-@pytest.mark.parametrize("word", ["1e400", "-1e999", "NaN", "Infinity"])
-def test_a_number_that_no_run_has_written_is_refused(tmp_path: Path, word) -> None:
-    (path,) = publish_steps(tmp_path, 1)
-    text = (path / STATE).read_text()
-    assert '"step": 1' in text
-    forge(path, STATE, text.replace('"step": 1', f'"step": {word}').encode())
-    with pytest.raises(StorageError, match="is no finite number"):
-        load(path)
-
-
 def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     (path,) = publish_steps(tmp_path, 1)
     content = json.loads((path / MANIFEST).read_bytes())["content"]
@@ -812,55 +719,3 @@ def test_nothing_can_unpickle(folder: Path) -> None:
     assert files
     found = {file: unpicklers(file.read_text()) - EXCEPTION.get(file, set()) for file in files}
     assert {str(file): names for file, names in found.items() if names} == {}
-
-
-@pytest.mark.parametrize("name", [MANIFEST, WEIGHTS])
-def test_what_this_user_may_not_read_is_not_called_damaged(tmp_path: Path, monkeypatch, name) -> None:
-    """It was set aside, and the run started again from its first step."""
-    publish_steps(tmp_path, 1, 2)
-    before = sorted(path.name for path in tmp_path.iterdir())
-
-    def refuse(path: Path, *more: int) -> int:
-        if path.name == name:
-            raise PermissionError(13, "Permission denied", str(path))
-        return open_plain(path, *more)
-
-    for module in (manifest, atomic):
-        monkeypatch.setattr(module, "open_plain", refuse)
-    with pytest.raises(StorageError, match="step-00000002 cannot be read: Permission denied") as raised:
-        newest_intact(tmp_path)
-    assert raised.value.exit_code == 8
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-
-
-def test_a_run_to_start_from_that_this_user_may_not_search_is_named(tmp_path: Path, monkeypatch) -> None:
-    """Its own directory was named instead, with the advice to start the run again."""
-    other = tmp_path / "other"
-
-    def refuse(directory: Path) -> list[Path]:
-        if directory.parent == other:
-            raise PermissionError(13, "Permission denied", str(directory))
-        return []
-
-    other.mkdir()
-    monkeypatch.setattr(catalog, "candidates", refuse)
-    with pytest.raises(StorageError) as raised:
-        resume(ALONE, tmp_path / "own" / "checkpoints", str(other), IDENTITY)
-    assert str(raised.value) == (
-        f"checkpoint.resume={other}: [Errno 13] Permission denied: '{other}/checkpoints'. This user needs "
-        "the permission to read it."
-    )
-
-
-def test_a_run_resumes_in_a_directory_whose_name_is_not_utf_8(tmp_path: Path) -> None:
-    """Its checkpoints were written, and refused when they were read."""
-    (path,) = publish_steps(tmp_path / os.fsdecode(b"caf\xe9"), 1)
-    assert same(load(path), snapshot(1))
-    assert pretrained.read(path / WEIGHTS)
-
-
-@pytest.mark.parametrize("text", ["[]", "3", "null", "[" * 100_000], ids=range(4))
-def test_a_manifest_of_another_form_is_damage_in_plain_words(tmp_path: Path, text: str) -> None:
-    (path,) = publish_steps(tmp_path, 1)
-    (path / MANIFEST).write_text(text)
-    assert verify(path) == [f"{MANIFEST} cannot be read: it is not what a run writes"]

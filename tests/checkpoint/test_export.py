@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -130,44 +129,6 @@ def test_nothing_to_export(tmp_path: Path, best) -> None:
         export(tmp_path, tmp_path / "w", best=best)
     with pytest.raises(ConfigError, match="there is no such directory"):
         export(tmp_path / "nowhere", tmp_path / "w")
-
-
-def test_the_best_of_a_run_that_was_not_evaluated(tmp_path: Path) -> None:
-    publish(tmp_path / "checkpoints", snapshot(1, None))
-    with pytest.raises(StorageError, match="no intact checkpoint of a best evaluation") as caught:
-        export(tmp_path, tmp_path / "w", best=True)
-    assert "each evaluation that is the best so far" in str(caught.value)
-    assert "Without --best the newest is exported, step-00000001" in str(caught.value)
-    assert "every_s" not in str(caught.value), "there are checkpoints"
-
-
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    publish_steps(tmp_path / "checkpoints", 1)
-    with pytest.raises(StorageError, match="cannot be written to"):
-        export(tmp_path, tmp_path / "missing" / "w")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
-
-
-@pytest.mark.parametrize("kind", ["directory", "link", "dangling link", "pipe", "device"])
-def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path, kind) -> None:
-    publish_steps(tmp_path / "run" / "checkpoints", 1)
-    target, file = tmp_path / "target", tmp_path / "w"
-    target.write_text("keep")
-    if kind == "directory":
-        file.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(file)
-    elif kind == "device":
-        file = Path("/dev/null")
-    else:
-        file.symlink_to(target if kind == "link" else tmp_path / "nothing")
-    before = file.lstat()
-    kind = kind.removeprefix("dangling ").replace("link", "symbolic link")
-    with pytest.raises(ConfigError, match=f"{file.name} is a {kind}.* must be a plain file"):
-        export(tmp_path / "run", file)
-    assert file.lstat() == before
-    assert target.read_text() == "keep"
-    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize("name", ["checkpoints/step-00000001/weights.safetensors", "config.yaml"])

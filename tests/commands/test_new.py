@@ -12,7 +12,6 @@ from launcher.commands.new import write_recipe
 from launcher.errors import ConfigError, StorageError
 from launcher.telemetry.event_log import read_events
 from tests.forked import launch_forked
-from tests.golden import Message
 
 
 def write(*words: str) -> None:
@@ -39,18 +38,17 @@ def test_the_skeleton_runs_as_it_is_with_the_command_that_is_printed(here, capsy
 
 
 @pytest.mark.parametrize("name", ["a-b", "1st", "_mine", "class", "../up", "a b", "", "größe", "mine.py"])
-def test_a_name_must_be_one_of_a_function_and_a_file(name, here, message: Message) -> None:
+def test_a_name_must_be_one_of_a_function_and_a_file(name, here) -> None:
     with pytest.raises(ConfigError) as refused:
         write(name)
-    assert "a name of letters, digits" in message(refused.value)
+    assert "a name of letters, digits" in str(refused.value)
     assert list(here.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["torch", "random", "launcher", "site", "sys"])
-def test_a_name_of_a_module_would_hide_that_module(name, here, message: Message) -> None:
-    with pytest.raises(ConfigError, match=f"new {name}: .* a module") as refused:
+def test_a_name_of_a_module_would_hide_that_module(name, here) -> None:
+    with pytest.raises(ConfigError, match=f"new {name}: .* a module"):
         write(name)
-    message(refused.value)
     assert list(here.iterdir()) == []
 
 
@@ -62,10 +60,9 @@ def test_a_name_of_a_folder_here_hides_no_module(here, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["one", "two"], ["resnet18"]])
-def test_one_new_name_is_needed(words, here, message: Message) -> None:
-    with pytest.raises(ConfigError, match=r"^new") as refused:
+def test_one_new_name_is_needed(words, here) -> None:
+    with pytest.raises(ConfigError, match=r"^new"):
         write(*words)
-    message(refused.value)
     assert list(here.iterdir()) == []
 
 

@@ -88,12 +88,6 @@ def test_the_page_names_what_the_values_are(capsys) -> None:
         assert words in page
 
 
-def test_the_schedule_has_its_highest_rate(capsys) -> None:
-    schedule = planned(capsys, *WORDS, "optim.lr=0.3", "schedule=cosine", "train.max_steps=394")["schedule"]
-    assert schedule["highest"] == 0.3
-    assert 0 <= schedule["last"] < schedule["first"] <= 0.3
-
-
 @pytest.mark.parametrize("batch", [2, 3, 4, 5, 7])
 def test_a_small_batch_that_batch_norm_can_train_is_planned(capsys, tmp_path, batch) -> None:
     """A half of it may be one sample, whose deviation is none."""
@@ -115,17 +109,6 @@ def test_a_model_that_allocates_on_a_gpu_is_planned_without_one(capsys, tmp_path
     assert (found["parameters"], found["measured_because"]) == (27, "")
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("assert x.sum().item() < 1e9", "ValueNeeded: it reads the value of a tensor"),
-        ("assert not x.is_meta", "AssertionError"),
-    ],
-)
-def test_why_a_model_is_measured_is_one_line(capsys, tmp_path, line, reason) -> None:
-    assert planned(capsys, *own(tmp_path, line=line))["measured_because"] == reason
-
-
 def test_a_condition_on_a_tensor_is_said_to_be_taken_as_false(capsys, tmp_path) -> None:
     assert cli.main(own(tmp_path, line="x = x * 2 if (x > 0).all() else x")) == 0
     assert "1 condition on tensors taken as false" in capsys.readouterr().out
@@ -138,11 +121,6 @@ def test_a_forward_pass_that_depends_on_values_is_measured_for_real(capsys, tmp_
     assert found["memory"]["bytes"]["activations"] > 0
 
 
-def test_a_loop_that_ends_at_a_value_is_measured_for_real(capsys, tmp_path) -> None:
-    found = planned(capsys, *own(tmp_path, line="while not x.abs().max() < 1e-3: x = x / 2"))
-    assert found["measured_because"] == "ValueNeeded: it reads the value of a tensor"
-
-
 def test_a_fault_of_the_model_has_the_traceback_of_the_real_pass_alone(capsys, tmp_path) -> None:
     assert cli.main(own(tmp_path, line="raise ValueError('a fault')")) == 1
     said = capsys.readouterr().err
@@ -150,19 +128,14 @@ def test_a_fault_of_the_model_has_the_traceback_of_the_real_pass_alone(capsys, t
     assert "in forward: ValueError: a fault" in said
 
 
-def test_a_model_that_ends_the_program_is_named(capsys, tmp_path) -> None:
-    assert cli.main(own(tmp_path, line="raise SystemExit(3)")) == 1
-    assert "called sys.exit(3)" in capsys.readouterr().err
-
-
 def test_data_that_are_not_there_are_the_error_of_the_run(capsys) -> None:
     assert cli.main(["plan", "recipe=gpt", "data.path=nowhere.txt"]) == 2
     assert "nowhere.txt: there is no such file" in capsys.readouterr().err
 
 
-def test_a_plan_of_a_sweep_is_refused(capsys, message) -> None:
+def test_a_plan_of_a_sweep_is_refused(capsys) -> None:
     assert cli.main([*WORDS, "-m"]) == 2
-    message(capsys.readouterr().err)
+    assert "plan -m: plan is about one run" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_fit_its_data_is_one_sentence(capsys, tmp_path) -> None:

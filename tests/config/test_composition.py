@@ -30,8 +30,7 @@ from launcher.config.resolve import compose_jobs, space_of
 from launcher.config.schema import Config
 from launcher.config.search_space import Choices, Space
 from launcher.errors import ConfigError
-from launcher.sweep.prepare import continued, job_name, prepared_in_place
-from tests.golden import Message
+from launcher.sweep.prepare import job_name, prepared_in_place
 
 CHOICES = group_choices(conf_dir())
 
@@ -94,17 +93,10 @@ def test_the_command_line_has_the_last_word() -> None:
     assert config.data.options == {"num_samples": 7, "image_size": 32, "num_classes": 10, "channels": 3}
 
 
-def test_a_section_may_be_given_as_a_whole() -> None:
-    config = composed("recipe=resnet18", "data.augment={random_crop_padding:2,random_horizontal_flip:true}")
-    assert (config.data.augment.random_crop_padding, config.data.augment.random_horizontal_flip) == (2, True)
-
-
 @pytest.mark.parametrize(
     "words",
     [
         ("train=3", "train.max_steps=2"),
-        ("train=[1]", "train.max_steps=2"),
-        ("train=null", "train.max_steps=2"),
         ("precision.loss_scale=3", "precision.loss_scale.init_scale=2"),
     ],
 )
@@ -126,75 +118,50 @@ def test_parameter_groups_are_a_list_on_the_command_line() -> None:
     assert config.optim.decay_norm_and_bias
 
 
-def test_a_pattern_of_a_group_may_be_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OWN_PATTERN", "fc.*")
-    config = composed("recipe=resnet18", "optim.groups=[{match:'${oc.env:OWN_PATTERN}',lr_scale:2}]")
-    assert config.optim.groups[0].match == ("fc.*",)
-
-
 @pytest.mark.sampled(every=10)
 @pytest.mark.parametrize(
     ("override", "words"),
     [
         ("recipe=resnet81", "there is no such "),
-        ("precision=fp8", "there is no such "),
         ("optim.lrr=1", "there is no such "),
         ("lr=1", "there is no such "),
         ("optim.betas=[0.9,0.9]", "this key belongs to"),
-        ("data.num_samples=5", "this key belongs to"),
-        ("data.augment={random_horizontal_flp:true}", "there is no such "),
         ("+unknown=1", "keys cannot be added"),
         ("+optim.lrr=1", "keys cannot be added"),
-        ("++optim.lr=1", "keys cannot be added"),
         ("~optim.lr", "keys cannot be deleted"),
-        ("optim@wire=sgd", "the package of a group"),
-        ("model/new=1", "there is no such "),
         ("optim._target_=os.system", "configs cannot name code"),
-        ("model.stem={_target_:os.system}", "configs cannot name code"),
-        ("data.augment={random_horizontal_flip:[{_target_:x}]}", "configs cannot name code"),
         ("tracker.project=${oc.decode:a}", "configs cannot call resolvers"),
         ("tracker.project=${oc.env:MY_TOKEN}", "MY_TOKEN is named"),
-        ("tracker.group=${oc.env:${oc.env:A}}", "cannot be read"),
         ("seed=${oc.env:NOT_THERE}", "the environment variable is not set"),
-        ("hydra.run.dir=x", "is not used here"),
-        ("hydra.output_subdir=x", "is not used here"),
-        ("tracker.tags=['a${ now:%Y}']", "configs cannot call resolvers"),
-        ("tracker.project=${nowhere.at.all}", "refers to nowhere.at.all"),
         ("hydra.searchpath=[file:///own]", "--config-dir DIR"),
-        ("hydra.job_logging.root=x", "Hydra's own settings are fixed"),
-        ("hydra/job_logging=default", "Hydra's own settings are fixed"),
         ("hydra/launcher=basic", "is not used here"),
-        ("hydra.launcher.n_jobs=4", "sweep.parallel=N in place of joblib"),
-        ("hydra.sweep.subdir=x", "is not used here"),
         ("hydra.sweeper.n_trials=20", "sweep=tpe in place of optuna"),
-        ("hydra.job.env_copy=[HOME]", "Hydra's own settings are fixed"),
-        ("hydra.sweep.dir=x", "only a sweep"),
-        ("sweep.parallel=2", "only a sweep"),
         ("optim.lr=0.1,0.2", "several values need a sweep"),
         ("x[", "cannot be read"),
         ("run.dir=runs/lr=0.1", "part of the syntax"),
-        ('tracker.run_name=a"b=c', "part of the syntax"),
-        ("optim.betas=[0.9,0.99", "cannot be read"),
         ("seed=", "a whole number"),
-        ("optim.groups={match:a}", "optim.groups is one list"),
         ('optim.groups=[{match:"*",weight_decy:0}]', "there is no such "),
-        ("optim.groups=[{match:{_target_:x}}]", "configs cannot name code"),
         ("schedule.name=cosin", "must be one of"),
-        ("train.epochs=ten", "a whole number"),
         ("data.path=no/where", "there is no such "),
-        ("recipes.path=mine.py", "there is no such "),
     ],
 )
-def test_a_wrong_override_is_refused_with_its_reason(override: str, words: str, message: Message) -> None:
+def test_a_wrong_override_is_refused_with_its_reason(override: str, words: str) -> None:
     recipe = () if override.startswith("recipe=") else ("recipe=resnet18",)
-    text = message(problems(*recipe, override))
+    text = problems(*recipe, override)
     assert text.startswith(re.match(r"[+~]*[\w.]+", override)[0])
     assert words in text
     assert len(text.splitlines()) == 1
 
 
 @pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("value", ["runs/lr=0.1", "it's", 'a"b', "a\\b=", "(x", "a b=c"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "runs/lr=0.1",
+        "it's",
+        'a"b',
+    ],
+)
 def test_the_quoted_form_of_a_value_is_the_value(value: str) -> None:
     text = problems("recipe=resnet18", f"tracker.run_name={value}")
     (word,) = shlex.split(text.rpartition("for the shell: ")[2])
@@ -209,14 +176,10 @@ def test_all_kinds_of_problems_are_told_together_and_once() -> None:
     assert sorted(line.split(":")[0].strip() for line in lines[1:]) == sorted(wrong)
 
 
-def test_a_recipe_must_be_chosen(message: Message) -> None:
-    text = message(problems())
+def test_a_recipe_must_be_chosen() -> None:
+    text = problems()
     assert text.startswith("recipe: ")
     assert ", ".join(CHOICES["recipe"]) in text
-
-
-def test_an_interpolation_of_another_key_is_allowed() -> None:
-    assert composed("recipe=resnet18", "seed=5", "tracker.group=run-${seed}").tracker.group == "run-5"
 
 
 def test_paths_become_absolute_where_the_user_is(tmp_path, monkeypatch) -> None:
@@ -238,24 +201,16 @@ def test_a_sweep_has_all_combinations_in_hydras_order() -> None:
     ("overrides", "lines"),
     [
         (["optim.lr=0.1,fast"], ["optim.lr=fast: must be "]),
-        (["optim=sgd,adamv"], ["optim=adamv: ", "Nearest: adam"]),
         (
             ["optim=sgd,adamw", "optim.momentum=0.9"],
             ["optim.momentum=0.9: ", "optim=rmsprop, optim=sgd and optim=sgd_nesterov"],
         ),
-        (
-            ["seed=0,1", "optim.lrr=1,2"],
-            ["optim.lrr=1: there is no such key.", "optim.lrr=2: there is no such key."],
-        ),
         (["run.dir=a,b"], ["run.dir=a,b: "]),
-        (["run.dir=a"], ["run.dir=a: "]),
         (["optim.lr=interval(0,1)"], ["optim.lr=interval(0,1): "]),
     ],
 )
-def test_a_sweep_is_refused_for_any_of_its_jobs(
-    overrides: list[str], lines: list[str], message: Message
-) -> None:
-    text = message(problems("recipe=resnet18", *overrides, multirun=True))
+def test_a_sweep_is_refused_for_any_of_its_jobs(overrides: list[str], lines: list[str]) -> None:
+    text = problems("recipe=resnet18", *overrides, multirun=True)
     assert all(line in text for line in lines)
     assert text.count("there is no such key") in (0, len(lines))
 
@@ -347,21 +302,11 @@ def test_what_hydra_does_not_compose_fails_with_the_same_words(own_request, over
         Composer(own_request).resolved(lines)
 
 
-@pytest.mark.slow
-def test_a_sweep_reads_the_files_once_per_choice(monkeypatch) -> None:
-    read = []
-    monkeypatch.setattr(composition, "compose", lambda *given: read.append(given) or compose(*given))
-    request = Request(("recipe=resnet18", "optim=sgd,adamw", "seed=range(10)"), multirun=True)
-    assert len(compose_jobs(request)) == 20
-    assert len(read) == 2
-
-
 @pytest.mark.parametrize(
     ("number", "overrides", "name"),
     [
         (0, "optim.lr=0.1,seed=3", "0_optim.lr=0.1,seed=3"),
         (1, "data.path=../../etc/passwd", "1_data.path=..-..-etc-passwd"),
-        (2, "", "2"),
         (3, "tracker.project='a b\n$(c)'", "3_tracker.project=-a-b-c-"),
         (4, "a=" + "x" * 200, "4_a=" + "x" * 96),
     ],
@@ -399,26 +344,6 @@ def test_a_sweep_runs_the_checked_jobs_in_directories_of_their_own(
         assert config.tracker.group == sweep.name
         unplaced = dataclasses.replace(config, run=checked.run, tracker=checked.tracker)
         assert unplaced == checked
-
-
-def in_place(tmp_path: Path, *words: str) -> list[float]:
-    """The rates with which a sweep of these words, resumed from its record, trains."""
-    fixed = ("recipe=resnet18", "tracker=none", f"hydra.sweep.dir={tmp_path / 'sweep'}")
-    request = Request((*fixed, *words), multirun=True)
-    prepared_in_place(request, compose_jobs(request))
-    again = continued(Request((f"sweep.resume={tmp_path / 'sweep'}",), multirun=True))
-    return [config.optim.lr for config in compose_jobs(again)]
-
-
-def test_a_sweep_in_place_records_the_command_that_is_running(tmp_path) -> None:
-    """torchrun starts the same command again, which may also be another one: the record is its last one's."""
-    assert in_place(tmp_path, "seed=1,2", "optim.lr=0.1", "launch.nproc=2") == [0.1, 0.1]
-    (tmp_path / "sweep" / "0_seed=1" / "job.json").write_text("{}")  # of the same jobs, prepared elsewhere
-    rest = tmp_path / "sweep" / ".sweep.json.99.tmp"
-    rest.touch()  # of a process that holds the directory
-    assert in_place(tmp_path, "seed=1,2,3", "optim.lr=0.5", "sweep.resume=never") == [0.5, 0.5, 0.5]
-    assert rest.exists()
-    assert not (tmp_path / "sweep" / "0_seed=1" / "job.json").exists()
 
 
 OWN_RECIPE = """
@@ -465,7 +390,6 @@ def test_an_unknown_recipe_names_the_form_of_ones_own() -> None:
     [
         ("optim", "name: adamw\nlr: 0.1\n", "optim.eps", "adamw"),
         ("tracker", "", "tracker.name", "wandb"),
-        ("precision", "", "precision.name", "fp16"),
     ],
 )
 def test_a_group_file_that_leaves_keys_out_learns_how_to_inherit_them(
@@ -493,20 +417,12 @@ def test_a_primary_config_of_ones_own(tmp_path) -> None:
     ("addition", "reason"),
     [
         ("model: {_target_: os.system}", "configs cannot name code"),
-        ("model: {name: a, deep: {list: [{_target_: os.system}]}}", "configs cannot name code"),
         ("tracker: {project: '${oc.decode:CANARY}'}", "configs cannot call resolvers"),
         ("tracker: {project: '${oc.env:WANDB_API_KEY}'}", "WANDB_API_KEY is named like a credential"),
         ("hydra: {job_logging: {root: x}}", "changes Hydra's own settings"),
-        ("hydra: {job: {env_set: {A: b}}}", "changes Hydra's own settings"),
-        ("hydra: {callbacks: {a: {_target_: os.system}}}", "changes Hydra's own settings"),
         ("tracker: {project: !!python/object/apply:os.getcwd []}", "cannot be composed"),
         ("trian: {epochs: 3}", "trian: there is no such key. Nearest: train."),
-        ("train: {epochs: many}", "train.epochs=many: must be null or a whole number"),
         ("train: [", "cannot be composed"),
-        (
-            "defaults: [{override /optim: adamx}]",
-            "'optim': adagrad, adam, adamw, nadam, radam, rmsprop, sgd, sgd_nesterov.",
-        ),
     ],
 )
 def test_a_hostile_or_wrong_file_is_refused(tmp_path, addition: str, reason: str, monkeypatch) -> None:
@@ -541,26 +457,6 @@ def test_the_quotes_that_a_text_needs_are_in_the_error(word: str, multirun: bool
     assert str(refusal.value).endswith(advice)
 
 
-def test_a_working_directory_that_was_deleted_is_named(tmp_path, monkeypatch) -> None:
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    assert problems("recipe=resnet18").startswith("the working directory has been deleted.")
-
-
-def test_a_config_dir_must_exist() -> None:
-    assert problems("recipe=resnet18", config_dir=Path("no/where")) == (
-        "--config-dir no/where: there is no such directory."
-    )
-
-
-def test_composing_creates_no_file(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    composed("recipe=resnet18")
-    compose_jobs(Request(("recipe=resnet18", "seed=0,1"), multirun=True))
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("word", "text"),
     [
@@ -585,23 +481,13 @@ def test_an_optimizer_that_is_not_offered_is_refused_with_the_reason() -> None:
     ("words", "warmup"),
     [
         (["recipe=resnet18", "schedule=constant"], 0),
-        (["recipe=resnet18", "schedule=linear", "schedule=constant"], 0),
         (["recipe=resnet18", "schedule=constant", "schedule.warmup_fraction=0.1"], 0.1),
-        (["recipe=resnet18", "schedule=linear"], 0.2),  # of the recipe
-        (["recipe=cnn"], 0),
+        (["recipe=resnet18", "schedule=linear"], 0.2),
     ],
 )
 def test_a_constant_schedule_warms_up_only_where_that_is_asked_for(words: list[str], warmup: float) -> None:
     (config,) = compose_jobs(Request(tuple(words)))
     assert config.schedule.warmup_fraction == warmup
-
-
-def test_of_swept_schedules_the_constant_one_has_no_warmup() -> None:
-    jobs = compose_jobs(Request(("recipe=resnet18", "schedule=constant,cosine"), multirun=True))
-    assert [(job.schedule.name, job.schedule.warmup_fraction) for job in jobs] == [
-        ("constant", 0),
-        ("cosine", 0.2),
-    ]
 
 
 @pytest.mark.sampled(every=3)
@@ -611,16 +497,10 @@ def test_of_swept_schedules_the_constant_one_has_no_warmup() -> None:
         (["optim.lr"], "has no value"),
         (["gpus=2"], "launch.nproc=2"),
         (["use_fp16=true"], "precision=fp16"),
-        (["max_epochs=3"], "train.epochs=3"),
         (["optim.lr=${optm.lr}"], "Nearest: optim.lr"),
-        (["optim.lr=${optim.weight_decay}", "optim.weight_decay=${optim.lr}"], "refers to itself"),
-        (["optim.lr=glob(*)", "seed=1,2"], "glob()"),
         (["optim.lr=0.1,0.10"], "0.1 is given twice"),
-        (["optim=adamw,adamw"], "adamw is given twice"),
     ],
 )
-def test_what_newcomers_type_is_answered_with_what_to_type(
-    typed: list[str], words: str, message: Message
-) -> None:
+def test_what_newcomers_type_is_answered_with_what_to_type(typed: list[str], words: str) -> None:
     multirun = any("," in word for word in typed)
-    assert words in message(problems("recipe=resnet18", *typed, multirun=multirun))
+    assert words in problems("recipe=resnet18", *typed, multirun=multirun)

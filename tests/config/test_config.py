@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import io
 import json
-import tokenize
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.config import schema
 from launcher.config.groups import choice_values, conf_dir
-from launcher.config.messages import nearest, show
+from launcher.config.messages import nearest
 from launcher.config.optimizers import OPTIMIZERS, AdamConfig
 from launcher.config.schema import Config, from_dict, rules, to_dict, types_of
 from launcher.config.trees import leaves
@@ -24,7 +20,6 @@ from launcher.config.validation import OPTIONS, parse
 from launcher.errors import ConfigError
 from launcher.run_dir.records import as_typed_config
 from tests.configs import composed
-from tests.golden import Message
 
 
 def changed(**values: Any) -> dict[str, Any]:
@@ -45,9 +40,6 @@ def test_the_valid_tree_is_valid() -> None:
     assert config.data.options["num_samples"] == 100
     assert config.run.dir == ""
     assert isinstance(config.launch.hang_timeout_s, float)
-
-
-CONFIG_PY = Path(schema.__file__).parent
 
 
 def described(file: Path) -> dict[str, bool]:
@@ -83,19 +75,6 @@ def test_every_key_has_words_in_one_yaml() -> None:
         assert key == "name" or sum(found.get(key, False) for found in files) == 1, path
 
 
-def test_no_key_has_words_in_the_schema_too() -> None:
-    for name in ("schema.py", "optimizers.py"):
-        source = (CONFIG_PY / name).read_text(encoding="utf-8")
-        comments = {
-            token.start[0]
-            for token in tokenize.generate_tokens(io.StringIO(source).readline)
-            if token.type == tokenize.COMMENT
-        }
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) != "options":
-                assert comments.isdisjoint(range(node.lineno, (node.end_lineno or 0) + 1)), ast.unparse(node)
-
-
 def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
     for name, optimizer in OPTIMIZERS.items():
         keys = choice_values([conf_dir()], "optim", name).keys() - {"defaults"}
@@ -110,25 +89,17 @@ def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
     [
         ({"train__epochs": -3}, "train.epochs", ""),
         ({"train__epochs": "ten"}, "train.epochs", ""),
-        ({"train__epochs": True}, "train.epochs", ""),
-        ({"train__epochs": 1.0}, "train.epochs", ""),
         ({"data__batch_size": 0}, "data.batch_size", ""),
-        ({"data__micro_batch_size": "max"}, "data.micro_batch_size", ""),
         (
             {"data__micro_batch_size": "auto", "model__sync_bn": True},
             "model.sync_bn",
             "excludes data.micro_batch_size=auto",
         ),
         ({"data__micro_batch_size": 256}, "data.micro_batch_size", "must be at most"),
-        ({"data__val_fraction": 1}, "data.val_fraction", ""),
         ({"data__augment": None}, "data.augment", "must be a section"),
         ({"optim__lr": float("nan")}, "optim.lr", ""),
-        ({"optim__lr": float("inf")}, "optim.lr", ""),
-        ({"optim__lr": "fast"}, "optim.lr", ""),
         ({"model__init_from_sha256": "0" * 64}, "model.init_from_sha256", "is that of a"),
         ({"train__compile": "block"}, "train.compile", ""),
-        ({"train__compile": None}, "train.compile", ""),
-        ({"train__compile": 1}, "train.compile", ""),
         ({"model__sync_bn": True, "train__compile": True}, "model.sync_bn", "excludes train.compile=true"),
         (
             {"model__sync_bn": True, "train__compile": "blocks"},
@@ -140,52 +111,31 @@ def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
             "precision.fp32_modules",
             "excludes train.compile=blocks, because",
         ),
-        (
-            {"precision__fp32_fallback": True, "train__compile": "blocks"},
-            "precision.fp32_fallback",
-            "excludes train.compile=blocks, because",
-        ),
         ({"optim__momentum": 0}, "optim.nesterov", "needs optim.momentum above 0"),
-        ({"optim__name": None}, "optim.name", ""),
-        ({"optim__groups": None}, "optim.groups", "must be a list"),
         ({"optim__groups": ["*.bias"]}, "optim.groups[0]", "must be a mapping"),
-        ({"optim__groups": [{"lr_scale": 2}]}, "optim.groups[0]", "the key match is"),
-        ({"optim__groups": [{"match": []}]}, "optim.groups[0].match", "must be a pattern"),
         (
             {"optim__groups": [{"match": "a"}, {"match": "b", "lrscale": 2}]},
             "optim.groups[1].lrscale",
             "there is no such key. Nearest: ",
         ),
-        ({"optim__groups": [{"match": "a", "frozen": "yes"}]}, "optim.groups[0].frozen", "must be true or"),
-        ({"optim__weight_decay": -1}, "optim.weight_decay", ""),
-        ({"optim__decay_norm_and_bias": None}, "optim.decay_norm_and_bias", ""),
-        ({"schedule__name": 3}, "schedule.name", ""),
         ({"precision__loss_scale__init_scale": 1000}, "precision.loss_scale.init_scale", ""),
-        ({"precision__loss_scale__init_scale": 0}, "precision.loss_scale.init_scale", ""),
         (
             {"precision__loss_scale__min_scale": 131072},
             "precision.loss_scale.init_scale",
             "must lie between precision.loss_scale.min_scale=131072",
         ),
         ({"precision__name": "bf16"}, "precision.loss_scale.mode", "must be none: bf16"),
-        ({"ddp__check_replicas_every_steps": 0}, "ddp.check_replicas_every_steps", ""),
         ({"ddp__gradient_predivide_factor": 3}, "ddp.gradient_predivide_factor", ""),
-        ({"ddp__bucket_cap_mb": 0}, "ddp.bucket_cap_mb", ""),
         ({"tracker__tags": "a"}, "tracker.tags", ""),
         ({"recipe__name": "../../etc"}, "recipe.name", ""),
-        ({"model__name": 3}, "model.name", ""),
-        ({"seed": None}, "seed", ""),
         ({"trian": {"epochs": 1}}, "trian", "there is no such key. Nearest: "),
-        ({"train__epoch": 1}, "train.epoch", "there is no such key. Nearest: "),
     ],
 )
-def test_what_is_wrong_is_named_with_its_rule(
-    changes: dict[str, Any], key: str, words: str, message: Message
-) -> None:
+def test_what_is_wrong_is_named_with_its_rule(changes: dict[str, Any], key: str, words: str) -> None:
     """`words` are of the rule; none where it is the key's own."""
     with pytest.raises(ConfigError) as caught:
         parse(changed(**changes))
-    text = message(caught.value)
+    text = str(caught.value)
     assert text.startswith((f"{key}=", f"{key}: "))
     assert (words or f": must be {rules()[key].text}.") in text
     assert caught.value.exit_code == 2
@@ -196,27 +146,21 @@ def test_what_is_wrong_is_named_with_its_rule(
     [("early_stopping.patience", 2), ("reduce_lr_on_plateau.factor", 0.5), ("sweep.prune", "asha")],
 )
 def test_what_decides_by_evaluations_is_refused_where_the_only_one_is_at_the_end(
-    key: str, value: object, message: Message
+    key: str, value: object
 ) -> None:
     given = {key.replace(".", "__"): value, "schedule__name": "constant", "schedule__warmup_fraction": 0}
     parse(changed(**given, train__epochs=8, train__eval_every_epochs=7))
     parse(changed(**given, train__epochs=8, train__eval_every_epochs=8, train__eval_every_steps=5))
     with pytest.raises(ConfigError) as caught:
         parse(changed(**given, train__epochs=8, train__eval_every_epochs=8))
-    assert message(caught.value).startswith(f"{key}=")
+    assert str(caught.value).startswith(f"{key}=")
     assert "leaves only that at its end" in str(caught.value)
 
 
-def test_a_pruner_needs_samples_that_are_held_out(message: Message) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(changed(sweep__prune="asha", data__val_fraction=0))
-    assert "holds nothing out" in message(caught.value)
-
-
-def test_all_problems_are_told_at_once(message: Message) -> None:
+def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(changed(train__epochs=0, data__batch_size=0, seed=-1, precision__loss_scale__max_scale=3))
-    lines = message(caught.value).splitlines()
+    lines = str(caught.value).splitlines()
     assert lines[0] == "4 problems:"
     assert [line.split("=")[0].strip() for line in lines[1:]] == [
         "seed",
@@ -226,12 +170,12 @@ def test_all_problems_are_told_at_once(message: Message) -> None:
     ]
 
 
-def test_a_missing_key_is_named(message: Message) -> None:
+def test_a_missing_key_is_named() -> None:
     tree = changed()
     del tree["ddp"]["overlap"]
     with pytest.raises(ConfigError) as caught:
         parse(tree)
-    assert message(caught.value).startswith("ddp.overlap: the key is missing")
+    assert str(caught.value).startswith("ddp.overlap: the key is missing")
 
 
 @pytest.mark.parametrize("path", sorted(rules()))
@@ -290,11 +234,3 @@ def test_a_config_survives_json(seed, lr, batch_size, options, tags, scale, adam
 def test_the_nearest_names_are_those_that_one_meant(word: str, valid: list[str], best: list[str]) -> None:
     assert nearest(word, valid)[: len(best)] == best
     assert bool(nearest(word, valid)) is bool(best)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "null"), (True, "true"), ([1, "a"], "[1,a]"), ({"a": None}, "{a:null}"), (0.1, "0.1")],
-)
-def test_values_are_shown_as_one_writes_them(value: Any, text: str) -> None:
-    assert show(value) == text

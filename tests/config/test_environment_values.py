@@ -9,7 +9,7 @@ from launcher.config.composition import Request
 from launcher.config.resolve import compose_jobs
 from launcher.config.schema import Config, from_dict, to_dict
 from launcher.run_dir.records import config_yaml
-from tests.config.test_composition import OWN_RECIPE, own_tree, problems
+from tests.config.test_composition import problems
 
 CANARY = "canary-value-of-the-environment"
 
@@ -24,16 +24,10 @@ def composed(*overrides: str, **settings) -> Config:
     ("override", "value", "read"),
     [
         ("tracker.group=${oc.env:MINE}", CANARY, CANARY),
-        ("tracker.group=a-${oc.env:MINE}-b", CANARY, f"a-{CANARY}-b"),
-        ("tracker.group=${oc.env:MINE}", "3", "3"),
         ("tracker.group=${oc.env:MINE}", "${seed}", "${seed}"),
         ("tracker.group='${oc.env:MINE, other}'", None, "other"),
-        ("tracker.tags=[a,'${oc.env:MINE}']", CANARY, ("a", CANARY)),
         ("seed=${oc.env:MINE}", "3", 3),
-        ("seed=${oc.env:MINE,5}", None, 5),
-        ("optim.lr=${oc.env:MINE}", "1e-2", 0.01),
         ("train.deterministic=${oc.env:MINE}", "true", True),
-        ("launch.nproc=${oc.env:MINE}", "auto", "auto"),
         ("train.max_steps=${oc.env:MINE,null}", None, None),
     ],
 )
@@ -58,13 +52,6 @@ def test_a_variable_that_is_not_set_is_named_with_its_key(monkeypatch) -> None:
     monkeypatch.delenv("MINE", raising=False)
     text = problems("recipe=resnet18", "seed=${oc.env:MINE}")
     assert text.startswith("seed=${oc.env:MINE}: the environment variable is not set. ")
-
-
-def test_a_model_of_ones_own_gets_a_number(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("WIDTH", "64")
-    text = OWN_RECIPE.replace("width: 32", "width: '${oc.env:WIDTH}'")
-    (config,) = compose_jobs(Request(("recipe=mine",), own_tree(tmp_path, text)))
-    assert config.model.options == {"width": 64}
 
 
 @pytest.mark.parametrize("override", ["seed=${oc.env:A},${oc.env:B}", "tracker.group=a,${oc.env:A}"])

@@ -68,16 +68,14 @@ def test_a_second_process_with_the_same_rank_is_refused(start, tmp_path) -> None
     assert [code for code, _, _ in ends([leader, own])] == [0, 0]
 
 
-def test_a_port_in_use_is_named_by_the_setting_that_gave_it(monkeypatch, message) -> None:
+def test_a_port_in_use_is_named_by_the_setting_that_gave_it(monkeypatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", port)
         with pytest.raises(PreflightError) as refusal:
-            open_store(LaunchEnv(0, 2, role=NODE), 1.0)
-    assert message(str(refusal.value).replace(port, "PORT")).startswith(
-        "launch.rdzv_endpoint=127.0.0.1:PORT:"
-    )
+            open_store(LaunchEnv(0, 2, noun=NODE), 1.0)
+    assert str(refusal.value).replace(port, "PORT").startswith("launch.rdzv_endpoint=127.0.0.1:PORT:")
 
 
 def test_a_port_in_use_is_one_sentence(start, tmp_path) -> None:

@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -172,11 +170,6 @@ def test_a_torchrun_that_joins_after_a_restart_meets_the_others(monkeypatch) -> 
     assert joined.get("message/0") == b"the job"  # waits: a set is not confirmed
 
 
-def test_a_process_alone_needs_no_store(start, tmp_path) -> None:
-    ((code, out, _),) = ends(start(FRONT, ["recipe=resnet18", "run.dir=mine"], 1))
-    assert (code, out) == (0, f"rank 0 job 0 seed 0 {tmp_path / 'mine'} None\n")
-
-
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("words", "text", "expected"),
@@ -191,13 +184,6 @@ def test_a_failure_is_told_once_and_ends_all_ranks_alike(start, words, text: str
     assert [code for code, _, _ in results] == [expected, expected], results
     assert "".join(err for _, _, err in results).count(text) == 1
     assert text in results[0][2]
-
-
-def test_a_question_is_answered_once(start) -> None:
-    results = ends(start(FRONT, ["recipe=resnet18", "--cfg", "job"], 2))
-    assert [code for code, _, _ in results] == [0, 0], results
-    assert results[0][1].startswith("seed: 0\n")
-    assert results[1][1] == ""
 
 
 def test_a_sweep_goes_on_after_a_failed_job(start, tmp_path) -> None:
@@ -256,13 +242,6 @@ def test_a_rank_that_lost_another_one_is_not_the_origin(error: Exception, lost: 
     assert bool(record.traceback) == isinstance(error, ValueError)
 
 
-@pytest.mark.slow
-def test_a_rank_that_stays_in_a_job_is_named(start) -> None:
-    leader, _ = start(ENDS, ["stays"], 2)
-    assert leader.wait(30) == 6
-    assert "error: rank 1 did not leave job 0 within 2 s after rank 0 did.\n" in leader.stderr
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_that_was_lost_without_a_word_is_named(start, ranks) -> None:
     leader, follower, *_ = start(ENDS, ["lost"], ranks)
@@ -285,13 +264,6 @@ def test_a_silent_leader_is_named(start) -> None:
     assert "error: rank 1 waited 3 s for rank 0 to hand over the job." in follower.stderr
 
 
-def test_a_leader_that_is_not_there_is_named(start) -> None:
-    leader, follower = start(ENDS, ["silent"], 2)
-    leader.kill()
-    assert follower.wait(30) == 6
-    assert "error: rank 1 could not reach rank 0 within 3 s:" in follower.stderr
-
-
 def test_a_leader_that_dies_ends_the_others(start) -> None:
     leader, follower = ends(start(ENDS, ["dies"], 2))
     assert leader[0] == -signal.SIGKILL
@@ -299,46 +271,6 @@ def test_a_leader_that_dies_ends_the_others(start) -> None:
     assert re.search(
         r"rank 1 waited \d+ s for rank 0 to hand over the next job. Then the store was gone", follower[2]
     )
-
-
-SLOW_TO_LEAVE = """
-import atexit, os, signal, time
-from launcher import cli
-
-def follow_and_be_ended(*arguments, follow=cli.follow, **options):
-    ended = follow(*arguments, **options)
-    if os.environ['RANK'] == '2':
-        signal.raise_signal(signal.SIGTERM)  # the others may be gone by now
-    return ended
-
-cli.follow = follow_and_be_ended
-atexit.register(time.sleep, int(os.environ['RANK'] == '0'))
-"""
-
-
-@pytest.mark.slow
-def test_under_torchrun_all_ranks_report_the_same_exit_code(tmp_path) -> None:
-    """Also those that take long to leave, and that torchrun therefore sends a SIGTERM."""
-    script = tmp_path / "slow_to_leave.py"
-    script.write_text(SLOW_TO_LEAVE + FRONT)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"),
-            *(str(script), "recipe=resnet18", "optim.lrr=1"),
-        ],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 1  # torchrun's own, whatever its workers say
-    assert done.stderr.count("optim.lrr=1: there is no such key. Nearest: optim.lr.") == 1
-    assert [line.split()[2] for line in done.stderr.splitlines() if line.startswith("  exitcode")] == [
-        "2"
-    ] * 3
-    assert list(tmp_path.iterdir()) == [script]
 
 
 @pytest.mark.parametrize(

@@ -104,18 +104,6 @@ def test_after_the_first_step_a_phase_may_take_hang_timeout_s(phase, step, gener
     assert "hangs" in outcome.text
 
 
-def test_a_hang_has_a_verdict_with_a_c_library_that_lacks_tgkill(
-    generation, table, clock, monkeypatch
-) -> None:
-    """glibc 2.28 does: the parent ended with an AttributeError, and nobody said which rank hangs."""
-    monkeypatch.setattr(worker_group.ctypes, "CDLL", lambda name: object())
-    beat(table, "compute", 10, has_stepped=True)
-    clock.ahead_s += HANG_TIMEOUT_S
-    outcome = verdict_on(generation)
-    assert outcome is not None
-    assert outcome.exit_code == 6
-
-
 @pytest.mark.parametrize("phase", ["loading data", "compute"])
 def test_before_the_first_step_all_phases_together_may_take_init_timeout_s(
     phase, generation, table, clock
@@ -183,16 +171,3 @@ def test_rank_0_may_finish_its_tracker_once_another_rank_was_killed(table, tmp_p
     outcome = outcome or verdict_on(generation)
     assert outcome is not None
     assert outcome.text.startswith("rank 1 was killed by SIGKILL")
-
-
-def test_a_tracker_that_does_not_finish_delays_the_verdict_by_a_bounded_time(
-    generation, table, monkeypatch
-) -> None:
-    monkeypatch.setattr(worker_group, "TRACKED_S", 0.0)
-    beat(table, "compute", 3, has_stepped=True)
-    generation._processes[1].kill()
-    generation._processes[1].join()
-    outcome = verdict_on(generation) or verdict_on(generation)
-    assert outcome is not None
-    assert outcome.text.startswith("rank 1 was killed by SIGKILL")
-    assert generation._processes[0].exitcode == -signal.SIGKILL

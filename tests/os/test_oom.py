@@ -109,12 +109,6 @@ BY_LIBRARIES = [  # that allocate beside torch's allocator
 BY_NCCL = [of_nccl("Cuda failure 2 'out of memory'"), of_nccl("Failed to CUDA calloc async 6291456 bytes")]
 
 
-@pytest.mark.parametrize("error", BY_LIBRARIES, ids=lambda error: str(error)[:30])
-def test_a_shortage_in_a_library_can_be_halved(error) -> None:
-    assert oom_text(error).startswith("GPU memory: ")
-    assert oom_text(OutOfMemoryError("in the recipe")) == "memory: in the recipe"
-
-
 @pytest.mark.parametrize("error", BY_NCCL)
 def test_a_shortage_in_nccl_ends_the_run_because_its_communicator_has_failed(error) -> None:
     said = error.args[0].rpartition("\n")[2]

@@ -16,7 +16,6 @@ import pytest
 
 from launcher.errors import Interrupted, LauncherError
 from launcher.os.signals import (
-    ACTION,
     HANDLED,
     SAVING,
     RankStopSignal,
@@ -103,23 +102,6 @@ def test_a_request_before_data_are_loaded_is_heeded_there_and_one_after_it_at_a_
             pytest.fail("it began to load")
 
 
-def test_with_other_ranks_loading_goes_on_until_all_have_agreed() -> None:
-    with installed(alone=False) as requests, requests.interruptible(alone=False):
-        signal.raise_signal(signal.SIGTERM)
-        assert requests.stop == signal.SIGTERM
-
-
-def test_a_hangup_that_was_ignored_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with installed() as requests:
-            signal.raise_signal(signal.SIGHUP)
-            assert requests.stop is None
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 START = [sys.executable, "-m", "launcher", "recipe=resnet18", "--cfg", "job"]
 ROOT = Path(__file__).parents[2]
 
@@ -200,35 +182,6 @@ def say_and_sleep(pipe) -> None:
     time.sleep(60)
 
 
-def test_pools_of_processes_end(tmp_path) -> None:
-    with installed():
-        for _ in range(5):
-            with multiprocessing.get_context("fork").Pool(2) as pool:
-                assert pool.map(abs, range(-3, 0)) == [3, 2, 1]
-
-
-SLOW_FORK = """
-import os, signal, time
-os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # before the handlers of the child are restored
-from launcher.os.signals import RankStopSignal, signal_handlers_installed
-
-with signal_handlers_installed(RankStopSignal()):
-    child = os.fork()
-    if not child:
-        time.sleep(60)
-        os._exit(0)
-    time.sleep(0.1)
-    os.kill(child, signal.SIGTERM)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM, status
-    assert not signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the parent receives it again"
-"""
-
-
-def test_a_process_that_is_ended_while_it_is_forked_ends() -> None:
-    subprocess.run([sys.executable, "-c", SLOW_FORK], check=True, timeout=20)
-
-
 def test_a_parent_passes_signals_on_and_ignores_further_ones_after_a_stop() -> None:
     before = [signal.getsignal(number) for number in HANDLED]
     signals = StopSignal()
@@ -265,11 +218,6 @@ def test_a_second_interrupt_ends_at_once(monkeypatch, numbers, pause_s, force_qu
         signals.handler(number)
     monkeypatch.undo()
     assert signals.force_quit == force_quit
-
-
-def test_the_table_has_every_signal_once() -> None:
-    assert set(ACTION) == set(HANDLED)
-    assert set(SAVING) == {signal.SIGUSR1, signal.SIGUSR2}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import subprocess
 import sys
 
@@ -21,28 +20,6 @@ def test_bytes_of_a_name_that_are_not_utf_8_are_escaped(encoding, tick) -> None:
     done = run("print('caf\\udce9 \\ud800 \\u2713')", env=os.environ | {"PYTHONIOENCODING": encoding})
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.decode() == f"caf\\udce9 \\ud800 {tick}\n"
-
-
-@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)", "os.fork() or os._exit(0)"])
-def test_unbuffered_output_is_out_at_once(end) -> None:
-    """PYTHONUNBUFFERED=1 and -u are the usual setting in containers and under Slurm."""
-    assert run(f"print('last words'); {end}", "-u").stdout == b"last words\n"
-
-
-def test_a_terminal_is_line_buffered() -> None:
-    ours, theirs = pty.openpty()
-    subprocess.run([sys.executable, "-c", PREPARED + "print('a line'); os._exit(0)"], stdout=theirs)
-    os.close(theirs)
-    assert os.read(ours, 100) == b"a line\r\n"
-    os.close(ours)
-
-
-@pytest.mark.parametrize("end", ["sys.stdout.close()", "sys.stdout = None"])
-def test_code_that_ends_stdout_leaves_the_exit_code(end) -> None:
-    assert (
-        run(f"{end}; stdio.write('progress', sys.stderr); sys.exit(bool(stdio.flush_or_drop()))").returncode
-        == 0
-    )
 
 
 @pytest.mark.parametrize("words", [["--version"], ["recipes"], ["recipe=cnn", "--cfg", "job"]])

@@ -28,16 +28,11 @@ CUDA_12 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 @pytest.mark.parametrize(
     ("driver", "capabilities", "backend", "reason"),
     [
-        (None, [], None, "no NVIDIA GPU"),
         ("580.65.06", [H100] * 8, None, "compute capability 9.0, driver 580.65.06$"),
-        ("595.10", [T4, RTX5090], None, "7.5, 12.0"),
         ("580.65.06", [V100] * 2, "cu126", "default .CUDA 13. has no kernels for compute capability 7.0$"),
         ("535.183.01", [V100], "cu126", "driver 535.183.01 is older than 580"),
-        ("550.54.15", [A100], "cu126", "older than 580, which default .CUDA 13. needs$"),
-        ("580.65.06", [(6, 1)], "cu126", "6.1"),
         ("580.65.06", [V100, H100], "cu126", "7.0, 9.0"),
         ("525.60.13", [L4], "cu126", "525.60.13 is older than 580"),
-        (None, [V100], "cu126", "7.0; default"),
     ],
 )
 def test_a_machine_gets_the_build_that_runs_on_it(driver, capabilities, backend, reason) -> None:
@@ -53,8 +48,6 @@ def test_a_machine_gets_the_build_that_runs_on_it(driver, capabilities, backend,
     [
         ("580.65.06", [V100, B200], r"default .* compute capability 7\.0; cu126 .* compute capability 10\.0"),
         ("470.82", [V100], r"cu126 \(CUDA 12\.6\) needs"),
-        ("570.26", [RTX5090], r"driver 570\.26 is older .*; cu126 .* compute capability 12\.0"),
-        ("580.65.06", [(3, 7)], r"cu126 .* no kernels for compute capability 3\.7"),
     ],
 )
 def test_a_machine_that_no_build_fits_gets_the_default_and_the_reason(driver, capabilities, reason) -> None:
@@ -69,24 +62,14 @@ def test_a_machine_that_no_build_fits_gets_the_default_and_the_reason(driver, ca
     [
         (CUDA_13, V100, False),
         (CUDA_12, V100, True),
-        (CUDA_13, T4, True),
         (CUDA_13, L4, True),  # machine code of 8.6 runs on 8.9
         (["sm_86"], A100, False),  # but not on 8.0
-        (CUDA_12, (6, 1), True),
         (CUDA_12, B200, False),
-        (CUDA_13, (10, 3), True),
-        (CUDA_13, (11, 0), False),
-        (CUDA_13, (12, 1), True),
         (CUDA_13, (13, 0), True),  # from the PTX of 12.0
         ([*CUDA_12, "compute_90"], RTX5090, True),
-        (["compute_80"], V100, False),
-        (["sm_90a"], H100, True),
         (["sm_100a"], (10, 3), False),
-        (["compute_90a"], B200, False),
         (["sm_100f"], (10, 3), True),
-        (["compute_100f"], RTX5090, False),
         (["gfx90a", "gfx942"], H100, True),  # ROCm: not ours to judge
-        ([], V100, True),
     ],
 )
 def test_kernels_that_run_on_a_gpu(architectures, capability, runs) -> None:
@@ -139,14 +122,6 @@ def test_a_rank_whose_torch_has_no_kernels_ends_before_it_meets_the_others(monke
     assert f"rank 1: torch {torch.__version__} has no kernels for its GPU, Tesla V100-SXM2-16GB" in text
     assert "(compute capability 7.0), only for sm_75, " in text
     assert install_command(sys.executable, torch.__version__, "cu126") in text
-
-
-def test_gpus_that_share_no_build_are_named(monkeypatch) -> None:
-    see_gpus(monkeypatch, CUDA_13, B200, V100)
-    text = refusal(LaunchEnv(1, 2, 1, 2, has_external_launcher=True))
-    assert "no build runs on all GPUs" in text
-    assert "CUDA_VISIBLE_DEVICES" in text
-    assert "pip install" not in text
 
 
 LIBCUDA = """
@@ -225,12 +200,6 @@ def test_a_driver_that_does_not_start_is_not_taken_for_no_gpu(monkeypatch, tmp_p
         hidden.setenv("CUDA_VISIBLE_DEVICES", "")
         refuse_unusable_driver(3, torch.device("cpu"))
         assert worker_count.count_gpus() == 0
-
-
-def test_a_driver_that_crashes_is_refused(monkeypatch, tmp_path) -> None:
-    install_driver(monkeypatch, tmp_path, "(_exit(1), 0)")
-    with pytest.raises(PreflightError, match="it ended the process that asked"):
-        worker_count.count_gpus()
 
 
 @pytest.mark.parametrize(("code", "gpus", "found"), [(0, 300, 300), (0, 0, 0), (100, 2, 0)])

@@ -1,4 +1,4 @@
-"""One table of all benchmarks: what it shows where one fails, what its file keeps, what the README has."""
+"""One table of all benchmarks: what it shows where one fails, and what its file keeps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from scripts.bench import all_benchmarks, tables
+from scripts.bench import all_benchmarks
 from scripts.bench.all_benchmarks import Benchmark, figures_in, main
 from scripts.bench.interleaved import CANNOT_BE_SAID, Figure
 
@@ -70,9 +70,3 @@ def test_a_promise_is_judged_if_the_interval_lies_on_one_side_of_it(ratios, inte
     figure = Figure.ratio("what", times, "ours", "theirs", promised=0.9)
     assert (figure.low, figure.high) == interval
     assert figure.kept == kept
-
-
-def test_the_readme_has_the_promised_figures_as_they_were_measured() -> None:
-    for readme in tables.READMES:
-        text = readme.read_text()
-        assert text == tables.with_tables(text), "run: python -m scripts.bench.tables"

@@ -26,7 +26,6 @@ from launcher.sweep.record import Record, State, SweepJob, recover
 from launcher.sweep.scheduler import Scheduler
 from launcher.sweep.search import Searching
 from tests.configs import composed
-from tests.golden import Message
 
 
 class Scripted:
@@ -347,24 +346,20 @@ def test_a_carrier_that_does_not_answer_for_a_while_is_asked_again(tmp_path, cap
     assert "sweep: there is an answer again, after " in printed.out
 
 
-def test_one_that_does_not_answer_at_all_ends_the_sweep_with_how_to_continue(
-    tmp_path, monkeypatch, message: Message
-) -> None:
+def test_one_that_does_not_answer_at_all_ends_the_sweep_with_how_to_continue(tmp_path, monkeypatch) -> None:
     def silent(run: Run) -> None:
         raise NoAnswerError("squeue fails: no route.")
 
     monkeypatch.setattr(scheduler, "PATIENCE_S", 0.0)
     with pytest.raises(PreflightError, match="squeue fails: no route") as caught:
         Run(tmp_path, Scripted(2), 3, silent)
-    assert f"To resume: the same command with sweep.resume={tmp_path}" in message(caught.value)
+    assert f"To resume: the same command with sweep.resume={tmp_path}" in str(caught.value)
     recorded = json.loads((tmp_path / "sweep.json").read_text())["jobs"]
     assert [job["state"] for job in recorded] == ["running", "running", "waiting"]
 
 
 @pytest.mark.parametrize("failing", [2, 10**6])
-def test_a_full_disk_ends_no_job_of_a_sweep(
-    tmp_path, monkeypatch, capsys, failing: int, message: Message
-) -> None:
+def test_a_full_disk_ends_no_job_of_a_sweep(tmp_path, monkeypatch, capsys, failing: int) -> None:
     write, failed = Record.write, []
 
     def full(record: Record, directory: Path, durable: bool = False) -> None:
@@ -381,7 +376,7 @@ def test_a_full_disk_ends_no_job_of_a_sweep(
     else:
         with pytest.raises(StorageError) as caught:
             Run(tmp_path, carrier, 3)
-        assert message(caught.value).endswith(f"sweep.resume={tmp_path}")
+        assert str(caught.value).endswith(f"sweep.resume={tmp_path}")
     assert carrier.order == [0, 1, 2]
     assert capsys.readouterr().err.count("cannot be written, and is tried again: No space left") == 1
 
