@@ -93,11 +93,6 @@ def noisy_streamed(config: Config) -> Recipe:
     return replace(whole, train=Streamed(whole.train), validation=Streamed(whole.validation))  # type: ignore[arg-type]
 
 
-@recipe("noisy_later")
-def noisy_later(config: Config) -> Recipe:
-    return replace(noisy(config), build_model=lambda: Noisy(draws_after=3))
-
-
 @recipe("noisy")
 def noisy(config: Config) -> Recipe:
     launching.USER_CODE(None, None)

@@ -10,7 +10,6 @@ import ctypes
 import errno
 import os
 import resource
-import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -98,32 +97,6 @@ class _CountedFile:
 
     def __exit__(self, *error: object) -> None:
         self._file.close()
-
-
-def die_at_every_call(pipe: Connection, folder: Path, old: Path, torn: bool) -> None:
-    """For each n a grandchild that dies before the n-th call of a save, in `folder`/n beside a copy of `old`.
-
-    The grandchildren are forked, so that each costs milliseconds. Sends, by n, the signal that each died of;
-    the last one lives, because its save has fewer calls.
-    """
-    from launcher.checkpoint.catalog import apply_retention
-    from launcher.checkpoint.storage import publish
-    from tests.snapshots import snapshot
-
-    made, signals = snapshot(2), []
-    while not signals or signals[-1]:
-        directory = folder / str(len(signals) + 1)
-        shutil.copytree(old, directory / old.name)
-        child = os.fork()
-        if child == 0:
-            _Killer(len(signals) + 1, torn).install()
-            publish(directory, made)
-            apply_retention(directory, keep=1)
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
-        assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) == 0
-        signals.append(os.WTERMSIG(status))
-    pipe.send(signals)
 
 
 def save_for_ever(pipe: Connection, directory: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from launcher.checkpoint import broadcast
-from launcher.checkpoint.catalog import apply_retention, newest_intact, resume
+from launcher.checkpoint.catalog import newest_intact, resume
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, verify
 from launcher.checkpoint.storage import load, publish
 from launcher.distributed.env import WorkerEnv
@@ -31,39 +30,6 @@ def assert_all_intact(directory: Path) -> None:
 
 
 # G5: SIGKILL at any instant of a save loses nothing
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize(
-    "torn",
-    [pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["before the call", "in the middle of a write"],
-)
-def test_a_kill_at_any_call_of_a_save_loses_nothing(tmp_path: Path, torn) -> None:
-    (old,) = publish_steps(tmp_path / "old", 1)
-    code, said = saving.outcome_of(saving.die_at_every_call, tmp_path / "killed", old, torn)
-    assert code == 0
-    (signals,) = said
-    assert signals[-1] == 0
-    assert set(signals[:-1]) == {signal.SIGKILL}
-    assert len(signals) > 25, "the calls of a save are no longer wrapped"
-    survivors = [what_is_left(tmp_path / "killed" / str(at + 1)) for at in range(len(signals))]
-    assert survivors == sorted(survivors), "once the new one is there, it stays"
-    assert set(survivors) == {1, 2}, "some kills came before the rename and some after it"
-
-
-def what_is_left(directory: Path) -> int:
-    """The step that a killed save has left behind, complete; a later save clears the rest away."""
-    assert_all_intact(directory)
-    found = newest_intact(directory)
-    assert found.path is not None
-    assert found.damaged == {}
-    step = int(found.path.name[-1])
-    assert same(load(found.path), snapshot(step))
-    publish(directory, snapshot(3))
-    apply_retention(directory, keep=1)
-    assert [path.name for path in directory.iterdir()] == ["step-00000003"], "leftovers stay for ever"
-    return step
 
 
 def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch) -> None:
@@ -182,25 +148,6 @@ def unfinished(directory: Path) -> Path:
     return path
 
 
-def test_a_newer_unfinished_directory_is_passed_over(tmp_path: Path) -> None:
-    publish_steps(tmp_path, 1, 2)
-    unfinished(tmp_path)
-    (tmp_path / "step-00000010").touch()
-    (tmp_path / ".unfinished-step-00000011-0a1b2c3d").mkdir()
-    found = newest_intact(tmp_path)
-    assert found.path == tmp_path / "step-00000002"
-    assert list(found.damaged) == ["step-00000010", "step-00000009"]
-
-
-@pytest.mark.parametrize("claimed", [3, 7])
-def test_a_checkpoint_under_another_steps_name_is_damage(tmp_path: Path, claimed) -> None:
-    old, new = publish_steps(tmp_path, 1, 5)
-    new.rename(tmp_path / f"step-0000000{claimed}")
-    found = newest_intact(tmp_path)
-    assert found.path == old
-    assert "it belongs to step 5" in found.damaged[f"step-0000000{claimed}"]
-
-
 @pytest.mark.parametrize("second", ["", "again"])
 def test_nothing_intact_is_a_fresh_start_unless_resume_was_demanded(tmp_path: Path, second) -> None:
     env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
@@ -264,35 +211,7 @@ def test_a_read_only_directory_is_an_error_and_loses_nothing(tmp_path: Path) -> 
     assert same(load(tmp_path / "step-00000001"), snapshot(1))
 
 
-def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").touch()
-    with pytest.raises(StorageError, match="cannot be written") as failure:
-        publish(tmp_path / "checkpoints", snapshot(1))
-    assert failure.value.exit_code == 8
-    with pytest.raises(StorageError, match="cannot be listed"):
-        newest_intact(tmp_path / "checkpoints")
-
-
 # G8: retention never deletes the last good ones
-
-
-@pytest.mark.parametrize(("keep", "kept"), [(1, [3]), (2, [2, 3]), (5, [1, 2, 3])])
-def test_newer_unfinished_ones_push_nothing_out(tmp_path: Path, keep, kept) -> None:
-    good = publish_steps(tmp_path, 1, 2, 3)
-    for step, name in ((4, WEIGHTS), (5, STATE), (6, OPTIMIZER)):
-        (path,) = publish_steps(tmp_path, step)
-        truncate(path / name, 0.5)
-    unfinished(tmp_path)
-    apply_retention(tmp_path, keep, own=set(tmp_path.iterdir()))  # even of those that we wrote ourselves
-    assert [path for path in good if path.exists()] == [good[step - 1] for step in kept]
-    assert newest_intact(tmp_path).path == good[2]
-
-
-def test_a_damaged_newer_one_of_another_process_pushes_nothing_out(tmp_path: Path) -> None:
-    good, bad = publish_steps(tmp_path, 1, 2)
-    flip(bad / WEIGHTS, -1, 0)
-    assert apply_retention(tmp_path, 1) == []
-    assert newest_intact(tmp_path).path == good
 
 
 # G9: one rank decides what to resume
@@ -353,51 +272,6 @@ def test_all_ranks_resume_what_rank_0_resumes_whatever_they_see(tmp_path: Path) 
         assert step.startswith(expected), f"{name}: {step}"
         if step.isdigit():
             assert read == str(comparable(snapshot(int(step)))), name
-
-
-def resume_earlier(env: WorkerEnv, cases: list[tuple[list[Path], str]]) -> list[tuple[str, list[str]]]:
-    """What resuming gave, and what is then in this rank's directory."""
-    found = []
-    for directories, wish in cases:
-        try:
-            outcome = str(resume(env, directories[env.rank], wish, IDENTITY).path)
-        except LauncherError as error:
-            outcome = str(error)
-        found.append((outcome, sorted(path.name for path in directories[env.rank].iterdir())))
-    return found
-
-
-def test_only_rank_0_renames_replaced_checkpoints_and_all_ranks_raise_its_failure(tmp_path: Path) -> None:
-    views = [[tmp_path / f"{name}-{rank}" for rank in range(2)] for name in ("back", "link")]
-    for directories in views:
-        for directory in directories:
-            publish_steps(directory, 1, 2)
-    outside = views[1][0].rename(tmp_path / "outside")
-    views[1][0].mkdir()
-    (views[1][0] / "step-00000002").symlink_to(outside / "step-00000002")
-    cases = [(views[0], str(views[0][0] / "step-00000001")), (views[1], "never")]
-    (back_0, link_0), (back_1, link_1) = run_ranks(2, resume_earlier, cases, timeout_s=20)
-    assert back_0 == (str(views[0][0] / "step-00000001"), ["replaced-step-00000002", "step-00000001"])
-    assert back_1 == (str(views[0][0] / "step-00000001"), ["step-00000001", "step-00000002"])
-    assert link_0[0] == link_1[0]
-    assert link_0[0].startswith(f"on rank 0: {views[1][0] / 'step-00000002'} is a symbolic link")
-    assert link_1[1] == ["step-00000001", "step-00000002"]
-
-
-def resume_as_asked(env: WorkerEnv, directory: Path) -> list[str]:
-    texts = []
-    for wish in ("auto", str(directory / "nowhere"), str(directory / "step-00000001"), "never"):
-        try:
-            texts.append(str(resume(env, directory, wish, IDENTITY).path))
-        except LauncherError as error:
-            texts.append(f"{error.exit_code}")
-    return texts
-
-
-def test_three_ranks_agree_on_what_was_asked_for(tmp_path: Path) -> None:
-    publish_steps(tmp_path, 1, 2)
-    expected = [str(tmp_path / "step-00000002"), "2", str(tmp_path / "step-00000001"), "None"]
-    assert run_ranks(3, resume_as_asked, tmp_path) == [expected] * 3
 
 
 def resume_with_another_seed_on_rank_1(env: WorkerEnv, directory: Path) -> str:

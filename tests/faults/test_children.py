@@ -80,30 +80,7 @@ def test_children_die_with_their_worker(tmp_path: Path, left) -> None:
         assert parent.end() == 1
 
 
-@pytest.mark.slow
-def test_children_die_with_a_process_on_its_own(tmp_path: Path, left) -> None:
-    recipe(tmp_path, STARTED["os.fork"])
-    with Parent(tmp_path, *LONG, nproc=None) as parent:
-        pids = started_in(parent, 1)
-        parent.signal(signal.SIGKILL)
-        assert gone_within(pids, 2)
-    assert_starts_again(tmp_path, None)
-
-
 ENDS = {"done": ("train.epochs=1", 0, ""), "failed": ("train.epochs=2", 1, "if step == 5: raise OSError()")}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ENDS)
-def test_children_end_with_every_run(tmp_path: Path, left, end) -> None:
-    words, code, fails = ENDS[end]
-    write_recipe(tmp_path, f"if step == 2:\n    {BOTH}\n{fails}")
-    with Parent(tmp_path, words, "run.dir=run") as parent:
-        parent.wait_until(lambda: not is_alive(parent.pid), 20, "its end")
-        assert parent.end() == code, parent.stderr
-        pids = children_in(tmp_path)
-        assert len(pids) == 4
-        assert gone_within(pids, 2)
 
 
 HELD = """

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import pickle
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,17 +17,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
 from launcher.checkpoint.async_writer import AsyncCheckpointWriter
 from launcher.checkpoint.export import export
-from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text, verify
+from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, verify
 from launcher.checkpoint.storage import load, publish
 from launcher.engine import Stepper
 from tests.checkpoint.test_checkpoint import Canary
-from tests.faults.launching import EPOCH, WORDS, Ended, Started, run
+from tests.faults.launching import EPOCH, Ended, Started, run
 from tests.faults.noisy import Noisy
-from tests.faults.saving import MS_BIND, MS_RDONLY, MS_REMOUNT, _mount, mount_alone, outcome_of
+from tests.faults.saving import outcome_of
 from tests.faults.test_checkpoint_files import flip, truncate, unfinished
 from tests.faults.usercode import is_here, own_rank, slowly, stop_after
 from tests.forked import launch_forked
@@ -169,47 +166,8 @@ def test_a_full_disk_ends_the_run_on_all_ranks_where_that_is_asked_for(tmp_path:
     assert run(tmp_path / "run", *words, ranks=2).digest == undisturbed(ranks=2).digest
 
 
-@pytest.mark.slow
-def test_a_stop_that_cannot_be_saved_is_no_preemption(tmp_path: Path) -> None:
-    ended = run(
-        tmp_path / "run", *FEW_LINES, user_code=partial(full_disk, begins=16, ends=1000, then=terminate)
-    )
-    assert ended.codes == [8], ended
-    assert "the run is not saved: the checkpoint of step 17 cannot be written" in ended.outputs[0]
-    assert list(ended.checkpoints) == [10, 13]
-    assert_all_intact(ended)
-
-
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def own_mounts() -> None:
-    """Before there is any thread: mounts are seen by this process alone."""
-    mount_alone(b"/tmp", Path("/tmp"), None, MS_BIND, None)
-
-
-def read_only(network: Any, batch: Any, directory: Path, passes: int) -> None:
-    if is_here(network, passes) and own_rank() == 0:
-        _mount(bytes(directory), directory, None, MS_BIND, None)
-        _mount(bytes(directory), directory, None, MS_BIND | MS_REMOUNT | MS_RDONLY, None)
-
-
-@pytest.mark.slow
-def test_a_directory_that_becomes_read_only(tmp_path: Path, undisturbed) -> None:
-    directory = tmp_path / "run" / "checkpoints"
-    code = partial(read_only, directory=directory, passes=21)
-    ended = run(tmp_path / "run", *FEW_LINES, ranks=2, user_code=code, prepare=own_mounts)
-    if "Operation not permitted" in ended.outputs[0]:
-        pytest.skip("no right to mount")
-    assert ended.codes == [8, 8], ended
-    assert (ended.status["state"], ended.status["exit"]) == ("failed", 8)
-    assert ended.status["step"] == 3 * EPOCH, "a checkpoint that is missing in the middle ends no run"
-    assert ended.warnings
-    assert all("Read-only file system" in warning for warning in ended.warnings)
-    assert_all_intact(ended)
-    assert max(ended.checkpoints) in (13, 20)  # the latter may have been on its way
-    assert run(tmp_path / "run", *FEW_LINES, ranks=2).digest == undisturbed(ranks=2).digest
 
 
 # G8: what is kept
@@ -340,19 +298,6 @@ def test_a_pickle_in_a_checkpoint_is_not_executed(again: Path, tmp_path: Path, n
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.sampled(every=2, first=1)
-@pytest.mark.parametrize("what", ["a checkpoint", "the folder"])
-def test_a_link_out_of_the_run_is_refused(again: Path, tmp_path: Path, what) -> None:
-    inside = step_dir(again, 12) if what == "a checkpoint" else again / "checkpoints"
-    inside.rename(tmp_path / "outside")
-    inside.symlink_to(tmp_path / "outside")
-    before = sorted(str(path) for path in (tmp_path / "outside").rglob("*"))
-    ended = run(again)
-    assert ended.codes == [2], ended
-    assert f"{inside} is a symbolic link to {tmp_path / 'outside'}" in ended.outputs[0]
-    assert sorted(str(path) for path in (tmp_path / "outside").rglob("*")) == before
-
-
 # Wrong input
 
 
@@ -373,34 +318,6 @@ def test_a_checkpoint_of_another_run_is_refused_by_all_ranks(stopped, tmp_path: 
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-@pytest.mark.slow
-def test_a_run_cannot_end_before_the_step_it_goes_on_from(again: Path) -> None:
-    ended = run(again, "train.max_steps=11")
-    assert ended.codes == [2], ended
-    assert "is after step 12, but the run ends after 11. Raise train.epochs" in ended.outputs[0]
-    assert names(again) == [f"step-{step:08d}" for step in (5, 10, 12)]
-    assert run(again, "train.max_steps=12").codes == [0]
-
-
-def test_a_checkpoint_of_a_newer_version_is_left_alone(again: Path) -> None:
-    manifest = step_dir(again, 12) / MANIFEST
-    content = json.loads(manifest.read_bytes())["content"]
-    manifest.write_bytes(manifest_text({**content, "format": content["format"] + 1}))
-    ended = run(again)
-    assert ended.codes == [2], ended
-    assert f"has format {content['format'] + 1}; this version reads format" in ended.outputs[0]
-    assert names(again) == [f"step-{step:08d}" for step in (5, 10, 12)]
-
-
-def test_a_checkpoint_without_one_of_its_tensors_is_refused(again: Path) -> None:
-    tensors = load_file(step_dir(again, 12) / WEIGHTS)
-    del tensors["outer.bias"]
-    forge(step_dir(again, 12), WEIGHTS, save(tensors))
-    ended = run(again)
-    assert ended.codes == [8], ended
-    assert "outer.bias is missing" in ended.outputs[0]
-
-
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
@@ -408,21 +325,6 @@ from launcher.cli import main
 code = main()
 sys.exit(code if not [name for name in sys.modules if name.startswith("torch.")] else 99)
 """
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_is_not_there_is_refused_before_torch(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *WORDS, "checkpoint.resume=/no/such/path"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert done.returncode == 2, done.stderr
-    assert "checkpoint.resume=/no/such/path: there is no such file or directory" in done.stderr
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

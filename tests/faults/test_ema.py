@@ -77,19 +77,6 @@ def test_sharded_and_on_other_ranks_it_resumes(tmp_path: Path, precision: str) -
 
 
 @pytest.mark.slow
-def test_it_may_begin_and_end_with_a_resume(tmp_path: Path) -> None:
-    plain = run(tmp_path / "plain", *LENGTH)
-    begun = run(tmp_path / "begun", *LENGTH, *EMA, f"checkpoint.resume={plain.checkpoints[3]}")
-    assert begun.digest == plain.digest
-    assert any("ema.decay was null and is 0.8" in text for text in begun.warnings)
-    assert begun.codes == [0]
-    ended = run(tmp_path / "ended", *LENGTH, f"checkpoint.resume={begun.checkpoints[6]}")
-    assert ended.digest == plain.digest
-    assert any("ema.decay was 0.8 and is null" in text for text in ended.warnings)
-    assert "ema_sha256" not in ended.result
-
-
-@pytest.mark.slow
 def test_a_bit_of_it_that_differs_between_ranks_ends_the_run(tmp_path: Path) -> None:
     ended = run(tmp_path / "run", *LENGTH, *EMA, "ddp.check_replicas_every_steps=1", ranks=2, prepare=drift)
     assert 9 in ended.codes, ended

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,10 +17,9 @@ import pytest
 
 from tests.faults import launching
 from tests.faults.deaf import make_deaf
-from tests.faults.launching import Ended, Started, UserCode, run
-from tests.faults.parent import write_recipe
-from tests.faults.test_stopping import go_on, step_reached, torchrun
-from tests.faults.usercode import is_here, kill, own_rank, slowly
+from tests.faults.launching import Ended, UserCode, run
+from tests.faults.test_stopping import torchrun
+from tests.faults.usercode import is_here, own_rank, slowly
 from tests.limits import at_most
 
 pytestmark = pytest.mark.timeout(90)
@@ -75,30 +72,10 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path: Path) -> None:
     assert "a sample is broken" in ended.outputs[1]
 
 
-@pytest.mark.slow
-def test_who_waits_for_a_rank_that_was_killed_ends_once_torchrun_asks_it_to(tmp_path: Path) -> None:
-    ended = disturbed(tmp_path / "run", kill(8, rank=1), "launch.grace_s=3")
-    assert ended.codes == [143, -signal.SIGKILL]
-    assert seconds_to_end(ended) < at_most(13)
-    text = "stopped by SIGTERM before a checkpoint could be written: rank 0 was in "
-    assert ended.result["error"].startswith(text)
-
-
 def late(network: Any, batch: Any) -> None:
     slowly(network, batch)
     if own_rank() == 1 and is_here(network, 8):
         time.sleep(8)
-
-
-@pytest.mark.slow
-def test_who_is_asked_to_stop_while_it_waits_for_a_slow_rank_is_saved(tmp_path: Path, undisturbed) -> None:
-    with Started(tmp_path / "run", (), ranks=2, user_code=late, prepare=make_deaf) as started:
-        started.until(lambda: step_reached(tmp_path / "run", 7))
-        time.sleep(1)
-        started.signal(signal.SIGTERM)
-        ended = started.end()
-    assert ended.codes == [75, 75], ended
-    go_on(ended, undisturbed(ranks=2), 2)
 
 
 # Code of the user may take as long as it likes, while the other ranks wait
@@ -231,21 +208,6 @@ def test_who_waits_for_the_user_s_code_of_another_rank_names_that_one(tmp_path: 
     assert f"rank {1 - rank} hangs" not in ended.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("under_torchrun", [False, True], ids=["parent mode", "torchrun"])
-def test_a_limit_of_the_user_s_code_is_kept_and_named(tmp_path: Path, under_torchrun: bool) -> None:
-    slow_recipe(tmp_path, loading_s=1000, after_s=0)
-    ended = start_slow(tmp_path, under_torchrun, "launch.user_code_timeout_s=5", "launch.max_restarts=0")
-    assert ended.returncode == (1 if under_torchrun else 6)
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["exit"] == 6
-    assert re.match(
-        r"rank 1 hangs: while loading data for \d s, in the recipe's code at \S+tiny\.py:\d+, in tiny\. "
-        r"launch\.user_code_timeout_s limits how long it may take\.",
-        result["error"],
-    ), ended.stderr
-
-
 WAITS = {
     "rank0_first": "with rank0_first(): time.sleep(S)",
     "a barrier": "time.sleep(S * (RANK == 0)); torch.distributed.barrier(); time.sleep(S * (RANK == 1))",
@@ -274,19 +236,6 @@ def test_a_rank_that_waits_in_the_user_s_code_is_not_blamed(tmp_path: Path, plac
 @pytest.mark.parametrize("place", WAITS)
 def test_the_wait_for_another_rank_is_no_time_of_the_user_s_code(tmp_path: Path, place: str) -> None:
     assert (ended := start_waiting(tmp_path, place, seconds=7, limit_s=9)).returncode == 0, ended.stderr
-
-
-@pytest.mark.slow
-def test_every_minute_a_line_says_what_is_waited_for(tmp_path: Path) -> None:
-    slow_recipe(tmp_path, loading_s=65, after_s=0)
-    ended = start_slow(tmp_path, True)
-    assert ended.returncode == 0, ended.stderr
-    lines = re.findall(
-        r"rank 1 has been in the recipe's code for \d+ s, while loading data at \S+tiny\.py:\d+, in tiny\. "
-        r"This is not limited \(launch\.user_code_timeout_s=null\)\.",
-        ended.stderr,
-    )
-    assert len(lines) == 1, ended.stderr
 
 
 # Under torchrun
@@ -330,38 +279,6 @@ def host(directory: Path, number: int, port: int) -> subprocess.Popen[str]:
     environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     with open(directory / f"host{number}.txt", "w") as out:
         return subprocess.Popen(command, cwd=directory, env=environ, stdout=out, stderr=out, text=True)
-
-
-@pytest.mark.slow
-def test_a_frozen_host_of_the_store_does_not_hold_the_others(tmp_path: Path) -> None:
-    """It keeps its connections and never answers: no call of the store's client fails, none returns."""
-    write_recipe(tmp_path, in_step="__import__('time').sleep(0.02)")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    hosts = [host(tmp_path, number, port) for number in (0, 1)]
-    frozen = [hosts[0].pid]
-    try:
-        events = tmp_path / "run" / "metrics.jsonl"
-        assert within(60, lambda: events.is_file() and '"step": 20' in events.read_text())
-        children = Path(f"/proc/{hosts[0].pid}/task/{hosts[0].pid}/children").read_text()
-        frozen += [int(pid) for pid in children.split()]
-        for pid in frozen:
-            os.kill(pid, signal.SIGSTOP)
-        # The rank leaves within HANG_TIMEOUT_S + 10, its torchrun after it.
-        hosts[1].wait(HANG_TIMEOUT_S + 25)
-        assert hosts[1].returncode == 1
-        result = json.loads((tmp_path / "run" / "result.json").read_text())
-        assert result["exit"] == 6
-        status = json.loads((tmp_path / "run" / "status.json").read_text())
-        last = [json.loads(line)["time"] for line in events.read_text().splitlines()][-1]
-        assert status["updated"] - last < HANG_TIMEOUT_S + 10
-    finally:
-        for pid in frozen:
-            os.kill(pid, signal.SIGCONT)
-        for process in hosts:
-            process.terminate()
-            process.wait(60)
 
 
 def within(seconds: float, holds: Callable[[], bool]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -85,21 +84,3 @@ def test_the_run_is_restarted_after_the_kill_of_a_loader_process_and_not_for_a_b
     with Parent(tmp_path, "train.epochs=4", "data.num_workers=1", "launch.max_restarts=1") as parent:
         assert parent.end(40) == (0 if what == "killed" else 7)
         assert parent.stderr.count("restart 1 of 1: rank 1") == (what == "killed")
-
-
-@pytest.mark.slow
-def test_a_sample_that_hangs_without_loader_processes_is_named(tmp_path: Path) -> None:
-    write_recipe(tmp_path, "pass")
-    recipe = tmp_path / "tiny.py"
-    hanging = (
-        "class Hanging(list):\n"
-        "    def __getitem__(self, index):\n"
-        "        if index == 21: time.sleep(1000)\n"
-        "        return super().__getitem__(index)\n\n\n"
-    )
-    samples = "Hanging({'image': image, 'label': int(image[0] > 0)} for image in x)"
-    text = recipe.read_text().replace("Recipe(build, data, data,", f"Recipe(build, {samples}, data,")
-    recipe.write_text(text.replace("@recipe", f"{hanging}@recipe", 1))
-    with Parent(tmp_path, "train.epochs=4", "data.num_workers=0", "launch.hang_timeout_s=2") as parent:
-        assert parent.end(40) == 6
-        assert re.search(r"rank \d \(pid \d+\) hangs: .*, reading sample 21 for ", parent.stderr)

@@ -56,15 +56,3 @@ def test_each_job_of_a_sweep_that_crashes_has_its_traceback_once(tmp_path: Path,
         assert parent.stderr.count("Traceback (most recent call last)") == 2
         assert parent.stderr.count(CRASH) == 2
         assert "Traceback" not in parent.stdout
-
-
-@pytest.mark.slow
-def test_a_comparison_shows_the_traceback_of_what_crashed(tmp_path: Path) -> None:
-    write_recipe(tmp_path, in_step=FAILING)
-    with Parent(tmp_path, "precision=fp32,fp16", nproc=1, command=["compare"]) as parent:
-        assert parent.end(60) == 1
-        assert parent.stderr.count(CRASH) == 2
-        assert parent.stdout.count("has failed: the recipe's loss failed at ") == 2, (
-            "the page has the sentence"
-        )
-        assert "Traceback" not in parent.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,6 @@ def images(config):
     return Recipe(Net, data, data, cross_entropy, classes=("a", "b"))
 """
 VIEW, FLATTEN = "hidden.view(-1, 4 * 6 * 6)", "hidden.flatten(1)"
-VIEW_IN_EVAL = f"{FLATTEN} if self.training else {VIEW}"
 IN_METRIC = """
 class Viewing:
     def reset(self): pass
@@ -76,16 +74,6 @@ def test_under_auto_a_model_that_raises_trains_contiguous_and_it_is_said_once(tm
     )
     assert "viewed.py:15, in forward" in text
     assert ended.digest == started(tmp_path, "plain", VIEW, "train.channels_last=false").digest
-
-
-def test_a_view_that_runs_only_in_an_evaluation_is_found_too(tmp_path) -> None:
-    (text,) = formats(started(tmp_path, "evaluated", VIEW_IN_EVAL))
-    assert text.startswith(
-        "contiguous: in channels_last, which is faster, the recipe raises RuntimeError: view"
-    )
-    ended = started(tmp_path, "asked", VIEW_IN_EVAL, "train.channels_last=true")
-    assert ended.codes == [2, 2]
-    assert "train.channels_last=true: in this memory format" in str(ended)
 
 
 def viewing(place: str) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.checkpoint.export import export
 from launcher.report.page import write_report
 from launcher.report.run_record import RunRecord
 from launcher.telemetry.tracker.rows import row_of
@@ -155,29 +154,3 @@ def test_a_name_that_no_metric_gives_is_refused_before_the_first_step(tmp_path: 
     assert "monitor='margins': its evaluations have no such metric." in ended.result["error"]
     assert "Nearest: margin." in ended.result["error"]
     assert not ended.events("step", "eval")
-
-
-def test_what_few_samples_may_cause_is_a_warning_first(tmp_path: Path) -> None:
-    ended = run_recipe(tmp_path, mark="COMPUTE", line="1 / 0")
-    assert ended.codes == [2], ended
-    warning = next(text for text in ended.warnings if "1 / 0" not in text and "Margin's compute" in text)
-    assert "This was a trial on a few samples of the validation (near) set." in warning
-    assert ended.events("step")
-    assert "the metric Margin's compute on the validation (near) set failed at " in ended.result["error"]
-
-
-def test_a_metric_to_compare_by_that_is_nan_is_a_warning(tmp_path: Path) -> None:
-    ended = run_recipe(tmp_path, "'margin'", mark="COMPUTE", line='return {"margin": float("nan")}')
-    assert ended.codes == [0], ended
-    found = [text for text in ended.warnings if "by which runs are compared" in text]
-    assert [text.partition(", so")[0] for text in found] == [
-        f"margin, by which runs are compared, is NaN at step {step}" for step in (3, 6)
-    ]
-
-
-@pytest.mark.slow
-def test_a_resume_with_another_metric_to_compare_by_says_so(tmp_path: Path) -> None:
-    assert run_recipe(tmp_path).codes == [0]
-    resumed = run_recipe(tmp_path, "'margin'", words=("train.max_steps=8",))
-    assert resumed.codes == [0], resumed
-    assert export(tmp_path / "run", tmp_path / "best", best=True).checkpoint.name == "step-00000008"

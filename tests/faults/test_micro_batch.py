@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from launcher.engine.grads.bucket import Bucket
 from launcher.engine.grads.reducer import Reducer
 from launcher.engine.optim.update import Updater
 from tests.faults import parent
 from tests.faults.launching import Ended, run
 from tests.faults.usercode import (
     both,
-    hungry,
     lacking_memory,
     stop_after,
 )
@@ -200,52 +198,6 @@ def test_a_shortage_outside_the_passes_names_its_place_and_what_helps(
     assert text in ended.result["error"]
 
 
-def lack_memory_once_for_the_last_bucket() -> None:
-    launch, short = Reducer._send, [True]
-
-    def launching(self: Reducer, bucket: Bucket, *rest: Any) -> None:
-        if self._rank == 1 and bucket is self.buckets[-1] and short:
-            short.clear()
-            no_room()
-        launch(self, bucket, *rest)
-
-    Reducer._send = launching  # type: ignore[method-assign]
-
-
-def test_a_shortage_in_the_exchange_of_one_rank_ends_all_ranks(tmp_path: Path) -> None:
-    ended = run(tmp_path / "run", "train.max_steps=3", ranks=2, prepare=lack_memory_once_for_the_last_bucket)
-    assert ended.codes == [4, 4], ended
-    assert ended.result["error"].startswith("rank 1 ran out of GPU memory: no room for 8 GiB")
-
-
-@pytest.mark.slow
-def test_an_evaluation_that_lacks_memory_begins_again_in_smaller_batches(tmp_path: Path) -> None:
-    """On one rank of two: in the trial before the first step, and again in the first evaluation."""
-    words = ("train.max_steps=6", "train.eval_every_steps=3")
-    plain = run(tmp_path / "plain", *words, ranks=2)
-    ended = run(tmp_path / "run", *words, ranks=2, user_code=lacking_memory(3, 1, training=False))
-    assert ended.digest == plain.digest
-    for expected, found in zip(plain.events("eval"), ended.events("eval"), strict=True):
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-        assert found["samples"] == expected["samples"]
-    assert "ran out of GPU memory: no room for 7 samples; batches of 4 from now on" in ended.log(1)
-    assert ended.log(1).count("from now on") == 4, "the second evaluation starts with what fits"
-
-
-@pytest.mark.slow
-def test_an_allocator_that_is_refused_memory_is_a_shortage_too(tmp_path: Path) -> None:
-    """RLIMIT_AS on one of two ranks: 8 samples do not fit, and 4 do."""
-    ended = run(tmp_path / "run", "train.max_steps=6", ranks=2, user_code=hungry(1, from_pass=3))
-    assert ended.codes == [4, 4], ended
-    assert "rank 1 ran out of memory: [enforce fail" in ended.result["error"]
-    assert "DefaultCPUAllocator: can't allocate memory" in ended.result["error"]
-    found = run(tmp_path / "auto", "train.max_steps=6", AUTO, ranks=2, user_code=hungry(1, from_pass=0))
-    assert found.result["micro_batch"] == 4
-    assert (
-        found.digest == run(tmp_path / "hand", "train.max_steps=6", "data.micro_batch_size=4", ranks=2).digest
-    )
-
-
 # train.on_oom=halve, in parent mode.
 
 # Rank 1 has room for three samples in a step, and is given four: what is allocated for them is refused.
@@ -309,23 +261,6 @@ def test_the_parent_restarts_a_run_with_half_the_micro_batch(tmp_path: Path, in_
     with parent.Parent(tmp_path, *OF_PARENT, *by_hand, name="hand") as started:
         assert started.end() == 0, started.stderr
     assert Ended(tmp_path / "hand", [0], [], 0.0).digest == ended.digest
-
-
-@pytest.mark.slow
-def test_a_run_is_halved_as_often_as_may_be_restarted(tmp_path: Path) -> None:
-    """Before its first checkpoint as well: each time it is another run than the one that failed."""
-    lacking = 'if len(batch["image"]) > 0: raise torch.OutOfMemoryError("no room for 8 GiB")'
-    parent.write_recipe(tmp_path, lacking)
-    with parent.Parent(tmp_path, *OF_PARENT, "launch.max_restarts=5", "run.dir=run") as started:
-        assert started.end() == 4, started.stderr
-        stderr = started.stderr
-    assert "restart 1 of 5" in stderr
-    assert "resuming from the start (no checkpoint) with data.micro_batch_size=1" in stderr
-    assert "restart 3" not in stderr, "a micro-batch of 1 cannot be halved"
-    ended = Ended(tmp_path / "run", [4], [], 0.0)
-    assert [(each["path"], each["micro_batch"]) for each in ended.events("restart")] == [("", 2), ("", 1)]
-    assert ended.result["exit"] == 4
-    assert "cannot be halved: choose a smaller model" in ended.result["error"]
 
 
 @pytest.mark.slow

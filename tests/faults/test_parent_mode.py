@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -56,14 +54,6 @@ def test_a_run_ends_with_its_result_and_leaves_nothing_behind(tmp_path: Path) ->
         assert {path.name for path in (parent.run_dir / "logs").iterdir()} == {"rank0.log", "rank1.log"}
 
 
-@pytest.mark.slow
-def test_one_worker_can_be_supervised(tmp_path: Path) -> None:
-    write_recipe(tmp_path, "if step == 5 and GENERATION == 0: os.kill(os.getpid(), signal.SIGKILL)")
-    with Parent(tmp_path, "train.epochs=2", "launch.max_restarts=1", nproc=1) as parent:
-        assert parent.end() == 0
-        assert parent.json("result.json")["world_size"] == 1
-
-
 # G1: a crashed worker ends or restarts the job at once
 
 
@@ -87,18 +77,6 @@ def test_a_killed_rank_ends_the_others_at_once_and_is_named(tmp_path: Path, rank
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_notice_is_ended_with_the_others(tmp_path: Path) -> None:
-    write_recipe(tmp_path, "if step == 6 and RANK == 0: open('asleep', 'w').close(); time.sleep(1000)")
-    with Parent(tmp_path, LONG) as parent:
-        asleep, victim = parent.rank(0), parent.rank(1)
-        parent.wait_until((tmp_path / "asleep").exists, 15, "rank 0 is not in a collective")
-        os.kill(victim, signal.SIGKILL)
-        assert gone_within([asleep], 2)
-        assert parent.end() == 1
-        assert error_of(parent).startswith("error: rank 1 was killed by SIGKILL")
-
-
-@pytest.mark.slow
 def test_a_rank_that_raises_alone_is_the_culprit_and_not_who_lost_it(tmp_path: Path) -> None:
     write_recipe(tmp_path, "if step == 5 and RANK == 2: raise DataError('a fault on purpose')")
     with Parent(tmp_path, LONG, "launch.max_restarts=3", nproc=3) as parent:
@@ -118,26 +96,6 @@ def test_an_unexpected_error_of_a_recipe_is_told_with_its_line(tmp_path: Path) -
         assert f"The full traceback is in {parent.run_dir / 'logs' / 'rank0.log'}" in error_of(parent)
 
 
-@pytest.mark.slow
-def test_an_unexpected_error_of_our_own_is_told_with_its_traceback(tmp_path: Path) -> None:
-    write_recipe(
-        tmp_path, "from launcher.trainer.train_step import TrainStep as S\nif RANK == 0: S.run = None"
-    )
-    with Parent(tmp_path, LONG) as parent:
-        assert parent.end() == 1
-        trace = parent.stderr.partition("error: ")[0].splitlines()
-        assert [trace[0], trace[-1]] == [
-            "Traceback (most recent call last):",
-            "TypeError: 'NoneType' object is not callable",
-        ]
-        assert not any("launcher/launch/" in line or "worker.py" in line for line in trace)
-        assert error_of(parent).startswith("error: rank 0 failed: unexpected error at ")
-        assert "launcher/trainer/trainer.py:" in error_of(parent)
-        assert ", in fit: TypeError: 'NoneType' object is not callable. The full" in error_of(parent)
-        assert "worker.py" in (parent.run_dir / "logs" / "rank0.log").read_text()
-        assert_written_down(parent, 1)
-
-
 @pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("code", [0, pytest.param(3, marks=pytest.mark.slow), 75])
 def test_a_rank_that_leaves_without_a_word_has_not_succeeded(tmp_path: Path, code) -> None:
@@ -146,36 +104,6 @@ def test_a_rank_that_leaves_without_a_word_has_not_succeeded(tmp_path: Path, cod
         assert parent.end() == 1
         how = rf"ended with exit code {code} and no error, in compute of step 5"
         assert re.match(rf"error: rank 1 \(pid \d+\) {how}", error_of(parent))
-
-
-@pytest.mark.sampled(every=2, first=1)
-@pytest.mark.parametrize("nproc", [None, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_steps_that_were_done_are_counted(tmp_path: Path, nproc) -> None:
-    write_recipe(tmp_path, "if step == 20: raise DataError('a fault on purpose')")
-    with Parent(tmp_path, LONG, "train.log_every_steps=15", nproc=nproc) as parent:
-        assert parent.end() == 7
-        assert "failed after 19 steps" in parent.stdout
-        assert parent.json("status.json")["step"] == 19
-        assert error_of(parent) == "error: a fault on purpose"
-
-
-def slow_end() -> None:
-    from launcher.trainer import results
-
-    write = results.write_files
-
-    def write_files(*arguments: Any) -> None:
-        time.sleep(3)
-        write(*arguments)
-
-    results.write_files = write_files
-
-
-@pytest.mark.slow
-def test_a_slow_end_is_not_a_hang(tmp_path: Path) -> None:
-    write_recipe(tmp_path)
-    with Parent(tmp_path, "train.epochs=1", "launch.hang_timeout_s=2", prepare=slow_end) as parent:
-        assert parent.end() == 0, parent.stderr
 
 
 # Restarts, and G3: crash loops stop
@@ -263,37 +191,6 @@ def test_workers_that_ignore_a_request_to_stop_are_killed_at_the_grace(tmp_path:
         assert_written_down(parent, code)
 
 
-SLOW_PICTURES = """
-from launcher.report import page
-
-def draw(run):
-    open("drawing", "w").close()
-    time.sleep(60)
-
-if GENERATION == 0 and not os.path.exists("drawing"): page.write_report = draw
-"""
-
-
-@pytest.mark.slow
-def test_a_run_that_is_stopped_while_its_report_is_written_is_saved(tmp_path: Path) -> None:
-    write_recipe(tmp_path, in_build=SLOW_PICTURES)
-    words = ("train.epochs=2", "run.dir=run", "launch.grace_s=1")
-    with Parent(tmp_path, *words, pictures=True) as parent:
-        parent.wait_until((tmp_path / "drawing").exists, 20, "the report is being drawn")
-        parent.signal(signal.SIGINT)
-        assert parent.end() == 75
-        assert "stopped by SIGINT after the last step, while results were being" in parent.stderr
-        assert "The checkpoint of step 8 is saved" in parent.stderr
-        assert "before a checkpoint" not in parent.stderr
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (status["state"], status["exit"], status["step"]) == ("stopped", 75, 8)
-    assert not (tmp_path / "run" / "report.html").exists()
-    with Parent(tmp_path, *words, name="again", pictures=True) as parent:
-        assert parent.end() == 0
-    assert (tmp_path / "run" / "report.html").exists()
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["state"] == "done"
-
-
 @pytest.mark.slow
 def test_a_stopped_worker_is_killed_at_the_grace(tmp_path: Path) -> None:
     write_recipe(tmp_path, ENDLESS)
@@ -330,15 +227,6 @@ def test_a_hangup_stops_like_sigterm(tmp_path: Path) -> None:
 
 def nohup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-
-@pytest.mark.slow
-def test_a_hangup_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:
-    write_recipe(tmp_path, ENDLESS)
-    with Parent(tmp_path, "train.epochs=10", prepare=nohup) as parent:
-        for pid in (parent.rank(0), parent.rank(1), parent.pid):
-            os.kill(pid, signal.SIGHUP)
-        assert parent.end() == 0
 
 
 @pytest.mark.slow
@@ -403,52 +291,6 @@ def test_a_hang_in_evaluation_and_in_the_first_step_is_found_too(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_hang_in_the_trial_before_the_first_step_blames_no_rank_that_waits(tmp_path: Path) -> None:
-    write_recipe(tmp_path, "if step == 1 and RANK == 1: time.sleep(1000)")  # 8 samples on 3 ranks: a trial
-    with Parent(tmp_path, LONG, "launch.user_code_timeout_s=2", nproc=3) as parent:
-        assert parent.end() == 6
-        assert re.match(
-            r"error: rank 1 hangs: while trying the smallest batch for \d s, in the recipe's code at "
-            r"\S+tiny\.py:\d+, in in_step\. launch\.user_code_timeout_s limits how long it may take\.",
-            error_of(parent),
-        )
-
-
-@pytest.mark.slow
-def test_a_rank_that_waits_in_the_recipe_s_loss_for_one_that_failed_has_a_limit(tmp_path: Path) -> None:
-    code = "if step == 1 and RANK == 0: raise ValueError('too few')"
-    gather = "torch.distributed.all_reduce(torch.ones(1))"
-    write_recipe(tmp_path, f"{code}\n{gather}")
-    with Parent(tmp_path, LONG, "launch.init_timeout_s=6", "launch.max_restarts=0", nproc=3) as parent:
-        assert parent.end(30) in (1, 6), parent.stderr
-
-
-IN_LOSS = r"at \S+tiny\.py:\d+, in loss"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("passes", "limit", "place"),
-    [
-        (1, "user_code_timeout_s", rf"while trying the evaluation for \d s, in the recipe's code {IN_LOSS}"),
-        (2, "hang_timeout_s", rf"in the evaluation after step 4 for \d s {IN_LOSS}; stacks .*"),
-    ],
-)
-def test_a_hang_in_an_evaluation_blames_no_rank_that_waits(
-    tmp_path: Path, passes: int, limit: str, place: str
-) -> None:
-    write_recipe(tmp_path)
-    recipe = (tmp_path / "tiny.py").read_text()
-    hang = f"    if not network.training and RANK == 1 and step == {4 * (passes - 1)}: time.sleep(1000)\n"
-    (tmp_path / "tiny.py").write_text(
-        recipe.replace("    if network.training:", f"{hang}    if network.training:")
-    )
-    with Parent(tmp_path, "train.epochs=1", f"launch.{limit}=2") as parent:
-        assert parent.end() == 6
-        assert re.match(rf"error: rank 1 (\(pid \d+\) )?hangs: {place}\. launch\.{limit} ", error_of(parent))
-
-
-@pytest.mark.slow
 def test_a_stopped_parent_takes_no_rank_for_hung(tmp_path: Path) -> None:
     """Ctrl-Z and fg stop and continue the parent and its workers together."""
     write_recipe(tmp_path, ENDLESS)
@@ -491,19 +333,6 @@ def test_a_rank_that_does_not_come_up_is_named(tmp_path: Path, number, code, tex
         assert parent.end() == code
         assert time.monotonic() - began < at_most(4)
         assert re.match(f"error: {text}", error_of(parent))
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_while_it_builds_the_model_is_named(tmp_path: Path) -> None:
-    write_recipe(tmp_path, in_build="if RANK == 1: time.sleep(1000)")
-    with Parent(tmp_path, LONG, "launch.user_code_timeout_s=2") as parent:
-        assert parent.end(15) == 6
-        assert re.match(
-            r"error: rank 1 hangs: while building the model for \d s, in the recipe's code at \S+tiny\.py:\d+"
-            r", in build\. launch\.user_code_timeout_s limits how long it may take\. Stacks: ",
-            error_of(parent),
-        )
-        assert "in build" in (parent.run_dir / "logs" / "stacks-rank1.txt").read_text()
 
 
 # G14: no orphans

@@ -236,47 +236,6 @@ def test_machines_that_do_not_fit_are_refused_in_words(hosts: Hosts) -> None:
     assert "only this node was given seed=7" in other.outputs[1]
 
 
-@pytest.mark.parametrize(("node", "key"), [(0, "GLOO_SOCKET_IFNAME"), (1, "NCCL_SOCKET_IFNAME")])
-def test_an_interface_that_one_machine_lacks_ends_both(hosts: Hosts, node: int, key: str) -> None:
-    for each in range(2):
-        hosts.start_node(each, **({key: "nope"} if each == node else {}))
-    ended = hosts.end(60)
-    assert ended.codes == [3, 3], ended
-    said = rf"rank {node} failed: {key}=nope in the environment names no network interface of this machine\. "
-    for output in ended.outputs:
-        assert re.search(rf"error.*: {said}It has lo, {INTERFACE}", output), ended
-
-
-def test_a_node_too_many_ends_and_disturbs_nobody(hosts: Hosts, undisturbed) -> None:
-    hosts.start()
-    hosts.start_node(1, slow=True)
-    hosts.start_node(1, "launch.node_rank=2", slow=True)
-    hosts.start_node(1, "launch.nnodes=3", "launch.node_rank=2", slow=True)
-    ended = hosts.end()
-    first, *twice, beyond, of_three = zip(ended.codes, ended.outputs, strict=True)
-    assert first[0] == 0
-    assert ended.result["weights_sha256"] == undisturbed(ranks=2).result["weights_sha256"]
-    (done, _), (refused, text) = sorted(twice)
-    assert (done, refused) == (0, 3), ended
-    assert "error: another process is node 1 already at launch.rdzv_endpoint=" in text
-    assert beyond[0] == 2
-    assert "error: launch.node_rank=2 with launch.nnodes=2: nodes count from 0" in beyond[1]
-    assert of_three[0] == 3
-    assert "error: node 2 and the node 0 that it found" in of_three[1]
-    assert "only this node was given launch.nnodes=3" in of_three[1]
-
-
-def test_two_nodes_0_end_in_the_time_of_the_start_with_a_sentence_each(hosts: Hosts) -> None:
-    hosts.start_node(0, "launch.init_timeout_s=4")
-    hosts.start_node(1, "launch.init_timeout_s=4", "launch.node_rank=0")
-    ended = hosts.end(60)
-    assert set(ended.codes) <= {2, 3, 6}, ended
-    for output in ended.outputs:
-        assert output.count("error: ") == 1, ended
-    taken = "another process is node 0 already|is in use by another process"
-    assert any(re.search(taken, output) for output in ended.outputs), ended
-
-
 def test_a_wrong_config_is_said_once_by_node_0_and_ends_all(hosts: Hosts) -> None:
     hosts.start("optim.lr=fast", slow=False)
     ended = hosts.end()

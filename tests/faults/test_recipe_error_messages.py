@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from launcher.config.groups import PACKAGE
-from launcher.errors import DataError, counted
+from launcher.errors import DataError
 from launcher.run_dir.atomic import read_json
 from launcher.telemetry.event_log import read_events
 from tests.faults.launching import Ended, run
 from tests.faults.parent import Parent, write_recipe
 from tests.faults.usercode import is_here, own_rank
-from tests.test_end_to_end import launch, only_run
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -199,36 +196,6 @@ def test_a_mistake_of_another_rank_is_what_the_files_of_the_run_say(tmp_path: Pa
     assert ended.events("end")[-1]["error"] == ended.result["error"]
 
 
-IN_A_LOADER = """
-    class Samples:
-        def __len__(self): return 64
-        def __getitem__(self, index):
-            if index >= 40:
-                raise OSError("no such shard")
-            return {"x": x[index], "label": 0}
-    train = Samples()
-"""
-
-
-@pytest.mark.slow
-def test_a_sample_that_raises_in_a_loader_process_has_its_own_traceback(tmp_path: Path) -> None:
-    file, _ = written(tmp_path, "RECIPE", IN_A_LOADER)
-    ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS, "data.num_workers=1", ranks=2)
-    assert_told_once(ended, "the training set: sample ", 7, tracebacks=1)
-    trace, _, error = ended.outputs[0].partition("Traceback (most")[2].partition("\nerror: ")
-    assert trace.count("  File ") == 1, "neither of torch's loader nor of the reader"
-    assert trace.endswith(', in __getitem__\n    raise OSError("no such shard")\nOSError: no such shard')
-    logs = tmp_path / "run" / "logs"
-    assert re.search(rf"The full traceback is in {logs}/rank([01]).log; logs of the other ranks: ", error)
-
-
-def test_a_loss_of_the_projects_own_is_named_where_no_line_is_the_users(tmp_path: Path) -> None:
-    file, _ = written(tmp_path, "RECIPE", "return Recipe(build, train, validation, cross_entropy)")
-    ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS)
-    text = "the recipe's loss (cross_entropy) failed: KeyError: 'image'. A batch has the columns x, label."
-    assert_told_once(ended, text, 7)
-
-
 REFUSED: dict[str, tuple[str, int, str]] = {
     "an empty validation set": (
         "validation = TensorData({'x': x[:0], 'label': torch.arange(0)})",
@@ -261,28 +228,6 @@ def test_data_that_cannot_be_evaluated_is_refused_at_the_start(tmp_path: Path, l
     ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS)
     assert_told_once(ended, text, code)
     assert not ended.events("start")
-
-
-def test_an_eval_transform_that_leaves_out_samples_is_refused(tmp_path: Path) -> None:
-    file, _ = written(tmp_path, "EVAL", "return {name: column[:3] for name, column in batch.items()}")
-    ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS)
-    assert_told_once(ended, " samples and returned the column x in the shape [3, 4]. ", 7)
-
-
-@pytest.mark.slow
-def test_logits_of_a_wrong_shape_are_refused(tmp_path: Path) -> None:
-    file, _ = written(tmp_path, "FORWARD", "return self.inner(x).sum(1)")
-    ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS, ranks=2)
-    text = "the model returned the shape [8] for 8 samples: cross_entropy needs [8, classes]"
-    assert_told_once(ended, text, 2)
-
-
-@pytest.mark.slow
-def test_a_loss_that_gives_metrics_nothing_to_read_is_refused(tmp_path: Path) -> None:
-    file, _ = written(tmp_path, "LOSS", "return Loss(network(batch['x']).sum(), len(batch['x']))")
-    ended = run(tmp_path / "run", f"recipes.path={file}", *WORDS, ranks=2)
-    text = "metrics (Classification) read outputs, but its loss gave none. Return Loss(sum, count, outputs)"
-    assert_told_once(ended, text, 2)
 
 
 def test_the_parent_says_it_once(tmp_path: Path) -> None:
@@ -325,18 +270,6 @@ def test_what_no_run_can_train_is_one_sentence_with_the_line(tmp_path: Path, mar
     assert_told_once(ended, text.format(file=file, line=number, before=number - 1), 2)
 
 
-@pytest.mark.slow
-def test_under_torchrun_it_is_said_once(tmp_path: Path) -> None:
-    file, number = written(tmp_path, "LOSS", "raise ValueError('no loss today')")
-    words = ["recipe=resnet18", f"recipes.path={file}", *WORDS, "tracker=none"]
-    done = launch(tmp_path, words)
-    ours = done.stderr.partition("ChildFailedError")[0]
-    assert (done.stdout + done.stderr).count("\nValueError: no loss today\nerror: ") == 1, done.stderr
-    assert ours.partition("error: ")[0].count("Traceback (most recent call last)") == 1, ours
-    assert f"{file}:{number}, in loss" in ours
-    assert read_json(only_run(tmp_path) / "result.json")["exit"] == 1
-
-
 ALONE = """
     import os, time
     if os.environ["RANK"] == "1":
@@ -373,27 +306,3 @@ def test_a_batch_smaller_than_the_ranks_is_refused_before_a_worker_starts(tmp_pa
         assert parent.end() == 2
         assert "data.batch_size=1 is less than the number of ranks, " in parent.stderr
         assert not (tmp_path / "outputs").exists()
-
-
-@pytest.mark.slow
-def test_more_workers_than_cores_are_a_decision_and_no_error(tmp_path: Path) -> None:
-    cores = len(os.sched_getaffinity(0))
-    write_recipe(tmp_path)
-    with Parent(tmp_path, "train.max_steps=1", "precision=fp32", nproc=cores + 1) as parent:
-        assert parent.end(40) == 0
-        assert f"; they share {counted(cores, 'core')} and wait for each other" in parent.stdout
-
-
-def holding_the_group(network: Any, batch: Any) -> None:
-    if own_rank() == 1 and is_here(network, 3):
-        group = torch.distributed.group.WORLD
-        [group.size() + int(part) for part in ("1", "no number")]
-
-
-@pytest.mark.slow
-def test_other_ranks_notice_a_failure_in_a_comprehension_that_uses_the_group(tmp_path: Path) -> None:
-    """By the end of the connection, which the frame of the comprehension would hold open."""
-    ended = run(tmp_path / "run", ranks=2, user_code=holding_the_group)
-    assert ended.codes == [1, 1], ended
-    assert "ValueError: invalid literal" in ended.result["error"]
-    assert "Connection closed by peer" in ended.log(0)

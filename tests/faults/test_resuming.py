@@ -52,30 +52,6 @@ def kill_before_the_result() -> None:
     results.result_of = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
 
 
-def kill_in_a_rewrite_of_status() -> None:
-    """Before the rename, once the run has begun."""
-    replaced = os.replace
-
-    def replace_or_die(source: Path, target: Path) -> None:
-        if target.name == "status.json" and '"running"' in source.read_text():
-            os.kill(os.getpid(), signal.SIGKILL)
-        replaced(source, target)
-
-    os.replace = replace_or_die  # type: ignore[assignment]
-
-
-def kill_after_the_result() -> None:
-    from launcher.trainer import results
-
-    write_files = results.write_files
-
-    def write_and_die(*args: Any) -> None:
-        write_files(*args)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    results.write_files = write_and_die
-
-
 def kill_in_the_middle_of_a_save() -> None:
     """Before the third file of the checkpoint of step 20 has its last byte on the disk."""
     synced = os.fsync
@@ -122,27 +98,6 @@ def test_killed_again_and_again_it_ends_as_if_nothing_had_happened(tmp_path: Pat
     assert len(set(started_after)) > 3
     assert last.events("start")[-1]["step"] == 3 * EPOCH
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
-
-
-@pytest.mark.slow
-def test_killed_between_its_result_and_its_last_words_it_says_them_again(tmp_path: Path, undisturbed) -> None:
-    killed = run(tmp_path / "run", prepare=kill_after_the_result)
-    assert killed.codes == [-signal.SIGKILL], killed
-    assert killed.result["state"] == "done"
-    assert killed.status["state"] == "running"
-    last = run(tmp_path / "run")
-    assert last.digest == undisturbed().digest
-    assert (last.status["state"], last.status["exit"]) == ("done", 0)
-    assert_each_step_once(last)
-    assert [event["step"] for event in last.events("restart")] == [3 * EPOCH]
-
-
-def test_what_a_killed_writer_has_left_is_cleared_away(tmp_path: Path) -> None:
-    killed = run(tmp_path / "run", prepare=kill_in_a_rewrite_of_status)
-    assert killed.codes == [-signal.SIGKILL], killed
-    assert len(list((tmp_path / "run").glob(".status.json.*.tmp"))) == 1
-    assert run(tmp_path / "run").codes == [0]
-    assert not list((tmp_path / "run").glob(".*.tmp"))
 
 
 # G4: stopped anywhere
@@ -202,21 +157,6 @@ def test_stopped_anywhere_it_ends_as_if_nothing_had_happened(tmp_path: Path, und
         skipped = {event["step"] for event in last.events("overflow")}
         assert min(skipped) <= 8, "no overflow before the stop"
         assert max(skipped) > 20, "no overflow after it"
-
-
-@pytest.mark.slow
-def test_evaluations_in_mid_epoch_are_made_once_wherever_it_stops(tmp_path: Path) -> None:
-    """Stopped where one is owed, and between two of them."""
-    words = ("train.eval_every_steps=6", "train.max_steps=20")
-    whole = run(tmp_path / "whole", *words)
-    for step in (6, 10):
-        ended = run(tmp_path / "run", *words, user_code=stop_after(step))
-        assert ended.codes == [75], ended
-    last = run(tmp_path / "run", *words)
-    assert last.digest == whole.digest
-    assert_same_course(last, whole)
-    evaluations = [[event["step"] for event in each.events("eval")] for each in (whole, last)]
-    assert evaluations == [[6, 12, EPOCH, 18, 20]] * 2
 
 
 @pytest.mark.parametrize("source", ["indexed", "streamed"])
@@ -296,21 +236,6 @@ def what_counts(ended: Ended, earlier: Snapshot) -> tuple[Any, ...]:
     last = load(ended.checkpoints[3 * EPOCH])
     has_the_time_before = seconds_of(last) > seconds_of(earlier)
     return ended.digest, last.progress, last.extra.best, has_the_time_before
-
-
-@pytest.mark.slow
-def test_going_back_to_an_earlier_checkpoint(tmp_path: Path, undisturbed) -> None:
-    """Of a run that is done: what came after it is set aside, in metrics.jsonl too."""
-    whole = undisturbed()
-    shutil.copytree(whole.directory, tmp_path / "run")
-    checkpoints = tmp_path / "run" / "checkpoints"
-    ended = run(tmp_path / "run", f"checkpoint.resume={checkpoints / 'step-00000025'}")
-    assert ended.digest == whole.digest
-    assert_same_course(ended, whole)
-    assert_each_step_once(ended)
-    assert ended.events("restart")[-1]["step"] == 25
-    aside = {path.name for path in checkpoints.glob("replaced-*")}
-    assert aside == {f"replaced-step-{step:08d}" for step in whole.checkpoints if step > 25}
 
 
 # G20: another number of ranks

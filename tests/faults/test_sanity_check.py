@@ -85,46 +85,6 @@ def test_what_would_end_the_first_epoch_is_found_before_the_first_step(
         assert any(each in output for output in ended.outputs), (each, ended)
 
 
-def test_a_collective_that_fits_on_all_ranks_is_none_to_refuse(tmp_path) -> None:
-    ended = started(tmp_path, EVEN, loss=GATHER.replace("WHEN", "True"))
-    assert ended.codes == [0, 0], ended
-
-
-FORKED = """
-import os
-import torch
-from torch import nn
-from launcher.recipe import Recipe, cross_entropy, recipe
-
-class Rows:
-    process = os.getpid()
-
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, index):
-        assert os.getpid() == self.process, "no use in a forked process"
-        return {"image": torch.ones(4) * index, "label": index % 2}
-
-@recipe("forked")
-def forked(config):
-    return Recipe(lambda: nn.Linear(4, 2), Rows(), Rows(), cross_entropy)
-"""
-
-
-def test_a_data_set_that_no_forked_process_can_read_is_read_in_the_training_process(tmp_path) -> None:
-    (tmp_path / "forked.py").write_text(FORKED)
-    words = f"recipes.path={tmp_path / 'forked.py'}", "recipe.uses=forked", "train.epochs=1"
-    auto = run(tmp_path / "auto", *words, ranks=1)
-    assert auto.codes == [0], auto
-    (text,) = (each["text"] for each in auto.events("decision") if each["topic"] == "loader processes")
-    assert text.startswith("none: in a loader process sample 0 of the training set raises")
-    given = run(tmp_path / "given", *words, "data.num_workers=1", ranks=1)
-    assert given.codes == [2], given
-    assert "data.num_workers=1: in a loader process" in str(given)
-    assert "Set data.num_workers=0" in str(given)
-
-
 def leave_out_trials() -> None:
     from launcher.trainer import after_evaluation, sanity_check
 

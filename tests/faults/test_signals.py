@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
@@ -28,14 +27,6 @@ def assert_saved_and_stopped(parent: Parent, state: str = "stopped") -> None:
     status = parent.json("status.json")
     assert (status["state"], status["exit"]) == (state, 75)
     assert (parent.run_dir / "checkpoints" / f"step-{status['step']:08d}").is_dir()
-
-
-def test_sigxcpu_stops_the_run(tmp_path: Path) -> None:
-    write_recipe(tmp_path, ENDLESS)
-    with Parent(tmp_path, LONG) as parent:
-        parent.rank(0), parent.rank(1)
-        parent.signal(signal.SIGXCPU)
-        assert_saved_and_stopped(parent)
 
 
 @pytest.mark.parametrize("nproc", [2, pytest.param(None, marks=pytest.mark.slow)])
@@ -78,25 +69,6 @@ def test_sigusr2_under_slurm_stops_the_run(tmp_path: Path) -> None:
         parent.rank(0), parent.rank(1)
         parent.signal(signal.SIGUSR2)
         assert_saved_and_stopped(parent, "preempted")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_further_interrupts_while_a_stopped_run_ends_change_nothing(tmp_path: Path, nproc) -> None:
-    write_recipe(tmp_path, ENDLESS)
-    with Parent(tmp_path, LONG, nproc=nproc) as parent:
-        parent.rank(0)
-        parent.signal(signal.SIGINT)
-        status = parent.run_dir / "status.json"
-        parent.wait_until(lambda: '"stopped"' in status.read_text(), 20, "the run is saved")
-        while parent._process.exitcode is None:
-            with contextlib.suppress(ProcessLookupError):  # its end is known here a little later
-                parent.signal(signal.SIGINT)
-            parent._process.join(0.01)
-        assert parent.end() == 75
-        assert "Traceback" not in parent.stderr
-        assert parent.stderr.startswith("stopping after step ")
-        assert "\nstopped: after step " in parent.stderr
 
 
 @pytest.mark.slow

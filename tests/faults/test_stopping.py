@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,15 +9,13 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from launcher.run_dir.result import Result
 from launcher.telemetry.event_log import read_events
 from tests.faults.launching import EPOCH, RECIPE, WORDS, Ended, Started, run
 from tests.faults.parent import is_alive
-from tests.faults.usercode import send_signal, slowly, stop_after
+from tests.faults.usercode import send_signal, slowly
 from tests.limits import at_most
 
 ROOT = Path(__file__).parents[2]
@@ -115,34 +112,6 @@ def test_in_a_save_and_twice(tmp_path: Path, undisturbed) -> None:
     assert {5, stopped} <= ended.checkpoints.keys()
     assert not list(checkpoints.glob(".*"))
     go_on(ended, undisturbed(ranks=2), 2)
-
-
-@pytest.mark.slow
-def test_a_stop_in_the_last_step_leaves_its_evaluation_to_the_next_start(tmp_path: Path, undisturbed) -> None:
-    ended = run(tmp_path / "run", user_code=stop_after(3 * EPOCH))
-    assert assert_stopped(ended, 1) == 3 * EPOCH
-    go_on(ended, undisturbed(), 1)
-
-
-def signal_in_the_result() -> None:
-    from launcher.trainer import results
-
-    result_of = results.result_of
-
-    def signalled(*arguments: Any) -> Result:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return result_of(*arguments)
-
-    results.result_of = signalled
-
-
-@pytest.mark.slow
-def test_a_stop_while_the_result_is_written_leaves_a_complete_run(tmp_path: Path, undisturbed) -> None:
-    """Nothing is left to be stopped: no rank says that it was."""
-    ended = run(tmp_path / "run", ranks=2, prepare=signal_in_the_result)
-    assert ended.digest == undisturbed(ranks=2).digest
-    assert (ended.status["state"], ended.status["exit"]) == ("done", 0)
-    assert not any("stop" in text for text in (*ended.warnings, *ended.outputs[1:])), ended
 
 
 def test_sigusr1_saves_and_the_run_goes_on(tmp_path: Path, undisturbed) -> None:
@@ -281,51 +250,3 @@ def test_without_a_parent_ranks_that_wait_for_one_that_hangs_say_so_and_end(tmp_
     assert "error: rank 0 hangs: in wire of step" in ended.outputs[0]
     assert "It waits for another rank, whose own output says where that is." in ended.outputs[0]
     assert (ended.status["state"], ended.status["exit"]) == ("failed", 6)
-
-
-HANGING = """
-from multiprocessing import Pool
-from pathlib import Path
-import time
-
-import torch
-
-from launcher.recipe import Recipe, recipe
-
-
-def wait(seconds):
-    time.sleep(seconds)
-
-
-@recipe("hangs")
-def build(config):
-    with Pool(1) as pool:
-        Path("loading").touch()
-        try:
-            pool.map(wait, [1000])
-        except Exception:
-            pool.map(wait, [1000])
-"""
-
-
-@pytest.mark.slow
-def test_a_process_alone_that_hangs_in_loading_ends_at_once(tmp_path: Path) -> None:
-    (tmp_path / "hangs.py").write_text(HANGING)
-    words = ["recipe=resnet18", "recipe.uses=hangs", f"recipes.path={tmp_path / 'hangs.py'}", "tracker=none"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launcher", *words, f"run.dir={tmp_path / 'run'}"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        while not (tmp_path / "loading").exists():
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=at_most(8))
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "error: stopped by SIGTERM while the data was being loaded" in errors
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (status["state"], status["exit"]) == ("failed", 128 + signal.SIGTERM)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -79,60 +78,6 @@ QUICK = [("closed", None), ("unread", 2)]
 )
 def test_a_run_ends_as_it_would(tmp_path: Path, digest, fault, nproc) -> None:
     assert trained(tmp_path, nproc, FAULTS[fault]) == digest(nproc)
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("fault", ["stdout closed", "full"])
-def test_a_failure_keeps_its_exit_code(tmp_path: Path, fault) -> None:
-    write_recipe(tmp_path, "if step == 2: raise DataError('a fault on purpose')")
-    with Parent(tmp_path, nproc=None, prepare=FAULTS[fault]) as parent:
-        assert parent.end() == 7
-        assert parent.json("result.json")["error"] == "a fault on purpose"
-
-
-@pytest.mark.slow
-def test_a_sweep_ends_as_it_would(tmp_path: Path) -> None:
-    write_recipe(tmp_path)
-    words = ("-m", "train.epochs=1", "seed=0,1", "hydra.sweep.dir=sweep")
-    with Parent(tmp_path, *words, nproc=None, prepare=unread) as parent:
-        assert parent.end() == 0, parent.stderr
-    assert len(list((tmp_path / "sweep").glob("*/result.json"))) == 2
-
-
-SHELL = {
-    "stdout closed": ("{} >&-", 0),
-    "all closed": ("{} <&- >&- 2>&-", 0),
-    "stderr closed": ("{} 2>&-", 0),
-    "full": ("{} > /dev/full 2>&1", 8),
-    "the reader leaves": ("set -o pipefail; {} | true", 0),
-    "a wrong key": ("{} optim.lrr=1 2>&-", 2),
-}
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("case", SHELL)
-def test_help_and_config_errors_keep_their_exit_code(case) -> None:
-    line, code = SHELL[case]
-    command = f"{sys.executable} -m launcher {'recipe=resnet18' if code == 2 else '--help'}"
-    done = subprocess.run(["bash", "-c", line.format(command)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    assert done.stderr == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "line", ["{} >&-", "{} 2>&-", "{} > /dev/full 2>&1", "set -o pipefail; {} 2>&1 | head -1"]
-)
-def test_workers_of_torchrun_end_as_they_would(tmp_path: Path, digest, line) -> None:
-    from tests.faults.parent import WORDS
-
-    write_recipe(tmp_path)
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node=2 -m launcher"
-    command = line.format(f"{sys.executable} {torchrun} {' '.join(WORDS)} train.epochs=2 run.dir=run")
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert digest(2) in (tmp_path / "run" / "result.json").read_text()
 
 
 def test_what_a_killed_rank_has_printed_is_on_stdout(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -172,23 +171,3 @@ def test_a_stop_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
             running.until_idle()
         assert running.end() == 0, running.log
     assert "failed runs" not in running.log
-
-
-def test_nothing_outlives_a_killed_agent(tmp_path: Path) -> None:
-    write_recipe(tmp_path, ENDLESS)
-    with agent(tmp_path, "launch.nproc=2", "train.epochs=100000", "${args_no_hyphens}") as running:
-        running.server.commands.append([running.server.run("r1", {"seed": 0})])
-        running.until(lambda: any(tmp_path.glob("pid-0-1")), "rank 1 is in its fifth step")
-        started = running.below()
-        assert len(started) >= 3  # the parent and two workers
-        running.process.send_signal(signal.SIGKILL)
-        running.until(lambda: not any(map(is_alive, started)), "the run is gone", 10)
-
-
-def test_a_sweep_of_ours_within_one_of_wandbs_is_refused(tmp_path: Path) -> None:
-    write_recipe(tmp_path)
-    with agent(tmp_path, "-m", "optim.lr=0.1,0.2", "${args_no_hyphens}") as running:
-        running.server.commands.append([running.server.run("r1", {"seed": 0})])
-        running.until_idle()
-        assert "error: -m under wandb agent (sweep sweep1)" in running.log
-    assert not (tmp_path / "multirun").exists()
