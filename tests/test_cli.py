@@ -197,15 +197,6 @@ def test_the_config_is_printed_and_nothing_runs(tmp_path, words: list[str]) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_part_of_the_config_is_printed(tmp_path) -> None:
-    done = ask(["recipe=resnet18", "--cfg", "job", "schedule=linear", "-p", "schedule"], tmp_path)
-    assert yaml.safe_load(done.stdout) == {
-        "name": "linear",
-        "warmup_fraction": 0.2,
-        "lr_base_batch_size": None,
-    }
-
-
 def test_the_printed_config_is_that_of_the_run(tmp_path) -> None:
     done = ask(["recipe=resnet18", "--cfg", "job", "schedule=constant", "-p", "schedule"], tmp_path)
     assert yaml.safe_load(done.stdout) == {
@@ -213,18 +204,3 @@ def test_the_printed_config_is_that_of_the_run(tmp_path) -> None:
         "warmup_fraction": 0,
         "lr_base_batch_size": None,
     }
-
-
-@pytest.mark.parametrize("words", [["--info", "searchpath"], ["--hydra-help"]])
-def test_hydra_answers_for_itself(tmp_path, words: list[str]) -> None:
-    done = ask(["recipe=resnet18", *words], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_typo_in_a_sweep_is_found_before_any_job(tmp_path) -> None:
-    done = ask(["-m", "recipe=resnet18", "optim.lr=0.1,fast"], tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: optim.lr=fast: must be a number above 0 and at most 1e30.\n"
-    assert list(tmp_path.iterdir()) == []

@@ -126,15 +126,3 @@ def compiler() -> Iterator[Any]:
 
     yield async_compile
     async_compile.shutdown_compile_workers()
-
-
-@pytest.mark.slow
-def test_the_processes_of_torchs_compiler_stay(compiler: Any) -> None:
-    """The first Triton kernel of a process starts them. Without them every later kernel would fail.
-
-    Not in an inner session, which would unload what the compiler imports.
-    """
-    before = leaks.Moment.now()
-    pool = compiler.AsyncCompile.process_pool()
-    assert before.left_behind() == []
-    assert pool.process.poll() is None

@@ -162,18 +162,6 @@ def test_extras_exclude_versions_that_must_not_be_installed(
     assert found.specifier.contains(version) == accepted
 
 
-def test_no_extra_installs_a_plug_in_of_hydra() -> None:
-    """They are refused, and the one for Optuna needs its version 2."""
-    assert "hydra-optuna-sweeper" not in (ROOT / "pyproject.toml").read_text()
-
-
-def test_the_scripts_are_executable_and_short() -> None:
-    for script in (ROOT / "scripts" / "run", ROOT / "scripts" / "test", ROOT / ".ci" / "run"):
-        assert os.access(script, os.X_OK)
-        call("bash", "-n", script, directory=ROOT)
-        assert len(script.read_text().splitlines()) <= 30
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

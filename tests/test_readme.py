@@ -113,18 +113,10 @@ def typed(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(shell, cwd=clone, env=environ, capture_output=True, text=True, timeout=100)
 
 
-def test_it_is_short_enough_to_be_read() -> None:
-    assert len(TEXT.splitlines()) <= 200
-
-
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_links_lead_to_files(folder: str) -> None:
     links = re.findall(r"\]\(([^)]+)\)", PAGES[folder])
     assert all((ROOT / folder / link).is_file() for link in links), links
-
-
-def test_a_recipe_of_ones_own_takes_at_most_25_lines() -> None:
-    assert len(OWN_RECIPE.splitlines()) <= 25
 
 
 @pytest.mark.slow
@@ -327,16 +319,9 @@ def test_commands_train(command, tmp_path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-TREE = TEXT.split("## Files and source")[1].split("## ")[0]
-NO_ROOMS = ("README.md", "__init__.py", "__pycache__", "py.typed")
-ROOMS = [path for path in (ROOT / "launcher").iterdir() if path.name not in NO_ROOMS]
-
-
-@pytest.mark.parametrize("name", re.findall(r"\w+/(?=[ \n])", TREE.partition("```")[2]))
-def test_the_tree_names_folders_that_are_there(name) -> None:
-    assert [path for path in (ROOT, *ROOT.glob("launcher/**/")) if (path / name).is_dir()]
-
-
-@pytest.mark.parametrize("room", ROOMS, ids=lambda path: path.name)
-def test_every_room_is_in_the_tree(room) -> None:
-    assert (f"{room.name}/" if room.is_dir() else room.stem) in TREE.split()
+def test_the_tree_names_folders_that_are_there() -> None:
+    tree = TEXT.split("## Files and source")[1].split("## ")[0]
+    folders = re.findall(r"\w+/(?=[ \n])", tree.partition("```")[2])
+    assert folders
+    for name in folders:
+        assert any((path / name).is_dir() for path in (ROOT, *ROOT.glob("launcher/**/"))), name
