@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
 import time
 
 import pytest
 
-from launcher.distributed.env import NODE, LaunchEnv
-from launcher.distributed.store import open_store
-from launcher.errors import PreflightError
 from tests.launch.test_config_broadcast import FRONT, ends, start
 from tests.limits import at_most
 
@@ -49,13 +43,6 @@ def test_a_rank_of_another_launch_is_refused_and_the_launch_that_it_met_is_not_d
     assert [code for code, _, _ in results] == [0, 0], results
 
 
-def test_a_rank_of_another_job_of_the_scheduler_is_refused(start) -> None:
-    start(FRONT, WORDS, 2, [0], SLURM_JOB_ID="11")
-    (stray,) = start(FRONT, WORDS, 2, [1], SLURM_JOB_ID="12")
-    assert stray.wait(30) == 3
-    assert "not of one launch: SLURM_JOB_ID is 12 here and 11 on rank 0." in stray.stderr
-
-
 def test_a_second_process_with_the_same_rank_is_refused(start, tmp_path) -> None:
     leader, own = start(PROCESS, WORDS, 2)
     wait_for(tmp_path / "works-1")
@@ -66,16 +53,6 @@ def test_a_second_process_with_the_same_rank_is_refused(start, tmp_path) -> None
     )
     (tmp_path / "end").touch()
     assert [code for code, _, _ in ends([leader, own])] == [0, 0]
-
-
-def test_a_port_in_use_is_named_by_the_setting_that_gave_it(monkeypatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", port)
-        with pytest.raises(PreflightError) as refusal:
-            open_store(LaunchEnv(0, 2, noun=NODE), 1.0)
-    assert str(refusal.value).replace(port, "PORT").startswith("launch.rdzv_endpoint=127.0.0.1:PORT:")
 
 
 def test_a_port_in_use_is_one_sentence(start, tmp_path) -> None:
@@ -104,29 +81,6 @@ def test_a_rank_that_never_comes_is_awaited_for_init_timeout_s(start, rank, text
     (line,) = alone.stderr.splitlines()
     assert line.startswith(f"error: {text}")
     assert "within 2 s" in line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_sigterm_ends_a_rank_that_waits_for_the_others(start, rank) -> None:
-    (alone,) = start(PROCESS, WORDS, 2, [rank])
-    time.sleep(at_most(3))
-    os.kill(alone._process.pid, signal.SIGTERM)
-    began = time.monotonic()
-    assert alone.wait(30) == 143
-    assert time.monotonic() - began < at_most(2)
-    assert alone.stderr.startswith("error: stopped by SIGTERM while nothing was trained;")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "text"),
-    [("MASTER_ADDR", "", "MASTER_ADDR is not set"), ("MASTER_PORT", "http", "MASTER_PORT='http'")],
-)
-def test_a_meeting_place_that_is_none_is_one_sentence(start, key, value, text) -> None:
-    (leader,) = start(FRONT, WORDS, 2, [0], **{key: value})
-    assert leader.wait(30) == 3
-    (line,) = leader.stderr.splitlines()
-    assert line.startswith(f"error: {text}")
 
 
 # The hang timer of a rank whose store is gone, after rank 0 has written how the run ended.

@@ -6,14 +6,11 @@ import os
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from launcher.distributed import nccl, process_group
+from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import exit_record, is_secondary
-from launcher.distributed.process_group import join
 from launcher.errors import PreflightError, UnexpectedError
 from launcher.trainer.errors.rank_failure import to_launcher_error
 
@@ -101,46 +98,3 @@ def test_ranks_of_one_machine_meet_on_the_loopback_device(launch, own, interface
     assert [environ.get(key) for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")] == interfaces
     assert environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert environ["RDMAV_FORK_SAFE"] == "1", "loader processes are forked beside a card's memory"
-
-
-@pytest.fixture
-def over_nccl(monkeypatch):
-    """`join` as on a GPU, with a group that sends nothing. Its variables go to a copy of the environment."""
-    init = dist.init_process_group
-    monkeypatch.setattr(process_group, "_device", lambda launch: torch.device("cuda", 0))
-    for name in (
-        "refuse_unusable_driver",
-        "refuse_missing_kernels",
-        "_refuse_shared_gpu",
-        "divide_threads",
-        "_set_timeout",
-    ):
-        monkeypatch.setattr(process_group, name, lambda *given: None)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(
-        dist,
-        "init_process_group",
-        lambda backend, **given: init("fake", store=FakeStore(), rank=1, world_size=2),
-    )
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def test_the_variables_are_set_before_the_group_is_made(over_nccl) -> None:
-    with join(ALL_HERE, dist.HashStore(), "job", 5):
-        assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
-
-
-def test_a_group_that_cannot_be_closed_does_not_replace_the_error(over_nccl, monkeypatch) -> None:
-    """After an error of CUDA each further call of it fails, ncclCommAbort's among them."""
-
-    def abort() -> None:
-        raise OWN[1][0]
-
-    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort)
-    origin = torch.AcceleratorError("CUDA error: device-side assert triggered")
-    with pytest.raises(torch.AcceleratorError) as raised, join(ALL_HERE, dist.HashStore(), "job", 5):
-        raise origin
-    assert raised.value is origin
-    assert "could not be closed either: DistBackendError: NCCL error" in raised.value.__notes__[0]

@@ -16,6 +16,7 @@ from launcher.telemetry.event_log import read_events
 from tests.faults.launching import Ended, run
 from tests.faults.parent import Parent, write_recipe
 from tests.faults.usercode import is_here, own_rank
+from tests.test_end_to_end import launch, only_run
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -102,31 +103,7 @@ MISTAKES: dict[str, tuple[str, str, int, str]] = {
         7,
         "in transform: KeyError: 'y'. A batch has the columns x, label.",
     ),
-    "an exception in the other": (
-        "EVAL",
-        "1 / 0",
-        1,
-        "in eval_transform: ZeroDivisionError: ",
-    ),
-    "an exception in the recipe": (
-        "RECIPE",
-        "open('/no/such/file')",
-        1,
-        "in mistaken: FileNotFoundError: ",
-    ),
-    "sys.exit in the recipe": (
-        "RECIPE",
-        "raise SystemExit('no data today')",
-        1,
-        "in mistaken. Only the launcher ends a run: raise an exception instead.",
-    ),
     "sys.exit in the loss": ("LOSS", "raise SystemExit(0)", 1, "in loss. Only the launcher ends a run"),
-    "an exception in a backward pass": (
-        "FORWARD",
-        "return Identity.apply(self.inner(x))",
-        1,
-        "in backward: ArithmeticError: in the backward pass.",
-    ),
 }
 
 
@@ -206,17 +183,6 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         "train.columns['label'][5] = 3",
         7,
         "column label of sample 5 is 3, but the recipe names 3 classes: a label must lie between 0 and 2.",
-    ),
-    "negative labels": (
-        "validation.columns['label'][5] = -1",
-        7,
-        "column label of sample 5 is -1, but the recipe names 3 classes: a label must lie between 0 and 2. "
-        "-1 marks samples without a label",
-    ),
-    "no labels": (
-        "validation = TensorData({'x': x})",
-        7,
-        "validation column label must hold one whole number per sample; there is none. Columns: x.",
     ),
 }
 

@@ -30,12 +30,6 @@ def test_a_metric_that_no_evaluation_has_is_refused_before_training(tmp_path, re
         load_recipe(config_of("pixels", "perceptron", written(tmp_path, text)))
 
 
-@pytest.mark.parametrize("metric", ["loss", "accuracy", "weighted_f1", "top5_accuracy"])
-def test_a_metric_that_an_evaluation_has_is_taken(tmp_path, metric):
-    text = OWN_RECIPE.replace("loss=cross_entropy,", f'loss=cross_entropy, monitor="{metric}",')
-    assert load_recipe(config_of("pixels", "perceptron", written(tmp_path, text))).monitor == metric
-
-
 def unlabelled(dtype: torch.dtype, *labels: int, metrics=None) -> Recipe:
     column = torch.tensor(labels).to(dtype)
     data = TensorData({"image": torch.zeros(len(labels), 2), "label": column})
@@ -62,8 +56,3 @@ def test_labels_of_each_integer_type_are_compared_with_the_classes(dtype):
     refuse_unusable_data(unlabelled(dtype, 0, 1))
     with pytest.raises(DataError, match="label of sample 1 is 2, but the recipe names 2 classes"):
         refuse_unusable_data(unlabelled(dtype, 0, 2))
-
-
-def test_a_label_that_usually_marks_what_is_left_out_says_how_to_do_so():
-    with pytest.raises(DataError, match=r"of sample 1 is 255, .* to int64 .* label it -100 instead"):
-        refuse_unusable_data(unlabelled(torch.int64, 0, 255))

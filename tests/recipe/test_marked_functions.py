@@ -40,14 +40,6 @@ def loaded(file: Path, text: str) -> None:
             f'the function under @recipe("mine") at {{file}}:{START} has the arguments (), and the launcher '
             "calls it with (config): let it take exactly these.",
         ),
-        (
-            "@recipe('mine')\ndef mine(config)\n",
-            f"recipe file {{file}} cannot be loaded: line {START + 1}: SyntaxError",
-        ),
-        (
-            "import no_such_module\n",
-            f"recipe file {{file}} cannot be loaded: line {START}: ModuleNotFoundError",
-        ),
     ],
 )
 def test_a_file_without_a_usable_recipe_is_one_sentence_with_its_line(

@@ -2,18 +2,11 @@ import pytest
 
 from launcher.config.optimizers import OwnOptimConfig
 from launcher.engine import UnusableError
-from launcher.errors import ConfigError, DataError
+from launcher.errors import ConfigError
 from launcher.recipe import registry_of
 from launcher.trainer.builders.build import build_optimizer
 from tests.configs import composed
-from tests.recipe.own import OWN_RECIPE, OWN_SCHEDULE, written
-
-
-def test_a_name_of_the_launchers_own_schedules_is_taken(tmp_path):
-    file = written(tmp_path, OWN_SCHEDULE.replace('"stairs"', '"cosine"'))
-    with pytest.raises(ConfigError, match=r'@schedule\("cosine"\): that schedule is one of the launcher'):
-        registry_of(str(file))
-
+from tests.recipe.own import OWN_RECIPE, written
 
 OWN_OPTIMIZERS = """
 import torch
@@ -64,12 +57,6 @@ def test_a_name_that_no_file_can_have_registered_is_refused_before_torch_is_ther
         composed("recipe=resnet18", "optim.name=adamv")
 
 
-def test_registry_lists_what_the_project_has():
-    registry = registry_of(None)
-    assert set(registry.recipes) >= {"resnet"}
-    assert set(registry.models) >= {"resnet18", "resnet34", "resnet50", "resnet101", "resnet152"}
-
-
 def test_a_file_is_run_once_and_again_when_it_changed(tmp_path):
     count = tmp_path / "count"
     text = f"with open({str(count)!r}, 'a') as f: f.write('x')\n" + OWN_RECIPE
@@ -80,28 +67,3 @@ def test_a_file_is_run_once_and_again_when_it_changed(tmp_path):
     written(tmp_path, text.replace('"pixels"', '"dots"'))
     assert "dots" in registry_of(str(file)).recipes
     assert "pixels" not in registry_of(str(file)).recipes
-
-
-def test_functions_that_a_file_imports_are_not_its_own(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    written(tmp_path, OWN_RECIPE, "first_recipes.py")
-    file = written(tmp_path, "from first_recipes import pixels, perceptron", "second.py")
-    assert "pixels" not in registry_of(str(file)).recipes
-
-
-def test_a_file_that_failed_is_tried_again(tmp_path):
-    file = written(tmp_path, "raise RuntimeError('boom')")
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="boom"):
-            registry_of(str(file))
-
-
-def test_a_file_that_is_no_python_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"is not a \.py file"):
-        registry_of(str(written(tmp_path, "", "mine.txt")))
-
-
-def test_launcher_errors_of_a_recipe_file_keep_their_kind(tmp_path):
-    file = written(tmp_path, "from launcher.errors import DataError\nraise DataError('no such set')")
-    with pytest.raises(DataError, match="no such set"):
-        registry_of(str(file))
