@@ -112,7 +112,6 @@ def test_events_carry_the_documented_fields(finished) -> None:
     assert 0.8 * step["step_ms"] < parts < 1.05 * step["step_ms"]
 
 
-@pytest.mark.slow
 def test_half_of_the_bytes_of_fp32_travel(finished, tmp_path) -> None:
     _, run_dir = finished
     half = json.loads((run_dir / "result.json").read_text())
@@ -150,7 +149,6 @@ def test_other_policies_optimizers_and_worlds_train(ranks, words, tmp_path) -> N
     assert result["applied_steps"] == 2
 
 
-@pytest.mark.slow
 def test_equal_runs_end_with_equal_bits(finished, tmp_path) -> None:
     """Whoever starts them: torchrun or a parent of their own."""
     _, run_dir = finished

@@ -193,7 +193,6 @@ def small_images(config):
 """
 
 
-@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize(
     "words",
     [

@@ -71,7 +71,6 @@ def install(environment: Path, *what: str | Path, directory: Path) -> Path:
     return next(environment.glob("lib/python*/site-packages"))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_wheel_trains_far_from_the_clone(clone, environment, tmp_path) -> None:
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")

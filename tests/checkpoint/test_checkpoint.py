@@ -158,13 +158,6 @@ DTYPES += [torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 
 
 @pytest.mark.slow
-@given(
-    st.dictionaries(
-        st.text(min_size=1, max_size=5).filter(lambda name: name.isprintable()),
-        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)),
-        max_size=6,
-    )
-)
 @settings(max_examples=40, deadline=None)
 def test_the_library_reads_what_we_write(tmp_path_factory, kinds) -> None:
     tensors = {name: torch.randint(2, shape).to(dtype) for name, (dtype, shape) in kinds.items()}

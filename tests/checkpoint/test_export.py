@@ -64,7 +64,7 @@ def load_into_bare_model(pipe: Connection, name: str, file: Path) -> None:
     pipe.send({key: comparable(value) for key, value in model.state_dict().items()})
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* parameters received no gradient")
 @pytest.mark.parametrize(
     "name", ["odd", *(pytest.param(each, marks=pytest.mark.slow) for each in ("conv", "hidden"))]

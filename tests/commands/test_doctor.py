@@ -51,6 +51,7 @@ def test_an_unknown_key_is_refused_before_anything_is_looked_at(tmp_path) -> Non
     assert "data.path" in done.stderr
 
 
+@pytest.mark.slow
 def test_each_host_of_a_launch_is_checked_by_itself(tmp_path) -> None:
     """A host that never comes costs the others nothing: they do not wait for each other."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -88,6 +88,7 @@ def test_the_page_names_what_the_values_are(capsys) -> None:
         assert words in page
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("batch", [2, 3, 4, 5, 7])
 def test_a_small_batch_that_batch_norm_can_train_is_planned(capsys, tmp_path, batch) -> None:
     """A half of it may be one sample, whose deviation is none."""
@@ -100,6 +101,7 @@ def test_a_small_batch_that_batch_norm_can_train_is_planned(capsys, tmp_path, ba
     assert {gpu["micro_batch"] for gpu in found["gpus"]} == {64}, "all samples"
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("device", ["'cuda'", "'cuda:1'", "0", "torch.device('cuda', 0)", "torch.device(1)"])
 def test_a_model_that_allocates_on_a_gpu_is_planned_without_one(capsys, tmp_path, device) -> None:
     words = own(tmp_path, line=f"x = x.to({device})")

@@ -118,7 +118,6 @@ def test_parameter_groups_are_a_list_on_the_command_line() -> None:
     assert config.optim.decay_norm_and_bias
 
 
-@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -153,7 +152,6 @@ def test_a_wrong_override_is_refused_with_its_reason(override: str, words: str) 
     assert len(text.splitlines()) == 1
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "value",
     [
@@ -196,7 +194,6 @@ def test_a_sweep_has_all_combinations_in_hydras_order() -> None:
     assert [each.key for each in space_of(request.overrides).dimensions] == ["optim.lr", "seed"]
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("overrides", "lines"),
     [
@@ -384,7 +381,6 @@ def test_an_unknown_recipe_names_the_form_of_ones_own() -> None:
     assert problems("recipe=rings").endswith("A recipe of your own is chosen by its file: recipe=rings.py")
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("group", "text", "missing", "base"),
     [
@@ -412,7 +408,6 @@ def test_a_primary_config_of_ones_own(tmp_path) -> None:
     assert (config.recipe.name, config.seed) == ("resnet34", 7)
 
 
-@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     ("addition", "reason"),
     [
@@ -476,7 +471,6 @@ def test_an_optimizer_that_is_not_offered_is_refused_with_the_reason() -> None:
     assert "it evaluates the loss several times per step" in problems("recipe=resnet18", "optim=lbfgs")
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("words", "warmup"),
     [
@@ -490,7 +484,6 @@ def test_a_constant_schedule_warms_up_only_where_that_is_asked_for(words: list[s
     assert config.schedule.warmup_fraction == warmup
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("typed", "words"),
     [

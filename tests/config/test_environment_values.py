@@ -19,7 +19,6 @@ def composed(*overrides: str, **settings) -> Config:
     return config
 
 
-@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     ("override", "value", "read"),
     [

@@ -56,7 +56,6 @@ def test_the_command_line_has_the_last_word() -> None:
     ]
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -39,7 +39,6 @@ def refused(capfd, *argv: str) -> str:
     return err.removeprefix("error: ").rstrip()
 
 
-@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -95,7 +94,6 @@ def test_a_group_cannot_be_left_empty(capfd, group) -> None:
     assert error.startswith(f"{group}=null: a group cannot be left empty. Choose from ")
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("override", "reason"),
     [

@@ -65,7 +65,6 @@ def test_samples_have_every_choice_and_both_ends() -> None:
     assert space("a=interval(0,1)").size == math.inf
 
 
-@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
     ("words", "rule"),
     [

@@ -27,7 +27,7 @@ def test_on_a_cpu():
 """
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("selected", "outcome"),
     [

@@ -24,13 +24,19 @@ from tests import architectures
 from tests.ranks.harness import run_ranks
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # of other projects
     pytest.mark.timeout(600),
 ]
 STEPS, SKIPS = 10, 14
 RATES = {"torchvision": 1e-3, "timm": 1e-3, "transformers": 1e-2}
-ALL = [(family, name) for family, models in architectures.FAMILIES.items() for name in models]
+IN_THE_DEFAULT_SET = ("GPT2", "T5", "ViT")  # a decoder, both, pictures
+ALL = [
+    pytest.param(
+        *(family, name), marks=() if name in IN_THE_DEFAULT_SET else pytest.mark.slow, id=f"{family}-{name}"
+    )
+    for family, models in architectures.FAMILIES.items()
+    for name in models
+]
 WAYS = [("fp16", True), ("amp_fp16", True), ("bf16", True), ("bf16", False)]
 Moves = dict[str, Tensor]
 
@@ -114,7 +120,7 @@ LIMITS = {"fp16": 0.03, "amp_fp16": 0.03, "bf16": 0.1}
 ASTRAY, LOST = 3, 0.7  # at a distance of 1, a comparison says nothing
 
 
-@pytest.mark.parametrize(("family", "name"), ALL, ids=[f"{family}-{name}" for family, name in ALL])
+@pytest.mark.parametrize(("family", "name"), ALL)
 def test_ten_steps_in_half_move_the_weights_as_in_fp32(family: str, name: str) -> None:
     needs(family)
     exact, losses = in_fp32(family, name)
@@ -140,6 +146,7 @@ def on_two_ranks(env: WorkerEnv) -> list[Moves]:
     return [in_half("transformers", name, Policy.fp16(), emulate=True, env=env)[0] for name in TWO_RANKS]
 
 
+@pytest.mark.slow
 def test_two_ranks_move_the_weights_as_one_process_in_fp32() -> None:
     needs("transformers")
     first, second = run_ranks(2, on_two_ranks, timeout_s=500)
@@ -152,6 +159,7 @@ def test_two_ranks_move_the_weights_as_one_process_in_fp32() -> None:
 BEYOND = {"Llama": ("up_proj.weight", 3e4), "GPT2": ("mlp.c_fc.weight", 3e4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BEYOND)
 def test_what_leaves_fp16_trains_once_its_modules_compute_in_fp32(name: str) -> None:
     """As `precision.fp32_fallback` does: the first module with an output beyond fp16, and all of its kind."""

@@ -70,7 +70,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_the_newest_damaged(again: Path, undisturbed, damage) -> None:
     """Beside a newer one that has never been finished; times of files say nothing."""
@@ -255,7 +255,6 @@ def state_of(stepper: Stepper, name: str) -> torch.Tensor:
     return stepper.replicas()[f"{name} (optimizer state 0)"]
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "where",
     [

@@ -223,6 +223,7 @@ def numbered(config):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_resume_on_classes_numbered_by_a_set_is_refused(tmp_path: Path, monkeypatch) -> None:
     """A process with another seed of its hashes numbers the same classes otherwise."""

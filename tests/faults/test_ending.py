@@ -94,7 +94,6 @@ def assert_not_saved(ended: Ended) -> None:
     assert "done after" not in ended.outputs[0]
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("ranks", "on_error"), [pytest.param(1, "stop", marks=pytest.mark.slow), (2, "warn")]
 )

@@ -183,6 +183,7 @@ def test_slow_code_of_one_rank_is_no_hang_anywhere(tmp_path: Path, place: str) -
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "under_torchrun", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["parent mode", "torchrun"]
 )

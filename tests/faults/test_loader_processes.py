@@ -42,7 +42,6 @@ DISTURBANCES = {
 }
 
 
-@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("name", ["indexed", pytest.param("stream", marks=pytest.mark.slow)])
 def test_whatever_ends_it_it_resumes_to_the_same_bits(tmp_path: Path, undisturbed, name) -> None:
     words, disturbances = DISTURBANCES[name]

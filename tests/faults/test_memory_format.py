@@ -65,6 +65,7 @@ def formats(ended: Ended) -> list[str]:
     return [event["text"] for event in ended.events("decision") if event["topic"] == "memory format"]
 
 
+@pytest.mark.slow
 def test_under_auto_a_model_that_raises_trains_contiguous_and_it_is_said_once(tmp_path) -> None:
     ended = started(tmp_path, "viewed", VIEW)
     assert ended.codes == [0, 0], ended
@@ -111,6 +112,7 @@ def test_under_auto_a_model_that_bears_it_trains_in_channels_last(tmp_path) -> N
     assert ended.digest == started(tmp_path, "asked", FLATTEN, "train.channels_last=true").digest
 
 
+@pytest.mark.slow
 def test_under_true_a_model_that_raises_ends_the_run_with_the_key(tmp_path) -> None:
     ended = started(tmp_path, "viewed", VIEW, "train.channels_last=true")
     assert ended.codes == [2, 2], ended

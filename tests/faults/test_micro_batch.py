@@ -43,7 +43,6 @@ RUNS = {
 SLOW = ("in loader processes", "from a stream", "sharded")
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RUNS]
 )
@@ -162,6 +161,7 @@ def lack_memory_in_the_exchange() -> None:
     Reducer.start_grad_sync = no_room  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prepare", "ranks", "words", "text"),
     [

@@ -57,7 +57,6 @@ def test_a_run_ends_with_its_result_and_leaves_nothing_behind(tmp_path: Path) ->
 # G1: a crashed worker ends or restarts the job at once
 
 
-@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_others_at_once_and_is_named(tmp_path: Path, rank) -> None:
     write_recipe(tmp_path, ENDLESS)
@@ -96,7 +95,6 @@ def test_an_unexpected_error_of_a_recipe_is_told_with_its_line(tmp_path: Path) -
         assert f"The full traceback is in {parent.run_dir / 'logs' / 'rank0.log'}" in error_of(parent)
 
 
-@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("code", [0, pytest.param(3, marks=pytest.mark.slow), 75])
 def test_a_rank_that_leaves_without_a_word_has_not_succeeded(tmp_path: Path, code) -> None:
     write_recipe(tmp_path, f"if step == 5 and RANK == 1: os._exit({code})")
@@ -109,21 +107,26 @@ def test_a_rank_that_leaves_without_a_word_has_not_succeeded(tmp_path: Path, cod
 # Restarts, and G3: crash loops stop
 
 
+def test_a_crash_is_mended_by_a_restart_from_the_newest_checkpoint_and_ends_bit_equal(tmp_path: Path) -> None:
+    words, results = ("train.epochs=10", "checkpoint.every_steps=2", "launch.max_restarts=2"), []
+    for name, kills in (("whole", 0), ("killed", 2)):
+        (tmp_path / name).mkdir()
+        write_recipe(tmp_path / name, ENDLESS)
+        with Parent(tmp_path / name, *words) as parent:
+            for generation in range(kills):
+                os.kill(parent.rank(1, generation), signal.SIGKILL)
+            assert parent.end() == 0
+            results.append(parent.json("result.json"))
+            assert parent.json("status.json")["state"] == "done"
+    first, second = [line for line in parent.stderr.splitlines() if line.startswith("restart")]
+    assert first.startswith("restart 1 of 2: rank 1 was killed by SIGKILL (pid ")
+    assert second.startswith("restart 2 of 2: ")
+    assert second.endswith(" (checkpoint)"), second
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    assert results[0]["steps"] == results[1]["steps"] == 40
+
+
 @pytest.mark.slow
-def test_a_crash_is_mended_by_a_restart(tmp_path: Path) -> None:
-    write_recipe(tmp_path, ENDLESS)
-    with Parent(tmp_path, "train.epochs=10", "launch.max_restarts=2") as parent:
-        for generation in range(2):
-            os.kill(parent.rank(1, generation), signal.SIGKILL)
-        assert parent.end() == 0
-        first, second = [line for line in parent.stderr.splitlines() if line.startswith("restart")]
-        assert first.startswith("restart 1 of 2: rank 1 was killed by SIGKILL (pid ")
-        assert first.endswith("; resuming from the start (no checkpoint)")
-        assert second.startswith("restart 2 of 2: ")
-        assert parent.json("result.json")["steps"] == 40
-        assert parent.json("status.json")["state"] == "done"
-
-
 def test_the_last_crash_says_what_was_restarted_and_how_to_resume(tmp_path: Path) -> None:
     write_recipe(tmp_path, "if step == 5 and RANK == 1: os._exit(9)")
     with Parent(tmp_path, LONG, "launch.max_restarts=1", "run.dir=run") as parent:
@@ -171,7 +174,6 @@ DEAF = (
 )
 
 
-@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
@@ -215,6 +217,7 @@ def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
         assert parent.end() == 130
 
 
+@pytest.mark.slow
 def test_a_hangup_stops_like_sigterm(tmp_path: Path) -> None:
     write_recipe(tmp_path, ENDLESS)
     with Parent(tmp_path, LONG) as parent:
@@ -251,7 +254,6 @@ HANGS = {
 }
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "hang", [pytest.param(name, marks=[pytest.mark.slow] if "sleep" in name else []) for name in HANGS]
 )

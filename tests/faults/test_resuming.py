@@ -132,7 +132,6 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...], tuple[int, ...]]] = {
 SLOW = ("fp16 on two ranks", "fp32 sums, overflows after the stop", "a scale found by itself")
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in VARIANTS]
 )
@@ -159,6 +158,7 @@ def test_stopped_anywhere_it_ends_as_if_nothing_had_happened(tmp_path: Path, und
         assert max(skipped) > 20, "no overflow after it"
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("source", ["indexed", "streamed"])
 def test_augmentation_and_dropout_are_the_same_with_any_number_of_loader_processes(
     tmp_path: Path, source
@@ -251,7 +251,6 @@ def global_batches(directory: Path, ranks: int) -> list[list[int]]:
     return [[int(number) for _, numbers in lines for number in numbers.split()] for lines in steps]
 
 
-@pytest.mark.slow
 def test_other_numbers_of_ranks_go_through_the_same_batches(tmp_path: Path) -> None:
     """Two ranks until step 8, three until step 20, then one."""
     seen = []

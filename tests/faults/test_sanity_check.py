@@ -49,6 +49,7 @@ def started(directory: Path, parts: str, net: str = PLAIN, loss: str = "pass", h
     return run(directory / "run", *words, ranks=2)
 
 
+@pytest.mark.sampled(every=5, first=1)
 @pytest.mark.parametrize(
     ("parts", "given", "code", "words"),
     [

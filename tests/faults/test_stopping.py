@@ -48,7 +48,6 @@ def go_on(ended: Ended, whole: Ended, ranks: int) -> None:
     assert last.warnings == []
 
 
-@pytest.mark.slow
 def test_sigterm_to_one_of_three_stops_all_after_the_same_step(tmp_path: Path, undisturbed) -> None:
     with Started(tmp_path / "run", ranks=3, user_code=slowly) as started:
         started.until(lambda: step_reached(tmp_path / "run", 6))

@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults.parent import Parent, nothing, write_recipe
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 ROOT = Path(__file__).parents[2]
 
 
@@ -71,7 +71,6 @@ CASES = [(fault, nproc) for fault in FAULTS for nproc in (None, 2)]
 QUICK = [("closed", None), ("unread", 2)]
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("fault", "nproc"),
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],

@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.parent import ENDLESS, Parent, write_recipe
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 LONG = "train.epochs=100000"
 # The first bytes of a record of the ranks' store, as SIGKILL within its write or a full disk leaves them.
 TEAR = """
@@ -29,7 +29,6 @@ def write_tearing(directory: Path, kept: int, then: str, at: str = "step == 6 an
     recipe.write_text(f"import contextlib\n{recipe.read_text()}\n{TEAR}")
 
 
-@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("kept", [1, pytest.param(8, marks=pytest.mark.slow), 10])
 def test_a_rank_that_is_killed_within_a_write_is_named(tmp_path: Path, kept) -> None:
     write_tearing(tmp_path, kept, "os.kill(os.getpid(), signal.SIGKILL)")

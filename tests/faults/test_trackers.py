@@ -57,7 +57,6 @@ def losses(ended: Ended) -> list[tuple[int, float]]:
     return [(event["step"], event["loss"]) for event in ended.events("step")]
 
 
-@pytest.mark.slow
 def test_all_trackers_at_once_good_and_bad_leave_the_bits_as_they_are(
     tmp_path: Path, undisturbed: Ended
 ) -> None:

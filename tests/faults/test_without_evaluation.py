@@ -55,7 +55,6 @@ def test_what_needs_evaluations_is_refused_before_the_first_step(tmp_path: Path)
     assert "early_stopping.patience=3 needs evaluations" in ended.result["error"]
 
 
-@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize(
     "words",
     [

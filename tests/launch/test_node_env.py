@@ -159,6 +159,7 @@ def test_a_host_that_is_alone_on_purpose_trains(wish, launch, environ) -> None:
     check_all_nodes_started(limits(nnodes=wish), launch, environ)
 
 
+@pytest.mark.slow
 def test_node_0_waits_for_a_name_that_nobody_knows_no_longer_than_for_the_others(tmp_path) -> None:
     """It waited for five minutes and more, whatever launch.init_timeout_s said."""
     nodes = ("launch.nnodes=2", "launch.node_rank=0", "launch.rdzv_endpoint=nohost.invalid:29521")

@@ -137,6 +137,7 @@ def test_a_stop_during_the_start_has_a_reason(number) -> None:
     assert process.returncode == 128 + number
 
 
+@pytest.mark.slow
 def test_a_hangup_that_is_ignored_stops_no_start() -> None:
     """As nohup asks for."""
     process = subprocess.Popen(["nohup", *START], cwd=ROOT, stdout=subprocess.PIPE, text=True)

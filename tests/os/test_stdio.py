@@ -33,6 +33,7 @@ def test_an_answer_that_cannot_be_written_is_an_error(words) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("words", [["--version"], ["recipe=cnn", "--cfg", "job"]])
 def test_a_reader_that_has_left_is_no_error(words) -> None:
     read, write = os.pipe()

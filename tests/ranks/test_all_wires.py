@@ -63,7 +63,6 @@ def all_wires(env: WorkerEnv, policy: Policy, steps: int) -> dict[str, dict]:
     return {name: trained(env, ddp, policy, steps) for name, ddp in SMALL.items()}
 
 
-@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize("world_size", [1, 2, 3, FOUR])
 def test_all_wires_train_alike_in_fp32(world_size) -> None:
     """With nothing to round, they differ by the order of fp32 sums only."""
@@ -76,7 +75,6 @@ def test_all_wires_train_alike_in_fp32(world_size) -> None:
                 assert torch.equal(rank[name]["weights"][key], ranks[0][name]["weights"][key]), (name, key)
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("world_size", [2, 3, FOUR])
 def test_fp16_weights_are_the_rounded_masters_on_all_ranks_for_every_wire(world_size) -> None:
     ranks = run_ranks(world_size, all_wires, Policy.fp16(), 20)
@@ -127,7 +125,6 @@ def plant(env: WorkerEnv, ddp: DDPOptions, matrix: float, scale: int = 1) -> dic
     return {"skipped": report.skipped, "norm": report.grad_norm, "moved": moved, "report": report}
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("world_size", [2, 3, FOUR])
 def test_60000_on_every_rank_overflows_native_and_gives_the_mean_sharded(world_size) -> None:
     mean_norm = 60000 * 35**0.5
@@ -144,7 +141,6 @@ def plant_inf_on_last_rank(env: WorkerEnv, ddp: DDPOptions) -> tuple:
     return result["skipped"], result["moved"], report.culprit_ranks, report.culprit_parameters
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_an_overflow_is_skipped_and_named_on_every_wire(world_size) -> None:
     expected = dict.fromkeys(WIRES, (True, 0.0, (world_size - 1,), ("matrix",)))
@@ -212,7 +208,6 @@ def recording(original, name, calls):
     return record
 
 
-@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize(
     ("world_size", "name", "expected"),
     [

@@ -45,7 +45,6 @@ def alone_and_together(env: WorkerEnv, name: str) -> list[tuple[dict[str, Tensor
     ]
 
 
-@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize(
     ("name", "world_size"), [("sgd", 2), pytest.param("adamw", 3, marks=pytest.mark.slow)]
 )

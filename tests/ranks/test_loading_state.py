@@ -81,7 +81,6 @@ SLOW = pytest.mark.slow
 FP16, FP32 = Policy.fp16(), Policy.fp32()
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
@@ -151,7 +150,6 @@ def load_on_ranks(env: WorkerEnv, ddp: DDPOptions | None, state: EngineState) ->
     return equal and again.counters == state.counters and all(len(a) == len(b) for a, b in kinds)
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("before", "after", "sharded"),
     [
@@ -213,7 +211,6 @@ def load_from_file(env: WorkerEnv, ddp: DDPOptions | None, folder: Path) -> bool
     return again.keys() == kept.keys() and all(torch.equal(again[key], kept[key]) for key in kept)
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("before", "after", "sharded"),
     [

@@ -56,7 +56,6 @@ def sums_of_ranks(env: WorkerEnv) -> float:
     return max(errors)
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_native_sums_are_within_fp16_rounding_of_fp64(world_size: int) -> None:
     assert all(0 < error <= 1 for error in run_ranks(world_size, sums_of_ranks))

@@ -146,7 +146,6 @@ def random_skips(env: WorkerEnv, steps: int) -> tuple[list[str], str, int, int]:
     return problems, state_digest(stepper, counters=True), report.skipped_steps, report.applied_steps
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_masters_are_bit_equal_after_500_steps_with_random_skips(world_size: int) -> None:
     results = run_ranks(world_size, random_skips, 500)

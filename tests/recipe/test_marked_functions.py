@@ -27,7 +27,6 @@ def loaded(file: Path, text: str) -> None:
     load_recipe(composed(f"recipes.path={file}", "recipe.uses=mine", "recipe.name=mine"))
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

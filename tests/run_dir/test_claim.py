@@ -66,7 +66,6 @@ except ConfigError as error:
 """
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("directory", "num_distinct"), [pytest.param("", 3, marks=pytest.mark.slow), ("mine", 1)]
 )
