@@ -20,6 +20,23 @@ from tests.leaks import no_leak_of_a_module, no_leak_of_a_test
 __all__ = ["no_leak_of_a_module", "no_leak_of_a_test"]  # of every test
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--folder-times", action="store_true", help="print how long each folder took")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """By folder the seconds of its tests with their fixtures, of all processes together."""
+    if not config.getoption("--folder-times"):
+        return
+    seconds: Counter[str] = Counter()
+    for report in (each for reports in terminalreporter.stats.values() for each in reports):
+        folder = "/".join(getattr(report, "nodeid", "").partition("::")[0].split("/")[:2])
+        seconds[folder] += getattr(report, "duration", 0.0)  # type: ignore[assignment]
+    terminalreporter.section("seconds by folder, of all processes together")
+    for folder, taken in seconds.most_common():
+        terminalreporter.write_line(f"{taken:8.1f} {folder}")
+
+
 # No test is about how long one example takes, which beside other work is anything.
 settings.register_profile("without deadline", deadline=None)
 settings.load_profile("without deadline")

@@ -64,13 +64,12 @@ def test_a_file_that_no_run_can_be_made_of(tmp_path, capfd, text, reason) -> Non
     assert len(error.splitlines()) == 1
 
 
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("key", sorted(rules()))
 @pytest.mark.parametrize("value", [10**400, -(10**400), 16**5000], ids=["above", "below", "unprintable"])
-def test_a_whole_number_beyond_every_float_is_no_value_of_any_key(key, value) -> None:
-    assert not rules()[key].holds(value)
+def test_a_whole_number_beyond_every_float_is_no_value_of_any_key(value) -> None:
     assert not rules()["model.options"].holds({"widths": [{"last": value}]})
-    assert len(value_problem(key, value, rules()[key])) < 400
+    for key in rules():
+        assert not rules()[key].holds(value), key
+        assert len(value_problem(key, value, rules()[key])) < 400
 
 
 @pytest.mark.sampled(every=2)

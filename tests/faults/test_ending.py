@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import subprocess
-import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,45 +111,3 @@ def test_with_room_again_the_same_command_makes_up_for_a_full_disk(
 def fail(network: Any, batch: Any) -> None:
     if is_here(network, 7):
         raise RuntimeError("planted")
-
-
-FAILED = threading.Event()
-
-
-def often() -> None:
-    from launcher.checkpoint import async_writer
-    from launcher.telemetry import status
-
-    write = status.write_json
-
-    def noting(*given: Any) -> None:
-        try:
-            write(*given)
-        except OSError:
-            FAILED.set()
-            raise
-
-    status.write_json = noting
-    async_writer.FIRST_RETRY_S = 0.0
-    status.EVERY_S = 0.0
-    status.StatusFile.__init__.__defaults__ = (0.0, status.time.monotonic)  # type: ignore[misc]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MB, seen by all processes."""
-    directory = tmp_path / "run"
-    directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(directory)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no file systems can be mounted here")
-    yield directory
-    subprocess.run(["umount", str(directory)], check=True)
-
-
-def fill(network: Any, batch: Any, disk: Path) -> None:
-    """Leave no block free from the step before the last one on."""
-    if is_here(network, LAST - 1):
-        with contextlib.suppress(OSError), open(disk / "filler.log", "wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))

@@ -132,7 +132,6 @@ def odd_cases(env: WorkerEnv) -> list[dict[str, Any]]:
     return [odd_parameters(env, policy, overlap) for policy, overlap, _ in ODD_CASES]
 
 
-@pytest.mark.slow
 def test_odd_parameters_on_three_ranks() -> None:
     by_rank = run_ranks(3, odd_cases)
     for case, (policy, _, tolerance) in enumerate(ODD_CASES):
@@ -165,7 +164,6 @@ def against_ddp(env: WorkerEnv) -> tuple[float, float]:
     return max((a.float() - b.float()).abs().max().item() for a, b in pairs), moved
 
 
-@pytest.mark.slow
 def test_fp32_training_equals_distributed_data_parallel() -> None:
     for difference, moved in run_ranks(2, against_ddp):
         assert difference < 2e-4

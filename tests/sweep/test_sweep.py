@@ -132,7 +132,6 @@ def test_a_request_to_save_is_passed_on_to_the_jobs(tmp_path: Path, parallel: in
     assert states(tmp_path) == ["done"] * 2
 
 
-@pytest.mark.slow
 def test_a_sweep_that_is_killed_again_and_again_ends_as_one_that_is_not(tmp_path: Path) -> None:
     """The same command each time. Which moments are hit depends on the machine; the results must not.
 
