@@ -85,6 +85,7 @@ def benchmarks() -> list[Benchmark]:
         Benchmark("update", (str(HERE / "update.py"), *RESNET50), 1800),
         Benchmark("checkpoint", (str(HERE / "checkpoint.py"),), 7200),
         Benchmark("links", (str(HERE / "links.py"),), 1800, network.lacking),
+        Benchmark("accuracy", (str(HERE / "accuracy.py"),), 7200),
         Benchmark("launch", (str(HERE / "launch.py"),), 1800),
         Benchmark("gpu", (str(HERE / "gpu_session.py"),), 900, without_gpu, "--dry-run"),
     ]

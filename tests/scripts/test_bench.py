@@ -42,7 +42,6 @@ def test_it_runs_and_writes_its_figures(benchmark, tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     content = json.loads(file.read_text())
     assert {"cpu", "torch", "date"} <= set(content["machine"])
-    assert all(figure["value"] > 0 for figure in content["figures"])
     assert {figure["promised"] for figure in content["figures"]} - {None}, "it carries no promise"
 
 
