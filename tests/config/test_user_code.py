@@ -39,7 +39,7 @@ def test_frames_between_the_users_lines_are_left_out() -> None:
         return cross_entropy(Network(), batch)
 
     trace = short_traceback(raised_by(loss, RuntimeError))
-    own = "test_short_traceback.py"
+    own = "test_user_code.py"
     assert places(trace) == [f"{own} loss", f"{own} forward"]
     assert trace.startswith("Traceback (most recent call last):\n")
     assert "    return nn.functional.linear(x, torch.ones(3, 5))\n" in trace
@@ -51,7 +51,7 @@ def test_the_line_that_raised_is_shown_whoever_wrote_it() -> None:
         return cross_entropy(nn.Linear(4, 3), {"image": torch.ones(2, 4)})
 
     assert places(short_traceback(raised_by(loss, KeyError))) == [
-        "test_short_traceback.py loss",
+        "test_user_code.py loss",
         "contract.py cross_entropy",
     ]
 
@@ -73,7 +73,7 @@ def test_the_errors_that_led_to_it_are_shown_alike() -> None:
     trace = short_traceback(raised_by(read, ValueError))
     assert trace.count("Traceback (most recent call last)") == 2
     assert "direct cause of the following exception" in trace
-    assert places(trace)[-1] == "test_short_traceback.py read"
+    assert places(trace)[-1] == "test_user_code.py read"
 
 
 def test_the_built_in_recipes_of_a_wheel_are_the_users(tmp_path, monkeypatch) -> None:
