@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 
 from launcher.telemetry.event_log import read_events
 from tests.forked import launch_forked
-from tests.limits import at_most
 
 SHORT = ["recipe=resnet18", "train.max_steps=6", "train.log_every_steps=2", "data.batch_size=32"]
 
@@ -176,40 +174,6 @@ def test_a_run_that_diverges_says_so_and_ends_with_code_5(tmp_path) -> None:
     assert "Traceback" not in done.stderr
     status = json.loads((only_run(tmp_path) / "status.json").read_text())
     assert (status["state"], status["exit"]) == ("failed", 5)
-
-
-FAILS_ALONE = """
-import os
-from torch import nn
-from launcher.recipe import Recipe, TensorData, cross_entropy, recipe
-import torch
-
-calls = 0
-
-def loss(network, batch):
-    global calls
-    calls += 1
-    if os.environ["RANK"] == "1" and calls == 3:
-        raise RuntimeError("a fault on purpose")
-    return cross_entropy(network, batch)
-
-@recipe("alone")
-def alone(config):
-    data = TensorData({"image": torch.randn(64, 4), "label": torch.zeros(64, dtype=torch.int64)})
-    return Recipe(lambda: nn.Linear(4, 2), data, data, loss, classes=("a", "b"))
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_alone_ends_the_others_at_once_with_its_reason(tmp_path) -> None:
-    (tmp_path / "alone.py").write_text(FAILS_ALONE)
-    words = ["recipe=resnet18", "recipe.uses=alone", "recipes.path=alone.py", "tracker=none"]
-    began = time.monotonic()
-    done = launch(tmp_path, [*words, "data.batch_size=8", "train.epochs=50"])
-    assert done.returncode == 1
-    assert "rank 1 failed" in done.stderr
-    assert "a fault on purpose" in done.stderr
-    assert time.monotonic() - began < at_most(40)  # not the minutes of a collective's timeout
 
 
 MOONS = """
