@@ -50,6 +50,12 @@ def flat() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES))
 
 
+@recipe("flat")
+def without_blocks(config: Config) -> Recipe:
+    data = samples()
+    return Recipe(flat, data, data, partial(cross_entropy, inputs="x"))
+
+
 @recipe("blocked")
 def blocked(config: Config) -> Recipe:
     data = samples()

@@ -153,13 +153,15 @@ class Started:
             time.sleep(0.002)
 
     def end(self, timeout_s: float = 40) -> Ended:
-        """Wait for all ranks. Once one has failed the others get SIGTERM, as from torchrun."""
-        deadline, told = time.monotonic() + timeout_s, False
+        """Wait for all ranks. A second after one has failed the others get SIGTERM, as from torchrun."""
+        deadline, tell_at = time.monotonic() + timeout_s, float("inf")
         while any(process.is_alive() for process in self.processes):
             assert time.monotonic() < deadline, f"not ended within {timeout_s} s: {self.ended()}"
             wait([p.sentinel for p in self.processes if p.is_alive()], timeout=0.2)
-            if not told and any(process.exitcode for process in self.processes):
-                told = True
+            if tell_at == float("inf") and any(process.exitcode for process in self.processes):
+                tell_at = time.monotonic() + 1
+            if tell_at < time.monotonic():
+                tell_at = deadline
                 self.signal(signal.SIGTERM, *(i for i, p in enumerate(self.processes) if p.is_alive()))
         return self.ended()
 
