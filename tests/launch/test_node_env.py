@@ -151,8 +151,8 @@ def test_a_host_that_would_train_alone_by_mistake_is_refused(wish, launch, envir
     [
         ("auto", ALONE, {}),
         (1, ALONE, {"SLURM_NNODES": "2"}),
-        ("auto", LaunchEnv(0, 4, 0, 2, launched=True), {"SLURM_NNODES": "2"}),
-        (2, LaunchEnv(0, 2, noun="node"), {"SLURM_NNODES": "2"}),
+        ("auto", LaunchEnv(0, 4, 0, 2, has_external_launcher=True), {"SLURM_NNODES": "2"}),
+        (2, LaunchEnv(0, 2, role="node"), {"SLURM_NNODES": "2"}),
     ],
 )
 def test_a_host_that_is_alone_on_purpose_trains(wish, launch, environ) -> None:

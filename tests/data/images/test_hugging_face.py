@@ -16,7 +16,7 @@ from launcher.data.indexed import IndexedData
 from launcher.data.loader import Loading
 from launcher.errors import ConfigError, DataError
 from launcher.recipe import Recipe
-from launcher.trainer.builders.data_check import fingerprint
+from launcher.trainer.builders.data_check import data_fingerprint
 from tests.data.images.photographs import data_config
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -115,7 +115,7 @@ def known(path):
     """What ranks compare of the training set."""
     images = load_images(data_config("hf", path)).train
     recipe = Recipe(lambda: None, images, images, None)
-    return fingerprint(recipe, IndexedData(images, None, Loading(0, torch.device("cpu"), 0), "training"), {})
+    return data_fingerprint(recipe, IndexedData(images, None, Loading(0, torch.device("cpu"), 0), "training"), {})
 
 
 @pytest.mark.parametrize("write", [saved, parquet, class_folders])
