@@ -115,7 +115,9 @@ def known(path):
     """What ranks compare of the training set."""
     images = load_images(data_config("hf", path)).train
     recipe = Recipe(lambda: None, images, images, None)
-    return data_fingerprint(recipe, IndexedData(images, None, Loading(0, torch.device("cpu"), 0), "training"), {})
+    return data_fingerprint(
+        recipe, IndexedData(images, None, Loading(0, torch.device("cpu"), 0), "training"), {}
+    )
 
 
 @pytest.mark.parametrize("write", [saved, parquet, class_folders])
