@@ -140,6 +140,8 @@ class Composer:
             tree = replaced(
                 tree, {"train.epochs": None}
             )  # else that of the recipe would end the run in silence
+        if isinstance(resume := value_at(tree, "checkpoint.resume"), bool):  # as other programs have it
+            tree = replaced(tree, {"checkpoint.resume": "auto" if resume else "never"})
         for key, value in tree.items():
             if problem := code_problem(str(key), value):
                 raise ConfigError(f"`{key}` in the config files: {problem}")

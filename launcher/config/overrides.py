@@ -14,6 +14,7 @@ from hydra.core.override_parser.types import Override, ValueType
 
 from launcher.config.environment_values import CALL, resolver_problem
 from launcher.config.messages import nearest, shortened, show, suggestion
+from launcher.config.other_programs import PRECISIONS
 from launcher.config.search_space import count_of, interval_problem
 from launcher.config.trees import nested_keys, texts
 
@@ -41,23 +42,6 @@ HYDRA_REPLACEMENTS = {  # settings known from Hydra, and their replacement here
     "hydra/sweeper": "It chooses jobs by batches and continues no sweep. A sweep runs all combinations of "
     "the values listed: -m optim.lr=0.05,0.1. To search: sweep=random, or sweep=tpe in place of optuna.",
 }
-ALIASES = {  # the key here, with its value if that is not the same, and the keys of other programs
-    "launch.nproc": "gpus num_gpus devices nproc nproc_per_node",
-    "precision=fp16": "use_fp16 fp16 mixed_precision",
-    "precision=amp_fp16": "use_amp amp",
-    "precision=bf16": "use_bf16 bf16",
-    "optim.lr": "learning_rate",
-    "train.epochs": "num_epochs max_epochs num_train_epochs",
-    "optim": "optimizer",
-    "schedule": "scheduler",
-    "run.dir": "output_dir",
-    "checkpoint.resume": "resume",
-    "optim.clip_norm": "gradient_clip_val max_grad_norm",
-}
-ACCUMULATION = (
-    "Gradient accumulation follows from two sizes: data.batch_size has the samples of one update over all "
-    "ranks, data.micro_batch_size those of one forward pass of a rank."
-)
 MOST_JOBS = 2_000  # of a sweep: composed and checked in about ten seconds, and sweep.json stays below 2 MB
 WARMUP = "schedule.warmup_fraction"
 SWEEP_DIRECTORY = "hydra.sweep.dir"
@@ -170,6 +154,8 @@ def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | Non
     if group == "tracker" and isinstance(choice, list):
         return f"{group}={show(choice)}: several trackers are the list of a key: tracker.name={show(choice)}."
     near, name = nearest(show(choice), choices), show(choice)
+    if group == "precision" and (here := PRECISIONS.get(name)):
+        return f"{group}={name}: there is no such {group}. Write {group}={here}. All: {', '.join(choices)}."
     own = OWN_RECIPE.format(name=name) if group == "recipe" and not near else ""
     return f"{group}={name}: there is no such {group}.{suggestion(near)} All: {', '.join(choices)}.{own}"
 

@@ -28,6 +28,7 @@ from launcher.config import overrides as checks
 from launcher.config.composition import Composer, Request
 from launcher.config.groups import choice_file, choice_values, group_choices, recipes_dir
 from launcher.config.optimizers import GROUPS, GROUPS_EXAMPLE, OPTIMIZERS
+from launcher.config.other_programs import advice_for
 from launcher.config.overrides import MOST_JOBS, value_of
 from launcher.config.recipe_file import RecipeFunction
 from launcher.config.rules import SCHEDULES, TRACKERS, one_of, value_problem
@@ -194,6 +195,8 @@ def unreadable_problem(line: str, error: Exception, parser: OverridesParser, mul
         return f"{unreadable} Hydra's choice() takes no null. List the values without it: {key}=null,1"
     if value.startswith(("[", "{")) or "${" in value:  # with a mistake in it
         return unreadable
+    if value.startswith("(") and value.endswith(")"):  # a tuple of Python
+        return f"{line}: a list is written in square brackets: '{key}=[{value[1:-1]}]'"
     try:
         parser.parse_override(quoted)
     except (HydraException, ValueError):
@@ -277,13 +280,8 @@ def unknown_problem(
     directories = composer.request.directories
     values = {each: choice_values(directories, group, each) for each in composer.groups.get(group, ())}
     having = [f"{group}={choice}" for choice in values if inner in paths_of(values[choice])]
-    for own, elsewhere in checks.ALIASES.items():
-        if key in elsewhere.split():
-            here, _, other = own.partition("=")
-            typed = f"{here}={other or texts.show(value)}"
-            return f"{written}: there is no such key. It is called {here} here: {typed}."
-    if "accum" in key:  # gradient_accumulation_steps, accumulate_grad_batches, grad_accum_steps
-        return f"{written}: there is no such key. {checks.ACCUMULATION}"
+    if advice := advice_for(key, texts.show(value)):
+        return f"{written}: there is no such key. {advice}"
     if having:
         return f"{written}: this key belongs to {' and '.join(', '.join(having).rsplit(', ', 1))} only."
     return texts.unknown_key(written, key, known)

@@ -182,8 +182,12 @@ def gather_options(tree: Mapping[str, object]) -> dict[str, Any]:
             known = dict(types_of(section_types(str(values.get("name")))[section]))
             if known.pop(OPTIONS, None) is None:
                 continue  # an optimizer of the launcher: all its keys are known
-            # A section of its own within `recipe` is no option: a file lacks `# @package _global_`.
-            misplaced = {key for key in values if section == "recipe" and isinstance(values[key], Mapping)}
+            # No argument of a function: a section, of a file without `# @package _global_`, or a text.
+            misplaced = {
+                key
+                for key, value in values.items()
+                if section == "recipe" and (isinstance(value, Mapping) or not str(key).isidentifier())
+            }
             own = {key: value for key, value in values.items() if key not in known.keys() | misplaced}
             gathered[section] = {**{key: values[key] for key in values if key not in own}, OPTIONS: own}
     return gathered

@@ -441,7 +441,7 @@ def test_gradient_accumulation_is_found_by_the_names_it_has_elsewhere(key) -> No
     ("word", "multirun", "advice"),
     [
         ("run.dir=123", False, """To give 123 as text: 'run.dir="123"'."""),
-        ("checkpoint.resume=true", False, """To give true as text: 'checkpoint.resume="true"'."""),
+        ("tracker.notes=true", False, """To give true as text: 'tracker.notes="true"'."""),
         ("tracker.run_name=a(b,c", False, """for the shell: 'tracker.run_name="a(b,c"'"""),
         ("tracker.run_name=a(b,c", True, """for the shell: 'tracker.run_name="a(b","c"'"""),
     ],
@@ -488,8 +488,6 @@ def test_a_constant_schedule_warms_up_only_where_that_is_asked_for(words: list[s
     ("typed", "words"),
     [
         (["optim.lr"], "has no value"),
-        (["gpus=2"], "launch.nproc=2"),
-        (["use_fp16=true"], "precision=fp16"),
         (["optim.lr=${optm.lr}"], "Nearest: optim.lr"),
         (["optim.lr=0.1,0.10"], "0.1 is given twice"),
     ],
