@@ -21,6 +21,7 @@ from launcher.data.images.photograph import as_rgb, centre, decode, read_photogr
 from launcher.data.images.photograph_set import BASE_OVER_CROP, PhotographSet
 from launcher.data.libraries import optional
 from launcher.data.tensors import TensorData
+from launcher.data.text.plain import read_text
 from launcher.errors import ConfigError, DataError, first_line
 from launcher.recipe.contract import ModelBuilder, Recipe, normalisation_of
 from launcher.recipe.registry import look_up, registry_of
@@ -94,8 +95,10 @@ class Predictor:
             case "image":
                 return decode(file, str(file), self._one_size).reshape(1, *self._input["size"][1:], -1)
             case "text":  # two sentences are separated by a tab
-                lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-                return [line.split("\t", 1) for line in lines]
+                samples = [line.split("\t", 1) for line in read_text(file).splitlines() if line.strip()]
+                if len(set(map(len, samples))) > 1:
+                    raise DataError(f"{file} has lines with a tab, between two sentences, and others without.")
+                return samples
         try:
             rows = np.load(file) if file.suffix == ".npy" else np.loadtxt(file, delimiter=",", ndmin=2)
         except ValueError as error:
