@@ -97,7 +97,9 @@ class Predictor:
             case "text":  # two sentences are separated by a tab
                 samples = [line.split("\t", 1) for line in read_text(file).splitlines() if line.strip()]
                 if len(set(map(len, samples))) > 1:
-                    raise DataError(f"{file} has lines with a tab, between two sentences, and others without.")
+                    raise DataError(
+                        f"{file} has lines with a tab, between two sentences, and others without."
+                    )
                 return samples
         try:
             rows = np.load(file) if file.suffix == ".npy" else np.loadtxt(file, delimiter=",", ndmin=2)
