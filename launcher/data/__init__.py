@@ -1,7 +1,7 @@
 """Data sets and the order in which ranks read them. Exports what recipes import."""
 
 from launcher.data.augment import Normalise, crop_and_flip
-from launcher.data.images.catalog import ImageSet, load_images
+from launcher.data.images.registry import ImageSet, load_images
 from launcher.data.reader import columns
 from launcher.data.tensors import Batch, TensorData
 from launcher.data.text.plain import TextSet, load_text

@@ -31,7 +31,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(num_samples, generator=generator_for("order", seed, epoch))
 
 
-def by_length(order: Tensor, lengths: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor:
+def group_by_length(order: Tensor, lengths: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor:
     """`order` with samples of similar length in one batch, so that little is padded: int64 [num_samples].
 
     lengths: [num_samples], by index. Sorts within windows of 100 batches, then shuffles the batches of a
@@ -49,7 +49,7 @@ def by_length(order: Tensor, lengths: Tensor, batch_size: int, seed: int, epoch:
     return torch.cat(parts)
 
 
-def share_of(positions: range, part: int, parts: int) -> range:
+def rank_slice(positions: range, part: int, parts: int) -> range:
     """One of the consecutive parts of `positions`, for instance a rank's; lengths differ by at most one."""
     return positions[part * len(positions) // parts : (part + 1) * len(positions) // parts]
 
@@ -60,7 +60,7 @@ def cut(positions: range, size: int) -> list[range]:
     Lengths differ by at most one: BatchNorm has no variance on a remainder of a single sample.
     """
     pieces = -(-len(positions) // size)
-    return [share_of(positions, piece, pieces) for piece in range(pieces)]
+    return [rank_slice(positions, piece, pieces) for piece in range(pieces)]
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class BatchPlan:
         order = epoch_order(self.num_samples, self.seed, epoch)
         if self.lengths is None:
             return order
-        return by_length(order, self.lengths, self.batch_size, self.seed, epoch)
+        return group_by_length(order, self.lengths, self.batch_size, self.seed, epoch)
 
     def sample_indices(self, epoch: int, step: int) -> list[list[int]]:
         """The indices of this rank's samples in `step` of `epoch`, one list per micro-batch."""
@@ -151,5 +151,5 @@ class BatchPlan:
 
     def micro_positions(self, step: int) -> list[range]:
         """This rank's positions in `step`, one range per micro-batch; none where its share is empty."""
-        share = share_of(self.global_batch(step), self.rank, self.world_size)
+        share = rank_slice(self.global_batch(step), self.rank, self.world_size)
         return cut(share, self.micro_batch or max(1, len(share)))

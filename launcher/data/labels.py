@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.data.reader import Fetched
+from launcher.data.reader import FetchedBatch
 from launcher.errors import DataError, counted
 
 IGNORED = -100  # the label that torch's cross-entropy leaves out
@@ -36,7 +36,7 @@ class Labels:
     column: str
     num_classes: int
 
-    def refuse_others(self, fetched: Fetched, name: str, indices: Sequence[int] = ()) -> None:
+    def refuse_others(self, fetched: FetchedBatch, name: str, indices: Sequence[int] = ()) -> None:
         """Raise DataError for another number of labels than of samples, and for a class that is not there.
 
         On a GPU such a class would end the process with an assertion of the device. `indices` of the request

@@ -1,7 +1,7 @@
 """The loader processes of a rank: torch's DataLoader, with failures that name the sample.
 
-Owns their start, their signals, the meaning of their failures, and their end. What they read is in `indexed`
-and `streamed`.
+Owns their start, their signals, the meaning of their failures, and their end. What they read is in
+`map_loader` and `iterable_loader`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from launcher.data.labels import Labels
-from launcher.data.reader import TOGETHER, Fetched
+from launcher.data.reader import TOGETHER, FetchedBatch
 from launcher.data.tensors import Batch, batch_to_device
 from launcher.errors import (
     DataError,
@@ -54,11 +54,11 @@ TO_SEND = (
 TO_PICKLE = "A batch is pickled: make it of tensors, arrays, numbers and text, or set data.num_workers=0."
 LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")  # bytes: a socket's path has at most 107
 
-_pools: list[Pool] = []  # of this process, for their failures to be named
+_pools: list[WorkerPool] = []  # of this process, for their failures to be named
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoaderConfig:
     """How samples are read: by how many processes of this rank, to which device, and how many may be bad."""
 
     workers: int
@@ -72,7 +72,7 @@ class Loading:
 
 
 class Noting(Protocol):
-    """What makes `Fetched`, and calls `reading` before each sample, with -1 after the last of a batch.
+    """What makes `FetchedBatch`, and calls `reading` before each sample, with -1 after the last of a batch.
 
     With TOGETHER before several samples at once.
     """
@@ -83,13 +83,13 @@ class Noting(Protocol):
         """Called before each iteration, in the process that starts the loader processes."""
 
 
-class Pool:
+class WorkerPool:
     """The processes that read a data set; may be iterated again. None for 0 workers.
 
     `reader` is a data set of torch's DataLoader; a map-style one is given `requests`, in this order.
     """
 
-    def __init__(self, reader: Noting, requests: Iterable[Any] | None, how: Loading, kind: str) -> None:
+    def __init__(self, reader: Noting, requests: Iterable[Any] | None, how: LoaderConfig, kind: str) -> None:
         self.kind = kind
         self._reader = reader
         reader.reading = how.reading
@@ -121,13 +121,13 @@ class Pool:
             generator=torch.Generator(),  # or it would draw from that of the dropout
         )
 
-    def __iter__(self) -> Iterator[Fetched]:
+    def __iter__(self) -> Iterator[FetchedBatch]:
         reader: Any = self._reader  # a stream's, or one that is given requests
         requests = self._requests
         reader.begin()
         if not self._how.workers:  # without torch's loader, which would only add its own time
             answers = iter(reader) if requests is None else map(reader.__getitem__, requests)
-            yield from map(Fetched.pin_memory, answers) if self._how.device.type == "cuda" else answers
+            yield from map(FetchedBatch.pin_memory, answers) if self._how.device.type == "cuda" else answers
             return
         with _starting():
             self._iterator = iter(self._loader)
@@ -263,11 +263,11 @@ class LoadedSet:
     `advice` ends the error for a sample that cannot be read and may not be left out.
     """
 
-    def __init__(self, how: Loading, kind: str, name: str, advice: str) -> None:
+    def __init__(self, how: LoaderConfig, kind: str, name: str, advice: str) -> None:
         self.how, self.kind, self._name, self._advice = how, kind, name, advice
-        self._evaluation: tuple[object, Pool] | None = None
+        self._evaluation: tuple[object, WorkerPool] | None = None
 
-    def on_device(self, fetched: Fetched, indices: Sequence[int] = ()) -> Batch | None:
+    def on_device(self, fetched: FetchedBatch, indices: Sequence[int] = ()) -> Batch | None:
         """The batch, on the device. Raises DataError for what may not be left out, and for unknown labels."""
         fetched.refuse_failure(self._name)
         if self.how.labels is not None:
@@ -278,7 +278,7 @@ class LoadedSet:
             log.warning("the %s: left out %s\n%s", self._name, bad, bad.details)
         return None if fetched.batch is None else batch_to_device(fetched.batch, self.how.device)
 
-    def evaluation_pool(self, key: object, make: Callable[[], Pool]) -> Pool:
+    def evaluation_pool(self, key: object, make: Callable[[], WorkerPool]) -> WorkerPool:
         """The pool of this key, kept from one evaluation to the next; the one of another key is ended."""
         if self._evaluation is None or self._evaluation[0] != key:
             if self._evaluation is not None:

@@ -38,7 +38,7 @@ class Indexed(Protocol):
 
 
 @dataclass(frozen=True)
-class BatchRequest:
+class BatchIndices:
     """Samples of one micro-batch: `indices`, the first of which is at `position` of the epoch's order."""
 
     epoch: int
@@ -84,7 +84,7 @@ class InStream:
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedBatch:
     """What came of a request. `kept` are the offsets in it of the samples that the batch holds."""
 
     batch: Batch | None  # on the CPU; None where no sample could be read
@@ -95,7 +95,7 @@ class Fetched:
     stands: InStream | None = None  # of a stream whose samples could be read
 
     @classmethod
-    def failed(cls, what: str, error: BaseException, bad: tuple[BadSample, ...] = ()) -> Fetched:
+    def failed(cls, what: str, error: BaseException, bad: tuple[BadSample, ...] = ()) -> FetchedBatch:
         """A request that came to nothing because of this error."""
         return cls(None, (), bad, f"{what}: {in_words(error)}", unforeseen(error))
 
@@ -104,7 +104,7 @@ class Fetched:
         if self.failure:
             raise _data_error(f"the {name}: {self.failure}", self.traceback)
 
-    def pin_memory(self) -> Fetched:
+    def pin_memory(self) -> FetchedBatch:
         """The same in memory that a GPU copies from by itself; torch's DataLoader calls it."""
         if self.batch is None:
             return self
@@ -136,11 +136,11 @@ class Reader:
     def begin(self) -> None:
         """Do nothing: an iteration needs no preparation."""
 
-    def __getitem__(self, request: BatchRequest) -> Fetched:
+    def __getitem__(self, request: BatchIndices) -> FetchedBatch:
         try:
             enter_epoch(self._with_epochs, request.epoch, self._seed)
         except RAISED as error:  # a user's data set may fail in any way
-            return Fetched.failed(f"set_epoch failed{_at(error)}", error)
+            return FetchedBatch.failed(f"set_epoch failed{_at(error)}", error)
         bad: list[BadSample] = []
         kept: Sequence[int] = range(len(request.indices))
         samples = self._read_together(request) if self._together else None
@@ -148,13 +148,13 @@ class Reader:
             samples, kept, bad = self._read_each(request)
         self.reading(-1)
         if not samples:
-            return Fetched(None, (), tuple(bad))
+            return FetchedBatch(None, (), tuple(bad))
         try:
-            return Fetched(collated(samples, self._collate), kept, tuple(bad))
+            return FetchedBatch(collated(samples, self._collate), kept, tuple(bad))
         except RAISED as error:
             return self._without_odd(request, dict(zip(kept, samples, strict=True)), bad, error)
 
-    def _read_together(self, request: BatchRequest) -> Sequence[Any] | None:
+    def _read_together(self, request: BatchIndices) -> Sequence[Any] | None:
         """Read all samples by one call of `__getitems__`; None where it fails."""
         seed_reading(self._seed, request.epoch, request.position)
         self.reading(TOGETHER)
@@ -165,7 +165,7 @@ class Reader:
         whole = isinstance(samples, list | tuple) and len(samples) == len(request.indices)
         return samples if whole else None
 
-    def _read_each(self, request: BatchRequest) -> tuple[Sequence[Any], tuple[int, ...], list[BadSample]]:
+    def _read_each(self, request: BatchIndices) -> tuple[Sequence[Any], tuple[int, ...], list[BadSample]]:
         """The samples, their offsets in the request, and those that cannot be read."""
         seed_reading(self._seed, request.epoch, request.position)
         samples: list[Any] = []
@@ -183,23 +183,23 @@ class Reader:
         return samples, tuple(kept), bad
 
     def _without_odd(
-        self, request: BatchRequest, samples: Mapping[int, Any], bad: list[BadSample], error: BaseException
-    ) -> Fetched:
+        self, request: BatchIndices, samples: Mapping[int, Any], bad: list[BadSample], error: BaseException
+    ) -> FetchedBatch:
         """The batch without those of the samples, by offset, that fail even alone; the failure if all do."""
         if "shared memory" in str(error):  # torch's text; no sample is to blame
-            return Fetched.failed(SMALL_SHM, error, tuple(bad))
+            return FetchedBatch.failed(SMALL_SHM, error, tuple(bad))
         errors = {offset: why for offset, each in samples.items() if (why := self._alone(each))}
         good = {offset: each for offset, each in samples.items() if offset not in errors}
         if errors and good:  # otherwise the collate itself may be wrong
             odd = [BadSample.of(request.indices[offset], why) for offset, why in errors.items()]
             try:
-                return Fetched(collated([*good.values()], self._collate), tuple(good), (*bad, *odd))
+                return FetchedBatch(collated([*good.values()], self._collate), tuple(good), (*bad, *odd))
             except RAISED as again:
                 error = again
         indices = [request.indices[offset] for offset in samples]
         where = " in the recipe's collate" if self._collate and not isinstance(error, DataError) else ""
         what = f"samples {listed(indices, SHOWN_SAMPLES)}{where}{_at(error)}"
-        return Fetched.failed(what, error, tuple(bad))
+        return FetchedBatch.failed(what, error, tuple(bad))
 
     def _alone(self, sample: object) -> BaseException | None:
         """Why this sample cannot be collated by itself; None if it can."""

@@ -16,16 +16,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
-from launcher.data.indexed import IndexedData, LoadedBatches
+from launcher.data.iterable_loader import IterableData, IterableLoader
 from launcher.data.labels import Labels
-from launcher.data.loader import Loading
+from launcher.data.loader import LoaderConfig
+from launcher.data.map_loader import MapDataset, MapLoader
 from launcher.data.reader import Collate
-from launcher.data.streamed import StreamBatches, StreamData
 from launcher.data.tensors import Batch, Batches, DeviceBatches, TensorData, Transform
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError
 
-Readable = TensorData | IndexedData | StreamData
+Readable = TensorData | MapDataset | IterableData
 ONLY_SET = ""  # the name of a validation set that is the only one
 FIRST = 32  # samples of a `first_batch` at most
 MOST_LOADERS = 8  # processes per rank that data.num_workers=auto starts
@@ -45,7 +45,7 @@ def length_of(data: object) -> int | None:
         return None
 
 
-def readable(data: object, collate: Collate | None, how: Loading, kind: str) -> Readable:
+def wrap_dataset(data: object, collate: Collate | None, how: LoaderConfig, kind: str) -> Readable:
     """A recipe's set as one that batches can be made of: on the device, or read by loader processes.
 
     Raises DataError for anything else. `kind` is "training" or "validation", for messages.
@@ -65,10 +65,10 @@ def readable(data: object, collate: Collate | None, how: Loading, kind: str) -> 
             f"the recipe's {kind} set is a {type(data).__name__}, which has no __len__. Give it one, or give "
             "an iterable, whose length may be unknown."
         )
-    return IndexedData(data, collate, how, kind)
+    return MapDataset(data, collate, how, kind)
 
 
-def _stream(data: object, collate: Collate | None, how: Loading, kind: str) -> StreamData:
+def _stream(data: object, collate: Collate | None, how: LoaderConfig, kind: str) -> IterableData:
     if isinstance(data, Iterator):
         raise DataError(
             f"the recipe's {kind} set is a {type(data).__name__}, which can be read only once. Give an "
@@ -79,7 +79,7 @@ def _stream(data: object, collate: Collate | None, how: Loading, kind: str) -> S
             f"the recipe's {kind} set is a {type(data).__name__}. Give TensorData, a map-style data set "
             "(with __len__ and __getitem__), or an iterable."
         )
-    return StreamData(data, collate, how, kind)
+    return IterableData(data, collate, how, kind)
 
 
 def training_batches(
@@ -97,9 +97,9 @@ def training_batches(
     """
     if isinstance(data, TensorData):
         return DeviceBatches(data, plan, transform)
-    if isinstance(data, StreamData):
-        return StreamBatches(data, plan, transform, saved, report)
-    return LoadedBatches(data, plan, transform, total_steps)
+    if isinstance(data, IterableData):
+        return IterableLoader(data, plan, transform, saved, report)
+    return MapLoader(data, plan, transform, total_steps)
 
 
 def trial_batches(data: Readable, plan: BatchPlan, transform: Transform | None, most: int) -> list[Batch]:
@@ -134,7 +134,7 @@ class DataSets:
         `reading(index)` is called before each sample that is read in this process, and with -1 after the
         last.
         """
-        how = Loading(
+        how = LoaderConfig(
             workers=workers(config, env),
             device=env.device,
             seed=config.seed,
@@ -147,9 +147,9 @@ class DataSets:
         limit, key = config.launch.user_code_timeout_s, "launch.user_code_timeout_s"
         unlimited = replace(how, timeout_s=PATIENCE * (limit or 0.0), timeout_key=key)
         held_out = {
-            name: readable(data, collate, unlimited, set_title(name)) for name, data in validation.items()
+            name: wrap_dataset(data, collate, unlimited, set_title(name)) for name, data in validation.items()
         }
-        return cls(readable(train, collate, how, "training"), held_out)
+        return cls(wrap_dataset(train, collate, how, "training"), held_out)
 
 
 def workers(config: Config, env: WorkerEnv) -> int:
@@ -166,7 +166,7 @@ def batch_plan(
 
     ConfigError for a stream in a run without train.max_steps, DataError for lengths that do not fit.
     """
-    if isinstance(train, StreamData):
+    if isinstance(train, IterableData):
         if lengths is not None:
             raise DataError(
                 "Recipe.lengths is given, but the training set is a stream, whose samples come in their own "

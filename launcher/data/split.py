@@ -27,7 +27,7 @@ def stratified(labels: Tensor, val_fraction: float) -> Tensor:
     return held_out
 
 
-def parts(
+def stratified_split(
     labels: Tensor, val_fraction: float, where: str, kind: type[LauncherError] = ConfigError
 ) -> tuple[list[int], list[int]]:
     """The indices to train on and those held out: none of a fraction of 0.
@@ -44,7 +44,7 @@ def parts(
     return train, validation
 
 
-def class_numbers(
+def label_to_index(
     labels: Sequence[object], classes: Sequence[object], place: Callable[[int], str], advice: str = ""
 ) -> list[int]:
     """The index of each label's class.

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from launcher.data.batch_plan import BatchPlan, cut, share_of
+from launcher.data.batch_plan import BatchPlan, cut, rank_slice
 from launcher.data.seeding import seed_transform
 from launcher.errors import DataError, counted
 
@@ -70,7 +70,7 @@ class TensorData:
 
         The columns are copies: an eval_transform or a loss may write into them.
         """
-        for piece in cut(share_of(range(len(self)), rank, world_size), batch_size):
+        for piece in cut(rank_slice(range(len(self)), rank, world_size), batch_size):
             part = slice(piece.start, piece.stop)
             yield len(piece), {name: column[part].clone() for name, column in self.columns.items()}
 
@@ -107,11 +107,11 @@ class Batches(Protocol):
         """How many samples of its share this rank lacks in the latest step. Only where a stream ends."""
         return 0
 
-    def at_end(self) -> bool:
+    def exhausted(self) -> bool:
         """Whether this rank has nothing left before the data starts again. Only of a stream."""
         return False
 
-    def begin_again(self) -> None:
+    def restart_epoch(self) -> None:
         """Start the data again, on all ranks after the same step. Only of a stream."""
         return
 

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from launcher.config.user_code import defined_at
-from launcher.data.batch_plan import cut, share_of
+from launcher.data.batch_plan import cut, rank_slice
+from launcher.data.iterable_loader import IterableData
 from launcher.data.seeding import seed_evaluation
 from launcher.data.sources import FIRST, Readable, length_of
-from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch, transformed
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.uneven import UnevenCollectives
@@ -89,16 +89,16 @@ class _Totals:
 
 
 Read = TypeVar("Read")
-Smaller = Callable[[Exception, int], int]  # from an error and the size of a batch; raises what is no shortage
+OnOom = Callable[[Exception, int], int]  # from an error and the size of a batch; raises what is no shortage
 
 
-def never_smaller(error: Exception, size: int) -> int:
+def no_halving(error: Exception, size: int) -> int:
     """Raises the error."""
     raise error
 
 
 @dataclass(frozen=True)
-class Pass:
+class EvalLoop:
     """What a pass over a set measures, and what it calls.
 
     `guard` is the context of each call of a metric. `beat` is called before each batch, and `waits`
@@ -113,7 +113,7 @@ class Pass:
     env: WorkerEnv
     guard: Guard = lambda what, batch: nullcontext()
     beat: Beat = lambda: None
-    smaller: Smaller = never_smaller
+    smaller: OnOom = no_halving
     in_user_code: Callable[[], AbstractContextManager[None]] = nullcontext
     seed: int = 0
     waits: Beat = lambda: None
@@ -164,7 +164,7 @@ class Pass:
 
 
 def evaluate(
-    over: Pass, data: Readable, batch_size: int, interrupted: Callable[[], bool] = lambda: False
+    over: EvalLoop, data: Readable, batch_size: int, interrupted: Callable[[], bool] = lambda: False
 ) -> Evaluation:
     """Measure the model on `data` (on the device, whole on every rank). A collective.
 
@@ -192,7 +192,7 @@ def evaluate(
         # After the collective, on all ranks alike: they hold the same sums.
         if total.stopped:
             raise EvaluationStopped
-        if not isinstance(data, StreamData):  # whose length is not known
+        if not isinstance(data, IterableData):  # whose length is not known
             seen = f"{total.samples:g} of {len(data)} samples were evaluated on {env.world_size} ranks"
             assert total.samples == len(data), seen
         measured = int(total.samples - total.unreadable)
@@ -202,7 +202,7 @@ def evaluate(
                 f"Loss(sum, count) add up to {total.counted:g}. Check what the loss counts, and that the "
                 "samples can be read."
             )
-        found = measuring.conclude(total.loss_sum, total.counted)
+        found = measuring.compute(total.loss_sum, total.counted)
     return Evaluation(
         total.loss_sum / total.counted,
         measured,
@@ -239,7 +239,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def rehearse(over: Pass, data: Readable, batch_size: int) -> MetricValues:
+def sanity_check(over: EvalLoop, data: Readable, batch_size: int) -> MetricValues:
     """What the metrics give for the first samples of each rank, with NaN for names that they only declare.
 
     Raises what an evaluation would raise, but for exceptions of a metric's `compute` that may be due to these
@@ -247,10 +247,10 @@ def rehearse(over: Pass, data: Readable, batch_size: int) -> MetricValues:
     """
     env = over.env
 
-    def trial_of(size: int) -> Pass:
+    def trial_of(size: int) -> EvalLoop:
         """The pass with a loss that may not call collectives which would fail in the evaluation."""
         shares = [
-            share_of(range(length_of(data) or 0), rank, env.world_size) for rank in range(env.world_size)
+            rank_slice(range(length_of(data) or 0), rank, env.world_size) for rank in range(env.world_size)
         ]
         sizes = [[len(piece) for piece in cut(share, size)] for share in shares]
         refusing = UnevenCollectives(env, sizes, TO_LEAVE_OUT, True, over.in_collective)
@@ -264,7 +264,7 @@ def rehearse(over: Pass, data: Readable, batch_size: int) -> MetricValues:
 
     def measure(size: int) -> tuple[_Totals, MetricEvaluator]:
         totals = _Totals()
-        measuring = MetricEvaluator(over.recipe, env, over.guard, over.waits, rehearsal=True)
+        measuring = MetricEvaluator(over.recipe, env, over.guard, over.waits, trial=True)
         over.beat()
         with over.in_user_code():
             batch = data.first_batch(env.rank, env.world_size, size, FIRST)
@@ -274,7 +274,7 @@ def rehearse(over: Pass, data: Readable, batch_size: int) -> MetricValues:
 
     with evaluating(over.model), torch.no_grad(), unchanged(over.model):
         total, measuring = over.in_smaller_batches(measure, batch_size)
-        found = measuring.conclude(total.loss_sum, total.counted or 1)
+        found = measuring.compute(total.loss_sum, total.counted or 1)
     for metric in over.recipe.metrics_or_default:
         for name in declared_names(metric) or ():
             found.values.setdefault(name, float("nan"))

@@ -50,20 +50,18 @@ class MetricValues:
 
     values: dict[str, float] = field(default_factory=dict)
     higher_is_better: dict[str, bool | None] = field(default_factory=dict)  # None: not declared
-    failed: list[str] = field(default_factory=list)  # in a rehearsal: errors that may be no mistakes
+    failed: list[str] = field(default_factory=list)  # in a trial: errors that may be no mistakes
     confusion: Confusion | None = None  # of the first Classification; on rank 0 only
 
 
 class MetricEvaluator:
     """The metrics of a recipe during one evaluation. `guard` is the context of each call of a metric.
 
-    In a `rehearsal` the metrics see a few samples, which may not be enough for each `compute`.
+    In a `trial` the metrics see a few samples, which may not be enough for each `compute`.
     """
 
-    def __init__(
-        self, recipe: Recipe, env: WorkerEnv, guard: Guard, beat: Beat, rehearsal: bool = False
-    ) -> None:
-        self._env, self._guard, self._beat, self._rehearsal = env, guard, beat, rehearsal
+    def __init__(self, recipe: Recipe, env: WorkerEnv, guard: Guard, beat: Beat, trial: bool = False) -> None:
+        self._env, self._guard, self._beat, self._trial = env, guard, beat, trial
         self._metrics = [self._started(metric, recipe.label_column) for metric in recipe.metrics_or_default]
         self._merged = [metric for metric in self._metrics if hasattr(metric, "merge")]
         self._fed = [  # updated on rank 0 alone
@@ -87,7 +85,7 @@ class MetricEvaluator:
         elif self._fed:
             self._kept.append(_on(HOST, {"outputs": outputs, "batch": self._read_by_fed(batch)}))
 
-    def conclude(self, loss_sum: float, count: float) -> MetricValues:
+    def compute(self, loss_sum: float, count: float) -> MetricValues:
         """The numbers over all ranks. A collective; raises on all ranks alike."""
         for rank in range(1, self._env.world_size):  # in rank order: rank 0 has the first samples of the set
             for metric in self._merged:
@@ -201,7 +199,7 @@ class MetricEvaluator:
             try:
                 found = self._computed(metric, loss_sum, count)
             except LauncherError as error:
-                if not (self._rehearsal and _may_depend_on_samples(error)):
+                if not (self._trial and _may_depend_on_samples(error)):
                     raise
                 total.failed.append(str(error))
                 continue
@@ -217,7 +215,7 @@ class MetricEvaluator:
     def _computed(self, metric: Any, loss_sum: float, count: float) -> object:
         """What the metric returns. Warnings of few samples are left out where there are few on purpose."""
         with (
-            warnings.catch_warnings(action="ignore" if self._rehearsal else None),
+            warnings.catch_warnings(action="ignore" if self._trial else None),
             self._calling(metric, "compute"),
         ):
             return metric.of_loss(loss_sum, count) if isinstance(metric, LossMetric) else metric.compute()

@@ -17,8 +17,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from launcher.data.augment import Normalise
-from launcher.data.images.photograph import as_rgb, centre, decode, read_photograph
-from launcher.data.images.photograph_set import BASE_OVER_CROP, PhotographSet
+from launcher.data.images.image_dataset import BASE_OVER_CROP, ImageDataset
+from launcher.data.images.image_file import as_rgb, center_crop, decode, read_crop
 from launcher.data.libraries import optional
 from launcher.data.tensors import TensorData
 from launcher.data.text.plain import read_text
@@ -44,7 +44,7 @@ def facts_of(recipe: Recipe, recipes_path: str | None = None) -> dict[str, Any]:
     arguments: dict[str, Any] = getattr(getattr(builder, "build", None), "keywords", {})
     if isinstance(builder, ModelBuilder):
         facts["model"] = {"name": builder.name, "arguments": arguments, "file": recipes_path}
-    if isinstance(train, PhotographSet):
+    if isinstance(train, ImageDataset):
         facts["input"] = {"kind": "photograph", "size": train.options.image_size}
     elif hasattr(train, "tokenizer"):
         facts["input"] = {"kind": "text", "max_seq_len": arguments.get("max_seq_len")}
@@ -91,7 +91,7 @@ class Predictor:
     def _samples(self, file: Path) -> Any:
         match self._input["kind"]:
             case "photograph":
-                return read_photograph(file, str(file), centre(1 / BASE_OVER_CROP), self._input["size"])[None]
+                return read_crop(file, str(file), center_crop(1 / BASE_OVER_CROP), self._input["size"])[None]
             case "image":
                 return decode(file, str(file), self._one_size).reshape(1, *self._input["size"][1:], -1)
             case "text":  # two sentences are separated by a tab

@@ -44,7 +44,7 @@ def show(context: TrainContext, position: Position) -> None:
         _call_while_others_wait(context, call, "evaluation", "adding up the evaluation")
 
 
-def rehearse(context: TrainContext, step: int) -> None:
+def sanity_check(context: TrainContext, step: int) -> None:
     """Call the recipe's function before the first step, which comes after `step`, for its mistakes alone.
 
     It gets the position of the next evaluation; nothing is reported or written. A collective, as `show`.

@@ -18,9 +18,9 @@ from launcher.config.rules import BLOCKS
 from launcher.data.sources import ONLY_SET, set_title
 from launcher.data.tensors import Batch, TensorData
 from launcher.errors import counted
-from launcher.evaluation.comparison import comparison
 from launcher.evaluation.confusion import Confusion
-from launcher.evaluation.evaluate import Evaluation, EvaluationStopped, Pass, evaluate, rehearse
+from launcher.evaluation.evaluate import EvalLoop, Evaluation, EvaluationStopped, evaluate, sanity_check
+from launcher.evaluation.monitored_metric import monitored_metric
 from launcher.os import frames
 from launcher.os.oom import oom_text
 from launcher.run_dir.result import Result
@@ -73,7 +73,7 @@ class EvaluationLoop:
             return None
         finally:
             self._context.step_reader.restart_timer()
-        compared = comparison(self.recipe.monitor, self.latest)
+        compared = monitored_metric(self.recipe.monitor, self.latest)
         if compared.name != "loss" and math.isnan(compared.value):  # that of the loss ends the run
             self._context.telemetry.warn(
                 f"{compared.name}, by which runs are compared, is NaN at step {position.step}, so this "
@@ -102,7 +102,7 @@ class EvaluationLoop:
         found, monitor = self.latest, self.recipe.monitor
         if not found:
             return replace(result, metric_name=monitor or "loss")
-        compared = comparison(monitor, found)
+        compared = monitored_metric(monitor, found)
         sets = {name: {"loss": each.loss, **each.metrics} for name, each in found.items()}
         if (confusion := self.confusion) is not None:
             classes = result.classes or list(confusion.classes)
@@ -123,7 +123,7 @@ class EvaluationLoop:
         """The confusion matrix of the first set; None without classes, and on all ranks but 0."""
         return next((found.confusion for found in self.latest.values()), None)
 
-    def rehearse(self) -> Mapping[str, Evaluation] | None:
+    def sanity_check(self) -> Mapping[str, Evaluation] | None:
         """Try loss and metrics on the first samples of each set, before the first step. Changes nothing.
 
         Raises, on all ranks, what the first evaluation would raise because of a mistake in the recipe.
@@ -131,7 +131,7 @@ class EvaluationLoop:
         """
         found: dict[str, Evaluation] = {}
         for name in self.data:
-            tried = rehearse(
+            tried = sanity_check(
                 self._pass(name, "trying the evaluation", "comparing the trials"),
                 self.data[name],
                 self._batch_size(name),
@@ -145,7 +145,7 @@ class EvaluationLoop:
                 return None
             found[name] = Evaluation(0.0, 0, tried.values, tried.higher_is_better)
         if found:
-            comparison(self.recipe.monitor, found)
+            monitored_metric(self.recipe.monitor, found)
         return found
 
     @property
@@ -209,7 +209,7 @@ class EvaluationLoop:
         )
         return found
 
-    def _pass(self, name: str, phase: str, then: str) -> Pass:
+    def _pass(self, name: str, phase: str, then: str) -> EvalLoop:
         """A pass over a set. Each batch is a sign of life, since a large set may exceed a phase's limit.
 
         `then` is the phase in which a rank may wait for others: a hang is not blamed on it.
@@ -229,7 +229,7 @@ class EvaluationLoop:
                 yield
 
         beat, seed = partial(context.heartbeat.beat, phase), context.config.seed
-        return Pass(
+        return EvalLoop(
             self.recipe,
             self.model,
             context.stepper.forward,

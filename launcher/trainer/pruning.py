@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launcher.config.wandb_sweep import sweep_of_agent
-from launcher.evaluation.comparison import refuse_none
 from launcher.evaluation.evaluate import Evaluation
+from launcher.evaluation.monitored_metric import check_has_evaluations
 from launcher.run_dir.pruning import PruneRequest, prune_request
 from launcher.trainer.callback import Callback
 
@@ -37,7 +37,7 @@ class SweepStopListener(Callback):
 
     def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
         """Raise ConfigError, on all ranks alike, for a run that its sweep could not judge."""
-        refuse_none("sweep.prune", self.rule, evaluations)
+        check_has_evaluations("sweep.prune", self.rule, evaluations)
 
     def asked(self) -> bool:
         """Whether the run is to be pruned; false on all ranks but the leader."""

@@ -20,7 +20,7 @@ from launcher.checkpoint.run_state import (
     Snapshot,
     TrainProgress,
 )
-from launcher.data.streamed import StreamData
+from launcher.data.iterable_loader import IterableData
 from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import LaunchEnv
 from launcher.engine.precision.loss_scale import ScaleStart
@@ -43,7 +43,7 @@ class RunCheckpoints:
         self._context = context
         self.scale: ScaleStart | None = None  # None if the run did not resume
         self.stream: Sequence[str] = ()  # by rank: where it stood in a stream when the checkpoint was taken
-        num_samples = 0 if isinstance(context.data.train, StreamData) else context.plan.num_samples
+        num_samples = 0 if isinstance(context.data.train, IterableData) else context.plan.num_samples
         identity = RunIdentity.of(self._context.config, self._context.stepper.model, num_samples)
         self.checkpointer = Checkpointer(
             Path(self._context.config.run.dir) / FOLDER,

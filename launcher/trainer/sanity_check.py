@@ -12,9 +12,9 @@ from functools import wraps
 
 from torch import nn
 
-from launcher.data.indexed import IndexedData
+from launcher.data.iterable_loader import IterableData
+from launcher.data.map_loader import MapDataset
 from launcher.data.sources import training_batches
-from launcher.data.streamed import StreamData
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import raise_on_all_ranks
 from launcher.distributed.uneven import UnevenCollectives
@@ -38,7 +38,7 @@ def try_loader_processes(context: TrainContext) -> None:
     """
     data, config = context.data.train, context.config
     if (
-        not isinstance(data, IndexedData)
+        not isinstance(data, MapDataset)
         or not data.how.workers
         or not (failure := data.failure_of_processes())
     ):
@@ -47,7 +47,7 @@ def try_loader_processes(context: TrainContext) -> None:
     if config.data.num_workers != "auto":
         raise ConfigError(f"data.num_workers={config.data.num_workers}: {found}. Set data.num_workers=0.")
     for each in (data, *context.data.validation.values()):
-        if isinstance(each, IndexedData):
+        if isinstance(each, MapDataset):
             each.read_in_this_process()
     context.telemetry.decision("loader processes", f"none: {found}")
 
@@ -62,7 +62,7 @@ def try_smallest_batch(context: TrainContext, train_step: TrainStep) -> None:
     step = plan.smallest_step(context.course.total_steps)
     sizes = plan.sizes_by_rank(step)
     waits_for_others = context.config.model.sync_bn and context.env.group is not None
-    if isinstance(context.data.train, StreamData) or waits_for_others or plan.is_even(step):
+    if isinstance(context.data.train, IterableData) or waits_for_others or plan.is_even(step):
         return
     context.heartbeat.beat("trying the smallest batch")
     samples = counted(len(plan.global_batch(step)), "sample")

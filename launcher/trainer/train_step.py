@@ -55,7 +55,7 @@ class TrainStep:
         if report.votes[StepFlag.STREAM_END] == plan.world_size:
             if not samples_of(plan, position, report):
                 raise DataError("the training stream is empty: a whole pass over it gave no samples.")
-            batches.begin_again()
+            batches.restart_epoch()
         return result
 
     def _accumulate_gradients(self, position: Position) -> bool:
@@ -68,7 +68,7 @@ class TrainStep:
             self.stepper.vote(StepFlag.BAD_SAMPLES, bad)
         if missing := batches.missing():
             self.stepper.vote(StepFlag.MISSING_SAMPLES, missing)
-        if ends := batches.at_end():
+        if ends := batches.exhausted():
             self.stepper.vote(StepFlag.STREAM_END)
         for number, batch in enumerate(micro_batches):
             seed_compute(plan.seed, position.step, plan.rank, number, self.stepper.device)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from launcher.data.images.catalog import load_images
 from launcher.data.images.folder import list_folder
+from launcher.data.images.registry import load_images
 from tests.configs import composed
 from tests.data.images.photographs import ANTS_BEES
 from tests.forked import launch_forked

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.data.batch_plan import BatchPlan, cut, epoch_order, share_of
+from launcher.data.batch_plan import BatchPlan, cut, epoch_order, rank_slice
 from launcher.data.tensors import DeviceBatches, TensorData
 from launcher.errors import DataError
 from tests.ranks.harness import run_ranks
@@ -197,7 +197,7 @@ def test_what_an_evaluation_writes_into_a_batch_is_in_no_later_one():
 
 @given(st.integers(0, 1000), st.integers(1, 70))
 def test_shares_differ_by_at_most_one(length, world_size):
-    shares = [len(share_of(range(length), rank, world_size)) for rank in range(world_size)]
+    shares = [len(rank_slice(range(length), rank, world_size)) for rank in range(world_size)]
     assert sum(shares) == length
     assert max(shares) - min(shares) <= 1
 

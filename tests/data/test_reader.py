@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from launcher.data.epochs import EVALUATION
-from launcher.data.reader import TOGETHER, BatchRequest, Reader, collated, columns
+from launcher.data.reader import TOGETHER, BatchIndices, Reader, collated, columns
 from launcher.errors import DataError
 
 
@@ -37,7 +37,7 @@ class Listed(Dataset):
 
 
 def read(dataset, *indices, epoch=0, position=0, seed=0, collate=None):
-    return Reader(dataset, collate, seed)[BatchRequest(epoch, position, indices)]
+    return Reader(dataset, collate, seed)[BatchIndices(epoch, position, indices)]
 
 
 def test_random_numbers_depend_on_seed_epoch_and_position_alone():
@@ -98,7 +98,7 @@ def test_a_set_that_gives_several_samples_at_once_is_asked_for_them():
     noted = []
     reader.reading = noted.append
     for position in (0, 3):
-        batch = reader[BatchRequest(0, position, (7, 8, 9))].batch["drawn"]
+        batch = reader[BatchIndices(0, position, (7, 8, 9))].batch["drawn"]
         assert batch.shape == (3, 1)
     assert dataset.asked == [[7, 8, 9], [7, 8, 9]]
     assert len(dataset.read) == 6, "from the first request on, each sample once"
@@ -147,7 +147,7 @@ def test_a_collate_that_draws_gets_numbers_of_its_request():
         }
 
     reader = Reader(Drawn(), collate, 0)
-    one, two, three = (reader[BatchRequest(0, position, (1, 2))].batch["mixed"] for position in (0, 2, 4))
+    one, two, three = (reader[BatchIndices(0, position, (1, 2))].batch["mixed"] for position in (0, 2, 4))
     again = read(Drawn(), 1, 2, position=4, collate=collate).batch
     assert not torch.isclose(one, two).any()
     assert not torch.isclose(two, three).any()

@@ -10,9 +10,9 @@ from launcher.data.tensors import TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import (
+    EvalLoop,
     Evaluation,
     EvaluationStopped,
-    Pass,
     evaluate,
     refuse_unusable_loss,
 )
@@ -55,7 +55,7 @@ def linear_model():
 
 def evaluate_points(env, num_samples, batch_size=5):
     data = points(num_samples)
-    return evaluate(Pass(recipe_for(data), linear_model(), contextlib.nullcontext, env), data, batch_size)
+    return evaluate(EvalLoop(recipe_for(data), linear_model(), contextlib.nullcontext, env), data, batch_size)
 
 
 def reference(num_samples):
@@ -119,7 +119,7 @@ def test_the_model_is_in_evaluation_mode_only_meanwhile_and_unchanged():
         return cross_entropy(network, batch, inputs="x")
 
     data = points(12)
-    evaluate(Pass(recipe_for(data, loss=loss), model, contextlib.nullcontext, ALONE), data, 5)
+    evaluate(EvalLoop(recipe_for(data, loss=loss), model, contextlib.nullcontext, ALONE), data, 5)
     assert modes == [[False] * 3] * 3
     assert [module.training for module in model] == [True, True, False]
     assert model.training
@@ -132,7 +132,7 @@ def test_the_mode_is_restored_after_an_error():
 
     model, data = linear_model(), points(4)
     with pytest.raises(ValueError, match="no"):
-        evaluate(Pass(recipe_for(data, loss=fail), model, contextlib.nullcontext, ALONE), data, 5)
+        evaluate(EvalLoop(recipe_for(data, loss=fail), model, contextlib.nullcontext, ALONE), data, 5)
     assert model.training
 
 
@@ -146,7 +146,7 @@ def interrupt_the_last_rank(env):
     data = points(23)
     with pytest.raises(EvaluationStopped):
         evaluate(
-            Pass(recipe_for(data), linear_model(), contextlib.nullcontext, env),
+            EvalLoop(recipe_for(data), linear_model(), contextlib.nullcontext, env),
             data,
             5,
             interrupted=interrupted,
@@ -174,7 +174,7 @@ def test_the_forward_context_surrounds_every_batch():
         return cross_entropy(network, batch, inputs="x")
 
     data = points(12)
-    evaluate(Pass(recipe_for(data, loss=loss), linear_model(), context, ALONE), data, 5)
+    evaluate(EvalLoop(recipe_for(data, loss=loss), linear_model(), context, ALONE), data, 5)
     assert entered == [3]
 
 
@@ -183,7 +183,7 @@ def test_a_recipe_without_classes_measures_the_loss_per_token():
     recipe = recipe_for(
         data, classes=None, loss=lambda model, batch: Loss(batch["x"].sum(), 10 * len(batch["x"]))
     )
-    result = evaluate(Pass(recipe, linear_model(), contextlib.nullcontext, ALONE), data, 3)
+    result = evaluate(EvalLoop(recipe, linear_model(), contextlib.nullcontext, ALONE), data, 3)
     assert result == Evaluation(0.8, 7, {}, {})
 
 
@@ -198,7 +198,7 @@ def test_a_loss_may_count_weights(largest):
     data = points(23)
     data = TensorData(data.columns | {"weight": torch.linspace(0, largest, 23)})
     recipe = recipe_for(data, loss=weighted_loss, classes=None)
-    found = evaluate(Pass(recipe, linear_model(), contextlib.nullcontext, ALONE), data, 5)
+    found = evaluate(EvalLoop(recipe, linear_model(), contextlib.nullcontext, ALONE), data, 5)
     away = linear_model()(data.columns["x"] * 2).detach().square().sum(1)
     expected = (data.columns["weight"] * away).sum() / data.columns["weight"].sum()
     assert found.loss == pytest.approx(float(expected), rel=1e-6)

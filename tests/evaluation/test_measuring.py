@@ -16,8 +16,8 @@ from launcher.data.sources import ONLY_SET
 from launcher.data.tensors import TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError, LauncherError, RecipeError
-from launcher.evaluation.comparison import comparison
-from launcher.evaluation.evaluate import Evaluation, Pass, evaluate
+from launcher.evaluation.evaluate import EvalLoop, Evaluation, evaluate
+from launcher.evaluation.monitored_metric import monitored_metric
 from launcher.metrics import Classification, Perplexity, Regression
 from launcher.recipe import Loss, Recipe
 from launcher.recipe.checks import refuse_unusable_data, refuse_unusable_metrics
@@ -113,7 +113,7 @@ def measure(env: WorkerEnv, num_samples: int) -> Evaluation:
     ]
     recipe = recipe_of(data, *metrics)
     refuse_unusable_metrics(recipe)
-    found = [evaluate(Pass(recipe, model(), contextlib.nullcontext, env), data, 4) for _ in range(2)]
+    found = [evaluate(EvalLoop(recipe, model(), contextlib.nullcontext, env), data, 4) for _ in range(2)]
     assert found[0].metrics == found[1].metrics, "an evaluation starts from nothing"
     return found[1]
 
@@ -242,7 +242,7 @@ def fail(env: WorkerEnv, where: str) -> str:
     if where == "column":
         recipe = replace(recipe, eval_transform=with_odd_column)
     try:
-        evaluate(Pass(recipe, model(), contextlib.nullcontext, env, guard=guard), data, 4)
+        evaluate(EvalLoop(recipe, model(), contextlib.nullcontext, env, guard=guard), data, 4)
     except LauncherError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -346,7 +346,7 @@ def evaluated(*metrics: Any) -> Evaluation:
     data = points(6)
     recipe = recipe_of(data, *metrics)
     refuse_unusable_metrics(recipe)
-    return evaluate(Pass(recipe, model(), contextlib.nullcontext, ALONE), data, 4)
+    return evaluate(EvalLoop(recipe, model(), contextlib.nullcontext, ALONE), data, 4)
 
 
 def test_what_they_do_not_declare_is_checked_at_the_first_evaluation() -> None:
@@ -355,7 +355,7 @@ def test_what_they_do_not_declare_is_checked_at_the_first_evaluation() -> None:
     with pytest.raises(ConfigError, match="gives the name 'epoch', which every evaluation has"):
         evaluated(Nameless("epoch"))
     with pytest.raises(ConfigError, match=r"monitor='bleau'.* Nearest: bleu. They have loss, bleu."):
-        comparison("bleau", {ONLY_SET: evaluated(Nameless("bleu"))})
+        monitored_metric("bleau", {ONLY_SET: evaluated(Nameless("bleu"))})
 
 
 @pytest.mark.parametrize(
@@ -365,20 +365,20 @@ def test_what_they_do_not_declare_is_checked_at_the_first_evaluation() -> None:
 def test_the_metric_that_is_compared_says_which_way_is_better(higher_is_better, lower) -> None:
     found = {ONLY_SET: evaluated(Nameless("a", higher_is_better=higher_is_better))}
     if lower is not None:
-        assert comparison("a", found).lower_is_better is lower
+        assert monitored_metric("a", found).lower_is_better is lower
         return
     with pytest.raises(
         ConfigError, match=r"'a': its metric does not declare which way is better. Set higher_is_"
     ):
-        comparison("a", found)
+        monitored_metric("a", found)
 
 
 def test_the_loss_is_compared_where_nothing_else_is_named() -> None:
     found = {ONLY_SET: evaluated(Nameless("a", higher_is_better=True))}
-    assert comparison(None, found).name == "loss"
-    assert comparison("loss", found).lower_is_better
+    assert monitored_metric(None, found).name == "loss"
+    assert monitored_metric("loss", found).lower_is_better
     classes = evaluated(Classification(CLASSES, output="logits"))
-    assert comparison(None, {ONLY_SET: classes}).name == "accuracy"
+    assert monitored_metric(None, {ONLY_SET: classes}).name == "accuracy"
 
 
 def test_names_of_classes_are_shown_in_one_line_without_control_characters() -> None:
@@ -393,7 +393,7 @@ def test_outputs_that_are_no_tensors_are_refused(outputs) -> None:
     data = points(6)
     recipe = recipe_of(data, Nameless("a"), loss=lambda network, batch: Loss(torch.ones(()), 1, outputs))
     with pytest.raises(ConfigError, match=r"recipe's metrics \(Nameless\) read outputs, but its loss gave "):
-        evaluate(Pass(recipe, model(), contextlib.nullcontext, ALONE), data, 4)
+        evaluate(EvalLoop(recipe, model(), contextlib.nullcontext, ALONE), data, 4)
 
 
 @pytest.mark.parametrize(
@@ -409,9 +409,9 @@ def test_a_set_without_loss_is_refused_and_nan_among_outputs_is_counted(count, n
     recipe = recipe_of(data, Classification(CLASSES, output="a"), loss=loss)
     if count < 1:
         with pytest.raises(DataError, match=f"no loss was counted for 6 samples .* add up to {count * 6}"):
-            evaluate(Pass(recipe, model(), contextlib.nullcontext, ALONE), data, 4)
+            evaluate(EvalLoop(recipe, model(), contextlib.nullcontext, ALONE), data, 4)
         return
-    found = evaluate(Pass(recipe, model(), contextlib.nullcontext, ALONE), data, 4)
+    found = evaluate(EvalLoop(recipe, model(), contextlib.nullcontext, ALONE), data, 4)
     assert found.nan_outputs == (data.columns["label"] == 5).sum()
     assert all(np.isnan(value) for value in found.metrics.values())
 

@@ -14,8 +14,8 @@ from launcher.data.sources import ONLY_SET
 from launcher.data.tensors import TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError
-from launcher.evaluation.comparison import comparison
-from launcher.evaluation.evaluate import Evaluation, Pass, evaluate
+from launcher.evaluation.evaluate import EvalLoop, Evaluation, evaluate
+from launcher.evaluation.monitored_metric import monitored_metric
 from launcher.recipe import Loss, Recipe
 from launcher.recipe.checks import refuse_unusable_metrics
 from tests.ranks.harness import run_ranks
@@ -120,7 +120,7 @@ def measure(env: WorkerEnv) -> list[Evaluation]:
             with warnings.catch_warnings():
                 if num_samples == 1:
                     warnings.filterwarnings("ignore", "No (posi|nega)tive samples in targets")
-                found.append(evaluate(Pass(recipe, model(), contextlib.nullcontext, env), data, 4))
+                found.append(evaluate(EvalLoop(recipe, model(), contextlib.nullcontext, env), data, 4))
     return found
 
 
@@ -151,7 +151,7 @@ def test_they_are_exact_on_several_ranks() -> None:
     better = alone[0].higher_is_better | alone[1].higher_is_better
     assert (better["f1"], better["kappa"], better["MulticlassAccuracy"]) == (True, True, True)
     assert better["MeanSquaredError"] is False
-    assert comparison("MeanSquaredError", {ONLY_SET: alone[1]}).lower_is_better
+    assert monitored_metric("MeanSquaredError", {ONLY_SET: alone[1]}).lower_is_better
 
 
 def test_they_read_one_tensor() -> None:
@@ -166,4 +166,4 @@ def test_they_read_one_tensor() -> None:
     with pytest.raises(
         ConfigError, match=r"Accuracy of torchmetrics reads one tensor, .* a, b\. .* metric around it"
     ):
-        evaluate(Pass(recipe, model(), contextlib.nullcontext, ALONE), data, 4)
+        evaluate(EvalLoop(recipe, model(), contextlib.nullcontext, ALONE), data, 4)

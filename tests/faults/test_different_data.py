@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from launcher.data.loader import Loading
-from launcher.data.sources import readable
+from launcher.data.loader import LoaderConfig
+from launcher.data.sources import wrap_dataset
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError
-from launcher.evaluation.evaluate import Pass, evaluate
+from launcher.evaluation.evaluate import EvalLoop, evaluate
 from launcher.recipe import Recipe, cross_entropy
 from launcher.trainer.builders.data_check import check_equal_on_ranks, compare_data
 from launcher.trainer.builders.data_check import data_fingerprint as fingerprint_of
@@ -77,7 +77,7 @@ class Empty:
 
 
 def test_an_empty_stream_is_refused() -> None:
-    stream = readable(Empty(), None, Loading(0, torch.device("cpu"), seed=0), "training")
+    stream = wrap_dataset(Empty(), None, LoaderConfig(0, torch.device("cpu"), seed=0), "training")
     with pytest.raises(DataError, match="the training stream is empty: its __iter__ ended before its first"):
         fingerprint_of(recipe_of(), stream, {})
 
@@ -127,7 +127,7 @@ def evaluate_other_labels(env: Any) -> dict[str, float]:
     label[1] = env.rank
     data = TensorData({"image": x, "label": label})
     recipe = replace(recipe_of(), validation=data)
-    found = evaluate(Pass(recipe, torch.nn.Linear(3, 2), nullcontext, env), data, 100)
+    found = evaluate(EvalLoop(recipe, torch.nn.Linear(3, 2), nullcontext, env), data, 100)
     return found.metrics
 
 

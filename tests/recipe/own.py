@@ -8,7 +8,7 @@ from tests.configs import composed
 
 OWN_RECIPE = """
 from torch import nn
-from launcher.data.images.catalog import load_images
+from launcher.data.images.registry import load_images
 from launcher.recipe import Config, Recipe, cross_entropy, model, model_builder, recipe
 
 @model("perceptron")

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import ChainDataset, IterableDataset
 
 from launcher.data.batch_plan import BatchPlan
-from launcher.data.loader import Loading
+from launcher.data.iterable_loader import IterableData
+from launcher.data.loader import LoaderConfig
 from launcher.data.sources import batch_plan
-from launcher.data.streamed import StreamData
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Stepper
 from launcher.engine.precision.policy import choose_emulation
@@ -264,7 +264,7 @@ def test_lengths_of_a_stream_are_refused() -> None:
     """Its order is the stream's own."""
     recipe = Recipe(mlp, DATA, DATA, cross_entropy, lengths=[1, 2])
     env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
-    stream = StreamData([], None, Loading(0, torch.device("cpu"), 0), "training")
+    stream = IterableData([], None, LoaderConfig(0, torch.device("cpu"), 0), "training")
     with pytest.raises(DataError, match=r"Recipe.lengths is given, but the training set is a stream"):
         batch_plan(composed("train.max_steps=2"), env, stream, recipe.lengths)
 

@@ -19,7 +19,7 @@ from tests.forked import launch_forked
 
 RECIPE = """
 from torch import nn
-from launcher.data.images.catalog import load_images
+from launcher.data.images.registry import load_images
 from launcher.recipe import Config, Recipe, cross_entropy, recipe
 
 

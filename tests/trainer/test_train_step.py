@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from launcher.data.batch_plan import BatchPlan
-from launcher.data.loader import Loading
-from launcher.data.sources import readable, training_batches
+from launcher.data.loader import LoaderConfig
+from launcher.data.sources import training_batches, wrap_dataset
 from launcher.engine import SGD, EngineWarning, Policy, Stepper
 from launcher.errors import DataError
 from launcher.recipe import Loss
@@ -70,8 +70,11 @@ def trained_on_stream(size: int, steps: int, weight: float) -> list[tuple[int, f
     """The samples and the count of each step."""
     x, classes = features(size, 0)
     stream = Rows([{"x": row, "label": label} for row, label in zip(x, classes, strict=True)])
-    plan, how = BatchPlan(4 * steps, 4, None, 1, 0, 0, drop_last=False), Loading(0, torch.device("cpu"), 0)
-    batches = training_batches(readable(stream, None, how, "training"), plan, None, steps)
+    plan, how = (
+        BatchPlan(4 * steps, 4, None, 1, 0, 0, drop_last=False),
+        LoaderConfig(0, torch.device("cpu"), 0),
+    )
+    batches = training_batches(wrap_dataset(stream, None, how, "training"), plan, None, steps)
 
     def loss(network, batch) -> Loss:
         return Loss(weight * loss_sum(network(batch["x"]), batch["label"]), weight * len(batch["x"]))

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from launcher.data.images.image_file import UInt8Array, decode, shrunk
 from launcher.data.images.image_index import ImageIndex
-from launcher.data.images.photograph import UInt8Array, decode, shrunk
 from launcher.data.tensor_cache import locked
 from launcher.errors import DataError, DataWarning
 

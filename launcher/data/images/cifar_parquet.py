@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from launcher.data.images.hugging_face import index_of_rows, load
-from launcher.data.images.photograph import UInt8Array, as_rgb, read_image
+from launcher.data.images.image_file import UInt8Array, as_rgb, read_image
 from launcher.data.libraries import datasets_library
 from launcher.data.tensor_cache import Stored, cache_folder, cached, size_and_time
 from launcher.data.tensors import TensorData

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from launcher.config.messages import nearest, suggestion
+from launcher.data.images.image_file import Source
 from launcher.data.images.image_index import TRAIN, VALIDATION, ImageIndex, image_index
-from launcher.data.images.photograph import Source
 from launcher.data.labels import OF_UNLABELLED, UNLABELLED
 from launcher.data.libraries import datasets_library, offline_if_unreachable
 from launcher.errors import ConfigError, DataError, first_line, listed

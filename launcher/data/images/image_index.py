@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.data.images.photograph import Source
-from launcher.data.split import class_numbers, natural, numbered, parts, refuse_one_class
+from launcher.data.images.image_file import Source
+from launcher.data.split import label_to_index, natural, numbered, refuse_one_class, stratified_split
 from launcher.errors import DataError
 
 KINDS = ("bmp", "gif", "jfif", "jpe", "jpeg", "jpg", "pgm", "png", "ppm", "tga", "tif", "tiff", "webp")
@@ -59,7 +59,7 @@ def image_index(
     `classes` they are those of the training rows, sorted. `where` is the config's key that an error mentions.
     """
     if held_out is None:
-        train, validation = parts(numbered(labels), val_fraction, f"images of {where}", DataError)
+        train, validation = stratified_split(numbered(labels), val_fraction, f"images of {where}", DataError)
     else:
         train = [row for row, out in enumerate(held_out) if not out]
         validation = [row for row, out in enumerate(held_out) if out]
@@ -68,7 +68,7 @@ def image_index(
             raise DataError(f"{where} has {len(labels)} images, but none for {lacking}.")
     rows = (*train, *validation)
     classes = classes or sorted({labels[row] for row in train}, key=natural)
-    numbers = class_numbers([labels[row] for row in rows], classes, lambda row: where)
+    numbers = label_to_index([labels[row] for row in rows], classes, lambda row: where)
     refuse_one_class(classes, where)
     return ImageIndex(rows, tuple(numbers), tuple(classes), len(train), **listed)  # type: ignore[arg-type]
 

@@ -23,7 +23,7 @@ from launcher.config.rules import Rule, list_of, string, whole
 from launcher.config.schema import DataConfig
 from launcher.data.libraries import optional
 from launcher.data.options import Cache, filled, options_of
-from launcher.data.split import class_numbers, natural, numbered, parts, refuse_one_class
+from launcher.data.split import label_to_index, natural, numbered, refuse_one_class, stratified_split
 from launcher.data.tables import (
     DataTable,
     MissingColumnsError,
@@ -212,7 +212,7 @@ def _tokenised(
     refuse_one_class(classes, f"the label of {files['train']}")
     if len(kept) == 1 and config.val_fraction:
         whole = kept["train"]
-        rows = parts(numbered(labels), config.val_fraction, f"rows of {whole.file}")
+        rows = stratified_split(numbered(labels), config.val_fraction, f"rows of {whole.file}")
         kept = {name: whole.select(part) for name, part in zip(("train", "validation"), rows, strict=True)}
     sentences = {name: _sentences(table) for name, table in kept.items()}
     texts = [text for each in sentences["train"] for text in ([each] if isinstance(each, str) else each)]
@@ -301,4 +301,4 @@ def _rows(
 def _numbers(table: DataTable, options: SentenceOptions, classes: Sequence[str]) -> Tensor:
     """The labels as int64 [n]. Raises DataError for one that the training part does not have."""
     advice = " data.unlabelled names those that stand for none, data.same_labels those that mean the same."
-    return torch.tensor(class_numbers(_labels(table, options), classes, table.place, advice))
+    return torch.tensor(label_to_index(_labels(table, options), classes, table.place, advice))

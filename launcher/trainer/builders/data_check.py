@@ -19,10 +19,10 @@ from torch import Tensor
 
 from launcher.config.messages import shortened
 from launcher.data.epochs import EVALUATION
-from launcher.data.indexed import IndexedData
-from launcher.data.reader import BatchRequest, Fetched
+from launcher.data.iterable_loader import IterableData
+from launcher.data.map_loader import MapDataset
+from launcher.data.reader import BatchIndices, FetchedBatch
 from launcher.data.sources import Readable, set_title
-from launcher.data.streamed import StreamData
 from launcher.data.tensors import TensorData
 from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import WorkerEnv
@@ -124,11 +124,11 @@ def data_fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, R
     return known
 
 
-def describe_source(data: IndexedData | StreamData, name: str) -> dict[str, str]:
+def describe_source(data: MapDataset | IterableData, name: str) -> dict[str, str]:
     """What the data set says of itself, and some of its samples; of a stream the first."""
-    source = data.stream if isinstance(data, StreamData) else data.dataset
+    source = data.stream if isinstance(data, IterableData) else data.dataset
     known = {f"the {kind} of the {name} set": text for kind, text in _known_of_itself(source) if text}
-    if isinstance(data, StreamData):
+    if isinstance(data, IterableData):
         first = data.first(FIRST_OF_STREAM)
         if first is None:
             raise DataError(
@@ -144,7 +144,7 @@ def describe_source(data: IndexedData | StreamData, name: str) -> dict[str, str]
     # The first, the last, and some between them.
     for index in (each * (len(data) - 1) // max(count - 1, 1) for each in range(count)):
         known |= describe_batch(
-            f"{name} sample {index}", data.fetch(BatchRequest(EVALUATION, index, (index,)))
+            f"{name} sample {index}", data.fetch(BatchIndices(EVALUATION, index, (index,)))
         )
     return known
 
@@ -180,11 +180,11 @@ def _rounded(value: Any) -> Any:
     return [_rounded(each) for each in value] if isinstance(value, Sequence) else f"{float(value):.3g}"
 
 
-def warn_unless_repeatable(data: IndexedData) -> None:
+def warn_unless_repeatable(data: MapDataset) -> None:
     """Warn of a data set whose first sample is another when it is read again with the same seed."""
     if not len(data):
         return
-    first, again = (data.fetch(BatchRequest(EVALUATION, 0, (0,))).batch or {} for _ in range(2))
+    first, again = (data.fetch(BatchIndices(EVALUATION, 0, (0,))).batch or {} for _ in range(2))
     odd = [name for name in first if name not in again or _bits(first[name]) != _bits(again[name])]
     if odd:
         warnings.warn(
@@ -240,7 +240,7 @@ def described(values: Tensor) -> str:
     return f"{values.dtype} {list(values.shape)}: digest {digest(values)}{more}"
 
 
-def describe_batch(name: str, fetched: Fetched) -> dict[str, str]:
+def describe_batch(name: str, fetched: FetchedBatch) -> dict[str, str]:
     """Describe each column: dtype, shape, and a digest of whole numbers, statistics of others."""
     if fetched.batch is None:
         return {name: "cannot be read"}

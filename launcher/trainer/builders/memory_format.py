@@ -21,7 +21,7 @@ from launcher.data.sources import DataSets, training_batches
 from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, described
-from launcher.evaluation.evaluate import Pass, rehearse, unchanged
+from launcher.evaluation.evaluate import EvalLoop, sanity_check, unchanged
 from launcher.os import frames
 from launcher.os.oom import oom_text
 from launcher.recipe.contract import Recipe, loss_of
@@ -93,7 +93,7 @@ def _failure(
                 loss_of(recipe.loss, model, batch).sum.backward()  # type: ignore[no-untyped-call]
             model.eval()  # what a model computes then may be something else
             for validation in data.validation.values():
-                rehearse(Pass(recipe, model, nullcontext, alone), validation, size)
+                sanity_check(EvalLoop(recipe, model, nullcontext, alone), validation, size)
             if env.is_leader and recipe.on_eval_end is not None and data.validation:
                 with torch.no_grad():
                     recipe.on_eval_end(model, position)

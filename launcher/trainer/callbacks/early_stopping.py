@@ -14,8 +14,8 @@ from typing import Any
 from launcher.checkpoint.run_state import MonitoredMetric
 from launcher.config.schema import EarlyStoppingConfig
 from launcher.errors import counted
-from launcher.evaluation.comparison import comparison, refuse_none, refuse_unknown
 from launcher.evaluation.evaluate import Evaluation
+from launcher.evaluation.monitored_metric import check_has_evaluations, monitored_metric, refuse_unknown
 from launcher.run_dir.result import Result
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
@@ -48,7 +48,7 @@ class EarlyStopping(Callback):
         self._watched: PatienceState | None = None  # None before the first evaluation
 
     def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
-        refuse_none("early_stopping.patience", self._patience, evaluations)
+        check_has_evaluations("early_stopping.patience", self._patience, evaluations)
         refuse_unknown("early_stopping", self._config.metric, evaluations)
 
     def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
@@ -56,7 +56,7 @@ class EarlyStopping(Callback):
         if not measured.evaluations:
             return
         refuse_unknown("early_stopping", self._config.metric, measured.evaluations)
-        found = comparison(self._config.metric or self._compare_by, measured.evaluations)
+        found = monitored_metric(self._config.metric or self._compare_by, measured.evaluations)
         watched, step = self._watched, position.step
         if watched is None or watched.step != step:
             self._watched = watched = self._counted(watched, found, step)

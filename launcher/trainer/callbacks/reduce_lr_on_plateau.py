@@ -13,8 +13,8 @@ from typing import Any
 from launcher.checkpoint.run_state import MonitoredMetric
 from launcher.config.schema import ReduceLROnPlateauConfig
 from launcher.errors import ConfigError
-from launcher.evaluation.comparison import comparison, refuse_none, refuse_unknown
 from launcher.evaluation.evaluate import Evaluation
+from launcher.evaluation.monitored_metric import check_has_evaluations, monitored_metric, refuse_unknown
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import EvalOutcome, Position
@@ -41,14 +41,14 @@ class ReduceLROnPlateau(Callback):
         self._step = 0  # of the latest evaluation, which a restarted run repeats
 
     def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
-        refuse_none("reduce_lr_on_plateau.factor", self._config.factor, evaluations)
+        check_has_evaluations("reduce_lr_on_plateau.factor", self._config.factor, evaluations)
         refuse_unknown("reduce_lr_on_plateau", self._config.metric, evaluations)
 
     def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
         if not measured.evaluations or position.step == self._step:
             return
         self._step = position.step
-        found = comparison(self._config.metric or self._compare_by, measured.evaluations)
+        found = monitored_metric(self._config.metric or self._compare_by, measured.evaluations)
         if self._improves(found):
             self._best, self._bad = found, 0
             return

@@ -5,7 +5,7 @@ import torch
 
 from launcher.config.schema import AugmentConfig
 from launcher.data.augment import Normalise
-from launcher.data.images.catalog import ImageSet
+from launcher.data.images.registry import ImageSet
 from launcher.data.tensors import TensorData
 
 NORMALISE = Normalise((0.5,), (0.5,))

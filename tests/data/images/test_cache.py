@@ -11,8 +11,8 @@ from PIL import Image
 
 from launcher.data.images import cache
 from launcher.data.images.cache import decoded_images
-from launcher.data.images.catalog import load_images
-from launcher.data.images.photograph import ORIENTATION
+from launcher.data.images.image_file import ORIENTATION
+from launcher.data.images.registry import load_images
 from launcher.errors import DataWarning
 from tests.data.images.photographs import ANTS_BEES, data_config, encoded, write_classes
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from launcher.data.images.catalog import load_images
 from launcher.data.images.cifar_batches import CLASSES, TEST, TRAIN, read_pickled
+from launcher.data.images.registry import load_images
 from launcher.errors import DataError
-from tests.data.images.test_catalog import REAL_CIFAR10, data_config, png, write_parquet
+from tests.data.images.test_registry import REAL_CIFAR10, data_config, png, write_parquet
 
 ROWS = 4  # of a batch
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from launcher.data.images.catalog import load_images
 from launcher.data.images.csv_file import list_csv
+from launcher.data.images.registry import load_images
 from launcher.errors import ConfigError, DataError
 from tests.data.images.photographs import ANTS_BEES, data_config, write_classes
 

@@ -11,10 +11,10 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from launcher.data.batch_plan import BatchPlan
-from launcher.data.images.catalog import load_images
 from launcher.data.images.folder import list_folder
-from launcher.data.indexed import IndexedData, LoadedBatches
-from launcher.data.loader import Loading
+from launcher.data.images.registry import load_images
+from launcher.data.loader import LoaderConfig
+from launcher.data.map_loader import MapDataset, MapLoader
 from launcher.data.split import stratified
 from launcher.errors import ConfigError, DataError, DataWarning
 from tests.data.images.photographs import (
@@ -342,10 +342,10 @@ def test_a_broken_image_is_named_or_left_out(tmp_path, cache, max_bad_samples):
     path.write_bytes(b"\xff\xd8\xff\xe0 no image")
     where = cache if cache == "none" else str(tmp_path / cache)
     images = load_images(data_config(path=tmp_path / "set", cache=where))
-    how = Loading(workers=0, device=torch.device("cpu"), seed=0, max_bad_samples=max_bad_samples)
+    how = LoaderConfig(workers=0, device=torch.device("cpu"), seed=0, max_bad_samples=max_bad_samples)
     plan = BatchPlan(6, batch_size=6, micro_batch=None, world_size=1, rank=0, seed=0, drop_last=False)
-    data = IndexedData(images.train, None, how, "training")
-    batches = LoadedBatches(data, plan, images.train_transform(data_config().augment), total_steps=2)
+    data = MapDataset(images.train, None, how, "training")
+    batches = MapLoader(data, plan, images.train_transform(data_config().augment), total_steps=2)
     if max_bad_samples == 0:
         with pytest.raises(DataError, match=rf"sample 0.*{path} cannot be read as an image"):
             batches.step(0, 0)

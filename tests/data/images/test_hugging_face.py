@@ -10,10 +10,10 @@ from PIL import Image
 
 from launcher.config.composition import with_absolute_paths
 from launcher.config.resolve import Request, compose_jobs
-from launcher.data.images.catalog import load_images
 from launcher.data.images.hugging_face import list_rows
-from launcher.data.indexed import IndexedData
-from launcher.data.loader import Loading
+from launcher.data.images.registry import load_images
+from launcher.data.loader import LoaderConfig
+from launcher.data.map_loader import MapDataset
 from launcher.errors import ConfigError, DataError
 from launcher.recipe import Recipe
 from launcher.trainer.builders.data_check import data_fingerprint
@@ -116,7 +116,7 @@ def known(path):
     images = load_images(data_config("hf", path)).train
     recipe = Recipe(lambda: None, images, images, None)
     return data_fingerprint(
-        recipe, IndexedData(images, None, Loading(0, torch.device("cpu"), 0), "training"), {}
+        recipe, MapDataset(images, None, LoaderConfig(0, torch.device("cpu"), 0), "training"), {}
     )
 
 
@@ -261,7 +261,7 @@ def test_what_has_to_exist_is_looked_for_before_a_run(words, refused):
 
 
 FROM_HUB = """
-from launcher.data.images.catalog import load_images
+from launcher.data.images.registry import load_images
 from launcher.errors import DataError
 from tests.data.images.photographs import data_config
 try:

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from launcher.data.indexed import IndexedData
-from launcher.data.loader import Loading
-from launcher.data.sources import readable
+from launcher.data.loader import LoaderConfig
+from launcher.data.map_loader import MapDataset
+from launcher.data.sources import wrap_dataset
 from launcher.data.tensors import TensorData
 from launcher.errors import DataError, DataWarning
 from launcher.recipe import Recipe
@@ -51,7 +51,7 @@ class OwnGenerator:
 
 
 def indexed(draw):
-    return IndexedData(Samples(draw), None, Loading(0, torch.device("cpu"), 0), "training")
+    return MapDataset(Samples(draw), None, LoaderConfig(0, torch.device("cpu"), 0), "training")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.int64, torch.float32, torch.bool])
@@ -126,9 +126,9 @@ def test_a_data_set_that_draws_from_what_is_seeded_is_not(draw):
 
 def known(data: Any, **changed: Any) -> dict[str, str]:
     """What a checkpoint keeps of a training set."""
-    how = Loading(0, torch.device("cpu"), 0)
+    how = LoaderConfig(0, torch.device("cpu"), 0)
     recipe = replace(Recipe(lambda: None, data, data, None, classes=("cat", "dog")), **changed)
-    return data_fingerprint(recipe, readable(data, None, how, "training"), {})
+    return data_fingerprint(recipe, wrap_dataset(data, None, how, "training"), {})
 
 
 IMAGES, LABELS = torch.arange(48).reshape(12, 4) / 7, torch.arange(12) % 2

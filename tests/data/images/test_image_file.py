@@ -7,11 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
-from launcher.data.images.photograph import Region, centre, random_region, read_photograph
+from launcher.data.images.image_file import Region, center_crop, random_resized_crop, read_crop
 from launcher.errors import DataError
 from tests.data.images.photographs import ORIENTATION, QUARTERS, corner_colours, corners, encoded
 
-WHOLE = centre(1.0)
+WHOLE = center_crop(1.0)
 KINDS = (
     *(
         "grey",
@@ -52,12 +52,12 @@ def lying(orientation):
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_photographs_come_out_upright(orientation, kind):
     content = encoded(lying(orientation), kind, exif=exif(orientation))
-    assert corner_colours(read_photograph(content, "it", WHOLE, 20)) == QUARTERS
+    assert corner_colours(read_crop(content, "it", WHOLE, 20)) == QUARTERS
 
 
 def test_a_large_rotated_jpeg_is_decoded_smaller_and_cut_at_the_same_place():
     content = encoded(lying(6).resize((480, 640)), "JPEG", exif=exif(6), quality=95)
-    assert corner_colours(read_photograph(content, "it", WHOLE, 24)) == QUARTERS
+    assert corner_colours(read_crop(content, "it", WHOLE, 24)) == QUARTERS
 
 
 def grey16(value):
@@ -91,7 +91,7 @@ def palette_with_transparency():
     ids=KINDS,
 )
 def test_all_kinds_come_out_as_rgb(content, colour):
-    pixels = read_photograph(content, "it", WHOLE, 5)
+    pixels = read_crop(content, "it", WHOLE, 5)
     assert (pixels.shape, pixels.dtype) == ((3, 5, 5), np.uint8)
     assert np.abs(pixels.transpose(1, 2, 0).astype(int) - colour).max() <= 2
 
@@ -103,12 +103,12 @@ def test_all_kinds_come_out_as_rgb(content, colour):
 def test_integers_of_another_range_than_16_bits_are_refused(values, kind):
     content = encoded(Image.fromarray(np.array([values], kind)), "TIFF")
     with pytest.raises(DataError, match=rf"go from {values[0]} to {values[1]}, where black and white are 0"):
-        read_photograph(content, "it", WHOLE, 5)
+        read_crop(content, "it", WHOLE, 5)
 
 
 @pytest.mark.parametrize("value", [0, 255])
 def test_a_dark_image_of_16_bits_is_black(value):
-    assert not read_photograph(encoded(grey16(value)), "it", WHOLE, 5).any()
+    assert not read_crop(encoded(grey16(value)), "it", WHOLE, 5).any()
 
 
 def bomb():
@@ -134,7 +134,7 @@ def bomb():
 )
 def test_what_cannot_be_read_is_named(content):
     with pytest.raises(DataError, match=r"^dog/7\.jpg cannot be read as an image: .+"):
-        read_photograph(content, "dog/7.jpg", WHOLE, 5)
+        read_crop(content, "dog/7.jpg", WHOLE, 5)
 
 
 def test_damage_anywhere_is_a_data_error_or_an_image():
@@ -146,7 +146,7 @@ def test_damage_anywhere_is_a_data_error_or_an_image():
         for place in generator.integers(0, min(len(content), 200), 8):
             content[place] = generator.integers(256)
         try:
-            read_photograph(bytes(content), "it", WHOLE, 5)
+            read_crop(bytes(content), "it", WHOLE, 5)
         except DataError:
             failures += 1
     assert failures > 20
@@ -155,7 +155,7 @@ def test_damage_anywhere_is_a_data_error_or_an_image():
 def test_the_centre_is_that_of_a_resize_and_a_centre_crop():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8))
     image = image.resize((60, 45)).resize((400, 300))  # without detail finer than the filters
-    ours = read_photograph(encoded(image), "it", centre(224 / 256), 224)
+    ours = read_crop(encoded(image), "it", center_crop(224 / 256), 224)
     resized = image.resize((341, 256), Image.Resampling.BILINEAR)
     theirs = np.asarray(resized.crop((58, 16, 58 + 224, 16 + 224))).transpose(2, 0, 1)
     assert np.abs(ours.astype(int) - theirs).mean() < 1.5
@@ -164,7 +164,7 @@ def test_the_centre_is_that_of_a_resize_and_a_centre_crop():
 def test_a_region_is_cut_where_it_was_chosen():
     file = io.BytesIO(encoded(corners(64, 48)))
     region = Region(0, 0, 16, 15)
-    pixels = read_photograph(file.getvalue(), "it", lambda width, height: region, 6)
+    pixels = read_crop(file.getvalue(), "it", lambda width, height: region, 6)
     assert (QUARTERS[0][0] == pixels.reshape(3, -1).T).all()
 
 
@@ -172,7 +172,7 @@ def test_a_region_is_cut_where_it_was_chosen():
 def test_regions_lie_within_the_image_and_keep_area_and_ratio(width, height):
     torch.manual_seed(0)
     for _ in range(300):
-        region = random_region(width, height, 0.08)
+        region = random_resized_crop(width, height, 0.08)
         assert 0 <= region.left <= width - region.width
         assert 0 <= region.top <= height - region.height
         if min(width, height) > 40:
@@ -211,7 +211,9 @@ def test_regions_are_distributed_as_torchvisions(width, height):
     theirs = torch.tensor(
         [torchvision_region(height, width, (0.08, 1), (3 / 4, 4 / 3)) for _ in range(count)]
     ).float()
-    ours = torch.tensor([random_region(width, height, 0.08) for _ in range(count)]).float()[:, [1, 0, 3, 2]]
+    ours = torch.tensor([random_resized_crop(width, height, 0.08) for _ in range(count)]).float()[
+        :, [1, 0, 3, 2]
+    ]
     spread = theirs.std(dim=0).clamp_min(1)
     assert ((ours.mean(dim=0) - theirs.mean(dim=0)).abs() < 5 * spread / math.sqrt(count)).all()
     assert torch.allclose(ours.std(dim=0), theirs.std(dim=0), rtol=0.12, atol=0.5)

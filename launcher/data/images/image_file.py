@@ -56,7 +56,7 @@ class Region(NamedTuple):
 Choice = Callable[[int, int], Region]  # of a region, from the upright width and height
 
 
-def read_photograph(source: Source, name: str, choose: Choice, side: int) -> UInt8Array:
+def read_crop(source: Source, name: str, choose: Choice, side: int) -> UInt8Array:
     """The chosen region, resized with antialiased bilinear filtering: RGB, uint8 [3, side, side].
 
     Raises DataError, naming the image, where it cannot be read.
@@ -143,7 +143,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def centre(share: float) -> Choice:
+def center_crop(share: float) -> Choice:
     """The square in the middle whose side is this share of the image's shorter side."""
 
     def choose(width: int, height: int) -> Region:
@@ -153,7 +153,7 @@ def centre(share: float) -> Choice:
     return choose
 
 
-def random_region(width: int, height: int, smallest: float) -> Region:
+def random_resized_crop(width: int, height: int, smallest: float) -> Region:
     """A part of at least the share `smallest` of the area, drawn from torch's generator.
 
     The distribution is that of torchvision's RandomResizedCrop.get_params

@@ -18,8 +18,8 @@ import torch
 from launcher.config.rules import Rule, is_whole, number
 from launcher.config.schema import DataConfig
 from launcher.data.images.cache import DecodedImages
+from launcher.data.images.image_file import center_crop, channels_first, cut, random_resized_crop, read_crop
 from launcher.data.images.image_index import ImageIndex
-from launcher.data.images.photograph import centre, channels_first, cut, random_region, read_photograph
 from launcher.data.options import Cache
 from launcher.errors import ConfigError
 
@@ -33,7 +33,7 @@ Sample = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class PhotographOptions:
+class ImageOptions:
     """How photographs become images of the model."""
 
     image_size: Pixels = 224  # height and width that the model sees
@@ -57,7 +57,7 @@ def refuse_padding(config: DataConfig) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class PhotographSet:
+class ImageDataset:
     """The photographs at `indices`, as the samples of a training or of an evaluation.
 
     A sample is {"image": uint8 [3, image_size, image_size], "label": int}: for training a random region of
@@ -67,7 +67,7 @@ class PhotographSet:
     name: str
     index: ImageIndex
     indices: Sequence[int]
-    options: PhotographOptions
+    options: ImageOptions
     decoded: DecodedImages | None
     training: bool
     flip: bool  # half of the training images
@@ -82,11 +82,11 @@ class PhotographSet:
 
     def __getitem__(self, index: int) -> Sample:
         number, side = self.indices[index], self.options.image_size
-        region = partial(random_region, smallest=self.options.crop_scale)
-        choose = region if self.training else centre(1 / BASE_OVER_CROP)
+        region = partial(random_resized_crop, smallest=self.options.crop_scale)
+        choose = region if self.training else center_crop(1 / BASE_OVER_CROP)
         image = None if self.decoded is None else self.decoded[number]
         if image is None:
-            pixels = read_photograph(*self.index.source(number), choose, side)
+            pixels = read_crop(*self.index.source(number), choose, side)
         else:
             pixels = channels_first(np.asarray(cut(image, choose, side)))
         if self.training and self.flip and torch.rand(()) < 0.5:

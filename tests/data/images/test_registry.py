@@ -18,7 +18,7 @@ from PIL import Image
 
 from launcher.config.schema import AugmentConfig, DataConfig
 from launcher.data.augment import crop_and_flip
-from launcher.data.images.catalog import DIGITS, load_images, split
+from launcher.data.images.registry import DIGITS, load_images, split
 from launcher.data.tensors import TensorData
 from launcher.errors import ConfigError, DataError, PreflightError
 
@@ -375,9 +375,9 @@ def test_missing_datasets_package_names_the_line_that_installs_it(monkeypatch, t
 
 
 LOAD_FROM_HUB = """
-from tests.data.images.test_catalog import data_config
+from tests.data.images.test_registry import data_config
 from launcher.errors import DataError
-from launcher.data.images.catalog import load_images
+from launcher.data.images.registry import load_images
 try:
     load_images(data_config("cifar10"))
 except DataError as error:
@@ -406,8 +406,8 @@ def test_without_a_network_the_hub_is_given_up_quickly(tmp_path):
 
 LOAD_FOLDER = """
 import sys
-from tests.data.images.test_catalog import data_config
-from launcher.data.images.catalog import load_images
+from tests.data.images.test_registry import data_config
+from launcher.data.images.registry import load_images
 images = load_images(data_config("cifar10", sys.argv[1], cache="none"))
 print(len(images.train), int(images.train.columns["image"].sum()))
 """

@@ -25,8 +25,8 @@ from torch.utils.data._utils import worker as torch_worker
 
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.epochs import EVALUATION
-from launcher.data.loader import LoadedSet, Loading, Pool
-from launcher.data.reader import RAISED, BadSample, Collate, Fetched, InStream, collated
+from launcher.data.loader import LoadedSet, LoaderConfig, WorkerPool
+from launcher.data.reader import RAISED, BadSample, Collate, FetchedBatch, InStream, collated
 from launcher.data.seeding import derive_seed, seed_all, seed_transform
 from launcher.data.tensors import Batch, Batches, Transform, transformed
 from launcher.errors import ConfigError, counted
@@ -36,7 +36,7 @@ REPORTED_S = 1.0  # a resume that skips for longer says so
 
 
 @dataclass(frozen=True)
-class Standpoint:
+class LoaderState:
     """Where one rank stands in a stream: its pass over it, the steps of that pass that are done."""
 
     ranks: int
@@ -49,7 +49,7 @@ class Standpoint:
 
 
 @dataclass(eq=False)
-class StreamReader(IterableDataset[Fetched]):
+class StreamReader(IterableDataset[FetchedBatch]):
     """Makes micro-batches of a stream in whatever process this is. A data set of torch's DataLoader.
 
     `parts(step)` are the positions of this rank's micro-batches in the stream, from that step of a pass on.
@@ -63,7 +63,7 @@ class StreamReader(IterableDataset[Fetched]):
     rank: int
     divided: bool
     parts: Callable[[int], Iterator[range]]
-    start: Standpoint  # of the first pass
+    start: LoaderState  # of the first pass
 
     def __post_init__(self) -> None:
         if self.divided and self.start.ranks > 1:
@@ -89,10 +89,10 @@ class StreamReader(IterableDataset[Fetched]):
         if callable(set_epoch := getattr(self.stream, "set_epoch", None)):
             set_epoch(0 if self._pass == EVALUATION else epoch)
 
-    def __iter__(self) -> Iterator[Fetched]:
+    def __iter__(self) -> Iterator[FetchedBatch]:
         if self._process is None and (info := get_worker_info()) is not None:
             self._process = info.id, info.num_workers
-        start, self.start = self.start, Standpoint(0, 0)
+        start, self.start = self.start, LoaderState(0, 0)
         own, processes = self._process or (0, 1)
         number = (own + start.next_process) % processes  # the first process makes what was to come next
         current, self._pass = self._pass, self._pass if self._pass == EVALUATION else self._pass + 1
@@ -106,7 +106,7 @@ class StreamReader(IterableDataset[Fetched]):
 
     def _micro_batches(
         self, parts: Iterator[range], state: dict[str, Any] | None, number: int, current_pass: int
-    ) -> Iterator[Fetched]:
+    ) -> Iterator[FetchedBatch]:
         began = time.monotonic()
         # What set_epoch() draws is the same on all ranks.
         seed_all(derive_seed("stream begins", self.seed, current_pass, self._reader))
@@ -134,7 +134,7 @@ class StreamReader(IterableDataset[Fetched]):
                 except StopIteration:
                     break
                 except RAISED as error:  # a generator is over then
-                    yield Fetched(None, (), (BadSample.of(at, error),))
+                    yield FetchedBatch(None, (), (BadSample.of(at, error),))
                     return
                 if at >= goal:
                     samples.append(sample)
@@ -143,42 +143,44 @@ class StreamReader(IterableDataset[Fetched]):
             if not samples:
                 return
             try:
-                made = Fetched(collated(samples, self.collate), range(len(samples)))
+                made = FetchedBatch(collated(samples, self.collate), range(len(samples)))
             except RAISED as error:
-                made = Fetched.failed(f"samples {part.start} to {at - 1}", error)
+                made = FetchedBatch.failed(f"samples {part.start} to {at - 1}", error)
             state_dict = getattr(self.stream, "state_dict", None)
             state = {"at": at, "stream": state_dict()} if callable(state_dict) else {"at": at}
             yield replace(made, stands=InStream(number, skipped, time.monotonic() - began, state))
 
 
-class StreamData(LoadedSet):
+class IterableData(LoadedSet):
     """A stream, how its samples are collated and how they are read."""
 
-    def __init__(self, stream: Iterable[object], collate: Collate | None, how: Loading, kind: str) -> None:
+    def __init__(
+        self, stream: Iterable[object], collate: Collate | None, how: LoaderConfig, kind: str
+    ) -> None:
         # None of its samples may be left out: an iteration that raised is over.
         super().__init__(replace(how, max_bad_samples=0), kind, f"{kind} stream", CATCH)
         self.stream = stream
         self._collate = collate
 
     @property
-    def divides_itself(self) -> bool:
+    def self_sharding(self) -> bool:
         """Whether it is Hugging Face's, which divides itself among ranks and processes."""
         return type(self.stream).__module__.partition(".")[0] == "datasets"
 
-    def pool(self, rank: int, parts: Callable[[int], Iterator[range]], start: Standpoint) -> Pool:
+    def pool(self, rank: int, parts: Callable[[int], Iterator[range]], start: LoaderState) -> WorkerPool:
         """Processes that make the micro-batches of one rank, from `start` on."""
-        how, divided = self.how, self.divides_itself
+        how, divided = self.how, self.self_sharding
         reader = StreamReader(self.stream, self._collate, how.seed, rank, divided, parts, start)
-        return Pool(reader, None, how, self.kind)
+        return WorkerPool(reader, None, how, self.kind)
 
-    def first(self, samples: int) -> Fetched | None:
+    def first(self, samples: int) -> FetchedBatch | None:
         """The first samples of the whole stream, read in this process; None of an empty one."""
         stream = copy.copy(self.stream)  # it may remember where it stands
-        whole, start = [range(samples)], Standpoint(1, 0)
+        whole, start = [range(samples)], LoaderState(1, 0)
         reader = StreamReader(stream, self._collate, self.how.seed, 0, False, lambda step: iter(whole), start)
         return next(iter(reader), None)
 
-    def usable(self, fetched: Fetched) -> Batch:
+    def usable(self, fetched: FetchedBatch) -> Batch:
         """The batch, on the device. Raises DataError where there is none."""
         batch = self.on_device(fetched)
         assert batch is not None, "without a failure there is one"
@@ -196,7 +198,7 @@ class StreamData(LoadedSet):
             for number in count(rank, world_size):
                 yield range(number * batch_size, (number + 1) * batch_size)
 
-        start = Standpoint(world_size, self.how.workers, passes=EVALUATION)
+        start = LoaderState(world_size, self.how.workers, passes=EVALUATION)
         key = (rank, world_size, batch_size)
         for fetched in self.evaluation_pool(key, lambda: self.pool(rank, parts, start)):
             yield len(fetched.kept), self.usable(fetched)
@@ -206,16 +208,16 @@ class StreamData(LoadedSet):
 class Taken:
     """A micro-batch of a stream as it was read; its first sample is at `position` of so many `passes`."""
 
-    fetched: Fetched
+    fetched: FetchedBatch
     passes: int
     position: int
 
 
 @dataclass(eq=False)
-class StreamBatches(Batches):
+class IterableLoader(Batches):
     """Training batches of a stream, in order. Where it ends on all ranks it starts again."""
 
-    data: StreamData
+    data: IterableData
     plan: BatchPlan
     transform: Transform | None
     saved: Sequence[str] = ()  # the texts of `position()` of all ranks of a run that this one resumes
@@ -223,9 +225,9 @@ class StreamBatches(Batches):
 
     def __post_init__(self) -> None:
         self._stands = self._resumed()
-        self._pool: Pool | None = None
-        self._fetched: Iterator[Fetched] = iter(())
-        self._ahead: Fetched | None = None
+        self._pool: WorkerPool | None = None
+        self._fetched: Iterator[FetchedBatch] = iter(())
+        self._ahead: FetchedBatch | None = None
         self._latest: tuple[int, list[Taken]] = (-1, [])
         self._missing = 0
 
@@ -248,15 +250,15 @@ class StreamBatches(Batches):
         """How many samples of its share this rank lacks in the latest step."""
         return self._missing
 
-    def at_end(self) -> bool:
+    def exhausted(self) -> bool:
         """Whether this rank has nothing left in this pass."""
         ended = self._pool is not None and self._ahead is None
         return ended and self._stands.step < self.plan.steps_per_epoch  # else it is the run that ends
 
-    def begin_again(self) -> None:
+    def restart_epoch(self) -> None:
         """Start the next pass. To be called on all ranks after the same step."""
         stands = self._stands
-        self._stands = Standpoint(stands.ranks, stands.processes, stands.passes + 1)
+        self._stands = LoaderState(stands.ranks, stands.processes, stands.passes + 1)
         self._read_ahead()
 
     def position(self) -> str:
@@ -267,21 +269,21 @@ class StreamBatches(Batches):
             states = {number: {"at": state["at"]} for number, state in self._stands.states.items()}
             return json.dumps(vars(replace(self._stands, states=states)))
 
-    def _resumed(self) -> Standpoint:
+    def _resumed(self) -> LoaderState:
         ranks, processes = self.plan.world_size, self.data.how.workers
         if not self.saved:
-            return Standpoint(ranks, processes)
-        found = [Standpoint(**json.loads(text)) for text in self.saved]
+            return LoaderState(ranks, processes)
+        found = [LoaderState(**json.loads(text)) for text in self.saved]
         if (found[0].ranks, found[0].processes) == (ranks, processes):
             return found[self.plan.rank]
-        if self.data.divides_itself:
+        if self.data.self_sharding:
             before = f"{counted(found[0].ranks, 'rank')} with data.num_workers={found[0].processes}"
             raise ConfigError(
                 f"the checkpoint is of {before}, among which the stream was divided. It cannot be resumed on "
                 f"{ranks} with data.num_workers={processes}: start with as many, or afresh with "
                 "checkpoint.resume=never."
             )
-        return Standpoint(ranks, processes, found[0].passes, found[0].step)
+        return LoaderState(ranks, processes, found[0].passes, found[0].step)
 
     def _start(self) -> None:
         def parts(step: int) -> Iterator[range]:
@@ -331,14 +333,14 @@ class StreamBatches(Batches):
         return transformed("train_transform", self.transform, batch)
 
 
-def present(number: int, processes: int, divides_itself: bool) -> None:
+def present(number: int, processes: int, self_sharding: bool) -> None:
     """What a stream finds where it asks torch which loader process this is.
 
     One that divides itself finds its number. To any other the processes are hidden: it would give each a
     part, of which we would take a part.
     """
     info = get_worker_info()
-    if info is None or not divides_itself:
+    if info is None or not self_sharding:
         torch_worker._worker_info = None
         return
     torch_worker._worker_info = torch_worker.WorkerInfo(

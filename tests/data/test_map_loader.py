@@ -16,13 +16,13 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset
 
 from launcher.data import loader
-from launcher.data.batch_plan import BatchPlan, by_length
-from launcher.data.indexed import IndexedData, LoadedBatches
+from launcher.data.batch_plan import BatchPlan, group_by_length
+from launcher.data.iterable_loader import IterableData
 from launcher.data.labels import Labels
-from launcher.data.loader import Loading, loader_processes
-from launcher.data.reader import BatchRequest
-from launcher.data.sources import readable, training_batches
-from launcher.data.streamed import StreamData
+from launcher.data.loader import LoaderConfig, loader_processes
+from launcher.data.map_loader import MapDataset, MapLoader
+from launcher.data.reader import BatchIndices
+from launcher.data.sources import training_batches, wrap_dataset
 from launcher.data.tensors import TensorData
 from launcher.errors import DataError, Interrupted, LauncherError, LoaderKilledError, StalledError
 from tests.meta_device import META, MetaDevice
@@ -57,15 +57,15 @@ def torn():
 
 
 def loading(workers=0, **more):
-    return Loading(workers, CPU, seed=5, **more)
+    return LoaderConfig(workers, CPU, seed=5, **more)
 
 
 def batches(
     dataset, world_size=1, rank=0, workers=0, micro_batch=None, total_steps=14, transform=None, **more
 ):
     plan = BatchPlan(len(dataset), 8, micro_batch, world_size, rank, seed=5, drop_last=False)
-    return LoadedBatches(
-        IndexedData(dataset, None, loading(workers, **more), "training"), plan, transform, total_steps
+    return MapLoader(
+        MapDataset(dataset, None, loading(workers, **more), "training"), plan, transform, total_steps
     )
 
 
@@ -150,7 +150,7 @@ def test_a_transform_that_draws_draws_the_same_in_every_process_and_after_any_dr
 
     def drawn(workers, steps):
         sets = {"indexed": Noisy(50), "in memory": TensorData({"index": torch.arange(50)})}
-        data = readable(sets.get(kind) or Rows(), None, loading(workers), "training")
+        data = wrap_dataset(sets.get(kind) or Rows(), None, loading(workers), "training")
         loaded = training_batches(data, BatchPlan(50, 8, 4, 1, 0, 5, False), draws, 14)
         with loader_processes():
             return [batch["own"][0].tolist() for step in steps for batch in loaded.step(0, step)]
@@ -171,7 +171,7 @@ def test_an_evaluation_visits_every_sample_once_in_order(workers):
         for _ in range(2):
             found = []
             for rank in range(3):
-                data = IndexedData(Noisy(11), None, loading(workers), "validation")
+                data = MapDataset(Noisy(11), None, loading(workers), "validation")
                 for count, batch in data.evaluation_batches(rank, 3, 2):
                     assert count == len(batch["index"])
                     found += batch["index"].tolist()
@@ -180,7 +180,7 @@ def test_an_evaluation_visits_every_sample_once_in_order(workers):
 
 def test_an_evaluation_that_was_broken_off_can_be_repeated():
     with loader_processes():
-        data = IndexedData(Noisy(11), None, loading(2), "validation")
+        data = MapDataset(Noisy(11), None, loading(2), "validation")
         next(iter(data.evaluation_batches(0, 1, 2)))
         again = [i for _, batch in data.evaluation_batches(0, 1, 2) for i in batch["index"].tolist()]
         assert again == list(range(11))
@@ -188,7 +188,7 @@ def test_an_evaluation_that_was_broken_off_can_be_repeated():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_raises_is_named_with_its_line(workers):
-    with pytest.raises(DataError, match=r"sample 7 at .*test_indexed\.py:\d+, in torn") as raised:
+    with pytest.raises(DataError, match=r"sample 7 at .*test_map_loader\.py:\d+, in torn") as raised:
         epoch(batches(Noisy(50, {7: torn}), workers=workers))
     assert "ValueError: torn. Correct or remove it, or set data.max_bad_samples=N" in str(raised.value)
 
@@ -218,7 +218,7 @@ def test_bad_samples_are_left_out_the_same_on_any_number_of_ranks(workers):
 
 
 def test_an_evaluation_accounts_for_bad_samples():
-    data = IndexedData(Noisy(6, {1: torn, 4: torn, 5: torn}), None, loading(max_bad_samples=3), "validation")
+    data = MapDataset(Noisy(6, {1: torn, 4: torn, 5: torn}), None, loading(max_bad_samples=3), "validation")
     found = [
         (count, None if batch is None else batch["index"].tolist())
         for count, batch in data.evaluation_batches(0, 1, 2)
@@ -228,8 +228,8 @@ def test_an_evaluation_accounts_for_bad_samples():
 
 def test_an_evaluation_never_waits_for_the_device():
     """What is copied goes the way of a batch, which on a GPU is from pinned memory on a stream of its own."""
-    how = Loading(0, META, seed=5, max_bad_samples=1)
-    data = IndexedData(Noisy(6, {1: torn}), None, how, "validation")
+    how = LoaderConfig(0, META, seed=5, max_bad_samples=1)
+    data = MapDataset(Noisy(6, {1: torn}), None, how, "validation")
     with MetaDevice() as device:
         found = list(data.evaluation_batches(0, 1, 2))
     assert [count for count, _ in found] == [1, 1, 2, 2]
@@ -276,12 +276,12 @@ def test_a_batch_that_cannot_be_pickled_is_no_matter_of_the_machine():
         return {"index": torch.ones(len(samples), requires_grad=True) * 2}  # as a model makes it
 
     plan = BatchPlan(50, 8, None, 1, 0, seed=5, drop_last=False)
-    data = IndexedData(Noisy(50), collate, loading(2, timeout_s=20.0), "training")
+    data = MapDataset(Noisy(50), collate, loading(2, timeout_s=20.0), "training")
     words = (
         r"could not send a batch of the training set: .*serialize non-leaf tensor.*\. A batch is pickled: "
     )
     with pytest.raises(DataError, match=words) as caught:
-        epoch(LoadedBatches(data, plan, None, 14))
+        epoch(MapLoader(data, plan, None, 14))
     assert "ulimit" not in str(caught.value)
 
 
@@ -339,7 +339,7 @@ def test_a_held_out_sample_that_hangs_is_named_beside_the_idle_pool_of_the_train
         trained = batches(Noisy(50), workers=1, timeout_s=1.0)
         trained.step(0, 0)
         hangs = Noisy(11, {7: lambda: time.sleep(600)})
-        held_out = IndexedData(hangs, None, loading(workers=1, timeout_s=1.0), "validation")
+        held_out = MapDataset(hangs, None, loading(workers=1, timeout_s=1.0), "validation")
         with pytest.raises(StalledError, match="they were reading sample 7 of the validation set"):
             list(held_out.evaluation_batches(0, 1, 2))
 
@@ -356,10 +356,10 @@ def test_a_loader_process_that_ends_or_hangs_between_samples_is_not_said_to_read
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
 
-    data = IndexedData(Noisy(50), collate, loading(workers=1, timeout_s=1.0), "training")
+    data = MapDataset(Noisy(50), collate, loading(workers=1, timeout_s=1.0), "training")
     plan = BatchPlan(50, 8, None, 1, 0, seed=5, drop_last=False)
     with pytest.raises(LauncherError) as caught:
-        epoch(LoadedBatches(data, plan, None, 14))
+        epoch(MapLoader(data, plan, None, 14))
     assert "between samples of the training set (collating or sending a batch: is /dev/shm full? " in str(
         caught.value
     )
@@ -438,21 +438,21 @@ def test_no_batch_is_read_ahead_beyond_the_end_of_the_run():
 )
 def test_what_is_no_set_of_samples_is_refused(data, text):
     with pytest.raises(DataError, match=text):
-        readable(data, None, loading(), "training")
+        wrap_dataset(data, None, loading(), "training")
 
 
 def test_samples_of_similar_length_share_batches():
     lengths = torch.randint(1, 500, (1003,), generator=torch.Generator().manual_seed(0))
     order = torch.randperm(1003, generator=torch.Generator().manual_seed(1))
-    grouped = by_length(order, lengths, 8, seed=0, epoch=0)
+    grouped = group_by_length(order, lengths, 8, seed=0, epoch=0)
     assert sorted(grouped.tolist()) == list(range(1003))
 
     def padded(order):
         return sum(int(lengths[batch].max()) * len(batch) for batch in order.split(8))
 
     assert padded(grouped) < 1.05 * int(lengths.sum()) < 1.6 * int(lengths.sum()) < padded(order)
-    assert torch.equal(grouped, by_length(order, lengths, 8, seed=0, epoch=0))
-    assert not torch.equal(grouped, by_length(order, lengths, 8, seed=0, epoch=1))
+    assert torch.equal(grouped, group_by_length(order, lengths, 8, seed=0, epoch=0))
+    assert not torch.equal(grouped, group_by_length(order, lengths, 8, seed=0, epoch=1))
     firsts = lengths[grouped[:1000].view(-1, 8)].float()
     assert abs(firsts[:, :4].mean() - firsts[:, 4:].mean()) < 10, "no rank gets the long ones"
 
@@ -463,7 +463,7 @@ def test_a_batch_with_another_number_of_labels_than_samples_is_refused(named):
         return {"x": torch.ones(len(samples), 2), "label": torch.zeros(len(samples) - 1)}
 
     how = loading(labels=Labels("label", 2) if named else None)
-    data, request = IndexedData([{"x": 1}] * 4, collate, how, "training"), BatchRequest(0, 0, (0, 1, 2))
+    data, request = MapDataset([{"x": 1}] * 4, collate, how, "training"), BatchIndices(0, 0, (0, 1, 2))
     fetched = data.fetch(request)
     if not named:
         assert len(data.usable(fetched, request)["label"]) == 2
@@ -475,12 +475,12 @@ def test_a_batch_with_another_number_of_labels_than_samples_is_refused(named):
 @pytest.mark.parametrize("kind", ["training", "validation"])
 def test_a_label_of_a_class_that_is_not_there_is_named_with_its_sample(kind):
     samples = [{"label": torch.tensor([0, 1, 0, 2, -100, 0][index])} for index in range(6)]
-    data = IndexedData(samples, None, loading(labels=Labels("label", 2)), kind)
+    data = MapDataset(samples, None, loading(labels=Labels("label", 2)), kind)
     with pytest.raises(
         DataError, match=f"the {kind} set: the label of sample 3 is 2, but .* names 2 classes"
     ):
         list(data.evaluation_batches(0, 1, 3))
-    stream = StreamData(samples, None, loading(labels=Labels("label", 2)), kind)
+    stream = IterableData(samples, None, loading(labels=Labels("label", 2)), kind)
     with pytest.raises(DataError, match=f"the {kind} stream: the label is 2"):
         list(stream.evaluation_batches(0, 1, 3))
 
@@ -491,13 +491,13 @@ def test_the_marker_of_unlabelled_samples_is_explained():
         {"x": datasets.Value("float32"), "label": datasets.ClassLabel(names=["a", "b"])}
     )
     rows = datasets.Dataset.from_dict({"x": [0.0] * 4, "label": [0, 1, -1, -1]}, features=labels)
-    data = IndexedData(rows.with_format("torch"), None, loading(labels=Labels("label", 2)), "validation")
+    data = MapDataset(rows.with_format("torch"), None, loading(labels=Labels("label", 2)), "validation")
     with pytest.raises(
         DataError, match=r"label of sample 2 is -1, but .* -1 marks samples without a label, as"
     ):
         list(data.evaluation_batches(0, 1, 4))
     kept = rows.filter(lambda row: row["label"] != -1).with_format("torch")
-    data = IndexedData(kept, None, loading(labels=Labels("label", 2)), "validation")
+    data = MapDataset(kept, None, loading(labels=Labels("label", 2)), "validation")
     assert sum(count for count, _ in data.evaluation_batches(0, 1, 4)) == 2, "the advice"
 
 
@@ -560,7 +560,7 @@ class StackedOnce(StackDataset):
 def test_set_epoch_is_called_once_per_epoch_also_of_a_set_that_is_evaluated_too():
     whole = Curriculum()
     training = batches(Subset(whole, range(50)))
-    held_out = IndexedData(Subset(whole, range(5)), None, loading(), "validation")
+    held_out = MapDataset(Subset(whole, range(5)), None, loading(), "validation")
     for number in range(14):
         training.step(*divmod(number, 7))
         if number in (0, 8):

@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from launcher.data.batch_plan import BatchPlan
-from launcher.data.loader import Loading, loader_processes
-from launcher.data.streamed import StreamBatches, StreamData
+from launcher.data.iterable_loader import IterableData, IterableLoader
+from launcher.data.loader import LoaderConfig, loader_processes
 from launcher.errors import ConfigError, DataError
 
 datasets = pytest.importorskip("datasets", reason="the datasets library is not installed")
@@ -89,8 +89,8 @@ def batches(
     stream, world_size=1, rank=0, workers=0, micro_batch=None, saved=(), transform=None, report=print
 ):
     plan = BatchPlan(STEPS * 8, 8, micro_batch, world_size, rank, 5, False)
-    data = StreamData(stream, None, Loading(workers, torch.device("cpu"), seed=5), "training")
-    return StreamBatches(data, plan, transform, saved, report)
+    data = IterableData(stream, None, LoaderConfig(workers, torch.device("cpu"), seed=5), "training")
+    return IterableLoader(data, plan, transform, saved, report)
 
 
 def run_steps(ranks, steps):
@@ -98,9 +98,9 @@ def run_steps(ranks, steps):
     found = []
     for step in steps:
         found.append([batch for each in ranks for batch in each.step(0, step)])
-        if sum(each.at_end() for each in ranks) == len(ranks):
+        if sum(each.exhausted() for each in ranks) == len(ranks):
             for each in ranks:
-                each.begin_again()
+                each.restart_epoch()
     return found
 
 
@@ -185,7 +185,7 @@ def test_a_stream_whose_state_cannot_be_saved_is_skipped_forward(make, state, wo
         monkeypatch.delattr(kind, "state_dict")
     else:
         monkeypatch.setattr(kind, "state_dict", state)
-    monkeypatch.setattr("launcher.data.streamed.REPORTED_S", 0.0)
+    monkeypatch.setattr("launcher.data.iterable_loader.REPORTED_S", 0.0)
     said = []
     with loader_processes():
         ranks = [batches(make(), 2, rank, workers, 2) for rank in range(2)]
@@ -224,7 +224,7 @@ def test_a_divided_stream_cannot_be_resumed_on_other_ranks():
 
 
 def test_a_long_skip_is_reported(monkeypatch):
-    monkeypatch.setattr("launcher.data.streamed.REPORTED_S", 0.0)
+    monkeypatch.setattr("launcher.data.iterable_loader.REPORTED_S", 0.0)
     before = batches(Numbers())
     run_steps([before], range(2))
     said = []
@@ -234,7 +234,9 @@ def test_a_long_skip_is_reported(monkeypatch):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_raises_is_named_with_its_position(workers):
-    with pytest.raises(DataError, match=r"training stream: sample 11 at .*streamed\.py:\d+, in __iter__"):
+    with pytest.raises(
+        DataError, match=r"training stream: sample 11 at .*iterable_loader\.py:\d+, in __iter__"
+    ):
         numbers(lambda: Numbers(bad=11), 1, workers)
 
 
@@ -263,7 +265,8 @@ def test_what_a_rank_lacks_of_a_step_is_known(make):
 def test_an_evaluation_visits_every_sample_once(make, workers):
     with loader_processes():
         sets = [
-            StreamData(make(), None, Loading(workers, torch.device("cpu"), 5), "validation") for _ in range(3)
+            IterableData(make(), None, LoaderConfig(workers, torch.device("cpu"), 5), "validation")
+            for _ in range(3)
         ]
         for _ in range(2):
             found = [

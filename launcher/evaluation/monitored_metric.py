@@ -10,7 +10,7 @@ from launcher.evaluation.evaluate import Evaluation
 from launcher.recipe.checks import names_to_compare_by, refuse_unknown_comparison
 
 
-def comparison(monitor: str | None, evaluations: Mapping[str, Evaluation]) -> MonitoredMetric:
+def monitored_metric(monitor: str | None, evaluations: Mapping[str, Evaluation]) -> MonitoredMetric:
     """The value named by Recipe.monitor. None stands for the accuracy if it was measured, else the loss.
 
     A name such as SET/METRIC selects a set; without one it is the first.
@@ -48,7 +48,7 @@ def refuse_unknown(section: str, metric: str | None, evaluations: Mapping[str, E
         )
 
 
-def refuse_none(key: str, value: object, evaluations: Mapping[str, Evaluation]) -> None:
+def check_has_evaluations(key: str, value: object, evaluations: Mapping[str, Evaluation]) -> None:
     """Raise ConfigError for a key that needs evaluations in a run without any."""
     if not evaluations:
         raise ConfigError(

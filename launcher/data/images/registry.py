@@ -24,10 +24,10 @@ from launcher.data.images.cifar_parquet import load_parquet
 from launcher.data.images.csv_file import list_csv
 from launcher.data.images.folder import list_folder
 from launcher.data.images.hugging_face import list_rows
+from launcher.data.images.image_dataset import ImageDataset, ImageOptions, refuse_padding
 from launcher.data.images.image_index import ImageIndex
-from launcher.data.images.photograph_set import PhotographOptions, PhotographSet, refuse_padding
 from launcher.data.options import Cache, Count, NoOptions, Text, options_of, refuse_path
-from launcher.data.split import parts
+from launcher.data.split import stratified_split
 from launcher.data.tensor_cache import cache_folder
 from launcher.data.tensors import Batch, TensorData
 from launcher.errors import ConfigError
@@ -58,7 +58,7 @@ class CifarOptions:
 
 
 @dataclass(frozen=True)
-class HubOptions(PhotographOptions):
+class HubOptions(ImageOptions):
     """The keys of data=hf, which data=imagefolder has too."""
 
     image_column: Text | None = None
@@ -81,8 +81,8 @@ class ImageSet:
     Either both sets are in memory or both are photographs that loader processes decode.
     """
 
-    train: TensorData | PhotographSet
-    validation: TensorData | PhotographSet
+    train: TensorData | ImageDataset
+    validation: TensorData | ImageDataset
     classes: tuple[str, ...]
     mean: Constants
     std: Constants
@@ -104,14 +104,14 @@ class ImageSet:
 
     @property
     def _shape(self) -> tuple[int, ...]:
-        if isinstance(self.train, PhotographSet):
+        if isinstance(self.train, ImageDataset):
             return self.train.shape
         return tuple(self.train.columns["image"].shape[1:])
 
     def train_transform(self, augment: AugmentConfig) -> Callable[[Batch], Batch]:
         """batch -> the same with randomly cropped, mirrored, normalised fp32 images."""
         normalise = Normalise(self.mean, self.std)
-        if isinstance(self.train, PhotographSet):  # cut and mirrored where it is read
+        if isinstance(self.train, ImageDataset):  # cut and mirrored where it is read
             return ImageTransform(normalise)
         return ImageTransform(
             normalise, padding=augment.random_crop_padding, flip=augment.random_horizontal_flip
@@ -203,14 +203,14 @@ def hf(config: DataConfig) -> ImageSet:
     return photographs(config, listing, options)
 
 
-def photographs(config: DataConfig, index: ImageIndex, options: PhotographOptions) -> ImageSet:
+def photographs(config: DataConfig, index: ImageIndex, options: ImageOptions) -> ImageSet:
     """The set of an index, with one cache for both parts."""
     indices = range(len(index))
     folder = cache_folder(options.cache)
     decoded = None if folder is None else decoded_images(folder, index, options.base_size)
     parts = (indices[: index.num_train], True), (indices[index.num_train :], False)
     train, validation = (
-        PhotographSet(
+        ImageDataset(
             str(config.name), index, part, options, decoded, training, config.augment.random_horizontal_flip
         )
         for part, training in parts
@@ -229,7 +229,9 @@ IMAGE_SETS: Mapping[str, Callable[[DataConfig], ImageSet]] = {
 
 def split(data: TensorData, val_fraction: float) -> tuple[TensorData, TensorData]:
     """Hold out `val_fraction` of each class; of 0 the second part is empty."""
-    train, validation = (torch.tensor(part) for part in parts(data.columns["label"], val_fraction, "images"))
+    train, validation = (
+        torch.tensor(part) for part in stratified_split(data.columns["label"], val_fraction, "images")
+    )
     return TensorData(data.select(train), data.name), TensorData(data.select(validation.long()), data.name)
 
 

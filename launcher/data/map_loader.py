@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from launcher.data.batch_plan import BatchPlan, cut, share_of
+from launcher.data.batch_plan import BatchPlan, cut, rank_slice
 from launcher.data.epochs import EVALUATION
-from launcher.data.loader import LoadedSet, Loading, Pool
-from launcher.data.reader import BatchRequest, Collate, Fetched, Indexed, Reader
+from launcher.data.loader import LoadedSet, LoaderConfig, WorkerPool
+from launcher.data.reader import BatchIndices, Collate, FetchedBatch, Indexed, Reader
 from launcher.data.seeding import seed_transform
 from launcher.data.tensors import Batch, Batches, Transform, transformed
 
@@ -21,10 +21,10 @@ CORRECT = "Correct or remove it, or set data.max_bad_samples=N to leave out up t
 LATEST = 16  # steps whose requests are kept: at least those that few loader processes read ahead
 
 
-class IndexedData(LoadedSet):
+class MapDataset(LoadedSet):
     """A map-style data set, how its samples are collated and how they are read."""
 
-    def __init__(self, dataset: Indexed, collate: Collate | None, how: Loading, kind: str) -> None:
+    def __init__(self, dataset: Indexed, collate: Collate | None, how: LoaderConfig, kind: str) -> None:
         super().__init__(how, kind, f"{kind} set", CORRECT)
         self.dataset = dataset
         self._reader = Reader(dataset, collate, how.seed)
@@ -33,11 +33,11 @@ class IndexedData(LoadedSet):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def pool(self, requests: Iterable[BatchRequest]) -> Pool:
+    def pool(self, requests: Iterable[BatchIndices]) -> WorkerPool:
         """Processes that answer these requests in order."""
-        return Pool(self._reader, requests, self.how, self.kind)
+        return WorkerPool(self._reader, requests, self.how, self.kind)
 
-    def fetch(self, request: BatchRequest) -> Fetched:
+    def fetch(self, request: BatchIndices) -> FetchedBatch:
         """The answer to one request, read in this process."""
         return self._reader[request]
 
@@ -46,8 +46,8 @@ class IndexedData(LoadedSet):
 
         As of a data set whose samples are made on a GPU, which a forked process cannot use.
         """
-        request = BatchRequest(EVALUATION, 0, (0,))
-        pool = Pool(self._reader, [request], replace(self.how, workers=1), self.kind)
+        request = BatchIndices(EVALUATION, 0, (0,))
+        pool = WorkerPool(self._reader, [request], replace(self.how, workers=1), self.kind)
         fetched = next(iter(pool))
         pool.end()
         if not fetched.bad or self.fetch(request).bad:
@@ -58,7 +58,7 @@ class IndexedData(LoadedSet):
         """Start no loader processes from here on."""
         self.how = replace(self.how, workers=0)
 
-    def usable(self, fetched: Fetched, request: BatchRequest) -> Batch | None:
+    def usable(self, fetched: FetchedBatch, request: BatchIndices) -> Batch | None:
         """The answer to the request, on the device. Raises DataError for what may not be left out."""
         return self.on_device(fetched, request.indices)
 
@@ -69,9 +69,9 @@ class IndexedData(LoadedSet):
             return self.usable(self.fetch(request), request)
         return None
 
-    def _evaluation_requests(self, rank: int, world_size: int, batch_size: int) -> list[BatchRequest]:
-        pieces = cut(share_of(range(len(self)), rank, world_size), batch_size)
-        return [BatchRequest(EVALUATION, piece.start, tuple(piece)) for piece in pieces]
+    def _evaluation_requests(self, rank: int, world_size: int, batch_size: int) -> list[BatchIndices]:
+        pieces = cut(rank_slice(range(len(self)), rank, world_size), batch_size)
+        return [BatchIndices(EVALUATION, piece.start, tuple(piece)) for piece in pieces]
 
     def evaluation_batches(
         self, rank: int, world_size: int, batch_size: int
@@ -88,20 +88,20 @@ class IndexedData(LoadedSet):
 
 
 @dataclass(eq=False)
-class LoadedBatches(Batches):
+class MapLoader(Batches):
     """Training batches of a map-style data set; asked for in order they are read ahead."""
 
-    data: IndexedData
+    data: MapDataset
     plan: BatchPlan
     transform: Transform | None
     total_steps: int
 
     def __post_init__(self) -> None:
-        self._pool: Pool | None = None
-        self._ahead: Iterator[Fetched] = iter(())
+        self._pool: WorkerPool | None = None
+        self._ahead: Iterator[FetchedBatch] = iter(())
         self._next = -1  # the step, of all epochs, that is read ahead next; -1 before the first
         self._bad = 0
-        self._latest: list[tuple[BatchRequest, Sequence[int]]] = []  # with the offsets of what was kept
+        self._latest: list[tuple[BatchIndices, Sequence[int]]] = []  # with the offsets of what was kept
         plan = self.plan
         self._order = lru_cache(1)(lambda epoch: plan.order(epoch).numpy())  # NumPy's: sliced in less time
         self._requests = lru_cache(LATEST)(
@@ -125,7 +125,7 @@ class LoadedBatches(Batches):
         asked = self._requests(step)[:most]
         return self._made_of(asked, map(self.data.fetch, asked))
 
-    def _made_of(self, requests: Sequence[BatchRequest], answers: Iterator[Fetched]) -> list[Batch]:
+    def _made_of(self, requests: Sequence[BatchIndices], answers: Iterator[FetchedBatch]) -> list[Batch]:
         """The micro-batches of these requests, whose answers come next."""
         found: list[Batch] = []
         self._latest, self._bad = [], 0
@@ -145,15 +145,15 @@ class LoadedBatches(Batches):
     def latest_bad(self) -> int:
         return self._bad
 
-    def _finished(self, batch: Batch, request: BatchRequest) -> Batch:
+    def _finished(self, batch: Batch, request: BatchIndices) -> Batch:
         if self.transform is None:
             return batch
         seed_transform(self.plan.seed, request.epoch, request.position, self.data.how.device)
         return transformed("train_transform", self.transform, batch)
 
 
-def _requests_of(plan: BatchPlan, order: Callable[[int], Any], number: int) -> list[BatchRequest]:
+def _requests_of(plan: BatchPlan, order: Callable[[int], Any], number: int) -> list[BatchIndices]:
     """The micro-batches of this rank in one step, counted from 0 over all epochs."""
     epoch, step = divmod(number, plan.steps_per_epoch)
     parts = [slice(each.start, each.stop) for each in plan.micro_positions(step)]
-    return [BatchRequest(epoch, part.start, tuple(order(epoch)[part].tolist())) for part in parts]
+    return [BatchIndices(epoch, part.start, tuple(order(epoch)[part].tolist())) for part in parts]

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from launcher.data.loader import Loading
-from launcher.data.sources import FIRST, ONLY_SET, readable
+from launcher.data.loader import LoaderConfig
+from launcher.data.sources import FIRST, ONLY_SET, wrap_dataset
 from launcher.data.tensors import TensorData
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, DataError
-from launcher.evaluation.comparison import comparison
-from launcher.evaluation.evaluate import Evaluation, Pass, rehearse
+from launcher.evaluation.evaluate import EvalLoop, Evaluation, sanity_check
 from launcher.evaluation.measuring import MetricValues
+from launcher.evaluation.monitored_metric import monitored_metric
 from launcher.metrics import Classification
 from launcher.recipe import Loss, Recipe, cross_entropy
 from launcher.trainer.errors.recipe_errors import guarding
@@ -65,8 +65,9 @@ def tried(
     *metrics: Any, data: Any = DATA, model: nn.Module | None = None, loss: Any = cross_entropy
 ) -> MetricValues:
     recipe = Recipe(lambda: nn.Linear(4, 3), data, data, loss, metrics=metrics)
-    made = readable(data, None, Loading(0, ALONE.device, 0), "validation")
-    return rehearse(Pass(recipe, model or nn.Linear(4, 3), contextlib.nullcontext, ALONE, guard), made, 8)
+    made = wrap_dataset(data, None, LoaderConfig(0, ALONE.device, 0), "validation")
+    loop = EvalLoop(recipe, model or nn.Linear(4, 3), contextlib.nullcontext, ALONE, guard)
+    return sanity_check(loop, made, 8)
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
@@ -96,7 +97,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a collective": (
         Gathers(),
         ConfigError,
-        r"^the metric Gathers's compute uses torch\.distributed at .*test_rehearsal\.py:\d+, in compute, but",
+        r"^the metric Gathers's compute uses torch\.distributed at .*check\.py:\d+, in compute, but",
     ),
     "a misspelt name": (
         Given(NameError("sampels")),
@@ -140,9 +141,9 @@ def test_what_may_be_due_to_the_few_samples_is_reported() -> None:
 def test_names_that_only_other_samples_give_may_be_declared() -> None:
     found = tried(Given(0.5, names=("given", "of_rare_class"), higher_is_better=True))
     evaluations = {ONLY_SET: Evaluation(0.0, 0, found.values, found.higher_is_better)}
-    assert not comparison("of_rare_class", evaluations).lower_is_better
+    assert not monitored_metric("of_rare_class", evaluations).lower_is_better
     with pytest.raises(ConfigError, match="monitor='misspelt': its evaluations have no such metric"):
-        comparison("misspelt", evaluations)
+        monitored_metric("misspelt", evaluations)
 
 
 class Restless(nn.Module):
@@ -195,8 +196,8 @@ class Streamed(IterableDataset[dict[str, Tensor]]):
 def test_few_samples_are_read(kind: type[Any]) -> None:
     data = kind()
     recipe = Recipe(lambda: nn.Linear(4, 3), data, data, cross_entropy, metrics=[Classification("abc")])
-    made = readable(data, None, Loading(0, ALONE.device, 0), "validation")
-    rehearse(Pass(recipe, nn.Linear(4, 3), contextlib.nullcontext, ALONE), made, 500)
+    made = wrap_dataset(data, None, LoaderConfig(0, ALONE.device, 0), "validation")
+    sanity_check(EvalLoop(recipe, nn.Linear(4, 3), contextlib.nullcontext, ALONE), made, 500)
     assert (data if kind is Indexed else data.indexed).read == list(range(FIRST))
 
 
