@@ -72,7 +72,7 @@ def run_sweep_job(arguments: Arguments, leader: ConfigLeader) -> None:
 
     Example: {program} job multirun/resnet18/20260101-120000-ab12/3_optim.lr=0.1
     """
-    from launcher.sweep.record import read_job, record_job
+    from launcher.sweep.state import read_job, record_job
 
     if len(arguments.words) != 1:
         raise ConfigError(f"job: give the folder of one job: {program()} job multirun/<recipe>/<sweep>/<job>")

@@ -1,7 +1,7 @@
 """Runs the jobs of a sweep, and compares them at the end.
 
-Owns what a process does as the parent of a sweep: it prepares all jobs, gives them to a carrier, and says how
-the sweep ended. Under torchrun the jobs run in place, one after another, on the ranks that it has started.
+Owns what a process does as the parent of a sweep: it prepares all jobs, gives them to a launcher, and says
+how the sweep ended. Under torchrun the jobs run in place, one after another, on the ranks that it started.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from launcher.os.signals import StopSignal, save_means_stop, signal_handlers_ins
 from launcher.os.stdio import write
 from launcher.os.terminal import say
 from launcher.sweep.asha import Pruner
-from launcher.sweep.carriers import Carrier
-from launcher.sweep.carriers.devices import DevicePool, Devices
+from launcher.sweep.launchers import JobLauncher
+from launcher.sweep.launchers.devices import DeviceLauncher, DevicePool
 from launcher.sweep.prepare import prepared, prepared_in_place
 from launcher.sweep.progress import SweepProgress
-from launcher.sweep.record import Record, State, count_time, read_job
 from launcher.sweep.scheduler import Scheduler
 from launcher.sweep.search import Searching, imported_optuna
+from launcher.sweep.state import JobState, SweepState, count_time, read_job
 from launcher.telemetry.formatting import duration
 
 # The first backward pass of each job imports it, in 0.3 s: it is imported once, before the forks.
@@ -61,7 +61,7 @@ def run_sweep(
         refuse_small_batch(config, leader.launch, nproc)
         return nproc
 
-    carrier, alone = carrier_of(settings, min(map(devices_of, configs)))  # also refused before that
+    launcher, alone = launcher_of(settings, min(map(devices_of, configs)))  # also refused before that
     searches, signals = (
         settings.name != "grid",
         StopSignal(save_means_stop(configs[0].launch.preempt_signals)),
@@ -72,23 +72,23 @@ def run_sweep(
         pruner = None if settings.prune == "none" else Pruner(directory, settings.grace_period, record.jobs)
         search = None
         if searches:
-            search = Searching(request, directory, record, configs[0], devices_of, carrier.has_room)
+            search = Searching(request, directory, record, configs[0], devices_of, launcher.has_capacity)
         with signals_blocked():
-            # Other carriers start processes elsewhere.
+            # Other launchers start processes elsewhere.
             if (record.left or searches) and settings.launcher == "devices":
                 of_tracker = [name for name in configs[0].tracker.names if name == "wandb"]
                 preload([*FOR_JOBS, *of_tracker])  # wandb takes 1 s to import
         progress = SweepProgress(
             directory, record.jobs, alone, settings.stop.max_trials if searches else None
         )
-        scheduler = Scheduler(directory, record, carrier, settings, progress, signals, pruner, search)
+        scheduler = Scheduler(directory, record, launcher, settings, progress, signals, pruner, search)
         if searches:
             findings = (*findings, errors.DIVERGED)  # it says of a point of the space what others say
         if not alone:
             say(f"sweep: to follow the jobs: {program()} watch {shlex.quote(str(directory))}", sys.stdout)
-        with carrier:
+        with launcher:
             scheduler.run()
-        done = sum(job.state == State.DONE for job in record.jobs)
+        done = sum(job.state == JobState.DONE for job in record.jobs)
         took = f"in {duration(record.seconds)}, {record.device_seconds / 3600:.3g} device hours"
         say(f"sweep: {done} of {counted(len(record.jobs), 'job')} done {took}", sys.stdout)
         if record.left and scheduler.reason:
@@ -118,18 +118,18 @@ def devices_of_a_job(config: Config) -> int:
     return workers
 
 
-def carrier_of(settings: SweepConfig, nproc: int) -> tuple[Carrier, bool]:
-    """The carrier that `sweep.launcher` names, and whether it runs one job at a time, which prints itself.
+def launcher_of(settings: SweepConfig, nproc: int) -> tuple[JobLauncher, bool]:
+    """The launcher that `sweep.launcher` names, and whether it runs one job at a time, which prints itself.
 
     `nproc` is of the smallest job.
     """
     if settings.launcher == "slurm":
-        from launcher.sweep.carriers.slurm import SlurmCarrier
+        from launcher.sweep.launchers.slurm import SlurmLauncher
 
-        return SlurmCarrier(settings), False
+        return SlurmLauncher(settings), False
     pool = pool_of(settings)
     alone = pool.at_a_time(nproc) == 1
-    return Devices(pool, run_in_child, alone), alone
+    return DeviceLauncher(pool, run_in_child, alone), alone
 
 
 def pool_of(settings: SweepConfig) -> DevicePool:
@@ -167,7 +167,7 @@ def report_failure_of_job(error: Exception) -> int:
     return report_failure(error)
 
 
-def say_how_to_continue(scheduler: Scheduler, record: Record, directory: Path) -> None:
+def say_how_to_continue(scheduler: Scheduler, record: SweepState, directory: Path) -> None:
     again = directory_override("sweep.resume", directory)
     if scheduler.asked:
         return say_stopped(again)
@@ -184,7 +184,7 @@ def say_stopped(again: str) -> None:
     write(f"sweep: stopped. {TO_RESUME} {again}: {rest}\n", sys.stderr)
 
 
-def exit_code_of(record: Record, scheduler: Scheduler, findings: Sequence[int]) -> int:
+def exit_code_of(record: SweepState, scheduler: Scheduler, findings: Sequence[int]) -> int:
     """The first code of a job that failed; of a sweep that was stopped, that of its jobs, else 75."""
     saved = errors.PreemptedError.exit_code
     codes = [job.exit for job in record.jobs if job.state == "failed" and job.exit not in findings]

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.run_dir.records import METRICS
-from launcher.sweep.record import OVER, State, SweepJob
 from launcher.sweep.search import imported_optuna
+from launcher.sweep.state import OVER, JobState, SweepJob
 from launcher.telemetry.event_log import TailReader
 from launcher.telemetry.events import EvalEvent, StartEvent, event_of
 
@@ -84,7 +84,7 @@ class Pruner:
 
     def to_prune(self, running: Iterable[SweepJob]) -> list[SweepJob]:
         """The jobs that are to end, each once, with the metric of the evaluation that decided."""
-        return [job for job in running if job.state == State.RUNNING and self._is_out(job)]
+        return [job for job in running if job.state == JobState.RUNNING and self._is_out(job)]
 
     def _is_out(self, job: SweepJob) -> bool:
         found, rung = self._reached(job)

@@ -29,7 +29,7 @@ from launcher.os.terminal import say
 from launcher.run_dir.atomic import clear_away, failing_as_storage_error
 from launcher.run_dir.lock import locked
 from launcher.run_dir.records import JOB, SWEEP, as_typed_config
-from launcher.sweep.record import Record, SweepJob, recover, refuse_changes, refuse_foreign, write_job
+from launcher.sweep.state import SweepJob, SweepState, recover, refuse_changes, refuse_foreign, write_job
 from launcher.telemetry.tracker.wandb_environment import in_sweep, with_environment
 
 ROOT = Path("multirun")
@@ -45,7 +45,7 @@ def continued(request: Request) -> Request:
     directory = _to_resume(request.value_of(RESUME))
     if directory is None or any(not is_setting(line) for line in request.overrides):
         return request
-    record = Record.read(directory)
+    record = SweepState.read(directory)
     given = {line.partition("=")[0] for line in request.overrides}
     kept = [line for line in record.overrides if line.partition("=")[0] not in given]
     tree = None if record.config_dir is None else Path(record.config_dir)
@@ -53,7 +53,7 @@ def continued(request: Request) -> Request:
 
 
 @contextmanager
-def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Path, Record, list[Config]]]:
+def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Path, SweepState, list[Config]]]:
     """A sweep whose directory exists, its record, and the config of each job; locked within the context.
 
     Of a search there are no configs: `Searching` adds its jobs to the record.
@@ -75,7 +75,7 @@ def prepared(request: Request, configs: Sequence[Config]) -> Iterator[tuple[Path
         yield directory, record, of_jobs
 
 
-def prepared_in_place(request: Request, configs: Sequence[Config]) -> tuple[Path, Record, list[Config]]:
+def prepared_in_place(request: Request, configs: Sequence[Config]) -> tuple[Path, SweepState, list[Config]]:
     """`prepared` on ranks that have been started.
 
     There is no lock, and jobs have no job.json: a sweep that continues elsewhere may have other numbers of
@@ -87,7 +87,7 @@ def prepared_in_place(request: Request, configs: Sequence[Config]) -> tuple[Path
         refuse_foreign(directory)
     record = _new_record(request, directory, jobs)
     with suppress(ConfigError):  # without an earlier record, or with a damaged one
-        record.keep_times_of(Record.read(directory))
+        record.keep_times_of(SweepState.read(directory))
     with _writing(directory):
         record.write(directory)
         for job in jobs:
@@ -132,14 +132,14 @@ def place(config: Config, directory: Path, job: SweepJob) -> Config:
 
 def _record(
     request: Request, directory: Path, jobs: Sequence[SweepJob], configs: Sequence[Config], resume: str
-) -> Record:
+) -> SweepState:
     """The record of a new sweep, or of the one in the directory, ready to continue."""
     if (directory / SWEEP).exists():
         if resume == NEVER:
             problem = f"{directory} already holds a sweep, and {RESUME}={NEVER}"
             others = f"leave {DIRECTORY} out for a new one, or continue it: {RESUME}={AUTO}"
             raise ConfigError(f"{problem}. Choose another directory, {others}.")
-        record = Record.read(directory)
+        record = SweepState.read(directory)
         if configs:
             names = [job.name for job in jobs]
             refuse_changes(record, directory, dict(zip(names, configs, strict=True)))
@@ -151,11 +151,11 @@ def _record(
     return record
 
 
-def _new_record(request: Request, directory: Path, jobs: Sequence[SweepJob]) -> Record:
+def _new_record(request: Request, directory: Path, jobs: Sequence[SweepJob]) -> SweepState:
     tree = None if request.config_dir is None else str(request.config_dir.absolute())
     own = [line for line in request.overrides if not line.startswith((f"{DIRECTORY}=", f"{RESUME}="))]
     words = ("-m", *shlex.split(directory_override(RESUME, directory)))
-    return Record(jobs, own, tree, request.config_name, words=words)
+    return SweepState(jobs, own, tree, request.config_name, words=words)
 
 
 def directory_of(request: Request, configs: Sequence[Config]) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.os import terminal
-from launcher.sweep.record import State, SweepJob
+from launcher.sweep.state import JobState, SweepJob
 from launcher.telemetry.formatting import duration, metric
 
 LOG = "output.log"  # of a job, in its folder: what it prints where several run
@@ -29,13 +29,13 @@ class SweepProgress:
     def ended(self, job: SweepJob) -> None:
         """A job that failed is reported at once, with its reason and where its output is."""
         after = "" if self._alone else f" after {duration(job.seconds)}"
-        if job.state in (State.DONE, State.PRUNED):
-            if job.state == State.PRUNED or not self._alone:
+        if job.state in (JobState.DONE, JobState.PRUNED):
+            if job.state == JobState.PRUNED or not self._alone:
                 self.say(f"sweep: job {self._of(job)} {job.state}{after}{_metric_of(job)}")
             return
-        how = ("stopped" if job.state == State.STOPPED else "failed") + after
-        if job.state != State.STOPPED:
-            how += " and runs again" * (job.state == State.WAITING)
+        how = ("stopped" if job.state == JobState.STOPPED else "failed") + after
+        if job.state != JobState.STOPPED:
+            how += " and runs again" * (job.state == JobState.WAITING)
             if not (self._alone and job.error):  # else on the terminal, by the job
                 how += f", exit {job.exit}: {(job.error or 'no reason is known').rstrip('.')}"
             how += "" if self._alone else f"; output: {self._directory / job.name / LOG}"

@@ -1,7 +1,7 @@
-"""Runs the jobs of a sweep on a carrier: the next one as soon as there is room, until none is left.
+"""Runs the jobs of a sweep on a launcher: the next one as soon as there is room, until none is left.
 
 Owns the order of events and every change of a job's state, and writes each to sweep.json. Which jobs there
-are is decided by the command or by a search; where one runs, by the carrier.
+are is decided by the command or by a search; where one runs, by the launcher.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from launcher.os.signals import SAVING, StopSignal
 from launcher.run_dir.pruning import PruneRequest, ask_to_prune
 from launcher.run_dir.records import SWEEP
 from launcher.sweep.asha import Pruner
-from launcher.sweep.carriers import Carrier, Change, NoAnswerError
+from launcher.sweep.launchers import JobEvent, JobLauncher, NoAnswerError
 from launcher.sweep.progress import SweepProgress
-from launcher.sweep.record import OVER, Record, State, SweepJob, count_time, take_result
 from launcher.sweep.search import Searching
+from launcher.sweep.state import OVER, JobState, SweepJob, SweepState, count_time, take_result
 from launcher.telemetry.formatting import duration
 
 PATIENCE_S = 300.0  # for a scheduler that does not answer: its daemon restarts, or a spare machine takes over
@@ -51,8 +51,8 @@ class Scheduler:
     def __init__(
         self,
         directory: Path,
-        record: Record,
-        carrier: Carrier,
+        record: SweepState,
+        launcher: JobLauncher,
         settings: SweepConfig,
         progress: SweepProgress,
         signals: StopSignal,
@@ -61,12 +61,12 @@ class Scheduler:
     ) -> None:
         self.reason = ""
         self._directory, self._record, self._pruner, self._search = directory, record, pruner, search
-        self._carrier, self._settings, self._progress, self._signals = carrier, settings, progress, signals
+        self._launcher, self._settings, self._progress, self._signals = launcher, settings, progress, signals
         self._running: dict[int, SweepJob] = {}
         self.asked = self.asked_at_once = False  # to stop, before all jobs are done
         self._changed = True  # since sweep.json was written: once for all jobs that end and start together
         self._unwritten: OSError | None = None  # why the latest write of sweep.json has failed
-        self._silent_since_s: float | None = None  # the carrier
+        self._silent_since_s: float | None = None  # the launcher
         self._began_s, self._before_s = time.monotonic(), record.seconds
 
     def run(self) -> None:
@@ -81,7 +81,7 @@ class Scheduler:
                 self._write_last()
                 if self._unwritten is None and (self.reason or self._next() is None):
                     return
-            # All are taken before any job is stopped: the carrier has forgotten those that have ended.
+            # All are taken before any job is stopped: the launcher has forgotten those that have ended.
             changed = [self._take(change) for change in self._poll()]
             failed = next((job for job in changed if self._is_failure(job)), None)
             if failed is not None and self._settings.on_failure == "stop" and not self.reason:
@@ -95,7 +95,7 @@ class Scheduler:
 
     def _is_failure(self, job: SweepJob) -> bool:
         """Whether the job failed; that a trial of a search diverges says something of its values."""
-        return job.state == State.FAILED and not (self._search is not None and job.exit == DIVERGED)
+        return job.state == JobState.FAILED and not (self._search is not None and job.exit == DIVERGED)
 
     def _next(self) -> SweepJob | None:
         """The job to submit next, which stays the same until it is; None if there is none now."""
@@ -103,7 +103,7 @@ class Scheduler:
         if self._pruner is not None and self._search is None:
             # In shuffled order: of an ordered grid each job could be better than those before it.
             random.Random(len(jobs)).shuffle(jobs)
-        waiting = next((job for job in jobs if job.state == State.WAITING), None)
+        waiting = next((job for job in jobs if job.state == JobState.WAITING), None)
         if waiting is not None or self._search is None:
             return waiting
         try:
@@ -113,7 +113,7 @@ class Scheduler:
             return None
 
     def _startable(self) -> SweepJob | None:
-        """The next job, where the limits allow one and the carrier has room."""
+        """The next job, where the limits allow one and the launcher has room."""
         stop, started = self._settings.stop, sum(job.attempts > 0 for job in self._record.jobs)
         job = self._next()
         if job is None:
@@ -124,21 +124,21 @@ class Scheduler:
             self.reason = f"sweep.stop.hours={stop.hours:g} is reached"
         elif stop.gpu_hours is not None and self._device_seconds() >= 3600 * stop.gpu_hours:
             self.reason = f"sweep.stop.gpu_hours={stop.gpu_hours:g} is reached"
-        return job if not self.reason and self._carrier.has_room(job) else None
+        return job if not self.reason and self._launcher.has_capacity(job) else None
 
     def _start(self, job: SweepJob) -> None:
-        job.state, job.attempts, job.exit, job.error = State.RUNNING, job.attempts + 1, None, None
+        job.state, job.attempts, job.exit, job.error = JobState.RUNNING, job.attempts + 1, None, None
         job.started, self._changed = time.time(), True
         self._running[job.number] = job
         self._progress.starting(job)
-        self._carrier.submit(job, self._directory / job.name)
+        self._launcher.submit(job, self._directory / job.name)
         if job.handle is not None:  # this process may be killed at any moment, and the job would go on
             self._write()
 
-    def _poll(self) -> Sequence[Change]:
-        """What has changed. Raises PreflightError for a carrier that has not answered for PATIENCE_S."""
+    def _poll(self) -> Sequence[JobEvent]:
+        """What has changed. Raises PreflightError for a launcher that has not answered for PATIENCE_S."""
         try:
-            changes = self._carrier.poll(POLL_S)
+            changes = self._launcher.poll(POLL_S)
         except NoAnswerError as error:
             now = time.monotonic()
             if self._silent_since_s is None:
@@ -156,7 +156,7 @@ class Scheduler:
             self._silent_since_s = None
         return changes
 
-    def _take(self, change: Change) -> SweepJob:
+    def _take(self, change: JobEvent) -> SweepJob:
         job, self._changed = self._running[change.number], True
         if change.exit is None:  # it has waited in a scheduler's queue until now
             job.started = time.time()
@@ -166,44 +166,44 @@ class Scheduler:
         count_time(job, time.time())
         job.state = self._state_after(job, change)
         self._progress.ended(job)
-        if self._search is not None and job.state in (*OVER, State.STOPPED):
+        if self._search is not None and job.state in (*OVER, JobState.STOPPED):
             self._search.refuse_several_metrics()
         return job
 
-    def _state_after(self, job: SweepJob, change: Change) -> str:
+    def _state_after(self, job: SweepJob, change: JobEvent) -> str:
         assert change.exit is not None
         if change.exit == 0:
             take_result(job, self._directory / job.name)
-            return State.DONE
+            return JobState.DONE
         if change.exit == errors.PRUNED:
-            return State.PRUNED
+            return JobState.PRUNED
         job.error = None
         take_result(job, self._directory / job.name)
         job.exit, job.error = change.exit, change.error or job.error
         if change.exit == PreemptedError.exit_code or (self.asked and change.exit in errors.STOPPED):
-            return State.STOPPED
+            return JobState.STOPPED
         job.failures += 1
         again = job.failures <= self._settings.retries and change.exit not in FINAL and not self.asked
-        return State.WAITING if again else State.FAILED
+        return JobState.WAITING if again else JobState.FAILED
 
     def _obey_signals(self) -> None:
         arrived = self._signals.pop_received()
         if self._signals.stop is None and any(number in SAVING for number in arrived):
             for job in self._running.values():
-                self._carrier.save(job)
+                self._launcher.save(job)
         if self._signals.stop is not None and not self.asked:
             self._stop(f"stopped by {self._signals.stop.name}")
         if self._signals.force_quit and not self.asked_at_once:
             self.asked_at_once = True
             for job in self._running.values():
-                self._carrier.stop(job, at_once=True)
+                self._launcher.stop(job, at_once=True)
 
     def _stop(self, reason: str) -> None:
         self.reason, self.asked = reason, True
         if self._running:
             self._progress.say(f"sweep: {reason}; {counted(len(self._running), 'job')} to save and stop")
         for job in self._running.values():
-            self._carrier.stop(job)
+            self._launcher.stop(job)
 
     def _write(self) -> None:
         """Write sweep.json; after an OSError, as on a full disk, it is tried again with each look."""

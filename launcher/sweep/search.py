@@ -21,7 +21,7 @@ from launcher.config.search_space import Choices, Dimension, Space, distribution
 from launcher.errors import ConfigError, first_line
 from launcher.run_dir.records import JOB
 from launcher.sweep.prepare import is_setting, job_name, made, place
-from launcher.sweep.record import Record, State, SweepJob, differences, refuse_differences, write_job
+from launcher.sweep.state import JobState, SweepJob, SweepState, differences, refuse_differences, write_job
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -70,7 +70,11 @@ def _trial_of(job: SweepJob, space: Space, distributions: Mapping[str, Any], opt
     """The trial of a job, whether it runs or is over. One without a finite metric has failed."""
     states, values = optuna.trial.TrialState, dict(line.split("=", 1) for line in job.overrides)
     done = states.COMPLETE if job.metric is not None and math.isfinite(job.metric) else states.FAIL
-    over: dict[str, object] = {State.DONE: done, State.PRUNED: states.PRUNED, State.FAILED: states.FAIL}
+    over: dict[str, object] = {
+        JobState.DONE: done,
+        JobState.PRUNED: states.PRUNED,
+        JobState.FAILED: states.FAIL,
+    }
     state = over.get(job.state, states.RUNNING)
     trial: FrozenTrial = optuna.trial.create_trial(
         params={each.key: value_of(each, values[each.key]) for each in space.dimensions},
@@ -109,17 +113,17 @@ class Searching:
         self,
         request: Request,
         directory: Path,
-        record: Record,
+        record: SweepState,
         sample: Config,
         devices_of: Callable[[Config], int],
-        has_room: Callable[[SweepJob], bool],
+        has_capacity: Callable[[SweepJob], bool],
     ) -> None:
-        """`sample` is the config of any job, `has_room` is the carrier's.
+        """`sample` is the config of any job, `has_capacity` is the launcher's.
 
         Raises ConfigError for the directory of another search.
         """
         self._directory, self._record = directory, record
-        self._devices_of, self._has_room = devices_of, has_room
+        self._devices_of, self._has_capacity = devices_of, has_capacity
         self._composer, self._space = Composer(request), space_of(request.overrides)
         self._jobs = record.jobs = [*record.jobs]
         self._settings = tuple(line for line in request.overrides if is_setting(line))
@@ -127,7 +131,7 @@ class Searching:
         self.refuse_several_metrics()
         self._draw = drawn_by_tpe if sample.sweep.name == "tpe" else drawn_at_random
         self._seed, self._trials = sample.seed, sample.sweep.stop.max_trials or math.inf
-        # What the carrier is asked about before a job is drawn: one drawn later has more results to go by.
+        # What the launcher is asked about before a job is drawn: one drawn later has more results to go by.
         self._probe = SweepJob(-1, "", (), nproc=devices_of(sample))
 
     def next(self) -> SweepJob | None:
@@ -136,12 +140,12 @@ class Searching:
         Raises OSError where these cannot be written; the next call draws the same again.
         """
         for _ in range(REFUSED_IN_A_ROW):
-            if len(self._jobs) >= self._trials or not self._has_room(self._probe):
+            if len(self._jobs) >= self._trials or not self._has_capacity(self._probe):
                 return None
             if (lines := self._draw(self._space, self._seed, self._jobs)) is None:
                 return None
             job = self._added(lines)
-            if job.state == State.WAITING:
+            if job.state == JobState.WAITING:
                 return job
         raise ConfigError(f"{REFUSED_IN_A_ROW} jobs of the search in a row cannot run. The last: {job.error}")
 
@@ -157,7 +161,7 @@ class Searching:
                 made(self._directory / job.name)
                 write_job(place(config, self._directory, job), lines)
             except ConfigError as error:
-                job.state, job.exit, job.error = State.FAILED, error.exit_code, first_line(error)
+                job.state, job.exit, job.error = JobState.FAILED, error.exit_code, first_line(error)
             # Before it starts: a process that continues the sweep must not draw another job with this number.
             self._record.write(self._directory)
         except OSError:  # a full disk: it is drawn again

@@ -13,7 +13,7 @@ import pytest
 from launcher.errors import ConfigError
 from launcher.run_dir.records import METRICS
 from launcher.sweep.asha import Evaluations, Pruner
-from launcher.sweep.record import State, SweepJob
+from launcher.sweep.state import JobState, SweepJob
 
 START = {"event": "start", "time": 0, "step": 0, "monitor": None}
 
@@ -34,7 +34,7 @@ def verdicts(directory: Path, *costs: float, grace_period: int = 1, metric: str 
     pruner, pruned = Pruner(directory, grace_period, []), []
     for number, cost in enumerate(costs):
         write(directory / f"{number}", START | {"monitor": metric}, evaluation(5, loss=cost))
-        job = SweepJob(number, f"{number}", (), state=State.RUNNING)
+        job = SweepJob(number, f"{number}", (), state=JobState.RUNNING)
         pruned += [job.number for job in pruner.to_prune([job])]
     return pruned
 
@@ -46,7 +46,7 @@ def test_the_best_third_of_those_that_came_as_far_continues(tmp_path: Path) -> N
 
 def test_a_verdict_is_given_once_at_each_rung(tmp_path: Path) -> None:
     pruner = Pruner(tmp_path, 2, [])
-    jobs = [SweepJob(number, f"{number}", (), state=State.RUNNING) for number in range(3)]
+    jobs = [SweepJob(number, f"{number}", (), state=JobState.RUNNING) for number in range(3)]
     for job, cost in zip(jobs, (0.5, 0.6, 0.7), strict=True):
         write(tmp_path / job.name, START, evaluation(5, loss=0.1, higher_is_better={}))
         assert pruner.to_prune([job]) == [], "before the grace period is over"
@@ -67,7 +67,7 @@ def test_jobs_of_different_metrics_are_not_compared(tmp_path: Path) -> None:
     for number, (name, value) in enumerate([("accuracy", 0.9), ("accuracy", 0.95), ("rmse", 50.0)]):
         better = {"higher_is_better": {"accuracy": True}}
         write(tmp_path / f"{number}", START | {"monitor": name}, evaluation(5, **{name: value}, **better))
-        assert pruner.to_prune([SweepJob(number, f"{number}", (), state=State.RUNNING)]) == []
+        assert pruner.to_prune([SweepJob(number, f"{number}", (), state=JobState.RUNNING)]) == []
 
 
 def test_a_value_that_is_no_number_is_the_worst(tmp_path: Path) -> None:
@@ -120,10 +120,10 @@ def test_the_metric_is_the_one_that_runs_are_compared_by(tmp_path: Path, monitor
 
 
 def test_a_sweep_that_continues_prunes_by_what_its_jobs_have_shown(tmp_path: Path) -> None:
-    jobs = [SweepJob(number, f"{number}", (), state=State.DONE) for number in range(3)]
+    jobs = [SweepJob(number, f"{number}", (), state=JobState.DONE) for number in range(3)]
     for job, accuracy in zip(jobs, (0.5, 0.75, 0.625), strict=True):
         write(tmp_path / job.name, START, evaluation(5, accuracy=accuracy))
-    running = SweepJob(3, "3", (), state=State.RUNNING)
+    running = SweepJob(3, "3", (), state=JobState.RUNNING)
     pruner = Pruner(tmp_path, 1, jobs)
     assert pruner.to_prune([running]) == [], "it has no file yet"
     write(tmp_path / "3", START, evaluation(5, accuracy=0.7), evaluation(10, accuracy=0.9))

@@ -19,10 +19,10 @@ from launcher.distributed.env import LaunchEnv
 from launcher.errors import ConfigError, PreflightError
 from launcher.launch import worker_count
 from launcher.os.signals import StopSignal
-from launcher.sweep.carriers.devices import DevicePool, Devices
+from launcher.sweep.launchers.devices import DeviceLauncher, DevicePool
 from launcher.sweep.progress import SweepProgress
-from launcher.sweep.record import Record, SweepJob
 from launcher.sweep.scheduler import Scheduler
+from launcher.sweep.state import SweepJob, SweepState
 from tests.configs import composed
 from tests.faults.parent import is_alive
 
@@ -79,24 +79,24 @@ def describe(directory: Path) -> int:
     return 3
 
 
-def ends(carrier: Devices) -> Mapping[int, int]:
+def ends(launcher: DeviceLauncher) -> Mapping[int, int]:
     found: dict[int, int] = {}
-    until(lambda: found.update({each.number: each.exit or 0 for each in carrier.poll(0.05)}) or found)
+    until(lambda: found.update({each.number: each.exit or 0 for each in launcher.poll(0.05)}) or found)
     return found
 
 
 def test_a_job_runs_in_a_session_of_its_own_on_its_devices(tmp_path) -> None:
     pool = DevicePool(EIGHT[:2], sorted(os.sched_getaffinity(0)))
-    with Devices(pool, describe, alone=False) as carrier:
+    with DeviceLauncher(pool, describe, alone=False) as launcher:
         first, second, third = job(0), job(1), job(2)
         for each in (first, second):
             (tmp_path / each.name).mkdir()
-            assert carrier.has_room(each)
-            carrier.submit(each, tmp_path / each.name)
-        assert not carrier.has_room(third)
-        codes = {**ends(carrier), **(ends(carrier) if carrier._children else {})}
+            assert launcher.has_capacity(each)
+            launcher.submit(each, tmp_path / each.name)
+        assert not launcher.has_capacity(third)
+        codes = {**ends(launcher), **(ends(launcher) if launcher._children else {})}
         assert codes == {0: 3, 1: 3}
-        assert carrier.has_room(third)
+        assert launcher.has_capacity(third)
     seen = [json.loads((tmp_path / str(number) / "seen.json").read_text()) for number in range(2)]
     assert [each["gpus"] for each in seen] == ["GPU-0", "GPU-1"]
     assert [*first.devices, *second.devices] == EIGHT[:2]
@@ -118,11 +118,11 @@ def test_a_job_runs_in_a_session_of_its_own_on_its_devices(tmp_path) -> None:
 )
 def test_gpus_are_shared_out_and_none_is_taken_twice(pool, workers, expected, tmp_path) -> None:
     given: list[list[str] | None] = []
-    with Devices(pool, lambda directory: time.sleep(60) or 0, alone=False) as carrier:
+    with DeviceLauncher(pool, lambda directory: time.sleep(60) or 0, alone=False) as launcher:
         for number, nproc in enumerate(workers):
             each = job(number, nproc)
-            if carrier.has_room(each):
-                carrier.submit(each, tmp_path)
+            if launcher.has_capacity(each):
+                launcher.submit(each, tmp_path)
                 given.append([name.removeprefix("GPU-") for name in each.devices])
             else:
                 given.append(None)
@@ -137,17 +137,17 @@ def test_on_a_cpu_the_cores_are_shared_out() -> None:
 
 @pytest.mark.parametrize(("at_once", "code"), [(False, 143), (True, 137)])
 def test_a_job_is_stopped_or_killed(tmp_path, at_once, code, capfd) -> None:
-    with Devices(DevicePool([], [0]), lambda directory: time.sleep(60) or 0, alone=True) as carrier:
+    with DeviceLauncher(DevicePool([], [0]), lambda directory: time.sleep(60) or 0, alone=True) as launcher:
         only = job(0)
-        carrier.submit(only, tmp_path)
-        carrier.stop(only, at_once)
-        assert ends(carrier) == {0: code}
+        launcher.submit(only, tmp_path)
+        launcher.stop(only, at_once)
+        assert ends(launcher) == {0: code}
 
 
 def test_no_job_outlives_the_context(tmp_path) -> None:
-    with Devices(DevicePool([], [0]), lambda directory: time.sleep(60) or 0, alone=True) as carrier:
-        carrier.submit(job(0), tmp_path)
-        (pid,) = carrier._children.values()
+    with DeviceLauncher(DevicePool([], [0]), lambda directory: time.sleep(60) or 0, alone=True) as launcher:
+        launcher.submit(job(0), tmp_path)
+        (pid,) = launcher._children.values()
         assert is_alive(pid)
     assert not is_alive(pid)
 
@@ -165,11 +165,11 @@ def test_devices_are_busy_and_no_file_stays_open(tmp_path) -> None:
     jobs = [job(number) for number in range(200)]
     for each in jobs:
         (tmp_path / each.name).mkdir()
-    record, files = Record(jobs, ()), len(os.listdir("/proc/self/fd"))
+    record, files = SweepState(jobs, ()), len(os.listdir("/proc/self/fd"))
     began = time.monotonic()
-    with Devices(DevicePool(EIGHT, sorted(os.sched_getaffinity(0))), work, alone=False) as carrier:
+    with DeviceLauncher(DevicePool(EIGHT, sorted(os.sched_getaffinity(0))), work, alone=False) as launcher:
         progress = SweepProgress(tmp_path, jobs, alone=False)
-        Scheduler(tmp_path, record, carrier, composed().sweep, progress, StopSignal()).run()
+        Scheduler(tmp_path, record, launcher, composed().sweep, progress, StopSignal()).run()
     took = time.monotonic() - began
     busy = sum(float((tmp_path / each.name / "worked").read_text()) for each in jobs) / (8 * took)
     print(f"busy {busy:.3f} of {took:.1f} s")

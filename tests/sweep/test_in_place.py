@@ -18,10 +18,10 @@ from launcher.config.resolve import compose_jobs
 from launcher.config.schema import Config
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import PreemptedError
-from launcher.sweep.record import Record
+from launcher.sweep.state import SweepState
 from tests.faults.parent import WORDS, write_recipe
 from tests.limits import at_most
-from tests.sweep.carriers.jobs import environment
+from tests.sweep.launchers.jobs import environment
 
 SWEEPS = int(os.environ.get("LAUNCHER_TEST_SWEEPS", "2"))  # 20 have passed
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -56,7 +56,7 @@ def test_a_sweep_that_continues_counts_the_time_of_the_jobs_in_place(tmp_path: P
     seconds = []
     for _ in range(2):
         assert sweep.run_in_place(request, compose_jobs(request), leader, ()) == 75
-        record = Record.read(tmp_path)
+        record = SweepState.read(tmp_path)
         seconds.append([job.seconds for job in record.jobs])
         assert record.seconds == pytest.approx(sum(seconds[-1]))
         assert record.device_seconds == pytest.approx(2 * record.seconds)

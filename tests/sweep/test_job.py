@@ -11,8 +11,8 @@ import pytest
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
 from launcher.run_dir.lock import locked
-from launcher.sweep.carriers.slurm import Submitted
-from launcher.sweep.record import Record, State, SweepJob, differences, read_job, record_job, write_job
+from launcher.sweep.launchers.slurm import Submitted
+from launcher.sweep.state import JobState, SweepJob, SweepState, differences, read_job, record_job, write_job
 from tests.configs import composed
 
 WORDS = ("optim.lr=0.1", "data=synthetic")
@@ -79,16 +79,16 @@ def test_what_a_result_depends_on_is_compared(tmp_path) -> None:
 
 
 def test_a_job_that_is_run_by_itself_is_recorded_in_the_sweep_unless_that_runs(tmp_path) -> None:
-    jobs = [SweepJob(0, "0_a", (), state=State.PRUNED, metric=0.5), SweepJob(1, "1_b", ())]
-    Record(jobs, ()).write(tmp_path)
+    jobs = [SweepJob(0, "0_a", (), state=JobState.PRUNED, metric=0.5), SweepJob(1, "1_b", ())]
+    SweepState(jobs, ()).write(tmp_path)
     (tmp_path / "0_a").mkdir()
     result = {"state": "done", "exit": 0, "metric_name": "accuracy", "metric": 0.75}
     (tmp_path / "0_a" / "result.json").write_text(json.dumps(result))
     with locked(tmp_path):
         record_job(tmp_path / "0_a")
-        assert Record.read(tmp_path).jobs[0].state == "pruned", "the process of the sweep records it"
+        assert SweepState.read(tmp_path).jobs[0].state == "pruned", "the process of the sweep records it"
     record_job(tmp_path / "0_a")
-    first, second = Record.read(tmp_path).jobs
+    first, second = SweepState.read(tmp_path).jobs
     assert (first.state, first.exit, first.metric) == ("done", 0, 0.75)
     assert second.state == "waiting"
     record_job(tmp_path / "elsewhere" / "0_a")
@@ -98,6 +98,6 @@ def test_jobs_of_sweeps_with_one_name_have_different_names_in_a_queue(tmp_path) 
     place = tmp_path / "sweep" / "0_a"
     one, other = (Submitted(SweepJob(0, "0_a", ()), place) for _ in range(2))
     assert one.name != other.name
-    Record([one.job], ()).write(tmp_path)
-    (again,) = Record.read(tmp_path).jobs
+    SweepState([one.job], ()).write(tmp_path)
+    (again,) = SweepState.read(tmp_path).jobs
     assert Submitted(again, place).name == one.name, "also for a process that continues the sweep"

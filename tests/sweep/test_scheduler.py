@@ -1,4 +1,4 @@
-"""What runs next, what a job's end means, and when a sweep stops: with a carrier that runs nothing."""
+"""What runs next, what a job's end means, and when a sweep stops: with a launcher that runs nothing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from launcher.run_dir.records import write_result
 from launcher.run_dir.result import Failure
 from launcher.sweep import scheduler
 from launcher.sweep.asha import Pruner
-from launcher.sweep.carriers import Change, NoAnswerError
+from launcher.sweep.launchers import JobEvent, NoAnswerError
 from launcher.sweep.progress import SweepProgress
-from launcher.sweep.record import Record, State, SweepJob, recover
 from launcher.sweep.scheduler import Scheduler
 from launcher.sweep.search import Searching
+from launcher.sweep.state import JobState, SweepJob, SweepState, recover
 from tests.configs import composed
 
 
@@ -40,7 +40,7 @@ class Scripted:
         self.order: list[int] = []
         self.on_poll: Callable[[], None] = lambda: None
 
-    def has_room(self, job: SweepJob) -> bool:
+    def has_capacity(self, job: SweepJob) -> bool:
         return len(self.running) < self.room
 
     def submit(self, job: SweepJob, directory: Path) -> None:
@@ -48,7 +48,7 @@ class Scripted:
         self.order.append(job.number)
         self.most = max(self.most, len(self.running))
 
-    def poll(self, wait_s: float) -> Sequence[Change]:
+    def poll(self, wait_s: float) -> Sequence[JobEvent]:
         self.on_poll()
         if not self.running:
             return []
@@ -59,7 +59,7 @@ class Scripted:
         if code:
             directory.mkdir(exist_ok=True)
             write_result(directory, Failure("failed", code, f"reason {number}\nmore"))
-        return [Change(number, code)]
+        return [JobEvent(number, code)]
 
     def stop(self, job: SweepJob, at_once: bool = False) -> None:
         self.stopped[job.number] = at_once
@@ -79,7 +79,7 @@ class Run:
     def __init__(
         self,
         directory: Path,
-        carrier: Scripted,
+        launcher: Scripted,
         number: int,
         on_poll: Callable[[Run], None] | None = None,
         **keys: object,
@@ -87,10 +87,10 @@ class Run:
         stop = dataclasses.replace(composed().sweep.stop, **keys.pop("stop", {}))  # type: ignore[arg-type]
         settings: SweepConfig = dataclasses.replace(composed().sweep, stop=stop, **keys)  # type: ignore[arg-type]
         jobs = [SweepJob(each, f"{each}_seed={each}", (f"seed={each}",)) for each in range(number)]
-        self.directory, self.carrier, self.record = directory, carrier, Record(jobs, ())
+        self.directory, self.launcher, self.record = directory, launcher, SweepState(jobs, ())
         self.signals = StopSignal()
         if on_poll is not None:
-            carrier.on_poll = lambda: on_poll(self)
+            launcher.on_poll = lambda: on_poll(self)
         self.progress = SweepProgress(directory, jobs, alone=False)
         self.settings = settings
         self.record.write(directory)
@@ -100,7 +100,7 @@ class Run:
         self.scheduler = Scheduler(
             self.directory,
             self.record,
-            self.carrier,
+            self.launcher,
             self.settings,
             self.progress,
             self.signals,
@@ -117,17 +117,17 @@ class Run:
 def test_there_is_always_as_much_running_as_there_is_room_for(tmp_path) -> None:
     run = Run(tmp_path, Scripted(3), 10)
     assert run.states == ["done"] * 10
-    assert (run.carrier.most, run.carrier.order) == (3, [*range(10)])
+    assert (run.launcher.most, run.launcher.order) == (3, [*range(10)])
 
 
 def test_jobs_that_end_at_once_are_not_stopped_for_the_failure_of_one(tmp_path) -> None:
     class AllAtOnce(Scripted):
-        def poll(self, wait_s: float) -> Sequence[Change]:
+        def poll(self, wait_s: float) -> Sequence[JobEvent]:
             return [change for _ in [*self.running] for change in super(AllAtOnce, self).poll(wait_s)]
 
         def stop(self, job: SweepJob, at_once: bool = False) -> None:
             super().stop(job, at_once)
-            assert job.number in self.running, "the carrier has forgotten it"
+            assert job.number in self.running, "the launcher has forgotten it"
 
     run = Run(tmp_path, AllAtOnce(2, n0=[7]), 4, on_failure="stop")
     assert run.states == ["failed", "done", "waiting", "waiting"]
@@ -145,7 +145,7 @@ def test_a_job_that_fails_is_told_at_once_and_the_others_run(tmp_path, capsys) -
 def test_a_failure_can_stop_the_sweep(tmp_path) -> None:
     run = Run(tmp_path, Scripted(2, n0=[7]), 4, on_failure="stop")
     assert run.states == ["failed", "stopped", "waiting", "waiting"]
-    assert run.carrier.stopped == {1: False}
+    assert run.launcher.stopped == {1: False}
     assert "sweep.on_failure=stop" in run.scheduler.reason
 
 
@@ -177,7 +177,7 @@ def test_a_limit_starts_no_further_job_and_ends_none(tmp_path, stop, done, words
     run = Run(tmp_path, Scripted(1), 4, stop=stop)
     assert run.states == ["done"] * done + ["waiting"] * (4 - done)
     assert run.scheduler.reason.startswith(words)
-    assert not run.carrier.stopped
+    assert not run.launcher.stopped
     assert not run.scheduler.asked
 
 
@@ -188,8 +188,8 @@ def test_a_signal_stops_all_jobs_and_the_next_process_runs_the_rest(tmp_path) ->
 
     run = Run(tmp_path, Scripted(2), 4, on_poll=interrupt)
     assert run.states == ["done", "stopped", "waiting", "waiting"]
-    assert run.carrier.stopped == {1: False}
-    run.carrier.on_poll, run.carrier.stopped, run.signals = lambda: None, {}, StopSignal()
+    assert run.launcher.stopped == {1: False}
+    run.launcher.on_poll, run.launcher.stopped, run.signals = lambda: None, {}, StopSignal()
     recover(run.record, tmp_path)
     run.again()
     assert run.states == ["done"] * 4
@@ -199,11 +199,11 @@ def test_a_signal_stops_all_jobs_and_the_next_process_runs_the_rest(tmp_path) ->
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_a_request_to_save_reaches_the_jobs_that_run_and_stops_none(tmp_path, number) -> None:
     def ask(run: Run) -> None:
-        if len(run.carrier.order) == 3:
+        if len(run.launcher.order) == 3:
             run.signals.handler(number)
 
     run = Run(tmp_path, Scripted(2), 4, on_poll=ask)
-    assert run.carrier.saved == [2]  # job 1 has ended with that look, and job 3 has not started
+    assert run.launcher.saved == [2]  # job 1 has ended with that look, and job 3 has not started
     assert run.states == ["done"] * 4
 
 
@@ -213,7 +213,7 @@ def test_a_second_interrupt_kills_them(tmp_path) -> None:
         run.signals._stopped_s = -10.0  # not the same keystroke, which several processes may pass on
 
     run = Run(tmp_path, Scripted(3), 3, on_poll=interrupt)
-    assert run.carrier.stopped == {1: False, 2: True}
+    assert run.launcher.stopped == {1: False, 2: True}
     assert exit_code_of(run.record, run.scheduler, ()) == 75  # all had saved
     run.record.jobs[2].exit = 137
     assert exit_code_of(run.record, run.scheduler, ()) == 130
@@ -223,12 +223,12 @@ def test_a_killed_process_leaves_a_record_from_which_the_next_continues(tmp_path
     class Killed(Exception): ...
 
     def kill(run: Run) -> None:
-        if len(run.carrier.order) == 3:
+        if len(run.launcher.order) == 3:
             raise Killed
 
     with pytest.raises(Killed):
         Run(tmp_path, Scripted(2), 4, on_poll=kill)
-    record = Record.read(tmp_path)
+    record = SweepState.read(tmp_path)
     assert [job.state for job in record.jobs] == ["done", "running", "running", "waiting"]
     (tmp_path / record.jobs[1].name).mkdir()
     (tmp_path / record.jobs[1].name / "result.json").write_text('{"state": "done", "metric": 0.5}')
@@ -248,27 +248,27 @@ def test_a_pruned_job_frees_its_place_and_is_no_failure(tmp_path) -> None:
         def to_prune(self, running: Iterable[SweepJob]) -> list[SweepJob]:
             return [job for job in running if job.number == 1 and not (tmp_path / "1" / PRUNE).exists()]
 
-    run_carrier = Scripted(2, n1=[11])
+    run_launcher = Scripted(2, n1=[11])
     jobs = [SweepJob(number, str(number), ()) for number in range(3)]
     (tmp_path / "1").mkdir()
-    record = Record(jobs, ())
+    record = SweepState(jobs, ())
     progress = SweepProgress(tmp_path, jobs, alone=False)
     pruner = OfOne(tmp_path, 1, [])
-    scheduler = Scheduler(tmp_path, record, run_carrier, composed().sweep, progress, StopSignal(), pruner)
+    scheduler = Scheduler(tmp_path, record, run_launcher, composed().sweep, progress, StopSignal(), pruner)
     scheduler.run()
     assert [job.state for job in jobs] == ["done", "pruned", "done"]
-    assert run_carrier.stopped == {}, "the job ends by the request in its folder"
+    assert run_launcher.stopped == {}, "the job ends by the request in its folder"
 
 
 def test_the_jobs_of_a_grid_start_in_shuffled_order_where_they_are_pruned(tmp_path) -> None:
     """Of a grid that is ordered from bad to good, each job would be better than those before it."""
     orders = []
     for _ in range(2):
-        jobs, carrier = [SweepJob(number, str(number), ()) for number in range(9)], Scripted(1)
+        jobs, launcher = [SweepJob(number, str(number), ()) for number in range(9)], Scripted(1)
         progress, pruner = SweepProgress(tmp_path, jobs, alone=False), Pruner(tmp_path, 1, [])
-        record, settings = Record(jobs, ()), composed().sweep
-        Scheduler(tmp_path, record, carrier, settings, progress, StopSignal(), pruner).run()
-        orders.append(carrier.order)
+        record, settings = SweepState(jobs, ()), composed().sweep
+        Scheduler(tmp_path, record, launcher, settings, progress, StopSignal(), pruner).run()
+        orders.append(launcher.order)
     assert sorted(orders[0]) == [*range(9)] != orders[0]
     assert orders[0] == orders[1], "a sweep that continues has the same order"
 
@@ -281,14 +281,14 @@ def test_a_trial_that_diverges_stops_no_search(tmp_path) -> None:
         def next(self) -> SweepJob | None:
             number = len(self.jobs)
             self.jobs += [SweepJob(number, str(number), ())] if number < 2 else []
-            return next((job for job in self.jobs if job.state == State.WAITING), None)
+            return next((job for job in self.jobs if job.state == JobState.WAITING), None)
 
         def refuse_several_metrics(self) -> None:
             return
 
     jobs: list[SweepJob] = []
     settings = dataclasses.replace(composed().sweep, on_failure="stop")
-    record, progress = Record(jobs, ()), SweepProgress(tmp_path, jobs, alone=False)
+    record, progress = SweepState(jobs, ()), SweepProgress(tmp_path, jobs, alone=False)
     scheduler = Scheduler(
         tmp_path, record, Scripted(1, n0=[5]), settings, progress, StopSignal(), None, Two(jobs)
     )
@@ -318,8 +318,8 @@ def test_a_job_that_cannot_be_asked_to_end_runs_on(tmp_path) -> None:
 
     jobs = [SweepJob(number, str(number), ()) for number in range(3)]  # whose folders do not exist
     progress, pruner = SweepProgress(tmp_path, jobs, alone=False), OfAll(tmp_path, 1, [])
-    carrier, settings = Scripted(2), composed().sweep
-    Scheduler(tmp_path, Record(jobs, ()), carrier, settings, progress, StopSignal(), pruner).run()
+    launcher, settings = Scripted(2), composed().sweep
+    Scheduler(tmp_path, SweepState(jobs, ()), launcher, settings, progress, StopSignal(), pruner).run()
     assert [job.state for job in jobs] == ["done"] * 3
 
 
@@ -329,18 +329,18 @@ def test_the_record_of_200_jobs_is_small(tmp_path) -> None:
         SweepJob(number, "x" * 100, lines, devices=["GPU-" + "0" * 36] * 8, error="e" * 200)
         for number in range(200)
     ]
-    Record(jobs, lines).write(tmp_path)
+    SweepState(jobs, lines).write(tmp_path)
     assert (tmp_path / "sweep.json").stat().st_size < 1_000_000
 
 
-def test_a_carrier_that_does_not_answer_for_a_while_is_asked_again(tmp_path, capsys) -> None:
-    carrier, polls = Scripted(2), iter(range(100))
+def test_a_launcher_that_does_not_answer_for_a_while_is_asked_again(tmp_path, capsys) -> None:
+    launcher, polls = Scripted(2), iter(range(100))
 
     def silent(run: Run) -> None:
         if 1 <= next(polls) <= 3:
             raise NoAnswerError("squeue fails: no route.")
 
-    assert Run(tmp_path, carrier, 3, silent).states == ["done"] * 3
+    assert Run(tmp_path, launcher, 3, silent).states == ["done"] * 3
     printed = capsys.readouterr()
     assert printed.err.count("squeue fails") == 1
     assert "sweep: there is an answer again, after " in printed.out
@@ -360,24 +360,24 @@ def test_one_that_does_not_answer_at_all_ends_the_sweep_with_how_to_continue(tmp
 
 @pytest.mark.parametrize("failing", [2, 10**6])
 def test_a_full_disk_ends_no_job_of_a_sweep(tmp_path, monkeypatch, capsys, failing: int) -> None:
-    write, failed = Record.write, []
+    write, failed = SweepState.write, []
 
-    def full(record: Record, directory: Path, durable: bool = False) -> None:
-        if carrier.order and len(failed) < failing:
+    def full(record: SweepState, directory: Path, durable: bool = False) -> None:
+        if launcher.order and len(failed) < failing:
             failed.append(1)
             raise OSError(errno.ENOSPC, "No space left on device")
         write(record, directory, durable)
 
-    carrier = Scripted(1)
-    monkeypatch.setattr(Record, "write", full)
+    launcher = Scripted(1)
+    monkeypatch.setattr(SweepState, "write", full)
     monkeypatch.setattr(scheduler, "LAST_WRITE_S", 0.0)
     if failing == 2:
-        assert Run(tmp_path, carrier, 3).states == ["done"] * 3
+        assert Run(tmp_path, launcher, 3).states == ["done"] * 3
     else:
         with pytest.raises(StorageError) as caught:
-            Run(tmp_path, carrier, 3)
+            Run(tmp_path, launcher, 3)
         assert str(caught.value).endswith(f"sweep.resume={tmp_path}")
-    assert carrier.order == [0, 1, 2]
+    assert launcher.order == [0, 1, 2]
     assert capsys.readouterr().err.count("cannot be written, and is tried again: No space left") == 1
 
 
@@ -401,10 +401,10 @@ def test_a_search_that_cannot_record_a_job_draws_it_again(
         def refuse_several_metrics(self) -> None: ...
 
     monkeypatch.setattr(scheduler, "LAST_WRITE_S", 1.0)
-    record, carrier = Record([], ()), Scripted(2)
+    record, launcher = SweepState([], ()), Scripted(2)
     progress = SweepProgress(tmp_path, record.jobs, alone=False)
     search = Search(record.jobs)
-    parts = (tmp_path, record, carrier, composed().sweep, progress, StopSignal(), None, search)
+    parts = (tmp_path, record, launcher, composed().sweep, progress, StopSignal(), None, search)
     made = Scheduler(*parts)  # type: ignore[arg-type]
     if failing == 3:
         made.run()

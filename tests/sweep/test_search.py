@@ -16,8 +16,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from launcher.cli import main
 from launcher.config.search_space import Space
 from launcher.errors import ConfigError
-from launcher.sweep.record import State, SweepJob
 from launcher.sweep.search import drawn_at_random, drawn_by_tpe
+from launcher.sweep.state import JobState, SweepJob
 
 needs_optuna = pytest.mark.skipif(
     importlib.util.find_spec("optuna") is None, reason="needs Optuna: pip install optuna"
@@ -47,8 +47,8 @@ def result_of(job: SweepJob) -> tuple[str, float | None]:
     metric = -((math.log10(float(at["lr"])) + 2) ** 2) - abs(int(at["n"]) - 4) - abs(float(at["w"]) - 0.5)
     metric -= at["optim"] == "sgd"
     if job.number % 7 == 3:
-        return State.FAILED, None
-    return (State.PRUNED if job.number % 5 == 4 else State.DONE), metric
+        return JobState.FAILED, None
+    return (JobState.PRUNED if job.number % 5 == 4 else JobState.DONE), metric
 
 
 def searched(draw: Draw, seed: int = 0) -> list[SweepJob]:
@@ -57,7 +57,7 @@ def searched(draw: Draw, seed: int = 0) -> list[SweepJob]:
     for number in range(JOBS):
         lines = draw(space(*WIDE), seed, jobs)
         assert lines is not None
-        job = SweepJob(number, f"{number}", lines, state=State.RUNNING)
+        job = SweepJob(number, f"{number}", lines, state=JobState.RUNNING)
         jobs.append(job)
         job.state, job.metric = result_of(job)
         job.higher_is_better = None if job.metric is None else True
@@ -68,7 +68,7 @@ def all_of(draw: Draw, *lines: str, most: int = 10) -> list[tuple[str, ...]]:
     """The draws from a finite space until there is none."""
     jobs: list[SweepJob] = []
     while len(jobs) < most and (drawn := draw(space(*lines), 0, jobs)) is not None:
-        jobs.append(SweepJob(len(jobs), "", [*drawn], state=State.RUNNING))
+        jobs.append(SweepJob(len(jobs), "", [*drawn], state=JobState.RUNNING))
     return [tuple(job.overrides) for job in jobs]
 
 
@@ -137,5 +137,7 @@ class TestOptuna:
         for number, metric in enumerate((math.nan, None, 0.5)):
             lines = drawn_by_tpe(space("a=1,2,3"), 0, jobs)
             assert lines is not None
-            jobs.append(SweepJob(number, "", lines, state=State.DONE, metric=metric, higher_is_better=False))
+            jobs.append(
+                SweepJob(number, "", lines, state=JobState.DONE, metric=metric, higher_is_better=False)
+            )
         assert drawn_by_tpe(space("a=1,2,3"), 0, jobs) is None

@@ -1,11 +1,11 @@
-"""Carriers: where the jobs of a sweep run. One file each: `devices`, `slurm`.
+"""Launchers: where the jobs of a sweep run. One file each: `devices`, `slurm`.
 
 The sweep's process composes and checks all jobs, decides which one runs next, and writes `sweep.json`. Before
-it submits a job it makes the job's folder and writes `job.json` there, the resolved config. A carrier starts
+it submits a job it makes the job's folder and writes `job.json` there, the resolved config. A launcher starts
 that folder as a job somewhere, says what has become of it, and stops it when asked. It never composes a
 config, reads or writes no file of the sweep, decides no retry, and prints nothing.
 
-A carrier that starts a process of its own runs `command_of(directory)`, on any machine on which the folder
+A launcher that starts a process of its own runs `command_of(directory)`, on any machine on which the folder
 and this Python exist: `python -m launcher job DIR`. The process writes the files of a run into DIR (such as
 status.json, result.json, metrics.jsonl), saves on SIGTERM within `launch.grace_s`, and exits as a run does:
 0, 75, ... The next attempt of a job resumes from its checkpoints by itself.
@@ -25,7 +25,7 @@ from typing import Any, Protocol, Self
 from launcher.config.messages import install_line
 from launcher.errors import PreflightError
 from launcher.os.lifetime import PYTHON
-from launcher.sweep.record import SweepJob
+from launcher.sweep.state import SweepJob
 
 
 class NoAnswerError(PreflightError):
@@ -33,7 +33,7 @@ class NoAnswerError(PreflightError):
 
 
 @dataclass(frozen=True)
-class Change:
+class JobEvent:
     """A job that started or ended since the last call of `poll`."""
 
     number: int  # of the job
@@ -41,10 +41,10 @@ class Change:
     error: str = ""  # why, where its files cannot say it: a node that died, a refusal of the scheduler
 
 
-class Carrier(Protocol):
+class JobLauncher(Protocol):
     """Runs jobs. Use it as a context: at its end nothing that it started in this process is left."""
 
-    def has_room(self, job: SweepJob) -> bool:
+    def has_capacity(self, job: SweepJob) -> bool:
         """Whether this job may be submitted now. The scheduler waits for the first that may not."""
 
     def submit(self, job: SweepJob, directory: Path) -> None:
@@ -52,11 +52,11 @@ class Carrier(Protocol):
 
         A job that comes with a handle was submitted by an earlier process that was killed: follow it where it
         still runs or waits, and start it again only where it does not. Raises LauncherError where this
-        carrier cannot start any job, such as a scheduler that refuses. One that does not answer is asked
+        launcher cannot start any job, such as a scheduler that refuses. One that does not answer is asked
         again by `poll`.
         """
 
-    def poll(self, wait_s: float) -> Sequence[Change]:
+    def poll(self, wait_s: float) -> Sequence[JobEvent]:
         """What has changed; waits for so many seconds at most, and no longer than for the first change.
 
         A signal handler may run meanwhile. A job that was submitted and ends by itself, is stopped, or gets
@@ -81,12 +81,12 @@ class Carrier(Protocol):
         return
 
 
-def imported(package: str, carrier: str) -> Any:
-    """The package that a carrier needs. Raises PreflightError with what installs it."""
+def imported(package: str, launcher: str) -> Any:
+    """The package that a launcher needs. Raises PreflightError with what installs it."""
     try:
         return importlib.import_module(package)
     except ImportError:
-        problem = f"sweep.launcher={carrier} needs the package {package}, which is not installed"
+        problem = f"sweep.launcher={launcher} needs the package {package}, which is not installed"
         raise PreflightError(f"{problem}. Install it with: {install_line(package)}") from None
 
 

@@ -1,4 +1,4 @@
-"""Folders of jobs for the tests of carriers: runs of a recipe that waits for a file, and save every step."""
+"""Folders of jobs for the tests of launchers: runs of a recipe that waits for a file, and save every step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from launcher.config.resolve import Request, compose_jobs
 from launcher.config.schema import RunConfig
-from launcher.sweep.carriers import Carrier, Change
-from launcher.sweep.record import SweepJob, write_job
+from launcher.sweep.launchers import JobEvent, JobLauncher
+from launcher.sweep.state import SweepJob, write_job
 from tests.faults.parent import WORDS, write_recipe
 from tests.limits import at_most
 
@@ -48,25 +48,28 @@ def jobs_in(
 
 
 def follow(
-    carrier: Carrier, until: Callable[[list[Change]], object], changes: list[Change], timeout_s: float = 100
-) -> list[Change]:
+    launcher: JobLauncher,
+    until: Callable[[list[JobEvent]], object],
+    changes: list[JobEvent],
+    timeout_s: float = 100,
+) -> list[JobEvent]:
     """Poll until the condition holds for all changes so far, which are returned."""
     deadline = time.monotonic() + at_most(timeout_s)
     while not until(changes):
         assert time.monotonic() < deadline, changes
-        changes.extend(carrier.poll(0.5))
+        changes.extend(launcher.poll(0.5))
     return changes
 
 
-def started(*numbers: int) -> Callable[[Sequence[Change]], bool]:
+def started(*numbers: int) -> Callable[[Sequence[JobEvent]], bool]:
     return lambda changes: set(numbers) <= {each.number for each in changes if each.exit is None}
 
 
-def ended(*numbers: int) -> Callable[[Sequence[Change]], bool]:
+def ended(*numbers: int) -> Callable[[Sequence[JobEvent]], bool]:
     return lambda changes: set(numbers) <= {each.number for each in changes if each.exit is not None}
 
 
-def codes(changes: Sequence[Change]) -> dict[int, int]:
+def codes(changes: Sequence[JobEvent]) -> dict[int, int]:
     """The exit codes by number; each job has one."""
     exits = [(each.number, each.exit) for each in changes if each.exit is not None]
     assert len(dict(exits)) == len(exits), changes

@@ -23,9 +23,9 @@ from launcher.config.schema import SweepConfig
 from launcher.errors import TO_RESUME, PreemptedError, PreflightError
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.status import FILE_NAME
-from launcher.sweep.carriers import Carrier, Change, NoAnswerError, command_of, imported
+from launcher.sweep.launchers import JobEvent, JobLauncher, NoAnswerError, command_of, imported
 from launcher.sweep.progress import LOG
-from launcher.sweep.record import SweepJob
+from launcher.sweep.state import SweepJob
 
 FOLDER = "slurm"  # in the sweep's: the batch scripts, and what they print
 EVERY_S = 3.0  # between two calls of squeue, which share one daemon with the whole cluster
@@ -54,7 +54,7 @@ class Submitted:
         return f"{self.directory.parent.name}/{self.directory.name}/{self.job.id}"
 
 
-class SlurmCarrier(Carrier):
+class SlurmLauncher(JobLauncher):
     """Runs jobs on the cluster of this machine's sbatch. Raises PreflightError if there is none.
 
     It asks no job to save: in a job of Slurm SIGUSR1 means that its time ends (launch.preempt_signals).
@@ -69,7 +69,7 @@ class SlurmCarrier(Carrier):
         self._silence: NoAnswerError | None = None  # why the latest squeue failed, if it has
         self._next_s = 0.0
 
-    def has_room(self, job: SweepJob) -> bool:
+    def has_capacity(self, job: SweepJob) -> bool:
         if self._parallel != "auto":
             return len(self._jobs) < self._parallel
         return sum(not each.runs for each in self._jobs.values()) < QUEUED
@@ -101,7 +101,7 @@ class SlurmCarrier(Carrier):
             job_name=each.name,
             time=None,  # the partition's; Submitit's own is five minutes
             stderr_to_stdout=True,
-            # After Submitit's own, so that what the job prints is where other carriers have it.
+            # After Submitit's own, so that what the job prints is where other launchers have it.
             srun_args=["--output", str(directory.absolute() / LOG), "--open-mode=append"],
             **{self._per_worker: job.nproc},
         )
@@ -110,7 +110,7 @@ class SlurmCarrier(Carrier):
         command = command_of(directory.absolute())
         job.handle = each.id = executor.submit(os.execv, command[0], command).job_id
 
-    def poll(self, wait_s: float) -> Sequence[Change]:
+    def poll(self, wait_s: float) -> Sequence[JobEvent]:
         now = time.monotonic()
         if now < self._next_s:
             time.sleep(min(wait_s, self._next_s - now))
@@ -125,7 +125,7 @@ class SlurmCarrier(Carrier):
             self._silence = error
             raise
 
-    def _changes(self, each: Submitted, queue: Mapping[str, Queued]) -> Iterator[Change]:
+    def _changes(self, each: Submitted, queue: Mapping[str, Queued]) -> Iterator[JobEvent]:
         if not each.id and not each.stopped:
             return self._submit(each)
         state, nodes, _ = queue.get(each.id, ("", "", ""))
@@ -137,7 +137,7 @@ class SlurmCarrier(Carrier):
                 self._cancel(each, each.unsent)
             if starts:
                 each.job.devices = [f"{nodes}/{number}" for number in range(each.job.nproc)]
-                yield Change(each.job.number)
+                yield JobEvent(each.job.number)
             return
         each.gone_s = each.gone_s or time.monotonic()
         code = _end_of(each.directory, each.since)
@@ -149,12 +149,14 @@ class SlurmCarrier(Carrier):
             return self._submit(again)
         del self._jobs[each.job.number]
         if code is not None:
-            yield Change(each.job.number, code)
+            yield JobEvent(each.job.number, code)
         elif each.stopped:
-            yield Change(each.job.number, 128 + signal.SIGTERM)
+            yield JobEvent(each.job.number, 128 + signal.SIGTERM)
         else:
             log = each.directory.parent / FOLDER / f"{each.id}_0_log.out"  # of the batch script
-            yield Change(each.job.number, 1, f"Slurm's job {each.id} ended without a result; see also {log}")
+            yield JobEvent(
+                each.job.number, 1, f"Slurm's job {each.id} ended without a result; see also {log}"
+            )
 
     def stop(self, job: SweepJob, at_once: bool = False) -> None:
         each = self._jobs[job.number]

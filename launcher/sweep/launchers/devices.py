@@ -1,4 +1,4 @@
-"""The carrier for the devices of this machine: each job in a process of its own, forked from this one.
+"""The launcher for the devices of this machine: each job in a process of its own, forked from this one.
 
 Owns which GPUs and cores a job gets. A job gets its GPUs by UUID, so that no other order of devices can
 mix them up; on a CPU the cores are shared out among the jobs that run at a time. The forked process has torch
@@ -24,9 +24,9 @@ from launcher.launch.worker_count import visible_gpus
 from launcher.os.lifetime import die_with_parent, kill_group
 from launcher.os.signals import reset_handlers, signals_blocked
 from launcher.run_dir.atomic import open_plain
-from launcher.sweep.carriers import Carrier, Change
+from launcher.sweep.launchers import JobEvent, JobLauncher
 from launcher.sweep.progress import LOG
-from launcher.sweep.record import SweepJob
+from launcher.sweep.state import SweepJob
 
 # From one look at the children to the next: at most this long a device is idle. pidfds would need Linux 5.3.
 LOOK_EVERY_S = 0.02
@@ -52,7 +52,7 @@ class DevicePool:
         return [*self.cores[first:last]] or [self.cores[first % len(self.cores)]]
 
 
-class Devices(Carrier):
+class DeviceLauncher(JobLauncher):
     """Runs jobs on the devices of a pool. `run` runs the job in a folder and returns its exit code."""
 
     def __init__(self, pool: DevicePool, run: Callable[[Path], int], alone: bool) -> None:
@@ -61,7 +61,7 @@ class Devices(Carrier):
         self._children: dict[int, int] = {}  # process ids, by number of the job
         self._parts: dict[int, list[int]] = {}  # of the pool: GPUs or shares, likewise
 
-    def has_room(self, job: SweepJob) -> bool:
+    def has_capacity(self, job: SweepJob) -> bool:
         return self._parts_for(job) is not None
 
     def submit(self, job: SweepJob, directory: Path) -> None:
@@ -79,7 +79,7 @@ class Devices(Carrier):
                 self._be_the_job(directory, gpus, cores)
         self._children[job.number] = child
 
-    def poll(self, wait_s: float) -> Sequence[Change]:
+    def poll(self, wait_s: float) -> Sequence[JobEvent]:
         deadline = time.monotonic() + wait_s
         while not (changes := [*self._ended()]) and time.monotonic() < deadline:
             time.sleep(LOOK_EVERY_S)
@@ -114,7 +114,7 @@ class Devices(Carrier):
         free.sort(key=used.__getitem__)
         return sorted(free[:wanted]) if len(free) >= wanted else None
 
-    def _ended(self) -> Sequence[Change]:
+    def _ended(self) -> Sequence[JobEvent]:
         found = []
         for job, child in [*self._children.items()]:
             pid, status = os.waitpid(child, os.WNOHANG)
@@ -123,7 +123,7 @@ class Devices(Carrier):
                 kill_group(child)  # what its recipe has started and left
                 code = os.waitstatus_to_exitcode(status)
                 reason = "" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-                found.append(Change(job, code if code >= 0 else 128 - code, reason))
+                found.append(JobEvent(job, code if code >= 0 else 128 - code, reason))
         return found
 
     def _be_the_job(self, directory: Path, gpus: Sequence[str], cores: Sequence[int]) -> NoReturn:

@@ -35,7 +35,7 @@ NOT_LEARNED_FROM = {"run", "sweep", "tracker", "telemetry", "checkpoint", "recip
 NOT_LEARNED_FROM |= {"ddp.check_replicas_every_steps"}
 
 
-class State(StrEnum):
+class JobState(StrEnum):
     """What has become of a job."""
 
     RUNNING = auto()
@@ -46,21 +46,21 @@ class State(StrEnum):
     PRUNED = auto()
 
 
-OVER = (State.DONE, State.FAILED, State.PRUNED)  # which a sweep that continues does not run again
+OVER = (JobState.DONE, JobState.FAILED, JobState.PRUNED)  # which a sweep that continues does not run again
 
 
 @dataclass
 class SweepJob:
-    """A job as `sweep.json` records it. A carrier may set `devices` and `handle`, and nothing else."""
+    """A job as `sweep.json` records it. A launcher may set `devices` and `handle`, and nothing else."""
 
     number: int  # from 0; never changes
     name: str  # of its folder in that of the sweep
     overrides: Sequence[str]
     nproc: int = 1  # workers, each with a GPU where there are any
-    state: str = State.WAITING
+    state: str = JobState.WAITING
     attempts: int = 0  # started so far
     failures: int = 0  # of these; a sweep that continues counts again from 0
-    devices: Sequence[str] = ()  # of the latest attempt: UUIDs of GPUs, or cores; as the carrier names them
+    devices: Sequence[str] = ()  # of the latest attempt: UUIDs of GPUs, or cores; as the launcher names them
     exit: int | None = None  # of the latest attempt
     error: str | None = None  # its reason, in one line
     metric_name: str | None = None
@@ -69,13 +69,13 @@ class SweepJob:
     started: float | None = None  # the latest attempt, in unix seconds
     seconds: float = 0.0  # of all attempts that have ended
     device_seconds: float = 0.0  # the same times nproc
-    handle: str | None = None  # by which a carrier finds a job that outlives the sweep's process
+    handle: str | None = None  # by which a launcher finds a job that outlives the sweep's process
     # Random, so that a scheduler's jobs of two sweeps whose folders have one name are told apart.
     id: str = field(default_factory=lambda: secrets.token_hex(4), compare=False)
 
 
 @dataclass
-class Record:
+class SweepState:
     """The content of the file."""
 
     jobs: Sequence[SweepJob]  # by number; a search adds to them
@@ -87,7 +87,7 @@ class Record:
     words: Sequence[str] = field(default_factory=tuple)  # that continue the sweep, after the program's name
 
     @classmethod
-    def read(cls, directory: Path) -> Record:
+    def read(cls, directory: Path) -> SweepState:
         """Raises ConfigError for a directory without a sweep, or with one of another version."""
         try:
             content = read_json(directory / SWEEP)
@@ -105,7 +105,7 @@ class Record:
         rest = json_line({key: value for key, value in encoded(self).items() if key != "jobs"})
         write_content(directory / SWEEP, b'{"jobs": [\n' + jobs + b"\n],\n" + rest[1:], durable)
 
-    def keep_times_of(self, before: Record) -> None:
+    def keep_times_of(self, before: SweepState) -> None:
         """Add the seconds that the same jobs have taken in an earlier record of the sweep."""
         jobs, self.seconds = {job.name: job for job in before.jobs}, before.seconds
         for job in self.jobs:
@@ -127,14 +127,14 @@ def take_result(job: SweepJob, directory: Path) -> None:
         result = decoded(Result, read_json(directory / RESULT))
     except (OSError, ValueError):
         return
-    if result.state == State.PRUNED:  # its metric is that of the evaluation which decided
-        job.state, job.exit = State.PRUNED, result.exit
+    if result.state == JobState.PRUNED:  # its metric is that of the evaluation which decided
+        job.state, job.exit = JobState.PRUNED, result.exit
         return
     job.metric_name, job.metric = result.metric_name, result.metric
     job.higher_is_better = result.higher_is_better
     job.error = (result.error or "").partition("\n")[0] or None
-    if result.state == State.DONE:
-        job.state, job.exit = State.DONE, 0
+    if result.state == JobState.DONE:
+        job.state, job.exit = JobState.DONE, 0
 
 
 def record_job(directory: Path) -> None:
@@ -144,7 +144,7 @@ def record_job(directory: Path) -> None:
     """
     sweep_dir = directory.parent
     with suppress(ConfigError):  # without a sweep, or with one that is running and records it
-        record = Record.read(sweep_dir)
+        record = SweepState.read(sweep_dir)
         with locked(sweep_dir):
             for job in record.jobs:
                 if job.name == directory.name:
@@ -161,23 +161,23 @@ def count_time(job: SweepJob, until: float) -> None:
         job.started = None
 
 
-def recover(record: Record, directory: Path) -> None:
+def recover(record: SweepState, directory: Path) -> None:
     """Make the jobs ready for a process that continues the sweep, after the end of another at any moment.
 
     What is done is kept, with what a job of a killed process has still written. Jobs that failed run again,
     for the user may have mended the cause; not those that diverged, which is a result.
     """
     for job in record.jobs:
-        if job.state == State.RUNNING:
-            job.state = State.WAITING
+        if job.state == JobState.RUNNING:
+            job.state = JobState.WAITING
             take_result(job, directory / job.name)
             count_time(job, _last_sign(directory / job.name, job.started))
-        elif (job.state == State.FAILED and job.exit != DIVERGED) or job.state not in OVER:
-            job.state = State.WAITING
+        elif (job.state == JobState.FAILED and job.exit != DIVERGED) or job.state not in OVER:
+            job.state = JobState.WAITING
         job.failures = 0
 
 
-def refuse_changes(record: Record, directory: Path, planned: Mapping[str, Config]) -> None:
+def refuse_changes(record: SweepState, directory: Path, planned: Mapping[str, Config]) -> None:
     """Raise ConfigError unless the jobs of a command, by name, are those of the sweep in this directory."""
     there = {job.name for job in record.jobs}
     found = [f"{name} is new" for name in planned if name not in there]
