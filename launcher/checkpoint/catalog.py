@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launcher.checkpoint.broadcast import broadcast_tensors
 from launcher.checkpoint.manifest import MANIFEST, sizes_match, step_name, verify
 from launcher.checkpoint.run_state import RunIdentity, Snapshot
 from launcher.checkpoint.storage import (
@@ -27,7 +26,7 @@ from launcher.checkpoint.storage import (
     read_state,
     snapshot_of,
 )
-from launcher.distributed.collectives import from_rank0, raise_on_all_ranks
+from launcher.distributed.collectives import broadcast_tensors, from_rank0, raise_on_all_ranks
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import failing_as_storage_error

@@ -1,7 +1,8 @@
-"""Collectives on texts and bytes, and gathers of numbers; sums over the ranks are in `engine.async_work`.
+"""Collectives on texts, bytes and named tensors, and gathers of numbers.
 
-All ranks call each function at the same point; `group` None is one process. Nothing is unpickled here.
-Work handles are kept as in the engine: dropping one can abort the process at shutdown.
+Sums over the ranks are in `engine.async_work`. All ranks call each function at the same point; `group` None
+is one process. Nothing is unpickled here. Work handles are kept as in the engine: dropping one can abort the
+process at shutdown.
 
 A rank that raised before a collective would leave the others waiting in it: a message is the content that
 they wait for, or the error that the rank had instead.
@@ -10,7 +11,7 @@ they wait for, or the error that the rank had instead.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -23,6 +24,7 @@ from launcher.distributed.env import RANK0, WorkerEnv, format_ranks
 from launcher.errors import LauncherError
 
 CONTENT, ERROR = b"+", b"-"
+PIECE_BYTES = 16 << 20  # on the device at a time: the memory of a GPU may be full of what is loaded
 
 
 def all_gather_str(env: WorkerEnv, text: str) -> list[str]:
@@ -51,6 +53,30 @@ def broadcast_bytes(env: WorkerEnv, data: bytes, sender: int) -> bytes:
         content[:-1] = torch.frombuffer(bytearray(data + b"."), dtype=torch.uint8)[:-1].to(env.device)
     async_work.broadcast(content, env.group, sender)
     return content[:-1].cpu().numpy().tobytes()
+
+
+def broadcast_tensors(env: WorkerEnv, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Rank 0's tensors by name, on the CPU of all ranks; what the others give is ignored. A collective."""
+    own = tensors if env.is_leader and tensors is not None else {}
+    forms = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()}
+    received = json.loads(broadcast_bytes(env, json.dumps(forms).encode(), RANK0))
+    found = {}
+    for name, (dtype, shape) in received.items():
+        tensor = own[name].contiguous() if env.is_leader else torch.empty(shape, dtype=getattr(torch, dtype))
+        _broadcast_tensor(env, tensor)
+        found[name] = tensor
+    return found
+
+
+def _broadcast_tensor(env: WorkerEnv, tensor: Tensor) -> None:
+    """Fill a contiguous tensor of the CPU with rank 0's, piece by piece over the device of the group."""
+    if env.group is None or not tensor.numel():
+        return
+    for piece in torch.split(tensor.reshape(-1).view(torch.uint8), PIECE_BYTES):
+        there = piece.to(env.device)
+        async_work.broadcast(there, env.group, RANK0)
+        if not env.is_leader and there is not piece:
+            piece.copy_(there)
 
 
 def gather(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
