@@ -13,7 +13,6 @@ from launcher.trainer.callbacks.divergence import TerminateOnNonFinite
 from launcher.trainer.callbacks.early_stopping import EarlyStopping
 from launcher.trainer.callbacks.ema import EmaCallback
 from launcher.trainer.callbacks.energy import Energy
-from launcher.trainer.callbacks.first_step import FirstStep
 from launcher.trainer.callbacks.fp32_fallback import Fp32Fallback
 from launcher.trainer.callbacks.gradient_histogram import GradientHistogram
 from launcher.trainer.callbacks.micro_batch import MicroBatch
@@ -62,7 +61,6 @@ def build_callbacks(
         TerminateOnNonFinite(config.precision.loss_scale, inspector, context.stepper.counters),
         # After those that may end the run by the same step, which is then not logged.
         StepLogger(context),
-        FirstStep(context.heartbeat.first_step_done),
         ReplicaCheck(context) if config.ddp.check_replicas_every_steps else None,
         weights,
         EarlyStopping(context, stop) if stop.patience is not None else None,

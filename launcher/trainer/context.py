@@ -60,7 +60,14 @@ class TrainContext:
 
     def __post_init__(self) -> None:
         reads_late = self.env.device.type != "cpu" and not self.falls_back_to_fp32
-        self.step_reader = StepReader(self.telemetry, self.flags, self.callbacks, self.plan, reads_late)
+        self.step_reader = StepReader(
+            self.telemetry,
+            self.flags,
+            self.callbacks,
+            self.plan,
+            reads_late,
+            self.heartbeat.first_step_done,  # lowers the limits of waiting
+        )
         self.pruning = SweepStopListener(
             Path(self.config.run.dir), self.env.is_leader, self.config.sweep.prune
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from launcher.data.batch_plan import BatchPlan
 from launcher.engine import StepResult
@@ -30,6 +31,7 @@ class StepReader:
         callbacks: CallbackList,
         plan: BatchPlan,
         reads_late: bool = True,
+        first_step_done: Callable[[], None] = lambda: None,
     ) -> None:
         self._reads_late = reads_late  # a CPU has finished a step as soon as it is launched
         self._callbacks = callbacks
@@ -38,6 +40,7 @@ class StepReader:
         self._votes = votes
         self._waiting: tuple[Position, StepResult, float] | None = None
         self._is_first = True
+        self._first_step_done = first_step_done  # all ranks have started and compiled
         self._previous = time.perf_counter()  # when the step before ended
 
     def push(self, position: Position, result: StepResult) -> None:
@@ -47,8 +50,10 @@ class StepReader:
         self._waiting = (position, result, now - self._previous)
         self._previous = now
         if self._is_first or not self._reads_late:
-            self._is_first = False
             self.flush()
+        if self._is_first:
+            self._is_first = False
+            self._first_step_done()
 
     def flush(self) -> None:
         """Pass on the last step; waits for the device."""

@@ -48,7 +48,6 @@ OF_THIS_PROCESS = {
         "_wire_bytes_per_step",
     },  # of a step; of the last process, as result.json says
     "gradient_histogram": {"_next", "_counts"},  # when to count follows from the number of the step
-    "first_step": {"_done"},
     "overflow_logger": {"_bad_loss_steps"},  # how often a warning was given
     "divergence": {"_scales", "_last"},  # evidence
     "checkpoint": {"_best_step", "due"},

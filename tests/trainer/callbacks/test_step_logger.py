@@ -15,7 +15,6 @@ from launcher.telemetry.stream import Sink
 from launcher.telemetry.tracker.rows import media_of, row_of
 from launcher.trainer.callback import Callback
 from launcher.trainer.callbacks.divergence import TerminateOnNonFinite
-from launcher.trainer.callbacks.first_step import FirstStep
 from launcher.trainer.callbacks.fp32_fallback import Fp32Fallback
 from launcher.trainer.callbacks.gradient_histogram import GradientHistogram
 from launcher.trainer.callbacks.overflow_logger import OverflowLogger
@@ -78,7 +77,7 @@ class Searcher:
     """Of a run without precision.fp32_fallback."""
 
 
-def parts_of(
+def run_of(
     recorder: Recorder,
     reports: list[StepReport],
     every: int = 2,
@@ -88,28 +87,27 @@ def parts_of(
 ) -> TrainContext:
     """A run whose callbacks have seen these steps, of which the first is the process's if it `starts`."""
     run = context_alone(Telemetry([recorder]), LIMITS, every)
-    parts: list[Callback] = [Fp32Fallback(run, cast(Any, Searcher())), OverflowLogger(run)]
+    callbacks: list[Callback] = [Fp32Fallback(run, cast(Any, Searcher())), OverflowLogger(run)]
     if gradients_every:
         stats = GradientHistogram(run, gradients_every)
         stats._gradients = lambda: GRADIENTS
-        parts.append(stats)
-    parts.append(TerminateOnNonFinite(LIMITS, Inspector(), run.stepper.counters))
-    parts += [ThroughputTotals(run), (log := StepLogger(run))]
+        callbacks.append(stats)
+    callbacks.append(TerminateOnNonFinite(LIMITS, Inspector(), run.stepper.counters))
+    callbacks += [ThroughputTotals(run), (log := StepLogger(run))]
     if first_step_done is not None:
-        parts.append(FirstStep(first_step_done))
+        run.step_reader._first_step_done = first_step_done
     if not starts:
         run.step_reader._is_first, log._last = False, Position(0, 0, 0)
-    callbacks = run.callbacks
-    callbacks.fill(parts)
+    run.callbacks.fill(callbacks)
     for step, report in enumerate(reports, 1):
         position, result = Position(0, step - 1, step), cast(Any, Ready(report))
-        callbacks.on_step_launched(position, result)
+        run.callbacks.on_step_launched(position, result)
         run.step_reader.push(position, result)
     return run
 
 
 def test_a_step_is_reported_one_step_late(recorder) -> None:
-    run = parts_of(recorder, [CLEAN] * 4)
+    run = run_of(recorder, [CLEAN] * 4)
     assert [event["step"] for event in recorder.of("step")] == [2]
     run.step_reader.flush_all()
     assert [event["step"] for event in recorder.of("step")] == [2, 4]
@@ -118,13 +116,13 @@ def test_a_step_is_reported_one_step_late(recorder) -> None:
 def test_the_first_step_of_a_process_is_reported_at_once(recorder) -> None:
     done: list[int] = []
     first = lambda: done.append(len(recorder.of("step")))  # noqa: E731
-    parts_of(recorder, [CLEAN] * 4, first_step_done=first, starts=True)
+    run_of(recorder, [CLEAN] * 4, first_step_done=first, starts=True)
     assert done == [1]
     assert [event["step"] for event in recorder.of("step")] == [1, 2]
 
 
 def test_votes_are_counted_from_the_reports(recorder) -> None:
-    run = parts_of(recorder, [CLEAN, replace(CLEAN, votes=(0, 2, *CLEAN.votes[2:]))])
+    run = run_of(recorder, [CLEAN, replace(CLEAN, votes=(0, 2, *CLEAN.votes[2:]))])
     votes = run.flags
     assert votes.take() == set()
     run.step_reader.flush()
@@ -133,7 +131,7 @@ def test_votes_are_counted_from_the_reports(recorder) -> None:
 
 
 def test_losses_are_averaged_by_their_counts_over_the_window(recorder) -> None:
-    run = parts_of(recorder, [CLEAN, replace(CLEAN, loss=5.0, count=16)])
+    run = run_of(recorder, [CLEAN, replace(CLEAN, loss=5.0, count=16)])
     run.step_reader.flush_all()
     (event,) = recorder.of("step")
     assert event["loss"] == pytest.approx((2 * 8 + 5 * 16) / 24)
@@ -154,7 +152,7 @@ def test_the_totals_of_a_run_are_those_of_all_its_steps(recorder) -> None:
 def test_samples_are_those_of_the_data_set_whatever_the_loss_counts(recorder, count) -> None:
     """Tokens, pixels and weights are none: plan divides samples of the data set by the rate."""
     without_two = replace(CLEAN, count=count, votes=(0, 0, 0, 2, *CLEAN.votes[4:]))
-    parts_of(recorder, [replace(CLEAN, count=count), without_two]).step_reader.flush_all()
+    run_of(recorder, [replace(CLEAN, count=count), without_two]).step_reader.flush_all()
     (event,) = recorder.of("step")
     assert event["samples"] == 8 + 6
     assert event["samples_per_s"] == pytest.approx(14 / (2 * event["step_ms"] / 1000), rel=0.01)
@@ -162,14 +160,14 @@ def test_samples_are_those_of_the_data_set_whatever_the_loss_counts(recorder, co
 
 def test_a_bad_loss_does_not_spoil_the_average(recorder) -> None:
     bad = replace(OVERFLOW, loss=float("nan"), bad_losses=1, bad_loss_steps=1)
-    parts_of(recorder, [CLEAN, bad]).step_reader.flush_all()
+    run_of(recorder, [CLEAN, bad]).step_reader.flush_all()
     assert recorder.of("step")[0]["loss"] == 2.0
 
 
 def test_a_loss_that_is_not_finite_is_warned_of_and_then_counted(recorder) -> None:
     """It is skipped as an overflow is, which is harmless: only the warning shows that the data is wrong."""
     bad = replace(OVERFLOW, loss=float("nan"), bad_losses=2, bad_loss_steps=1)
-    parts_of(recorder, [OVERFLOW, CLEAN, *[bad, CLEAN] * 10]).step_reader.flush_all()
+    run_of(recorder, [OVERFLOW, CLEAN, *[bad, CLEAN] * 10]).step_reader.flush_all()
     first, tenth = [event["text"] for event in recorder.of("warning")]
     assert first == (
         "the loss of step 3 was not finite in 2 micro-batches, so the step was skipped. That is no "
@@ -182,14 +180,14 @@ def test_a_loss_that_is_not_finite_is_warned_of_and_then_counted(recorder) -> No
 
 
 def test_a_step_that_ends_the_run_is_recorded_before_it_raises(recorder) -> None:
-    run = parts_of(recorder, [CLEAN, replace(OVERFLOW, floor_skips=4)])
+    run = run_of(recorder, [CLEAN, replace(OVERFLOW, floor_skips=4)])
     with pytest.raises(DivergedError, match=r"overflowed in 4 steps in a row"):
         run.step_reader.flush_all()
     assert [event["step"] for event in recorder.of("overflow")] == [2]
 
 
 def test_a_skip_names_ranks_and_parameters(recorder) -> None:
-    parts_of(recorder, [OVERFLOW, CLEAN])
+    run_of(recorder, [OVERFLOW, CLEAN])
     (event,) = recorder.of("overflow")
     assert (event["step"], event["ranks"], event["parameters"]) == (1, [1], ["fc.weight"])
 
@@ -208,12 +206,12 @@ def test_a_skip_names_ranks_and_parameters(recorder) -> None:
 )
 def test_gradients_are_told_every_so_many_clean_steps(recorder, every, skipped, told) -> None:
     reports = [OVERFLOW if step in skipped else CLEAN for step in range(1, 7)]
-    parts_of(recorder, reports, gradients_every=every).step_reader.flush_all()
+    run_of(recorder, reports, gradients_every=every).step_reader.flush_all()
     assert [event["step"] for event in recorder.of("gradients")] == told
 
 
 def test_gradients_are_told_by_layer_and_as_a_histogram(recorder) -> None:
-    parts_of(recorder, [CLEAN], gradients_every=1).step_reader.flush_all()
+    run_of(recorder, [CLEAN], gradients_every=1).step_reader.flush_all()
     (event,) = recorder.of("gradients")
     assert (event["scale"], event["epoch"], event["zeros"]) == (1024.0, 0, 1)
     assert event["layers"] == {
