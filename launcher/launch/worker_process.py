@@ -28,7 +28,7 @@ from launcher.distributed.heartbeat import Heartbeats
 from launcher.distributed.store import open_store, set_tcp_timeouts
 from launcher.os.lifetime import die_with_parent
 from launcher.os.signals import DUMP_STACKS_SIGNAL, HANDLED
-from launcher.os.stdio import flush_or_drop
+from launcher.os.stdio import flush
 from launcher.run_dir.atomic import make_folder, open_plain
 from launcher.run_dir.records import stacks_path
 
@@ -87,7 +87,7 @@ def worker_main(work: WorkerSpec, environ: Mapping[str, str]) -> NoReturn:
     for loader in multiprocessing.active_children():
         # os._exit runs no exit handlers, which would end the loader processes.
         loader.terminate()
-    flush_or_drop()
+    flush()
     os._exit(record.exit_code)
 
 

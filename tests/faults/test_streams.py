@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full or unread change the output of a run and nothing else."""
+"""Standard streams that are full or unread change the output of a run and nothing else."""
 
 from __future__ import annotations
 
@@ -17,17 +17,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 ROOT = Path(__file__).parents[2]
 
 
-def closed() -> None:
-    sys.stdin = sys.stdout = sys.stderr = None  # as Python leaves them where it finds the descriptors closed
-    for descriptor in range(3):
-        os.close(descriptor)
-
-
-def stdout_closed() -> None:
-    sys.stdout = None
-    os.close(1)
-
-
 def full() -> None:
     descriptor = os.open("/dev/full", os.O_WRONLY)
     os.dup2(descriptor, 1)
@@ -42,7 +31,7 @@ def unread() -> None:
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # the one before takes 1 for a file
 
 
-FAULTS = {"closed": closed, "stdout closed": stdout_closed, "full": full, "unread": unread}
+FAULTS = {"full": full, "unread": unread}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +57,7 @@ def trained(directory: Path, nproc: int | None, prepare: Callable[[], None]) -> 
 
 
 CASES = [(fault, nproc) for fault in FAULTS for nproc in (None, 2)]
-QUICK = [("closed", None), ("unread", 2)]
+QUICK = [("full", None), ("unread", 2)]
 
 
 @pytest.mark.parametrize(
