@@ -288,7 +288,8 @@ def unknown_problem(
 
 
 def tree_problems(tree: dict[str, object], recipes: Sequence[str], recipe_refused: bool) -> Iterator[str]:
-    if tree.get("recipe") == {"name": None, "uses": None}:
+    recipe = tree.get("recipe")
+    if isinstance(recipe, Mapping) and recipe.get("name") is None and recipe.get("uses") is None:
         tree = {**tree, "recipe": {"name": "unchosen", "uses": "unchosen"}}
         if not recipe_refused:
             yield f"recipe: none is chosen. Choose one with recipe=<name>: {', '.join(recipes)}."

@@ -51,7 +51,7 @@ def refused(capfd, *argv: str) -> str:
         (BASE + b'run: {dir: "a\\0b"}', "run.dir=a\\x00b: must be null or"),
         (BASE + b"train: null\n", "train=null: must be a section"),
         (b"# @package _global_\nrecipe: null\n", "recipe=null: must be a section"),
-        (b"a text", "recipe.a text: there is no"),
+        (b"a text", "recipe: none is chosen"),
         (b"", "recipe: none is chosen"),
         (BASE + b"defaults: 5\n", "the config files cannot be"),
         (BASE + b"seed: ${seed}\n", "seed=${seed}: refers to itself"),
