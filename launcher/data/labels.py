@@ -11,7 +11,7 @@ from launcher.errors import DataError, counted
 IGNORED = -100  # the label that torch's cross-entropy leaves out
 OF_IGNORED = (
     f"To leave out samples labelled {IGNORED}, as cross-entropy does, give the recipe "
-    f"metrics=[Classification(classes, ignored={IGNORED})]."
+    f"metrics=[Classification(classes, ignore_index={IGNORED})]."
 )
 UNLABELLED = -1
 OF_UNLABELLED = (
@@ -24,7 +24,7 @@ VOID = 255
 OF_VOID = (
     f"If 255 marks what is to be left out, as in many sets for segmentation, convert the labels to int64 "
     f"(uint8 holds no {IGNORED}) and label it {IGNORED} instead, which is cross-entropy's ignore_index, with "
-    f"metrics=[Classification(classes, ignored={IGNORED})]. Else "
+    f"metrics=[Classification(classes, ignore_index={IGNORED})]. Else "
     "correct the labels, or name all classes in Recipe.classes."
 )
 

@@ -31,8 +31,8 @@ class Classification:
     Of logits also `top5_accuracy` where there are more than 5 classes.
 
     Reads logits (floating point [n, classes, ...]) or predicted classes (int64 [n, ...]) as outputs, and the
-    true classes `batch[label]` (integers [n, ...]). A label equal to `ignored` is left out. `output` names
-    the entry where outputs are a mapping; `prefix` goes before each name.
+    true classes `batch[label]` (integers [n, ...]). A label equal to `ignore_index` is left out. `output`
+    names the entry where outputs are a mapping; `prefix` goes before each name.
 
     All are shares in 0..1. Precision, recall and F1 are scikit-learn's with zero_division=0; macro is the
     mean over the classes that occur among labels or predictions, weighted the mean by number of labels.
@@ -48,12 +48,12 @@ class Classification:
         classes: Sequence[str],
         label: str = "label",
         *,
-        ignored: int | None = None,
+        ignore_index: int | None = None,
         output: str | None = None,
         prefix: str = "",
     ) -> None:
         self.classes = tuple(classes)
-        self.label, self.ignored, self.output, self.prefix = label, ignored, output, prefix
+        self.label, self.ignore_index, self.output, self.prefix = label, ignore_index, output, prefix
         self._counts: dict[str, Tensor] = {}  # of the samples that are counted; none before the first
         self._waiting: list[tuple[Tensor, Tensor]] = []  # outputs and labels of batches that are not
         self._num_waiting = 0
@@ -91,7 +91,8 @@ class Classification:
         logits = outputs if outputs.ndim == 2 else None
         labels = labels.to(torch.int64)
         predicted = (outputs if logits is None else logits.argmax(dim=1)).to(torch.int64)
-        counted = torch.ones_like(labels) if self.ignored is None else (labels != self.ignored).long()
+        keep = self.ignore_index is None or labels != self.ignore_index
+        counted = torch.ones_like(labels) * keep
         self._count(labels, predicted, counted)
         kept = torch.stack([labels, predicted]) * counted  # 0, which is always a class, of what is left out
         lowest, highest = kept.aminmax(dim=1) if len(labels) else (kept.sum(dim=1), kept.sum(dim=1))

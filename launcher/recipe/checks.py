@@ -151,7 +151,7 @@ def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
 
 def _ignores(metric: object) -> bool:
     """Whether a metric, of the launcher or of torchmetrics, leaves out what the loss does."""
-    return IGNORED in (getattr(metric, "ignored", None), getattr(metric, "ignore_index", None))
+    return bool(getattr(metric, "ignore_index", None) == IGNORED)
 
 
 def require_counts(**options: object) -> None:

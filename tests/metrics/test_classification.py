@@ -64,7 +64,7 @@ def test_labels_and_logits_may_have_more_dimensions_and_places_that_do_not_count
     labels = torch.tensor([[[0, 1], [2, 255]], [[1, 1], [0, 255]]])
     logits = torch.nn.functional.one_hot(labels.clamp(max=2), 3).movedim(-1, 1).float()
     logits[0, :, 0, 0] = torch.tensor([0.0, 1.0, 0.0])
-    found = measured(labels, logits, ignored=255)
+    found = measured(labels, logits, ignore_index=255)
     assert found.compute()["accuracy"] == pytest.approx(5 / 6)
     assert found.confusion_matrix().sum() == 6
 
@@ -81,7 +81,7 @@ def test_confusion_matrix_and_report_by_hand():
 
 def test_without_samples_all_is_unknown():
     assert all(math.isnan(value) for value in Classification(CLASSES).compute().values())
-    of_ignored = measured([7, 7], torch.zeros(2, 3), ignored=7).compute()
+    of_ignored = measured([7, 7], torch.zeros(2, 3), ignore_index=7).compute()
     assert all(math.isnan(value) for value in of_ignored.values())
 
 
@@ -124,7 +124,7 @@ def test_a_prefix_and_an_output_tell_two_of_them_apart():
         (
             torch.zeros(4, 3),
             [0, -100, 2, 0],
-            r"labels go from -100 to 2\..*\(classes, ignored=-100\)",
+            r"labels go from -100 to 2\..*\(classes, ignore_index=-100\)",
         ),
     ],
 )

@@ -40,14 +40,14 @@ def unlabelled(dtype: torch.dtype, *labels: int, metrics=None) -> Recipe:
 OF_TORCHMETRICS = SimpleNamespace(ignore_index=-100)  # what the check reads of one
 
 
-@pytest.mark.parametrize("metric", [Classification(("a", "b"), ignored=-100), OF_TORCHMETRICS])
+@pytest.mark.parametrize("metric", [Classification(("a", "b"), ignore_index=-100), OF_TORCHMETRICS])
 def test_labels_that_a_metric_ignores_are_taken(metric):
     refuse_unusable_data(unlabelled(torch.int64, 0, -100, metrics=[metric]))
 
 
-@pytest.mark.parametrize("metrics", [None, [Classification(("a", "b"), ignored=-1)]])
+@pytest.mark.parametrize("metrics", [None, [Classification(("a", "b"), ignore_index=-1)]])
 def test_labels_that_no_metric_ignores_are_refused_with_the_option(metrics):
-    with pytest.raises(DataError, match=r"of sample 1 is -100, .*Classification\(classes, ignored=-100\)"):
+    with pytest.raises(DataError, match=r"of sample 1 is -100, .*\(classes, ignore_index=-100\)"):
         refuse_unusable_data(unlabelled(torch.int64, 1, -100, metrics=metrics))
 
 
