@@ -18,9 +18,6 @@ from launcher.recipe import (
     model,
     model_builder,
     recipe,
-    require_counts,
-    require_dropout,
-    require_heads,
 )
 
 
@@ -68,9 +65,6 @@ def build(
 ) -> nn.Module:
     if path is not None:
         return pretrained_encoder(path).classifier(num_classes)
-    require_counts(layers=layers)
-    require_heads(width, heads)
-    require_dropout(dropout)
     from transformers import BertConfig, BertForSequenceClassification
 
     return BertForSequenceClassification(

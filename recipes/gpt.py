@@ -19,6 +19,7 @@ from launcher.data import TextSet, load_text
 from launcher.recipe import (
     Batch,
     Config,
+    ConfigError,
     Loss,
     Perplexity,
     Recipe,
@@ -26,9 +27,6 @@ from launcher.recipe import (
     model,
     model_builder,
     recipe,
-    require_counts,
-    require_dropout,
-    require_heads,
 )
 
 TEMPERATURE = 0.8  # of the text that is shown
@@ -139,7 +137,6 @@ class GPT(nn.Module):
 def build(
     vocab_size: int, context: int, layers: int = 4, heads: int = 4, width: int = 128, dropout: float = 0.0
 ) -> GPT:
-    require_counts(layers=layers)
-    require_heads(width, heads)
-    require_dropout(dropout)
+    if width % heads:
+        raise ConfigError(f"model.width={width} does not divide by model.heads={heads}.")
     return GPT(vocab_size, context, layers, heads, width, dropout)

@@ -6,7 +6,6 @@ from launcher.data.tensors import Batch, TensorData
 from launcher.engine import ParameterGroup
 from launcher.errors import ConfigError, DataError
 from launcher.metrics import Classification, LossMetric, Metric, Perplexity, Regression
-from launcher.recipe.checks import require_counts, require_dropout, require_heads
 from launcher.recipe.contract import Loss, Recipe, class_loss, cross_entropy
 from launcher.recipe.rank0 import rank0_first
 from launcher.recipe.registry import (
@@ -43,8 +42,5 @@ __all__ = [
     "rank0_first",
     "recipe",
     "registry_of",
-    "require_counts",
-    "require_dropout",
-    "require_heads",
     "schedule",
 ]

@@ -1,4 +1,4 @@
-"""Refuses a recipe or the options of a model that cannot be trained, before a model is built.
+"""Refuses a recipe that cannot be trained, before a model is built.
 
 Each error names the value, the rule and what to change. What has to be read is checked where it is read.
 """
@@ -9,7 +9,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from launcher.config.messages import nearest, suggestion
 from launcher.config.user_code import defined_at
@@ -152,23 +151,3 @@ def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
 def _ignores(metric: object) -> bool:
     """Whether a metric, of the launcher or of torchmetrics, leaves out what the loss does."""
     return bool(getattr(metric, "ignore_index", None) == IGNORED)
-
-
-def require_counts(**options: object) -> None:
-    """Raise ConfigError unless each option of the model, by name, is a whole number of at least 1."""
-    for name, value in options.items():
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"model.{name}={value!r} must be a whole number of at least 1.")
-
-
-def require_heads(width: object, heads: Any) -> None:
-    """Raise ConfigError unless both are whole numbers and the width divides by the number of heads."""
-    require_counts(heads=heads, width=width)
-    if width % heads:
-        raise ConfigError(f"model.width={width} does not divide by model.heads={heads}.")
-
-
-def require_dropout(value: Any) -> None:
-    """Raise ConfigError unless the option `dropout` is a number of at least 0 and below 1."""
-    if type(value) not in (int, float) or not 0 <= value < 1:
-        raise ConfigError(f"model.dropout={value!r} must be a number from 0 to below 1.")

@@ -185,19 +185,6 @@ def test_without_a_network_the_error_names_the_folder(table, monkeypatch):
         load_recipe(config_of(table, path="nobody/nothing"))
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"width": 33}, r"model\.width=33 does not divide by model\.heads=2"),
-        ({"layers": True}, r"model\.layers=True must be a whole number"),
-        ({"dropout": 1}, r"model\.dropout=1 must be a number from 0 to below 1"),
-    ],
-)
-def test_options_that_no_model_has(table, option, message):
-    with pytest.raises(ConfigError, match=message):
-        load_recipe(config_of(table, **option)).build_model()
-
-
 @pytest.mark.slow  # each process imports transformers
 def test_it_trains_in_fp16_on_two_ranks(table, tmp_path):
     words = [
