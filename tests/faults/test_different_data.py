@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from launcher.evaluation.evaluate import EvalLoop, evaluate
 from launcher.recipe import Recipe, cross_entropy
 from launcher.trainer.builders.data_check import check_equal_on_ranks, compare_data
 from launcher.trainer.builders.data_check import data_fingerprint as fingerprint_of
-from tests.faults.launching import run
 from tests.faults.parent import Parent, write_recipe
 from tests.ranks.harness import run_ranks
 from tests.test_end_to_end import launch
@@ -92,17 +90,6 @@ def test_what_a_recipe_says_of_its_data_must_be_the_same_too(changed) -> None:
         check_equal_on_ranks([fingerprint(recipe_of()), fingerprint(replace(recipe_of(), **changed))])
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex64, torch.int64, torch.uint8])
-@pytest.mark.parametrize("length", [1, 2, 66, 1000])
-def test_columns_of_any_kind_have_a_digest(dtype, length) -> None:
-    column = (torch.arange(length) % 2).to(dtype)
-    other = column.clone()
-    other[-1] = 1 - int(other[-1].real)
-    data = TensorData({"x": column}), TensorData({"x": other})
-    mine, theirs = (fingerprint(replace(recipe_of(), train=each)) for each in data)
-    assert mine["training column x"] != theirs["training column x"]
-
-
 def hold_other_data(env: Any) -> str:
     recipe = recipe_of(extra=torch.full((NUM_SAMPLES,), env.rank == 2))
     try:
@@ -152,16 +139,6 @@ def draw(network: Any, batch: Any, how: str, directory: Path) -> None:
         "torch": float(torch.rand(())),
     }[how]
     (directory / f"drawn{os.environ['RANK']}").write_text(str(drawn))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["random", "numpy", "torch"])
-def test_every_rank_draws_the_same_while_it_builds(tmp_path: Path, how) -> None:
-    ended = run(
-        tmp_path / "run", "train.max_steps=1", ranks=2, user_code=partial(draw, how=how, directory=tmp_path)
-    )
-    assert ended.codes == [0, 0], ended
-    assert len({(tmp_path / f"drawn{rank}").read_text() for rank in (0, 1)}) == 1
 
 
 def test_an_unseeded_generator_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -5,19 +5,15 @@ Sharded masters and states belong here; sums and bytes of the native wire alone 
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from launcher.distributed.env import WorkerEnv
-from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper, UnusableError
-from launcher.trainer.diagnostics.exponents import ExponentCounter, GradientStatistics
+from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper
 from tests.engine.observe import train
 from tests.models import Planted, mlp
 from tests.ranks.harness import run_ranks
@@ -222,83 +218,6 @@ def test_no_collective_beyond_the_buckets_and_the_counts(world_size, name, expec
     assert sorted(call.replace("into_tensor", "single") for call in first) == sorted(expected)
 
 
-def drop_a_step(env: WorkerEnv) -> float:
-    """A stepper goes away while its messages are under way; the group is used again."""
-    model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(4)))
-    ddp = DDPOptions(bucket_bytes=1 << 21)
-    stepper = Stepper(model, SGD(0.1), Policy.fp16(), env.group, ddp=ddp, reference_count=1)
-    if env.rank:
-        time.sleep(0.5)
-    with stepper.forward():
-        loss = model(torch.ones(1, 1000)).float().sum()
-    stepper.backward(loss, 1)
-    assert stepper.reducer.buckets[0].work is not None
-    del model, stepper, loss
-    gc.collect()
-    found = torch.ones(3)
-    dist.all_reduce(found)
-    return float(found.sum())
-
-
-def test_a_stepper_may_go_while_its_messages_are_under_way() -> None:
-    assert run_ranks(2, drop_a_step) == [6.0, 6.0]
-
-
-def counted_gradients(env: WorkerEnv) -> dict[str, GradientStatistics]:
-    """By wire, of a step whose gradients are zeros and powers of two, the same on all ranks."""
-    powers = torch.ldexp(torch.ones(35), -torch.arange(35.0)).where(torch.arange(35) % 5 > 0, 0.0)
-    found = {}
-    for name in ("native", "sharded"):
-        options = {"ddp": SMALL[name], "scaling": Scaling("static", 1024)}
-        stepper = Stepper(Planted(5, 7, 11), SGD(0.1), Policy.fp16(), env.group, **options)
-        with stepper.forward():
-            loss = stepper.model(powers.reshape(5, 7), powers[:11])
-        stepper.backward(loss, 1)
-        stepper.step()
-        sharded = name == "sharded"
-        gradients = stepper.reducer.own_gradients() if sharded else stepper.layout.gradients()
-        counter = ExponentCounter(torch.device("cpu"), env.group if sharded else None)
-        found[name] = counter.count(gradients).read(1024)
-    return found
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("world_size", [1, 2, 3, FOUR])
-def test_sharded_gradients_are_counted_once_each(world_size) -> None:
-    """Vectors are whole on all ranks, matrices in pieces, and 35 elements do not divide."""
-    for found in run_ranks(world_size, counted_gradients):
-        assert found["sharded"] == found["native"]
-        assert sum(found["native"].histogram) + found["native"].zeros == 35 + 11
-        assert found["native"].layers["vector"].zero_share == 3 / 11
-
-
-def train_matrices_alone(
-    env: WorkerEnv, ddp: DDPOptions, policy: Policy
-) -> tuple[torch.Tensor, list[bool], list]:
-    """Two steps, the first of which overflows on the last rank; nothing but a matrix is trained."""
-    model = nn.Linear(7, 5, bias=False)
-    nn.init.zeros_(model.weight)
-    stepper = Stepper(model, SGD(1.0), policy, env.group, ddp=ddp, reference_count=1)
-    skipped, culprits = [], []
-    for factor in (torch.inf if env.rank == env.world_size - 1 else 1.0, 1.0):
-        with stepper.forward():
-            loss = (model(torch.eye(7)).float() * factor).sum()
-        stepper.backward(loss, 1)
-        report = stepper.step().read()
-        skipped.append(report.skipped)
-        culprits.append(report.culprit_ranks)
-    return stepper.named_masters()["weight"].clone(), skipped, culprits
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_model_of_matrices_alone_travels_on_every_wire(world_size) -> None:
-    for rank in run_ranks(world_size, on_every_wire, train_matrices_alone, Policy.fp32()):
-        for name, (master, skipped, culprits) in rank.items():
-            assert torch.equal(master, torch.full((5, 7), -1.0)), name
-            assert skipped == [False, False] or culprits[0] == (world_size - 1,), name
-
-
 def send_subnormals(env: WorkerEnv, ddp: DDPOptions) -> float:
     stepper = Stepper(Planted(), SGD(1.0), Policy.fp16(), env.group, ddp=ddp, scaling=Scaling("static", 1))
     with stepper.forward():
@@ -315,17 +234,6 @@ def test_a_gradient_is_widened_before_it_is_multiplied(dtype) -> None:
         2, send_subnormals, DDPOptions(gradient_dtype=dtype, gradient_predivide_factor=4)
     ):
         assert weight == -3 * 2.0**-24
-
-
-def build_with_different_counts(env: WorkerEnv) -> str:
-    with pytest.raises(UnusableError) as caught:
-        Stepper(mlp(), SGD(0.1), group=env.group, reference_count=8 << env.rank)
-    return str(caught.value)
-
-
-def test_different_reference_counts_are_refused_on_all_ranks() -> None:
-    for text in run_ranks(2, build_with_different_counts):
-        assert "on rank(s) 1 reference_count is 16, not 8." in text
 
 
 def buffers_of_rank_0(env: WorkerEnv) -> dict[str, torch.Tensor]:

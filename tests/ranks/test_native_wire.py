@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, DDPOptions, Policy, Scaling, Stepper, StepReport
@@ -185,33 +184,3 @@ def test_a_predivided_sum_stays_in_range_and_is_undone_exactly() -> None:
         assert torch.equal(values.sort().values, expected.sort().values)
         assert torch.equal(accumulated.sort().values, expected.sort().values)
         assert first.grad_norm == pytest.approx((6 * 30000.0**2 + 3 * 49) ** 0.5, rel=1e-6)
-
-
-def predivided_twice(env: WorkerEnv, micro_batches: int) -> tuple[StepReport, list[Tensor]]:
-    """A gradient that arrives in two parts in one backward pass, through re-entrant checkpointing."""
-    model = Planted()
-    stepper = Stepper(
-        model,
-        SGD(1.0),
-        Policy.fp16(),
-        env.group,
-        scaling=Scaling(init=2),
-        ddp=DDPOptions(gradient_predivide_factor=4, overlap=False),
-        reference_count=1,
-        micro_batches=micro_batches,
-    )
-    one = torch.ones((), requires_grad=True)
-    with stepper.forward():
-        parts = [
-            checkpoint(lambda x, part=part: model(part * x, part * x), one, use_reentrant=True)
-            for part in (1000.0, 24.0)
-        ]
-    stepper.backward(parts[0] + parts[1], 1)
-    return stepper.step().read(), [master.clone() for master in stepper.named_masters().values()]
-
-
-@pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_gradient_that_arrives_twice_is_predivided_twice(micro_batches) -> None:
-    for report, masters in run_ranks(2, predivided_twice, micro_batches):
-        assert not report.skipped
-        assert all(torch.equal(master, torch.full_like(master, -1024.0)) for master in masters)

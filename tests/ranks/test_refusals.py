@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-import launcher.engine.async_work as async_work
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper, TorchOptimizer, UnusableError
 from launcher.engine.checks.same_on_all_ranks import check_same_on_all_ranks
@@ -126,13 +124,6 @@ def compared(env: WorkerEnv) -> tuple[list[str], list[str]]:
     return same, [error({"given": part(env.rank)}) for part in PARTS.values()]
 
 
-def test_options_of_any_kind_are_compared_by_their_values() -> None:
-    for same, other in run_ranks(2, compared):
-        assert same == [""] * len(SAME)
-        for name, text in zip(PARTS, other, strict=True):
-            assert "optimizer.options.given" in text, name
-
-
 def trained_apart(env: WorkerEnv) -> tuple[str, list[float]]:
     """With another number of micro-batches, emulation and wish to compile on each rank."""
     stepper = Stepper(mlp(), group=env.group, micro_batches=1 + env.rank, emulate=env.rank == 0, **DEFAULTS)
@@ -153,13 +144,6 @@ def test_micro_batches_and_emulation_may_differ_between_ranks() -> None:
     assert first == second
 
 
-def collectives_of_building(env: WorkerEnv) -> int:
-    started: list[dist.Work] = []
-    async_work.started, start = lambda work: (started.append(work), start(work))[1], async_work.started  # type: ignore
-    check_same_on_all_ranks(mlp(), DEFAULTS, env.group)
-    return len(started)
-
-
 def built_with_max_norm(env: WorkerEnv) -> str:
     model = nn.Sequential(nn.Embedding(4, 2, max_norm=1.5), nn.Linear(2, 2))
     with pytest.raises(UnusableError) as raised:
@@ -170,27 +154,6 @@ def built_with_max_norm(env: WorkerEnv) -> str:
 def test_embeddings_with_a_max_norm_are_refused_on_several_ranks() -> None:
     for text in run_ranks(2, built_with_max_norm):
         assert "0 of Sequential has max_norm" in text
-
-
-@pytest.mark.slow
-def test_equal_settings_take_one_exchange() -> None:
-    assert run_ranks(2, collectives_of_building) == [1, 1]
-
-
-def built_with_a_group_of_rank_1(env: WorkerEnv) -> str:
-    group = dist.new_group([1])
-    try:
-        Stepper(mlp(), SGD(0.1), Policy.fp32(), group)
-    except UnusableError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.slow
-def test_a_group_of_other_ranks_is_refused() -> None:
-    outside, member = run_ranks(2, built_with_a_group_of_rank_1)
-    assert outside.startswith("rank 0 is not a member of the group")
-    assert member == ""
 
 
 def refused_on_one_rank(env: WorkerEnv) -> list[str]:
@@ -215,21 +178,3 @@ def test_what_one_rank_refuses_by_itself_is_an_error_on_all_of_them() -> None:
             assert own in text
     assert f"on rank(s) 1 the error is none, not UnusableError: {own}" in found[1][0]
     assert f"on rank(s) 1 the error is UnusableError: {own}" in found[0][1]
-
-
-def frozen_of_any_dtype(env: WorkerEnv) -> bool:
-    """Whether frozen parameters of every dtype have rank 0's values."""
-    model = mlp(seed=env.rank)
-    dtypes = (torch.int16, torch.uint16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int64)
-    for dtype in dtypes:
-        for name, shape in (("table", (2, 3)), ("number", ()), ("nothing", (0, 2))):
-            values = torch.full(shape, env.rank + 1).to(dtype)
-            name = f"{name}_{dtype}".replace(".", "_")
-            model.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
-    Stepper(model, SGD(0.1), Policy.fp16(), env.group)
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    return all(bool((p.to(torch.complex64) == 1).all()) for p in frozen) and len(frozen) == 18
-
-
-def test_frozen_parameters_have_any_dtype() -> None:
-    assert run_ranks(2, frozen_of_any_dtype) == [True, True]
