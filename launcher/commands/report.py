@@ -33,7 +33,7 @@ def write_reports(arguments: Arguments, leader: ConfigLeader) -> None:
     from launcher.report.comparison import is_sweep, job_directories, write_comparison
     from launcher.report.overview import run_table
     from launcher.report.page import render
-    from launcher.report.run_record import RunRecord
+    from launcher.report.run import Run
     from launcher.run_dir.atomic import write_text
 
     if not arguments.words:
@@ -41,7 +41,7 @@ def write_reports(arguments: Arguments, leader: ConfigLeader) -> None:
     directories = [checked("report", word) for word in dict.fromkeys(arguments.words)]
     try:
         sweeps = [directory for directory in directories if is_sweep(directory)]
-        runs = [RunRecord.read(directory, warn) for directory in run_directories(directories)]
+        runs = [Run.read(directory, warn) for directory in run_directories(directories)]
         place = output_file(arguments, directories)
         by_directory = {run.directory.resolve(): run for run in runs}
         written = []
@@ -63,7 +63,7 @@ def write_reports(arguments: Arguments, leader: ConfigLeader) -> None:
 def checked(command: str, word: str) -> Path:
     """The directory of a run or a sweep. Raises ConfigError."""
     from launcher.report.comparison import job_directories
-    from launcher.report.run_record import is_run
+    from launcher.report.run import is_run
 
     if not os.path.isdir(word):
         raise ConfigError(f"{command} {shortened(word)}: there is no such directory.")

@@ -247,10 +247,10 @@ def compare_jobs(directory: Path) -> None:
     """Write the tables and the page of a sweep; a failure is a warning, because the jobs are done."""
     from launcher.report.comparison import SIDE_BY_SIDE, TABLE, job_directories, write_comparison
     from launcher.report.page import write_sweep_report
-    from launcher.report.run_record import RunRecord
+    from launcher.report.run import Run
 
     try:
-        runs = [RunRecord.read(job) for job in job_directories(directory)]
+        runs = [Run.read(job) for job in job_directories(directory)]
         written = write_comparison(directory, runs)
         if runs:
             written.append(write_sweep_report(directory, runs))

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from launcher.report.html import facts, link, paragraph, picture, preformatted, subsection
 from launcher.report.reading import MAX_TEXT
-from launcher.report.run_record import RunRecord
+from launcher.report.run import Run
 from launcher.run_dir.atomic import read_regular
 from launcher.run_dir.records import PICTURES
 from launcher.telemetry.events import AfterEvaluationEvent
@@ -22,9 +22,9 @@ MAX_PICTURES_BYTES = 300_000  # of a run; the others are links
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def after_evaluation(run: RunRecord) -> str:
+def after_evaluation(run: Run) -> str:
     """The markup; "" for a run without such an event."""
-    event = run.recording.last(AfterEvaluationEvent)
+    event = run.history.last(AfterEvaluationEvent)
     if event is None:
         return ""
     return (

@@ -18,9 +18,10 @@ from typing import Any
 from launcher.config.groups import choice_file, conf_dir, description, group_choices, natural_order
 from launcher.config.messages import program, tree_flags
 from launcher.errors import counted
+from launcher.report.precision_comparison import markdown_page
 from launcher.report.reading import sweep_of
-from launcher.report.run_record import MARKS, RunRecord, is_run, overrides_of
-from launcher.report.settings import (
+from launcher.report.run import MARKS, Run, is_run, overrides_of
+from launcher.report.run_groups import (
     REPEATED,
     RunGroup,
     best_first,
@@ -29,7 +30,6 @@ from launcher.report.settings import (
     varied,
     varied_keys,
 )
-from launcher.report.side_by_side import side_by_side
 from launcher.run_dir.atomic import write_text
 from launcher.telemetry.formatting import markdown_table, markdown_text, metric, metric_title, number
 
@@ -59,7 +59,7 @@ def job_directories(sweep_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: (not path.name.split("_")[0].isdigit(), natural_order(path.name)))
 
 
-def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
+def write_comparison(sweep_dir: Path, runs: Sequence[Run]) -> list[Path]:
     """Write the tables of these runs to the sweep's directory. Raises OSError."""
     groups = grouped(runs)
     written = [sweep_dir / TABLE, sweep_dir / ROWS]
@@ -70,7 +70,7 @@ def write_comparison(sweep_dir: Path, runs: Sequence[RunRecord]) -> list[Path]:
     write_text(written[1], as_csv(runs, jobs))
     if only_precision([run.overrides for run in runs]):
         written.append(sweep_dir / SIDE_BY_SIDE)
-        write_text(written[-1], side_by_side(sweep_dir.name, groups))
+        write_text(written[-1], markdown_page(sweep_dir.name, groups))
     return written
 
 
@@ -90,7 +90,7 @@ def effort(jobs: Mapping[str, Mapping[str, Any]]) -> str:
     return f"{counted(len(jobs), 'job')}: {ended}; {number(hours)} device hours." if hours else ""
 
 
-def ended_early(runs: Sequence[RunRecord], jobs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def ended_early(runs: Sequence[Run], jobs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A line for each run that was pruned or failed: its latest metric, and the reason."""
     lines = []
     for run in runs:
@@ -117,7 +117,7 @@ def only_precision(overrides: Sequence[Mapping[str, str]]) -> bool:
     return "precision" in keys and set(keys) <= {"precision", REPEATED}
 
 
-def note_of(runs: Sequence[RunRecord]) -> str:
+def note_of(runs: Sequence[Run]) -> str:
     """The description of the experiment of these runs; empty without one."""
     names = {run.overrides.get("experiment", "") for run in runs}
     known = group_choices(conf_dir()).get("experiment", ())
@@ -154,7 +154,7 @@ def command_of(group: RunGroup, flags: Sequence[str]) -> str:
     return f"{program()} {shlex.join([*flags, *given])}"
 
 
-def as_csv(runs: Sequence[RunRecord], jobs: Mapping[str, Mapping[str, Any]]) -> str:
+def as_csv(runs: Sequence[Run], jobs: Mapping[str, Mapping[str, Any]]) -> str:
     """One row per run, with the keys that vary, and what sweep.json records of it."""
     keys = varied_keys(runs)
     metrics = list(dict.fromkeys(name for run in runs for name in run.result.metrics))

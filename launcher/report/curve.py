@@ -40,7 +40,7 @@ class Curve:
 
     def points(self, columns: int = COLUMNS) -> tuple[FloatArray, FloatArray]:
         """All points where they are few, else the extremes of each interval."""
-        return thinned(np.array(self._x, np.float64), np.array(self._y), columns)
+        return downsampled(np.array(self._x, np.float64), np.array(self._y), columns)
 
     def means(self) -> tuple[FloatArray, FloatArray]:
         """The mean x and the mean y of each of some equal intervals of x."""
@@ -57,7 +57,7 @@ class Curve:
         return len(self._x)
 
     @property
-    def is_thinned(self) -> bool:
+    def is_downsampled(self) -> bool:
         return self.num_points > 2 * COLUMNS
 
     @property
@@ -81,7 +81,7 @@ def _intervals(x: FloatArray, count: int) -> NDArray[np.intp]:
     return found
 
 
-def thinned(x: FloatArray, y: FloatArray, columns: int) -> tuple[FloatArray, FloatArray]:
+def downsampled(x: FloatArray, y: FloatArray, columns: int) -> tuple[FloatArray, FloatArray]:
     """The lowest and highest point of each of `columns` intervals of x, and the first and last of all.
 
     x is ascending. At most 2 * columns + 2 points are returned; fewer are returned as they are.

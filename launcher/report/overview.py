@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from launcher.os.terminal import wrapped
 from launcher.report.html import failure, folded, section, table, tiles, words
-from launcher.report.run_record import RunRecord
-from launcher.report.settings import RunGroup, group_rows, short_names, value_of, varied_keys
+from launcher.report.run import Run
+from launcher.report.run_groups import RunGroup, group_rows, short_names, value_of, varied_keys
 from launcher.telemetry.formatting import duration, metric, metric_title, number, rate
 
 MAX_DETAILED = 6  # runs of which a page shows more than curves and a row of the table, unfolded
@@ -15,7 +15,7 @@ LEFT = ("run", "state", "bound by")
 MAX_NAME = 48
 
 
-def headline(run: RunRecord) -> str:
+def headline(run: Run) -> str:
     """The most important numbers."""
     cells = {"state": state_text(run)}
     if run.metric is not None and run.metric_name is not None:
@@ -32,7 +32,7 @@ def headline(run: RunRecord) -> str:
     return tiles(cells) + words("Set for this run:", _common_overrides([run]))
 
 
-def best_of(run: RunRecord) -> dict[str, str]:
+def best_of(run: Run) -> dict[str, str]:
     """The best evaluation with its step, by title; nothing where it is the last one."""
     name, best, step = run.result.metric_name, run.result.best_metric, run.result.best_step
     if name is None or best is None or step in (None, run.result.steps):
@@ -40,7 +40,7 @@ def best_of(run: RunRecord) -> dict[str, str]:
     return {f"best {metric_title(name)}": f"{metric(name, best)} (step {number(step)})"}
 
 
-def table_of_runs(runs: Sequence[RunRecord], groups: Sequence[RunGroup]) -> str:
+def table_of_runs(runs: Sequence[Run], groups: Sequence[RunGroup]) -> str:
     """The runs with the keys that differ, means over the seeds, and what is set for all runs."""
     keys, names = varied_keys(runs), short_names(runs)
     rows = [
@@ -55,7 +55,7 @@ def table_of_runs(runs: Sequence[RunRecord], groups: Sequence[RunGroup]) -> str:
     )
 
 
-def failures(runs: Sequence[RunRecord]) -> str:
+def failures(runs: Sequence[Run]) -> str:
     """Why runs failed; of many, the others are folded."""
     every = [failure(_failure_title(run, len(runs) > 1), run.error or run.note) for run in runs]
     shown = [text for text in every if text]
@@ -64,13 +64,13 @@ def failures(runs: Sequence[RunRecord]) -> str:
     return "".join(shown[:MAX_DETAILED]) + more
 
 
-def row_of(run: RunRecord) -> dict[str, str]:
+def row_of(run: Run) -> dict[str, str]:
     """The run in one row of a table, without its name."""
     name = run.metric_name
     return {
         "state": state_text(run),
         "steps": _steps(run),
-        "loss": number(run.recording.steps["loss"].last),
+        "loss": number(run.history.steps["loss"].last),
         run.metric_label if name and name != "loss" else "loss, validation": metric(
             name or "loss", run.metric
         ),
@@ -81,31 +81,31 @@ def row_of(run: RunRecord) -> dict[str, str]:
     }
 
 
-def state_text(run: RunRecord) -> str:
+def state_text(run: Run) -> str:
     """The state, or for how long a run that should be going has been silent."""
     silent_s = run.life.silent_s
     return f"no sign of life for {duration(silent_s)}" if silent_s else run.state
 
 
-def _steps(run: RunRecord) -> str:
+def _steps(run: Run) -> str:
     total = run.total_steps
     return number(run.steps) if total in (None, run.steps) else f"{run.steps:,} of {total:,}"
 
 
-def _failure_title(run: RunRecord, with_name: bool) -> str:
+def _failure_title(run: Run, with_name: bool) -> str:
     code = run.status.exit
     name = f"{run.name}: " if with_name else ""
     return f"{name}{state_text(run)}" + (f", exit {code}" if code is not None else "")
 
 
-def _common_overrides(runs: Sequence[RunRecord]) -> list[str]:
+def _common_overrides(runs: Sequence[Run]) -> list[str]:
     """What differs from the defaults in all runs, as it was typed."""
     first = runs[0].overrides
     common = [key for key in first if all(run.overrides.get(key) == first[key] for run in runs)]
     return [f"{key}={first[key]}" for key in common]
 
 
-def run_table(runs: Sequence[RunRecord], columns: int | None) -> str:
+def run_table(runs: Sequence[Run], columns: int | None) -> str:
     """A row for each run, and below it why it failed. `columns` of a terminal; None elsewhere."""
     rows = [{"run": shortened(run.name, MAX_NAME), **row_of(run)} for run in runs]
     titles = list(dict.fromkeys(title for row in rows for title in row))

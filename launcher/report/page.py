@@ -23,10 +23,10 @@ from launcher.report.charts.svg import markup
 from launcher.report.charts.time_split import time_split
 from launcher.report.comparison import only_precision
 from launcher.report.overview import MAX_DETAILED, best_of, failures, headline, table_of_runs
+from launcher.report.precision_comparison import NOTE, QUANTITY, comparison_rows, notes
 from launcher.report.reading import MAX_TEXT
-from launcher.report.run_record import RunRecord
-from launcher.report.settings import RunGroup, grouped
-from launcher.report.side_by_side import NOTE, QUANTITY, comparison_rows, notes
+from launcher.report.run import Run
+from launcher.report.run_groups import RunGroup, grouped
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.codec import encoded
 from launcher.run_dir.records import REPORT
@@ -40,24 +40,24 @@ TILES = (
     *("metrics", "sets", "classes", "confusion_matrix", "metric", "metric_name", "state", "exit", "error"),
     *("best_metric", "best_step"),
 )
-Part = Callable[[RunRecord], str]
+Part = Callable[[Run], str]
 
 
-def write_report(run: RunRecord) -> Path:
+def write_report(run: Run) -> Path:
     """Write the run's report.html, during or after the run. Raises OSError."""
     path = run.directory / REPORT
     write_text(path, render([run]))
     return path
 
 
-def write_sweep_report(sweep_dir: Path, runs: Sequence[RunRecord]) -> Path:
+def write_sweep_report(sweep_dir: Path, runs: Sequence[Run]) -> Path:
     """Write report.html of the runs of a sweep to its directory. Raises OSError."""
     path = sweep_dir / REPORT
     write_text(path, render(runs, sweep_dir.name, sweep_dir))
     return path
 
 
-def render(runs: Sequence[RunRecord], title: str = "", sweep_dir: Path | None = None) -> str:
+def render(runs: Sequence[Run], title: str = "", sweep_dir: Path | None = None) -> str:
     """The whole page; of a sweep over precisions with their comparison."""
     groups = grouped(runs)
     curves = html.paragraph(curves_note(groups), "note") + _drawn(run_charts(groups))
@@ -71,7 +71,7 @@ def render(runs: Sequence[RunRecord], title: str = "", sweep_dir: Path | None = 
     return html.page(title or runs[0].name, _subtitle(runs), "".join(parts))
 
 
-def _precisions(runs: Sequence[RunRecord], sides: Sequence[RunGroup]) -> str:
+def _precisions(runs: Sequence[Run], sides: Sequence[RunGroup]) -> str:
     """The comparison of runs that differ only in precision and seed; "" for others."""
     if not only_precision([run.overrides for run in runs]):
         return ""
@@ -83,7 +83,7 @@ def _drawn(charts: Iterable[Chart]) -> str:
     return html.grid(markup(chart) for chart in charts)
 
 
-def _details_of_first(runs: Sequence[RunRecord]) -> str:
+def _details_of_first(runs: Sequence[Run]) -> str:
     """What belongs to one run; of the first ones, and folded, where there are many."""
     parts = [
         _each("Where the time goes", runs, time_split),
@@ -104,14 +104,14 @@ def _details_of_first(runs: Sequence[RunRecord]) -> str:
     return html.folded(title, text) if left_out > 0 else text
 
 
-def _each(title: str, runs: Sequence[RunRecord], part: Part) -> str:
+def _each(title: str, runs: Sequence[Run], part: Part) -> str:
     """A section with this part of each run."""
     several = len(runs) > 1
     bodies = [html.subsection(run.name if several else "", part(run)) for run in runs[:MAX_DETAILED]]
     return html.section(title, html.cells(bodies) if several else bodies[0])
 
 
-def _subtitle(runs: Sequence[RunRecord]) -> str:
+def _subtitle(runs: Sequence[Run]) -> str:
     made = f"Report of {time.strftime('%Y-%m-%d %H:%M')}"
     if len(runs) > 1:
         return f"{len(runs)} runs. {made}."
@@ -128,18 +128,18 @@ def _subtitle(runs: Sequence[RunRecord]) -> str:
     return " · ".join(text for text in known if text)
 
 
-def _restarts(run: RunRecord) -> str:
+def _restarts(run: Run) -> str:
     """Each restart and each end that was not done, with its reason."""
-    recording = run.recording
-    began = recording.attempts[0].began if recording.attempts else math.nan
+    history = run.history
+    began = history.attempts[0].began if history.attempts else math.nan
     what: list[tuple[events.Event, str]] = [
         *(
             (each, f"resumed from {each.path} (attempt {each.attempt})")
-            for each in recording.all(events.RestartEvent)
+            for each in history.all(events.RestartEvent)
         ),
         *(
             (end, f"{end.state}: {end.error or ''}")
-            for end in recording.all(events.EndEvent)
+            for end in history.all(events.EndEvent)
             if end.state != "done"
         ),
     ]
@@ -150,11 +150,11 @@ def _restarts(run: RunRecord) -> str:
     return _rows("Restarts and failures", rows, "what")
 
 
-def _evaluations(run: RunRecord) -> str:
-    return _rows("Evaluations", [evaluation_cells(event) for event in run.recording.all(events.EvalEvent)])
+def _evaluations(run: Run) -> str:
+    return _rows("Evaluations", [evaluation_cells(event) for event in run.history.all(events.EvalEvent)])
 
 
-def _overflows(run: RunRecord) -> str:
+def _overflows(run: Run) -> str:
     rows = [
         {
             "step": number(event.step),
@@ -162,12 +162,12 @@ def _overflows(run: RunRecord) -> str:
             "ranks": ", ".join(map(str, event.ranks)),
             "first parameters": listed(event.parameters, MAX_PARAMETERS),
         }
-        for event in run.recording.all(events.OverflowEvent)
+        for event in run.history.all(events.OverflowEvent)
     ]
     return _rows("Skipped steps", rows, "first parameters")
 
 
-def _stragglers(run: RunRecord) -> str:
+def _stragglers(run: Run) -> str:
     rows = [
         {
             "steps": f"{number(one.first_step)} to {number(one.last_step)}",
@@ -177,7 +177,7 @@ def _stragglers(run: RunRecord) -> str:
             "slow part": one.cause,
             "host": one.host,
         }
-        for one in run.recording.all(events.StragglerEvent)
+        for one in run.history.all(events.StragglerEvent)
     ]
     return _rows("Ranks that the others waited for", rows, "host")
 
@@ -187,8 +187,8 @@ def _rows(name: str, rows: Sequence[Mapping[str, str]], *texts: str) -> str:
     return html.table(name, rows[:MAX_ROWS], texts) + html.listing(_left_out(len(rows)))
 
 
-def _warnings(run: RunRecord) -> str:
-    texts = [f"step {one.step:,}: {one.text}" for one in run.recording.all(events.WarningEvent)]
+def _warnings(run: Run) -> str:
+    texts = [f"step {one.step:,}: {one.text}" for one in run.history.all(events.WarningEvent)]
     return html.listing([*texts[:MAX_ROWS], *_left_out(len(texts))])
 
 
@@ -196,8 +196,8 @@ def _left_out(number: int) -> list[str]:
     return [f"and {number - MAX_ROWS:,} more, in {FILE_NAME}"] if number > MAX_ROWS else []
 
 
-def _details(run: RunRecord) -> str:
-    decisions = run.recording.all(events.DecisionEvent)
+def _details(run: Run) -> str:
+    decisions = run.history.all(events.DecisionEvent)
     report = html.preformatted("Classification report", run.classification_report)
     return (
         html.folded("Decisions", html.listing(f"{one.topic} {one.text}" for one in decisions))
@@ -208,9 +208,9 @@ def _details(run: RunRecord) -> str:
     )
 
 
-def _config(run: RunRecord) -> str:
+def _config(run: Run) -> str:
     """config.yaml, with a comment at the model and the data set if the recipe does not use them."""
-    start = run.recording.last(events.StartEvent)
+    start = run.history.last(events.StartEvent)
     used = {"model": start.model, "data": start.data} if start else {}
     group, lines = "", []
     for line in run.config_text.splitlines():
@@ -222,14 +222,14 @@ def _config(run: RunRecord) -> str:
     return "\n".join(lines)
 
 
-def _result(run: RunRecord) -> str:
+def _result(run: Run) -> str:
     values = encoded(run.result).items()
     cells = {key: number(value) for key, value in values if value is not None and key not in TILES}
     metrics = {metric_title(name): metric(name, value) for name, value in run.result.metrics.items()}
     return html.facts("Result", metrics | best_of(run) | cells)
 
 
-def _environment(run: RunRecord) -> str:
+def _environment(run: Run) -> str:
     flat: dict[str, str] = {}
     for key, value in run.environment.items():
         if isinstance(value, dict):

@@ -13,10 +13,10 @@ from pathlib import Path
 from launcher.config.messages import program
 from launcher.errors import DIVERGED, PRUNED, TO_RESUME, counted, listed
 from launcher.report.comparison import TABLE, compares_precisions, job_directories, jobs_of
+from launcher.report.event_history import HistoryReader
 from launcher.report.overview import first_line, printable, shortened
 from launcher.report.reading import sweep_of, text_of
-from launcher.report.recording import RecordingReader
-from launcher.report.run_record import RunRecord, process_of
+from launcher.report.run import Run, process_of
 from launcher.report.run_state import ENDED, GOING, KILLED, NO_RESULT
 from launcher.run_dir.records import CONFIG
 from launcher.run_dir.result import PREEMPTED, STOPPED
@@ -36,18 +36,18 @@ KILLED_S = 3.0  # the same, where the sweep's process no longer exists
 class RunView:
     """Follows the files of one run: `record` is what they said when last viewed. Raises OSError."""
 
-    record: RunRecord
+    record: Run
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._reader = RecordingReader(directory)
+        self._reader = HistoryReader(directory)
         # By a parent process, after a failure.
         self._may_restart = "max_restarts: 0" not in text_of(directory / CONFIG)
 
     def view(self, now: float | None = None) -> RunView:
         """Read what is new. Files that are missing are empty."""
         process = process_of(self.directory)  # before its files: one that has ended has written all of them
-        self.record = RunRecord.followed(self.directory, self._reader.poll(), process, now)
+        self.record = Run.followed(self.directory, self._reader.poll(), process, now)
         return self
 
     def poll(self) -> bool:
@@ -137,7 +137,7 @@ class SweepView:
 def run_screen(view: RunView) -> list[str]:
     """The lines of a live view of a run."""
     record = view.record
-    warning = record.recording.last(WarningEvent)
+    warning = record.history.last(WarningEvent)
     bottom = [f"warning: {text}"] if warning and (text := first_line(warning.text)) else []
     bottom += [text for text in (first_line(record.error), printable(record.note)) if text]
     leave = ["Ctrl-C leaves; the run continues."] if not (view.has_ended or view.state == KILLED) else []
@@ -211,12 +211,12 @@ def state_of(view: RunView) -> str:
 
 def _facts(view: RunView) -> Iterator[str]:
     record = view.record
-    last = record.recording.last_step
+    last = record.history.last_step
     yield f"{record.name}  {state_of(view)}"
     yield _bar(view)
     yield "  ".join([_loss(record), *_metric(record), f"lr {number(last and last.lr)}"])
     yield "  ".join(_pace(record))
-    if (shares := record.recording.time_shares) is not None:
+    if (shares := record.history.time_shares) is not None:
         yield f"step {number(shares.step_ms)} ms  {shares.verdict.partition(':')[0]}"
     yield from _gpus(record)
 
@@ -231,31 +231,31 @@ def _bar(view: RunView) -> str:
     return text + (f"  eta {duration(view.eta_s)}" if view.eta_s is not None else "")
 
 
-def _progress(record: RunRecord) -> str:
+def _progress(record: Run) -> str:
     total = record.total_steps
     return f"{record.steps:,}" + (f"/{total:,}" if total else "")
 
 
-def _metric(record: RunRecord) -> list[str]:
+def _metric(record: Run) -> list[str]:
     name = record.metric_name
     if name is None or record.metric is None:
         return []
     return [f"{record.metric_label} {metric(name, record.metric)}"]
 
 
-def _pace(record: RunRecord) -> list[str]:
+def _pace(record: Run) -> list[str]:
     """Speed, loss scale, skipped steps, as far as they are recorded."""
-    last = record.recording.last_step
+    last = record.history.last_step
     return [] if last is None else step_details(last)
 
 
-def _loss(record: RunRecord) -> str:
-    last = record.recording.last_step
+def _loss(record: Run) -> str:
+    last = record.history.last_step
     return f"loss {number(last and last.loss)}"
 
 
-def _gpus(record: RunRecord) -> Iterator[str]:
-    last = record.recording.last(GpuEvent)
+def _gpus(record: Run) -> Iterator[str]:
+    last = record.history.last(GpuEvent)
     for gpu in () if last is None else last.gpus:
         shown = [
             f"{factor * value:.0f} {unit}"

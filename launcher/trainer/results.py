@@ -22,7 +22,7 @@ from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.prediction import FACTS, facts_of
 from launcher.recipe.contract import Recipe, normalisation_of
 from launcher.report import page
-from launcher.report.run_record import RunRecord
+from launcher.report.run import Run
 from launcher.run_dir import records, status
 from launcher.run_dir.atomic import write_text
 from launcher.run_dir.result import Result
@@ -58,7 +58,7 @@ def write_files(run_dir: Path, result: Result, confusion: Confusion | None, tele
 def write_page(run_dir: Path, telemetry: Telemetry) -> None:
     """Write report.html from the files of the run alone. A failure is a warning."""
     try:
-        page.write_report(RunRecord.read(run_dir, telemetry.warn))
+        page.write_report(Run.read(run_dir, telemetry.warn))
     except Exception as error:  # a page must not fail a run that is complete
         telemetry.warn(f"{records.REPORT} could not be drawn: {described(error)}")
 

@@ -19,7 +19,7 @@ import pytest
 
 from launcher.cli import main
 from launcher.report.overview import state_text
-from launcher.report.run_record import RunRecord
+from launcher.report.run import Run
 from launcher.report.run_state import GONE_S, KILLED, NO_RESULT
 from launcher.report.watching import (
     SETTLE_S,
@@ -96,12 +96,12 @@ def test_a_run_whose_process_was_killed_is_named_so_at_once_and_ends(run_dir):
     write_lock(run_dir, Holder.this())
     write_status(run_dir, "running", age_s=1.0)
     assert "running" in run_line(RunView(run_dir).view(NOW))
-    assert state_text(RunRecord.read(run_dir)) != "killed", "a parent process holds it while it restarts"
+    assert state_text(Run.read(run_dir)) != "killed", "a parent process holds it while it restarts"
     write_lock(run_dir, holder)
     view = RunView(run_dir).view(NOW)
     assert (view.state, view.eta_s) == ("killed", None)
     assert "Ctrl-C" not in "\n".join(run_screen(view))
-    assert state_text(RunRecord.read(run_dir)) == "killed"
+    assert state_text(Run.read(run_dir)) == "killed"
     assert not view.has_ended, "another process may resume it"
     write_status(run_dir, "running", age_s=SETTLE_S)
     assert RunView(run_dir).view(NOW).has_ended
@@ -146,7 +146,7 @@ def test_a_run_without_a_status_is_judged_by_its_process_and_its_last_event(
 def states_of(run_dir: Path) -> tuple[str, str, int]:
     """By watch, by report, and the exit code of watch."""
     view = RunView(run_dir).view(time.time())
-    return view.state, RunRecord.read(run_dir).state, view.exit_code
+    return view.state, Run.read(run_dir).state, view.exit_code
 
 
 def test_the_result_of_an_earlier_process_is_not_that_of_a_killed_one(run_dir):
@@ -157,7 +157,7 @@ def test_the_result_of_an_earlier_process_is_not_that_of_a_killed_one(run_dir):
     write_status(run_dir, "running", now=time.time())
     write_lock(run_dir, ended_process())
     assert states_of(run_dir) == (KILLED, KILLED, 1)
-    assert RunRecord.read(run_dir).error == ""
+    assert Run.read(run_dir).error == ""
 
 
 @pytest.mark.parametrize("is_known", [True, False])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.report.page import write_report
-from launcher.report.run_record import RunRecord
+from launcher.report.run import Run
 from launcher.telemetry.tracker.rows import row_of
 from tests.faults.launching import Ended, run
 
@@ -100,7 +100,7 @@ def test_people_and_programs_find_the_first_set_first(ended: Ended) -> None:
     assert ended.status["last"]["eval"]["set"] == "near"
     assert row_of(near)["eval/near/margin"] == near["margin"]
     assert not any(key.endswith("/set") for key in row_of(far))
-    page = write_report(RunRecord.read(ended.directory)).read_text()
+    page = write_report(Run.read(ended.directory)).read_text()
     assert re.search(r"<td[^>]*>far</td>", page)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.report.run_record import RunRecord
+from launcher.report.run import Run
 from launcher.report.watching import RunView, run_line
 from launcher.run_dir.pruning import PRUNE, PruneRequest, ask_to_prune
 from launcher.run_dir.status import FILE_NAME
@@ -35,7 +35,7 @@ def test_a_supervised_run_ends_with_the_state_pruned(tmp_path: Path, keep: bool)
         assert "restart" not in parent.stderr
         saved = sorted(path.name for path in (parent.run_dir / "checkpoints").glob("step-*"))
         assert (saved[-1:] == [f"step-{status['step']:08d}"]) if keep else saved == []
-        record = RunRecord.read(parent.run_dir)
+        record = Run.read(parent.run_dir)
         assert (record.state, REASON in record.error) == ("pruned", True)
         assert "pruned" in run_line(RunView(parent.run_dir).view())
 

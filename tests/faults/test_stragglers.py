@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.report.page import write_report
-from launcher.report.run_record import RunRecord
+from launcher.report.run import Run
 from tests.faults.launching import run
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -33,4 +33,4 @@ def test_the_slow_rank_and_its_slow_part_are_named(tmp_path, name):
     warnings = [event["text"] for event in ended.events("warning") if "arrives last" in event["text"]]
     assert len(warnings) == 1
     assert f"rank 1 on {socket.gethostname()} arrives last" in ended.outputs[0]
-    assert "Ranks that the others waited for" in write_report(RunRecord.read(tmp_path / "run")).read_text()
+    assert "Ranks that the others waited for" in write_report(Run.read(tmp_path / "run")).read_text()

@@ -12,15 +12,15 @@ from launcher.report import comparison
 from launcher.report.charts.run_charts import mean_of, run_charts
 from launcher.report.comparison import is_sweep, job_directories
 from launcher.report.curve import Curve
-from launcher.report.run_record import RunRecord
-from launcher.report.settings import grouped
+from launcher.report.run import Run
+from launcher.report.run_groups import grouped
 from launcher.report.watching import rest_of_sweep
 from launcher.run_dir.atomic import write_json
 from launcher.telemetry.event_log import EventLog
 
 
-def runs_of(sweep: Path) -> list[RunRecord]:
-    return [RunRecord.read(directory) for directory in job_directories(sweep)]
+def runs_of(sweep: Path) -> list[Run]:
+    return [Run.read(directory) for directory in job_directories(sweep)]
 
 
 def write_comparison(sweep: Path) -> list[Path]:

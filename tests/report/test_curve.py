@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.report.curve import COLUMNS, Curve, thinned
+from launcher.report.curve import COLUMNS, Curve, downsampled
 
 finite = st.floats(-1e6, 1e6)
 
@@ -15,7 +15,7 @@ finite = st.floats(-1e6, 1e6)
 @given(st.lists(finite, min_size=1, max_size=300), st.integers(1, 20))
 def test_every_column_keeps_its_lowest_and_highest_point(values, columns):
     x, y = np.arange(len(values), dtype=float), np.array(values)
-    kept_x, kept_y = thinned(x, y, columns)
+    kept_x, kept_y = downsampled(x, y, columns)
     assert kept_x.size <= max(2 * columns + 2, 2 * columns)
     assert np.all(np.diff(kept_x) > 0)
     assert {kept_x[0], kept_x[-1]} == {x[0], x[-1]}

@@ -11,9 +11,9 @@ from launcher.cli import main
 from launcher.report import page
 from launcher.report.charts import gradient_chart
 from launcher.report.charts.run_charts import run_charts
-from launcher.report.recording import read_recording
-from launcher.report.run_record import RunRecord
-from launcher.report.settings import grouped
+from launcher.report.event_history import read_history
+from launcher.report.run import Run
+from launcher.report.run_groups import grouped
 from launcher.run_dir.atomic import write_json
 from launcher.telemetry import Telemetry
 from launcher.telemetry.event_log import EventLog
@@ -22,7 +22,7 @@ from launcher.trainer.results import write_page
 
 
 def write_report(run_dir):
-    return page.write_report(RunRecord.read(run_dir))
+    return page.write_report(Run.read(run_dir))
 
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""
@@ -274,14 +274,14 @@ def test_a_page_that_cannot_be_drawn_is_a_warning(tmp_path):
     (tmp_path / "log").mkdir()
     with Telemetry([EventLog(tmp_path / "log" / "metrics.jsonl")]) as telemetry:
         write_page(tmp_path, telemetry)
-    (warning,) = [event.text for event in read_recording(tmp_path / "log").all(WarningEvent)]
+    (warning,) = [event.text for event in read_history(tmp_path / "log").all(WarningEvent)]
     assert warning.startswith("report.html could not be drawn: NotPlainError: ")
 
 
 def test_the_curves_show_the_recorded_values(tmp_path):
     """The lines themselves, not pixels: each chart holds what the events say, without non-finite values."""
     write_events(tmp_path)
-    charts = {chart.title: chart for chart in run_charts(grouped([RunRecord.read(tmp_path)]))}
+    charts = {chart.title: chart for chart in run_charts(grouped([Run.read(tmp_path)]))}
     lines = {
         name: [list(map(list, zip(line.x, line.y, strict=True))) for line in chart.lines]
         for name, chart in charts.items()
@@ -315,7 +315,7 @@ def write_gradients(run_dir, *events):
 
 def test_the_exponents_are_drawn_where_they_travelled_and_where_scale_1_would_have_them(tmp_path):
     write_gradients(tmp_path, gradients_event(scale=1.0), gradients_event())
-    histogram = gradient_chart.histogram(read_recording(tmp_path).last(GradientsEvent))
+    histogram = gradient_chart.histogram(read_history(tmp_path).last(GradientsEvent))
     bars = [list(zip(line.x, line.y, strict=True)) for line in histogram.lines]
     assert bars == [[(-30, 45), (-29, 50)], [(-20, 45), (-19, 50)]], "the latest event: 2^10 lower at scale 1"
     assert [line.name for line in histogram.legend] == [

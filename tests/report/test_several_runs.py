@@ -14,8 +14,8 @@ import pytest
 
 from launcher.cli import main
 from launcher.report.charts.run_charts import best_of
-from launcher.report.run_record import RunRecord
-from launcher.report.settings import NUM_COLORS, grouped
+from launcher.report.run import Run
+from launcher.report.run_groups import NUM_COLORS, grouped
 from launcher.report.watching import RunView, run_screen
 from launcher.run_dir.atomic import json_line, write_json
 from tests.limits import at_most
@@ -225,7 +225,7 @@ def test_a_sweep_has_a_page_of_its_runs(tmp_path, capsys):
 
 def test_of_more_settings_than_colours_the_best_are_drawn(tmp_path, capsys):
     runs = [write_run(tmp_path / str(k), seed=0, lr=k, result={"metric": k / 20}) for k in range(12)]
-    drawn = best_of(grouped([RunRecord.read(run) for run in runs]))
+    drawn = best_of(grouped([Run.read(run) for run in runs]))
     assert [group.label for group in drawn] == [f"optim.lr={k}" for k in range(4, 12)]
     assert len(drawn) == NUM_COLORS
     assert main(["report", *map(str, runs), "--out", str(tmp_path / "all.html")]) == 0
@@ -234,10 +234,10 @@ def test_of_more_settings_than_colours_the_best_are_drawn(tmp_path, capsys):
 
 def test_a_key_that_one_run_has_set_is_compared_with_the_config_of_the_others(tmp_path):
     runs = [write_run(tmp_path / "a", lr=0.1), write_run(tmp_path / "b", lr=0.2)]
-    groups = grouped([RunRecord.read(run) for run in runs])
+    groups = grouped([Run.read(run) for run in runs])
     assert [group.label for group in groups] == ["optim.lr=0.1", "optim.lr=0.2"]
     (runs[0] / "overrides.txt").unlink()
-    assert len(grouped([RunRecord.read(runs[0])] * 2)) == 1
+    assert len(grouped([Run.read(runs[0])] * 2)) == 1
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -10,7 +10,7 @@ import numpy as np
 
 from launcher.report.curve import FloatArray
 from launcher.report.html import paragraph, scrolled, table
-from launcher.report.run_record import RunRecord
+from launcher.report.run import Run
 from launcher.telemetry.formatting import middle_cut, number, percent
 
 MAX_COUNTED = 26  # classes of a table with names and counts: the letters of the alphabet fit
@@ -30,13 +30,13 @@ class ConfusionChart:
     of_set: str = ""
 
     @classmethod
-    def of(cls, run: RunRecord) -> ConfusionChart | None:
+    def of(cls, run: Run) -> ConfusionChart | None:
         """None where no classes were counted, or where the result holds no square of counts."""
         counts, given = run.result.confusion_matrix, run.result.classes
         if not counts or any(len(row) != len(counts) or min(row) < 0 for row in counts):
             return None
         names = given if given and len(given) == len(counts) else map(str, range(len(counts)))
-        return cls(counts, list(names), run.recording.sets[0] if run.recording.sets else "")
+        return cls(counts, list(names), run.history.sets[0] if run.history.sets else "")
 
     @property
     def shares(self) -> FloatArray:
@@ -51,7 +51,7 @@ class ConfusionChart:
         return f"{right:,} of {total:,} right{f' in {self.of_set}' if self.of_set else ''}."
 
 
-def confusion_part(run: RunRecord) -> str:
+def confusion_part(run: Run) -> str:
     """The markup; "" where no classes were counted."""
     found = ConfusionChart.of(run)
     if found is None:

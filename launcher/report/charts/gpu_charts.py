@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from launcher.report.charts.chart import Chart, Line, axis_of, steps_axis
-from launcher.report.run_record import RunRecord
+from launcher.report.run import Run
 
 FIRST = ("util", "memory", "power", "temperature", "clock", "throttl", "energy")
 UNITS = {
@@ -22,9 +22,9 @@ UNITS = {
 MAX_CHARTS = 12  # the first in the order of FIRST: the others say little of a training
 
 
-def gpu_charts(run: RunRecord) -> Iterator[Chart]:
+def gpu_charts(run: Run) -> Iterator[Chart]:
     """The charts; none without `gpu` events."""
-    devices = run.recording.gpus
+    devices = run.history.gpus
     fields = sorted({field for curves in devices.values() for field in curves}, key=_order)
     x = steps_axis(max((float(c.points()[0][-1]) for d in devices.values() for c in d.values()), default=1.0))
     for field in fields[:MAX_CHARTS]:

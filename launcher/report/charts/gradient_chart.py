@@ -13,7 +13,7 @@ import numpy as np
 from launcher.report.charts.chart import Axis, Chart, Line
 from launcher.report.charts.svg import markup
 from launcher.report.html import folded, paragraph, table
-from launcher.report.run_record import RunRecord
+from launcher.report.run import Run
 from launcher.telemetry.events import GradientsEvent, LayerShares
 from launcher.telemetry.formatting import percent
 
@@ -24,9 +24,9 @@ AS_SENT, AT_SCALE_1 = 0, 7  # colours
 PALE = 0.3  # opacity of the bars behind the others
 
 
-def _latest(run: RunRecord) -> GradientsEvent | None:
+def _latest(run: Run) -> GradientsEvent | None:
     """The latest gradients; None where there are none, or where their numbers are damaged."""
-    event = run.recording.last(GradientsEvent)
+    event = run.history.last(GradientsEvent)
     is_whole = event and 0 < event.scale < math.inf and math.isfinite(event.zero_share)
     return event if is_whole else None
 
@@ -40,7 +40,7 @@ def _shift(event: GradientsEvent) -> int:
     return round(math.log2(event.scale))
 
 
-def gradient_part(run: RunRecord) -> str:
+def gradient_part(run: Run) -> str:
     """The markup; "" without gradients."""
     found = _latest(run)
     if found is None:

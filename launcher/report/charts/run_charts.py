@@ -14,14 +14,14 @@ import numpy as np
 from launcher.errors import listed
 from launcher.report.charts.chart import Chart, Line, axis_of, steps_axis
 from launcher.report.curve import COLUMNS, Curve, FloatArray
-from launcher.report.run_record import RunRecord
-from launcher.report.settings import NUM_COLORS, RunGroup, best_first, short_names
+from launcher.report.run import Run
+from launcher.report.run_groups import NUM_COLORS, RunGroup, best_first, short_names
 from launcher.telemetry.events import OverflowEvent, RestartEvent
 from launcher.telemetry.formatting import SHARES, metric, metric_title
 
 MIN_COLUMNS = 60  # of each line, where there are many
 MAX_METRICS = 4  # charts, two rows of the page
-OfRun = Callable[[RunRecord], Curve | None]
+OfRun = Callable[[Run], Curve | None]
 Points = tuple[FloatArray, FloatArray]
 
 
@@ -54,7 +54,7 @@ class _RunCharts:
         self._columns = max(MIN_COLUMNS, min(COLUMNS, 5 * COLUMNS // max(1, len(self._runs))))
         self._alone = len(self._runs) == 1
         self._marks = _restarts(self._runs[0]) if self._alone else []
-        self._sets = list(dict.fromkeys(name for run in self._runs for name in run.recording.sets))
+        self._sets = list(dict.fromkeys(name for run in self._runs for name in run.history.sets))
 
     def charts(self) -> list[Chart]:
         speed = self._logged("samples_per_s")
@@ -69,10 +69,10 @@ class _RunCharts:
 
     def _losses(self) -> list[Chart]:
         """One chart of a single run, with its validation loss; two of several runs."""
-        bad = sum(run.recording.steps["loss"].num_not_finite for run in self._runs)
+        bad = sum(run.history.steps["loss"].num_not_finite for run in self._runs)
         note = f"{bad:,} logged values were not finite and are not shown." if bad else ""
         training = self._logged("loss")
-        validation = self._lines(lambda run: run.recording.evaluations.get("loss"))
+        validation = self._lines(lambda run: run.history.evaluations.get("loss"))
         if not self._alone:
             return [
                 self._chart("Loss, training", "", training, note=note),
@@ -115,10 +115,10 @@ class _RunCharts:
         for group in self._groups:
             for run in group.runs:
                 shown = "loss scale" if self._alone else self._name(run, group)
-                scales.append(self._line(shown, group, self._points(run.recording.steps["scale"]), "steps"))
-                skips.append(self._line("skipped steps", group, self._points(run.recording.skips), "cross"))
+                scales.append(self._line(shown, group, self._points(run.history.steps["scale"]), "steps"))
+                skips.append(self._line("skipped steps", group, self._points(run.history.skips), "cross"))
         positive = [replace(line, x=line.x[line.y > 0], y=line.y[line.y > 0]) for line in [*scales, *skips]]
-        skipped = sum(len(run.recording.all(OverflowEvent)) for run in self._runs)
+        skipped = sum(len(run.history.all(OverflowEvent)) for run in self._runs)
         were = "step was" if skipped == 1 else "steps were"
         note = f"{skipped:,} {were} skipped (dots)." if skipped else ""
         return self._chart("Loss scale", "", positive, base=2, note=note)
@@ -137,7 +137,7 @@ class _RunCharts:
         return Chart(title, unit, lines, self._x, y, marks=self._marks, note=note)
 
     def _lines(self, of: OfRun) -> list[Line]:
-        """Each run's line; behind its mean where it was thinned, or where its setting has several runs."""
+        """Each run's line; faint behind its mean if downsampled, or if its group has several runs."""
         faint: list[Line] = []
         bold: list[Line] = []
         for group in self._groups:
@@ -146,7 +146,7 @@ class _RunCharts:
                 for run in group.runs
                 if (curve := of(run)) and curve.num_points
             ]
-            if len(curves) == 1 and not curves[0][1].is_thinned:
+            if len(curves) == 1 and not curves[0][1].is_downsampled:
                 bold += [self._line(name, group, self._points(curve), "line") for name, curve in curves]
             elif curves:
                 faint += [self._line(name, group, self._points(curve), "faint") for name, curve in curves]
@@ -155,12 +155,12 @@ class _RunCharts:
         return [*faint, *bold]
 
     def _logged(self, field: str) -> list[Line]:
-        return self._lines(lambda run: run.recording.steps[field])
+        return self._lines(lambda run: run.history.steps[field])
 
     def _points(self, curve: Curve) -> Points:
         return curve.points(self._columns)
 
-    def _name(self, run: RunRecord, group: RunGroup) -> str:
+    def _name(self, run: Run, group: RunGroup) -> str:
         return group.label if len(group.runs) == 1 else self._names[run.directory]
 
     def _line(self, name: str, group: RunGroup, points: Points, style: str) -> Line:
@@ -170,7 +170,7 @@ class _RunCharts:
 def mean_of(curves: Sequence[Curve]) -> tuple[FloatArray, FloatArray]:
     """The mean at each step of any of the curves, from where all have begun to where the first ends.
 
-    Between its own steps a curve is straight. Of thinned curves their values count, not their peaks.
+    Between its own steps a curve is straight. Of downsampled curves their values count, not their peaks.
     """
     points = [curve.means() for curve in curves]
     if not points or not all(x.size for x, _ in points):
@@ -181,16 +181,16 @@ def mean_of(curves: Sequence[Curve]) -> tuple[FloatArray, FloatArray]:
 
 
 def _evaluated(name: str) -> OfRun:
-    return lambda run: run.recording.evaluation(name)
+    return lambda run: run.history.evaluation(name)
 
 
-def _last_step(run: RunRecord) -> float:
-    recording = run.recording
-    curves = [*recording.steps.values(), *recording.evaluations.values(), recording.skips]
+def _last_step(run: Run) -> float:
+    history = run.history
+    curves = [*history.steps.values(), *history.evaluations.values(), history.skips]
     return max((float(x[-1]) for curve in curves if (x := curve.points()[0]).size), default=float(run.steps))
 
 
-def _restarts(run: RunRecord) -> list[tuple[float, str]]:
+def _restarts(run: Run) -> list[tuple[float, str]]:
     return [
-        (float(event.step), f"resumed after step {event.step:,}") for event in run.recording.all(RestartEvent)
+        (float(event.step), f"resumed after step {event.step:,}") for event in run.history.all(RestartEvent)
     ]

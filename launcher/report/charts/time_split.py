@@ -7,14 +7,14 @@ import numpy as np
 from launcher.report.charts.chart import stacked, steps_axis
 from launcher.report.charts.svg import markup
 from launcher.report.html import paragraph, table
-from launcher.report.run_record import RunRecord
+from launcher.report.run import Run
 from launcher.telemetry.formatting import percent
 from launcher.telemetry.step_time import PARTS, TITLES
 
 
-def time_split(run: RunRecord) -> str:
+def time_split(run: Run) -> str:
     """The markup; "" where no step has its parts."""
-    shares = run.recording.time_shares
+    shares = run.history.time_shares
     if shares is None:
         return ""
     times_ms = {TITLES[part]: shares.parts_ms[part] for part in PARTS} | {"everything else": shares.other_ms}
@@ -26,8 +26,8 @@ def time_split(run: RunRecord) -> str:
     return paragraph(shares.verdict) + _areas(run) + table("Time of a step by part", rows)
 
 
-def _areas(run: RunRecord) -> str:
-    points = [run.recording.parts_ms[part].means() for part in PARTS]
+def _areas(run: Run) -> str:
+    points = [run.history.parts_ms[part].means() for part in PARTS]
     x = points[0][0]
     if x.size < 2:
         return ""

@@ -8,7 +8,7 @@ import pytest
 from launcher.report.charts.chart import Axis, Chart, Line, axis_of, stacked
 from launcher.report.charts.svg import markup
 from launcher.report.html import ASSETS
-from launcher.report.settings import NUM_COLORS
+from launcher.report.run_groups import NUM_COLORS
 
 
 @pytest.mark.parametrize("style", ["line", "mean", "steps", "dots"])

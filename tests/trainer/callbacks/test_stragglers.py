@@ -9,7 +9,7 @@ import pytest
 
 from launcher.engine import StepReport
 from launcher.engine.limits import VOTES
-from launcher.report.recording import Recording
+from launcher.report.event_history import EventHistory
 from launcher.telemetry import Telemetry
 from launcher.telemetry.events import StragglerEvent
 from launcher.trainer.callbacks.stragglers import WINDOW, Stragglers
@@ -93,7 +93,7 @@ def test_the_rank_that_waits_least_is_named_with_host_time_and_cause():
         "rank 2 on node2 arrives last: the other ranks waited 7.5 of the 21.0 ms of a step" in warning["text"]
     )
     assert "look for other processes" in warning["text"]
-    found = Recording()
+    found = EventHistory()
     found.add(recorder.of("straggler"))
     assert found.all(StragglerEvent), "reports know the event"
 

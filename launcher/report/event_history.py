@@ -30,7 +30,7 @@ class Attempt:
     ended: float
 
 
-class Recording:
+class EventHistory:
     """The events of a run so far. `add` takes them in the order of the file."""
 
     def __init__(self) -> None:
@@ -130,23 +130,23 @@ class Recording:
                     curves.setdefault(key, Curve()).add(event.step, number)
 
 
-class RecordingReader:
-    """Follows the metrics.jsonl of a run: `recording` is what it said when last polled."""
+class HistoryReader:
+    """Follows the metrics.jsonl of a run: `history` is what it said when last polled."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.recording = Recording()
+        self.history = EventHistory()
         self._reader = TailReader(run_dir / FILE_NAME)
 
-    def poll(self) -> Recording:
+    def poll(self) -> EventHistory:
         """Read what is new. Raises OSError."""
         found, replaces = self._reader.poll()
         if replaces:
-            self.recording = Recording()
-        self.recording.add(found)
-        self.recording.num_damaged = self._reader.num_damaged
-        return self.recording
+            self.history = EventHistory()
+        self.history.add(found)
+        self.history.num_damaged = self._reader.num_damaged
+        return self.history
 
 
-def read_recording(run_dir: Path) -> Recording:
+def read_history(run_dir: Path) -> EventHistory:
     """Everything recorded of a run; empty before it starts. Raises OSError."""
-    return RecordingReader(run_dir).poll()
+    return HistoryReader(run_dir).poll()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.report.recording import Recording, RecordingReader, read_recording
+from launcher.report.event_history import EventHistory, HistoryReader, read_history
 from launcher.run_dir.atomic import json_line
 from launcher.telemetry.event_log import EventLog
 from tests.telemetry.console.test_console import shares_of
@@ -22,26 +22,26 @@ def step(number, **fields):
     return values | times | fields
 
 
-def recording_of(*events):
-    found = Recording()
+def history_of(*events):
+    found = EventHistory()
     found.add(events)
     return found
 
 
 def test_the_averages_of_the_time_are_those_of_the_console():
     events = [step(k) for k in range(1, 50)]
-    found = recording_of(*events[:30])
+    found = history_of(*events[:30])
     found.add(events[30:])
     expected = shares_of(*events)
     assert found.time_shares.num_steps == expected.num_steps
     assert found.time_shares.step_ms == pytest.approx(expected.step_ms)
     assert found.time_shares.parts_ms == pytest.approx(expected.parts_ms)
-    assert recording_of(events[0]).time_shares == shares_of(*events[:1])
-    assert recording_of().time_shares is None
+    assert history_of(events[0]).time_shares == shares_of(*events[:1])
+    assert history_of().time_shares is None
 
 
 def test_processes_of_a_run_are_told_apart():
-    found = recording_of(
+    found = history_of(
         {"event": "decision", "time": 1.0, "step": 0, "topic": "a", "text": "b"},
         {"event": "start", "time": 2.0, "step": 0},
         step(1, time=3.0),
@@ -58,7 +58,7 @@ def test_each_gpu_has_its_curves(tmp_path):
     gpu = {"index": 1, "uuid": "GPU-x", "power_w": 200.0, "throttled_s": {"power": 1.0, "heat": 0.5}}
     event = {"event": "gpu", "time": 1.0, "step": 5, "power_w": 400.0, "gpus": [gpu, None, 3]}
     (tmp_path / "metrics.jsonl").write_bytes(json_line(event))
-    ((name, curves),) = read_recording(tmp_path).gpus.items()
+    ((name, curves),) = read_history(tmp_path).gpus.items()
     assert name == "GPU 1"
     points = {field: [values.tolist() for values in curve.points()] for field, curve in curves.items()}
     assert points == {"power_w": [[5.0], [200.0]], "throttled_s": [[5.0], [1.5]]}
@@ -66,12 +66,12 @@ def test_each_gpu_has_its_curves(tmp_path):
 
 def test_a_metric_that_is_named_like_one_of_another_set_has_a_curve_of_its_own():
     evaluation = {"event": "eval", "time": 1.0, "step": 1, "epoch": 0, "loss": 0.5}
-    found = recording_of({**evaluation, "set": "a", "b/f1": 0.25}, {**evaluation, "set": "b", "f1": 0.75})
+    found = history_of({**evaluation, "set": "a", "b/f1": 0.25}, {**evaluation, "set": "b", "f1": 0.75})
     assert (found.evaluations["b/f1"].last, found.other_sets["b/f1"].last) == (0.25, 0.75)
 
 
 def test_a_run_that_is_resumed_from_an_earlier_step_is_read_again(tmp_path):
-    log, reader = EventLog(tmp_path / "metrics.jsonl"), RecordingReader(tmp_path)
+    log, reader = EventLog(tmp_path / "metrics.jsonl"), HistoryReader(tmp_path)
     for number in range(1, 11):
         log.append(step(number))
     assert reader.poll().last_step.step == 10
@@ -87,5 +87,5 @@ def test_a_run_that_is_resumed_from_an_earlier_step_is_read_again(tmp_path):
 def test_what_is_unknown_or_damaged_is_left_out_and_damaged_lines_are_counted(tmp_path):
     lines = [json_line(step(1)), b"{}\n", json_line({"event": "quantum", "step": 1}), json_line(step(2))]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
-    found = read_recording(tmp_path)
+    found = read_history(tmp_path)
     assert (found.steps["loss"].num_points, found.num_damaged) == (2, 1)

@@ -13,8 +13,8 @@ from functools import partial
 from operator import attrgetter
 
 from launcher.errors import counted
-from launcher.report.run_record import RunRecord
-from launcher.report.settings import OfRun, RunGroup
+from launcher.report.run import Run
+from launcher.report.run_groups import OfRun, RunGroup
 from launcher.telemetry.formatting import (
     duration,
     markdown_table,
@@ -35,7 +35,7 @@ NOTE = (
 )
 
 
-def side_by_side(title: str, sides: Sequence[RunGroup]) -> str:
+def markdown_page(title: str, sides: Sequence[RunGroup]) -> str:
     """The table as a page of Markdown."""
     rows = comparison_rows(sides)
     lines = [markdown_text(f"# {title}: {' and '.join(side.label for side in sides)}"), ""]
@@ -47,7 +47,7 @@ def side_by_side(title: str, sides: Sequence[RunGroup]) -> str:
 def notes(sides: Sequence[RunGroup]) -> Iterator[str]:
     """What bounds the steps of each precision, and which runs are not done."""
     for side in sides:
-        shares = next((run.recording.time_shares for run in side.done if run.recording.time_shares), None)
+        shares = next((run.history.time_shares for run in side.done if run.history.time_shares), None)
         if shares is not None:
             yield f"{side.label}: {shares.verdict}"
         for run in side.runs:
@@ -63,9 +63,9 @@ def comparison_rows(sides: Sequence[RunGroup]) -> list[dict[str, str]]:
         {QUANTITY: "runs done"} | {side.label: f"{len(side.done)} of {len(side.runs)}" for side in sides}
     ]
     for title, of, shown, signed in _quantities(first.metric_name or "loss"):
-        cells = {QUANTITY: title, first.label: first.spread(of, shown)}
+        cells = {QUANTITY: title, first.label: first.mean_std(of, shown)}
         for side in others:
-            cells[side.label] = side.spread(of, shown)
+            cells[side.label] = side.mean_std(of, shown)
             cells[f"{side.label} - {first.label}"] = difference(first, side, of, signed)
         found.append(cells)
     titles = [QUANTITY, first.label]
@@ -146,8 +146,8 @@ def milliseconds(value: float) -> str:
 def timed(of: Callable[[TimeShares], float]) -> OfRun:
     """What is known of the average step of a run; None where its time was not recorded."""
 
-    def found(run: RunRecord) -> float | None:
-        shares = run.recording.time_shares
+    def found(run: Run) -> float | None:
+        shares = run.history.time_shares
         return None if shares is None else of(shares)
 
     return found
@@ -162,5 +162,5 @@ def part_of(part: str) -> OfRun:
     return timed(lambda shares: shares.parts_ms[part])
 
 
-def memory_bytes(run: RunRecord) -> float | None:
-    return run.recording.steps["memory_bytes"].highest
+def memory_bytes(run: Run) -> float | None:
+    return run.history.steps["memory_bytes"].highest

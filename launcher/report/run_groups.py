@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from launcher.report.curve import mean_and_deviation
-from launcher.report.run_record import RunRecord
+from launcher.report.run import Run
 from launcher.run_dir.result import Result
 from launcher.telemetry.formatting import duration, metric, metric_title, number
 
@@ -21,7 +21,7 @@ REPEATED = "seed"  # the key whose values repeat a setting instead of making a n
 OF_EACH_RUN = ("run", "tracker", "sweep")  # sections that change no result
 MAX_KEYS = 3  # in the name of a setting
 NUM_COLORS = 8  # that page.css has
-OfRun = Callable[[RunRecord], float | None]
+OfRun = Callable[[Run], float | None]
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class RunGroup:
 
     label: str
     place: int  # among the groups
-    runs: tuple[RunRecord, ...]
+    runs: tuple[Run, ...]
 
     @property
     def color(self) -> int:
         return self.place % NUM_COLORS
 
     @property
-    def done(self) -> list[RunRecord]:
+    def done(self) -> list[Run]:
         return [run for run in self.runs if run.state == "done"]
 
     @property
@@ -56,15 +56,15 @@ class RunGroup:
         """What its runs are compared by; "" if nothing was evaluated."""
         return compared_by(self.runs)
 
-    def spread(self, of: OfRun, shown: Callable[[float], str]) -> str:
+    def mean_std(self, of: OfRun, shown: Callable[[float], str]) -> str:
         """Mean and deviation over the runs that are done."""
         return mean_and_deviation([of(run) for run in self.done], shown)
 
 
-def grouped(runs: Sequence[RunRecord]) -> list[RunGroup]:
+def grouped(runs: Sequence[Run]) -> list[RunGroup]:
     """Runs with the same overrides but for the seed, in the order of the first runs."""
     keys, names = [key for key in varied_keys(runs) if key != REPEATED], short_names(runs)
-    groups: dict[tuple[str, ...], list[RunRecord]] = {}
+    groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         groups.setdefault(tuple(value_of(run, key) for key in keys), []).append(run)
     return [
@@ -81,12 +81,12 @@ def _label(keys: Sequence[str], values: Sequence[str], names: Sequence[str]) -> 
     return ", ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
 
 
-def value_of(run: RunRecord, key: str) -> str:
+def value_of(run: Run, key: str) -> str:
     """The value of a key that some run has set: its own, else that of its config."""
     return run.overrides.get(key) or run.config.get(key, "-")
 
 
-def varied_keys(runs: Sequence[RunRecord]) -> list[str]:
+def varied_keys(runs: Sequence[Run]) -> list[str]:
     """The overridden keys whose values differ between runs, in the order of their first use."""
     keys = dict.fromkeys(key for run in runs for key in run.overrides)
     return [
@@ -102,7 +102,7 @@ def varied(values: Sequence[Mapping[str, str]]) -> list[str]:
     return [key for key in keys if len({each.get(key) for each in values}) > 1]
 
 
-def short_names(runs: Sequence[RunRecord]) -> dict[Path, str]:
+def short_names(runs: Sequence[Run]) -> dict[Path, str]:
     """A short name for each directory: the last part of its path, or as many parts as make it distinct."""
     paths = [run.directory.absolute() for run in runs]
     for length in range(1, max(len(path.parts) for path in paths) + 1):
@@ -118,12 +118,12 @@ def higher_is_better(results: Sequence[Result], metric_name: str) -> bool:
     return next(known, not metric_name.endswith("loss"))
 
 
-def compared(run: RunRecord) -> float | None:
+def compared(run: Run) -> float | None:
     """What the run is compared by."""
     return run.metric if run.result.metric is None else run.result.metric
 
 
-def compared_by(runs: Sequence[RunRecord]) -> str:
+def compared_by(runs: Sequence[Run]) -> str:
     """The name of the metric by which these runs are compared; "" if none was evaluated."""
     named = [run.result.metric_name for run in runs] + [run.metric_name for run in runs]
     return next((str(name) for name in named if name), "")
@@ -150,8 +150,8 @@ def group_rows(groups: Sequence[RunGroup]) -> list[dict[str, str]]:
             "setting": group.label,
             "runs": ended(group),
             metric_title(name) or "metric": metric_cell(group, name),
-            "loss, validation": group.spread(lambda run: run.result.metrics.get("loss"), number),
-            "training loss, last": group.spread(lambda run: run.recording.steps["loss"].last, number),
+            "loss, validation": group.mean_std(lambda run: run.result.metrics.get("loss"), number),
+            "training loss, last": group.mean_std(lambda run: run.history.steps["loss"].last, number),
             "skipped steps": number(sum(run.result.skipped_steps or 0 for run in group.done))
             if group.done
             else "-",
@@ -168,6 +168,6 @@ def ended(group: RunGroup) -> str:
 
 def metric_cell(group: RunGroup, name: str) -> str:
     """Mean and deviation of the group's metric, with its name where that is not `name`."""
-    value = group.spread(compared, partial(metric, group.metric_name))
+    value = group.mean_std(compared, partial(metric, group.metric_name))
     has_name = group.mean_metric is not None and group.metric_name != name
     return f"{metric_title(group.metric_name)} {value}" if has_name else value

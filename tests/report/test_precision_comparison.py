@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from launcher.report.comparison import SIDE_BY_SIDE
+from launcher.report.event_history import EventHistory
 from launcher.report.page import write_sweep_report
-from launcher.report.recording import Recording
-from launcher.report.run_record import RunRecord
+from launcher.report.precision_comparison import QUANTITY, comparison_rows, markdown_page
+from launcher.report.run import Run
+from launcher.report.run_groups import RunGroup
 from launcher.report.run_state import RunState
-from launcher.report.settings import RunGroup
-from launcher.report.side_by_side import QUANTITY, comparison_rows, side_by_side
 from launcher.run_dir.codec import decoded
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import Status
@@ -21,18 +21,18 @@ from launcher.telemetry.step_time import TIMES
 from tests.report.test_comparison import runs_of, write_comparison, write_job
 
 
-def record_of(seed: int, recording: Recording, state: str = "", **result: Any) -> RunRecord:
+def record_of(seed: int, history: EventHistory, state: str = "", **result: Any) -> Run:
     """A run that ended without a result where there is no state."""
     status, found = Status(state=state), decoded(Result, {"state": state, **result})
     life = RunState(now=0.0, status=status)
-    return RunRecord(Path(str(seed)), "", recording, found, status, life, overrides={"seed": str(seed)})
+    return Run(Path(str(seed)), "", history, found, status, life, overrides={"seed": str(seed)})
 
 
-def run_of(seed: int = 0, metric: float | None = 0.9, **parts: float) -> RunRecord:
+def run_of(seed: int = 0, metric: float | None = 0.9, **parts: float) -> Run:
     """A step of 100 ms of computation unless the parts say otherwise."""
     parts_ms = [parts.get(part, 0.0) for part in ("data", "compute", "wire", "update")]
     parts_ms[1] = parts.get("compute", 100.0)
-    found, step_ms = Recording(), sum(parts_ms)
+    found, step_ms = EventHistory(), sum(parts_ms)
     times = dict(zip(TIMES, (step_ms, *parts_ms), strict=True)) | {"memory_bytes": parts.get("memory", 100e6)}
     found.add([{"event": "step", "step": step, **times} for step in (1, 11)])
     return record_of(
@@ -49,7 +49,7 @@ def run_of(seed: int = 0, metric: float | None = 0.9, **parts: float) -> RunReco
     )
 
 
-def side_of(name: str, *runs: RunRecord) -> RunGroup:
+def side_of(name: str, *runs: Run) -> RunGroup:
     return RunGroup(name, 0, runs)
 
 
@@ -89,15 +89,15 @@ def test_runs_with_one_seed_are_repetitions_and_no_seeds() -> None:
 
 
 def test_the_page_names_what_bounds_a_step_and_what_failed() -> None:
-    failed = record_of(1, Recording(), "failed", error="diverged at step 3\nmore")
-    page = side_by_side("mine", [side("fp32", 0.9, data=300.0), side_of("fp16", run_of(0), failed)])
+    failed = record_of(1, EventHistory(), "failed", error="diverged at step 3\nmore")
+    page = markdown_page("mine", [side("fp32", 0.9, data=300.0), side_of("fp16", run_of(0), failed)])
     assert page.startswith("# mine: fp32 and fp16\n")
     assert "- fp32: input-bound: 75 %" in page
     assert "- fp16 with seed 1 has failed: diverged at step 3\n" in page
 
 
 def test_what_a_run_lacks_is_a_dash() -> None:
-    page = side_by_side("x", [side_of("fp32", record_of(0, Recording())), side("fp16")])
+    page = markdown_page("x", [side_of("fp32", record_of(0, EventHistory())), side("fp16")])
     assert "- fp32 with seed 0 has failed: it has no result (ended without a result)" in page
     assert "| memory | - | 100.0 MB | - |" in page
 

@@ -1,4 +1,4 @@
-"""One run as its files show it: recording, result, status, config and environment.
+"""One run as its files show it: history, result, status, config and environment.
 
 Owns which files belong together. Reads only; missing files are empty, damaged content is left out with a
 warning.
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from launcher.config.trees import typed_leaves
 from launcher.errors import counted, first_line
+from launcher.report.event_history import EventHistory, read_history
 from launcher.report.reading import Warn, json_of, result_of, silent, status_of, text_of
-from launcher.report.recording import Recording, read_recording
 from launcher.report.run_state import ENDED, GOING, RunState
 from launcher.run_dir.codec import decoded
 from launcher.run_dir.lock import Holder, holder_of
@@ -31,12 +31,12 @@ Process = tuple[Holder | None, bool | None]  # of a run, and whether it has ende
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class Run:
     """The files of a run."""
 
     directory: Path
     name: str
-    recording: Recording
+    history: EventHistory
     result: Result
     status: Status
     life: RunState
@@ -47,15 +47,15 @@ class RunRecord:
     classification_report: str = ""
 
     @classmethod
-    def read(cls, run_dir: Path, warn: Warn = silent) -> RunRecord:
+    def read(cls, run_dir: Path, warn: Warn = silent) -> Run:
         """Read the files. Raises OSError."""
         process = process_of(run_dir)
-        recording = read_recording(run_dir)
-        if recording.num_damaged:
-            warn(f"{run_dir / FILE_NAME} is damaged: left out {counted(recording.num_damaged, 'line')}")
+        history = read_history(run_dir)
+        if history.num_damaged:
+            warn(f"{run_dir / FILE_NAME} is damaged: left out {counted(history.num_damaged, 'line')}")
         config_text = text_of(run_dir / CONFIG)
         return replace(
-            cls.followed(run_dir, recording, process, warn=warn),
+            cls.followed(run_dir, history, process, warn=warn),
             environment=json_of(run_dir, ENVIRONMENT, warn),
             config_text=config_text,
             config=_flat(config_text, run_dir, warn),
@@ -67,14 +67,14 @@ class RunRecord:
     def followed(
         cls,
         run_dir: Path,
-        recording: Recording,
+        history: EventHistory,
         process: Process,
         now: float | None = None,
         warn: Warn = silent,
-    ) -> RunRecord:
+    ) -> Run:
         """What changes while a run is under way: no config, environment or report. Raises OSError.
 
-        `process` is that of the run, found before `recording` was read.
+        `process` is that of the run, found before `history` was read.
         """
         status, result = status_of(run_dir, warn), decoded(Result, {})
         if status.state not in GOING:  # while it goes on, a result.json is of an earlier process
@@ -85,10 +85,10 @@ class RunRecord:
         return cls(
             directory=run_dir,
             name="/".join(run_dir.absolute().parts[-2:]),
-            recording=recording,
+            history=history,
             result=result,
             status=status,
-            life=RunState(now, status, recording.last_time, *process),
+            life=RunState(now, status, history.last_time, *process),
         )
 
     @property
@@ -101,7 +101,7 @@ class RunRecord:
         """Why it failed or stopped; "" if it did not, or could not write it."""
         if self.state not in ENDED or self.state == "done":
             return ""
-        end = self.recording.last(EndEvent)
+        end = self.history.last(EndEvent)
         return self.result.error or (end.error if end else None) or ""
 
     @property
@@ -116,16 +116,16 @@ class RunRecord:
     @property
     def metric_name(self) -> str | None:
         """What runs are compared by, of any set, else the first metric that was evaluated, else the loss."""
-        names = list(self.recording.evaluations)
+        names = list(self.history.evaluations)
         named = self.result.metric_name or self._compared_by(names)
-        if named and (not names or self.recording.evaluation(named) is not None):
+        if named and (not names or self.history.evaluation(named) is not None):
             return named
         others = [name for name in names if name != "loss" and not name.startswith("train_")]
         return next(iter([*others, *(name for name in names if name == "loss")]), None)
 
     def _compared_by(self, evaluated: Sequence[str]) -> str | None:
         """What the recipe names, before there is a result."""
-        start = self.recording.last(StartEvent)
+        start = self.history.last(StartEvent)
         if not evaluated or start is None:
             return None
         return start.monitor or ("accuracy" if "accuracy" in evaluated else "loss")
@@ -134,26 +134,26 @@ class RunRecord:
     def metric(self) -> float | None:
         if self.result.metric is not None and self.metric_name == self.result.metric_name:
             return self.result.metric
-        curve = self.recording.evaluation(self.metric_name or "")
+        curve = self.history.evaluation(self.metric_name or "")
         return None if curve is None else curve.last
 
     @property
     def metric_label(self) -> str:
         """The title of `metric_name`, with its set where there are several; "" without one."""
-        name, sets = self.metric_name or "", self.recording.sets
+        name, sets = self.metric_name or "", self.history.sets
         has_set = not name or not sets or any(name.startswith(f"{each}/") for each in sets)
         return metric_title(name) if has_set else f"{sets[0]}/{metric_title(name)}"
 
     @property
     def steps(self) -> int:
         """Steps done."""
-        last, end = self.recording.last_step, self.recording.last(EndEvent)
+        last, end = self.history.last_step, self.history.last(EndEvent)
         known = (self.result.steps or 0, self.status.step, *(event.step for event in (last, end) if event))
         return max(known)
 
     @property
     def total_steps(self) -> int | None:
-        start = self.recording.last(StartEvent)
+        start = self.history.last(StartEvent)
         return self.status.total_steps or (start.total_steps if start else None) or None
 
     @property
@@ -161,17 +161,17 @@ class RunRecord:
         """Training time; of a run without a result, what its attempts took."""
         if self.result.training_seconds is not None:
             return self.result.training_seconds
-        spent = [attempt.ended - attempt.began for attempt in self.recording.attempts]
+        spent = [attempt.ended - attempt.began for attempt in self.history.attempts]
         return sum(value for value in spent if value > 0) or None
 
     @property
     def samples_per_s(self) -> float | None:
         found = self.result.samples_per_s
-        return self.recording.steps["samples_per_s"].mean if found is None else found
+        return self.history.steps["samples_per_s"].mean if found is None else found
 
     @property
     def skipped(self) -> int | None:
-        last = self.recording.last_step
+        last = self.history.last_step
         if self.result.skipped_steps is not None or last is None:
             return self.result.skipped_steps
         return last.skipped
@@ -179,7 +179,7 @@ class RunRecord:
     @property
     def bound(self) -> str:
         """What bounds the step: input, wire, update or compute."""
-        shares = self.recording.time_shares
+        shares = self.history.time_shares
         return "" if shares is None else shares.verdict.partition(":")[0].removesuffix("-bound")
 
 
