@@ -2,7 +2,8 @@
 
     python -m scripts.bench.tables
 
-A table stands between `<!-- figures -->` and `<!-- end of figures -->`. A test compares it with the results.
+A table stands between `<!-- figures -->` and `<!-- end of figures -->`, that of the front page between
+`<!-- front -->` and `<!-- end of front -->`. A test compares them with the results.
 """
 
 from __future__ import annotations
@@ -14,8 +15,34 @@ from scripts.bench.all_benchmarks import RESULTS, figures_in
 from scripts.bench.interleaved import HEAD, cells
 
 ROOT = Path(__file__).resolve().parents[2]
-READMES = (ROOT / "scripts" / "README.md",)
-BEGIN, END = "<!-- figures -->\n", "<!-- end of figures -->"
+READMES = (ROOT / "README.md", ROOT / "scripts" / "README.md")
+FRONT = {  # what the front page shows: the figure and its baseline, and how the page says it
+    ("bytes, 2 ranks, ours", "ddp"): "bytes that a rank sends per step; baseline: DDP in fp32",
+    (
+        "step at 1000 Mbit/s, ours, fp32 arithmetic",
+        "ddp",
+    ): "time per step over 1 Gbit/s, fp32 arithmetic, fp16 gradients; baseline: DDP in fp32",
+    (
+        "step at 1000 Mbit/s, ours, fp32 arithmetic",
+        "ddp + hook, 4 MB",
+    ): "the same; baseline: DDP with `fp16_compress_hook`, GradScaler and tuned buckets",
+    (
+        "step of two ranks, emulated fp16",
+        "ddp + GradScaler, fp32",
+    ): "time per step without a slow link, fp16 emulated; baseline: DDP in fp32 with GradScaler",
+    (
+        "CPU time of a small step, native arithmetic",
+        "raw",
+    ): "CPU time per step of a tiny network, one process; baseline: a loop with torch's AMP",
+    (
+        "from SIGKILL of a rank to the first all-reduce, 2 ranks",
+        "torchrun",
+    ): "time from SIGKILL of a rank to the first all-reduce after the restart; baseline: torchrun",
+    (
+        "from the command to the first all-reduce, 2 ranks",
+        "torchrun",
+    ): "time from the command to the first all-reduce; baseline: torchrun",
+}
 
 
 def markdown_table() -> str:
@@ -27,10 +54,33 @@ def markdown_table() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def front_table() -> str:
+    """The figures of the front page: ratios to a baseline, with their interval."""
+    found = {}
+    for result in json.loads(RESULTS.read_text()).values():
+        for each in figures_in(result):
+            found[each.what, each.baseline] = each, result["n"], result["machine"]["date"]
+    lines = [
+        "| two ranks, unless stated otherwise | ratio | 90 % interval | n, date |",
+        "| --- | --- | --- | --- |",
+    ]
+    for key, said in FRONT.items():
+        each, n, date = found[key]
+        lines.append(f"| {said} | {each.value:.2f} | {each.low:.2f} to {each.high:.2f} | {n}, {date} |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"figures": markdown_table, "front": front_table}
+
+
 def with_tables(text: str) -> str:
-    """The text with its table as the results have it."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + "\n" + markdown_table() + "\n" + END + rest.split(END)[1]
+    """The text with its tables as the results have them."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        if begin in text:
+            before, rest = text.split(begin)
+            text = f"{before}{begin}\n{table()}\n{end}{rest.split(end)[1]}"
+    return text
 
 
 if __name__ == "__main__":
