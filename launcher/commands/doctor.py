@@ -29,7 +29,7 @@ def doctor(arguments: Arguments, leader: ConfigLeader) -> int:
     """doctor [key=value ...] [--json]: checks GPUs, links, disk, network and tracker
 
     Checks this machine: GPUs and the links between them, disk, memory, limits, network and tracker. It
-    prints a line for each: ok, note (runs work, but slower or at a risk) or failure, and what to do. Keys
+    prints a line for each: ok, warning (runs work, but slower or at a risk) or failure, and what to do. Keys
     such as run.dir, data.path and launch.nproc say what a run would use. Started by torchrun on several
     hosts, it checks each by itself.
 

@@ -1,6 +1,6 @@
 """`plan`: what a command would run, without running it.
 
-Owns the flags of the command and who it asks: the config, the number of devices, and the forecast itself.
+Owns the flags of the command and who it asks: the config, the number of devices, and the estimate itself.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def plan(arguments: Arguments, leader: ConfigLeader) -> None:
     (config,) = compose_jobs(request)
     launch = planned_launch(config.launch, leader.launch, os.environ)
     refuse_small_batch(config, launch)
-    from launcher.plan.forecast import forecast
+    from launcher.plan.estimate import estimate
     from launcher.plan.page import lines_of
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run gives them, once it is one
-        found = forecast(config, num_ranks(config.launch, launch), launch.num_machines, count_gpus() > 0)
+        found = estimate(config, num_ranks(config.launch, launch), launch.num_machines, count_gpus() > 0)
     if "--json" in arguments.flags:
         print(json.dumps(found))
         return

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from launcher.errors import LauncherError, described
 from launcher.os.lifetime import die_with_parent
 
-OK, NOTE, FAILURE = "ok", "note", "failure"  # a note: runs work, but slower or at a risk
+OK, WARNING, FAILURE = "ok", "warning", "failure"  # a warning: runs work, but slower or at a risk
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Finding:
         return f"{self.name}: {self.value}. {self.advice}".rstrip()
 
 
-def judged(name: str, value: str, advice: str = "", verdict: str = NOTE) -> Finding:
+def judged(name: str, value: str, advice: str = "", verdict: str = WARNING) -> Finding:
     """The finding that all is well, unless there is something to advise."""
     return Finding(name, value, verdict if advice else OK, advice)
 
@@ -85,5 +85,5 @@ def _look(check: Check, writer: Connection, parent: int) -> None:
     except LauncherError as error:
         found.append(Finding(check.name, "refused", FAILURE, str(error)))
     except Exception as error:
-        found.append(Finding(check.name, "could not be looked at", NOTE, described(error)))
+        found.append(Finding(check.name, "could not be looked at", WARNING, described(error)))
     writer.send(found)

@@ -22,7 +22,7 @@ from pathlib import Path
 from launcher.config.schema import Config
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.nccl import INTERFACES, refuse_missing_interface, shm_hint
-from launcher.doctor.findings import FAILURE, NOTE, Check, Finding, judged
+from launcher.doctor.findings import FAILURE, WARNING, Check, Finding, judged
 from launcher.errors import counted
 from launcher.run_dir.claim import DEFAULT_ROOT
 from launcher.telemetry.tracker.mode import decide
@@ -130,7 +130,7 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
     little = shm_hint()
     free = "" if little else f"{shutil.disk_usage('/dev/shm').free / GB:.1f} GB in /dev/shm"
     value = free or "/dev/shm is missing or small"
-    yield judged("shared memory", value, little, FAILURE if min(subject.gpus, subject.ranks) > 1 else NOTE)
+    yield judged("shared memory", value, little, FAILURE if min(subject.gpus, subject.ranks) > 1 else WARNING)
 
 
 def limits() -> Iterator[Finding]:

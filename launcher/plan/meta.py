@@ -43,7 +43,7 @@ NEEDED = "it reads the value of a tensor"
 MOST_CONDITIONS = 1000  # of one pass: more are those of a loop that waits for one to become true
 
 
-class ValueNeeded(Exception):
+class DataDependentError(Exception):
     """A model or a loss reads a value, which a tensor on `meta` has not."""
 
 
@@ -67,7 +67,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def without_values(self) -> Iterator[None]:
-        """Raise ValueNeeded for a read. A truth value is False instead, for at most MOST_CONDITIONS reads."""
+        """Raise DataDependentError for a read. A truth value is False, MOST_CONDITIONS times at most."""
         self._answers, self.conditions = False, 0
         try:
             yield
@@ -90,7 +90,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func is TO and (kwargs or {}).get("device", META) != META:
                 if self._answers:
                     return torch.zeros(first.shape, dtype=first.dtype)
-                raise ValueNeeded(NEEDED)
+                raise DataDependentError(NEEDED)
         found = SHAPES.get(func, func)(*args, **kwargs or {})
         map_tensors(self._count, found)
         if self.of_cpu and func in COPIES:
@@ -121,7 +121,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.ones((), dtype=tensor.dtype).item()
         self.conditions += 1
         if tensor.dtype != torch.bool or self.conditions > MOST_CONDITIONS:
-            raise ValueNeeded(NEEDED)
+            raise DataDependentError(NEEDED)
         # "Has the mask no padding?", "is any not finite?": no is the usual answer, and takes most memory.
         return False
 

@@ -1,4 +1,4 @@
-"""A forecast as text for a terminal."""
+"""An estimate as text for a terminal."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TIMES = ("step_ms", *PARTS)
 TITLES = {
     "data_ms": "waiting for data",
     "compute_ms": "forward and backward",
-    "wire_ms": "waiting for the wire",
+    "wire_ms": "gradient communication",
     "update_ms": "update",
 }
 OVERHEAD = "overhead"

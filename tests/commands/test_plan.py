@@ -119,7 +119,7 @@ def test_a_condition_on_a_tensor_is_said_to_be_taken_as_false(capsys, tmp_path) 
 @pytest.mark.slow
 def test_a_forward_pass_that_depends_on_values_is_measured_for_real(capsys, tmp_path) -> None:
     found = planned(capsys, *own(tmp_path, line="x = x * 2 if float(x.sum()) > 0 else x"))
-    assert found["measured_because"] == "ValueNeeded: it reads the value of a tensor"
+    assert found["measured_because"] == "DataDependentError: it reads the value of a tensor"
     assert found["memory"]["bytes"]["activations"] > 0
 
 

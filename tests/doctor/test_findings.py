@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.doctor.findings import FAILURE, NOTE, OK, Check, Finding, found_by, judged
+from launcher.doctor.findings import FAILURE, OK, WARNING, Check, Finding, found_by, judged
 from launcher.errors import PreflightError
 
 
@@ -43,7 +43,7 @@ def refuses() -> Iterator[Finding]:
 
 
 def test_a_check_gives_its_findings() -> None:
-    assert found_by(Check("numbers", fine)) == [Finding("one", "1"), Finding("two", "2", NOTE, "Do this.")]
+    assert found_by(Check("numbers", fine)) == [Finding("one", "1"), Finding("two", "2", WARNING, "Do this.")]
     assert judged("two", "2").verdict == OK
 
 
@@ -52,7 +52,7 @@ def test_a_check_gives_its_findings() -> None:
     [
         (hangs, FAILURE, "no answer within 0.5 s"),
         (crashes, FAILURE, "SIGKILL"),
-        (raises, NOTE, "No space left"),
+        (raises, WARNING, "No space left"),
         (refuses, FAILURE, "The driver is too old."),
     ],
 )

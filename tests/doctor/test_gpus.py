@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from launcher.doctor import gpus
-from launcher.doctor.findings import FAILURE, NOTE, OK, Finding
+from launcher.doctor.findings import FAILURE, OK, WARNING, Finding
 from launcher.os.torch_build import Driver
 from launcher.telemetry.gpu.devices import Gpu
 from launcher.telemetry.gpu.readings import GpuLostError
@@ -61,8 +61,8 @@ def test_a_healthy_card_is_ok() -> None:
 @pytest.mark.parametrize(
     ("answers", "verdict", "says"),
     [
-        ({"ComputeRunningProcesses": [SimpleNamespace(pid=7)]}, NOTE, "1 other process of this GPU"),
-        ({"MemoryInfo": SimpleNamespace(free=8e9, total=16e9, used=8e9)}, NOTE, "Something of this GPU"),
+        ({"ComputeRunningProcesses": [SimpleNamespace(pid=7)]}, WARNING, "1 other process of this GPU"),
+        ({"MemoryInfo": SimpleNamespace(free=8e9, total=16e9, used=8e9)}, WARNING, "Something of this GPU"),
         ({"TotalEccErrors": 3}, FAILURE, "3 uncorrected ECC errors"),
     ],
 )
@@ -89,7 +89,7 @@ def test_cards_without_fp16_or_bf16_hardware_say_so() -> None:
         for major, minor in ((7, 5), (6, 1), (8, 0))
     )
     assert ("no bf16" in turing.value, turing.verdict) == (True, OK)
-    assert pascal.verdict == NOTE
+    assert pascal.verdict == WARNING
     assert "bf16" not in ampere.value
 
 
@@ -102,15 +102,15 @@ def test_peer_access_is_counted_both_ways(direct, says) -> None:
     assert list(gpus.peers(1, lambda one, other: direct)) == []
 
 
-def test_a_variable_that_shows_no_gpu_is_a_note(monkeypatch) -> None:
+def test_a_variable_that_shows_no_gpu_is_a_warning(monkeypatch) -> None:
     monkeypatch.setattr(gpus, "ask_driver", Driver)
-    for shown, verdict in (("7", NOTE), ("", OK), ("-1", OK)):
+    for shown, verdict in (("7", WARNING), ("", OK), ("-1", OK)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
         (found,) = gpus.kernels()
         assert found.verdict == verdict
 
 
-def test_gpus_with_a_torch_for_the_cpu_are_a_note(monkeypatch) -> None:
+def test_gpus_with_a_torch_for_the_cpu_are_a_warning(monkeypatch) -> None:
     monkeypatch.setattr(gpus, "ask_driver", lambda: Driver(0, 2, (12, 4)))
     monkeypatch.setattr(gpus, "refuse_unusable_driver", lambda *_: None)
     import torch
@@ -118,4 +118,4 @@ def test_gpus_with_a_torch_for_the_cpu_are_a_note(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     (found,) = gpus.kernels()
-    assert (found.verdict, "2 GPUs" in found.value) == (NOTE, True)
+    assert (found.verdict, "2 GPUs" in found.value) == (WARNING, True)

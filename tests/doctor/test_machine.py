@@ -13,7 +13,7 @@ import torch
 
 from launcher.distributed.env import WorkerEnv
 from launcher.doctor import machine
-from launcher.doctor.findings import FAILURE, NOTE, OK
+from launcher.doctor.findings import FAILURE, OK, WARNING
 from launcher.doctor.machine import Subject
 from launcher.errors import PreflightError
 from tests.configs import composed
@@ -54,16 +54,16 @@ def test_fewer_cores_than_ranks_and_a_quota_of_the_container(subject, monkeypatc
 
 def test_little_memory(subject, monkeypatch) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda: 1 << 30)
-    assert only(machine.memory(subject)).verdict == NOTE
+    assert only(machine.memory(subject)).verdict == WARNING
 
 
-@pytest.mark.parametrize(("gpus", "verdict"), [(0, NOTE), (8, FAILURE)])
+@pytest.mark.parametrize(("gpus", "verdict"), [(0, WARNING), (8, FAILURE)])
 def test_small_shared_memory_fails_several_gpus(subject, monkeypatch, gpus, verdict) -> None:
     monkeypatch.setattr(machine, "shm_hint", lambda: "/dev/shm has 64 of 64 MB free.")
     assert only(machine.shared_memory(dataclasses.replace(subject, gpus=gpus))).verdict == verdict
 
 
-def test_few_open_files_are_a_note(monkeypatch) -> None:
+def test_few_open_files_are_a_warning(monkeypatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
     assert "ulimit -n 4096" in next(machine.limits()).advice
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
@@ -136,10 +136,10 @@ def test_interfaces(monkeypatch) -> None:
     assert only(machine.interface({})).verdict == OK
 
 
-def test_a_tracker_without_a_key_is_a_note(tmp_path) -> None:
+def test_a_tracker_without_a_key_is_a_warning(tmp_path) -> None:
     environ = {"HOME": str(tmp_path)}
     config = composed("recipe=cnn")
-    assert only(machine.tracker(config, environ)).verdict == NOTE
+    assert only(machine.tracker(config, environ)).verdict == WARNING
     assert only(machine.tracker(config, environ | {"WANDB_MODE": "offline"})).verdict == OK
     assert only(machine.tracker(composed("recipe=cnn", "tracker=none"), environ)).verdict == OK
 

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from launcher.config.composition import Request
 from launcher.config.resolve import compose_jobs
 from launcher.config.schema import Config
-from launcher.plan.forecast import fitting
+from launcher.plan.estimate import fitting
 from launcher.plan.memory import PlannedTask, StepMemory, rank_on
 from launcher.plan.meta import META, AllocationTracker
 from tests.configs import composed

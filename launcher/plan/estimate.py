@@ -40,7 +40,7 @@ ROOM = {name: USABLE * (gib - CONTEXT_GIB) * GIB for name, gib in GPUS.items()} 
 SMALLEST_HALF = 3  # samples: micro-batches of at most 3 have at least 2 each
 
 
-def forecast(config: Config, world_size: int, machines: int, on_gpu: bool) -> dict[str, Any]:
+def estimate(config: Config, world_size: int, machines: int, on_gpu: bool) -> dict[str, Any]:
     """All that is known of a job before it starts. All `machines` have as many ranks."""
     task = PlannedTask.of(config, world_size)
     found, reason = None, ""
