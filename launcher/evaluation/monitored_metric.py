@@ -20,12 +20,12 @@ def monitored_metric(monitor: str | None, evaluations: Mapping[str, Evaluation])
     """
     first = next(iter(evaluations.values()))
     refuse_unknown_comparison(monitor, first.metrics, evaluations)
-    full_name = monitor or ("accuracy" if first.higher_is_better.get("accuracy") else "loss")
+    full_name = monitor or ("accuracy" if first.higher_is_better.get("accuracy") else "val_loss")
     evaluation, name = first, full_name
     prefix, slash, rest = full_name.partition("/")
     if slash and prefix in evaluations:
         evaluation, name = evaluations[prefix], rest
-    if name == "loss":
+    if name == "val_loss":
         return MonitoredMetric(full_name, evaluation.loss, lower_is_better=True)
     higher = evaluation.higher_is_better[name]
     if higher is None:

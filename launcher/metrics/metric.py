@@ -17,6 +17,7 @@ from launcher.errors import ConfigError, DataError
 Outputs = Any  # a tensor [n, ...], or a mapping of tensors, floating ones at least fp32
 RESERVED = (
     "loss",
+    "val_loss",
     "train_loss",
     "train_accuracy",
     "samples",

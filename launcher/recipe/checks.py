@@ -73,7 +73,7 @@ def refuse_taken_name(name: str, metric: str, taken: Mapping[str, str]) -> None:
 
 def names_to_compare_by(metrics: Iterable[str], sets: Iterable[str]) -> list[str]:
     """The loss and the metrics, of the first set and of each that has a name."""
-    known = ["loss", *metrics]
+    known = ["val_loss", *metrics]
     return known + [f"{name}/{each}" for name in sets if name != ONLY_SET for each in known]
 
 

@@ -74,7 +74,7 @@ class Recipe:
     classes: tuple[str, ...] | None = None  # None: the labels of the data are no classes
     label_column: str = "label"  # the column with the true class
     metrics: Sequence[Metric | LossMetric] | None = None  # None: Classification where there are classes
-    monitor: str | None = None  # loss, a metric, or SET/METRIC; None: accuracy if measured, else the loss
+    monitor: str | None = None  # val_loss, a metric, or SET/METRIC; None: accuracy if measured, else val_loss
     collate: Collate | None = None  # samples of a data set -> named tensors; None: torch's default_collate
     lengths: Sequence[int] | Tensor | None = None  # of the training samples: those alike share batches
     on_eval_end: AfterEvaluation | None = None  # what to show of the model; see the type

@@ -116,7 +116,7 @@ class EventHistory:
         self._sets.setdefault(event.set)
         of_first = event.set == next(iter(self._sets))
         curves, prefix = (self.evaluations, "") if of_first else (self.other_sets, f"{event.set}/")
-        for name, value in {"loss": event.loss, **event.metrics}.items():
+        for name, value in {"val_loss": event.val_loss, **event.metrics}.items():
             if value is not None and name not in NO_METRICS:
                 curves.setdefault(prefix + name, Curve()).add(event.step, value)
 

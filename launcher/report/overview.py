@@ -70,10 +70,8 @@ def row_of(run: Run) -> dict[str, str]:
     return {
         "state": state_text(run),
         "steps": _steps(run),
-        "loss": number(run.history.steps["loss"].last),
-        run.metric_label if name and name != "loss" else "loss, validation": metric(
-            name or "loss", run.metric
-        ),
+        "train_loss": number(run.history.steps["loss"].last),
+        run.metric_label if name else "val_loss": metric(name or "val_loss", run.metric),
         "time": duration(run.seconds),
         "samples / s": "-" if run.samples_per_s is None else rate(run.samples_per_s),
         "skipped": number(run.skipped),

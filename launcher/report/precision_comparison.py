@@ -62,7 +62,7 @@ def comparison_rows(sides: Sequence[RunGroup]) -> list[dict[str, str]]:
     found = [
         {QUANTITY: "runs done"} | {side.label: f"{len(side.done)} of {len(side.runs)}" for side in sides}
     ]
-    for title, of, shown, signed in _quantities(first.metric_name or "loss"):
+    for title, of, shown, signed in _quantities(first.metric_name or "val_loss"):
         cells = {QUANTITY: title, first.label: first.mean_std(of, shown)}
         for side in others:
             cells[side.label] = side.mean_std(of, shown)
@@ -113,7 +113,7 @@ def _quantities(
         ("weights, masters, optimizer", lambda run: run.result.state_bytes, size, _signed(size)),
         ("sent per step and rank", lambda run: run.result.wire_bytes_per_step, size, _signed(size)),
         ("skipped steps", lambda run: run.skipped, number, _signed(number)),
-        ("loss, validation", lambda run: run.result.metrics.get("loss"), number, _signed(number)),
+        ("val_loss", lambda run: run.result.metrics.get("val_loss"), number, _signed(number)),
         (
             metric_title(metric_name),
             lambda run: run.result.metric,

@@ -120,15 +120,15 @@ class Run:
         named = self.result.metric_name or self._compared_by(names)
         if named and (not names or self.history.evaluation(named) is not None):
             return named
-        others = [name for name in names if name != "loss" and not name.startswith("train_")]
-        return next(iter([*others, *(name for name in names if name == "loss")]), None)
+        others = [name for name in names if name != "val_loss" and not name.startswith("train_")]
+        return next(iter([*others, *(name for name in names if name == "val_loss")]), None)
 
     def _compared_by(self, evaluated: Sequence[str]) -> str | None:
         """What the recipe names, before there is a result."""
         start = self.history.last(StartEvent)
         if not evaluated or start is None:
             return None
-        return start.monitor or ("accuracy" if "accuracy" in evaluated else "loss")
+        return start.monitor or ("accuracy" if "accuracy" in evaluated else "val_loss")
 
     @property
     def metric(self) -> float | None:

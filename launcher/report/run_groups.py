@@ -150,8 +150,8 @@ def group_rows(groups: Sequence[RunGroup]) -> list[dict[str, str]]:
             "setting": group.label,
             "runs": ended(group),
             metric_title(name) or "metric": metric_cell(group, name),
-            "loss, validation": group.mean_std(lambda run: run.result.metrics.get("loss"), number),
-            "training loss, last": group.mean_std(lambda run: run.history.steps["loss"].last, number),
+            "val_loss": group.mean_std(lambda run: run.result.metrics.get("val_loss"), number),
+            "train_loss": group.mean_std(lambda run: run.history.steps["loss"].last, number),
             "skipped steps": number(sum(run.result.skipped_steps or 0 for run in group.done))
             if group.done
             else "-",

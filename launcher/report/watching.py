@@ -251,7 +251,7 @@ def _pace(record: Run) -> list[str]:
 
 def _loss(record: Run) -> str:
     last = record.history.last_step
-    return f"loss {number(last and last.loss)}"
+    return f"train_loss {number(last and last.loss)}"
 
 
 def _gpus(record: Run) -> Iterator[str]:

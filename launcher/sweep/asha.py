@@ -47,14 +47,14 @@ class Evaluations:
         if isinstance(event, StartEvent):
             self._compare_by = event.monitor
         elif isinstance(event, EvalEvent):
-            usual = "accuracy" if event.higher_is_better.get("accuracy") else "loss"
+            usual = "accuracy" if event.higher_is_better.get("accuracy") else "val_loss"
             self.name = name = self._compare_by or usual
             of_set, slash, rest = name.partition("/")
             if slash and event.set is not None:
                 if of_set != event.set:
                     return
                 name = rest
-            value = event.loss if name == "loss" else event.metrics.get(name)
+            value = event.val_loss if name == "val_loss" else event.metrics.get(name)
             self.higher_is_better = bool(event.higher_is_better.get(name))
             self.values.setdefault(event.step, math.nan if value is None else value)  # the first set counts
 

@@ -50,7 +50,7 @@ class StepEvent(Event):
     kind = "step"
     is_periodic = True
     epoch: int  # counts from 0
-    loss: float  # mean over what the loss counts
+    loss: float  # of training: the mean over what the loss counts
     lr: float
     grad_norm: float  # of the mean gradient, before clipping
     scale: float  # the loss scale
@@ -73,7 +73,7 @@ class EvalEvent(Event):
     kind = "eval"
     epoch: int
     set: str | None = None  # the name of the set, where there are several
-    loss: float | None
+    val_loss: float | None
     metrics: Mapping[str, float | None] = field(metadata=FLAT)  # also train_loss, train_accuracy
     samples: float  # or tokens, that were measured
     seconds: float
@@ -257,4 +257,6 @@ def record_of(event: Event) -> dict[str, Any]:
 def event_of(record: Mapping[str, Any]) -> Event | None:
     """The event of a record that has at least `event` and `step`; None for a kind that is not known."""
     kind = KINDS.get(record["event"])
+    if kind is EvalEvent and "loss" in record:  # its name until November 2026
+        record = {"val_loss" if key == "loss" else key: value for key, value in record.items()}
     return None if kind is None else decoded(kind, {k: v for k, v in record.items() if k != "event"})

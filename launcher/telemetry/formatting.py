@@ -74,8 +74,8 @@ def size(value: float) -> str:
 
 
 def metric_title(name: str) -> str:
-    """macro_f1 -> macro F1."""
-    return name.replace("_", " ").replace("f1", "F1")
+    """macro_f1 -> macro F1. Losses keep their names: train_loss, val_loss."""
+    return name if name.endswith("_loss") else name.replace("_", " ").replace("f1", "F1")
 
 
 def markdown_text(text: str) -> str:
@@ -94,9 +94,9 @@ def evaluation_cells(event: EvalEvent) -> dict[str, str]:
 
     Numbers of the training samples stand after the loss and the first metric of the validation samples.
     """
-    held_out = {"loss": event.loss} | {k: v for k, v in event.metrics.items() if k not in OF_TRAINING}
+    held_out = {"val_loss": event.val_loss} | {k: v for k, v in event.metrics.items() if k not in OF_TRAINING}
     order = [*list(held_out)[:2], *OF_TRAINING, *held_out]
-    values = {"loss": event.loss, **event.metrics}
+    values = {"val_loss": event.val_loss, **event.metrics}
     shown = {name: values[name] for name in dict.fromkeys(order) if name in values}
     shown |= {"samples": event.samples, "seconds": event.seconds}
     cells = {"epoch": number(event.epoch + 1), "step": number(event.step)}
@@ -138,7 +138,7 @@ def step_line(event: StepEvent, epochs: int | None, total_steps: int | None, eta
     parts = [
         f"epoch {_of(event.epoch + 1, epochs)}",
         f"step {_of(event.step, total_steps)}",
-        f"loss {number(event.loss)}",
+        f"train_loss {number(event.loss)}",
         f"lr {number(event.lr)}",
         *step_details(event),
     ]

@@ -31,7 +31,7 @@ from launcher.trainer.errors.recipe_errors import guarding
 from launcher.trainer.progress import EvalOutcome, Position
 from launcher.trainer.step_flags import StepFlag
 
-HIGHER_IS_BETTER = {"loss": False, "train_loss": False, "train_accuracy": True}  # in every evaluation
+HIGHER_IS_BETTER = {"val_loss": False, "train_loss": False, "train_accuracy": True}  # in every evaluation
 
 log = logging.getLogger("launcher")
 
@@ -74,7 +74,7 @@ class EvaluationLoop:
         finally:
             self._context.step_reader.restart_timer()
         compared = monitored_metric(self.recipe.monitor, self.latest)
-        if compared.name != "loss" and math.isnan(compared.value):  # that of the loss ends the run
+        if compared.name != "val_loss" and math.isnan(compared.value):  # that of the loss ends the run
             self._context.telemetry.warn(
                 f"{compared.name}, by which runs are compared, is NaN at step {position.step}, so this "
                 "evaluation cannot be the best. Correct the metric, or name another with monitor."
@@ -101,9 +101,9 @@ class EvaluationLoop:
         """What the last evaluation found: `metrics` of the first set, `sets` of all by name."""
         found, monitor = self.latest, self.recipe.monitor
         if not found:
-            return replace(result, metric_name=monitor or "loss")
+            return replace(result, metric_name=monitor or "val_loss")
         compared = monitored_metric(monitor, found)
-        sets = {name: {"loss": each.loss, **each.metrics} for name, each in found.items()}
+        sets = {name: {"val_loss": each.loss, **each.metrics} for name, each in found.items()}
         if (confusion := self.confusion) is not None:
             classes = result.classes or list(confusion.classes)
             result = replace(result, confusion_matrix=confusion.counts.tolist(), classes=classes)
@@ -200,7 +200,7 @@ class EvaluationLoop:
                 position.step,
                 epoch=position.epoch,
                 set=None if name == ONLY_SET else name,
-                loss=found.loss,
+                val_loss=found.loss,
                 metrics={**found.metrics, **self._context.train_metrics},
                 samples=found.samples,
                 seconds=time.perf_counter() - began,

@@ -70,9 +70,16 @@ def test_the_screen_has_progress_speed_scale_and_gpus(run_dir):
     gpu = {"index": 3, "utilisation_percent": 91.2, "power_w": 250.0, "memory_bytes": 8e9}
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(json_line({"event": "gpu", "time": NOW, "step": 20, "gpus": [gpu]}))
-        file.write(json_line({"event": "eval", "time": NOW, "step": 20, "loss": 0.3, "accuracy": 0.5}))
+        file.write(json_line({"event": "eval", "time": NOW, "step": 20, "val_loss": 0.3, "accuracy": 0.5}))
     text = "\n".join(run_screen(RunView(run_dir).view(NOW)))
-    for part in ("resnet18/mine  running", "step 20/100", "20 %", "eta 1:19", "loss 0.2", "accuracy 50.00 %"):
+    for part in (
+        "resnet18/mine  running",
+        "step 20/100",
+        "20 %",
+        "eta 1:19",
+        "train_loss 0.2",
+        "accuracy 50.00 %",
+    ):
         assert part in text
     for part in ("5,000 samples/s", "scale 1024", "skipped 2", "GPU 3:  91 %  250 W  8 GB", "Ctrl-C leaves"):
         assert part in text
@@ -353,12 +360,12 @@ def test_a_pipe_gets_lines_until_the_run_ends_and_torch_is_never_loaded(run_dir)
     words = [sys.executable, "-c", WITHOUT_TORCH, "watch", str(run_dir), "--every=0.05"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
-    assert "running  step 20/100  loss 0.2" in process.stdout.readline()
+    assert "running  step 20/100  train_loss 0.2" in process.stdout.readline()
     write_steps(run_dir, 21, 40)
     write_status(run_dir, "done", step=40, now=now, exit=0)
     rest = process.stdout.read().splitlines()
     assert process.wait(20) == 0
-    assert "done  step 40/100  loss 0.1" in rest[-1]
+    assert "done  step 40/100  train_loss 0.1" in rest[-1]
     process.stdout.close()
 
 

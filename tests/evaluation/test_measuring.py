@@ -310,7 +310,11 @@ REFUSED: dict[str, tuple[list[Any], str | None, str]] = {
         "has the class Classification, which is not a metric. A metric is an",
     ),
     "no metric": (["accuracy"], None, "has 'accuracy', which is not a metric"),
-    "an unknown comparison": ([named("bleu", "chrf")], "bleau", "Nearest: bleu. They have loss, bleu, chrf"),
+    "an unknown comparison": (
+        [named("bleu", "chrf")],
+        "bleau",
+        "Nearest: bleu. They have val_loss, bleu, chrf",
+    ),
 }
 
 
@@ -324,7 +328,7 @@ SETS: list[tuple[Any, str | None, str]] = [
     (
         {"near": points(3), "far": points(3)},
         "fra/a",
-        "monitor='fra/a'.* Nearest: far/a. .* near/a, far/loss",
+        "monitor='fra/a'.* Nearest: far/a. .* near/a, far/val_loss",
     ),
     ({}, None, "Recipe.validation has no set: give it at least one"),
     ({"near": points(3), "far": points(0)}, None, r"the validation \(far\) set of the recipe is empty"),
@@ -354,7 +358,7 @@ def test_what_they_do_not_declare_is_checked_at_the_first_evaluation() -> None:
         evaluated(Nameless("a"), Nameless("b", "a"))
     with pytest.raises(ConfigError, match="gives the name 'epoch', which every evaluation has"):
         evaluated(Nameless("epoch"))
-    with pytest.raises(ConfigError, match=r"monitor='bleau'.* Nearest: bleu. They have loss, bleu."):
+    with pytest.raises(ConfigError, match=r"monitor='bleau'.* Nearest: bleu. They have val_loss, bleu."):
         monitored_metric("bleau", {ONLY_SET: evaluated(Nameless("bleu"))})
 
 
@@ -375,8 +379,8 @@ def test_the_metric_that_is_compared_says_which_way_is_better(higher_is_better, 
 
 def test_the_loss_is_compared_where_nothing_else_is_named() -> None:
     found = {ONLY_SET: evaluated(Nameless("a", higher_is_better=True))}
-    assert monitored_metric(None, found).name == "loss"
-    assert monitored_metric("loss", found).lower_is_better
+    assert monitored_metric(None, found).name == "val_loss"
+    assert monitored_metric("val_loss", found).lower_is_better
     classes = evaluated(Classification(CLASSES, output="logits"))
     assert monitored_metric(None, {ONLY_SET: classes}).name == "accuracy"
 

@@ -15,12 +15,12 @@ def test_the_best_evaluation_is_named_with_its_step_also_after_a_resume(tmp_path
     run(tmp_path / "run", *words, "train.max_steps=14")
     ended = run(tmp_path / "run", *words, f"train.max_steps={2 * EPOCH}")
     assert ended.codes == [0], ended
-    losses = {event["step"]: event["loss"] for event in ended.events("eval")}
+    losses = {event["step"]: event["val_loss"] for event in ended.events("eval")}
     step = min(losses, key=losses.__getitem__)
     assert step < 2 * EPOCH, "the last evaluation is not the best"
     assert (ended.result["best_step"], ended.result["best_metric"]) == (step, losses[step])
     assert ended.result["metric"] == losses[2 * EPOCH]
-    assert f"; the best loss: {losses[step]:.4f} after step {step}" in ended.outputs[0]
+    assert f"; the best val_loss: {losses[step]:.4f} after step {step}" in ended.outputs[0]
     exported = export(ended.directory, tmp_path / "best.safetensors", best=True)
     assert exported.metric is not None
     assert (exported.step, exported.metric.value) == (step, losses[step])

@@ -181,7 +181,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert run(tmp_path / "run", *words, user_code=code).codes == [75]
     ended = run(tmp_path / "run", *words, user_code=forget)
     assert ended.codes == [0], ended
-    losses = {event["step"]: event["loss"] for event in ended.events("eval")}
+    losses = {event["step"]: event["val_loss"] for event in ended.events("eval")}
     best = min(losses, key=losses.__getitem__)
     assert best == 2 * EPOCH
     assert list(ended.checkpoints) == [best, 36, 39]

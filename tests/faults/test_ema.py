@@ -35,7 +35,7 @@ def test_it_changes_no_step_is_evaluated_and_exported_and_resumes_bit_for_bit(tm
     assert whole.result["evaluated_weights"] == "ema"
     assert whole.result["ema_sha256"] != whole.digest
     assert "ema_sha256" not in plain.result
-    assert whole.result["metrics"]["loss"] != plain.result["metrics"]["loss"]
+    assert whole.result["metrics"]["val_loss"] != plain.result["metrics"]["val_loss"]
     assert whole.result["state_bytes"] > plain.result["state_bytes"]
     assert [e["topic"] for e in whole.events("decision") if e["topic"] == "ema"] == ["ema"]
 
@@ -47,7 +47,7 @@ def test_it_changes_no_step_is_evaluated_and_exported_and_resumes_bit_for_bit(tm
         assert average_of(resumed, step) == average_of(whole, step)
     assert resumed.events("eval") != []
     for one, other in zip(resumed.events("eval"), whole.events("eval"), strict=True):
-        assert (one["step"], one["loss"]) == (other["step"], other["loss"])
+        assert (one["step"], one["val_loss"]) == (other["step"], other["val_loss"])
 
     file = tmp_path / "weights.safetensors"
     assert export(whole.directory, file).averaged
@@ -73,7 +73,7 @@ def test_sharded_and_on_other_ranks_it_resumes(tmp_path: Path, precision: str) -
         assert resumed.result["ema_sha256"] == whole.result["ema_sha256"]
     alone = run(tmp_path / "alone", *words, start)
     assert alone.codes == [0], alone
-    assert alone.result["metrics"]["loss"] == pytest.approx(whole.result["metrics"]["loss"], rel=0.1)
+    assert alone.result["metrics"]["val_loss"] == pytest.approx(whole.result["metrics"]["val_loss"], rel=0.1)
 
 
 @pytest.mark.slow

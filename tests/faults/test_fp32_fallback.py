@@ -50,7 +50,7 @@ def test_each_fails_in_fp16_and_trains_as_in_fp32_with_a_fallback(tmp_path: Path
     assert ended.codes == [0], ended
     assert fallbacks(ended) == FALLBACKS[name]
     assert ended.result["skipped_steps"] == len(FALLBACKS[name])
-    of_fp32, of_fp16 = (each.events("eval")[-1]["loss"] for each in (fp32, ended))
+    of_fp32, of_fp16 = (each.events("eval")[-1]["val_loss"] for each in (fp32, ended))
     assert of_fp32 < 1.25  # of 1.39 by chance
     assert of_fp16 == pytest.approx(of_fp32, rel=0.01)
 

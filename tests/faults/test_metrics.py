@@ -85,7 +85,7 @@ def test_each_set_has_its_own_evaluation_and_any_may_be_compared_by(ended: Ended
     }
     assert result["metrics"]["margin"] == near["margin"] != far["margin"]
     higher = far["higher_is_better"]
-    assert (higher["margin"], higher["loss"], higher["train_loss"]) == (True, False, False)
+    assert (higher["margin"], higher["val_loss"], higher["train_loss"]) == (True, False, False)
     assert sum(map(sum, result["confusion_matrix"])) == 30
     checkpoints = sorted((ended.directory / "checkpoints").iterdir())
     state = json.loads((checkpoints[-1] / "state.json").read_text())
@@ -96,7 +96,7 @@ def test_people_and_programs_find_the_first_set_first(ended: Ended) -> None:
     near, far = ended.events("eval")[-2:]
     lines = [line.split() for line in ended.outputs[0].splitlines()]
     assert [line[2] for line in lines if line[:2] in (["1", "6"], ["2", "6"])] == ["near", "far"]
-    assert any(line[:4] == ["epoch", "step", "set", "loss"] for line in lines)
+    assert any(line[:4] == ["epoch", "step", "set", "val_loss"] for line in lines)
     assert ended.status["last"]["eval"]["set"] == "near"
     assert row_of(near)["eval/near/margin"] == near["margin"]
     assert not any(key.endswith("/set") for key in row_of(far))

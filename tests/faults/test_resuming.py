@@ -278,7 +278,7 @@ def test_other_numbers_of_ranks_go_through_the_same_batches(tmp_path: Path) -> N
         epoch = [number for batch in seen[start : start + EPOCH] for number in batch]
         assert sorted(epoch) == list(range(SAMPLES))
     assert_each_step_once(ended)
-    assert ended.result["metrics"]["loss"] == pytest.approx(whole.result["metrics"]["loss"], rel=0.2)
+    assert ended.result["metrics"]["val_loss"] == pytest.approx(whole.result["metrics"]["val_loss"], rel=0.2)
     assert load(ended.checkpoints[3 * EPOCH]).progress.samples == 3 * SAMPLES
 
 

@@ -30,8 +30,8 @@ def ended(tmp_path_factory) -> Ended:
 def test_the_result_names_what_the_recipe_used_and_what_it_measured(ended) -> None:
     result = ended.result
     assert (result["model"], result["data"]) == ("Noisy", "noisy")
-    assert result["metric_name"] == "loss"
-    assert result["metric"] == result["metrics"]["loss"]
+    assert result["metric_name"] == "val_loss"
+    assert result["metric"] == result["metrics"]["val_loss"]
     for start in ended.events("start"):
         assert (start["model"], start["data"]) == ("Noisy", "noisy")
 

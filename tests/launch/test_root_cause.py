@@ -105,7 +105,7 @@ def test_those_whom_the_others_wait_for_hang(results, text) -> None:
     assert hang_outcome(results) == RunOutcome(6, text)
 
 
-# RestartPolicy
+# Restarts
 
 
 def fate_of(restarts: RestartPolicy, outcome: RunOutcome, newest_step: int) -> str:

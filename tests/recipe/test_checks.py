@@ -15,10 +15,10 @@ from tests.recipe.own import OWN_RECIPE, config_of, written
 @pytest.mark.parametrize(
     ("replacement", "message"),
     [
-        ('monitor="f1"', "monitor='f1'.* Nearest: macro_f1, weighted_f1. They have loss, accuracy, "),
+        ('monitor="f1"', "monitor='f1'.* Nearest: macro_f1, weighted_f1. They have val_loss, accuracy, "),
         ('monitor="Accuracy"', "monitor='Accuracy'.* Nearest: accuracy"),
         ("monitor=3", "monitor=3: its evaluations have no such metric"),
-        ('monitor="macro_f1", classes=None', "have no such metric. They have loss."),
+        ('monitor="macro_f1", classes=None', "have no such metric. They have val_loss."),
     ],
 )
 def test_a_metric_that_no_evaluation_has_is_refused_before_training(tmp_path, replacement, message):

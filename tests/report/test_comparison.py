@@ -91,7 +91,7 @@ def test_the_files_hold_means_spreads_and_every_job(sweep) -> None:
 
 def test_a_chart_has_a_bold_mean_and_a_thin_line_per_seed(sweep) -> None:
     charts = {chart.title: chart for chart in run_charts(grouped(runs_of(sweep)))}
-    loss, accuracy = charts["Loss, training"], charts["Accuracy, validation"]
+    loss, accuracy = charts["train_loss"], charts["Accuracy, validation"]
     assert len(loss.lines) == len(accuracy.lines) == 2 * (6 + 1)
     bold = [line for line in loss.lines if line.style == "mean"]
     assert [line.name for line in bold] == ["fp32, mean", "fp16, mean"]
@@ -176,13 +176,17 @@ def test_the_mean_is_taken_where_all_lines_are_and_between_their_steps() -> None
 
 @pytest.mark.parametrize(
     ("metric_name", "higher", "order"),
-    [("accuracy", True, ["2", "3", "1"]), ("rmse", False, ["1", "3", "2"]), ("loss", None, ["1", "3", "2"])],
+    [
+        ("accuracy", True, ["2", "3", "1"]),
+        ("rmse", False, ["1", "3", "2"]),
+        ("val_loss", None, ["1", "3", "2"]),
+    ],
 )
 def test_the_table_begins_with_the_best_and_says_its_command(tmp_path, metric_name, higher, order) -> None:
     values = {"1": 0.1, "2": 0.9, "3": 0.5}
     for number, (lr, value) in enumerate(values.items()):
         directory = write_job(tmp_path, number, ["recipe=resnet18", f"optim.lr={lr}", "seed=0"])
-        result = {"state": "done", "metric_name": metric_name, "metric": value, "metrics": {"loss": 0.25}}
+        result = {"state": "done", "metric_name": metric_name, "metric": value, "metrics": {"val_loss": 0.25}}
         write_json(
             directory / "result.json", result | ({} if higher is None else {"higher_is_better": higher})
         )
@@ -190,7 +194,7 @@ def test_the_table_begins_with_the_best_and_says_its_command(tmp_path, metric_na
     text = write_comparison(tmp_path)[0].read_text()
     rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
     assert rows == ["setting", "---", *(f"optim.lr={lr}" for lr in (*order, 4))]
-    assert "| loss, validation |" in text
+    assert "| val_loss |" in text
     assert "| 0.25 |" in text
     assert f"Best: `python -m launcher recipe=resnet18 optim.lr={order[0]}`" in text
 

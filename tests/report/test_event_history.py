@@ -65,9 +65,14 @@ def test_each_gpu_has_its_curves(tmp_path):
 
 
 def test_a_metric_that_is_named_like_one_of_another_set_has_a_curve_of_its_own():
-    evaluation = {"event": "eval", "time": 1.0, "step": 1, "epoch": 0, "loss": 0.5}
+    evaluation = {"event": "eval", "time": 1.0, "step": 1, "epoch": 0, "val_loss": 0.5}
     found = history_of({**evaluation, "set": "a", "b/f1": 0.25}, {**evaluation, "set": "b", "f1": 0.75})
     assert (found.evaluations["b/f1"].last, found.other_sets["b/f1"].last) == (0.25, 0.75)
+
+
+def test_the_validation_loss_of_an_older_file_is_shown():
+    found = history_of({"event": "eval", "time": 1.0, "step": 4, "epoch": 0, "loss": 0.5, "f1": 0.75})
+    assert {name: curve.last for name, curve in found.evaluations.items()} == {"val_loss": 0.5, "f1": 0.75}
 
 
 def test_a_run_that_is_resumed_from_an_earlier_step_is_read_again(tmp_path):

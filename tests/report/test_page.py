@@ -43,7 +43,7 @@ def write_events(run_dir, with_scale=True, with_accuracy=True):
             log.append({"event": "step", "time": 0.0, "step": step, **values})
         if step % 30 == 0:
             metrics = {"accuracy": 0.9 + step / 1000, "macro_f1": 0.9} if with_accuracy else {}
-            values = {"epoch": step // 30 - 1, "loss": 0.3, **metrics, "samples": 30}
+            values = {"epoch": step // 30 - 1, "val_loss": 0.3, **metrics, "samples": 30}
             log.append({"event": "eval", "time": 0.0, "step": step, **values})
     log.append({"event": "warning", "time": 0.0, "step": 60, "text": HOSTILE})
     log.close()

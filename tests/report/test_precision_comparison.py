@@ -42,7 +42,7 @@ def run_of(seed: int = 0, metric: float | None = 0.9, **parts: float) -> Run:
         training_seconds=60.0,
         wire_bytes_per_step=parts.get("sent", 4e6),
         state_bytes=16e6,
-        metrics={"loss": 0.3},
+        metrics={"val_loss": 0.3},
         metric=metric,
         metric_name="accuracy",
         skipped_steps=1,

@@ -37,13 +37,20 @@ def write_run(
         events.append({"event": "step", "time": 100.0 + step, "step": step, "epoch": 0, **values, **times})
     if metric:
         events.append(
-            {"event": "eval", "time": 200.0, "step": steps, "epoch": 0, "loss": 0.5, metric: 0.5 + seed / 10}
+            {
+                "event": "eval",
+                "time": 200.0,
+                "step": steps,
+                "epoch": 0,
+                "val_loss": 0.5,
+                metric: 0.5 + seed / 10,
+            }
         )
     (directory / "metrics.jsonl").write_bytes(b"".join(json_line(event) for event in events))
     done = {
         "state": "done",
         "exit": 0,
-        "metric_name": metric or "loss",
+        "metric_name": metric or "val_loss",
         "metrics": {},
         "steps": steps,
         "seconds": 60.0,
@@ -83,7 +90,7 @@ def test_runs_are_laid_over_each_other_and_seeds_have_a_mean(runs, tmp_path, cap
     place = tmp_path / "all.html"
     assert main(["report", *map(str, runs), "--out", str(place)]) == 0
     out = capsys.readouterr().out.splitlines()
-    titles = ("run", "state", "steps", "loss", "accuracy", "time", "samples / s", "skipped", "bound by")
+    titles = ("run", "state", "steps", "train_loss", "accuracy", "time", "samples / s", "skipped", "bound by")
     assert out[0].split() == " ".join(titles).split()
     assert [line.split()[1] for line in (out[1], out[2], out[3])] == ["done", "done", "failed"]
     assert "input" in out[1]
@@ -188,9 +195,9 @@ def test_what_is_no_confusion_matrix_is_left_out(tmp_path, matrix):
         {"event": "overflow", "step": 1, "ranks": 3, "parameters": "x"},
         {"event": "restart", "step": 1, "time": "x"},
         {"event": "start", "step": 1, "time": 1e300, "total_steps": "many", "model": []},
-        {"event": "eval", "step": 1, "loss": [1], "accuracy": "x"},
-        {"event": "eval", "step": 1, "epoch": "x", "loss": 0.5},
-        {"event": "eval", "step": 1, "epoch": [0], "set": [1], "loss": 0.5},
+        {"event": "eval", "step": 1, "val_loss": [1], "accuracy": "x"},
+        {"event": "eval", "step": 1, "epoch": "x", "val_loss": 0.5},
+        {"event": "eval", "step": 1, "epoch": [0], "set": [1], "val_loss": 0.5},
         {"event": "end", "step": 1, "state": 3, "error": []},
         {"event": "end", "step": 1, "state": "done", "step_time": {**STEP_TIME, "rank": None}},
         {"event": "end", "step": 1, "state": "done", "step_time": {**STEP_TIME, "rank": "first"}},
@@ -289,7 +296,7 @@ def test_the_metric_that_runs_are_compared_by_is_shown_of_any_set(tmp_path, caps
     run = write_run(tmp_path / "a", metric=None, result={"metric_name": name, **number})
     with (run / "metrics.jsonl").open("ab") as file:
         for place, accuracy in (("near", 0.9), ("far", 0.4875)):
-            fields = {"event": "eval", "time": 200.0, "step": 40, "set": place, "loss": 0.5}
+            fields = {"event": "eval", "time": 200.0, "step": 40, "set": place, "val_loss": 0.5}
             file.write(json_line({**fields, "accuracy": accuracy}))
     write_json(run / "status.json", {"state": "done", "exit": 0, "updated": 200.0})
     assert main(["report", str(run)]) == 0
@@ -312,18 +319,18 @@ def test_of_several_validation_sets_each_number_and_curve_names_its_own(tmp_path
         with (run / "metrics.jsonl").open("ab") as file:
             for step in (20, 40):
                 for place, accuracy in (("near", 0.95), ("far", 0.4)):
-                    fields = {"event": "eval", "time": 200.0, "step": step, "set": place, "loss": 0.5}
+                    fields = {"event": "eval", "time": 200.0, "step": step, "set": place, "val_loss": 0.5}
                     file.write(json_line({**fields, "accuracy": accuracy}))
     assert main(["report", runs[0]]) == 0
     assert "near/accuracy" in capsys.readouterr().out.splitlines()[0]
     page = (tmp_path / "a" / "report.html").read_text()
     assert "19 of 20 right in near." in page
-    for part in ("<dt>near/accuracy</dt>", "validation, near", "validation, far"):
+    for part in ("<dt>near/accuracy</dt>", "near/val_loss", "far/val_loss"):
         assert part in page
     for part in ("Near/accuracy, validation", "Far/accuracy, validation"):
         assert page.count(f'<figure class="chart" aria-label="{part}">') == 1
     assert "near/accuracy 95.00 %" in "\n".join(run_screen(RunView(Path(runs[0])).view()))
     assert main(["report", *runs, f"--out={tmp_path / 'both.html'}"]) == 0
     both = (tmp_path / "both.html").read_text()
-    for part in ("Far/accuracy, validation", "Far/loss, validation"):
+    for part in ("Far/accuracy, validation", "Far/val_loss"):
         assert f'<figure class="chart" aria-label="{part}">' in both

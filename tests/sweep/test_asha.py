@@ -19,7 +19,7 @@ START = {"event": "start", "time": 0, "step": 0, "monitor": None}
 
 
 def evaluation(step: int, **fields: object) -> dict[str, object]:
-    usual = {"epoch": 0, "loss": 1.0, "samples": 1, "seconds": 0, "higher_is_better": {"accuracy": True}}
+    usual = {"epoch": 0, "val_loss": 1.0, "samples": 1, "seconds": 0, "higher_is_better": {"accuracy": True}}
     return {"event": "eval", "time": 0, "step": step, **usual, **fields}
 
 
@@ -29,11 +29,11 @@ def write(directory: Path, *events: dict[str, object], end: str = "\n") -> None:
         file.write("\n".join(map(json.dumps, events)) + end)
 
 
-def verdicts(directory: Path, *costs: float, grace_period: int = 1, metric: str = "loss") -> list[int]:
+def verdicts(directory: Path, *costs: float, grace_period: int = 1, metric: str = "val_loss") -> list[int]:
     """Which jobs are pruned, where each makes one evaluation after those of the jobs before it."""
     pruner, pruned = Pruner(directory, grace_period, []), []
     for number, cost in enumerate(costs):
-        write(directory / f"{number}", START | {"monitor": metric}, evaluation(5, loss=cost))
+        write(directory / f"{number}", START | {"monitor": metric}, evaluation(5, val_loss=cost))
         job = SweepJob(number, f"{number}", (), state=JobState.RUNNING)
         pruned += [job.number for job in pruner.to_prune([job])]
     return pruned
@@ -48,17 +48,17 @@ def test_a_verdict_is_given_once_at_each_rung(tmp_path: Path) -> None:
     pruner = Pruner(tmp_path, 2, [])
     jobs = [SweepJob(number, f"{number}", (), state=JobState.RUNNING) for number in range(3)]
     for job, cost in zip(jobs, (0.5, 0.6, 0.7), strict=True):
-        write(tmp_path / job.name, START, evaluation(5, loss=0.1, higher_is_better={}))
+        write(tmp_path / job.name, START, evaluation(5, val_loss=0.1, higher_is_better={}))
         assert pruner.to_prune([job]) == [], "before the grace period is over"
-        write(tmp_path / job.name, evaluation(10, loss=cost, higher_is_better={}))
+        write(tmp_path / job.name, evaluation(10, val_loss=cost, higher_is_better={}))
     assert pruner.to_prune([jobs[0]]) == []
     assert pruner.to_prune([jobs[2]]) == [jobs[2]]
     assert jobs[2].error is not None
     assert "after evaluation 2 it is not among the best third" in jobs[2].error
     for step in (15, 20, 25, 30):
-        write(tmp_path / "0", evaluation(step, loss=0.5, higher_is_better={}))
+        write(tmp_path / "0", evaluation(step, val_loss=0.5, higher_is_better={}))
         assert pruner.to_prune([jobs[0]]) == [], "the next rung is six evaluations, where it is alone"
-        write(tmp_path / "1", evaluation(step, loss=0.6, higher_is_better={}))
+        write(tmp_path / "1", evaluation(step, val_loss=0.6, higher_is_better={}))
     assert pruner.to_prune([jobs[1]]) == [jobs[1]], "the second of two"
 
 
@@ -104,7 +104,7 @@ def test_evaluations_are_read_as_they_are_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("monitor", "expected"), [("loss", [1.0]), ("b/f1", [-0.25]), ("f1", [-0.5]), ("error", [0.125])]
+    ("monitor", "expected"), [("val_loss", [1.0]), ("b/f1", [-0.25]), ("f1", [-0.5]), ("error", [0.125])]
 )
 def test_the_metric_is_the_one_that_runs_are_compared_by(tmp_path: Path, monitor: str, expected) -> None:
     better = {"higher_is_better": {"f1": True, "error": False}}

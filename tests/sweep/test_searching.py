@@ -108,7 +108,7 @@ def test_another_search_in_the_same_directory_is_refused(
 def test_a_search_over_data_of_different_metrics_ends_with_the_reason(tmp_path: Path) -> None:
     write_recipe(tmp_path)
     file = tmp_path / "tiny.py"
-    by_data = 'monitor="loss" if config.data.name == "digits" else "accuracy"'
+    by_data = 'monitor="val_loss" if config.data.name == "digits" else "accuracy"'
     file.write_text(file.read_text().replace('("a", "b"))', f'("a", "b"), {by_data})'))
     words = (
         "sweep=random",

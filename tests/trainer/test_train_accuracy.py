@@ -103,8 +103,8 @@ def test_what_was_counted_survives_a_checkpoint() -> None:
 
 def test_the_table_has_them_beside_what_was_held_out() -> None:
     metrics = {"accuracy": 0.5, "macro_f1": 0.4, "train_loss": 2.0, "train_accuracy": 0.25}
-    cells = evaluation_cells(made("eval", 5, epoch=0, loss=1.0, **metrics, samples=9, seconds=1.0))
-    titles = ["loss", "accuracy", "train loss", "train accuracy", "F1", "samples", "seconds"]
+    cells = evaluation_cells(made("eval", 5, epoch=0, val_loss=1.0, **metrics, samples=9, seconds=1.0))
+    titles = ["val_loss", "accuracy", "train_loss", "train accuracy", "F1", "samples", "seconds"]
     assert list(cells)[2:] == titles
     assert cells["train accuracy"] == "25.00 %"
 

@@ -72,19 +72,19 @@ class _RunCharts:
         bad = sum(run.history.steps["loss"].num_not_finite for run in self._runs)
         note = f"{bad:,} logged values were not finite and are not shown." if bad else ""
         training = self._logged("loss")
-        validation = self._lines(lambda run: run.history.evaluations.get("loss"))
+        validation = self._lines(lambda run: run.history.evaluations.get("val_loss"))
         if not self._alone:
             return [
-                self._chart("Loss, training", "", training, note=note),
-                self._chart("Loss, validation", "", validation),
-                *(self._metric(f"{name}/loss") for name in self._sets[1:MAX_METRICS]),
+                self._chart("train_loss", "", training, note=note),
+                self._chart("val_loss", "", validation),
+                *(self._metric(f"{name}/val_loss") for name in self._sets[1:MAX_METRICS]),
             ]
-        named = [replace(line, name="training", color=0) for line in training]
-        first = f"validation, {self._sets[0]}" if self._sets else "validation"
+        named = [replace(line, name="train_loss", color=0) for line in training]
+        first = f"{self._sets[0]}/val_loss" if self._sets else "val_loss"
         named += [replace(line, name=first, color=1) for line in validation]
         for color, name in enumerate(self._sets[1:NUM_COLORS], 2):
-            more = self._lines(_evaluated(f"{name}/loss"))
-            named += [replace(line, name=f"validation, {name}", color=color % NUM_COLORS) for line in more]
+            more = self._lines(_evaluated(f"{name}/val_loss"))
+            named += [replace(line, name=f"{name}/val_loss", color=color % NUM_COLORS) for line in more]
         return [self._chart("Loss", "", named, note=note)]
 
     def _metrics(self) -> list[str]:
@@ -94,7 +94,7 @@ class _RunCharts:
         metrics = [next((n.removeprefix(f"{s}/") for s in sets if n.startswith(f"{s}/")), n) for n in names]
         named = [f"{sets[0]}/{n}" if sets and n in metrics else n for n in names]
         every = [*named, *(f"{each}/{metric}" for metric in metrics for each in sets)]
-        charted = "loss", *(f"{each}/loss" for each in sets)
+        charted = "val_loss", *(f"{each}/val_loss" for each in sets)
         return [name for name in dict.fromkeys(every) if name not in charted][:MAX_METRICS]
 
     def _metric(self, name: str) -> Chart:
@@ -106,8 +106,9 @@ class _RunCharts:
             note = f"Best: {metric(name, lines[-1].y[best])} at step {lines[-1].x[best]:,.0f}."
         if in_percent:
             lines = [replace(line, y=100 * line.y) for line in lines]
-        title, unit = f"{title[:1].upper()}{title[1:]}, validation", "%" if in_percent else ""
-        return self._chart(title, unit, lines, base=1, note=note)
+        of_set = "" if name.endswith("val_loss") else ", validation"
+        title = f"{title[:1].upper()}{title[1:]}{of_set}"
+        return self._chart(title, "%" if in_percent else "", lines, base=1, note=note)
 
     def _scale(self) -> Chart:
         """The loss scale in powers of two, and the steps that were skipped on overflow."""

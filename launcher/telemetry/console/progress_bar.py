@@ -30,7 +30,7 @@ class ProgressBar:
         """Show the numbers of a logged step."""
         eta_s = self._pace.eta_s(event.step, self.plan.total_steps)
         eta = [] if eta_s is None else [f"eta {duration(eta_s)}"]
-        texts = [f"loss {number(event.loss)}", *eta, *step_details(event)]
+        texts = [f"train_loss {number(event.loss)}", *eta, *step_details(event)]
         self._bar_of(event.epoch).set_postfix_str(", ".join(texts), refresh=False)
         self.advance(event.epoch, event.step)
 

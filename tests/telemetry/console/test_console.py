@@ -41,12 +41,12 @@ for epoch in range(2):
         if step % 5 == 0:
             telemetry.emit(made("step", step, epoch=epoch, loss=2.5 / step, lr=0.1, scale=65536.0, skipped=1,
                            samples_per_s=1234.0, **times))
-    metrics = {"loss": 0.25, "accuracy": 0.875 + epoch / 10, "macro_f1": 0.9}
+    metrics = {"val_loss": 0.25, "accuracy": 0.875 + epoch / 10, "macro_f1": 0.9}
     telemetry.emit(made("eval", step, epoch=epoch, **metrics, samples=360, seconds=1.5))
 telemetry.warn("something is odd")
 telemetry.emit(made("report", step, text="precision    recall\\n   class 0      1.00\\n"))
 telemetry.emit(made("end", step, state="done", exit=0, seconds=83.0, since_step=0, samples_per_s=1200.0,
-               metrics={"loss": 0.25, "accuracy": 0.975}))
+               metrics={"val_loss": 0.25, "accuracy": 0.975}))
 telemetry.close()
 assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
 """
@@ -55,7 +55,7 @@ END = [
     "precision    recall",
     "   class 0      1.00",
     "",
-    "done after 24 steps in 1:23 at 1,200 samples/s: loss 0.2500, accuracy 97.50 %",
+    "done after 24 steps in 1:23 at 1,200 samples/s: val_loss 0.2500, accuracy 97.50 %",
     "input-bound: 71 % of the step waits for data: raise data.num_workers (sets that are not in memory), "
     "make the data set's transform cheaper, or raise data.batch_size",
     "step 10.0 ms on average: data 7.1, compute 2.0, wire 0.5, update 0.4, other 0.0",
@@ -108,7 +108,7 @@ def test_through_a_pipe_each_step_event_is_a_line(piped):
     assert lines[:2] == DECISIONS
     steps = [line for line in lines if line.startswith("epoch ")]
     assert [re.search(r"step (\d+)/24", line)[1] for line in steps] == ["5", "10", "15", "20"]
-    expected = "epoch 1/2  step 5/24  loss 0.5  lr 0.1  1,234 samples/s  scale 65536  skipped 1"
+    expected = "epoch 1/2  step 5/24  train_loss 0.5  lr 0.1  1,234 samples/s  scale 65536  skipped 1"
     assert steps[0] == expected
     assert re.search(r"epoch 2/2  step 20/24 .*  eta \d+:\d\d$", steps[-1])
     assert lines[-9:-8] == [""]
@@ -121,7 +121,7 @@ def test_each_evaluation_stands_under_its_titles(piped):
     lines = piped.stdout.splitlines()
     at = [number for number, line in enumerate(lines) if "accuracy" in line and "F1" in line]
     assert len(at) == 2, "step lines come between, so the titles are repeated"
-    assert lines[at[0]].split() == ["epoch", "step", "loss", "accuracy", "F1", "samples", "seconds"]
+    assert lines[at[0]].split() == ["epoch", "step", "val_loss", "accuracy", "F1", "samples", "seconds"]
     assert lines[at[0] + 1].split() == ["1", "12", "0.2500", "87.50", "%", "0.9000", "360", "1.5000"]
     assert lines[at[1] + 1].split()[:2] == ["2", "24"]
     assert len(lines[at[0]]) == len(lines[at[0] + 1])
@@ -135,7 +135,7 @@ def test_names_and_texts_of_others_cannot_control_the_terminal():
     texts = {f"text {odd}": f"two\n\tlines {odd}"}
     numbers, pictures = {f"number {odd}": 1.0}, {f"picture {odd}": odd}
     telemetry.emit(made("after_evaluation", 1, texts=texts, numbers=numbers, pictures=pictures))
-    telemetry.emit(made("eval", 1, loss=1.0, set=odd, **{odd: 0.5}))
+    telemetry.emit(made("eval", 1, val_loss=1.0, set=odd, **{odd: 0.5}))
     telemetry.emit(made("report", 1, text=f"precision {odd}\n"))
     telemetry.emit(made("end", 1, state="done", metrics={odd: 0.5}))
     telemetry.close()

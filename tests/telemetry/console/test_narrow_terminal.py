@@ -96,11 +96,13 @@ def test_a_run_fits_its_terminal(place: Path, columns: int) -> None:
     words = {80: ["8/8", "loss 0.", "eta ", "samples/s", "scale 65536"], 60: ["8/8", "loss 0.", "eta "]}
     for word in words.get(columns, ["8/8", "loss 0."] if columns == 40 else []):
         assert any(word in bar for bar in bars), (word, bars)
-    assert any(re.fullmatch(r"[a-zA-Z1 ]*loss +accuracy[a-zA-Z1 ]*", line) for line in lines), "the titles"
+    assert any(re.fullmatch(r"[a-zA-Z1_ ]*val_loss +accuracy[a-zA-Z1_ ]*", line) for line in lines), (
+        "the titles"
+    )
     assert not any("Traceback" in line for line in lines)
 
 
-EVALUATION = {"epoch": 29, "loss": 0.1271, "accuracy": 1.0} | {
+EVALUATION = {"epoch": 29, "val_loss": 0.1271, "accuracy": 1.0} | {
     "macro_precision": 0.9743,
     "macro_recall": 0.9743,
     "macro_f1": 0.9743,
@@ -112,12 +114,12 @@ EVALUATION = {"epoch": 29, "loss": 0.1271, "accuracy": 1.0} | {
 @pytest.mark.parametrize(
     ("columns", "titles"),
     [
-        (None, "epoch step loss accuracy precision recall F1 samples seconds"),
-        (80, "epoch step loss accuracy precision recall F1 samples seconds"),
-        (70, "epoch step loss accuracy precision recall F1 samples"),
-        (60, "epoch step loss accuracy precision recall F1"),
-        (40, "epoch step loss accuracy"),
-        (24, "loss accuracy"),
+        (None, "epoch step val_loss accuracy precision recall F1 samples seconds"),
+        (80, "epoch step val_loss accuracy precision recall F1 samples seconds"),
+        (72, "epoch step val_loss accuracy precision recall F1 samples"),
+        (62, "epoch step val_loss accuracy precision recall F1"),
+        (40, "epoch step val_loss accuracy"),
+        (24, "val_loss accuracy"),
     ],
 )
 def test_an_evaluation_leaves_out_columns_from_the_right(columns: int | None, titles: str) -> None:

@@ -17,8 +17,8 @@ from launcher.telemetry.tracker.wandb_tracker import new_run_id
             | {"scale/skipped": 1, "train/samples_per_s": 99.0, "time/step_ms": 3.0},
         ),
         (
-            {"event": "eval", "time": 1.0, "step": 9, "loss": 0.2, "accuracy": 0.9},
-            {"eval/loss": 0.2, "eval/accuracy": 0.9},
+            {"event": "eval", "time": 1.0, "step": 9, "val_loss": 0.2, "accuracy": 0.9},
+            {"eval/val_loss": 0.2, "eval/accuracy": 0.9},
         ),
         (
             {
@@ -50,9 +50,15 @@ def test_events_appear_under_grouped_names(record, row):
 
 
 def test_the_directions_of_an_evaluation_have_the_names_of_its_row():
-    record = {"event": "eval", "time": 1.0, "step": 9, "loss": 0.2, "higher_is_better": {"loss": False}}
-    assert (row_of(record), directions_of(record)) == ({"eval/loss": 0.2}, {"eval/loss": False})
-    assert directions_of(record | {"set": "near"}) == {"eval/near/loss": False}
+    record = {
+        "event": "eval",
+        "time": 1.0,
+        "step": 9,
+        "val_loss": 0.2,
+        "higher_is_better": {"val_loss": False},
+    }
+    assert (row_of(record), directions_of(record)) == ({"eval/val_loss": 0.2}, {"eval/val_loss": False})
+    assert directions_of(record | {"set": "near"}) == {"eval/near/val_loss": False}
     assert directions_of({"event": "step", "time": 1.0, "step": 9, "loss": 0.2}) == {}
 
 

@@ -44,7 +44,7 @@ def stops_at(values: list[float], *, higher: bool = True, **config) -> int | Non
         ([1, 2, 1, 3, 2, 2, 9], {}, 5),
         ([4, 3, 2, 1], {}, 2),
         ([4, 3, 2, 1], {"higher": False}, None),
-        ([4, 3, 2, 1], {"metric": "loss"}, 2),
+        ([4, 3, 2, 1], {"metric": "val_loss"}, 2),
         ([1, 1.1, 1.2, 1.3], {"min_delta": 0.15}, None),
         ([1, 1.1, 1.2, 1.3], {"min_delta": 0.25}, 2),
         ([1, 1.1, 1.2, 1.3], {"patience": 1, "min_delta": 0.15}, 1),
