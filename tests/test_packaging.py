@@ -136,6 +136,41 @@ def test_the_constraints_pin_every_dependency_that_is_installed() -> None:
     assert pins["torch"] == "2.13.0"
 
 
+ABSENT = ("wandb", "hydra", "omegaconf", "yaml", "PIL", "tqdm", "filelock", "pynvml", "safetensors")
+ENGINE_ALONE = f"""
+import sys
+for name in {ABSENT}:
+    sys.modules[name] = None  # importing it raises ImportError
+import torch
+from launcher.engine import SGD, Policy, Stepper
+stepper = Stepper(torch.nn.Linear(2, 2), SGD(lr=0.1), Policy.fp16())
+with stepper.forward():
+    loss = stepper.model(torch.ones(4, 2)).float().square().sum()
+stepper.backward(loss, 4)
+assert not stepper.step().read().skipped
+"""
+
+
+def test_the_engine_needs_torch_alone(tmp_path) -> None:
+    call(
+        sys.executable,
+        "-c",
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}){ENGINE_ALONE}",
+        directory=tmp_path,
+    )
+
+
+def test_the_description_is_one_that_an_index_can_show() -> None:
+    """Without links and pictures that are relative to the clone."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["readme"]["content-type"] == "text/markdown"
+    assert "](" not in project["readme"]["text"]
+    assert "recipe=resnet18" in project["readme"]["text"]
+    assert f"### {project['version']}" in (ROOT / "launcher" / "README.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("extra", "package", "version", "accepted"),
     [
@@ -161,9 +196,9 @@ def test_extras_exclude_versions_that_must_not_be_installed(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["recipe=resnet18", "a b"], ["python", "-m", "launcher", "recipe=resnet18", "a b"]),
-        (["watch", "outputs/a"], ["python", "-m", "launcher", "watch", "outputs/a"]),
-        ([], ["python", "-m", "launcher"]),
+        (["recipe=resnet18", "a b"], ["python", "-P", "-m", "launcher", "recipe=resnet18", "a b"]),
+        (["watch", "outputs/a"], ["python", "-P", "-m", "launcher", "watch", "outputs/a"]),
+        ([], ["python", "-P", "-m", "launcher"]),
         (["torchrun", "--nnodes=2", "-m", "launcher"], ["torchrun", "--nnodes=2", "-m", "launcher"]),
         (["python", "a b.py"], ["python", "a b.py"]),
     ],
