@@ -204,22 +204,8 @@ def _details(run: Run) -> str:
         + html.folded("Classification report", report)
         + html.folded("Result", _result(run))
         + html.folded("Environment", _environment(run))
-        + html.folded("Config", html.preformatted("Config", _config(run)))
+        + html.folded("Config", html.preformatted("Config", run.config_text))
     )
-
-
-def _config(run: Run) -> str:
-    """config.yaml, with a comment at the model and the data set if the recipe does not use them."""
-    start = run.history.last(events.StartEvent)
-    used = {"model": start.model, "data": start.data} if start else {}
-    group, lines = "", []
-    for line in run.config_text.splitlines():
-        group = group if line.startswith(" ") else line.rstrip(":")
-        name = used.get(group)
-        if name and line.startswith("  name: ") and line != f"  name: {name}":
-            line += f"  # not used: the recipe has its own, {name}"
-        lines.append(line)
-    return "\n".join(lines)
 
 
 def _result(run: Run) -> str:

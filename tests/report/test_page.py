@@ -256,18 +256,6 @@ def test_the_confusion_matrix_is_a_table_with_a_colour_and_a_count_in_each_cell(
     ]
 
 
-@pytest.mark.parametrize("num_classes", [27, 100])
-def test_of_many_classes_there_are_colours_alone_and_the_mistakes(tmp_path, num_classes):
-    write_run(tmp_path, [f"class {k}" for k in range(num_classes)])
-    path = write_report(tmp_path)
-    rows = Matrix(path).rows
-    assert [len(row) for row in rows] == [num_classes] * num_classes
-    assert {text for row in rows for _, text in row} == {""}
-    assert rows[3][3][0] == "--share:95", "the root of 9 of 10"
-    assert "Most frequent mistakes" in path.read_text()
-    assert path.stat().st_size < 600_000
-
-
 def test_a_page_that_cannot_be_drawn_is_a_warning(tmp_path):
     write_run(tmp_path)
     (tmp_path / "report.html").mkdir()
@@ -329,3 +317,10 @@ def test_the_exponents_are_drawn_where_they_travelled_and_where_scale_1_would_ha
 def test_any_gradients_can_be_drawn_and_the_page_shows_them(tmp_path, event):
     write_gradients(tmp_path, event)
     assert "Gradients in the range of fp16" in Page(write_report(tmp_path)).text
+
+
+def test_of_many_classes_the_most_frequent_mistakes_are_listed(tmp_path):
+    write_run(tmp_path, [f"class {k}" for k in range(100)])
+    path = write_report(tmp_path)
+    assert Matrix(path).rows == []
+    assert "Most frequent mistakes" in Page(path).text

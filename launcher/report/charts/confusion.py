@@ -14,7 +14,6 @@ from launcher.report.run import Run
 from launcher.telemetry.formatting import middle_cut, number, percent
 
 MAX_COUNTED = 26  # classes of a table with names and counts: the letters of the alphabet fit
-MAX_COLORED = 200  # classes of a table of colours alone, of about 400 kB
 MAX_MISTAKES = 25  # rows of the table of mistakes
 MAX_NAME = 60  # characters in a table
 CAPTION = "rows: true class; columns: predicted"
@@ -57,27 +56,20 @@ def confusion_part(run: Run) -> str:
     if found is None:
         return ""
     if len(found.counts) <= MAX_COUNTED:
-        return paragraph(found.text) + _matrix(found, has_names=True)
+        return paragraph(found.text) + _matrix(found)
     mistakes = table("Most frequent mistakes", _mistakes(found), texts=("true class", "predicted"))
-    colors = _matrix(found, has_names=False) if len(found.counts) <= MAX_COLORED else ""
-    return paragraph(found.text) + mistakes + colors
+    return paragraph(found.text) + mistakes
 
 
-def _matrix(found: ConfusionChart, has_names: bool) -> str:
-    """A table of colours; with names and counts where they fit."""
+def _matrix(found: ConfusionChart) -> str:
+    """A table of counts, each on a colour for its share."""
     shares = found.shares
-    columns = "".join(_head(name, "col") for name in found.names)
-    rows = [f"<tr><td></td>{columns}</tr>"] if has_names else []
+    rows = [f"<tr><td></td>{''.join(_head(name, 'col') for name in found.names)}</tr>"]
     for row, (name, counts) in enumerate(zip(found.names, found.counts, strict=True)):
-        head = _head(name, "row") if has_names else ""
-        cells = (
-            _cell(count if has_names else 0, shares[row, column], row == column)
-            for column, count in enumerate(counts)
-        )
-        rows.append(f"<tr>{head}{''.join(cells)}</tr>")
-    kind = "confusion" if has_names else "confusion dense"
+        cells = (_cell(count, shares[row, column], row == column) for column, count in enumerate(counts))
+        rows.append(f"<tr>{_head(name, 'row')}{''.join(cells)}</tr>")
     body = "\n".join([f'<caption class="note">{CAPTION}</caption>', *rows])
-    return scrolled("Confusion matrix", f'<table class="{kind}">{body}</table>')
+    return scrolled("Confusion matrix", f'<table class="confusion">{body}</table>')
 
 
 def _head(name: str, scope: str) -> str:
@@ -86,12 +78,12 @@ def _head(name: str, scope: str) -> str:
 
 
 def _cell(count: int, share: float, is_right: bool) -> str:
-    """The root of the share is drawn, so that rare mistakes still show. `count` is not shown if it is 0."""
+    """The root of the share is drawn, so that rare mistakes still show."""
     if not share:
         return "<td></td>"
     kinds = [*(["wrong"] if not is_right else []), *(["strong"] if share >= STRONG else [])]
     shown = f' class="{" ".join(kinds)}"' if kinds else ""
-    return f'<td{shown} style="--share:{100 * share**0.5:.0f}">{f"{count:,}" if count else ""}</td>'
+    return f'<td{shown} style="--share:{100 * share**0.5:.0f}">{count:,}</td>'
 
 
 def _mistakes(found: ConfusionChart) -> list[dict[str, str]]:
