@@ -12,7 +12,7 @@ from PIL import Image
 
 from launcher.errors import ConfigError
 from launcher.telemetry.tracker import Picture, Text
-from launcher.telemetry.tracker.rows import media_of, row_of
+from launcher.telemetry.tracker.rows import media_of, scalars_of
 from launcher.trainer.after_evaluation import sorted_by_kind
 from tests.faults.launching import Ended, run
 
@@ -87,7 +87,7 @@ def test_texts_numbers_and_pictures_are_recorded(ended: Ended) -> None:
 def test_the_tracker_shows_them(ended: Ended) -> None:
     event = ended.events("after_evaluation")[-1]
     assert media_of(event)["after_evaluation/a sample"] == Text("<6>")
-    assert row_of(event)["after_evaluation/width"] == 3
+    assert scalars_of(event)["after_evaluation/width"] == 3
     assert isinstance(media_of(event)["after_evaluation/pixels"], Picture)
     media = list((ended.directory / "wandb").glob("offline-run-*/files/media/*/after_evaluation/**/*.*"))
     assert sorted(path.suffix for path in media) == [".html"] * 2 + [".png"] * 6

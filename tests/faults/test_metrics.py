@@ -10,7 +10,7 @@ import pytest
 
 from launcher.report.page import write_report
 from launcher.report.run import Run
-from launcher.telemetry.tracker.rows import row_of
+from launcher.telemetry.tracker.rows import scalars_of
 from tests.faults.launching import Ended, run
 
 pytestmark = pytest.mark.timeout(90)
@@ -98,8 +98,8 @@ def test_people_and_programs_find_the_first_set_first(ended: Ended) -> None:
     assert [line[2] for line in lines if line[:2] in (["1", "6"], ["2", "6"])] == ["near", "far"]
     assert any(line[:4] == ["epoch", "step", "set", "val_loss"] for line in lines)
     assert ended.status["last"]["eval"]["set"] == "near"
-    assert row_of(near)["eval/near/margin"] == near["margin"]
-    assert not any(key.endswith("/set") for key in row_of(far))
+    assert scalars_of(near)["eval/near/margin"] == near["margin"]
+    assert not any(key.endswith("/set") for key in scalars_of(far))
     page = write_report(Run.read(ended.directory)).read_text()
     assert re.search(r"<td[^>]*>far</td>", page)
 

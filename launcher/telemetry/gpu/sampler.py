@@ -22,8 +22,8 @@ from launcher.config.schema import Config
 from launcher.run_dir.records import METRICS
 from launcher.telemetry.event_log import recorded
 from launcher.telemetry.events import Event, GpuEvent, GpuNumbers, StepEvent
-from launcher.telemetry.gpu.conditions import Conditions, name
 from launcher.telemetry.gpu.devices import Gpu, RankDevice, gpus_of
+from launcher.telemetry.gpu.health import GpuHealth, name
 from launcher.telemetry.gpu.readings import GpuLostError, NvmlReader
 from launcher.telemetry.gpu.window import Window
 from launcher.telemetry.stream import Sink, Telemetry
@@ -98,7 +98,7 @@ class GpuSampler(Sink):
         self._wake = threading.Event()
         self._ending = False
         self._energy_j: float | None = None  # of this process
-        self._conditions = Conditions(telemetry.warn)
+        self._health = GpuHealth(telemetry.warn)
         self._thread = threading.Thread(target=self._work, name="gpu-sampler", daemon=True)
         self._thread.start()
 
@@ -158,7 +158,7 @@ class GpuSampler(Sink):
         try:
             return ask()
         except GpuLostError as error:
-            self._conditions.lost(gpu, error)
+            self._health.lost(gpu, error)
             return None
 
     def _close(self, lanes: list[_Lane], began_s: float) -> tuple[float, list[_Lane]]:
@@ -173,7 +173,7 @@ class GpuSampler(Sink):
         found = [(lane, numbers) for lane in lanes if (numbers := self._asked(lane.gpu, lane.close))]
         if found:
             self._emit(step, samples, seconds, found)
-            self._conditions.after([(lane.gpu, each) for lane, each in found], seconds)
+            self._health.after([(lane.gpu, each) for lane, each in found], seconds)
         return now_s, [lane for lane, _ in found]
 
     def _emit(self, step: int, samples: float, seconds: float, found: list[tuple[_Lane, GpuNumbers]]) -> None:

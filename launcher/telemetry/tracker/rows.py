@@ -16,7 +16,7 @@ MEDIA = (Text, Picture, Histogram, Table, ConfusionMatrix)
 UNNAMED = ("event", "time", "step", "set", "higher_is_better")
 
 
-def row_of(record: Record) -> dict[str, object]:
+def scalars_of(record: Record) -> dict[str, object]:
     """Numbers and strings of the event; {} if it has none for a tracker."""
     return {name: value for name, value in _named(record) if not isinstance(value, MEDIA)}
 

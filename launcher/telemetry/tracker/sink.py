@@ -20,7 +20,7 @@ from launcher.run_dir.atomic import all_encodable
 from launcher.telemetry.events import EndEvent, Event, record_of
 from launcher.telemetry.stream import Record, Sink, SinkError
 from launcher.telemetry.tracker.protocol import DirectedTracker, RunInfo, Tracker
-from launcher.telemetry.tracker.rows import directions_of, media_of, row_of
+from launcher.telemetry.tracker.rows import directions_of, media_of, scalars_of
 
 log = logging.getLogger("launcher")
 
@@ -153,7 +153,7 @@ class TrackerSink(Sink):
     def _log(self, tracker: Tracker, record: Record) -> None:
         if isinstance(tracker, DirectedTracker) and (directions := directions_of(record)):
             tracker.directions(directions)
-        if row := row_of(record):
+        if row := scalars_of(record):
             tracker.log(record["step"], row)
         for name, item in media_of(record).items():
             tracker.media(record["step"], name, item)

@@ -3,7 +3,7 @@
 import pytest
 
 from launcher.telemetry.tracker.protocol import ConfusionMatrix, Histogram, Table, Text
-from launcher.telemetry.tracker.rows import directions_of, media_of, row_of
+from launcher.telemetry.tracker.rows import directions_of, media_of, scalars_of
 from launcher.telemetry.tracker.wandb_tracker import new_run_id
 
 
@@ -46,7 +46,7 @@ from launcher.telemetry.tracker.wandb_tracker import new_run_id
     ],
 )
 def test_events_appear_under_grouped_names(record, row):
-    assert row_of(record) == row
+    assert scalars_of(record) == row
 
 
 def test_the_directions_of_an_evaluation_have_the_names_of_its_row():
@@ -57,7 +57,7 @@ def test_the_directions_of_an_evaluation_have_the_names_of_its_row():
         "val_loss": 0.2,
         "higher_is_better": {"val_loss": False},
     }
-    assert (row_of(record), directions_of(record)) == ({"eval/val_loss": 0.2}, {"eval/val_loss": False})
+    assert (scalars_of(record), directions_of(record)) == ({"eval/val_loss": 0.2}, {"eval/val_loss": False})
     assert directions_of(record | {"set": "near"}) == {"eval/near/val_loss": False}
     assert directions_of({"event": "step", "time": 1.0, "step": 9, "loss": 0.2}) == {}
 
@@ -65,11 +65,11 @@ def test_the_directions_of_an_evaluation_have_the_names_of_its_row():
 def test_gradients_and_reports_have_histograms_and_tables():
     gradients = {"event": "gradients", "time": 1.0, "step": 2, "epoch": 0, "zero_share": 0.5, "layers": {}}
     counted = gradients | {"first_exponent": -24, "histogram": [1, 2, 3]}
-    assert row_of(counted) == {"gradients/zero_share": 0.5}
+    assert scalars_of(counted) == {"gradients/zero_share": 0.5}
     assert media_of(counted) == {"gradients/exponents": Histogram([1, 2, 3], [-24, -23, -22, -21])}
     table = [{"class": "a", "precision": 1.0, "support": 3}]
     report = {"event": "report", "time": 1.0, "step": 2, "text": "t", "table": table, "classes": ["a"]}
-    assert row_of(report) == {}
+    assert scalars_of(report) == {}
     assert media_of(report | {"confusion_matrix": [[3]]}) == {
         "eval/classification_report": Text("t"),
         "eval/classes": Table(("class", "precision", "support"), [("a", 1.0, 3)]),

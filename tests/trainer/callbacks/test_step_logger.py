@@ -12,7 +12,7 @@ from launcher.errors import DivergedError
 from launcher.telemetry import Telemetry
 from launcher.telemetry.events import Event, record_of
 from launcher.telemetry.stream import Sink
-from launcher.telemetry.tracker.rows import media_of, row_of
+from launcher.telemetry.tracker.rows import media_of, scalars_of
 from launcher.trainer.callback import Callback
 from launcher.trainer.callbacks.divergence import TerminateOnNonFinite
 from launcher.trainer.callbacks.fp32_fallback import Fp32Fallback
@@ -222,7 +222,7 @@ def test_gradients_are_told_by_layer_and_as_a_histogram(recorder) -> None:
     counts = dict(enumerate(event["histogram"], event["first_exponent"]))
     assert {exponent: count for exponent, count in counts.items() if count} == {0: 5, 1: 1, 14: 1}
     assert media_of(event)["gradients/exponents"].counts == event["histogram"]
-    assert list(row_of(event)) == [
+    assert list(scalars_of(event)) == [
         "gradients/scale",
         "gradients/zero_share",
         "gradients/zero_share_at_scale_1",

@@ -13,7 +13,7 @@ FAULTS = ("hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake")
 LEAST_SHARE = 0.05  # of a window for which clocks are lowered: for less the step is hardly longer
 
 
-class Conditions:
+class GpuHealth:
     """Calls `warn` for each condition of each GPU when it is first seen."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
