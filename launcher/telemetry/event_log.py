@@ -44,7 +44,7 @@ class EventLog(Sink):
         """Write one line."""
         self._append(json_line(record))
 
-    def rewind(self, step: int, evaluates_again: bool) -> None:
+    def truncate_after(self, step: int, evaluates_again: bool) -> None:
         """Drop the events after `step`, and all `end` events.
 
         With `evaluates_again`, also drop the evaluation after `step`. Raises OSError.

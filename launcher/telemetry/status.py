@@ -50,7 +50,7 @@ class StatusFile(Sink):
         if self._due():
             self._publish()
 
-    def advance(self, epoch: int, step: int) -> None:
+    def on_step(self, epoch: int, step: int) -> None:
         if self._due():
             self._take_step()
             self._status = replace(self._status, epoch=epoch, step=step)

@@ -44,11 +44,11 @@ class Sink(Protocol):
 
     def close(self) -> None: ...
 
-    def advance(self, epoch: int, step: int) -> None:
+    def on_step(self, epoch: int, step: int) -> None:
         """Take a step that lies between two `step` events."""
         return
 
-    def rewind(self, step: int, evaluates_again: bool) -> None:
+    def truncate_after(self, step: int, evaluates_again: bool) -> None:
         """Go back to where the run resumes, if events of earlier processes are kept."""
         return
 
@@ -72,7 +72,7 @@ class Telemetry:
         self._step = 0
         self._lock = threading.RLock()  # a tracker warns from its own thread
         self._waiting: deque[Event] = deque(maxlen=LIMIT)
-        self._position: tuple[int, int] | None = None  # the latest that `advance` was given
+        self._position: tuple[int, int] | None = None  # the latest that `on_step` was given
         self._draining = False
         self._failures: Counter[str] = Counter()  # by name of the sink: writes that failed
         self._closing = threading.Event()
@@ -121,7 +121,7 @@ class Telemetry:
         """A warning to all sinks; `step` is that of the latest event."""
         self.emit(WarningEvent(self._step, text=text))
 
-    def advance(self, epoch: int, step: int) -> None:
+    def on_step(self, epoch: int, step: int) -> None:
         """Called for every step at little cost: advances the bar and status.json, writes no event."""
         if not self._sinks:
             return
@@ -129,7 +129,7 @@ class Telemetry:
         if self._writer is None:
             self.flush()
 
-    def rewind(self, step: int, evaluates_again: bool) -> None:
+    def truncate_after(self, step: int, evaluates_again: bool) -> None:
         """The run resumes after `step`: events of later steps are dropped.
 
         With `evaluates_again`, the evaluation after `step` is dropped too.
@@ -137,7 +137,7 @@ class Telemetry:
         with self._lock:
             self._drain()
             for sink in list(self._sinks):
-                self._attempt(sink, partial(sink.rewind, step, evaluates_again))
+                self._attempt(sink, partial(sink.truncate_after, step, evaluates_again))
 
     def close(self) -> None:
         """Close all sinks, the last added first, so that its errors still reach the others."""
@@ -187,7 +187,7 @@ class Telemetry:
         position, self._position = self._position, None
         if position is not None:
             for sink in list(self._sinks):
-                self._attempt(sink, partial(sink.advance, *position))
+                self._attempt(sink, partial(sink.on_step, *position))
 
     def _hand_out(self, event: Event) -> None:
         for sink in list(self._sinks):

@@ -71,7 +71,7 @@ class RunCheckpoints:
                 f"a damaged checkpoint is skipped and set aside: {name} ({problems})"
             )
         if found.snapshot is None:
-            self._context.telemetry.rewind(0, evaluates_again=False)
+            self._context.telemetry.truncate_after(0, evaluates_again=False)
             if launch.halved is not None:
                 event = RestartEvent(0, path="", attempt=launch.restart_count, micro_batch=launch.halved)
                 self._context.telemetry.emit(event)
@@ -104,7 +104,7 @@ class RunCheckpoints:
             text = listed(others, SHOWN, "; ")
             telemetry.warn(f"resumed with other settings than the checkpoint's: {text}")
         self._warn_of_another_rate(saved.extra, start.step)
-        telemetry.rewind(start.step, evaluates_again=start.evaluation_pending)
+        telemetry.truncate_after(start.step, evaluates_again=start.evaluation_pending)
         telemetry.emit(
             RestartEvent(start.step, path=str(path), attempt=launch.restart_count, micro_batch=launch.halved)
         )

@@ -63,7 +63,7 @@ class StepReader:
         report = result.read()
         if any(report.votes):
             self._votes.count(report)
-        self._telemetry.advance(position.epoch, position.step)
+        self._telemetry.on_step(position.epoch, position.step)
         if log.isEnabledFor(logging.DEBUG):
             spans = ", ".join(f"{part} {report.spans_ms.get(part, 0.0):.2f}" for part in PARTS)
             log.debug("step %d: %.2f ms: %s", position.step, 1e3 * seconds, spans)

@@ -80,7 +80,7 @@ def test_a_run_that_is_resumed_from_an_earlier_step_is_read_again(tmp_path):
     for number in range(1, 11):
         log.append(step(number))
     assert reader.poll().last_step.step == 10
-    log.rewind(4, evaluates_again=False)
+    log.truncate_after(4, evaluates_again=False)
     log.append(step(5, loss=77.0))
     log.close()
     assert [values.tolist() for values in reader.poll().steps["loss"].points()] == [

@@ -113,7 +113,7 @@ def test_recording_continues_after_a_damaged_line_also_where_the_run_goes_back(t
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(line + b'\n{"event": "step", "step": 1}\n{"event": "step", "step": 2}\n')
     log = EventLog(path)
-    log.rewind(1, evaluates_again=False)
+    log.truncate_after(1, evaluates_again=False)
     log.append({"event": "step", "step": 3})
     log.close()
     assert [event["step"] for event in read_events(path)] == [1, 3]
@@ -188,7 +188,7 @@ def test_a_file_that_grows_is_read_in_whole_lines_and_again_where_it_is_cut_or_g
     assert polled() == ([], False), "a line that is being written"
     log.close()
     log = EventLog(path)
-    log.rewind(4, evaluates_again=False)
+    log.truncate_after(4, evaluates_again=False)
     for step in range(5, 12):
         log.append({"event": "step", "step": step, "loss": 2.0})
     log.close()
@@ -224,7 +224,7 @@ def test_a_resume_keeps_what_has_happened(tmp_path, name):
     for number, (event, at) in enumerate(rest):
         log.append({"event": event, "time": 50_000.0 + number, "step": at})
     before = read_events(path)
-    log.rewind(step, evaluates_again)
+    log.truncate_after(step, evaluates_again)
     log.close()
     assert read_events(path) == [event for event in before if happened(event, step, evaluates_again)]
     assert len(read_events(path)) == num_kept

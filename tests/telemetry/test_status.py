@@ -52,7 +52,7 @@ def test_it_is_never_older_than_ten_seconds_while_steps_are_made(tmp_path, clock
         if step % 10 == 0:
             telemetry.emit(made("step", step, epoch=0, loss=1.0))
         else:
-            telemetry.advance(0, step)
+            telemetry.on_step(0, step)
         if (now := read_json(path)["step"]) != written_step:
             written_at, written_step = clock.seconds, now
         assert clock.seconds - written_at <= 10

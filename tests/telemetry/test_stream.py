@@ -26,7 +26,7 @@ class Kept(Sink):
     def write(self, event):
         self.records.append(record_of(event))
 
-    def advance(self, epoch, step):
+    def on_step(self, epoch, step):
         self.positions.append((epoch, step))
 
     def close(self):
@@ -105,13 +105,13 @@ def test_a_broken_sink_is_dropped_after_one_warning_to_the_others(error, positio
         assert str(error) in sink.texts()[0]
 
 
-@pytest.mark.parametrize("method", ["advance", "close"])
+@pytest.mark.parametrize("method", ["on_step", "close"])
 def test_any_method_of_a_sink_may_fail(method):
     good, broken = Kept(), Broken(SinkError("gone"), method)
     telemetry = Telemetry([good, broken])
     telemetry.emit(made("step", 1))
-    telemetry.advance(0, 2)
-    telemetry.advance(0, 3)
+    telemetry.on_step(0, 2)
+    telemetry.on_step(0, 3)
     telemetry.close()
     assert good.positions == [(0, 2), (0, 3)]
     assert good.closed == 1
@@ -157,7 +157,7 @@ def test_the_last_added_is_closed_first_and_may_still_warn_the_others():
 def test_without_sinks_nothing_happens_but_the_step_is_known():
     telemetry = Telemetry()
     telemetry.emit(made("step", 7, loss=float("nan")))
-    telemetry.advance(0, 8)
+    telemetry.on_step(0, 8)
     telemetry.decision("precision", "fp16")
     telemetry.warn("quiet")
     telemetry.close()
@@ -187,7 +187,7 @@ def test_events_of_steps_wait_for_the_thread_and_all_others_are_written_after_th
     kept = Kept()
     with threaded(kept) as telemetry:
         telemetry.emit(made("step", 1, loss=0.5))
-        telemetry.advance(0, 1)
+        telemetry.on_step(0, 1)
         assert (kept.records, kept.positions) == ([], [])
         telemetry.emit(made("eval", 1, accuracy=1.0))
         assert [record["event"] for record in kept.records] == ["step", "eval"]
@@ -224,17 +224,17 @@ def test_a_disk_that_does_not_answer_blocks_no_step():
         began = time.monotonic()
         for step in range(1, 101):
             telemetry.emit(made("step", step))
-            telemetry.advance(0, step)
+            telemetry.on_step(0, step)
         assert time.monotonic() - began < 30, "each write takes 120 s"
         stuck.set()
 
 
-def test_a_rewind_comes_after_what_was_emitted_before_it():
+def test_a_cut_comes_after_what_was_emitted_before_it():
     kept = Kept()
-    kept.rewind = lambda step, evaluates_again: kept.records.append({"event": "rewound"})
+    kept.truncate_after = lambda step, evaluates_again: kept.records.append({"event": "rewound"})
     with threaded(kept) as telemetry:
         telemetry.emit(made("step", 1))
-        telemetry.rewind(0, False)
+        telemetry.truncate_after(0, False)
     assert [record["event"] for record in kept.records] == ["step", "rewound"]
 
 

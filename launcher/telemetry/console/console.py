@@ -80,9 +80,9 @@ class Console(Sink):
             case events.EndEvent():
                 self._end(event)
 
-    def advance(self, epoch: int, step: int) -> None:
+    def on_step(self, epoch: int, step: int) -> None:
         if self._bar is not None:
-            self._bar.advance(epoch, step)
+            self._bar.on_step(epoch, step)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -32,9 +32,9 @@ class ProgressBar:
         eta = [] if eta_s is None else [f"eta {duration(eta_s)}"]
         texts = [f"train_loss {number(event.loss)}", *eta, *step_details(event)]
         self._bar_of(event.epoch).set_postfix_str(", ".join(texts), refresh=False)
-        self.advance(event.epoch, event.step)
+        self.on_step(event.epoch, event.step)
 
-    def advance(self, epoch: int, step: int) -> None:
+    def on_step(self, epoch: int, step: int) -> None:
         bar = self._bar_of(epoch)
         bar.update(step - epoch * (self.plan.steps_per_epoch or 0) - bar.n)
 

@@ -37,7 +37,7 @@ step = 0
 for epoch in range(2):
     for _ in range(12):
         step += 1
-        telemetry.advance(epoch, step)
+        telemetry.on_step(epoch, step)
         if step % 5 == 0:
             telemetry.emit(made("step", step, epoch=epoch, loss=2.5 / step, lr=0.1, scale=65536.0, skipped=1,
                            samples_per_s=1234.0, **times))
