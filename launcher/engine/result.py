@@ -57,7 +57,7 @@ class StepNumbers:
 
     numbers: Mapping[str, Any]
     votes: Any  # [VOTES], a list or a tensor
-    status: Tensor  # [ranks]
+    status: Any  # [ranks], likewise
     squares_by_parameter: Tensor
     sent_bytes: int  # of gradients, passed to collectives by this rank
 
@@ -95,15 +95,18 @@ class StepNumbers:
         few, status, squares = torch.split(packed, lengths)
         numbers = few.tolist()
         named = dict(zip(self.numbers, numbers[:-VOTES], strict=True))
-        return StepNumbers(named, numbers[-VOTES:], status, squares, self.sent_bytes)
+        return StepNumbers(named, numbers[-VOTES:], status.tolist(), squares, self.sent_bytes)
 
     def report(self, names: Sequence[str], spans_ms: dict[str, float]) -> StepReport:
         """The report, from numbers of the host. `names` of the parameters, in the order of their squares."""
         skipped = bool(self.numbers["skipped"])
-        numbers = dict(self.numbers) | {name: int(self.numbers[name]) for name in COUNTERS}
-        votes, ranks, bad = tuple(self.votes), list[int](), list[int]()
+        counters = {name: int(self.numbers[name]) for name in COUNTERS}
+        numbers = {**self.numbers, **counters, "skipped": skipped}
+        votes = tuple(self.votes)
+        ranks: list[int] = []
+        bad: list[int] = []
         if skipped:  # else no rank has a status, and no square is not finite
-            ranks = self.status.nonzero().flatten().tolist()
+            ranks = [rank for rank, status in enumerate(self.status) if status]
             bad = (~self.squares_by_parameter.isfinite()).nonzero().flatten().tolist()
         abandoned = [rank for rank in ranks if self.status[rank] == ABANDONED]
         if len(self.status) == 1:  # a rank alone has no status: what is not finite is its own
@@ -112,7 +115,7 @@ class StepNumbers:
             numbers |= {"loss": math.nan, "grad_norm": math.nan, "count": 0.0, "bad_losses": 0}
             votes, ranks, bad = (0.0,) * VOTES, [], []
         return StepReport(
-            **numbers | {"skipped": skipped},
+            **numbers,
             sent_bytes=self.sent_bytes,
             culprit_ranks=tuple(ranks),
             culprit_parameters=tuple(names[index] for index in bad),

@@ -31,7 +31,6 @@ class SquaresReader:
         if len(self._chunks) > len(parts):
             self._owner = torch.tensor([index for index, each in enumerate(chunks) for _ in each])
 
-    @torch.no_grad()
     def read(self) -> Tensor:
         """fp64 [parts]: their sums of squares."""
         norms = torch.stack(torch._foreach_norm(self._chunks, 2, dtype=self._dtype))

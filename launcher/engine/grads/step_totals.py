@@ -10,7 +10,7 @@ on all ranks.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,14 @@ from launcher.engine.precision.found_inf import StepTotals
 COUNTED = 3
 SQUARES = COUNTED + VOTES
 COUNTS = SQUARES + 1
+
+
+class Message(NamedTuple):
+    """What a rank adds to the totals of a step."""
+
+    head: Any  # fp64 [COUNTS + ranks], or a list where the host decides alone
+    squares: Tensor  # fp64 [parameters]
+    sent: Tensor | None = None  # both, which are views of it then; None for one process
 
 
 class TotalsReducer:
@@ -72,41 +80,43 @@ class TotalsReducer:
         """Record this rank's votes for `question`."""
         self._votes[question] = float(votes)
 
-    def message(self, squares: Tensor, status: Tensor | int) -> Tensor:
-        """This rank's part, fp64 [COUNTS + ranks + parameters].
+    def message(self, squares: Tensor, status: Tensor | int) -> Message:
+        """This rank's part. `squares` [parameters] are of the reduced gradient as this rank holds it.
 
-        `squares` [parameters] are of the reduced gradient as this rank holds it; `status` is 0-dim where the
-        device decides.
+        `status` is 0-dim where the device decides.
         """
         by_parameter = squares if self._group is None else squares * self._shares
         # Summed before the exchange: sums over parameters may differ between unlike processors.
         total = by_parameter.sum()
-        head = self._head_on_host if self._on_host else self._head_on_device
-        return torch.cat([head(total, status), by_parameter])
+        head = self._head_on_host(total, status) if self._on_host else self._head_on_device(total, status)
+        if self._group is None:
+            return Message(head, by_parameter)
+        sent = torch.cat([torch.as_tensor(head, dtype=torch.float64), by_parameter])
+        return Message(sent[: self._num_head], sent[self._num_head :], sent)
 
-    def reduce(self, message: Tensor) -> StepTotals:
+    def reduce(self, message: Message) -> StepTotals:
         """Add up the ranks' messages. A collective of each step, beside its buckets."""
-        async_work.all_reduce(message, self._group)
-        head, by_parameter = message[: self._num_head], message[self._num_head :]
-        votes, status = head[COUNTED:SQUARES], head[COUNTS:]
-        numbers: list[Any] = head.tolist() if self._on_host else list(head.unbind())
+        numbers = message.head
+        if message.sent is not None:
+            async_work.all_reduce(message.sent, self._group)
+            numbers = numbers.tolist() if self._on_host else numbers
+        status = numbers[COUNTS:]
         return StepTotals(
             samples=numbers[0],
             loss_sum=numbers[1],
             bad_losses=numbers[2],
             squares=numbers[SQUARES],
-            worst_status=max(numbers[COUNTS:]) if self._on_host else status.max(),
-            votes=numbers[COUNTED:SQUARES] if self._on_host else votes,
+            worst_status=max(status) if self._on_host else status.max(),
+            votes=numbers[COUNTED:SQUARES],
             status=status,
-            squares_by_parameter=by_parameter,
+            squares_by_parameter=message.squares,
         )
 
-    def _head_on_host(self, total: Tensor, status: Tensor | int) -> Tensor:
+    def _head_on_host(self, total: Tensor, status: Tensor | int) -> list[float]:
         bad = sum(not math.isfinite(loss) for loss in self._losses)
         by_rank = [0.0] * self._world_size
         by_rank[self._rank] = float(status)
-        counts = [sum(self._counts), sum(self._losses), bad, *self._votes, float(total)]
-        return torch.tensor([*counts, *by_rank], dtype=torch.float64)
+        return [sum(self._counts), sum(self._losses), bad, *self._votes, float(total), *by_rank]
 
     def _head_on_device(self, total: Tensor, status: Tensor | int) -> Tensor:
         """The same without waiting: numbers of the host are written by kernels, not uploaded."""

@@ -23,12 +23,12 @@ class KernelScalars:
     """What one call of a fused kernel needs besides the buffers.
 
     `lr`: a number, or fp32 on a GPU, which reads it there. `applied`: the count of applied steps, this one
-    included, fp32, 0-dim. `found_inf`: fp32, 0-dim; 1 forbids writing; None where the step is known to be
-    applied.
+    included, a number or 0-dim. `found_inf`: fp32, 0-dim; 1 forbids writing; None where the step is known to
+    be applied.
     """
 
     lr: float | Tensor
-    applied: Tensor
+    applied: float | Tensor
     found_inf: Tensor | None
 
 
@@ -109,13 +109,14 @@ class AdamW:
         """Update `masters` and `states` in place; see `SGD.update`."""
         exp_avgs, exp_avg_sqs = states
         beta1, beta2 = self.betas
+        applied = torch.as_tensor(scalars.applied, dtype=torch.float32)
         torch._fused_adamw_(
             masters,
             grads,
             exp_avgs,
             exp_avg_sqs,
             [],  # max_exp_avg_sqs, of amsgrad only
-            [scalars.applied] * len(masters),
+            [applied] * len(masters),
             lr=scalars.lr,
             beta1=beta1,
             beta2=beta2,

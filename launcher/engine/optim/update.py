@@ -148,16 +148,14 @@ class Updater:
         """Apply one update to all shards, or write nothing if `scalars.skip` is true."""
         if scalars.skip is True:
             return
-        with torch.no_grad():
-            by_group = self._kernel_scalars(scalars)
-            for batch in self._batches:
-                batch.update(scalars.multiplier, by_group[batch.group])
+        by_group = self._kernel_scalars(scalars)
+        for batch in self._batches:
+            batch.update(scalars.multiplier, by_group[batch.group])
 
     def _kernel_scalars(self, scalars: StepScalars) -> list[KernelScalars]:
         """Return what each group's kernel reads. A GPU's takes the rate in fp32, a CPU's in fp64."""
         if not isinstance(scalars.lr, Tensor):
-            applied = torch.tensor(scalars.applied, dtype=torch.float32)
-            return [KernelScalars(scalars.lr * scale, applied, None) for scale in self._lr_scales]
+            return [KernelScalars(scalars.lr * scale, scalars.applied, None) for scale in self._lr_scales]
         assert isinstance(scalars.applied, Tensor)
         assert isinstance(scalars.skip, Tensor)
         rates = scalars.lr.view(1)

@@ -32,7 +32,7 @@ class StepTotals(NamedTuple):
     squares: Number  # of the reduced gradient: not finite if and only if an element is not
     worst_status: Number
     votes: Any  # [VOTES], a list or a tensor
-    status: Tensor  # [ranks] fp64
+    status: Any  # [ranks], likewise
     squares_by_parameter: Tensor  # [parameters] fp64, in the order of ParamRange.index
 
 
