@@ -17,7 +17,6 @@ from torch import nn
 import launcher.engine.async_work as async_work
 import launcher.engine.limits as limits
 from launcher.engine.checks.attached_params import AttachedParams, InPlaceWrites
-from launcher.engine.checks.param_owners import ParamOwner
 from launcher.engine.checks.ported_loop import PortedLoop
 from launcher.engine.checks.step_warnings import StepWarnings
 from launcher.engine.errors import UnusableError
@@ -94,19 +93,17 @@ class StepperParts:
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
         collectives, self.divisor = choose_collectives(ddp, layout, group)
         self.reducer = Reducer(layout, group, collectives, choices.micro_batches, ddp.overlap)
-        # An older Stepper of these parameters loses its hooks, which would take the same gradients.
-        self.owner = ParamOwner(layout.parameters.values(), group, self.reducer.close)
         sharded = [
             isinstance(collectives[each.name], ShardedSum)
             for each in layout.flat_buffers
             for _ in each.params
         ]
         self.totals = TotalsReducer(on_host, layout.device, group, sharded)
-        self.attached_params = AttachedParams(model, layout, self.owner)
+        self.attached_params = AttachedParams(model)
         # After the reducer, which moves a flat buffer's gradients.
         self.zero1 = Zero1(layout, collectives, group)
         self.updater = updater_of(optimizer, layout, self.zero1)
-        self.in_place = InPlaceWrites(model, layout, self.zero1)
+        self.in_place = InPlaceWrites(layout, self.zero1)
         self.scale = LossScale(choices.scaling, layout.device, on_host)
         self.operations = ON_HOST if on_host else ON_DEVICE
         self.clock = StepClock(layout.device)

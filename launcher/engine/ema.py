@@ -69,14 +69,12 @@ class ExponentialMovingAverage:
 
     def restart(self) -> None:
         """Forget all steps: the averages are the present weights and statistics."""
-        self._stepper.check_not_swapped()
         for average, values in self._pairs():
             average.copy_(values)
         self._applied, self._loads = self._stepper.scale.state.applied_steps, self._stepper.scale.loads
 
     def update(self, step: int) -> None:
         """Make a pass if the step that has just been made, number `step`, is one after which there is one."""
-        self._stepper.check_not_swapped()
         if step % self._every_steps == 0:
             self._pass()
 
@@ -85,7 +83,6 @@ class ExponentialMovingAverage:
 
         Averages depend on when passes are made: make them at the same steps where the same bits are wanted.
         """
-        self._stepper.check_not_swapped()
         self._pass()
 
     @contextmanager
@@ -93,15 +90,13 @@ class ExponentialMovingAverage:
         """Context in which the model has the averages; BatchNorm statistics are their mean over the ranks.
 
         A collective at its start. Afterwards weights and buffers have the bits that they had before, also
-        where the context raises. Within it the Stepper neither trains nor saves nor loads.
+        where the context raises. Only forward passes belong into it: do not train, save or load there.
         """
         flat_buffers, buffers = self._stepper.layout.flat_buffers, self._stepper.buffers
         with self._stepper.weights_swapped():
-            kept = [
-                (flat_buffer.weight, self._stepper.zero1.keep_weights(flat_buffer))
-                for flat_buffer in flat_buffers
-            ]
-            kept += [(flat, flat.clone()) for flat in buffers.flat]
+            # On the host: where the optimizer is sharded, memory of the device is short.
+            flats = [*(flat_buffer.weight for flat_buffer in flat_buffers), *buffers.flat]
+            kept = [(flat, flat.to("cpu", copy=True)) for flat in flats]
             held = [*(shard.weight for shard in self._stepper.zero1.shards), *buffers.statistics]
             try:
                 for flat, average in zip(held, self.tensors(), strict=True):

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.engine.build import StepperOptions, StepperParts
-from launcher.engine.checks.step_warnings import SHARED_GROUP
 from launcher.engine.errors import NO_GRADIENT, UnusableError, check_backward
 from launcher.engine.grads.loss_normaliser import LossNormaliser
 from launcher.engine.optim.learning_rates import LearningRates
@@ -57,7 +56,6 @@ class Step:
 
     def check_attached(self) -> None:
         """The full check once per step, at its first call: it costs about 0.3 us per parameter."""
-        self._parts.owner.check()
         if self.exchanged:
             raise RuntimeError(
                 "a step() raised an error after this rank had agreed to it: the other ranks may have "
@@ -98,18 +96,10 @@ class Step:
         self.done += 1
 
     def _begin(self, count: float | Tensor) -> None:
-        """Prepare the first pass of a step: n0, and whether buckets are sent within the passes.
-
-        Not over a group that Steppers share: ranks may make the passes of the networks in another order, or
-        not at all, and messages of two networks would meet. All ranks call the step()s in one order.
-        """
-        reducer = self._parts.reducer
+        """Prepare the first pass of a step: n0, and whether buckets are sent within the passes."""
         self.normaliser.expect(count)
-        shared = self._parts.owner.shares_group()
-        if shared and reducer.overlap:
-            self._parts.warnings.warn(SHARED_GROUP, stacklevel=4)
         # In a step before the ranks have agreed on n0, finish() corrects what is sent.
-        self._sends_early = self.normaliser.count is not None and not shared
+        self._sends_early = self.normaliser.count is not None
 
     def finish(self) -> StepNumbers:
         """Reduce, agree, unscale, clip, update or skip. On a GPU the host waits for nothing."""
@@ -155,7 +145,7 @@ class Step:
         parts = self._parts
         # First: the update would undo what was written to the weights since the last one.
         parts.in_place.reload_model_params()
-        self._wait_for_copy()
+        self.wait_for_copy()
         parts.updater.step(StepScalars(verdict.multiplier, lr, verdict.state.applied_steps, verdict.skip))
         # After a skipped step as well: on a GPU the host does not know the verdict, and all ranks must call
         # it.
@@ -178,8 +168,8 @@ class Step:
         self._parts.clock.mark(UPDATE)
         self.restart(verdict.kept)
 
-    def _wait_for_copy(self) -> None:
-        # A checkpoint may still be copying the weights and states that the update overwrites.
+    def wait_for_copy(self) -> None:
+        """Before weights are overwritten: a checkpoint may still be copying them, and the states."""
         copied, self.copied = self.copied, None
         if copied is not None:
             torch.cuda.current_stream(self._parts.layout.device).wait_event(copied)

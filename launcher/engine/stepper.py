@@ -237,7 +237,6 @@ class Stepper:
         Where a module runs collectives (SyncBatchNorm), a pass that fails on only one rank leaves the others
         waiting in them: end the job in that case.
         """
-        self.check_not_swapped()
         self._step.failed = True
         return self.step()
 
@@ -260,7 +259,7 @@ class Stepper:
 
         Those are gathered in host memory, on all ranks or only on `rank` of the group, as in `state`.
         """
-        self._parts.owner.check()
+        self._parts.attached_params.check()
         self._parts.in_place.reload_model_params()
         return self._parts.rank_state.masters(rank)
 
@@ -311,7 +310,7 @@ class Stepper:
         Without the masters and states of a sharded optimizer, each of which has one owner. Without
         `by_parameter` a few large tensors, whose padding may differ. Waits for the device.
         """
-        self._parts.owner.check()
+        self._parts.attached_params.check()
         self._parts.in_place.reload_model_params()
         rate = torch.tensor([self.lr], dtype=torch.float64, device=self.device)
         count = self._step.normaliser.count
@@ -347,24 +346,19 @@ class Stepper:
 
     @contextmanager
     def weights_swapped(self) -> Iterator[None]:
-        """The context for `ExponentialMovingAverage.in_model`, in which what trains, saves or loads raises.
+        """The context for `ExponentialMovingAverage.in_model`, in which the model has other weights.
 
         Between steps only. Autograd refuses the backward pass of a graph over its start or its end.
         """
         self._step.check_between_steps("ExponentialMovingAverage.in_model()")
-        self.check_not_swapped()
-        self._parts.owner.weights_swapped = True
+        self._parts.attached_params.check()
+        self._step.wait_for_copy()
         # At both ends: a graph over the weights may not run backward over the averages, nor the reverse.
         self._parts.in_place.count_update()
         try:
             yield
         finally:
             self._parts.in_place.count_update()
-            self._parts.owner.weights_swapped = False
-
-    def check_not_swapped(self) -> None:
-        """Raise UnusableError within `weights_swapped`, or if a newer Stepper has the parameters."""
-        self._parts.owner.check()
 
     def reduced_gradients(self) -> dict[str, Tensor]:
         """The reduced gradients by parameter name, scaled by the loss scale, in `gradient_dtype`.
@@ -374,10 +368,7 @@ class Stepper:
         return self.layout.gradients()
 
     def own_gradients(self) -> dict[str, Tensor]:
-        """The part of `reduced_gradients` that this rank updates, flat.
-
-        With a sharded optimizer ExponentialMovingAverage.in_model() ends their validity, too.
-        """
+        """The part of `reduced_gradients` that this rank updates, flat."""
         return self.reducer.own_gradients()
 
     @property

@@ -267,40 +267,9 @@ def test_a_skipped_step_after_a_roll_back_changes_no_average() -> None:
     assert same(bits(average), bits(ExponentialMovingAverage(stepper, DECAY)))
 
 
-FORBIDDEN: dict[str, Any] = {
-    "backward": lambda stepper, average: stepper.backward(torch.zeros((), requires_grad=True), 1),
-    "step": lambda stepper, average: stepper.step(),
-    "abandon": lambda stepper, average: stepper.abandon(),
-    "state": lambda stepper, average: stepper.state(),
-    "state_dict": lambda stepper, average: stepper.state_dict(),
-    "load": lambda stepper, average: stepper.load(average),
-    "named_masters": lambda stepper, average: stepper.named_masters(),
-    "replicas": lambda stepper, average: stepper.replicas(),
-    "update": lambda stepper, average: average.update(1),
-    "flush": lambda stepper, average: average.flush(),
-    "restart": lambda stepper, average: average.restart(),
-    "in_model": lambda stepper, average: average.in_model().__enter__(),
-    "another Stepper": lambda stepper, average: Stepper(stepper.model, SGD(0.1)),
-}
-
-
-@pytest.mark.parametrize("policy", [Policy.fp16(), Policy.fp32()], ids=lambda policy: policy.name)
-def test_what_trains_or_saves_is_refused_while_the_model_has_the_averages(policy) -> None:
-    stepper = stepper_of(conv_net(), policy=policy)
+def test_averages_are_put_into_a_model_between_steps_of_its_newest_stepper_only() -> None:
+    stepper = stepper_of(conv_net())
     average = ExponentialMovingAverage(stepper, DECAY)
-    for number in (1, 2):
-        step(stepper, number)
-        average.update(number)
-    before, averages = state_digest(stepper, counters=True), bits(average)
-    with average.in_model():
-        for name, call in FORBIDDEN.items():
-            with pytest.raises(UnusableError, match=r"within ExponentialMovingAverage\.in_model\(\)"):
-                call(stepper, average)
-            assert same(bits(average), averages), name
-        stepper.average_buffers()
-        assert average.state().counters == {"applied": 2}
-    assert state_digest(stepper, counters=True) == before
-    assert step(stepper, 5)
     x, classes = features(8, 6, (3, 8, 8))
     with stepper.forward():
         stepper.backward(loss_sum(stepper.model(x), classes), 8)

@@ -249,7 +249,7 @@ def test_every_policy_learns(policy, emulate) -> None:
 
 def test_a_dropped_stepper_leaves_its_model_usable() -> None:
     model = mlp()
-    Stepper(model, SGD(0.1), Policy.fp32()).reducer.close()
+    Stepper(model, SGD(0.1), Policy.fp32())
     loss_sum(model(features(4, 0)[0]), features(4, 0)[1]).backward()
     assert all(p.grad is not None for p in model.parameters())
 

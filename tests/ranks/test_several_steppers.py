@@ -13,7 +13,6 @@ from torch import nn
 
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, DDPOptions, Policy, Scaling, Stepper
-from tests.models import Planted
 from tests.ranks.harness import run_ranks
 
 SHARED = "in one group, without overlap"
@@ -123,29 +122,6 @@ def some(env: WorkerEnv, cases: list[Any]) -> list[str]:
 def test_several_steppers_do_not_mix_their_messages(world_size, ddp) -> None:
     cases = [(ddp, order, idle, count) for order in ORDERS for idle in IDLE for count in (1, None)]
     assert run_ranks(world_size, some, cases) == [[]] * world_size
-
-
-def sharing_a_group(env: WorkerEnv) -> list[str]:
-    """The warnings of two Steppers that would overlap, and share the default group; both train right."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        options: dict[str, Any] = {"scaling": Scaling("static", 1), "reference_count": 1}
-        steppers = [Stepper(Planted(), SGD(1.0), **options) for _ in range(2)]
-        for _ in range(2):
-            for stepper in steppers[:: 1 - 2 * env.rank]:  # in another order on the other rank
-                stepper.backward(stepper.model(1.0, 0.0), 1)
-            for stepper in steppers:
-                assert not stepper.step().read().skipped
-    for stepper in steppers:
-        assert torch.equal(stepper.named_masters()["matrix"], torch.full((2, 3), -2.0))
-    return [str(each.message) for each in caught]
-
-
-def test_steppers_that_cannot_overlap_because_they_share_a_group_say_so_once() -> None:
-    for texts in run_ranks(2, sharing_a_group):
-        assert len(texts) == 2
-        assert all("shares its process group with that of another network" in text for text in texts)
-        assert all("group=dist.new_group()" in text for text in texts)
 
 
 GAN = """

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from launcher.engine.checks.param_owners import check_not_swapped
 from launcher.engine.errors import UnusableError, listed
 from launcher.engine.grads.communication import DDPOptions
 from launcher.engine.names import named_buffers, named_parameters
@@ -95,7 +94,6 @@ def group_of(group: object) -> dist.ProcessGroup | None:
 
 def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Raise UnusableError for a model that flat memory cannot hold, or whose training would go wrong."""
-    check_not_swapped(model)
     kind = type(model).__name__
     if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules()):
         raise UnusableError(

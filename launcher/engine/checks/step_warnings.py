@@ -22,12 +22,6 @@ NO_GRADIENTS = (
     "still changes them. Check that the forward pass uses them, and that nothing detaches it (.detach(), "
     ".data, torch.no_grad()), or freeze them before building the Stepper, unless later steps use them."
 )
-SHARED_GROUP = (
-    "this Stepper shares its process group with that of another network, so its gradients are sent in step() "
-    "and not during the backward pass. Give each Stepper a group of its own, group=dist.new_group(), which "
-    "overlaps both; or build both with DDPOptions(overlap=False)."
-)
-
 ALONE = (
     "{variable}={size}, but no process group is initialised: this process trains alone, and so do others. "
     "Call torch.distributed.init_process_group() before building the Stepper. To train alone on purpose, "

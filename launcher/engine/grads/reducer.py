@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 import launcher.engine.async_work as async_work
 from launcher.engine.errors import UnusableError
@@ -67,7 +66,8 @@ class Reducer:
         self.restart()
         self.accumulate(micro_batches > 1)
         stays = group is None and sum(bucket.size_bytes for bucket in self.buckets) <= KEPT_BYTES
-        self._hooks = [] if stays else [_hook(self, param) for param in layout.params]
+        for param in () if stays else layout.params:
+            _register_hook(self, param)
 
     def restart(self) -> None:
         """Begin the next step."""
@@ -217,11 +217,6 @@ class Reducer:
         """What is held here besides the gradients: the sums of several micro-batches."""
         return list(self._accumulated.values())
 
-    def close(self) -> None:
-        """Remove the hooks: a newer reducer receives the gradients from now on."""
-        for hook in self._hooks:
-            hook.remove()
-
     def _send(self, bucket: Bucket, abandoned: bool = False, correction: float = 1.0) -> None:
         """Check this rank's gradient, then send the bucket.
 
@@ -242,7 +237,7 @@ class Reducer:
         self._next = bucket.index + 1
 
 
-def _hook(reducer: Reducer, param: ParamRange) -> RemovableHandle:
+def _register_hook(reducer: Reducer, param: ParamRange) -> None:
     """Register the hook of one parameter: a network of many small ones spends its backward pass in here.
 
     The gradient stays in `p.grad` until its bucket is complete. A weak reference: the model does not keep the
@@ -266,5 +261,4 @@ def _hook(reducer: Reducer, param: ParamRange) -> RemovableHandle:
             reducer.register_grad_ready(param, again)
 
     register: Any = reducer._layout.parameters[param.name].register_post_accumulate_grad_hook
-    handle: RemovableHandle = register(receive)
-    return handle
+    register(receive)

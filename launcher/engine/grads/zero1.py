@@ -144,19 +144,6 @@ class Zero1:
             if isinstance(collective, ShardedSum):
                 collective.gather_weights(flat_buffer)
 
-    def keep_weights(self, flat_buffer: FlatBuffer) -> Tensor:
-        """A copy of its weights, to be put back between two steps.
-
-        Where the optimizer is sharded memory is short: the copy is in that of the gradients, which nothing
-        reads until the next step writes them, or on the host where those are smaller.
-        """
-        weight, gradient = flat_buffer.weight, flat_buffer.grad
-        if not self._divides(flat_buffer):
-            return weight.clone()
-        if gradient.element_size() == weight.element_size():
-            return gradient.view(weight.dtype).copy_(weight)
-        return weight.to("cpu", copy=True)
-
     def _divides(self, flat_buffer: FlatBuffer) -> bool:
         """Whether each rank owns a shard of each bucket, not all of them."""
         return isinstance(self._collectives[flat_buffer.name], ShardedSum)

@@ -51,7 +51,7 @@ class Buffers:
                 if _snapshot not in module._load_state_dict_post_hooks.values():
                     module.register_load_state_dict_post_hook(_snapshot)  # type: ignore[no-untyped-call]
         self._homes = [
-            (f"{prefix}.{key}".lstrip("."), module, key, buffer, buffer.detach(), buffer.data_ptr())
+            (f"{prefix}.{key}".lstrip("."), module, key, buffer)
             for prefix, module in named_modules(model)
             for key, buffer in module._buffers.items()
             if buffer is not None
@@ -81,8 +81,7 @@ class Buffers:
 
     def restore(self) -> None:
         """Return to the snapshot, even if a forward pass has replaced a buffer."""
-        for _, module, key, buffer, place, _ in self._homes:
-            buffer.data = place
+        for _, module, key, buffer in self._homes:
             module._buffers[key] = buffer
         for before, flat in zip(self._before, self.flat, strict=True):
             flat.copy_(before)
@@ -108,21 +107,19 @@ class Buffers:
     def collect(self) -> None:
         """Copy buffers that a forward pass has replaced back into flat memory: `self.mean = ...` does so.
 
-        Also those replaced by `buffer.data = ...`, or by another Stepper that shares the buffer. Raises
-        UnusableError for another shape or dtype.
+        Raises UnusableError for another shape or dtype.
         """
-        for name, module, key, buffer, place, address in self._homes:
+        for name, module, key, buffer in self._homes:
             new = module._buffers.get(key)
-            if new is buffer and buffer.data_ptr() == address:  # of ResNet-50's 159 in nearly every step
+            if new is buffer:
                 continue
-            if new is None or not _fits(new, place):
+            if new is None or not _fits(new, buffer):
                 raise UnusableError(
-                    f"buffer {name} ({place.dtype}, {tuple(place.shape)}) was replaced by "
+                    f"buffer {name} ({buffer.dtype}, {tuple(buffer.shape)}) was replaced by "
                     f"{None if new is None else (new.dtype, tuple(new.shape))}. Only a buffer's values "
                     "may change: register it with its final shape and dtype."
                 )
-            place.copy_(new.detach())
-            buffer.data = place
+            buffer.copy_(new.detach())
             module._buffers[key] = buffer
 
 

@@ -1,4 +1,4 @@
-"""A model that was cast, moved, frozen or taken apart after its Stepper was built is refused by name."""
+"""A model that was cast, moved or frozen after its Stepper was built is refused by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
 
 from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, UnusableError
 from tests.engine.observe import state_digest, train
@@ -37,51 +36,8 @@ def set_data(model: nn.Module) -> None:
     model[0].weight.data = model[0].weight.data.clone()
 
 
-def cut(model: nn.Module) -> None:
-    model[0].weight.data = model[0].weight.data[:4]
-
-
-def stretch(model: nn.Module) -> None:
-    """The same address, more rows: into the memory of its neighbour."""
-    weight = model[8].weight.data
-    model[8].weight.data = weight.as_strided((4, 8), weight.stride())
-
-
-def replace(model: nn.Module) -> None:
-    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
-
-
-def replace_layer(model: nn.Module) -> None:
-    model[8] = nn.Linear(8, 3)
-
-
-def drop_layer(model: nn.Module) -> None:
-    del model[8]
-
-
-def add(model: nn.Module) -> None:
-    model.add_module("extra", nn.Linear(2, 2))
-
-
-def fill(model: nn.Module) -> None:
-    """A layer within one that had neither parameters nor layers."""
-    model[2].add_module("extra", nn.Linear(2, 2))
-
-
-def register(model: nn.Module) -> None:
-    model[2].register_parameter("slope", nn.Parameter(torch.ones(1)))
-
-
-def assign(model: nn.Module) -> None:
-    model.load_state_dict(conv_net(1).state_dict(), assign=True)
-
-
 def freeze(model: nn.Module) -> None:
     model[0].weight.requires_grad_(False)
-
-
-def swap(model: nn.Module) -> None:
-    torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.zeros(8, 3, 3, 3)))
 
 
 CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {  # with what the error names
@@ -91,18 +47,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {  # with what t
     "another device": (lambda model: model.to("meta"), r"0\.weight"),
     "memory format": (lambda model: model.to(memory_format=torch.channels_last), r"[03]\.weight"),
     "data": (set_data, r"0\.weight"),
-    "cut": (cut, r"0\.weight"),
-    "stretched": (stretch, r"8\.weight"),
-    "replaced": (replace, r"0\.weight, 1 that are gone"),
-    "replaced layer": (replace_layer, r"8\.weight, 8\.bias, 2 that are gone"),
-    "dropped layer": (drop_layer, r"2 that are gone"),
-    "added layer": (add, r"extra\.weight, extra\.bias"),
-    "filled layer": (fill, r"2\.extra\.weight, 2\.extra\.bias"),
-    "registered": (register, r"2\.slope"),
-    "assigned": (assign, r"0\.weight"),
-    "swapped": (swap, r"0\.weight"),
     "frozen": (freeze, r"0\.weight"),
-    "parametrised": (lambda model: parametrizations.weight_norm(model[8]), r"8\.parametrizations\.weight"),
 }
 
 
@@ -163,7 +108,7 @@ def test_the_older_of_two_steppers_says_that_a_newer_one_trains_the_model(moment
     older = conv_stepper()
     newer = Stepper(older.model, AdamW(0.01), Policy.fp16(), scaling=Scaling("static", 64))
     train(newer, *IMAGES)
-    with pytest.raises(UnusableError, match="a newer Stepper was built on this model"):
+    with pytest.raises(UnusableError, match=r"0\.weight, .* or taken by a newer Stepper"):
         MOMENTS[moment](older)
     assert not train(newer, *IMAGES).skipped
 
@@ -182,10 +127,6 @@ def test_steppers_of_disjoint_parts_of_one_model_live_side_by_side() -> None:
         stepper.step()
         assert not torch.equal(model[part].weight, before)
         model.requires_grad_(True)
-
-
-def share_memory(model: nn.Module) -> nn.Module:
-    return model.share_memory()
 
 
 def compile_a_layer(model: nn.Module) -> nn.Module:
@@ -213,7 +154,6 @@ def averaged(model: nn.Module) -> nn.Module:
 
 
 HARMLESS = (
-    share_memory,
     compile_a_layer,
     to_where_it_is,
     deep_copied,
