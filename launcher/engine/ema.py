@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import launcher.engine.limits as limits
-from launcher.engine.errors import UnusableError
 from launcher.engine.names import named_buffers
 from launcher.engine.state import check_forms, check_names, forms_of
 from launcher.engine.stepper import Stepper
@@ -126,18 +125,16 @@ class ExponentialMovingAverage:
 
         Raises ValueError, before anything is changed, for the averages of another model or of a later step.
         """
-        if not isinstance(state, AverageState):
-            raise UnusableError(f"load() takes what state() returned, not a {type(state).__name__}.")
         zero1, buffers = self._stepper.zero1, self._named_statistics()
         check_forms("averaged weights", zero1.forms, state.weights)
         check_forms("averaged buffers", forms_of(buffers), state.buffers)
         check_names("counters of the average", {"applied"}, set(state.counters))
         scale = self._stepper.scale
         applied, present = state.counters["applied"], int(scale.state.applied_steps)
-        if not (limits.is_whole(applied) and 0 <= applied <= present):
+        if applied > present:
             raise ValueError(
-                f"the state does not fit: its counter applied is {applied!r}. It must be an int from 0 to "
-                f"the {present} steps that are applied: first load the Stepper's state of the same step."
+                f"the state does not fit: it is of {applied} applied steps, and the Stepper has {present}. "
+                "First load the Stepper's state of the same step."
             )
         zero1.scatter(state.weights, self._weights)
         for name, buffer in buffers.items():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from launcher.engine.errors import UnusableError
 from launcher.engine.grads.zero1 import Zero1
+from launcher.engine.limits import a_reference_count
 from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.optim.torch_optimizer import AdaptedUpdater
 from launcher.engine.optim.update import Updater
@@ -23,7 +24,7 @@ from launcher.engine.params.buffers import Buffers, bits_of
 from launcher.engine.params.flat_params import Layout
 from launcher.engine.precision.loss_scale import LossScale, ScaleStart
 from launcher.engine.precision.op_lists import widen
-from launcher.engine.state import EngineState, check_model_state, check_numbers
+from launcher.engine.state import EngineState, check_model_state, check_names
 
 
 @dataclass(eq=False)
@@ -71,7 +72,9 @@ class RankState:
         failure: Exception | None = None
         try:
             check_model_state(self.model, state)
-            check_numbers(state)
+            check_names("counters of the loss scale", set(LossScale.FIELDS), set(state.counters))
+            if state.reference_count is not None:
+                a_reference_count.require("the state's reference_count", state.reference_count)
             updated = state.counters["applied"] > 0
             load_states = self.updater.loading(self.zero1, state.optimizer, updated)
         except Exception as error:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import launcher.engine.limits as limits
 from launcher.engine.build import StepperOptions, StepperParts
-from launcher.engine.checks.arguments import check_model, check_types, group_of, learning_rate_table
+from launcher.engine.checks.arguments import check_model, check_optimizer, group_of
 from launcher.engine.checks.mean_loss import WARNING, is_mean
 from launcher.engine.checks.ported_loop import note_calls_outside
 from launcher.engine.checks.same_on_all_ranks import check_same_on_all_ranks, checking_together
@@ -84,16 +84,17 @@ class Stepper:
     ) -> None:
         self.group = group_of(group)
         with checking_together(model, self.group):
-            check_types(model, optimizer, groups, {"policy": policy, "scaling": scaling, "ddp": ddp})
+            check_optimizer(optimizer)
             check_model(model, self.group)
             policy = policy or Policy.fp16()
+            rates = [optimizer.lr] if learning_rates is None else learning_rates
             options = StepperOptions(
                 policy=policy,
                 ddp=ddp or DDPOptions(),
                 scaling=scaling or Scaling.of(policy),
                 clip_norm=clip_norm,
                 optimizer=optimizer,
-                learning_rates=learning_rate_table(learning_rates, optimizer.lr),
+                learning_rates=[float(rate) for rate in rates],
                 groups=groups,
                 reference_count=reference_count,
                 micro_batches=micro_batches,

@@ -158,11 +158,8 @@ def test_a_time_is_one_that_a_timer_can_wait_for(key: str) -> None:
             "gradient_dtype=torch.float64: it must be None or one of torch.float16",
         ),
         (lambda: Stepper(mlp(), "sgd"), "'sgd' is not an optimizer"),
-        (lambda: TorchOptimizer(torch.nn.Linear, 0.1), "Linear is not a torch.optim.Optimizer"),
-        (
-            lambda: TorchOptimizer(torch.optim.SGD, 0.1, momentun=0.9),
-            "SGD has no option 'momentun'. Nearest: momentum. It has momentum, dampening",
-        ),
+        (lambda: TorchOptimizer(torch.nn.Linear, 0.1), "Linear'> is not a class of torch.optim"),
+        (lambda: TorchOptimizer(torch.optim.SGD, 0.1, momentun=0.9), "SGD refuses .*'momentun'"),
         (lambda: TorchOptimizer(torch.optim.Adam, 0.1, betas=(0.9, 1.5)), "Adam refuses .*beta"),
     ],
 )

@@ -6,9 +6,7 @@ correct, not fast: the gradient is widened into separate memory, and the host wa
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +27,6 @@ from launcher.engine.precision.policy import Policy
 from launcher.engine.state import check_forms, forms_of
 
 Kind = type[torch.optim.Optimizer]
-_REFUSED = {
-    "LBFGS": "it evaluates the loss several times per step, and a step here is one reduced gradient",
-    "SparseAdam": "it takes sparse gradients, and gradients are reduced in dense buckets",
-}
 
 
 @dataclass(frozen=True, init=False)
@@ -40,8 +34,8 @@ class TorchOptimizer:
     """A class from `torch.optim` with its options: `TorchOptimizer(torch.optim.Adam, 1e-3, eps=1e-6)`.
 
     Options are given as keywords, as a mapping, or both. Raises UnusableError for anything but such a class,
-    for options that it does not accept, and for optimizers that cannot work on reduced gradients (LBFGS,
-    SparseAdam).
+    and for options that it does not accept. Not for LBFGS, which evaluates the loss several times per step,
+    and SparseAdam: a step here is one dense gradient.
     """
 
     kind: Kind
@@ -51,15 +45,18 @@ class TorchOptimizer:
     def __init__(
         self, kind: Kind, lr: float, options: Mapping[str, object] | None = None, **more_options: object
     ) -> None:
-        twice = [name for name in more_options if name in (options or {})]
-        if twice:
-            raise UnusableError(f"{twice[0]} is given twice: in options and as a keyword. Give it once.")
         given = {**(options or {}), **more_options}
         for name, value in (("kind", kind), ("lr", lr), ("options", given)):
             object.__setattr__(self, name, value)
-        _check_kind(kind)
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            raise UnusableError(
+                f"{kind!r} is not a class of torch.optim. Give the class and its options: "
+                "TorchOptimizer(torch.optim.Adam, lr=1e-3)."
+            )
         limits.rate.require(f"{kind.__name__} lr", lr)
-        _check_options(self)
+        errors = [self.objection(torch.zeros(shape)) for shape in ((1, 1), (1,))]
+        if all(errors):  # an optimizer may refuse one shape: Muon takes matrices only
+            raise UnusableError(f"{kind.__name__} refuses lr={lr}, {given}: {errors[0]}")
 
     def over(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         """torch's own, of these parameters or groups."""
@@ -72,39 +69,6 @@ class TorchOptimizer:
         except (TypeError, ValueError, RuntimeError) as error:
             return str(error)
         return ""
-
-
-def _check_kind(kind: object) -> None:
-    if not isinstance(kind, type):
-        is_built = isinstance(kind, torch.optim.Optimizer)
-        what = f"an instance of {type(kind).__name__}" if is_built else repr(kind)
-        raise UnusableError(
-            f"TorchOptimizer was given {what}. Give the class and its options: "
-            "TorchOptimizer(torch.optim.Adam, lr=1e-3)."
-        )
-    if not issubclass(kind, torch.optim.Optimizer):
-        raise UnusableError(f"{kind.__name__} is not a torch.optim.Optimizer.")
-    reason = next((_REFUSED[each.__name__] for each in kind.__mro__ if each.__name__ in _REFUSED), None)
-    if reason is not None:
-        raise UnusableError(f"{kind.__name__} cannot be used here: {reason}. Use SGD, AdamW or Adam.")
-
-
-def _check_options(optimizer: TorchOptimizer) -> None:
-    """Raise UnusableError for options that its class does not take, before any model is touched."""
-    kind, options = optimizer.kind.__name__, optimizer.options
-    parameters = inspect.signature(optimizer.kind).parameters.values()
-    known = [p.name for p in parameters if p.name not in ("params", "lr")]
-    unknown = [name for name in options if name not in known]
-    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        nearest = difflib.get_close_matches(unknown[0], known, n=1)
-        advice = f" Nearest: {nearest[0]}." if nearest else ""
-        raise UnusableError(f"{kind} has no option {unknown[0]!r}.{advice} It has {', '.join(known)}.")
-    for name, value in options.items():
-        if isinstance(value, float) and math.isnan(value):
-            raise UnusableError(f"{kind} {name}=nan: it must be a number.")
-    errors = [optimizer.objection(torch.zeros(shape)) for shape in ((1, 1), (1,))]
-    if all(errors):  # an optimizer may refuse one shape: Muon takes matrices only
-        raise UnusableError(f"{kind} refuses lr={optimizer.lr}, {dict(options)}: {errors[0]}")
 
 
 def check_adaptable(

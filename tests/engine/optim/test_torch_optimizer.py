@@ -82,12 +82,6 @@ def test_the_rate_comes_from_the_table() -> None:
     assert torch.allclose(model.vector, torch.full((3,), -0.5 - 0.25 / 2**0.5))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
-def test_optimizers_that_cannot_work_on_reduced_gradients_are_refused(kind) -> None:
-    with pytest.raises(ValueError, match=f"{kind.__name__} cannot be used here: it"):
-        TorchOptimizer(kind, 0.1)
-
-
 def untouched(model: nn.Module, optimizer: TorchOptimizer, policy: Policy, match: str) -> None:
     """A Stepper of these is refused, and its model is what it was."""
     before = {name: (p.data_ptr(), p.dtype, p.stride()) for name, p in model.named_parameters()}
