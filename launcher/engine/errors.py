@@ -13,7 +13,9 @@ from torch import Tensor
 
 NEAREST = 3  # names that an error suggests
 
-NO_GRADIENT = "the loss does not depend on any trainable parameter. Compute it from the model."
+NO_GRADIENT = (
+    "the loss does not depend on any trainable parameter. Compute it from the model, outside torch.no_grad()."
+)
 
 
 class UnusableError(ValueError):
@@ -31,13 +33,8 @@ def check_loss(loss_sum: Tensor, count: float | Tensor) -> None:
             f"the loss is {loss_sum.dtype} of shape {tuple(loss_sum.shape)}; it must be fp32, 0-dim. Take "
             "logits.float() before the loss (a scaled fp16 loss would overflow), and sum over the samples."
         )
-    if not loss_sum.requires_grad and torch.is_grad_enabled():
-        raise UnusableError(NO_GRADIENT)
     if not loss_sum.requires_grad:
-        raise UnusableError(
-            "gradients are switched off here, by torch.no_grad() or torch.inference_mode(): move the call, "
-            "and the forward pass, out of that context."
-        )
+        raise UnusableError(NO_GRADIENT)
     check_count(count)
 
 

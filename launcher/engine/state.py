@@ -107,6 +107,8 @@ def check_forms(
             problem = f"has shape {tuple(found.shape)} in the state and {tuple(shape)} in the model"
         elif found.dtype != dtype and not (widens and dtype == torch.float32 and found.dtype in HALF):
             problem = f"is {found.dtype} in the state and must be {dtype}"
+        elif found.is_meta:
+            problem = "has no values"
         else:
             continue
         raise ValueError(

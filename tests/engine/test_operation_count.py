@@ -156,7 +156,7 @@ def ours(build: Callable[[], nn.Module] = resnet18, micro_batches: int = 1) -> C
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
-    ("build", "operations", "kernels"), [(resnet18, 1.15, 1.15), (resnet50, 0.95, 0.95)], ids=["18", "50"]
+    ("build", "operations", "kernels"), [(resnet18, 1.15, 1.15), (resnet50, 1.0, 0.95)], ids=["18", "50"]
 )
 def test_a_step_launches_no_more_than_one_of_autocast_and_grad_scaler(build, operations, kernels) -> None:
     """Without a compiler, which makes fewer kernels still of a step's scalars and of its update."""

@@ -142,12 +142,11 @@ def test_a_scheduler_of_torch_sets_the_rates_of_an_own_loop(name, kind) -> None:
         assert torch.allclose(ours, reference, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_one_of_several_processes_without_a_process_group_says_so(monkeypatch, variable) -> None:
-    monkeypatch.setenv(variable, "1")
+def test_one_of_several_processes_without_a_process_group_says_so(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
     stepper_of()
-    monkeypatch.setenv(variable, "2")
-    with pytest.warns(EngineWarning, match=rf"^{variable}=2, but no process group .*init_process_group\(\)"):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(EngineWarning, match=r"^WORLD_SIZE=2, but no process group .*init_process_group\(\)"):
         stepper_of()
 
 

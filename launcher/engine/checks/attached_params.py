@@ -35,8 +35,8 @@ class AttachedParams:
         self._parameters = named_parameters(model)
         self._built = self._fingerprint()
 
-    def _fingerprint(self) -> list[tuple[int, bool]]:
-        return [(p.data_ptr(), p.requires_grad) for p in self._parameters.values()]
+    def _fingerprint(self) -> list[int | None]:
+        return [p.data_ptr() if p.requires_grad else None for p in self._parameters.values()]
 
     def check(self) -> None:
         """Raise UnusableError if a parameter is no longer the one in flat memory. 0.2 us per parameter."""

@@ -23,23 +23,17 @@ NO_GRADIENTS = (
     ".data, torch.no_grad()), or freeze them before building the Stepper, unless later steps use them."
 )
 ALONE = (
-    "{variable}={size}, but no process group is initialised: this process trains alone, and so do others. "
+    "WORLD_SIZE={size}, but no process group is initialised: this process trains alone, and so do others. "
     "Call torch.distributed.init_process_group() before building the Stepper. To train alone on purpose, "
     "pass it a group of one: new_group([get_rank()], use_local_synchronization=True)."
 )
-# Set by torchrun, by Open MPI, by MPICH and Intel MPI, by srun. SLURM_NTASKS is also set outside of srun.
-WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def warn_if_alone(stacklevel: int) -> None:
-    """Warn where a launcher started several processes and no process group is initialised."""
-    if dist.is_available() and dist.is_initialized():
-        return
-    for variable in WORLD_SIZES:
-        size = os.environ.get(variable, "")
-        if size.isdecimal() and int(size) > 1:
-            warnings.warn(ALONE.format(variable=variable, size=size), EngineWarning, stacklevel + 1)
-            return
+    """Warn where torchrun started several processes and no process group is initialised."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1" and not dist.is_initialized():
+        warnings.warn(ALONE.format(size=size), EngineWarning, stacklevel + 1)
 
 
 class StepWarnings:

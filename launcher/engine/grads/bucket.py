@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.engine.grads.copy_in import CopyIn
-from launcher.engine.grads.grad_norm import SquaresReader
 from launcher.engine.params.flat_buffers import BucketRange, FlatBuffer, ParamRange
 
 
@@ -22,8 +21,7 @@ class Bucket:
     """Adjacent parameters of a flat buffer, and the message of their gradients.
 
     `copy_in` fills the message; `work` and `received` are those of its collective while that is under way.
-    `extremes` are the least and the greatest element of this rank's gradient. `squares` reads the reduced
-    gradient as this rank holds it, of this bucket and of those before it that have no reader of their own.
+    `extremes` are the least and the greatest element of this rank's gradient.
     """
 
     index: int  # position in the order of sending
@@ -32,7 +30,6 @@ class Bucket:
     collective: Collective
     message: Tensor
     copy_in: CopyIn
-    squares: SquaresReader | None = None
     work: dist.Work | None = None
     received: Tensor | None = None
     extremes: Sequence[Tensor] = ()

@@ -12,6 +12,7 @@ sends the rest; finish_grad_sync() waits, and reads the sums of squares; restart
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -54,9 +55,10 @@ class Reducer:
         self._rank = dist.get_rank(group) if group else 0
         self._accumulated: dict[str, Tensor] = {}  # by flat buffer; none for one micro-batch
         self.buckets = self._buckets()  # in the order in which all ranks send them
-        for together in self._read_together():
-            parts = [part for bucket in together for part in bucket.collective.parts(bucket)]
-            together[-1].squares = SquaresReader(parts)
+        # One read per dtype, after all buckets: on a GPU each read is some kernels.
+        parts = [part for bucket in self.buckets for part in bucket.collective.parts(bucket)]
+        runs = itertools.groupby(parts, key=lambda part: part.dtype)
+        self._squares = [SquaresReader(list(run)) for _, run in runs]
         # What the hooks read and write. These lists and the set stay the same objects: a hook keeps them.
         self.listens = False
         self.seen: set[int] = set()  # by ParamRange.index, the gradients of this micro-batch
@@ -103,23 +105,6 @@ class Reducer:
                 copy_in = self._copy_in(flat_buffer, bucket_range)
                 buckets.append(Bucket(len(buckets), flat_buffer, bucket_range, collective, message, copy_in))
         return buckets
-
-    def _read_together(self) -> list[list[Bucket]]:
-        """The buckets by the reads of their reduced gradients.
-
-        A rank of a group reads each as soon as it is reduced, on a CPU, while the next one is on its way.
-        Elsewhere there is one read per dtype: on a GPU each read is some kernels, and a process alone has
-        nothing to wait for.
-        """
-        if self._group is not None and self._layout.device.type == "cpu":
-            return [[bucket] for bucket in self.buckets]
-        found: list[list[Bucket]] = []
-        for bucket in self.buckets:
-            if found and found[-1][0].message.dtype == bucket.message.dtype:
-                found[-1].append(bucket)
-            else:
-                found.append([bucket])
-        return found
 
     @contextlib.contextmanager
     def receiving(self, early: bool) -> Iterator[None]:
@@ -185,17 +170,14 @@ class Reducer:
         Returns the sums of squares, fp64 [parameters], in the order of ParamRange.index, and the status of
         this rank (see `step_totals`). Where it has `abandoned` the step, nothing is read.
         """
-        found = []
         for bucket in self.buckets:
             bucket.collective.wait(bucket)
-            if bucket.squares is not None and not abandoned:
-                found.append(bucket.squares.read())
         if abandoned:
             return torch.zeros(len(self.home), dtype=torch.float64, device=self._layout.device), ABANDONED
+        squares = torch.cat([reader.read() for reader in self._squares])
         if self._group is None:
-            return torch.cat(found), 0  # a rank alone checks nothing before it sends
-        extremes = [extreme for bucket in self.buckets for extreme in bucket.extremes]
-        return torch.cat(found), is_not_finite(extremes)
+            return squares, 0  # a rank alone checks nothing before it sends
+        return squares, is_not_finite([extreme for bucket in self.buckets for extreme in bucket.extremes])
 
     def own_gradients(self) -> dict[str, Tensor]:
         """The elements of the reduced gradient that this rank owns, flat, by parameter name.

@@ -138,17 +138,14 @@ class Layout:
         """Copy the parameters of these buckets into flat memory, and make them views of it."""
         exact = torch.zeros(bucket_ranges[-1].end, dtype=torch.float32, device=self.device)
         params = [param for bucket_range in bucket_ranges for param in bucket_range.params]
-        existing = [self.parameters[param.name].grad for param in params]
         for param in params:
             p, view = self.parameters[param.name], param.view(exact)
             view.copy_(p.detach())
             p.grad = None  # torch refuses a grad of another dtype than its parameter
             p.data = view  # frees the memory of the parameter, before more is taken
         weights = exact.to(weight)  # the same tensor for fp32
-        for param, grad_before in zip(params, existing, strict=True):
-            p = self.parameters[param.name]
-            p.data = param.view(weights)
-            p.grad = None if grad_before is None else grad_before.to(weight)
+        for param in params:
+            self.parameters[param.name].data = param.view(weights)
         grads = torch.zeros(len(exact), dtype=grad, device=self.device)
         return FlatBuffer(weights, exact if masters else None, grads, name, bucket_ranges)
 

@@ -44,7 +44,6 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {  # with what t
     "float": (lambda model: model.float(), r"0\.weight"),
     "half": (lambda model: model.half(), r"1\.weight, 1\.bias"),
     "double": (lambda model: model.double(), r"0\.weight, .* and 3 more"),
-    "another device": (lambda model: model.to("meta"), r"0\.weight"),
     "memory format": (lambda model: model.to(memory_format=torch.channels_last), r"[03]\.weight"),
     "data": (set_data, r"0\.weight"),
     "frozen": (freeze, r"0\.weight"),

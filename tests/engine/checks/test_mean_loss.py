@@ -139,10 +139,8 @@ def test_means_are_told_from_sums(make: Make, mean: bool, emulated: bool) -> Non
     assert logits.grad is not None
 
 
-def test_as_many_kinds_of_means_as_samples_are_no_means_of_samples() -> None:
+def test_fewer_or_more_means_than_samples_are_no_means_of_samples() -> None:
     logits, classes = torch.randn(2, 3, requires_grad=True), torch.tensor([0, 1])
-    assert is_mean(F.cross_entropy(logits, classes) + F.mse_loss(logits, onehot(classes)), 2)
-    assert is_mean(F.cross_entropy(logits, classes, label_smoothing=0.1), 2)
     assert is_mean(per_sample(F.cross_entropy, logits, classes), 3)  # of 3 tokens, for instance
 
 

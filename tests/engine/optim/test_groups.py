@@ -280,8 +280,6 @@ def test_a_group_of_untrained_parameters_is_warned_of() -> None:
             [ParameterGroup("*", frozen=True)],
             r"Grouped has no trainable parameter: parameter groups freeze 10\. At least one must belong",
         ),
-        ([{"params": [], "lr": 0.1}], "it must be a sequence of ParameterGroup"),
-        (ParameterGroup("*"), "it must be a sequence of ParameterGroup"),
     ],
 )
 def test_groups_that_match_nothing_are_refused_and_the_model_is_untouched(groups, error) -> None:
