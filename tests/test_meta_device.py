@@ -114,13 +114,13 @@ def test_with_batch_norms_of_all_ranks_gradients_travel_after_the_backward_pass(
 
 
 def test_reads_and_uploads_are_seen_where_there_are_some() -> None:
-    with MetaDevice({"engine/rank_state.py": 1.0}) as device:
+    with MetaDevice({"engine/stepper.py": 1.0}) as device:
         stepper = stepper_of("fp16", None, None, 1)
         device.reads.clear()
         device.uploads.clear()
-        assert stepper.has_trained
+        assert stepper.loss_scale == 1.0
         torch.ones(3).to(META)
-        assert [read.split(":")[0] for read in device.reads] == ["engine/rank_state.py has_trained"]
+        assert [read.split(":")[0] for read in device.reads] == ["engine/stepper.py loss_scale"]
         assert len(device.uploads) == 1
         with pytest.raises(RuntimeError, match="device"):
             torch.ones(3) + torch.ones(3, device=META)

@@ -14,13 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from launcher.engine.errors import UnusableError
 from launcher.engine.grads.zero1 import Zero1
 from launcher.engine.limits import a_reference_count
 from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.optim.torch_optimizer import AdaptedUpdater
 from launcher.engine.optim.update import Updater
-from launcher.engine.params.buffers import Buffers, bits_of
+from launcher.engine.params.buffers import Buffers
 from launcher.engine.params.flat_params import Layout
 from launcher.engine.precision.loss_scale import LossScale, ScaleStart
 from launcher.engine.precision.op_lists import widen
@@ -37,10 +36,6 @@ class RankState:
     zero1: Zero1
     updater: Updater | AdaptedUpdater
     scale: LossScale
-
-    def __post_init__(self) -> None:
-        self.trained = torch.zeros((), dtype=torch.bool, device=self.layout.device)
-        self._start()
 
     def masters(self, rank: int | None = None) -> dict[str, Tensor]:
         """fp32 values of the trainable parameters by name, as `Zero1.gather_full`."""
@@ -96,7 +91,6 @@ class RankState:
             buffer.copy_(state.buffers[name])
         # Else a skipped step would return to the buffers from before the load.
         self.buffers.snapshot()
-        self._start()
         return self.scale.restore(state.counters, state.scale_mode)
 
     def comparable(self, reference_count: int | None, by_parameter: bool) -> dict[str, Tensor]:
@@ -116,36 +110,9 @@ class RankState:
                 found |= flat_buffer.named(kind, flat, by_parameter)
         return found
 
-    def changed_buffers(self) -> dict[str, bool]:
-        """Whether each buffer, by name, has changed since the start, or since `load`."""
-        start, buffers = self._start_bits, named_buffers(self.model)
-        if new := buffers.keys() - start.keys():
-            raise UnusableError(
-                f"buffers {', '.join(sorted(new))} were registered after the Stepper was built. Register "
-                "buffers in the model's __init__."
-            )
-        for name, buffer in buffers.items():
-            bits = start[name]
-            if bits is not None and not torch.equal(bits_of(buffer), bits):
-                start[name] = None  # compared no more: on a GPU, each comparison waits for the device
-        return {name: start[name] is None for name in buffers}
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether samples of this rank have gone into an update since the start. Waits for the device."""
-        return self._trained_on_host or bool(self.trained)
-
-    def count_update(self, skip: Tensor | bool) -> None:
-        """Samples of this rank went into an update, unless `skip` (0-dim where it is on the device)."""
-        if isinstance(skip, Tensor):
-            self.trained.ge_(skip)  # trained or not skip, in one operation
-        elif not skip:
-            self._trained_on_host = True
-
     def tensors(self) -> list[Tensor]:
         """All that is kept between steps, gradients included."""
-        start = [bits for bits in self._start_bits.values() if bits is not None]
-        return [*self.scale.tensors(), *start, *itertools.chain.from_iterable(self._by_kind().values())]
+        return [*self.scale.tensors(), *itertools.chain.from_iterable(self._by_kind().values())]
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes of what `tensors` has, by kind, and of frozen parameters, which are weights."""
@@ -160,14 +127,6 @@ class RankState:
             "gradients": [flat_buffer.grad for flat_buffer in self.layout.flat_buffers],
             "states": self.updater.tensors(),
             "buffers": self.buffers.tensors(),
-        }
-
-    def _start(self) -> None:
-        """Reset what `has_trained` and `changed_buffers` compare with."""
-        self.trained.zero_()
-        self._trained_on_host = False
-        self._start_bits: dict[str, Tensor | None] = {  # None for a buffer that was found changed
-            name: bits_of(buffer) for name, buffer in named_buffers(self.model).items()
         }
 
 

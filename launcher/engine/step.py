@@ -163,8 +163,6 @@ class Step:
     def _end(self, verdict: Verdict) -> None:
         """Move the loss scale, and begin the next step."""
         self._parts.scale.state = verdict.state
-        if self.done:  # only where this rank had samples; its weights move in any case
-            self._parts.rank_state.count_update(verdict.skip)
         self._parts.clock.mark(UPDATE)
         self.restart(verdict.kept)
 

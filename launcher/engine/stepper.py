@@ -372,15 +372,6 @@ class Stepper:
         """The part of `reduced_gradients` that this rank updates, flat."""
         return self.reducer.own_gradients()
 
-    @property
-    def has_trained(self) -> bool:
-        """Whether samples of this rank have gone into an update since the start. Waits for the device."""
-        return self._parts.rank_state.has_trained
-
-    def changed_buffers(self) -> dict[str, bool]:
-        """Whether each buffer, by name, has changed since the start, or since `load`."""
-        return self._parts.rank_state.changed_buffers()
-
     def state_bytes(self) -> int:
         """Bytes of persistent training state: weights, masters, gradients, optimizer states, buffers."""
         return size_bytes([*self._parts.rank_state.tensors(), *self.reducer.tensors()])

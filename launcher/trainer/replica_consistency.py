@@ -1,8 +1,8 @@
 """Digests of a run's weights, and the check that all ranks still hold the same bits.
 
 Owns the comparison of the ranks' replicas: the loss scale and its counters, weights, masters, their average
-and optimizer states; and of buffers that have changed on some ranks only. Compares integers (sums of bit
-patterns), so that no NaN and no rounding can hide a difference.
+and optimizer states. Compares integers (sums of bit patterns), so that no NaN and no rounding can hide a
+difference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.precision.op_lists import widen
 from launcher.errors import ReplicaError, listed
 
-NOT_TRAINED = -2  # a rank that has not trained since the start: below both answers and their negatives
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 SHOWN = 5  # names in an error; more would bury the rest
 
@@ -30,27 +29,15 @@ SHOWN = 5  # names in an error; more would bury the rest
 def check_replicas(stepper: Stepper, average: ExponentialMovingAverage | None = None) -> None:
     """Raise ReplicaError, on all ranks, if any replica differs. A collective: all ranks call it.
 
-    Values of buffers may differ: BatchNorm statistics are those of each rank's own samples, until an
-    evaluation. But a buffer that training changes must have changed on every rank that trains.
+    Buffers may differ: BatchNorm statistics are those of each rank's own samples, until an evaluation.
     """
     if stepper.group is None:
         return
-    changed = stepper.changed_buffers()
-    own_changes = torch.tensor(list(changed.values()), dtype=torch.int64, device=stepper.device)
-    answers = torch.cat([own_changes, -own_changes])
-    if not stepper.has_trained:
-        answers.fill_(NOT_TRAINED)
     own = _checksums_of(stepper, average, by_parameter=False)[1]
-    extremes = torch.cat([own, -own, answers])
+    extremes = torch.cat([own, -own])
     all_reduce(extremes, stepper.group, dist.ReduceOp.MAX)
-    largest, negated, some, all_ = torch.split(extremes, [len(own), len(own), len(changed), len(changed)])
+    largest, negated = torch.split(extremes, len(own))
     # Every rank sees the same extremes, so all of them continue here, or none does.
-    if odd := ((some == 1) & (all_ == 0)).nonzero().flatten().tolist():
-        raise ReplicaError(
-            _one_sided_buffer_changes(
-                [list(changed)[index] for index in odd], own_changes[odd], stepper.group
-            )
-        )
     if bool((largest != -negated).any()):
         _refuse_difference(*_checksums_of(stepper, average, by_parameter=True), stepper.group)
 
@@ -63,16 +50,6 @@ def _checksums_of(
     if average is not None:
         replicas |= average.replicas(by_parameter)
     return list(replicas), checksums(replicas)
-
-
-def _one_sided_buffer_changes(names: list[str], own: Tensor, group: dist.ProcessGroup) -> str:
-    """Which ranks have changed these buffers, which others have not. A collective."""
-    ranks = [rank for rank, row in enumerate(gather(own, group)) if bool(row.any())]
-    return (
-        f"the ranks no longer hold the same bits: buffers ({', '.join(names[:SHOWN])}) have changed on "
-        f"rank(s) {', '.join(map(str, ranks))} only. Look for a faulty device or for code that changes "
-        "them on one rank only, and start again."
-    )
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> Tensor:

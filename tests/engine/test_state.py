@@ -154,6 +154,6 @@ def test_the_bytes_of_the_training_state_are_counted_to_the_last(micro_batches) 
     model = nn.Sequential(nn.Linear(16, 8, bias=False))
     model.register_buffer("passes", torch.zeros(3))
     stepper = Stepper(model, AdamW(0.1), Policy.fp16(), micro_batches=micro_batches)
-    buffers = 3 * (4 + 4 + 4)  # of a buffer: now, before the step, at the start
+    buffers = 3 * (4 + 4)  # of a buffer: now, and before the step
     per_element = 2 + 2 + 4 + 8 + (4 if micro_batches > 1 else 0)
     assert stepper.state_bytes() == 16 * 8 * per_element + buffers

@@ -398,14 +398,6 @@ def test_a_buffer_that_is_replaced_by_another_shape_is_refused_by_name() -> None
         stepper.step()
 
 
-def test_only_an_applied_step_counts_as_training() -> None:
-    stepper = Stepper(Planted(), SGD(0.1), scaling=Scaling("static", 1), reference_count=1)
-    for gradient, trained in ((torch.inf, False), (1.0, True), (torch.inf, True)):
-        stepper.backward(stepper.model(gradient, 1.0), 1)
-        stepper.step()
-        assert stepper.has_trained == trained
-
-
 def test_of_two_steppers_on_one_model_the_newer_trains_it() -> None:
     model = Planted()
     older = Stepper(model, SGD(1.0), Policy.fp32(), reference_count=1)

@@ -36,7 +36,7 @@ def test_from_fp32_into_fp16_the_scale_starts_as_in_a_new_run(tmp_path: Path) ->
     second, logged = continued(tmp_path, ("precision=fp32",), ("precision=fp16",))
     assert scales(second) == [1024] * 4
     assert "precision.name was fp32 and is fp16" in "".join(changed(second))
-    assert "loss scale: starts at 1024, not from the state's: that is of a run without a loss scale" in logged
+    assert "loss scale: dynamic, starts at 2^10 within" in logged
     assert second.result["applied_steps"] == STEPS + 4
 
 
@@ -45,7 +45,7 @@ def test_from_dynamic_into_static_it_is_the_static_one(tmp_path: Path) -> None:
     static = ("precision.loss_scale.mode=static", "precision.loss_scale.init_scale=128")
     second, logged = continued(tmp_path, (), static)
     assert scales(second) == [128] * 4
-    assert "loss scale: static, 128 throughout: the state is of a dynamic loss scale of 2^11" in logged
+    assert "loss scale: static, starts at 2^7 within 2^7 to 2^7, not from the state's: that is dynamic, 2^11" in logged
     assert changed(second) == [
         "resumed with other settings than the checkpoint's: precision.loss_scale.mode was dynamic and is "
         "static; precision.loss_scale.init_scale was 1024 and is 128"

@@ -54,12 +54,18 @@ class ShardedSum(Collective):
             bucket.flat_buffer.grad[gap].zero_()  # may hold the previous step's sum
 
     def start(self, bucket: Bucket) -> int:
-        exchange(bucket, self._group)
+        # Each rank receives all ranks' values of the elements that it owns.
+        bucket.received = torch.empty_like(bucket.message)
+        exchange = dist.all_to_all_single(bucket.received, bucket.message, group=self._group, async_op=True)
+        bucket.work = async_work.started(exchange)
         return bucket.size_bytes  # the gather of the weights is the other half
 
     def wait(self, bucket: Bucket) -> None:
         if bucket.received is not None:  # else it has been waited for, before memory ran out elsewhere
-            self.owned(bucket.flat_buffer, bucket.bucket_range).copy_(sum_of_received(bucket, self._group))
+            async_work.wait_for(bucket.work, bucket.message)
+            rows = bucket.received.view(self._world_size, -1)  # [rank, element]
+            total = rows.sum(dim=0, dtype=torch.float32) if rows.is_cuda else sum_of_rows(rows)
+            self.owned(bucket.flat_buffer, bucket.bucket_range).copy_(total)
             bucket.work = bucket.received = None
 
     def owned(self, flat_buffer: FlatBuffer, bucket_range: BucketRange) -> Tensor:
@@ -87,25 +93,6 @@ class ShardedSum(Collective):
 def is_sharded(collectives: Mapping[str, Collective]) -> bool:
     """Whether masters and states of some parameters have one owner each among the ranks."""
     return any(isinstance(collective, ShardedSum) for collective in collectives.values())
-
-
-def exchange(bucket: Bucket, group: dist.ProcessGroup) -> None:
-    """Start the all-to-all in which each rank receives all ranks' values of the elements that it owns."""
-    bucket.received = torch.empty_like(bucket.message)
-    bucket.work = async_work.started(
-        dist.all_to_all_single(bucket.received, bucket.message, group=group, async_op=True)
-    )
-
-
-def sum_of_received(bucket: Bucket, group: dist.ProcessGroup) -> Tensor:
-    """fp32 [message / W]: the sum over the ranks of what `exchange` received.
-
-    The bucket keeps that, so that this can be repeated where there was no memory for the sum.
-    """
-    assert bucket.received is not None
-    async_work.wait_for(bucket.work, bucket.message)
-    rows = bucket.received.view(dist.get_world_size(group), -1)  # [rank, element]
-    return rows.sum(dim=0, dtype=torch.float32) if rows.is_cuda else sum_of_rows(rows)
 
 
 def sum_of_rows(rows: Tensor) -> Tensor:

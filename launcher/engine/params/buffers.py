@@ -147,11 +147,6 @@ def _fits(new: Tensor, place: Tensor) -> bool:
     return new.shape == place.shape and (new.dtype == place.dtype or widened)
 
 
-def bits_of(buffer: Tensor) -> Tensor:
-    """A copy of its bytes: uint8, flat. Equal for NaNs of the same pattern."""
-    return buffer.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-
-
 def _flatten(buffers: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """One flat tensor with the values of all, of which they become views."""
     flat = torch.cat([buffer.detach().reshape(-1).to(dtype) for buffer in buffers])

@@ -148,19 +148,13 @@ class LossScale:
 
     def _objection(self, exponent: int, mode: ScaleMode) -> str:
         """Why this run does not restore a scale of 2^exponent of that `mode`; empty if it does."""
-        scaling, saved = self.scaling, f"{mode} loss scale of 2^{exponent}"
-        if mode == "none":
-            saved = "run without a loss scale"
-        if scaling.mode != "dynamic":
-            same = mode == scaling.mode and exponent == scaling.exponent
-            text = f"{scaling.mode}, {2**scaling.exponent} throughout: the state is of a {saved}"
-            return "" if same else text
-        if mode != "dynamic":
-            return f"starts at {scaling.init}, not from the state's: that is of a {saved}"
-        if _exponent(scaling.min) <= exponent <= _exponent(scaling.max):
+        scaling, low, high = self.scaling, self.scaling.exponent, self.scaling.exponent
+        if scaling.mode == "dynamic":
+            low, high = _exponent(scaling.min), _exponent(scaling.max)
+        if mode == scaling.mode and low <= exponent <= high:
             return ""
-        limits = f"which is not within {scaling.min} to {scaling.max}"
-        return f"starts at {scaling.init}, not from the state's: that is of a {saved}, {limits}"
+        own = f"{scaling.mode}, starts at 2^{scaling.exponent} within 2^{low} to 2^{high}"
+        return f"{own}, not from the state's: that is {mode}, 2^{exponent}"
 
     def value(self) -> Tensor:
         """S as fp32, 0-dim."""
