@@ -7,7 +7,6 @@ to one of the parts. Knows nothing of files, configs and recipes.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -23,11 +22,11 @@ from launcher.engine.checks.mean_loss import WARNING, is_mean
 from launcher.engine.checks.ported_loop import note_calls_outside
 from launcher.engine.checks.same_on_all_ranks import check_same_on_all_ranks, checking_together
 from launcher.engine.checks.step_warnings import warn_if_alone
-from launcher.engine.errors import EngineWarning, UnusableError, check_loss
+from launcher.engine.errors import UnusableError, check_loss
 from launcher.engine.grads.communication import DDPOptions
 from launcher.engine.grads.param_grads import dry_backward
 from launcher.engine.optim.torch_optimizer import AnyOptimizer
-from launcher.engine.params.param_groups import ParameterGroup, idle_groups
+from launcher.engine.params.param_groups import ParameterGroup
 from launcher.engine.precision.fp32_modules import compute_in_fp32, names_in_fp32
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
 from launcher.engine.precision.policy import Policy
@@ -106,8 +105,6 @@ class Stepper:
         check_same_on_all_ranks(model, options.shared(), self.group)
         self.model, self.policy, self.clip_norm = model, policy, clip_norm
         self._parts = parts = StepperParts(model, options, self.group)
-        for text in idle_groups(model, groups):
-            warnings.warn(text, EngineWarning, stacklevel=2)
         self.layout, self.buffers, self.clock = parts.layout, parts.buffers, parts.clock
         self.reducer, self.zero1, self.updater = parts.reducer, parts.zero1, parts.updater
         self.scale, self.emulation = parts.scale, parts.emulation

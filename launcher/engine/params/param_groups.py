@@ -14,7 +14,7 @@ from typing import Annotated
 from torch import nn
 
 import launcher.engine.limits as limits
-from launcher.engine.errors import NEAREST, UnusableError, listed, require_match
+from launcher.engine.errors import UnusableError, require_match
 from launcher.engine.names import all_names, named_parameters
 
 
@@ -110,19 +110,3 @@ def owners_of(names: Mapping[str, Sequence[str]], groups: Sequence[ParameterGrou
             )
         owners |= dict.fromkeys(new, number)
     return owners
-
-
-def idle_groups(model: nn.Module, groups: Sequence[ParameterGroup]) -> list[str]:
-    """A warning for each group whose parameters are not trained anyway, so that it changes nothing."""
-    owners = owners_of(all_names(model), groups)
-    named = named_parameters(model)
-    texts = []
-    for number, group in enumerate(groups):
-        own = [name for name, owner in owners.items() if owner == number]
-        if not group.frozen and not any(named[name].requires_grad for name in own):
-            texts.append(
-                f"groups[{number}] ({', '.join(group.match)}) matches only parameters with "
-                f"requires_grad=False: {listed(own, NEAREST)}. They are not trained, so the group has no "
-                "effect. Set requires_grad to True before the optimizer is built, or remove the group."
-            )
-    return texts

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
-import warnings
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from launcher.engine import (
     Stepper,
     TorchOptimizer,
 )
-from launcher.engine.errors import EngineWarning, UnusableError
+from launcher.engine.errors import UnusableError
 from launcher.errors import ConfigError, listed
 from launcher.recipe.contract import Recipe
 from launcher.recipe.registry import look_up, registry_of
@@ -151,8 +150,6 @@ def build_stepper(
     optim = config.optim
     emulate = config.precision.emulate
     grouped = parameter_groups.parameter_groups(optim, recipe.groups, model)
-    for text in grouped.idle:
-        warnings.warn(text, EngineWarning, stacklevel=2)
     stepper = Stepper(
         model,
         build_optimizer(optim, config.recipes.path),

@@ -20,7 +20,7 @@ from torch import nn
 from launcher.config.optimizers import OptimConfig
 from launcher.engine import ParameterGroup, UnusableError
 from launcher.engine.names import all_names, named_parameters
-from launcher.engine.params.param_groups import Rates, idle_groups, owners_of
+from launcher.engine.params.param_groups import Rates, owners_of
 from launcher.errors import ConfigError
 
 
@@ -30,7 +30,6 @@ class ParameterGroups:
 
     groups: Sequence[ParameterGroup] = ()
     sentences: Sequence[tuple[str, str]] = field(default_factory=tuple)  # topic and text, for the start
-    idle: Sequence[str] = ()  # warnings of groups that change nothing
 
 
 def parameter_groups(optim: OptimConfig, own: Sequence[ParameterGroup], model: nn.Module) -> ParameterGroups:
@@ -39,14 +38,12 @@ def parameter_groups(optim: OptimConfig, own: Sequence[ParameterGroup], model: n
         ParameterGroup(each.match, each.lr_scale, each.weight_decay, each.frozen) for each in optim.groups
     ]
     group_of: dict[str, ParameterGroup] = {}
-    idle: list[str] = []
     for said, groups in (("optim", configured), ("Recipe", own)):
         try:  # the engine's errors begin with `groups[0]`
             owners = owners_of(all_names(model), groups)
         except UnusableError as error:
             raise ConfigError(f"{said}.{error}") from error
         group_of = {name: groups[number] for name, number in owners.items()} | group_of
-        idle += [f"{said}.{text}" for text in idle_groups(model, groups)]
     found: dict[str, tuple[Rates, bool]] = {}  # with whether it is frozen
     for name, p in named_parameters(model).items():
         group = group_of.get(name, ParameterGroup(name))
@@ -58,7 +55,7 @@ def parameter_groups(optim: OptimConfig, own: Sequence[ParameterGroup], model: n
                 decay = 0.0
             decay = None if decay == optim.weight_decay else decay
             found[name] = Rates(group.lr_scale, decay), False
-    return ParameterGroups(_merged(found), tuple(_sentences(optim, found)), idle)
+    return ParameterGroups(_merged(found), tuple(_sentences(optim, found)))
 
 
 def _merged(found: Mapping[str, tuple[Rates, bool]]) -> list[ParameterGroup]:

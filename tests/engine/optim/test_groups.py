@@ -10,7 +10,6 @@ from launcher.engine import (
     SGD,
     AdamW,
     DDPOptions,
-    EngineWarning,
     ParameterGroup,
     Policy,
     Stepper,
@@ -244,21 +243,6 @@ def test_on_a_gpu_groups_cost_calls_and_no_reads(optimizer) -> None:
         assert device.reads == device.uploads == []
     num_batches = -(-50_030_000 // DEVICE_CHUNK) + 3
     assert memory.operations <= 6 * num_batches + 3 * 4 + 4
-
-
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_a_group_of_untrained_parameters_is_warned_of() -> None:
-    model = Grouped()
-    model.body.requires_grad_(False)
-    text = r"groups\[1\] \(body\.\*, norm\.bias\) matches only parameters with requires_grad=False: body\.0\."
-    groups = [ParameterGroup("norm.*", 2.0), ParameterGroup(["body.*", "norm.bias"], 3.0)]
-    with pytest.warns(EngineWarning, match=text) as caught:
-        Stepper(model, SGD(LR), groups=groups)
-    assert [each.filename for each in caught] == [__file__]
-    Stepper(Grouped(), SGD(LR), groups=groups)
-    model = Grouped()
-    model.body.requires_grad_(False)
-    Stepper(model, SGD(LR), groups=[ParameterGroup("body.*", frozen=True), ParameterGroup("*", 2.0)])
 
 
 @pytest.mark.parametrize(

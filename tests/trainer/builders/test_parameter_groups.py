@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -110,21 +109,3 @@ def test_the_configs_groups_may_take_all_that_one_of_the_recipes_has() -> None:
 def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_names(settings, own, text) -> None:
     with pytest.raises(ConfigError, match=text):
         parameter_groups(settings, own, Encoder())
-
-
-def test_groups_of_untrained_parameters_are_named_and_those_of_the_settings_are_not() -> None:
-    model = Encoder(1)
-    model.model.requires_grad_(False)
-    settings = optim(group("model.layer.*", 2.0), group("head.*", 3.0), decay_norm_and_bias=False)
-    found = parameter_groups(settings, (ParameterGroup("model.norm.*", 5.0),), model)
-    first, second = found.idle
-    assert first.startswith(
-        "optim.groups[0] (model.layer.*) matches only parameters with requires_grad=False"
-    )
-    assert second.startswith(
-        "Recipe.groups[0] (model.norm.*) matches only parameters with requires_grad=False"
-    )
-    assert dict(found.sentences)["parameter groups"].startswith("1 of 2 parameters with weight decay 0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Stepper(model, SGD(0.1), groups=found.groups)
