@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.engine.checks.step_warnings import NO_SAMPLES, StepWarnings
+from launcher.engine.checks.step_warnings import StepWarnings
 from launcher.engine.limits import VOTES
 from launcher.engine.precision.found_inf import ABANDONED, StepTotals, Verdict
 from launcher.engine.step_timer import Mark, spans_ms
@@ -150,8 +150,7 @@ class StepResult:
     def read(self) -> StepReport:
         """The numbers. Waits until the step is done on the device, so read one step late.
 
-        Warns once per Stepper about a step without samples, which is skipped and has a loss of nan, and about
-        parameters whose gradient was zero in the first applied steps that were read.
+        Warns once per Stepper about parameters that had no gradient in the first applied step that is read.
         """
         if self._ready is not None:
             self._ready.synchronize()
@@ -159,6 +158,4 @@ class StepResult:
         report = found.report(self._names, spans_ms(self._marks))
         if not report.skipped:
             self._warnings.gradients(self._names, found.squares_by_parameter, stacklevel=2)
-        if report.count == 0 and not report.abandoned_ranks:
-            self._warnings.warn(NO_SAMPLES, stacklevel=2)
         return report

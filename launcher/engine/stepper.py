@@ -20,7 +20,7 @@ from launcher.engine.build import StepperOptions, StepperParts
 from launcher.engine.checks.arguments import check_model, check_optimizer, group_of
 from launcher.engine.checks.mean_loss import WARNING, is_mean
 from launcher.engine.checks.ported_loop import note_calls_outside
-from launcher.engine.checks.same_on_all_ranks import check_same_on_all_ranks, checking_together
+from launcher.engine.checks.same_on_all_ranks import check_same_on_all_ranks
 from launcher.engine.checks.step_warnings import warn_if_alone
 from launcher.engine.errors import UnusableError, check_loss
 from launcher.engine.grads.communication import DDPOptions
@@ -82,23 +82,22 @@ class Stepper:
         groups: Sequence[ParameterGroup] = (),
     ) -> None:
         self.group = group_of(group)
-        with checking_together(model, self.group):
-            check_optimizer(optimizer)
-            check_model(model, self.group)
-            policy = policy or Policy.fp16()
-            rates = [optimizer.lr] if learning_rates is None else learning_rates
-            options = StepperOptions(
-                policy=policy,
-                ddp=ddp or DDPOptions(),
-                scaling=scaling or Scaling.of(policy),
-                clip_norm=clip_norm,
-                optimizer=optimizer,
-                learning_rates=[float(rate) for rate in rates],
-                groups=groups,
-                reference_count=reference_count,
-                micro_batches=micro_batches,
-                emulate=emulate,
-            )
+        check_optimizer(optimizer)
+        check_model(model, self.group)
+        policy = policy or Policy.fp16()
+        rates = [optimizer.lr] if learning_rates is None else learning_rates
+        options = StepperOptions(
+            policy=policy,
+            ddp=ddp or DDPOptions(),
+            scaling=scaling or Scaling.of(policy),
+            clip_norm=clip_norm,
+            optimizer=optimizer,
+            learning_rates=[float(rate) for rate in rates],
+            groups=groups,
+            reference_count=reference_count,
+            micro_batches=micro_batches,
+            emulate=emulate,
+        )
         if self.group is None:
             warn_if_alone(stacklevel=2)
         # Before anything is built: what comes next then raises on all ranks or on none.

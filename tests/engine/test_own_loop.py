@@ -74,17 +74,11 @@ def test_the_docstring_of_the_rate_says_that_no_state_holds_it() -> None:
     assert "not part of state_dict()" in " ".join((type(stepper).lr.__doc__ or "").split())
 
 
-def test_a_step_without_samples_is_skipped_and_said_once() -> None:
-    stepper = stepper_of()
-    with pytest.warns(EngineWarning, match="a step had no samples on any rank") as caught:
-        report = stepper.step().read()
-    assert caught[0].filename == __file__
+def test_a_step_without_samples_is_skipped_and_has_no_loss() -> None:
+    report = stepper_of().step().read()
     assert report.skipped
     assert report.count == 0
     assert report.loss != report.loss
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert stepper.step().read().skipped
 
 
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), True, "0.1", None])

@@ -60,7 +60,6 @@ def test_the_samples_of_a_step_are_those_that_were_read_whatever_the_loss_counts
     assert [count for _, count in trained] == pytest.approx([weight * samples for samples, _ in trained])
 
 
-@pytest.mark.filterwarnings("ignore:a step had no samples")
 def test_a_stream_without_samples_is_an_error() -> None:
     with pytest.raises(DataError, match="the training stream is empty"):
         trained_on_stream(0, 2, 1.0)

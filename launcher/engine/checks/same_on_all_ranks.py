@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -23,22 +22,6 @@ from launcher.engine.names import named_buffers, named_parameters
 
 SHOWN = 4  # differences of one rank that an error names
 LONGEST = 200  # characters of a value in such an error; of a longer one it has the ends, and a digest
-REFUSED = "the error"  # of a rank by itself
-
-
-@contextmanager
-def checking_together(model: object, group: async_work.Group) -> Iterator[None]:
-    """The context for the checks that a rank makes alone, before all ranks call `check_same_on_all_ranks`.
-
-    Where a rank raises, the others would wait for it there for ever. So it takes part, and they raise too.
-    """
-    try:
-        yield
-    except Exception as error:
-        if group is not None:
-            text = f"{type(error).__name__}: {error}".rstrip(".")
-            _differences({REFUSED: text}, model if isinstance(model, nn.Module) else nn.Module(), group)
-        raise
 
 
 def check_same_on_all_ranks(
@@ -116,8 +99,6 @@ def _by_ranks(texts: Sequence[dict[str, str]]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, own in enumerate(texts):
         first = texts[0]
-        if REFUSED in own | first:  # comes without the rest
-            own, first = ({REFUSED: each.get(REFUSED, "none")} for each in (own, first))
         names = [name for name in own | first if own.get(name) != first.get(name)]
         found = [f"{name} is {own.get(name, 'absent')}, not {first.get(name, 'absent')}" for name in names]
         if found:

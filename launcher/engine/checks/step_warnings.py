@@ -13,10 +13,6 @@ from launcher.engine.errors import EngineWarning, listed
 
 SHOWN = 5  # parameters that a warning names
 
-NO_SAMPLES = (
-    "a step had no samples on any rank: it is skipped, and its loss is nan. Call stepper.backward(loss_sum, "
-    "count) before stepper.step(), with the number of samples as count."
-)
 NO_GRADIENTS = (
     "{silent} of {total} parameters received no gradient in the first applied step: {names}. Weight decay "
     "still changes them. Check that the forward pass uses them, and that nothing detaches it (.detach(), "
