@@ -14,7 +14,7 @@ from torch import Tensor
 
 from launcher.engine.build import StepperOptions, StepperParts
 from launcher.engine.errors import NO_GRADIENT, UnusableError, check_backward
-from launcher.engine.grads.loss_normaliser import LossNormaliser
+from launcher.engine.grads.reference_count import ReferenceCount
 from launcher.engine.optim.learning_rates import LearningRates
 from launcher.engine.optim.update import StepScalars
 from launcher.engine.precision.found_inf import StepTotals, Verdict, judge
@@ -28,7 +28,7 @@ class Step:
     def __init__(self, choices: StepperOptions, parts: StepperParts, group: dist.ProcessGroup | None) -> None:
         self._parts, self._policy, self._group = parts, choices.policy, group
         device = parts.layout.device
-        self.normaliser = LossNormaliser(choices.reference_count, choices.micro_batches, device, group)
+        self.reference_count = ReferenceCount(choices.reference_count, choices.micro_batches, device, group)
         self.rates = LearningRates(choices.learning_rates, None if parts.on_host else device)
         self._clip_norm = choices.clip_norm
         self.copied: torch.cuda.Event | None = None  # when a copy of weights and states is complete
@@ -42,7 +42,7 @@ class Step:
         self.failed = False  # whether one of them, or the step, raised: it can then only be abandoned
         self._abandoned = False  # whether this rank drops the step that is being finished
         self.exchanged = False  # whether the totals have been sent: it can then not be abandoned
-        self.normaliser.restart(kept)
+        self.reference_count.restart(kept)
         self._parts.reducer.restart()
         self._parts.totals.restart()
 
@@ -74,17 +74,17 @@ class Step:
 
         Exact, as both are powers of two. Never the same tensor twice: a hook might write to it.
         """
-        return self._parts.scale.over(self.normaliser.divisor)
+        return self._parts.scale.over(self.reference_count.value)
 
     def backward(self, loss_sum: Tensor, count: float | Tensor) -> None:
         """Back-propagate one micro-batch whose loss and count can be trained on."""
         parts = self._parts
-        check_backward(self.done, self.failed, self.normaliser.micro_batches)
+        check_backward(self.done, self.failed, self.reference_count.micro_batches)
         self.failed = True  # until the pass has finished
         if not self.done:
             self._begin(count)
         # A step may end with fewer passes than that: finish() then sends every bucket.
-        last = self.done + 1 == self.normaliser.micro_batches
+        last = self.done + 1 == self.reference_count.micro_batches
         with self.during_backward(), parts.reducer.receiving(early=last and self._sends_early):
             loss_sum.backward(self.slope())  # type: ignore[no-untyped-call]
             # Within the context, whose end drains p.grad.
@@ -96,10 +96,10 @@ class Step:
         self.done += 1
 
     def _begin(self, count: float | Tensor) -> None:
-        """Prepare the first pass of a step: n0, and whether buckets are sent within the passes."""
-        self.normaliser.expect(count)
-        # In a step before the ranks have agreed on n0, finish() corrects what is sent.
-        self._sends_early = self.normaliser.count is not None
+        """Prepare the first pass of a step: the reference count, and whether buckets are sent within the passes."""
+        self.reference_count.expect(count)
+        # In a step before the ranks have agreed on the reference count, finish() corrects what is sent.
+        self._sends_early = self.reference_count.agreed is not None
 
     def finish(self) -> StepNumbers:
         """Reduce, agree, unscale, clip, update or skip. On a GPU the host waits for nothing."""
@@ -119,7 +119,7 @@ class Step:
             parts.buffers.collect()  # may raise, so it comes before anything is sent or written
         self._abandoned, self.failed = self.failed, True  # until the step has finished
         # Before any bucket, and not in the backward pass: a rank may have no pass.
-        correction = self.normaliser.agree()
+        correction = self.reference_count.agree()
         parts.clock.mark(COMPUTE)
         parts.reducer.start_grad_sync(self._abandoned, correction)
         return parts.reducer.finish_grad_sync(self._abandoned)
@@ -135,7 +135,7 @@ class Step:
     def _judge(self, totals: StepTotals) -> tuple[Verdict, StepNumbers]:
         """What all ranks do with the step, from the same bits, and what its report says."""
         parts = self._parts
-        scale, unit = parts.scale, float(parts.divisor * self.normaliser.divisor)
+        scale, unit = parts.scale, float(parts.divisor * self.reference_count.value)
         verdict = judge(parts.operations, totals, scale.state, scale.scaling, unit, self._clip_norm)
         lr = self.rates.at(scale.state.applied_steps)
         return verdict, StepNumbers.of(totals, verdict, scale.state.scale, lr, parts.reducer.sent_bytes)

@@ -50,7 +50,7 @@ class Stepper:
     itself clips nothing between backward() and step(), because p.grad is None there.
     `learning_rates`: one per applied step, the last one after that; None: `optimizer.lr` throughout.
     `micro_batches`: the largest number of backward() calls before each step(); the last one overlaps
-    communication. `reference_count`: n0, the usual number of samples (or tokens) per step and rank; None:
+    communication. `reference_count` (n0): the usual number of samples (or tokens) per step and rank; None:
     from the counts of the first step, which costs that step one collective. `groups`: see ParameterGroup.
 
     Building it moves parameters and buffers into flat memory and broadcasts rank 0's values: load weights
@@ -161,7 +161,7 @@ class Stepper:
         self._step.check_between_steps("set_micro_batches()")
         limits.at_least_one.require("micro_batches", micro_batches)
         self.reducer.accumulate(micro_batches > 1)
-        self._step.normaliser.micro_batches = micro_batches
+        self._step.reference_count.micro_batches = micro_batches
 
     @property
     def num_buckets(self) -> int:
@@ -201,7 +201,7 @@ class Stepper:
         Not part of a step, and changes no state. Raises UnusableError before the first step, unless there is
         a `reference_count`.
         """
-        if self._step.normaliser.count is None:
+        if self._step.reference_count.agreed is None:
             raise UnusableError(
                 "dry_backward() was called before the reference count is known. Build the Stepper with "
                 "reference_count, the usual number of samples per rank and step, or call it after backward()."
@@ -270,7 +270,7 @@ class Stepper:
         self._step.check_between_steps("state()")
         self._parts.attached_params.check()
         self._parts.in_place.reload_model_params()
-        return self._parts.rank_state.state(self._step.normaliser.count, rank)
+        return self._parts.rank_state.state(self._step.reference_count.agreed, rank)
 
     def load(self, state: EngineState) -> ScaleStart:
         """Resume from `state`, also of another number of ranks or with other DDPOptions.
@@ -286,8 +286,8 @@ class Stepper:
         self._parts.in_place.count_update()
         # Masters and weights were set together: there is no change to copy from one to the other.
         self._parts.in_place.forget()
-        # An n0 that was given, or agreed on since, stays: what was scaled with it remains comparable.
-        self._step.normaliser.count = self._step.normaliser.count or state.reference_count
+        # A reference count that was given, or agreed on since, stays: what was scaled with it remains comparable.
+        self._step.reference_count.agreed = self._step.reference_count.agreed or state.reference_count
         return start
 
     def state_dict(self, rank: int | None = None) -> dict[str, Any]:
@@ -310,7 +310,7 @@ class Stepper:
         self._parts.attached_params.check()
         self._parts.in_place.reload_model_params()
         rate = torch.tensor([self.lr], dtype=torch.float64, device=self.device)
-        count = self._step.normaliser.count
+        count = self._step.reference_count.agreed
         return {"learning rate": rate} | self._parts.rank_state.comparable(count, by_parameter)
 
     @property

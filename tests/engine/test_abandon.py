@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.engine import SGD, AdamW, DDPOptions, Policy, Scaling, Stepper, StepReport, UnusableError
-from launcher.engine.grads.loss_normaliser import LossNormaliser
+from launcher.engine.grads.reference_count import ReferenceCount
 from tests.engine.observe import deciding_on_device, state_digest, train
 from tests.models import Planted, conv_net, features, loss_sum, mlp
 
@@ -235,12 +235,12 @@ def test_counts_of_few_bits_are_added_as_numbers_on_the_device(dtype, counts) ->
 
 
 def test_an_unreadable_first_count_is_refused_and_the_step_can_be_dropped() -> None:
-    """On a GPU it is read where the ranks agree on the loss normaliser; `agree` must then not fail, too."""
-    normaliser = LossNormaliser(None, 1, torch.device("cpu"), None)
+    """On a GPU it is read where the ranks agree on the reference count; `agree` must then not fail, too."""
+    reference = ReferenceCount(None, 1, torch.device("cpu"), None)
     for count in (torch.nan, torch.inf, -4.0):
         with pytest.raises(UnusableError, match="must be a number of at least 0"):
-            normaliser.expect(torch.tensor(count))
-    assert normaliser.agree() == 1.0
+            reference.expect(torch.tensor(count))
+    assert reference.agree() == 1.0
 
 
 def test_a_step_that_failed_after_the_exchange_is_neither_repeated_nor_abandoned(monkeypatch) -> None:

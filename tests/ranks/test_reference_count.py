@@ -130,7 +130,7 @@ def given_differently(env: WorkerEnv) -> str:
     stepper.backward(stepper.model(1.0, 1.0), 8)
     stepper.step()
     check_replicas(stepper)
-    stepper._step.normaliser.count = 8 << env.rank
+    stepper._step.reference_count.agreed = 8 << env.rank
     try:
         check_replicas(stepper)
     except ReplicaError as error:
