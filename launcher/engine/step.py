@@ -96,7 +96,7 @@ class Step:
         self.done += 1
 
     def _begin(self, count: float | Tensor) -> None:
-        """Prepare the first pass of a step: the reference count, and whether buckets are sent within the passes."""
+        """Prepare the first pass of a step: the reference count, and whether its passes send buckets."""
         self.reference_count.expect(count)
         # In a step before the ranks have agreed on the reference count, finish() corrects what is sent.
         self._sends_early = self.reference_count.agreed is not None

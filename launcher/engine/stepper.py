@@ -54,10 +54,11 @@ class Stepper:
     from the counts of the first step, which costs that step one collective. `groups`: see ParameterGroup.
 
     Building it moves parameters and buffers into flat memory and broadcasts rank 0's values: load weights
-    before, or with `load`. Cast, move, freeze and replace parameters before, too: a later change raises
-    UnusableError. Weights may be written in place between steps, alike on all ranks (`p.clamp_()` under
-    torch.no_grad(), model.load_state_dict()): what differs from the rounded masters is copied into them. A
-    write through `p.data` cannot be detected: the next update undoes it.
+    before, or with `load`. Cast, move, freeze and replace parameters before, too: what is cast, moved or
+    frozen later raises UnusableError, and a layer that is put in another's place is not trained. Weights may
+    be written in place between steps, alike on all ranks (`p.clamp_()` under torch.no_grad(),
+    model.load_state_dict()): what differs from the rounded masters is copied into them. A write through
+    `p.data` cannot be detected: the next update undoes it.
 
     Hooks on parameters get the gradient of one micro-batch of one rank, multiplied by the loss scale: a mask
     or a factor works there, a limit such as clamp(-1, 1) does not. As with torch.optim, autograd raises for a
@@ -286,7 +287,7 @@ class Stepper:
         self._parts.in_place.count_update()
         # Masters and weights were set together: there is no change to copy from one to the other.
         self._parts.in_place.forget()
-        # A reference count that was given, or agreed on since, stays: what was scaled with it remains comparable.
+        # One that was given, or agreed on since, stays: what was scaled with it remains comparable.
         self._step.reference_count.agreed = self._step.reference_count.agreed or state.reference_count
         return start
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
 
 
-@dataclass(frozen=True)
-class KernelScalars:
+class KernelScalars(NamedTuple):
     """What one call of a fused kernel needs besides the buffers.
 
     `lr`: a number, or fp32 on a GPU, which reads it there. `applied`: the count of applied steps, this one

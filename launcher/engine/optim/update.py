@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +27,7 @@ CHUNK = 1 << 19  # elements on a CPU: 2 MB of widened gradient stay in cache; sm
 DEVICE_CHUNK = 1 << 25  # elements on a GPU: 128 MB, less than the activations that are free by then
 
 
-@dataclass(frozen=True)
-class StepScalars:
+class StepScalars(NamedTuple):
     """What a step has decided for its update: numbers of the host, or 0-dim tensors on the device.
 
     `multiplier` (fp32) turns the reduced gradient into the clipped mean gradient; `lr` is fp64; `applied`
