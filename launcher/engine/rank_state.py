@@ -62,26 +62,13 @@ class RankState:
     def load(self, state: EngineState) -> ScaleStart:
         """Restore `state`. Raises ValueError, before anything is changed, for the state of another model.
 
-        A collective where the optimizer is sharded: there a state that one rank refuses is refused by all.
+        A collective where the optimizer is sharded.
         """
-        failure: Exception | None = None
-        try:
-            check_model_state(self.model, state)
-            check_names("counters of the loss scale", set(LossScale.FIELDS), set(state.counters))
-            if state.reference_count is not None:
-                a_reference_count.require("the state's reference_count", state.reference_count)
-            updated = state.counters["applied"] > 0
-            load_states = self.updater.loading(self.zero1, state.optimizer, updated)
-        except Exception as error:
-            failure = error
-        # A rank that raised alone would leave the others in the exchange of weights that ends a load.
-        if self.zero1.any_rank(failure is not None) and failure is None:
-            failure = ValueError(
-                "another rank refuses the state that it was given, with the reason in its own error. Nothing "
-                "was changed on any rank: give all ranks the whole state that state() returned."
-            )
-        if failure is not None:
-            raise failure
+        check_model_state(self.model, state)
+        check_names("counters of the loss scale", set(LossScale.FIELDS), set(state.counters))
+        if state.reference_count is not None:
+            a_reference_count.require("the state's reference_count", state.reference_count)
+        load_states = self.updater.loading(self.zero1, state.optimizer, state.counters["applied"] > 0)
         load_states()
         self.zero1.load_masters(state.weights)
         for name, p in named_parameters(self.model).items():

@@ -49,8 +49,8 @@ class AttachedParams:
             f"the model has changed since its training began: parameters {listed(changed, SHOWN)} were cast, "
             "moved, frozen, unfrozen, or taken by a newer Stepper. Those that it had are trained, in flat "
             "memory: change them before, in a recipe within build_model, in a loop of your own before its "
-            "Stepper is built. To unfreeze a part later, start a second run from the weights of the first; in "
-            "a loop of your own, build another Stepper. Set values by p.copy_() under torch.no_grad()."
+            "Stepper is built. To unfreeze a part later, start a second run from the weights of the first; "
+            "in a loop of your own, build another Stepper. Set values by p.copy_() under torch.no_grad()."
         )
 
 

@@ -61,14 +61,6 @@ class Zero1:
         """The elements that are updated alike, by shard, counted from the shard's start."""
         return [self._layout.group_slices(flat_buffer, part) for flat_buffer, part in self.places]
 
-    def any_rank(self, found: bool) -> bool:
-        """Whether `found` on any rank; a collective where the optimizer is sharded, else this rank's own."""
-        if not self.sharded:
-            return found
-        flag = torch.tensor(int(found), device=self._layout.device)
-        async_work.all_reduce(flag, self._group, dist.ReduceOp.MAX)
-        return bool(flag)
-
     def gather_full(self, tensors: Sequence[Tensor], rank: int | None = None) -> dict[str, Tensor]:
         """fp32 values by parameter name from one flat tensor per shard.
 
