@@ -6,9 +6,8 @@ sharding or the order of parameters, so a run may resume with different ones. Kn
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,7 +43,11 @@ class EngineState:
 
     def clone(self) -> EngineState:
         """A copy that later steps do not change."""
-        return copy.deepcopy(self)
+        copies: dict[str, Any] = {
+            part: {name: tensor.detach().clone() for name, tensor in getattr(self, part).items()}
+            for part in ("weights", "optimizer", "buffers")
+        }
+        return replace(self, counters=dict(self.counters), **copies)
 
     def as_dict(self) -> dict[str, object]:
         """The fields as a dict of dicts of the same tensors, of ints, a string and None."""

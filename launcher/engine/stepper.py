@@ -86,14 +86,13 @@ class Stepper:
         check_optimizer(optimizer)
         check_model(model, self.group)
         policy = policy or Policy.fp16()
-        rates = [optimizer.lr] if learning_rates is None else learning_rates
         options = StepperOptions(
             policy=policy,
             ddp=ddp or DDPOptions(),
             scaling=scaling or Scaling.of(policy),
             clip_norm=clip_norm,
             optimizer=optimizer,
-            learning_rates=[float(rate) for rate in rates],
+            learning_rates=[optimizer.lr] if learning_rates is None else list(learning_rates),
             groups=groups,
             reference_count=reference_count,
             micro_batches=micro_batches,
@@ -235,6 +234,7 @@ class Stepper:
         Where a module runs collectives (SyncBatchNorm), a pass that fails on only one rank leaves the others
         waiting in them: end the job in that case.
         """
+        self._parts.attached_params.check()
         self._step.failed = True
         return self.step()
 

@@ -62,7 +62,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "NumPy's number": ({"clip_norm": np.float32(2.5)}, "clip_norm is np.float32(2.5), not None."),
     "NumPy's rates": (
         {"learning_rates": np.float32([0.5, 0.25])},
-        "learning_rates is [0.5, 0.25], not [0.1].",
+        "learning_rates is [np.float32(0.5), np.float32(0.25)], not [0.1].",
     ),
 }
 

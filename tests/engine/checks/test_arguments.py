@@ -13,7 +13,7 @@ from tests.models import features, loss_sum, mlp
 
 
 def test_rates_may_be_any_sequence() -> None:
-    for rates in ((0.5, 0.25), torch.linspace(0.5, 0.25, 2), iter([0.5, 0.25])):
+    for rates in ((0.5, 0.25), torch.linspace(0.5, 0.25, 2).tolist(), iter([0.5, 0.25])):
         assert Stepper(mlp(), SGD(0.1), learning_rates=rates).lr == 0.5
 
 
