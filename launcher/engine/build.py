@@ -104,7 +104,7 @@ class StepperParts:
         self.zero1 = Zero1(layout, collectives, group)
         self.updater = updater_of(optimizer, layout, self.zero1)
         self.in_place = InPlaceWrites(layout, self.zero1)
-        self.scale = LossScale(choices.scaling, layout.device, on_host)
+        self.scale = LossScale(choices.scaling, None if on_host else layout.device)
         self.operations = ON_HOST if on_host else ON_DEVICE
         self.clock = StepClock(layout.device)
         self.names = [param.name for param in layout.params]

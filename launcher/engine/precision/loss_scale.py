@@ -97,11 +97,9 @@ class LossScale:
         "bad_losses",
     )
 
-    def __init__(self, scaling: Scaling, device: torch.device, on_host: bool | None = None) -> None:
-        """`on_host` None: on a CPU."""
-        self.scaling = scaling
-        on_host = device.type == "cpu" if on_host is None else on_host
-        self._device = None if on_host else device
+    def __init__(self, scaling: Scaling, device: torch.device | None) -> None:
+        """`device` None: the host decides each step."""
+        self.scaling, self._device = scaling, device
         self.state = ScaleState(*map(self.placed, (2.0**scaling.exponent, 0, scaling.hysteresis, 0, 0, 0, 0)))
         self.loads, self.loaded = 0, 0  # how often counters were restored, and the applied steps of the last
 

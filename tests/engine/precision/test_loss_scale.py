@@ -72,7 +72,7 @@ def test_dynamic_scale_follows_the_written_out_rule(
 ) -> None:
     low, start, high = bounds
     scaling = Scaling("dynamic", 2**start, growth_interval, hysteresis, 2**low, 2**high)
-    scale = LossScale(scaling, torch.device("cpu"), on_host)
+    scale = LossScale(scaling, None if on_host else torch.device("cpu"))
     reference = Reference(start, low, high, growth_interval, hysteresis)
     for event in events:
         advance(scale, event)
@@ -83,7 +83,7 @@ def test_dynamic_scale_follows_the_written_out_rule(
 
 @pytest.mark.parametrize(("mode", "expected"), [("static", 2.0**10), ("none", 1.0)])
 def test_static_scale_and_none_never_move_but_count(mode, expected) -> None:
-    scale = LossScale(Scaling(mode=mode, init=2**10, growth_interval=1), torch.device("cpu"))
+    scale = LossScale(Scaling(mode=mode, init=2**10, growth_interval=1), None)
     for event in (CLEAN, OVERFLOW, OVERFLOW, BAD_LOSS, OVERFLOW, CLEAN, CLEAN):
         advance(scale, event)
         assert scale.value().item() == expected
@@ -93,7 +93,7 @@ def test_static_scale_and_none_never_move_but_count(mode, expected) -> None:
 
 @pytest.mark.parametrize("mode", ["static", "none"])
 def test_overflows_in_a_row_are_counted_where_the_scale_cannot_fall(mode) -> None:
-    scale, counts = LossScale(Scaling(mode=mode), torch.device("cpu")), []
+    scale, counts = LossScale(Scaling(mode=mode), None), []
     for event in (OVERFLOW, BAD_LOSS, OVERFLOW, NO_SAMPLES, CLEAN, OVERFLOW):
         advance(scale, event)
         counts.append(scale.counters()["floor_skips"])
@@ -114,7 +114,7 @@ def test_each_of_the_three_scales_is_a_power_of_two(field, value) -> None:
 @pytest.mark.parametrize("on_host", [True, False])
 def test_scales_are_exact_over_the_whole_range(on_host) -> None:
     for exponent in range(128):
-        scale = LossScale(Scaling(init=2**exponent, max=2**127), torch.device("cpu"), on_host)
+        scale = LossScale(Scaling(init=2**exponent, max=2**127), None if on_host else torch.device("cpu"))
         assert (scale.counters()["exponent"], scale.value().item()) == (exponent, 2.0**exponent)
         assert scale.over(4).item() == 2.0 ** (exponent - 2)
 
@@ -125,14 +125,14 @@ def test_nearest_power_of_two(value, power) -> None:
 
 
 def test_a_run_that_goes_on_with_a_shorter_interval_grows() -> None:
-    scale = LossScale(Scaling(init=8, growth_interval=4), torch.device("cpu"))
+    scale = LossScale(Scaling(init=8, growth_interval=4), None)
     scale.state = scale.state._replace(growth_tracker=9)  # clean steps counted under a longer one
     advance(scale, CLEAN)
     assert scale.value().item() == 16
 
 
 def test_an_abandoned_step_changes_nothing() -> None:
-    scale = LossScale(Scaling(init=8, growth_interval=4), torch.device("cpu"))
+    scale = LossScale(Scaling(init=8, growth_interval=4), None)
     advance(scale, CLEAN)
     before = scale.state
     advance(scale, CLEAN, abandoned=True)
