@@ -166,13 +166,6 @@ def test_rates_of_any_kind_of_number_are_reported_as_floats(rates, on_device) ->
     assert json.dumps(train(stepper, *features(8, 0)).lr) == json.dumps(stepper.lr)
 
 
-def test_rates_may_be_a_tensor() -> None:
-    rates = torch.tensor([0.5, 0.25])
-    stepper = Stepper(mlp(), SGD(0.1), Policy.fp32(), learning_rates=rates)  # type: ignore[arg-type]
-    assert train(stepper, *features(8, 0)).lr == 0.5
-    assert stepper.lr == 0.25
-
-
 @pytest.mark.parametrize("optimizer", [SGD(0.1, 0.9), AdamW(0.1)], ids=["sgd", "adamw"])
 def test_it_trains_under_another_default_dtype(optimizer) -> None:
     found = []
