@@ -154,5 +154,3 @@ def built_with_max_norm(env: WorkerEnv) -> str:
 def test_embeddings_with_a_max_norm_are_refused_on_several_ranks() -> None:
     for text in run_ranks(2, built_with_max_norm):
         assert "0 of Sequential has max_norm" in text
-
-
