@@ -128,8 +128,9 @@ class Agent:
             text = f"after step {newest}, on request; checkpoint saved. {TO_RESUME} {again}"
             raise RunFailed(RunOutcome(SAVED, text))
         if outcome.exit_code in ON_REQUEST or self._signals.stop is not None:
-            raise stop_error(outcome, self._signals.stop, newest)
-        self._restarts.record_or_raise(outcome, newest, self._how_to_resume(newest))
+            raise stop_error(outcome, self._signals.stop, newest, self._how_to_resume(newest))
+        hint = f"{self._how_to_resume(newest)} {self._restarts_made()}"
+        self._restarts.record_or_raise(outcome, newest, hint)
         count = f"{self._restarts.used} of {self._restarts.allowed}"
         place = f"step {newest} (checkpoint)" if newest else "the start (no checkpoint)"
         place += f" with data.micro_batch_size={outcome.halved}" if outcome.halved else ""
@@ -137,23 +138,24 @@ class Agent:
         write(f"{text}\n", sys.stderr)
 
     def _how_to_resume(self, newest: int) -> str:
-        """What to do after a failure that a restart may fix, and what restarts have been made."""
         again = f"the same command with {directory_override('run.dir', self._run_dir)}"
-        resume = (
-            f"To resume from step {newest}: {again}."
-            if newest
-            else f"There is no checkpoint: {again} begins anew."
-        )
+        if newest:
+            return f"To resume from step {newest}: {again}."
+        return f"There is no checkpoint: {again} begins anew."
+
+    def _restarts_made(self) -> str:
         used, allowed = self._restarts.used, self._restarts.allowed
         restarts = f"Restarted {counted(used, 'time')}" if used else "Not restarted"
-        return f"{resume} {restarts} (launch.max_restarts={allowed})."
+        return f"{restarts} (launch.max_restarts={allowed})."
 
     def _newest_step(self) -> int:
         """Step of the newest checkpoint, by name; 0 if there is none. The workers check if it is intact."""
         return max(map(step_of, candidates(self._run_dir / FOLDER)), default=0)
 
 
-def stop_error(outcome: RunOutcome, asked: signal.Signals | None, newest_step: int) -> LauncherError:
+def stop_error(
+    outcome: RunOutcome, asked: signal.Signals | None, newest_step: int, how_to_resume: str
+) -> LauncherError:
     """The error for a run that was asked to end. `newest_step` is that of its checkpoints."""
     if outcome.exit_code in ON_REQUEST:
         return (PreemptedError if outcome.exit_code == SAVED else PrunedError)(outcome.text)
@@ -168,4 +170,4 @@ def stop_error(outcome: RunOutcome, asked: signal.Signals | None, newest_step: i
     if outcome.exit_code == 128 + asked:  # a rank that ended at once, and has said so
         return RunFailed(outcome)
     text = f"stopped by {asked.name} before a checkpoint could be written: {outcome.text}"
-    return RunFailed(RunOutcome(128 + asked, text, outcome.hint))
+    return RunFailed(RunOutcome(128 + asked, text, f"{outcome.hint} {how_to_resume}".lstrip()))

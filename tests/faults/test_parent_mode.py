@@ -190,6 +190,8 @@ def test_workers_that_ignore_a_request_to_stop_are_killed_at_the_grace(tmp_path:
             f"error: stopped by {number.name} before a checkpoint could be written: rank 0 (pid "
         )
         assert "rank 1" in error_of(parent)
+        again = f"There is no checkpoint: the same command with run.dir={parent.run_dir} begins anew."
+        assert again in error_of(parent)
         assert_written_down(parent, code)
 
 
