@@ -186,8 +186,8 @@ class HangTimer:
         allowed_s = self._limits.user_code_timeout_s
         if allowed_s is None or beat.age_s < allowed_s:
             return None
-        text = f"{self._hangs(beat, beat.age_s)}, in the recipe's code{self._place()}."
-        return f"{text} launch.user_code_timeout_s limits how long it may take.", StalledError.exit_code
+        limit = f"launch.user_code_timeout_s={allowed_s:g} limits how long it may take."
+        return f"{self._in_user_code(beat)}. {limit}", StalledError.exit_code
 
     def _slow_clean_up(self, failed_s: float, error: BaseException, now: float) -> Problem | None:
         """The error itself, where the main thread has failed and does not come to an end."""
@@ -217,6 +217,10 @@ class HangTimer:
             return None
         rank = f"rank {self._launch.rank} was {describe(beat)} for {beat.age_s:.0f} s.{self._of_another()}"
         return f"stopped by {number.name} before a checkpoint could be written: {rank}", 128 + number
+
+    def _in_user_code(self, beat: HeartbeatRecord) -> str:
+        rank, age_s = self._launch.rank, beat.age_s
+        return f"rank {rank} has been in the recipe's code for {age_s:.0f} s, {describe(beat)}{self._place()}"
 
     def _hangs(self, beat: HeartbeatRecord, seconds: float) -> str:
         return f"rank {self._launch.rank} hangs: {describe(beat)} for {seconds:.0f} s"
@@ -256,10 +260,7 @@ class HangTimer:
             if limit is None
             else (f"is limited by launch.user_code_timeout_s={limit:g}")
         )
-        text = (
-            f"rank {self._launch.rank} has been in the recipe's code for {beat.age_s:.0f} s, {describe(beat)}"
-            f"{self._place()}. This {limited}."
-        )
+        text = f"{self._in_user_code(beat)}. This {limited}."
         log.info(text)
         if self._connection is None:
             first = self._heartbeat.may_print(LINE_EVERY_S / 2)
@@ -280,6 +281,8 @@ class HangTimer:
         text = f"{text} Stacks: {stacks}."
         log.error("rank %d: %s", rank, text)
         record = ExitRecord(rank, time.time(), text, exit_code, phase=beat.phase, stacks=str(stacks))
+        if beat.user_code:  # it would take as long again
+            record = replace(record, restart_helps=False)
         if self._heartbeat.exit_records is not None:
             self._heartbeat.exit_records.write(record)  # the parent prints it
         else:

@@ -46,7 +46,7 @@ class RestartPolicy:
         if self.restarts_without_progress == MOST_WITHOUT_PROGRESS:
             error = NoProgressError(
                 f"the workers were started {MOST_WITHOUT_PROGRESS} times in a row and have failed each time "
-                f"before they had written a new checkpoint. The last time {outcome.text}. "
+                f"before they had written a new checkpoint. The last time {outcome.text.rstrip('.')}. "
                 f"{outcome.hint}".rstrip()
             )
             error.traceback = outcome.traceback

@@ -189,7 +189,8 @@ class EvaluationLoop:
             )
         if found.nan_outputs:
             telemetry.warn(
-                f"NaN outputs for {counted(found.samples, 'sample')} of {title}: {found.nan_outputs:,}. "
+                f"{counted(found.nan_outputs, 'NaN output')} for {counted(found.samples, 'sample')} of "
+                f"{title}. "
                 "Metrics computed from them are meaningless. Check the input for NaN, or lower optim.lr."
             )
         if bad := found.unreadable:

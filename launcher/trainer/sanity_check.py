@@ -65,8 +65,11 @@ def try_smallest_batch(context: TrainContext, train_step: TrainStep) -> None:
     if isinstance(context.data.train, IterableData) or waits_for_others or plan.is_even(step):
         return
     context.heartbeat.beat("trying the smallest batch")
+    by_rank = "; ".join(
+        f"{', '.join(map(str, each)) or 'none'} (rank {rank})" for rank, each in enumerate(sizes)
+    )
     samples = counted(len(plan.global_batch(step)), "sample")
-    what = f"the smallest batch: {samples} in step {step + 1} of an epoch, by rank {sizes}"
+    what = f"the smallest batch: {samples} in step {step + 1} of an epoch, in micro-batches of {by_rank}"
     refusing = UnevenCollectives(
         context.env, sizes, TO_EVEN_OUT, in_collective=context.heartbeat.in_collective
     )

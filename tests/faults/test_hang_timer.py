@@ -204,9 +204,17 @@ def test_who_waits_for_the_user_s_code_of_another_rank_names_that_one(tmp_path: 
     text = text.replace("return torch.nn", f"time.sleep(1000 * (RANK == {rank})); return torch.nn")
     (tmp_path / "tiny.py").write_text(text)
     ended = start_slow(tmp_path, True, "launch.user_code_timeout_s=4")
-    assert ended.stderr.count(f"error: rank {rank} hangs: while building the model for ") == 2
+    assert ended.stderr.count(f"error: rank {rank} has been in the recipe's code for ") == 2
     assert "gloo" not in ended.stderr.lower(), ended.stderr
-    assert f"rank {1 - rank} hangs" not in ended.stderr
+    assert f"rank {1 - rank} h" not in ended.stderr
+
+
+def test_code_of_the_user_that_takes_too_long_is_not_restarted_to_take_as_long_again(tmp_path: Path) -> None:
+    slow_recipe(tmp_path, 1000, 0)
+    ended = start_slow(tmp_path, False, "launch.user_code_timeout_s=4")
+    assert ended.returncode == 6, ended.stderr
+    assert "has been in the recipe's code for " in ended.stderr
+    assert "restart" not in ended.stderr
 
 
 WAITS = {
@@ -228,7 +236,7 @@ def start_waiting(
 @pytest.mark.parametrize("place", ["rank0_first", pytest.param("a barrier", marks=pytest.mark.slow)])
 def test_a_rank_that_waits_in_the_user_s_code_is_not_blamed(tmp_path: Path, place: str) -> None:
     ended = start_waiting(tmp_path, place, seconds=1000, limit_s=4)
-    assert "error: rank 0 hangs: while loading data for " in ended.stderr, ended.stderr
+    assert "error: rank 0 has been in the recipe's code for " in ended.stderr, ended.stderr
     of_rank_1 = re.search(r"error: rank 1 hangs: .*", ended.stderr)
     assert of_rank_1 is None or "It waits for another rank, whose own output" in of_rank_1[0]
 

@@ -66,12 +66,13 @@ def refuse_other_meaning(before: Mapping[str, str], now: Mapping[str, str], allo
         values = [f"{key} ({shortened(before[key])} there, {shortened(now[key])} now)" for key in meaning]
         raise DataError(
             f"the data gives the weights of the checkpoint another meaning: {listed(values, SHOWN, '; ')} "
-            f"differ(s). {advice} If the change is meant: checkpoint.allow_other_data=true; to start anew, "
+            f"differ. {advice} If the change is meant: checkpoint.allow_other_data=true; to start anew, "
             "choose another run.dir."
         )
     return (
-        f"the data is not that of the checkpoint: {listed(others, SHOWN)} differ(s). The run is not bit for "
-        f"bit the one that was saved, and samples that were trained on may be held out now. {advice}"
+        f"the data is not that of the checkpoint: {listed(others, SHOWN)} differ. The run is not bit for "
+        f"bit the one that was saved, and samples that were trained on may be held out now. "
+        f"If that is not meant: {advice}"
     )
 
 
