@@ -67,9 +67,15 @@ class Predictor:
 
     def predictions(self, file: Path) -> Iterator[tuple[str, str]]:
         """Name and result of each sample of a file: a photograph, a line of text, a row of numbers."""
+        if not file.is_file():
+            raise DataError(f"{file}: there is no such file.")
         samples = self._samples(file)
         for begin in range(0, len(samples), AT_ONCE):
-            for row, logits in enumerate(self._logits(samples[begin : begin + AT_ONCE]), begin + 1):
+            try:
+                found = self._logits(samples[begin : begin + AT_ONCE])
+            except RuntimeError as error:  # torch's, of shapes
+                raise DataError(f"{file} does not fit the model: {first_line(error)}") from error
+            for row, logits in enumerate(found, begin + 1):
                 yield f"{file}:{row}" if len(samples) > 1 else str(file), self._said(logits)
 
     def _built(self) -> nn.Module:

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from launcher.data.images.folder import list_folder
 from launcher.data.images.registry import load_images
+from launcher.errors import DataError
+from launcher.evaluation.prediction import Predictor
 from tests.configs import composed
 from tests.data.images.photographs import ANTS_BEES
 from tests.forked import launch_forked
@@ -71,6 +74,30 @@ def test_sentences_are_tokenised_as_in_the_evaluation(tmp_path: Path) -> None:
     first, second = launched(tmp_path, "predict", "run", "new.txt").splitlines()
     assert first.startswith("new.txt:1: red ")
     assert second.startswith("new.txt:2: big ")
+
+
+def predictor(folder: Path) -> Predictor:
+    """Of rows of 8 numbers, by a recipe file of its own."""
+    (folder / "rows.py").write_text(
+        "from torch import nn\nfrom launcher.recipe import model\n"
+        '@model("linear")\ndef linear(inputs): return nn.Linear(inputs, 2)\n'
+    )
+    built = {"name": "linear", "arguments": {"inputs": 8}, "file": str(folder / "rows.py")}
+    weights = {"weight": torch.eye(2, 8), "bias": torch.zeros(2)}
+    return Predictor(folder, {"classes": ["a", "b"], "model": built}, weights)
+
+
+def test_rows_are_read_from_csv_and_npy_and_others_are_refused(tmp_path: Path) -> None:
+    rows = np.eye(2, 8) * 9
+    np.savetxt(tmp_path / "x.csv", rows, delimiter=",")
+    np.save(tmp_path / "x.npy", rows)
+    for name in ("x.csv", "x.npy"):
+        found = [text[:1] for _, text in predictor(tmp_path).predictions(tmp_path / name)]
+        assert found == ["a", "b"]
+    (tmp_path / "short.csv").write_text("1,2\n")
+    for name, text in (("short.csv", r"does not fit the model: mat1"), ("none.csv", "no such file")):
+        with pytest.raises(DataError, match=text):
+            list(predictor(tmp_path).predictions(tmp_path / name))
 
 
 def test_what_cannot_be_predicted_is_refused(tmp_path: Path) -> None:
