@@ -287,9 +287,15 @@ def unknown_problem(
     return texts.unknown_key(written, key, known)
 
 
+def _is_unchosen(recipe: Mapping[str, object]) -> bool:
+    """A section within it is of a file that lacks `# @package _global_`, which is another problem."""
+    nested = any(isinstance(value, Mapping) for value in recipe.values())
+    return not nested and recipe.get("name") is None and recipe.get("uses") is None
+
+
 def tree_problems(tree: dict[str, object], recipes: Sequence[str], recipe_refused: bool) -> Iterator[str]:
     recipe = tree.get("recipe")
-    if isinstance(recipe, Mapping) and recipe.get("name") is None and recipe.get("uses") is None:
+    if isinstance(recipe, Mapping) and _is_unchosen(recipe):
         tree = {**tree, "recipe": {"name": "unchosen", "uses": "unchosen"}}
         if not recipe_refused:
             yield f"recipe: none is chosen. Choose one with recipe=<name>: {', '.join(recipes)}."
