@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.checkpoint import broadcast
 from launcher.checkpoint.catalog import newest_intact, resume
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, verify
 from launcher.checkpoint.storage import load, publish
+from launcher.distributed import collectives
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, LauncherError, StorageError
 from tests.faults import saving
@@ -251,7 +251,7 @@ def views(folder: Path) -> dict[str, tuple[list[Path], str]]:
 
 def resume_each(env: WorkerEnv, cases: dict[str, tuple[list[Path], str]]) -> dict[str, tuple[str, str]]:
     """The step, and all that was read: rank 0's, whatever the other rank sees."""
-    broadcast.PIECE_BYTES = 7  # several for each tensor
+    collectives.PIECE_BYTES = 7  # several for each tensor
     outcomes = {}
     for name, (directories, _) in cases.items():
         try:
