@@ -118,4 +118,4 @@ def test_a_search_over_data_of_different_metrics_ends_with_the_reason(tmp_path: 
     )
     with Parent(tmp_path, "-m", *words, "train.epochs=1", nproc=1) as parent:
         assert parent.end(100) == 2
-        assert "compared by different metrics (accuracy, loss)" in " ".join(parent.stderr.split())
+        assert "compared by different metrics (accuracy, val_loss)" in " ".join(parent.stderr.split())
