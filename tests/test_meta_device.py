@@ -159,6 +159,7 @@ ANSWERS: dict[str, float | list[float]] = {
     "evaluation/evaluate.py over_ranks": [1.0, 51.0, 0.0, 51.0, 0.0, 0.0, 0.0],  # a fifth of 256 samples
     "metrics/classification.py confusion_matrix": 1.0,
     "engine/grads/reference_count.py agree": 32.0,  # once, in the first step
+    "engine/grads/reference_count.py restart": 1.0,  # that step was kept
     "training/diagnostics/nonfinite.py": 1.0,
     "engine/precision/loss_scale.py counters": [65536.0, 6.0, 1.0, 6.0, 0.0, 0.0, 0.0],
 }

@@ -283,7 +283,7 @@ def test_a_python_without_the_dependencies_says_which_command_has_them(words: st
     )
 
 
-@pytest.mark.parametrize("file", ["launcher.py", "launcher/__init__.py"])
+@pytest.mark.parametrize("file", ["launcher.py", pytest.param("launcher/__init__.py", marks=pytest.mark.slow)])
 def test_a_launcher_in_the_users_folder_is_not_run_in_its_place(file: str, clone: Path, tmp_path) -> None:
     """Neither in the parent, nor in its workers, nor in the jobs of a sweep."""
     path = tmp_path / file
@@ -292,11 +292,11 @@ def test_a_launcher_in_the_users_folder_is_not_run_in_its_place(file: str, clone
     (path.parent / "__main__.py").write_text("open('imported', 'w').close()\n")
     (tmp_path / "mine.py").write_text(OWN_RECIPE)
     command = f"cd {tmp_path}; {clone}/scripts/run recipe=mine.py tracker=none train.max_steps=1"
-    for more in ("launch.nproc=2 run.dir=run", "-m launch.nproc=1 seed=0,1 hydra.sweep.dir=sweep"):
+    for more in ("launch.nproc=2 run.dir=run", "-m launch.nproc=1 seed=0 hydra.sweep.dir=sweep"):
         done = typed(f"{command} {more}", clone)
         assert done.returncode == 0, done.stderr
     assert not (tmp_path / "imported").exists()
-    assert len([*tmp_path.glob("sweep/*/result.json")]) == 2
+    assert len([*tmp_path.glob("sweep/*/result.json")]) == 1
 
 
 @pytest.mark.slow

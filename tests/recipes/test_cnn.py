@@ -37,7 +37,6 @@ def test_smaller_images_are_refused(height, width) -> None:
 SMALL = ["data.image_size=12", "data.num_samples=512", "data.batch_size=32", "schedule.lr_base_batch_size=64"]
 
 
-@pytest.mark.sampled(every=2, first=1)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

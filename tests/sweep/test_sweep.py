@@ -135,8 +135,8 @@ def test_a_request_to_save_is_passed_on_to_the_jobs(tmp_path: Path, parallel: in
 def test_a_sweep_that_is_killed_again_and_again_ends_as_one_that_is_not(tmp_path: Path) -> None:
     """The same command each time. Which moments are hit depends on the machine; the results must not.
 
-    A process is killed after a share of the time that the undisturbed sweep took. The first two shares
-    together are less than the whole, so that there are two kills at least on a machine of any speed.
+    A process is killed after a share of the time that the undisturbed sweep took: mostly twice or more, and
+    at least once if that sweep was slowed down by others.
     """
     words = (*HERE, "sweep.parallel=2", "train.epochs=30", "checkpoint.every_steps=7", "seed=0,1,2,3")
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
@@ -158,7 +158,7 @@ def test_a_sweep_that_is_killed_again_and_again_ends_as_one_that_is_not(tmp_path
                 break
         kills += 1
         assert kills < 60
-    assert kills > 1
+    assert kills
     assert states(killed) == ["done"] * 4
     assert digests(killed) == digests(undisturbed)
     assert [job["name"] for job in jobs(killed)] == [job["name"] for job in jobs(undisturbed)]
