@@ -283,7 +283,9 @@ def test_a_python_without_the_dependencies_says_which_command_has_them(words: st
     )
 
 
-@pytest.mark.parametrize("file", ["launcher.py", pytest.param("launcher/__init__.py", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "file", ["launcher.py", pytest.param("launcher/__init__.py", marks=pytest.mark.slow)]
+)
 def test_a_launcher_in_the_users_folder_is_not_run_in_its_place(file: str, clone: Path, tmp_path) -> None:
     """Neither in the parent, nor in its workers, nor in the jobs of a sweep."""
     path = tmp_path / file
