@@ -80,9 +80,9 @@ class Step:
         """Back-propagate one micro-batch whose loss and count can be trained on."""
         parts = self._parts
         check_backward(self.done, self.failed, self.reference_count.micro_batches)
-        self.failed = True  # until the pass has finished
         if not self.done:
-            self._begin(count)
+            self._begin(count)  # may refuse the count, which changes nothing
+        self.failed = True  # until the pass has finished
         # A step may end with fewer passes than that: finish() then sends every bucket.
         last = self.done + 1 == self.reference_count.micro_batches
         with self.during_backward(), parts.reducer.receiving(early=last and self._sends_early):

@@ -282,3 +282,12 @@ def test_the_older_of_two_steppers_cannot_abandon_what_the_newer_one_did() -> No
         with pytest.raises(UnusableError, match="newer Stepper"):
             call()
     assert int(model[1].num_batches_tracked) == 1
+
+
+def test_a_count_that_cannot_be_read_leaves_the_first_step_unchanged() -> None:
+    """On a GPU a count is read only in the first step, for the reference count; here one has no value."""
+    stepper = stepper_of(Planted(), 1, reference_count=None)
+    with pytest.raises(RuntimeError, match="meta"):
+        stepper.backward(stepper.model(50.0, 50.0), torch.ones((), device="meta"))
+    assert not clean_step(stepper, 1).skipped
+    assert_moved_by(stepper, 1.0)
