@@ -220,8 +220,11 @@ class Stepper:
         has_backward = step.done > 0 or step.failed
         if text := parts.ported_loop.check_step(has_backward, sys._getframe(1)):
             parts.warnings.warn(text, stacklevel=2)
-        step.rates.follow_scheduler()
-        return StepResult(step.finish(), parts.names, self.clock.take(), parts.warnings)
+        return self._finish()
+
+    def _finish(self) -> StepResult:
+        self._step.rates.follow_scheduler()
+        return StepResult(self._step.finish(), self._parts.names, self.clock.take(), self._parts.warnings)
 
     def abandon(self) -> StepResult:
         """Drop this step on all ranks, as if backward() had not been called; in place of step().
@@ -236,7 +239,7 @@ class Stepper:
         """
         self._parts.attached_params.check()
         self._step.failed = True
-        return self.step()
+        return self._finish()
 
     @property
     def can_abandon(self) -> bool:

@@ -269,3 +269,13 @@ def test_a_scheduler_of_torch_takes_the_lr_optimizer(name) -> None:
             scheduler.step()
     stepper.lr = 0.25
     assert train(stepper, x, classes).lr == 0.25
+
+
+def test_clipping_is_noticed_after_a_first_step_that_was_abandoned() -> None:
+    stepper = stepper_of()
+    stepper.abandon()
+    x, classes = features(4, 0)
+    stepper.backward(loss_sum(stepper.model(x), classes), 4)
+    torch.nn.utils.clip_grad_norm_(stepper.model.parameters(), 1.0)
+    with pytest.warns(EngineWarning, match="clip_grad_norm_.. is called beside"):
+        stepper.step()
