@@ -204,7 +204,8 @@ class Stepper:
         if self._step.reference_count.agreed is None:
             raise UnusableError(
                 "dry_backward() was called before the reference count is known. Build the Stepper with "
-                "reference_count, the usual number of samples per rank and step, or call it after backward()."
+                "reference_count, the usual number of samples per rank and step, or call it after the first "
+                "step() that had samples."
             )
         with self._step.during_backward():
             return dry_backward(self.layout.parameters, loss_sum, self._step.slope())
