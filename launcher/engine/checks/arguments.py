@@ -68,6 +68,12 @@ def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
             f"{listed(lazy, SHOWN)} of {kind} have no shape before the first forward pass. Run one forward "
             "pass, then build the Stepper."
         )
+    devices = {p.device for p in model.parameters()}  # the layout checks that it is one
+    if apart := [name for name, buffer in named_buffers(model).items() if {buffer.device} != devices]:
+        raise UnusableError(
+            f"buffers {listed(apart, SHOWN)} of {kind} are on another device than its parameters. Move the "
+            "whole model to one device with model.to(device) before building the Stepper."
+        )
     kinds, modules = nn.Embedding | nn.EmbeddingBag, model.named_modules()
     embeddings = [(name or kind, each) for name, each in modules if isinstance(each, kinds)]
     if normed := [name for name, each in embeddings if each.max_norm is not None and group is not None]:
