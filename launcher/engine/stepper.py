@@ -58,7 +58,9 @@ class Stepper:
     frozen later raises UnusableError, and a layer that is put in another's place is not trained. Weights may
     be written in place between steps, alike on all ranks (`p.clamp_()` under torch.no_grad(),
     model.load_state_dict()): what differs from the rounded masters is copied into them. A write through
-    `p.data` cannot be detected: the next update undoes it.
+    `p.data` cannot be detected: the next update undoes it. After buffers were written between steps
+    (reset_running_stats(), update_bn()) call average_buffers(), or the next skipped step undoes it;
+    model.load_state_dict() needs no call.
 
     Hooks on parameters get the gradient of one micro-batch of one rank, multiplied by the loss scale: a mask
     or a factor works there, a limit such as clamp(-1, 1) does not. As with torch.optim, autograd raises for a
@@ -343,6 +345,7 @@ class Stepper:
         Statistics are floating-point buffers whose names begin with running_. Integers are left as they are.
         A collective, called before an evaluation, between steps. A checkpoint keeps each rank's own buffers.
         """
+        One process calls it after writing buffers between steps, too: see Stepper.
         self._step.check_between_steps("average_buffers()")
         self.buffers.average()
 

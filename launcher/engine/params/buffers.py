@@ -64,7 +64,7 @@ class Buffers:
     def snapshot(self) -> None:
         """Remember the present values: the state to return to if the coming step is skipped.
 
-        Called before a step's first forward pass, and after load_state_dict() of the model between steps.
+        Called at the end of a step, after load_state_dict() of the model, and in `average`.
         """
         for before, flat in zip(self._before, self.flat, strict=True):
             before.copy_(flat)
@@ -94,14 +94,13 @@ class Buffers:
         each rank's own: saving must not change the run. A buffer that is no statistic (a queue, a codebook, a
         mask) has a mean that no rank ever had: as DistributedDataParallel does, it takes rank 0's.
         """
-        if self._group is None:
-            return
-        for flat in self.statistics:
-            total = flat.double()  # exact for equal values: averaging twice changes nothing
-            async_work.all_reduce(total, self._group)
-            flat.copy_(total / dist.get_world_size(self._group))
-        for flat in self._others:
-            async_work.broadcast(flat.view(torch.uint8), self._group)  # as bytes: bit for bit
+        if self._group is not None:
+            for flat in self.statistics:
+                total = flat.double()  # exact for equal values: averaging twice changes nothing
+                async_work.all_reduce(total, self._group)
+                flat.copy_(total / dist.get_world_size(self._group))
+            for flat in self._others:
+                async_work.broadcast(flat.view(torch.uint8), self._group)  # as bytes: bit for bit
         self.snapshot()
 
     def collect(self) -> None:

@@ -161,6 +161,20 @@ def test_a_skipped_step_keeps_the_statistics_that_were_loaded_before_it(part) ->
     assert stepper.model[1].running_mean.eq(7.0).all()
 
 
+def test_a_skipped_step_keeps_statistics_that_were_reset_before_average_buffers() -> None:
+    stepper = Stepper(conv_net(), SGD(0.1), Policy.fp16(), scaling=Scaling(init=64))
+    x, classes = features(8, 0, (3, 8, 8))
+    train(stepper, x, classes)
+    assert stepper.model[1].running_mean.abs().min() > 0
+    stepper.model[1].reset_running_stats()
+    stepper.average_buffers()
+    with stepper.forward():
+        loss = loss_sum(stepper.model(x), classes)
+    stepper.backward(loss * float("inf"), 8)
+    assert stepper.step().read().skipped
+    assert stepper.model[1].running_mean.eq(0.0).all()
+
+
 def test_a_copy_of_the_model_that_loads_a_state_changes_no_snapshot() -> None:
     stepper = Stepper(conv_net(), SGD(0.1), Policy.fp16(), scaling=Scaling(init=1024))
     other = pickle.loads(pickle.dumps(copy.deepcopy(stepper.model)))
