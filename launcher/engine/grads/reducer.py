@@ -88,7 +88,9 @@ class Reducer:
                 each.name: torch.zeros_like(each.grad, dtype=torch.float32) for each in flat_buffers
             }
             for bucket in self.buckets:
+                unused = bucket.copy_in.unused
                 bucket.copy_in = self._copy_in(bucket.flat_buffer, bucket.bucket_range)
+                bucket.copy_in.unused = unused  # the first step's report may be read later
 
     def _copy_in(self, flat_buffer: FlatBuffer, bucket_range: BucketRange) -> CopyIn:
         factor = self._collectives[flat_buffer.name].predivide_factor

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer
+from launcher.engine import SGD, AdamW, EngineWarning, Policy, Scaling, Stepper, TorchOptimizer
 
 ADAMW = {"lr": 0.1, "weight_decay": 0.1}
 CASES = {
@@ -98,3 +98,12 @@ def test_parameters_without_any_gradient_are_named_once(policy, build, said) -> 
     assert found.keys() == said.keys()
     for step, text in said.items():
         assert found[step].startswith(text)
+
+
+def test_a_change_of_the_micro_batches_before_the_report_is_read_keeps_the_warning() -> None:
+    stepper = Stepper(detached(), SGD(0.01), Policy.fp32(), reference_count=1)
+    stepper.backward(stepper.model(torch.ones(1, 2)).square().sum(), 1)
+    result = stepper.step()
+    stepper.set_micro_batches(2)
+    with pytest.warns(EngineWarning, match="2 of 4 parameters received no gradient"):
+        result.read()
