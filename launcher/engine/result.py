@@ -37,9 +37,9 @@ class StepReport:
     bad_losses: int  # micro-batches whose loss was not finite, over all ranks
     applied_steps: int  # after this step
     skipped_steps: int  # after this step
-    floor_skips: int  # overflows in a row at the smallest scale
-    bad_loss_steps: int  # steps in a row with a loss that was not finite
-    sent_bytes: int  # of gradients, passed to collectives by this rank
+    floor_skips: int  # overflows at the smallest scale since the last applied step
+    bad_loss_steps: int  # steps since the last applied one with a loss that was not finite
+    sent_bytes: int  # by this rank: of gradients, and of weights that are gathered; see Collective.start
     culprit_ranks: tuple[int, ...]  # ranks whose own gradient was not finite
     culprit_parameters: tuple[str, ...]  # parameters whose reduced gradient was not finite
     votes: tuple[float, ...]  # sum over the ranks, by question
@@ -59,7 +59,7 @@ class StepNumbers:
     votes: Any  # [VOTES], a list or a tensor
     status: Any  # [ranks], likewise
     squares_by_parameter: Tensor
-    sent_bytes: int  # of gradients, passed to collectives by this rank
+    sent_bytes: int  # as in StepReport
 
     @classmethod
     def of(cls, totals: StepTotals, verdict: Verdict, scale: Any, lr: Any, sent_bytes: int) -> StepNumbers:

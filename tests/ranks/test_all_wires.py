@@ -248,3 +248,18 @@ def test_buffers_of_any_dtype_take_the_values_of_rank_0() -> None:
     for buffers in run_ranks(2, buffers_of_rank_0):
         assert len(buffers) == 4
         assert all(torch.equal(value, torch.ones(3).to(value.dtype)) for value in buffers.values())
+
+
+def bytes_of_fp32_weights(env: WorkerEnv) -> dict[str, int]:
+    model = torch.nn.Linear(64, 64, bias=False)
+    x, classes = torch.randn(8, 64), torch.zeros(8, dtype=torch.int64)
+    return {
+        name: train(Stepper(model, SGD(0.1), Policy.amp_fp16(), env.group, ddp=ddp), x, classes).sent_bytes
+        for name, ddp in WIRES.items()
+    }
+
+
+def test_a_gather_of_fp32_weights_counts_as_twice_that_of_halves() -> None:
+    """In bytes of an all-reduce, which moves each twice: 2 of a gradient there, 4 of a weight back."""
+    found = run_ranks(2, bytes_of_fp32_weights)[0]
+    assert found == {"native": 64 * 64 * 2, "sharded": 64 * 64 * (2 + 4) // 2}

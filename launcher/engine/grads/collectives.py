@@ -1,4 +1,4 @@
-"""How one bucket of gradients is reduced over the ranks: collectives that send the same bytes.
+"""How one bucket of gradients is reduced over the ranks.
 
 Owns the collectives on gradients and, where the optimizer is sharded, on weights. Each collective sums over
 the ranks; none divides in half precision. They differ in where the sum is rounded:
@@ -58,7 +58,9 @@ class ShardedSum(Collective):
         bucket.received = torch.empty_like(bucket.message)
         exchange = dist.all_to_all_single(bucket.received, bucket.message, group=self._group, async_op=True)
         bucket.work = async_work.started(exchange)
-        return bucket.size_bytes  # the gather of the weights is the other half
+        # An all-reduce moves its bytes twice; here the gather of the weights is the second time.
+        weight_bytes = bucket.message.numel() * bucket.flat_buffer.weight.element_size()
+        return (bucket.size_bytes + weight_bytes) // 2
 
     def wait(self, bucket: Bucket) -> None:
         if bucket.received is not None:  # else it has been waited for, before memory ran out elsewhere
