@@ -144,7 +144,7 @@ class Step:
         """Update masters and weights, or write nothing where the step is skipped."""
         parts = self._parts
         # First: the update would undo what was written to the weights since the last one.
-        parts.in_place.reload_model_params()
+        self.reload_model_params()
         self.wait_for_copy()
         parts.updater.step(StepScalars(verdict.multiplier, lr, verdict.state.applied_steps, verdict.skip))
         # After a skipped step as well: on a GPU the host does not know the verdict, and all ranks must call
@@ -165,6 +165,12 @@ class Step:
         self._parts.scale.state = verdict.state
         self._parts.clock.mark(UPDATE)
         self.restart(verdict.kept)
+
+    def reload_model_params(self) -> None:
+        """Copy weights that were written in place into their masters, which a checkpoint may be copying."""
+        if changed := self._parts.in_place.changed():
+            self.wait_for_copy()
+            self._parts.in_place.reload_model_params(changed)
 
     def wait_for_copy(self) -> None:
         """Before weights are overwritten: a checkpoint may still be copying them, and the states."""

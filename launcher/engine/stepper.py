@@ -255,7 +255,7 @@ class Stepper:
 
     def own_masters(self) -> list[Tensor]:
         """The flat fp32 masters that this rank updates, with what was written to the weights since then."""
-        self._parts.in_place.reload_model_params()
+        self._step.reload_model_params()
         return self.zero1.masters()
 
     def named_masters(self, rank: int | None = None) -> dict[str, Tensor]:
@@ -264,7 +264,7 @@ class Stepper:
         Those are gathered in host memory, on all ranks or only on `rank` of the group, as in `state`.
         """
         self._parts.attached_params.check()
-        self._parts.in_place.reload_model_params()
+        self._step.reload_model_params()
         return self._parts.rank_state.masters(rank)
 
     def state(self, rank: int | None = None) -> EngineState:
@@ -276,7 +276,7 @@ class Stepper:
         """
         self._step.check_between_steps("state()")
         self._parts.attached_params.check()
-        self._parts.in_place.reload_model_params()
+        self._step.reload_model_params()
         return self._parts.rank_state.state(self._step.reference_count.agreed, rank)
 
     def load(self, state: EngineState) -> ScaleStart:
@@ -288,6 +288,7 @@ class Stepper:
         """
         self._step.check_between_steps("load()")
         self._parts.attached_params.check()
+        self._step.wait_for_copy()
         start = self._parts.rank_state.load(state)
         # A graph over the old weights must raise in its backward pass, as after an update.
         self._parts.in_place.count_update()
@@ -315,7 +316,7 @@ class Stepper:
         `by_parameter` a few large tensors, whose padding may differ. Waits for the device.
         """
         self._parts.attached_params.check()
-        self._parts.in_place.reload_model_params()
+        self._step.reload_model_params()
         rate = torch.tensor([self.lr], dtype=torch.float64, device=self.device)
         count = self._step.reference_count.agreed
         return {"learning rate": rate} | self._parts.rank_state.comparable(count, by_parameter)
@@ -344,8 +345,8 @@ class Stepper:
 
         Statistics are floating-point buffers whose names begin with running_. Integers are left as they are.
         A collective, called before an evaluation, between steps. A checkpoint keeps each rank's own buffers.
-        """
         One process calls it after writing buffers between steps, too: see Stepper.
+        """
         self._step.check_between_steps("average_buffers()")
         self.buffers.average()
 

@@ -13,6 +13,7 @@ counts changes made outside, and those of the engine that `count_update` adds.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from launcher.engine.errors import UnusableError, listed
 from launcher.engine.grads.zero1 import Zero1
 from launcher.engine.names import named_parameters
 from launcher.engine.params.flat_params import Layout
+from launcher.engine.params.flat_buffers import FlatBuffer, ParamRange
 
 SHOWN = 5  # parameters named in a message; more would bury the rest
 
@@ -78,13 +80,16 @@ class InPlaceWrites:
         torch.autograd.graph.increment_version(self._trained)
         self._updates += 1
 
-    def reload_model_params(self) -> None:
-        """Copy each changed weight into its master, unless that still rounds to it."""
+    def changed(self) -> list[tuple[FlatBuffer, ParamRange]]:
+        """The parameters that were written since the last check."""
         updates = self._updates
         if [p._version - updates for p in self._parameters] == self._versions:
-            return
+            return []
         news = zip(self._watched, self._parameters, self._versions, strict=True)
-        changed = [place for place, p, version in news if p._version - updates != version]
+        return [place for place, p, version in news if p._version - updates != version]
+
+    def reload_model_params(self, changed: Sequence[tuple[FlatBuffer, ParamRange]]) -> None:
+        """Copy each `changed` weight into its master, unless that still rounds to it."""
         for flat_buffer, param in changed:
             self._zero1.take_weights(flat_buffer, param)
         self.forget()
