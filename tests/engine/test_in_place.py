@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer
+from launcher.engine import (
+    SGD,
+    AdamW,
+    EngineWarning,
+    ExponentialMovingAverage,
+    Policy,
+    Scaling,
+    Stepper,
+    TorchOptimizer,
+)
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
 from tests.meta_device import META, MetaDevice
 from tests.models import Planted, features, mlp
@@ -222,3 +231,40 @@ def test_taking_changes_asks_the_host_nothing() -> None:
         with pytest.warns(UserWarning, match=TAKEN):
             stepper.step()
         assert device.reads == []
+
+
+def test_the_warning_names_the_line_that_called_the_stepper() -> None:
+    calls: tuple[Callable[[Stepper], object], ...] = (
+        lambda stepper: stepper.state(),
+        lambda stepper: stepper.step(),
+        lambda stepper: ExponentialMovingAverage(stepper, 0.9),
+    )
+    for call in calls:
+        stepper = trained(Policy.fp16())
+        initialise(stepper.model)
+        with pytest.warns(EngineWarning, match=TAKEN) as caught:
+            call(stepper)
+        assert [each.filename for each in caught] == [__file__]
+
+
+def test_masters_are_written_only_after_a_copy_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint copies them on another stream: here each wait for it records what it would still read."""
+    copied: list[Tensor] = []
+
+    class Stream:
+        def wait_event(self, event: object) -> None:
+            copied.append(stepper.zero1.shards[0].master.clone())
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    other = trained(Policy.fp16(), SGD(1.0)).state().clone()
+    for call in (Stepper.step, Stepper.state, Stepper.own_masters, lambda stepper: stepper.load(other)):
+        stepper = Stepper(mlp(), SGD(0.5), Policy.fp16())
+        before = stepper.zero1.shards[0].master.clone()
+        initialise(stepper.model)
+        stepper.hold_update("copied")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            call(stepper)
+        assert not torch.equal(stepper.zero1.shards[0].master, before)
+        assert torch.equal(copied.pop(), before)
+        assert not copied

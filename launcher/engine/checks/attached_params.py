@@ -18,11 +18,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from launcher.engine.errors import UnusableError, listed
+from launcher.engine.checks.step_warnings import level_outside
+from launcher.engine.errors import EngineWarning, UnusableError, listed
 from launcher.engine.grads.zero1 import Zero1
 from launcher.engine.names import named_parameters
-from launcher.engine.params.flat_params import Layout
 from launcher.engine.params.flat_buffers import FlatBuffer, ParamRange
+from launcher.engine.params.flat_params import Layout
 
 SHOWN = 5  # parameters named in a message; more would bury the rest
 
@@ -100,5 +101,6 @@ class InPlaceWrites:
                 "since the last step; the masters now hold these rounded values. That is fine for clamping, "
                 "initialising and max_norm. To keep the fp32 values of a state, load it before building the "
                 "Stepper, or with Stepper.load().",
-                stacklevel=3,
+                EngineWarning,
+                stacklevel=level_outside(),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
 
@@ -30,6 +31,14 @@ def warn_if_alone(stacklevel: int) -> None:
     size = os.environ.get("WORLD_SIZE", "1")
     if size != "1" and not dist.is_initialized():
         warnings.warn(ALONE.format(size=size), EngineWarning, stacklevel + 1)
+
+
+def level_outside() -> int:
+    """The `stacklevel` with which the caller's warning names the line that called the engine."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("launcher.engine"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class StepWarnings:
