@@ -93,7 +93,10 @@ def test_a_run_that_diverges_is_a_finding(tmp_path: Path) -> None:
     words = ("train.max_steps=12", "precision=fp32,fp16,bf16", "hydra.sweep.dir=sweep")
     with Parent(tmp_path, *words, nproc=1, command=["compare"]) as parent:
         assert parent.end() == 0, parent.stderr
-        assert "- fp16 with seed 0 has failed: the loss was not finite in 5 steps in a row" in parent.stdout
+        assert (
+            "- fp16 with seed 0 has failed: the loss was not finite in 5 steps with none applied between them"
+            in parent.stdout
+        )
         assert "| runs done | 1 of 1 | 0 of 1 |  | 1 of 1 |  |" in parent.stdout
     states = {
         path.parent.name: json.loads(path.read_text())["state"]

@@ -209,7 +209,10 @@ def poison(network: Any, batch: Any, since: int, rank: int) -> None:
 def test_nan_on_one_rank_ends_the_run_and_leaves_the_checkpoints(tmp_path: Path, undisturbed) -> None:
     ended = run(tmp_path / "run", ranks=2, user_code=partial(poison, since=11, rank=1))
     assert ended.codes == [5, 5], ended
-    assert "the loss was not finite in 5 steps in a row, the last being step 16" in ended.outputs[0]
+    assert (
+        "the loss was not finite in 5 steps with none applied between them, the last being step 16"
+        in ended.outputs[0]
+    )
     assert "on ranks [1]" in ended.outputs[0]
     assert (ended.status["state"], ended.status["exit"]) == ("failed", 5)
     for step in (5, 10):

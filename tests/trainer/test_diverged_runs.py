@@ -71,7 +71,9 @@ def diverge(directory: Path, words: Sequence[str], poisoned: int | None = None, 
 def test_a_nan_in_one_samples_pixels_names_rank_sample_and_module(tmp_path, rank) -> None:
     sample = int(epoch_order(NUM_SAMPLES, 0, 0)[BATCH // 2 * rank + 7])
     error = diverge(tmp_path, ["precision.loss_scale.max_bad_losses=1"], poisoned=sample)
-    assert error.startswith("the loss was not finite in 1 steps in a row, the last being step 1.")
+    assert error.startswith(
+        "the loss was not finite in 1 steps with none applied between them, the last being step 1."
+    )
     assert f"Gradient not finite on ranks [{rank}]" in error
     assert f"  rank {rank}: training sample {sample} (of 16 in the micro-batch)" in error
     assert "not finite in the batch itself: image" in error
@@ -99,7 +101,7 @@ def test_an_overflow_at_the_floor_tells_the_way_down_and_the_batch(tmp_path) -> 
     words = ["precision.loss_scale.init_scale=4", "precision.loss_scale.max_skips_at_min_scale=3"]
     error = diverge(tmp_path, words, factor=1e7)
     assert error.startswith(
-        "the gradient overflowed in 3 steps in a row at loss scale 1, the smallest allowed"
+        "the gradient overflowed in 3 steps with none applied between them at loss scale 1, the smallest"
     )
     assert "Gradient not finite on ranks [0, 1], in parameters: " in error
     assert "3.weight" in error

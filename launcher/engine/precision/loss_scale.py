@@ -76,8 +76,8 @@ class ScaleState(NamedTuple):
     hysteresis_tracker: Any  # overflows that are left until one halves the scale
     applied_steps: Any
     skipped_steps: Any
-    skips_at_min_scale: Any  # overflows in a row at the smallest scale
-    bad_loss_steps: Any  # steps in a row with a non-finite loss
+    skips_at_min_scale: Any  # overflows at the smallest scale since the last applied step
+    bad_loss_steps: Any  # steps with a non-finite loss since the last applied one
 
 
 class LossScale:
@@ -124,7 +124,7 @@ class LossScale:
     def restore(self, counters: Mapping[str, int], mode: ScaleMode | None) -> ScaleStart:
         """Restore the counters of a run with this scaling `mode`; None: unknown, taken for this run's.
 
-        Applied and skipped steps, and losses in a row that were not finite, are always restored. The scale
+        Applied and skipped steps, and steps with a loss that was not finite, are always restored. The scale
         and its counters are restored only from dynamic to dynamic scaling, within this run's limits; a static
         scale is always this run's.
         """

@@ -55,14 +55,15 @@ class TerminateOnNonFinite(Callback):
         if report.floor_skips >= self.limits.max_skips_at_min_scale:
             at, advice = self._floor(report)
             raise DivergedError(
-                f"the gradient overflowed in {report.floor_skips} steps in a row{at}, the last being step "
-                f"{position.step}. {advice}\n{self._evidence(position, report)}"
+                f"the gradient overflowed in {report.floor_skips} steps with none applied between them{at}, "
+                f"the last being step {position.step}. {advice}\n{self._evidence(position, report)}"
             )
 
     def on_train_end(self, position: Position, measured: EvalOutcome) -> None:
         """Raise DivergedError if a run that has reached its last step has no usable result.
 
-        That is: no step was applied, the last one's loss was not finite, or that on the held-out set is not.
+        That is: no step was applied, a loss after the last applied step was not finite, or that on the
+        held-out set is not.
         The same on all ranks, which may communicate.
         """
         counters, held_out_loss = self.counters(), measured.loss
@@ -70,7 +71,7 @@ class TerminateOnNonFinite(Callback):
         if bad:
             evidence = self._evidence_of_last()
             raise DivergedError(
-                f"the loss was not finite in the last {bad} of {position.step} steps, {outcome}. "
+                f"the loss was not finite in {bad} of the last steps, none of which was applied, {outcome}. "
                 f"{_advice(evidence)}{evidence}"
             )
         if not counters["applied"]:
@@ -96,8 +97,9 @@ class TerminateOnNonFinite(Callback):
             fallback = " If a module below made it, precision.fp32_fallback=true computes it in fp32."
             evidence = self._evidence(position, report)
             raise DivergedError(
-                f"the loss was not finite in {report.bad_loss_steps} steps in a row, the last being step "
-                f"{position.step}. That is not the loss scale's fault. {_advice(evidence)}"
+                f"the loss was not finite in {report.bad_loss_steps} steps with none applied between them, "
+                f"the last being step {position.step}. That is not the loss scale's fault. "
+                f"{_advice(evidence)}"
                 f"{'' if self.limits.mode == 'none' else fallback}\n{evidence}"
             )
 
