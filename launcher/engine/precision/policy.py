@@ -22,10 +22,11 @@ FIRST_FP16, FIRST_BF16 = (7, 0), (8, 0)  # compute capabilities: Volta, Ampere
 class Policy:
     """Which parameters, operations and gradients have which dtype.
 
-    `weights`: tensors of two or more dimensions in the model; vectors and buffers are always fp32.
+    `weights`: parameters of two or more dimensions, and all of an nn.RNNBase; other vectors, and buffers, are
+    fp32.
     `arithmetic`: inputs and outputs of matrix products and convolutions.
-    `gradient_dtype`: gradients of the matrices as they are kept and sent, in one process too; those of
-    vectors are fp32.
+    `gradient_dtype`: gradients of these parameters as they are kept and sent, in one process too; the
+    others' are fp32.
     `masters`: whether half weights have an fp32 copy that the optimizer updates. `scale_mode`: how the loss
     scale changes by default.
     """
