@@ -100,7 +100,7 @@ class StepperParts:
         ]
         self.totals = TotalsReducer(on_host, layout.device, group, sharded)
         self.attached_params = AttachedParams(model)
-        # After the reducer, which moves a flat buffer's gradients.
+        # Before the updater, InPlaceWrites and RankState, which hold its shards; it drops the full masters.
         self.zero1 = Zero1(layout, collectives, group)
         self.updater = updater_of(optimizer, layout, self.zero1)
         self.in_place = InPlaceWrites(layout, self.zero1)

@@ -1,4 +1,7 @@
-"""Errors for a model, a loss or a setting that the engine cannot train with."""
+"""The engine's error and warning, and checks of what a step is given.
+
+Owns the rules for a loss and its count, and how an error lists names.
+"""
 
 from __future__ import annotations
 

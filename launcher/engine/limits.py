@@ -16,7 +16,7 @@ from launcher.engine.errors import UnusableError
 
 LARGEST_RATE = 1e30  # a step computes in fp32, whose largest number is 3.4e38
 LARGEST_SCALE = 2**127  # the largest power of two of fp32
-LARGEST_PREDIVIDE = 2**16  # more would flush even the largest fp16 gradients
+LARGEST_PREDIVIDE = 2**16  # an arbitrary limit far beyond 2^ceil(log2(W) / 2)
 LARGEST_COUNT = 2**53  # up to it fp64 holds every int: a device keeps its counters so
 VOTES = 10  # questions on which ranks can vote in a step; the caller defines their meaning
 

@@ -55,7 +55,7 @@ class Step:
             )
 
     def check_attached(self) -> None:
-        """The full check once per step, at its first call: it costs about 0.3 us per parameter."""
+        """Raise unless the step may go on: once per step the full check of `AttachedParams`."""
         if self.exchanged:
             raise RuntimeError(
                 "a step() raised an error after this rank had agreed to it: the other ranks may have "
@@ -102,7 +102,10 @@ class Step:
         self._sends_early = self.reference_count.agreed is not None
 
     def finish(self) -> StepNumbers:
-        """Reduce, agree, unscale, clip, update or skip. On a GPU the host waits for nothing."""
+        """Reduce, agree, unscale, clip, update or skip.
+
+        On a GPU the host waits for the device only to agree on the reference count, and in a TorchOptimizer.
+        """
         squares, status = self._reduce_gradients()
         totals = self._reduce_totals(squares, status)
         verdict, numbers = self._judge(totals)

@@ -106,6 +106,7 @@ class Stepper:
         check_same_on_all_ranks(model, options.shared(), self.group)
         self.model, self.policy, self.clip_norm = model, policy, clip_norm
         self._parts = parts = StepperParts(model, options, self.group)
+        # For EMA, the launcher and tests; a training loop uses the methods only.
         self.layout, self.buffers, self.clock = parts.layout, parts.buffers, parts.clock
         self.reducer, self.zero1, self.updater = parts.reducer, parts.zero1, parts.updater
         self.scale, self.emulation = parts.scale, parts.emulation
@@ -157,8 +158,8 @@ class Stepper:
     def set_micro_batches(self, micro_batches: int) -> None:
         """Allow up to `micro_batches` backward() calls before each step(), from the next step on.
 
-        Several are summed in fp32, which takes 4 bytes per parameter; changes nothing else. Call it on all
-        ranks alike, between steps.
+        Several are summed in fp32, which takes 4 bytes per parameter; changes nothing else. Ranks may have
+        different numbers. Between steps.
         """
         self._step.check_between_steps("set_micro_batches()")
         limits.at_least_one.require("micro_batches", micro_batches)
@@ -378,7 +379,7 @@ class Stepper:
         return self.reducer.own_gradients()
 
     def state_bytes(self) -> int:
-        """Bytes of persistent training state: weights, masters, gradients, optimizer states, buffers."""
+        """Bytes of trained weights, masters, gradients, optimizer states and buffers."""
         return size_bytes([*self._parts.rank_state.tensors(), *self.reducer.tensors()])
 
     def bytes_by_kind(self) -> dict[str, int]:

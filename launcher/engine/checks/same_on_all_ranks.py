@@ -1,7 +1,8 @@
 """Checks that all ranks build a Stepper of the same model with the same settings.
 
 Owns what must be equal, as texts. Ranks with another policy, clip norm or optimizer would train without an
-error and drift apart. `micro_batches` and `emulate` may differ: no bit that ranks share depends on them.
+error and drift apart. `micro_batches` and `emulate` may differ: they change
+a rank's part of the sum, and all ranks receive the same sum.
 """
 
 from __future__ import annotations

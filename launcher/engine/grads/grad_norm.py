@@ -1,9 +1,9 @@
 """The sums of squares of the reduced gradient: one read decides overflow, gradient norm and clip factor.
 
-Owns the precision of that read. A sum is not finite if and only if an element is not: the norms of fp16
-elements are computed in fp32 (65504^2 times 1e28 elements still fits), those of bf16 and fp32 elements in
-fp64 on a CPU, because fp32 cannot hold the square of 3e19. A GPU computes those in fp32 as well, where an
-element above 1.8e19 counts as an overflow.
+Owns the precision of that read. On a CPU a sum is not finite if and only if an element is not: the norms of
+fp16 elements are computed in fp32 (65504^2 times 1e28 elements still fits), those of bf16 and fp32 elements
+in fp64, because fp32 cannot hold the square of 1.9e19. A GPU computes those in fp32 as well, where an element
+above 1.8e19 counts as an overflow.
 """
 
 from __future__ import annotations

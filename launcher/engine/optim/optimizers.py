@@ -36,7 +36,8 @@ class SGD:
     """Stochastic gradient descent with momentum, as torch.optim.SGD; weight decay is added to the gradient.
 
     `lr` is per applied step; a Stepper's `learning_rates` and `lr` replace it. Raises UnusableError.
-    A parameter without a gradient is updated with a zero gradient (see Stepper).
+    A parameter without a gradient is updated with a zero gradient: weight decay and momentum still move it,
+    unlike under DistributedDataParallel.
     """
 
     lr: Annotated[float, limits.rate]
@@ -82,7 +83,8 @@ class AdamW:
     """Adam with decoupled weight decay, as torch.optim.AdamW; bias correction follows the applied steps.
 
     `lr` is per applied step; a Stepper's `learning_rates` and `lr` replace it. Raises UnusableError.
-    A parameter without a gradient is updated with a zero gradient (see Stepper).
+    A parameter without a gradient is updated with a zero gradient: weight decay and momentum still move it,
+    unlike under DistributedDataParallel.
     """
 
     lr: Annotated[float, limits.rate]

@@ -182,7 +182,9 @@ class AdaptedUpdater:
                 shard.weight.copy_(shard.master)
 
     def named_states(self, collect: Collect) -> dict[str, Tensor]:
-        """The optimizer's tensors and numbers by `state/parameter`; empty before the first update.
+        """The optimizer's tensors and numbers by `state/parameter`.
+
+        Empty before the first update, unless it begins with some, as Adagrad does.
 
         Raises UnusableError for states of other kinds, which would be lost.
         """

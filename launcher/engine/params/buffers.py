@@ -90,7 +90,8 @@ class Buffers:
         """Replace running statistics by their mean over the ranks, other floats by those of rank 0.
 
         A collective: all ranks call it. Called before an evaluation, so that BatchNorm statistics are those
-        of all samples, and all ranks evaluate the same model. Not called before a checkpoint, which keeps
+        of all samples (variances nearly: their mean leaves out how the means of the ranks differ), and all
+        ranks evaluate the same model. Not called before a checkpoint, which keeps
         each rank's own: saving must not change the run. A buffer that is no statistic (a queue, a codebook, a
         mask) has a mean that no rank ever had: as DistributedDataParallel does, it takes rank 0's.
         """

@@ -89,7 +89,7 @@ class Shard:
 
     @property
     def half(self) -> bool:
-        """Whether the model's weights are a rounded copy rather than the masters themselves."""
+        """Whether the model's weights are half: rounded copies of the masters, or without any."""
         return self.weight.dtype != torch.float32
 
     def part(self, elements: slice) -> Shard:

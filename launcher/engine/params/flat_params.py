@@ -66,7 +66,8 @@ class Layout:
         gradient_dtype = gradient_dtype or policy.gradient_dtype
         # Nothing is sent: buckets only bound how many gradients are kept twice, and each costs a kernel.
         self._alone = world_size == 1 and self.device.type != "cpu"
-        # An eighth of the model, within limits: one bucket of 25 MB would leave a model of 16 MB no overlap.
+        # An eighth of the model, within limits, so that most of it is sent while the backward pass continues:
+        # one bucket of 25 MB would leave a model of 16 MB no overlap.
         total = sum(self.parameters[n].numel() * gradient_dtype.itemsize for n in matrices)
         total += sum(self.parameters[n].numel() * 4 for n in vectors)
         smallest = MAX_BUCKET_BYTES if self._alone else MIN_BUCKET_BYTES
@@ -95,7 +96,7 @@ class Layout:
         bucket_ranges: list[BucketRange] = []
         index, start = len(list(self.params)), 0
         # The first bucket of a model is small, so that communication starts early in the backward pass.
-        # Counted in halves of 2 bytes: in fp32 it is twice as large.
+        # Counted in halves of 2 bytes, as most models have them: in fp32 it is twice as large.
         whole = bool(self.flat_buffers) or self._alone
         first_numel = bucket_numel if whole else min(bucket_numel, FIRST_BUCKET_BYTES // 2)
         for names in self._joined(members, bucket_numel, first_numel):

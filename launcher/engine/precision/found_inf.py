@@ -29,7 +29,7 @@ class StepTotals(NamedTuple):
     samples: Number
     loss_sum: Number
     bad_losses: Number  # micro-batches whose loss was not finite
-    squares: Number  # of the reduced gradient: not finite if and only if an element is not
+    squares: Number  # of the reduced gradient: not finite if an element is not; `grad_norm` has the exception
     worst_status: Number
     votes: Any  # [VOTES], a list or a tensor
     status: Any  # [ranks], likewise
