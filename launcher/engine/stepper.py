@@ -328,8 +328,8 @@ class Stepper:
         return self.layout.device
 
     @property
-    def num_trainable(self) -> int:
-        """Elements of all trainable parameters; tied ones count once."""
+    def flat_numel(self) -> int:
+        """Elements of the flat memory of all trainable parameters, padding included; tied ones count once."""
         return sum(flat_buffer.numel for flat_buffer in self.layout.flat_buffers)
 
     @property

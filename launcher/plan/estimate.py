@@ -109,7 +109,7 @@ def _counted(task: PlannedTask, rank: PlannedRank, on_gpu: bool) -> dict[str, An
     peak = max(here.passes, here.update if on_gpu else 0)
     kinds = rank.held | {"activations": here.activations, "temporary": max(0, peak - here.activations)}
     by_size = [here if on_gpu and each == size else rank.step(each, True) for each in _sizes(task.plan)]
-    held, sums = sum(rank.held.values()), 4 * rank.stepper.num_trainable
+    held, sums = sum(rank.held.values()), 4 * rank.stepper.flat_numel
     if task.plan.micro_batches > 1:
         held -= sums  # of a rank with micro-batches; added where they are needed
     return {

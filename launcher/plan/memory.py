@@ -84,7 +84,7 @@ class PlannedRank:
         self.stepper: Stepper = build.build_stepper(config, env, recipe, self.model, plan, [config.optim.lr])
         average = build.weight_average(config, self.stepper)
         gc.collect()  # the parameters as they were built
-        self._beside = {"averages": 0 if average is None else self.stepper.num_trainable * 4, "data": of_data}
+        self._beside = {"averages": 0 if average is None else self.stepper.flat_numel * 4, "data": of_data}
         known = sum(self.stepper.bytes_by_kind().values()) + sum(self._beside.values())
         self._beside["wire"] = max(0, self._now() - known)  # what is of no other kind
 
@@ -119,7 +119,7 @@ class PlannedRank:
         made = stepper.bytes_by_kind()["states"] - states
         update = tracker.peak[self.device] - held - made
         # A CPU keeps the widened gradients of one piece of the update, which `meta` does not.
-        kept = 4 * min(UPDATED_AT_ONCE, stepper.num_trainable) if self.device == META and not of_gpu else 0
+        kept = 4 * min(UPDATED_AT_ONCE, stepper.flat_numel) if self.device == META and not of_gpu else 0
         return StepMemory(size, activations, peak + kept, update)
 
     @property

@@ -92,7 +92,7 @@ def test_weights_masters_gradients_and_states_are_as_large_as_the_policy_says() 
     config = composed("recipe=cnn", "data=digits")
     task = PlannedTask.of(config, 2)
     with rank_on(META, task) as rank:
-        held, numel = rank.held, rank.stepper.num_trainable
+        held, numel = rank.held, rank.stepper.flat_numel
         sizes = {"weights": 2, "masters": 4, "gradients": 2, "states": 8}
         for kind, size in sizes.items():
             assert held[kind] == pytest.approx(size * numel, rel=0.1), kind
