@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, DDPOptions, Policy, Scaling, Stepper, StepReport
-from launcher.engine.grads.step_totals import COUNTS
+from launcher.engine.grads.step_totals import STATUS_AT
 from tests.engine.observe import train
 from tests.models import Planted, features
 from tests.ranks.harness import run_ranks
@@ -142,7 +142,7 @@ def test_a_step_sends_its_buckets_and_the_counts_and_half_of_the_bytes_of_fp32()
             assert {call for call, _, _ in step["calls"]} == {"all_reduce"}
             assert len(step["calls"]) == step["buckets"] + 1
             counts = [size for _, dtype, size in step["calls"] if dtype == torch.float64]
-            assert counts == [8 * (COUNTS + 2 + 6)]  # beside the counts: two ranks, six parameters
+            assert counts == [8 * (STATUS_AT + 2 + 6)]  # beside the counts: two ranks, six parameters
             total[name] = sum(size for _, dtype, size in step["calls"] if dtype != torch.float64)
             assert total[name] == step["wire_bytes"]
             assert step["buckets"] > 3

@@ -22,15 +22,15 @@ from launcher.engine.precision.found_inf import StepTotals
 
 # The message: samples, sum of losses, non-finite losses; the votes; the sum of squares; the status by rank;
 # the sums of squares by parameter.
-COUNTED = 3
-SQUARES = COUNTED + VOTES
-COUNTS = SQUARES + 1
+VOTES_AT = 3
+SQUARES_AT = VOTES_AT + VOTES
+STATUS_AT = SQUARES_AT + 1
 
 
 class Message(NamedTuple):
     """What a rank adds to the totals of a step."""
 
-    head: Any  # fp64 [COUNTS + ranks], or a list where the host decides alone
+    head: Any  # fp64 [STATUS_AT + ranks], or a list where the host decides alone
     squares: Tensor  # fp64 [parameters]
     sent: Tensor | None = None  # both, which are views of it then; None for one process
 
@@ -55,7 +55,7 @@ class TotalsReducer:
         self._own_slot[self._rank] = 1.0
         self._own_slot = self._own_slot.to(device)
         self._no_votes = torch.zeros(VOTES, dtype=torch.float64, device=device)
-        self._num_head = COUNTS + self._world_size  # numbers before the sums of squares by parameter
+        self._num_head = STATUS_AT + self._world_size  # numbers before the sums of squares by parameter
         self.restart()
 
     def restart(self) -> None:
@@ -100,14 +100,14 @@ class TotalsReducer:
         if message.sent is not None:
             async_work.all_reduce(message.sent, self._group)
             numbers = numbers.tolist() if self._on_host else numbers
-        status = numbers[COUNTS:]
+        status = numbers[STATUS_AT:]
         return StepTotals(
             samples=numbers[0],
             loss_sum=numbers[1],
             bad_losses=numbers[2],
-            squares=numbers[SQUARES],
+            squares=numbers[SQUARES_AT],
             worst_status=max(status) if self._on_host else status.max(),
-            votes=numbers[COUNTED:SQUARES],
+            votes=numbers[VOTES_AT:SQUARES_AT],
             status=status,
             squares_by_parameter=message.squares,
         )
