@@ -91,7 +91,7 @@ class StepperParts:
         # Once all is in flat memory: one broadcast per flat buffer instead of one per parameter.
         _take_values_of_rank_0(layout, model, self.buffers, group)
         self.emulation = choose_emulation(policy, layout.device, choices.emulate)
-        collectives, self.divisor = choose_collectives(ddp, layout, group)
+        collectives, self.predivide_factor = choose_collectives(ddp, layout, group)
         self.reducer = Reducer(layout, group, collectives, choices.micro_batches, ddp.overlap)
         sharded = [
             isinstance(collectives[each.name], ShardedSum)

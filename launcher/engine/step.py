@@ -138,7 +138,7 @@ class Step:
     def _judge(self, totals: StepTotals) -> tuple[Verdict, StepNumbers]:
         """What all ranks do with the step, from the same bits, and what its report says."""
         parts = self._parts
-        scale, unit = parts.scale, float(parts.divisor * self.reference_count.value)
+        scale, unit = parts.scale, float(parts.predivide_factor * self.reference_count.value)
         verdict = judge(parts.operations, totals, scale.state, scale.scaling, unit, self._clip_norm)
         lr = self.rates.at(scale.state.applied_steps)
         return verdict, StepNumbers.of(totals, verdict, scale.state.scale, lr, parts.reducer.sent_bytes)

@@ -44,9 +44,9 @@ class Bucket:
 
 
 class Collective:
-    """Sends the buckets of one flat buffer; `predivide_factor`, a power of two, multiplies what is sent."""
+    """Sends the buckets of one flat buffer; `send_multiplier`, a power of two, multiplies what is sent."""
 
-    predivide_factor = 1.0
+    send_multiplier = 1.0
 
     def clear_padding(self, bucket: Bucket) -> None:
         """Zero what a message holds between parameters, where that is not zero anyway."""

@@ -23,9 +23,9 @@ from launcher.engine.params.flat_buffers import BucketRange, FlatBuffer
 class AllReduceSum(Collective):
     """All-reduce SUM in `gradient_dtype`."""
 
-    def __init__(self, group: async_work.Group, divisor: int = 1) -> None:
+    def __init__(self, group: async_work.Group, predivide_factor: int = 1) -> None:
         self._group = group
-        self.predivide_factor = 1.0 / divisor
+        self.send_multiplier = 1.0 / predivide_factor
 
     def start(self, bucket: Bucket) -> int:
         if self._group is None:

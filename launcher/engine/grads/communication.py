@@ -49,8 +49,10 @@ def choose_collectives(ddp: DDPOptions, layout: Layout, group: Group) -> tuple[d
             flat_buffer.name: AllReduceSum(group) if flat_buffer.name == FP32_PARAMS else ShardedSum(group)
             for flat_buffer in layout.flat_buffers
         }, 1
-    divisor = ddp.gradient_predivide_factor or default_predivide_factor(layout.world_size)
-    return {flat_buffer.name: AllReduceSum(group, divisor) for flat_buffer in layout.flat_buffers}, divisor
+    predivide_factor = ddp.gradient_predivide_factor or default_predivide_factor(layout.world_size)
+    return {
+        flat_buffer.name: AllReduceSum(group, predivide_factor) for flat_buffer in layout.flat_buffers
+    }, predivide_factor
 
 
 def default_predivide_factor(world_size: int) -> int:

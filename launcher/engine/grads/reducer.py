@@ -94,7 +94,7 @@ class Reducer:
                 bucket.copy_in.unused = unused  # the first step's report may be read later
 
     def _copy_in(self, flat_buffer: FlatBuffer, bucket_range: BucketRange) -> CopyIn:
-        factor = self._collectives[flat_buffer.name].predivide_factor
+        factor = self._collectives[flat_buffer.name].send_multiplier
         totals = self._accumulated.get(flat_buffer.name)
         return CopyIn(flat_buffer, bucket_range, self._layout.parameters, factor, totals)
 

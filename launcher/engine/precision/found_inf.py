@@ -75,7 +75,7 @@ def judge(
     unit: float,
     clip_norm: float | None,
 ) -> Verdict:
-    """`unit`: the divisor of the exchange times the reference count: p * n0.
+    """`unit`: the pre-divisor times the reference count: p * n0.
 
     `x == 0` stands for `not x`, and `&` for `and`: both read Python's numbers and tensors alike.
     """
