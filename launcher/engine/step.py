@@ -31,24 +31,24 @@ class Step:
         self.reference_count = ReferenceCount(choices.reference_count, choices.micro_batches, device, group)
         self.rates = LearningRates(choices.learning_rates, None if parts.on_host else device)
         self._clip_norm = choices.clip_norm
-        self.copied: torch.cuda.Event | None = None  # when a copy of weights and states is complete
+        self.copy_done: torch.cuda.Event | None = None  # when a copy of weights and states is complete
         self.restart()
 
     def restart(self, kept: Tensor | bool = True) -> None:
         """Begin the next step; `kept`: no rank has abandoned the one before."""
         self._parts.buffers.snapshot()  # before any forward pass, which updates BatchNorm statistics
-        self.done = 0  # backward() calls of this step
-        self._sends_early = False  # whether buckets are sent within them
-        self.failed = False  # whether one of them, or the step, raised: it can then only be abandoned
+        self.num_backwards = 0  # backward() calls of this step
+        self._overlaps = False  # whether buckets are sent within them
+        self.must_abandon = False  # whether one of them, or the step, raised
         self._abandoned = False  # whether this rank drops the step that is being finished
-        self.exchanged = False  # whether the totals have been sent: it can then not be abandoned
+        self.totals_sent = False  # whether the totals have been sent: it can then not be abandoned
         self.reference_count.restart(kept)
         self._parts.reducer.restart()
         self._parts.totals.restart()
 
     def check_between_steps(self, call: str) -> None:
         """Raise UnusableError for a call that belongs between two steps."""
-        if calls := self.done + self.failed:
+        if calls := self.num_backwards + self.must_abandon:
             raise UnusableError(
                 f"{call} was called within a step, after {calls} backward() calls. Call it between steps: "
                 "after step() or abandon(), before the next backward()."
@@ -56,20 +56,20 @@ class Step:
 
     def check_attached(self) -> None:
         """Raise unless the step may go on: once per step the full check of `AttachedParams`."""
-        if self.exchanged:
+        if self.totals_sent:
             raise RuntimeError(
                 "a step() raised an error after this rank had agreed to it: the other ranks may have "
                 "applied it. It can be neither repeated nor abandoned: end the process, and resume from a "
                 "checkpoint."
             )
-        if not (self.done or self.failed):
+        if not (self.num_backwards or self.must_abandon):
             self._parts.attached_params.check()
 
     def during_backward(self) -> AbstractContextManager[object]:
         """The precision context of a backward pass."""
         return self._policy.backward(self._parts.layout.device, self._parts.emulation.used)
 
-    def slope(self) -> Tensor:
+    def backward_seed(self) -> Tensor:
         """S / n0, fp32, 0-dim: where J = (S / n0) * sum of losses is differentiated, backward starts with it.
 
         Exact, as both are powers of two. Never the same tensor twice: a hook might write to it.
@@ -79,27 +79,27 @@ class Step:
     def backward(self, loss_sum: Tensor, count: float | Tensor) -> None:
         """Back-propagate one micro-batch whose loss and count can be trained on."""
         parts = self._parts
-        check_backward(self.done, self.failed, self.reference_count.micro_batches)
-        if not self.done:
+        check_backward(self.num_backwards, self.must_abandon, self.reference_count.micro_batches)
+        if not self.num_backwards:
             self._begin(count)  # may refuse the count, which changes nothing
-        self.failed = True  # until the pass has finished
+        self.must_abandon = True  # until the pass has finished
         # A step may end with fewer passes than that: finish() then sends every bucket.
-        last = self.done + 1 == self.reference_count.micro_batches
-        with self.during_backward(), parts.reducer.receiving(early=last and self._sends_early):
-            loss_sum.backward(self.slope())  # type: ignore[no-untyped-call]
+        last = self.num_backwards + 1 == self.reference_count.micro_batches
+        with self.during_backward(), parts.reducer.receiving(early=last and self._overlaps):
+            loss_sum.backward(self.backward_seed())  # type: ignore[no-untyped-call]
             # Within the context, whose end drains p.grad.
             if not parts.reducer.has_received:
-                self.failed = False
+                self.must_abandon = False
                 raise UnusableError(NO_GRADIENT)
         parts.totals.add(loss_sum, count)
-        self.failed = False
-        self.done += 1
+        self.must_abandon = False
+        self.num_backwards += 1
 
     def _begin(self, count: float | Tensor) -> None:
         """Prepare the first pass of a step: the reference count, and whether its passes send buckets."""
         self.reference_count.expect(count)
         # In a step before the ranks have agreed on the reference count, finish() corrects what is sent.
-        self._sends_early = self.reference_count.agreed is not None
+        self._overlaps = self.reference_count.agreed is not None
 
     def finish(self) -> StepNumbers:
         """Reduce, agree, unscale, clip, update or skip.
@@ -118,9 +118,9 @@ class Step:
         """Send what was not sent in the backward pass; the sums of squares, and the status of this rank."""
         parts = self._parts
         self.check_attached()
-        if not self.failed:
+        if not self.must_abandon:
             parts.buffers.collect()  # may raise, so it comes before anything is sent or written
-        self._abandoned, self.failed = self.failed, True  # until the step has finished
+        self._abandoned, self.must_abandon = self.must_abandon, True  # until the step has finished
         # Before any bucket, and not in the backward pass: a rank may have no pass.
         correction = self.reference_count.agree()
         parts.clock.mark(COMPUTE)
@@ -130,7 +130,7 @@ class Step:
     def _reduce_totals(self, squares: Tensor, status: Tensor | int) -> StepTotals:
         message = self._parts.totals.message(squares, status)
         # From here on other ranks can apply the step without this one.
-        self.exchanged = True
+        self.totals_sent = True
         totals = self._parts.totals.reduce(message)
         self._parts.clock.mark(WIRE)
         return totals
@@ -177,6 +177,6 @@ class Step:
 
     def wait_for_copy(self) -> None:
         """Before weights are overwritten: a checkpoint may still be copying them, and the states."""
-        copied, self.copied = self.copied, None
-        if copied is not None:
-            torch.cuda.current_stream(self._parts.layout.device).wait_event(copied)
+        copy_done, self.copy_done = self.copy_done, None
+        if copy_done is not None:
+            torch.cuda.current_stream(self._parts.layout.device).wait_event(copy_done)

@@ -211,7 +211,7 @@ class Stepper:
                 "step() that had samples."
             )
         with self._step.during_backward():
-            return dry_backward(self.layout.parameters, loss_sum, self._step.slope())
+            return dry_backward(self.layout.parameters, loss_sum, self._step.backward_seed())
 
     def step(self) -> StepResult:
         """Reduce, agree, unscale, clip, update or skip. A collective: every rank calls it once per step.
@@ -221,7 +221,7 @@ class Stepper:
         After a backward() that raised, it does what `abandon` does.
         """
         parts, step = self._parts, self._step
-        has_backward = step.done > 0 or step.failed
+        has_backward = step.num_backwards > 0 or step.must_abandon
         if text := parts.ported_loop.check_step(has_backward, sys._getframe(1)):
             parts.warnings.warn(text, stacklevel=2)
         return self._finish()
@@ -242,17 +242,17 @@ class Stepper:
         waiting in them: end the job in that case.
         """
         self._parts.attached_params.check()
-        self._step.failed = True
+        self._step.must_abandon = True
         return self._finish()
 
     @property
     def can_abandon(self) -> bool:
         """Whether the step can still be dropped on all ranks: until this rank has sent its totals."""
-        return not self._step.exchanged
+        return not self._step.totals_sent
 
-    def hold_update(self, copied: torch.cuda.Event) -> None:
-        """Make the next update wait on the device for `copied`, while weights and states are being copied."""
-        self._step.copied = copied
+    def hold_update(self, copy_done: torch.cuda.Event) -> None:
+        """Make the next update wait on the device for `copy_done`: weights and states are being copied."""
+        self._step.copy_done = copy_done
 
     def own_masters(self) -> list[Tensor]:
         """The flat fp32 masters that this rank updates, with what was written to the weights since then."""

@@ -34,15 +34,15 @@ def grads_set_aside(parameters: Collection[nn.Parameter]) -> Iterator[None]:
             p.grad = grad
 
 
-def dry_backward(parameters: Mapping[str, nn.Parameter], loss: Tensor, slope: Tensor) -> dict[str, Tensor]:
-    """Gradients by name from a backward pass of `slope * loss` that is not part of a step.
+def dry_backward(parameters: Mapping[str, nn.Parameter], loss: Tensor, seed: Tensor) -> dict[str, Tensor]:
+    """Gradients by name from a backward pass of `seed * loss` that is not part of a step.
 
-    `slope`: fp32, 0-dim. Not with `autograd.grad`, under which re-entrant activation checkpointing refuses to
+    `seed`: fp32, 0-dim. Not with `autograd.grad`, under which re-entrant activation checkpointing refuses to
     run.
     """
     check_loss(loss, 0)
     with grads_set_aside(parameters.values()):
-        loss.backward(slope)  # type: ignore[no-untyped-call]
+        loss.backward(seed)  # type: ignore[no-untyped-call]
         found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         for p in parameters.values():
             p.grad = None
