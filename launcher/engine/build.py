@@ -61,7 +61,7 @@ class StepperOptions:
             limits.rate.require(f"learning rate of applied step {step}", rate)
 
     def shared(self) -> dict[str, object]:
-        """The choices that must be equal on all ranks, by name."""
+        """The options that must be equal on all ranks, by name."""
         return {name: value for name, value in vars(self).items() if name not in MAY_DIFFER}
 
 
@@ -76,10 +76,10 @@ class StepperParts:
     Moves the model's parameters and buffers into flat memory and broadcasts rank 0's values.
     """
 
-    def __init__(self, model: nn.Module, choices: StepperOptions, group: async_work.Group) -> None:
-        policy, ddp, optimizer = choices.policy, choices.ddp, choices.optimizer
+    def __init__(self, model: nn.Module, options: StepperOptions, group: async_work.Group) -> None:
+        policy, ddp, optimizer = options.policy, options.ddp, options.optimizer
         world_size = dist.get_world_size(group) if group else 1
-        grouping = Grouping.of(model, choices.groups)
+        grouping = Grouping.of(model, options.groups)
         # Before the layout moves the parameters: a refused model is unchanged.
         check_adaptable(optimizer, model, grouping, policy, ddp.shard_optimizer and world_size > 1)
         self.layout = layout = Layout(
@@ -90,9 +90,9 @@ class StepperParts:
         self.buffers = Buffers(model, group)
         # Once all is in flat memory: one broadcast per flat buffer instead of one per parameter.
         _take_values_of_rank_0(layout, model, self.buffers, group)
-        self.emulation = choose_emulation(policy, layout.device, choices.emulate)
+        self.emulation = choose_emulation(policy, layout.device, options.emulate)
         collectives, self.predivide_factor = choose_collectives(ddp, layout, group)
-        self.reducer = Reducer(layout, group, collectives, choices.micro_batches, ddp.overlap)
+        self.reducer = Reducer(layout, group, collectives, options.micro_batches, ddp.overlap)
         sharded = [
             isinstance(collectives[each.name], ShardedSum)
             for each in layout.flat_buffers
@@ -104,12 +104,12 @@ class StepperParts:
         self.zero1 = Zero1(layout, collectives, group)
         self.updater = updater_of(optimizer, layout, self.zero1)
         self.in_place = InPlaceWrites(layout, self.zero1)
-        self.scale = LossScale(choices.scaling, None if on_host else layout.device)
+        self.scale = LossScale(options.scaling, None if on_host else layout.device)
         self.operations = ON_HOST if on_host else ON_DEVICE
         self.clock = StepClock(layout.device)
         self.names = [param.name for param in layout.params]
         self.warnings = StepWarnings(sum(param.numel > 0 for param in layout.params), self.reducer.unused)
-        self.ported_loop = PortedLoop(layout.parameters.values(), group, choices.clip_norm is not None)
+        self.ported_loop = PortedLoop(layout.parameters.values(), group, options.clip_norm is not None)
         self.rank_state = RankState(model, layout, self.buffers, self.zero1, self.updater, self.scale)
 
 

@@ -25,12 +25,12 @@ from launcher.engine.step_timer import COMPUTE, UPDATE, WIRE
 class Step:
     """The present step of a Stepper with these parts; `restart` begins the next."""
 
-    def __init__(self, choices: StepperOptions, parts: StepperParts, group: dist.ProcessGroup | None) -> None:
-        self._parts, self._policy, self._group = parts, choices.policy, group
+    def __init__(self, options: StepperOptions, parts: StepperParts, group: dist.ProcessGroup | None) -> None:
+        self._parts, self._policy, self._group = parts, options.policy, group
         device = parts.layout.device
-        self.reference_count = ReferenceCount(choices.reference_count, choices.micro_batches, device, group)
-        self.rates = LearningRates(choices.learning_rates, None if parts.on_host else device)
-        self._clip_norm = choices.clip_norm
+        self.reference_count = ReferenceCount(options.reference_count, options.micro_batches, device, group)
+        self.rates = LearningRates(options.learning_rates, None if parts.on_host else device)
+        self._clip_norm = options.clip_norm
         self.copy_done: torch.cuda.Event | None = None  # when a copy of weights and states is complete
         self.restart()
 
