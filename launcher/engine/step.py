@@ -34,15 +34,15 @@ class Step:
         self.copy_done: torch.cuda.Event | None = None  # when a copy of weights and states is complete
         self.restart()
 
-    def restart(self, kept: Tensor | bool = True) -> None:
-        """Begin the next step; `kept`: no rank has abandoned the one before."""
+    def restart(self, not_abandoned: Tensor | bool = True) -> None:
+        """Begin the next step; `not_abandoned`: no rank has abandoned the one before."""
         self._parts.buffers.snapshot()  # before any forward pass, which updates BatchNorm statistics
         self.num_backwards = 0  # backward() calls of this step
         self._overlaps = False  # whether buckets are sent within them
         self.must_abandon = False  # whether one of them, or the step, raised
         self._abandoned = False  # whether this rank drops the step that is being finished
         self.totals_sent = False  # whether the totals have been sent: it can then not be abandoned
-        self.reference_count.restart(kept)
+        self.reference_count.restart(not_abandoned)
         self._parts.reducer.restart()
         self._parts.totals.restart()
 
@@ -138,8 +138,8 @@ class Step:
     def _judge(self, totals: StepTotals) -> tuple[Verdict, StepNumbers]:
         """What all ranks do with the step, from the same bits, and what its report says."""
         parts = self._parts
-        scale, unit = parts.scale, float(parts.predivide_factor * self.reference_count.value)
-        verdict = judge(parts.operations, totals, scale.state, scale.scaling, unit, self._clip_norm)
+        scale, p_n0 = parts.scale, float(parts.predivide_factor * self.reference_count.value)
+        verdict = judge(parts.operations, totals, scale.state, scale.scaling, p_n0, self._clip_norm)
         lr = self.rates.at(scale.state.applied_steps)
         return verdict, StepNumbers.of(totals, verdict, scale.state.scale, lr, parts.reducer.sent_bytes)
 
@@ -167,7 +167,7 @@ class Step:
         """Move the loss scale, and begin the next step."""
         self._parts.scale.state = verdict.state
         self._parts.clock.mark(UPDATE)
-        self.restart(verdict.kept)
+        self.restart(verdict.not_abandoned)
 
     def reload_model_params(self) -> None:
         """Copy weights that were written in place into their masters, which a checkpoint may be copying."""

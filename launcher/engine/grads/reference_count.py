@@ -62,10 +62,10 @@ class ReferenceCount:
         self._is_new = True
         return own / self.value
 
-    def restart(self, kept: Tensor | bool = True) -> None:
-        """Begin the next step. What was agreed in a step that was abandoned, and not `kept`, is dropped."""
+    def restart(self, not_abandoned: Tensor | bool = True) -> None:
+        """Begin the next step. What was agreed in a step that was abandoned is dropped."""
         # Reading the flag waits for the device, as agree() already did in this step.
-        if self._is_new and not bool(kept):
+        if self._is_new and not bool(not_abandoned):
             self.agreed = None
         self._is_new, self._expected = False, 0.0
         # 0: no rank had a sample, so the next step agrees again.

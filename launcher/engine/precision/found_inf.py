@@ -60,7 +60,7 @@ class Verdict(NamedTuple):
     """What all ranks do with a step, and two numbers for its report."""
 
     skip: Number
-    kept: Number  # no rank has abandoned it
+    not_abandoned: Number  # no rank has abandoned it
     multiplier: Number  # fp32: turns the reduced gradient into the clipped mean gradient
     state: ScaleState  # of the loss scale, after the step
     loss: Number  # mean over the samples; nan without any
@@ -72,25 +72,25 @@ def judge(
     totals: StepTotals,
     state: ScaleState,
     scaling: Scaling,
-    unit: float,
+    p_n0: float,
     clip_norm: float | None,
 ) -> Verdict:
-    """`unit`: the pre-divisor times the reference count: p * n0.
+    """`p_n0`: the pre-divisor times the reference count: p * n0.
 
     `x == 0` stands for `not x`, and `&` for `and`: both read Python's numbers and tensors alike.
     """
-    kept = totals.worst_status < ABANDONED
+    not_abandoned = totals.worst_status < ABANDONED
     clean_losses = totals.bad_losses == 0
     finite = totals.squares < math.inf  # False for nan, too
     # False for a count that is nan. On a device it has not been validated.
     has_samples = (totals.samples > 0) & (totals.samples < math.inf)
-    sound = clean_losses & kept
+    sound = clean_losses & not_abandoned
     applied = finite & sound & has_samples
     # Only this lowers the scale: a non-finite loss, before scaling, cannot be the scale's fault.
     overflow = (finite == 0) & sound
     skip = applied == 0
 
-    unscale = ops.divide(unit, state.scale * totals.samples)
+    unscale = ops.divide(p_n0, state.scale * totals.samples)
     grad_norm = unscale * ops.sqrt(totals.squares)
     multiplier = unscale
     if clip_norm is not None:
@@ -98,9 +98,11 @@ def judge(
         multiplier = unscale * ops.clamp(ops.divide(clip_norm, grad_norm + 1e-6), 0.0, 1.0)
     return Verdict(
         skip=skip,
-        kept=kept,
+        not_abandoned=not_abandoned,
         multiplier=ops.to_fp32(multiplier),
-        state=next_state(ops, state, scaling, skip, overflow, (clean_losses == 0) & kept, skip & kept),
+        state=next_state(
+            ops, state, scaling, skip, overflow, (clean_losses == 0) & not_abandoned, skip & not_abandoned
+        ),
         loss=ops.divide(totals.loss_sum, totals.samples),
         grad_norm=grad_norm,
     )

@@ -23,7 +23,7 @@ from launcher.engine.precision.found_inf import (
 )
 from launcher.engine.precision.loss_scale import ScaleState, Scaling
 
-UNIT = 32.0
+P_N0 = 32.0
 # samples, sum of losses, non-finite losses; squares; statuses of the ranks; the state of the loss scale
 COUNTS = [
     (64.0, 32.0, 0.0),
@@ -47,7 +47,7 @@ def decide(
     totals: StepTotals,
     state: ScaleState,
     scaling: Scaling,
-    unit: float = UNIT,
+    p_n0: float = P_N0,
     clip_norm: float | None = None,
 ) -> Verdict:
     """On the host, after the tensors have been found to decide alike."""
@@ -55,7 +55,7 @@ def decide(
     def placed(number: float) -> Tensor:
         return torch.tensor(number, dtype=torch.float64)
 
-    found = judge(ON_HOST, totals, state, scaling, unit, clip_norm)
+    found = judge(ON_HOST, totals, state, scaling, p_n0, clip_norm)
     other = judge(
         ON_DEVICE,
         totals._replace(
@@ -67,10 +67,10 @@ def decide(
         ),
         ScaleState(*map(placed, state)),
         scaling,
-        unit,
+        p_n0,
         clip_norm,
     )
-    assert (found.skip, found.kept) == (bool(other.skip), bool(other.kept))
+    assert (found.skip, found.not_abandoned) == (bool(other.skip), bool(other.not_abandoned))
     assert [float(number) for number in found.state] == [number.item() for number in other.state]
     if not found.skip:
         values = [other.multiplier.item(), other.loss.item(), other.grad_norm.item()]
@@ -85,12 +85,12 @@ def test_only_a_finite_gradient_of_finite_losses_of_some_samples_is_applied() ->
         found = decide(totals_of(counts, squares, statuses), state, scaling)
         clean = math.isfinite(squares) and not counts[2] and 0 < counts[0] < math.inf
         assert found.skip == (not clean or ABANDONED in statuses)
-        assert found.kept == (ABANDONED not in statuses)
+        assert found.not_abandoned == (ABANDONED not in statuses)
         if not found.skip:
-            assert found.multiplier == UNIT / (state.scale * 64)
+            assert found.multiplier == P_N0 / (state.scale * 64)
             assert found.grad_norm == found.multiplier * math.sqrt(squares)
             assert found.loss == 0.5
-        if not found.kept:
+        if not found.not_abandoned:
             assert found.state == state
 
 
@@ -122,11 +122,11 @@ NUMBERS = strategies.floats(0, 1e300) | strategies.sampled_from([math.inf, math.
         growth_interval=strategies.integers(1, 5),
         hysteresis=strategies.integers(1, 3),
     ),
-    unit=strategies.integers(0, 20),
+    p_n0=strategies.integers(0, 20),
     clip_norm=strategies.none() | strategies.floats(1e-3, 1e3),
 )
 @example((2.3e-309, 0.0, 0.0), 0.0, [0], (2.0, *[0] * 6), Scaling("dynamic"), 0, None)  # a huge multiplier
 def test_a_host_and_a_device_decide_alike_for_any_step(
-    counts, squares, statuses, state, scaling, unit, clip_norm
+    counts, squares, statuses, state, scaling, p_n0, clip_norm
 ) -> None:
-    decide(totals_of(counts, squares, statuses), ScaleState(*state), scaling, 2.0**unit, clip_norm)
+    decide(totals_of(counts, squares, statuses), ScaleState(*state), scaling, 2.0**p_n0, clip_norm)
