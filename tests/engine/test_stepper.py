@@ -132,7 +132,7 @@ def test_checkpointed_layers_have_the_gradients_of_plain_ones(
     large, times, options, use_reentrant, policy, monkeypatch
 ) -> None:
     if large:
-        monkeypatch.setattr(reducer, "KEPT_BYTES", 0)
+        monkeypatch.setattr(reducer, "NO_HOOKS_BELOW_BYTES", 0)
     plain = gradients_of(Twice(times, None), policy)
     again = gradients_of(Twice(times, use_reentrant), policy, **options)
     tolerance = 1e-6 if policy.weights == torch.float32 and policy.gradient_dtype == torch.float32 else 4e-3
@@ -142,7 +142,7 @@ def test_checkpointed_layers_have_the_gradients_of_plain_ones(
 
 
 def test_a_gradient_that_arrives_after_its_bucket_left_is_refused_by_name(monkeypatch) -> None:
-    monkeypatch.setattr(reducer, "KEPT_BYTES", 0)
+    monkeypatch.setattr(reducer, "NO_HOOKS_BELOW_BYTES", 0)
     stepper = Stepper(
         Twice(2, True), SGD(0.1), Policy.fp32(), reference_count=4, ddp=DDPOptions(bucket_bytes=1)
     )
@@ -164,7 +164,7 @@ class StemLast(Twice):
 
 @pytest.mark.parametrize("policy", [Policy.fp32(), Policy.fp16()], ids=lambda p: p.name)
 def test_a_second_gradient_that_arrives_while_its_bucket_waits_is_added(policy, monkeypatch) -> None:
-    monkeypatch.setattr(reducer, "KEPT_BYTES", 0)
+    monkeypatch.setattr(reducer, "NO_HOOKS_BELOW_BYTES", 0)
     plain = gradients_of(StemLast(2, None), policy, ddp=DDPOptions(overlap=False))
     again = gradients_of(StemLast(2, True), policy, ddp=DDPOptions(bucket_bytes=1))
     for name, gradient in plain.items():

@@ -35,7 +35,7 @@ from launcher.engine.precision.found_inf import ABANDONED
 # Gradients of one process that may stay in `p.grad` until the backward pass ends: nothing waits for them, and
 # hooks on 1000 parameters cost 3 ms of a step of 15. Without hooks they take this
 # memory beside the flat gradients; with them each bucket is moved, and freed, during the pass.
-KEPT_BYTES = 1 << 24
+NO_HOOKS_BELOW_BYTES = 1 << 24
 
 
 class Reducer:
@@ -61,14 +61,14 @@ class Reducer:
         runs = itertools.groupby(parts, key=lambda part: part.dtype)
         self._squares = [SquaresReader(list(run)) for _, run in runs]
         # What the hooks read and write. These lists and the set stay the same objects: a hook keeps them.
-        self.listens = False
-        self.seen: set[int] = set()  # by ParamRange.index, the gradients of this micro-batch
+        self.receives = False
+        self.arrived: set[int] = set()  # by ParamRange.index, the gradients of this micro-batch
         # By ParamRange.index, the bucket of each parameter.
-        self.home = [bucket.index for bucket in self.buckets for _ in bucket.params]
+        self.bucket_of = [bucket.index for bucket in self.buckets for _ in bucket.params]
         self.pending: list[int] = []  # by bucket, the gradients of this micro-batch that have not arrived
         self.restart()
         self.accumulate(micro_batches > 1)
-        stays = group is None and sum(bucket.size_bytes for bucket in self.buckets) <= KEPT_BYTES
+        stays = group is None and sum(bucket.size_bytes for bucket in self.buckets) <= NO_HOOKS_BELOW_BYTES
         for param in () if stays else layout.params:
             _register_hook(self, param)
 
@@ -76,7 +76,7 @@ class Reducer:
         """Begin the next step."""
         for bucket in self.buckets:
             bucket.copy_in.drop()
-        self.seen.clear()
+        self.arrived.clear()
         self._next = 0  # the first bucket that was not sent
         self._sends = False  # whether buckets are sent within the present backward pass, the last of the step
         self.sent_bytes = 0  # that this rank has passed to collectives in this step
@@ -116,23 +116,23 @@ class Reducer:
         Outside this context a backward pass is plain torch: its gradients stay in `p.grad`.
         """
         self._sends = early and self.overlap
-        self.seen.clear()
+        self.arrived.clear()
         self.pending[:] = [len(bucket.params) for bucket in self.buckets]
         with grads_set_aside(self._layout.parameters.values()):
-            self.listens = True
+            self.receives = True
             try:
                 yield
                 with torch._C.DisableTorchFunction():  # as in the hooks
                     for bucket in self.buckets:
                         bucket.copy_in.drain()
             finally:
-                self.listens = False
+                self.receives = False
 
     @property
     def has_received(self) -> bool:
         """Whether any parameter has a gradient of the current backward pass."""
         held = (p.grad is not None for p in self._layout.parameters.values())
-        return bool(self.seen) or any(held)
+        return bool(self.arrived) or any(held)
 
     def register_grad_ready(self, param: ParamRange, again: bool) -> None:
         """All gradients of a parameter's bucket are ready. Send all buckets that are next in the fixed order.
@@ -140,7 +140,7 @@ class Reducer:
         `again`: this is the parameter's second gradient in this backward pass. Raises UnusableError where the
         first one was sent.
         """
-        bucket = self.home[param.index]
+        bucket = self.bucket_of[param.index]
         if again:
             if bucket < self._next:
                 raise UnusableError(
@@ -176,7 +176,9 @@ class Reducer:
         for bucket in self.buckets:
             bucket.collective.wait(bucket)
         if abandoned:
-            return torch.zeros(len(self.home), dtype=torch.float64, device=self._layout.device), ABANDONED
+            return torch.zeros(
+                len(self.bucket_of), dtype=torch.float64, device=self._layout.device
+            ), ABANDONED
         squares = torch.cat([reader.read() for reader in self._squares])
         if self._group is None:
             return squares, 0  # a rank alone checks nothing before it sends
@@ -229,15 +231,15 @@ def _register_hook(reducer: Reducer, param: ParamRange) -> None:
     reducer alive.
     """
     held, index = weakref.ref(reducer), param.index
-    seen, home, pending = reducer.seen, reducer.home, reducer.pending
+    arrived, bucket_of, pending = reducer.arrived, reducer.bucket_of, reducer.pending
 
     def receive(parameter: nn.Parameter) -> None:
         reducer = held()
-        if reducer is None or not reducer.listens:
+        if reducer is None or not reducer.receives:
             return
-        again, bucket = index in seen, home[index]
+        again, bucket = index in arrived, bucket_of[index]
         if not again:
-            seen.add(index)
+            arrived.add(index)
             pending[bucket] -= 1
             if pending[bucket]:
                 return

@@ -131,7 +131,7 @@ class RunView(nn.Sequential):
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_gradients_are_freed_with_their_bucket(micro_batches, monkeypatch) -> None:
-    monkeypatch.setattr(reducer, "KEPT_BYTES", 8 * 64 * 64 * 4 - 1)
+    monkeypatch.setattr(reducer, "NO_HOOKS_BELOW_BYTES", 8 * 64 * 64 * 4 - 1)
     model = RunView(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
     alive = model.watch()
     stepper = Stepper(
