@@ -23,7 +23,7 @@ from launcher.engine.precision.op_lists import FLOATS
 from launcher.engine.precision.policy import Policy
 
 # The flat buffers: parameters that are half where a policy has half weights, and those that are always fp32.
-HALF_PARAMS, FP32_PARAMS = "half_params", "fp32_params"
+POLICY_DTYPE_PARAMS, FP32_PARAMS = "policy_dtype_params", "fp32_params"
 ALIGNMENT = 32  # elements: 64 bytes in half precision, one cache line
 MAX_ALIGNED_RANKS = 64  # beyond, padding would cost more than alignment gains
 FIRST_BUCKET_BYTES = 1 << 20
@@ -61,21 +61,21 @@ class Layout:
         self.device = trainable[0][1].device
         self.world_size = world_size
         halves = half_in(model, policy)
-        matrices = [n for n, p in self.parameters.items() if p in halves]
-        vectors = [n for n, p in self.parameters.items() if p not in halves]
+        in_policy_dtype = [n for n, p in self.parameters.items() if p in halves]
+        in_fp32 = [n for n, p in self.parameters.items() if p not in halves]
         gradient_dtype = gradient_dtype or policy.gradient_dtype
         # Nothing is sent: buckets only bound how many gradients are kept twice, and each costs a kernel.
         self._alone = world_size == 1 and self.device.type != "cpu"
         # An eighth of the model, within limits, so that most of it is sent while the backward pass continues:
         # one bucket of 25 MB would leave a model of 16 MB no overlap.
-        total = sum(self.parameters[n].numel() * gradient_dtype.itemsize for n in matrices)
-        total += sum(self.parameters[n].numel() * 4 for n in vectors)
+        total = sum(self.parameters[n].numel() * gradient_dtype.itemsize for n in in_policy_dtype)
+        total += sum(self.parameters[n].numel() * 4 for n in in_fp32)
         smallest = MAX_BUCKET_BYTES if self._alone else MIN_BUCKET_BYTES
         bucket_bytes = bucket_bytes or min(max(total // 8, smallest), MAX_BUCKET_BYTES)
         self.flat_buffers: list[FlatBuffer] = []
         for name, members, weight, grad in (
-            (HALF_PARAMS, matrices, policy.weights, gradient_dtype),
-            (FP32_PARAMS, vectors, torch.float32, torch.float32),
+            (POLICY_DTYPE_PARAMS, in_policy_dtype, policy.weights, gradient_dtype),
+            (FP32_PARAMS, in_fp32, torch.float32, torch.float32),
         ):
             if members:
                 bucket_ranges = self._cut(members, bucket_bytes // grad.itemsize)
