@@ -63,7 +63,7 @@ class InPlaceWrites:
     def __init__(self, layout: Layout, zero1: Zero1) -> None:
         self._zero1 = zero1
         self._trained = list(layout.parameters.values())
-        self._watched = zero1.rounded()
+        self._watched = zero1.params_with_masters()
         self._parameters = [layout.parameters[param.name] for _, param in self._watched]
         self._warned = False
         self.forget()
@@ -92,7 +92,7 @@ class InPlaceWrites:
     def reload_model_params(self, changed: Sequence[tuple[FlatBuffer, ParamRange]]) -> None:
         """Copy each `changed` weight into its master, unless that still rounds to it."""
         for flat_buffer, param in changed:
-            self._zero1.take_weights(flat_buffer, param)
+            self._zero1.masters_from_weights(flat_buffer, param)
         self.forget()
         if not self._warned:
             self._warned = True

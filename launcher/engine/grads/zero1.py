@@ -72,7 +72,7 @@ class Zero1:
         for flat_buffer in self._layout.flat_buffers:
             places = zip(tensors, self.places, strict=True)
             own = [tensor for tensor, (each, _) in places if each is flat_buffer]
-            whole = self._gathered(flat_buffer, own, rank) if self._divides(flat_buffer) else own[0]
+            whole = self._gathered(flat_buffer, own, rank) if self._is_sharded(flat_buffer) else own[0]
             if whole is not None:
                 found |= {param.name: param.view(whole) for param in flat_buffer.params}
         if self.sharded and self._layout.device.type == "cuda":
@@ -107,7 +107,7 @@ class Zero1:
         """Whether masters and states of some parameters have one owner each among the ranks."""
         return is_sharded(self._collectives)
 
-    def rounded(self) -> list[tuple[FlatBuffer, ParamRange]]:
+    def params_with_masters(self) -> list[tuple[FlatBuffer, ParamRange]]:
         """The parameters whose weights are rounded copies of masters, on whichever ranks those are."""
         found: dict[str, tuple[FlatBuffer, ParamRange]] = {}
         for shard, (flat_buffer, _) in zip(self.shards, self.places, strict=True):
@@ -115,7 +115,7 @@ class Zero1:
                 found |= {param.name: (flat_buffer, param) for param in flat_buffer.params}
         return list(found.values())
 
-    def take_weights(self, flat_buffer: FlatBuffer, param: ParamRange) -> None:
+    def masters_from_weights(self, flat_buffer: FlatBuffer, param: ParamRange) -> None:
         """Set this rank's masters of a parameter to its weights where they do not round to them."""
         for shard, (each, part) in zip(self.shards, self.places, strict=True):
             if each is flat_buffer and shard.master is not None:
@@ -136,7 +136,7 @@ class Zero1:
             if isinstance(collective, ShardedSum):
                 collective.gather_weights(flat_buffer)
 
-    def _divides(self, flat_buffer: FlatBuffer) -> bool:
+    def _is_sharded(self, flat_buffer: FlatBuffer) -> bool:
         """Whether each rank owns a shard of each bucket, not all of them."""
         return isinstance(self._collectives[flat_buffer.name], ShardedSum)
 
