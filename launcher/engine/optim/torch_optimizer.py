@@ -22,7 +22,7 @@ from launcher.engine.optim.optimizers import Optimizer
 from launcher.engine.optim.update import Collect, StepScalars, Updater
 from launcher.engine.params.flat_buffers import Shard
 from launcher.engine.params.flat_params import Layout, half_in
-from launcher.engine.params.param_groups import Grouping, Rates
+from launcher.engine.params.param_groups import Grouping, GroupOptions
 from launcher.engine.precision.policy import Policy
 from launcher.engine.state import check_forms, forms_of
 
@@ -157,7 +157,7 @@ class AdaptedUpdater:
     def _param_groups(self) -> list[dict[str, Any]]:
         """torch's own: one for each set of rates, with `lr_scale` beside its options."""
         grouping = self._layout.grouping
-        members: dict[Rates, list[nn.Parameter]] = {}
+        members: dict[GroupOptions, list[nn.Parameter]] = {}
         for name, master in self._masters.items():
             members.setdefault(grouping.rates_of(name), []).append(master)
         return [

@@ -19,7 +19,7 @@ from launcher.engine.grads.zero1 import Zero1
 from launcher.engine.optim.optimizers import KernelScalars, Optimizer
 from launcher.engine.params.flat_buffers import Shard
 from launcher.engine.params.flat_params import GroupSlices
-from launcher.engine.params.param_groups import Rates
+from launcher.engine.params.param_groups import GroupOptions
 from launcher.engine.state import check_forms
 
 Collect = Callable[[Sequence[Tensor]], dict[str, Tensor]]  # Zero1.gather_full
@@ -99,7 +99,7 @@ class Updater:
         self,
         shards: Sequence[Shard],
         optimizer: Optimizer,
-        rates: Sequence[Rates] = (),
+        rates: Sequence[GroupOptions] = (),
         group_slices: Sequence[GroupSlices] = (),
     ) -> None:
         self.optimizer = optimizer
@@ -109,7 +109,7 @@ class Updater:
             [torch.zeros(len(shard.weight), dtype=torch.float32, device=device) for _ in optimizer.states]
             for shard in self.shards
         ]
-        rates = rates or (Rates(),)
+        rates = rates or (GroupOptions(),)
         self._lr_scales = [each.lr_scale for each in rates]
         # On the device the rates of all groups are computed at once, in as many kernels as for one.
         self._scales_on_device: Tensor | None = None  # None where there is one group, with the rate itself
@@ -122,7 +122,9 @@ class Updater:
             for batch in self._batches_of(group, own, group_slices or whole)
         ]
 
-    def _batches_of(self, group: int, rates: Rates, group_slices: Sequence[GroupSlices]) -> Iterator[_Batch]:
+    def _batches_of(
+        self, group: int, rates: GroupOptions, group_slices: Sequence[GroupSlices]
+    ) -> Iterator[_Batch]:
         """All elements of a group in order, in batches of up to a chunk."""
         optimizer, on_cpu = self.optimizer, self.shards[0].weight.is_cpu
         if rates.weight_decay is not None:

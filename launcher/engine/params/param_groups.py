@@ -51,7 +51,7 @@ class ParameterGroup:
 
 
 @dataclass(frozen=True)
-class Rates:
+class GroupOptions:
     """How parameters are updated: `lr_scale` times the learning rate, with the optimizer's decay if None."""
 
     lr_scale: float = 1.0
@@ -62,7 +62,7 @@ class Rates:
 class Grouping:
     """Every trained parameter's rates. `rates` is empty where all are updated as the optimizer says."""
 
-    rates: tuple[Rates, ...] = ()  # in the order in which the flat layout meets them
+    rates: tuple[GroupOptions, ...] = ()  # in the order in which the flat layout meets them
     index: Mapping[str, int] = field(default_factory=dict)  # into `rates`, by the name of a trained parameter
     frozen: frozenset[str] = frozenset()  # names of parameters that a group freezes
 
@@ -76,18 +76,22 @@ class Grouping:
         trained = [n for n, p in named_parameters(model).items() if p.requires_grad and n not in frozen]
         found = {name: _rates_of(groups, owners.get(name)) for name in reversed(trained)}
         distinct = tuple(dict.fromkeys(found.values()))
-        if distinct in ((), (Rates(),)):
+        if distinct in ((), (GroupOptions(),)):
             return cls(frozen=frozenset(frozen))
         index = {name: distinct.index(rates) for name, rates in found.items()}
         return cls(distinct, index, frozenset(frozen))
 
-    def rates_of(self, name: str) -> Rates:
+    def rates_of(self, name: str) -> GroupOptions:
         """The rates of a trained parameter."""
-        return self.rates[self.index[name]] if self.rates else Rates()
+        return self.rates[self.index[name]] if self.rates else GroupOptions()
 
 
-def _rates_of(groups: Sequence[ParameterGroup], owner: int | None) -> Rates:
-    return Rates() if owner is None else Rates(float(groups[owner].lr_scale), groups[owner].weight_decay)
+def _rates_of(groups: Sequence[ParameterGroup], owner: int | None) -> GroupOptions:
+    return (
+        GroupOptions()
+        if owner is None
+        else GroupOptions(float(groups[owner].lr_scale), groups[owner].weight_decay)
+    )
 
 
 def owners_of(names: Mapping[str, Sequence[str]], groups: Sequence[ParameterGroup]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from torch import nn
 from launcher.config.optimizers import OptimConfig
 from launcher.engine import ParameterGroup, UnusableError
 from launcher.engine.names import all_names, named_parameters
-from launcher.engine.params.param_groups import Rates, owners_of
+from launcher.engine.params.param_groups import GroupOptions, owners_of
 from launcher.errors import ConfigError
 
 
@@ -44,33 +44,35 @@ def parameter_groups(optim: OptimConfig, own: Sequence[ParameterGroup], model: n
         except UnusableError as error:
             raise ConfigError(f"{said}.{error}") from error
         group_of = {name: groups[number] for name, number in owners.items()} | group_of
-    found: dict[str, tuple[Rates, bool]] = {}  # with whether it is frozen
+    found: dict[str, tuple[GroupOptions, bool]] = {}  # with whether it is frozen
     for name, p in named_parameters(model).items():
         group = group_of.get(name, ParameterGroup(name))
         if group.frozen:
-            found[name] = Rates(), True
+            found[name] = GroupOptions(), True
         elif p.requires_grad:
             decay = group.weight_decay
             if decay is None and p.ndim <= 1 and not optim.decay_norm_and_bias:
                 decay = 0.0
             decay = None if decay == optim.weight_decay else decay
-            found[name] = Rates(group.lr_scale, decay), False
+            found[name] = GroupOptions(group.lr_scale, decay), False
     return ParameterGroups(_merged(found), tuple(_sentences(optim, found)))
 
 
-def _merged(found: Mapping[str, tuple[Rates, bool]]) -> list[ParameterGroup]:
+def _merged(found: Mapping[str, tuple[GroupOptions, bool]]) -> list[ParameterGroup]:
     """One group for each set of rates, by exact names; none for what the optimizer does by itself."""
-    members: dict[tuple[Rates, bool], list[str]] = {}
+    members: dict[tuple[GroupOptions, bool], list[str]] = {}
     for name, key in found.items():
         members.setdefault(key, []).append(glob.escape(name))
-    members.pop((Rates(), False), None)
+    members.pop((GroupOptions(), False), None)
     return [
         ParameterGroup(names, rates.lr_scale, rates.weight_decay, frozen)
         for (rates, frozen), names in members.items()
     ]
 
 
-def _sentences(optim: OptimConfig, found: Mapping[str, tuple[Rates, bool]]) -> Iterator[tuple[str, str]]:
+def _sentences(
+    optim: OptimConfig, found: Mapping[str, tuple[GroupOptions, bool]]
+) -> Iterator[tuple[str, str]]:
     trained = [rates for rates, is_frozen in found.values() if not is_frozen]
     decays = Counter(optim.weight_decay if x.weight_decay is None else x.weight_decay for x in trained)
     scales = Counter(rates.lr_scale for rates in trained)
