@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from launcher.engine.grads.zero1 import Zero1
 from launcher.engine.limits import a_reference_count
 from launcher.engine.names import named_buffers, named_parameters
-from launcher.engine.optim.torch_optimizer import AdaptedUpdater
+from launcher.engine.optim.torch_optimizer import TorchUpdater
 from launcher.engine.optim.update import Updater
 from launcher.engine.params.buffers import Buffers
 from launcher.engine.params.flat_params import Layout
@@ -34,7 +34,7 @@ class RankState:
     layout: Layout
     buffers: Buffers
     zero1: Zero1
-    updater: Updater | AdaptedUpdater
+    updater: Updater | TorchUpdater
     scale: LossScale
 
     def masters(self, rank: int | None = None) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ class RankState:
         check_names("counters of the loss scale", set(LossScale.FIELDS), set(state.counters))
         if state.reference_count is not None:
             a_reference_count.require("the state's reference_count", state.reference_count)
-        load_states = self.updater.loading(self.zero1, state.optimizer, state.counters["applied"] > 0)
+        load_states = self.updater.prepare_load(self.zero1, state.optimizer, state.counters["applied"] > 0)
         load_states()
         self.zero1.load_masters(state.weights)
         for name, p in named_parameters(self.model).items():

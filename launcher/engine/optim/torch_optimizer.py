@@ -108,10 +108,10 @@ def check_adaptable(
 AnyOptimizer = Optimizer | TorchOptimizer
 
 
-def updater_of(optimizer: AnyOptimizer, layout: Layout, zero1: Zero1) -> Updater | AdaptedUpdater:
+def updater_of(optimizer: AnyOptimizer, layout: Layout, zero1: Zero1) -> Updater | TorchUpdater:
     """The updater that applies `optimizer` to the shards of `layout`."""
     if isinstance(optimizer, TorchOptimizer):
-        return AdaptedUpdater(layout, zero1.shards, optimizer)
+        return TorchUpdater(layout, zero1.shards, optimizer)
     rates = layout.grouping.rates
     return Updater(zero1.shards, optimizer, rates, zero1.group_slices() if rates else ())
 
@@ -139,7 +139,7 @@ def _as_tensor(optimizer: torch.optim.Optimizer, state: str, value: object) -> T
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
-class AdaptedUpdater:
+class TorchUpdater:
     """Runs a `TorchOptimizer` over the parameters of a layout; the counterpart of `update.Updater`.
 
     Only for what `check_adaptable` accepts.
@@ -195,7 +195,7 @@ class AdaptedUpdater:
             if value is not None
         }
 
-    def loading(self, zero1: Zero1, named: Mapping[str, Tensor], updated: bool) -> Callable[[], None]:
+    def prepare_load(self, zero1: Zero1, named: Mapping[str, Tensor], updated: bool) -> Callable[[], None]:
         """What takes these states, by `state/parameter`. Raises ValueError for those of another optimizer.
 
         These have other names, shapes or dtypes than this one has, after an update if they were `updated`.

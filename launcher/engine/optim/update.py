@@ -175,7 +175,7 @@ class Updater:
             for name, value in collect([states[position] for states in self.states]).items()
         }
 
-    def loading(self, zero1: Zero1, named: Mapping[str, Tensor], updated: bool) -> Callable[[], None]:
+    def prepare_load(self, zero1: Zero1, named: Mapping[str, Tensor], updated: bool) -> Callable[[], None]:
         """What takes these states, by `state/parameter`. Raises ValueError for those of another optimizer."""
         expected = {
             f"{state}/{name}": form for state in self.optimizer.states for name, form in zero1.forms.items()
