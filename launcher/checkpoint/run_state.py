@@ -18,7 +18,7 @@ from launcher.distributed.collectives import gather
 from launcher.distributed.env import RANK0, WorkerEnv
 from launcher.engine import AverageState, ExponentialMovingAverage, Stepper
 from launcher.engine.names import named_buffers, named_parameters, plain_name
-from launcher.engine.params.buffers import is_statistic
+from launcher.engine.params.module_buffers import is_statistic
 from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.engine.state import EngineState
 from launcher.errors import ConfigError, listed

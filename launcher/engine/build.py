@@ -26,8 +26,8 @@ from launcher.engine.grads.reducer import Reducer
 from launcher.engine.grads.step_totals import TotalsReducer
 from launcher.engine.grads.zero1 import Zero1
 from launcher.engine.optim.torch_optimizer import AnyOptimizer, check_adaptable, updater_of
-from launcher.engine.params.buffers import Buffers
 from launcher.engine.params.flat_params import Layout
+from launcher.engine.params.module_buffers import Buffers
 from launcher.engine.params.param_groups import Grouping, ParameterGroup
 from launcher.engine.precision.found_inf import ON_DEVICE, ON_HOST
 from launcher.engine.precision.loss_scale import LossScale, Scaling

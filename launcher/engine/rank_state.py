@@ -19,8 +19,8 @@ from launcher.engine.limits import a_reference_count
 from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.optim.torch_optimizer import TorchUpdater
 from launcher.engine.optim.update import Updater
-from launcher.engine.params.buffers import Buffers
 from launcher.engine.params.flat_params import Layout
+from launcher.engine.params.module_buffers import Buffers
 from launcher.engine.precision.loss_scale import LossScale, ScaleStart
 from launcher.engine.precision.op_lists import widen
 from launcher.engine.state import EngineState, check_model_state, check_names
