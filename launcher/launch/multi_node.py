@@ -123,7 +123,8 @@ class MultiNode(SingleNode):
                 if (stop := self.stop_asked()) is not None:
                     text = "stopped by a signal before the workers started"
                     raise RunFailed(RunOutcome(128 + stop, text))
-                self._refuse_silent(self._others, self._limits.hang_timeout_s)
+                if self._thread.ident is not None:  # before it is started no node has been heard
+                    self._refuse_silent(self._others, self._limits.hang_timeout_s)
                 if time.monotonic() > deadline:
                     raise self._node_lost(late)
                 time.sleep(0.05)

@@ -1,8 +1,12 @@
 """Parents of several machines: what they do beside the fork of their workers."""
 
+from dataclasses import replace
+
+import pytest
 import torch.distributed as dist
 
 from launcher.distributed.env import LaunchEnv
+from launcher.errors import StalledError
 from launcher.launch.multi_node import MultiNode
 from tests.configs import composed
 
@@ -31,3 +35,13 @@ def test_no_name_is_looked_up_and_no_thread_runs_beside_a_fork() -> None:
         nodes.start_exchange()
     assert not nodes._thread.is_alive()
     assert meeting.alone == [True], "made once"
+
+
+def test_the_first_meeting_names_only_the_node_that_is_late() -> None:
+    """No statuses are exchanged before the first fork, so that the others seemed silent too."""
+    store, launch = dist.HashStore(), LaunchEnv(role="node", world_size=4)
+    for node in (1, 2):
+        store.set(f"job/0/nodes/generation/0/{node}", "2")
+    nodes = MultiNode(launch, store, "0", replace(composed().launch, init_timeout_s=0.2))
+    with pytest.raises(StalledError, match=r"^node 3 is gone"):
+        nodes.next_rendezvous(2)
