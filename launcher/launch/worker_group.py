@@ -126,9 +126,11 @@ class WorkerGroup:
         results = [replace(result, record=records.read(result.rank)) for result in results]
         return GroupResult(results, records.first_failure())
 
-    def _hanging(self) -> GroupResult:
-        """Make live workers write their stacks, and stop them."""
+    def _hanging(self) -> GroupResult | None:
+        """Make live workers write their stacks, and stop them. None if the last ones have just ended."""
         results = self._rank_results()
+        if all(result.exit_code is not None for result in results):
+            return None
         # To the main thread itself: another one would dump after the main thread has moved on. glibc has the
         # function since 2.30, and torch runs with 2.28. A signal to a process reaches its main thread too,
         # but for one that is stopped.

@@ -148,6 +148,15 @@ def test_a_rank_that_is_stopped_in_code_of_the_user_hangs(generation, table, clo
     assert "(stopped by SIGSTOP)" in outcome.text
 
 
+def test_ranks_that_end_just_as_they_count_as_hanging_have_ended(generation) -> None:
+    """None was left to name as the one that hangs, and the parent ended with a traceback."""
+    generation.kill()
+    assert generation._hanging() is None
+    outcome = verdict_on(generation)
+    assert outcome is not None
+    assert outcome.text.startswith("rank 0 was killed by SIGKILL")
+
+
 @pytest.mark.parametrize("tracker", ["wandb", "none"])
 def test_rank_0_may_finish_its_tracker_once_another_rank_was_killed(table, tmp_path: Path, tracker) -> None:
     """It was killed at once: no row of the last seconds and no exit code. Without a tracker it still is."""
