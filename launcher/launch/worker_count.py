@@ -38,6 +38,11 @@ def num_workers(wish: LaunchConfig, launch: LaunchEnv) -> int | None:
     if asked == "auto":
         key, asked = PET_WORKERS, os.environ.get(PET_WORKERS, "")
     if asked.isdecimal():  # PET_WORKERS may also be "gpu" or "auto"
+        if int(asked) == 0:
+            raise PreflightError(
+                f"{key}=0 in the environment, but a run needs a worker. Give launch.nproc=1, or as many as "
+                "it should have."
+            )
         if num_gpus and int(asked) > num_gpus:
             raise PreflightError(
                 f"{key}={asked} asks for more workers than the {counted(num_gpus, 'GPU')} that this "
