@@ -1,8 +1,8 @@
 """The agent of a run: starts its workers on this machine, generation after generation, until one ends well.
 
-Owns the order of generations and what workers find in their environment, which is what torchrun gives. They
-are forked from this warm process and meet in a file without a name; a failed generation is killed at once,
-and every end has a reason with a name and an exit code.
+Sets the environment of each worker as torchrun does (RANK, WORLD_SIZE, ...) plus LAUNCHER_MICRO_BATCH. On one
+machine the ranks use a FileStore on a memfd, so no port is opened. A failed generation is killed at once, and
+every end has a reason with a name and an exit code.
 """
 
 from __future__ import annotations

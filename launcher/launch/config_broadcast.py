@@ -56,7 +56,7 @@ RunRank = Callable[[Config, LaunchEnv, "dist.Store | None", str], None]
 
 @dataclass(frozen=True)
 class HandoffTimeouts:
-    """Timeouts of each side's waits for the other."""
+    """How long rank 0 and the other ranks wait for each other."""
 
     first_job_s: float = 300.0  # followers, for the config: thousands of ranks import from one file system
     next_job_s: float = 1800.0  # followers, after a job: rank 0 may still draw plots and upload

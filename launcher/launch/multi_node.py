@@ -1,9 +1,9 @@
 """The parents of a run on several machines: how they agree that a generation has ended, and why.
 
-Each parent monitors the workers of its machine. Once some of them have ended it says so through the store of
-node 0, which ends the workers of all machines, judges all ranks together, and decides for all: done, restart,
-or the error. A thread exchanges the words, so that a store that does not answer never delays a parent.
-Imports no torch.
+Each parent (torchelastic: agent) publishes one status every 0.2 s in node 0's TCPStore: its generation, and
+once its workers have ended, how. Node 0 reads all statuses, tells the others to end theirs, and publishes the
+outcome: done, restart or an error. A thread exchanges the statuses, so that a store that does not answer
+never delays a parent. Imports torch only where it is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 EXCHANGE_EVERY_S = 0.2  # of every parent; node 0 reads the words of all with one request
 QUIET_S = 5.0  # without a word of a parent, once a generation has ended on some machine
-REPORT_S = 20.0  # for a parent that still speaks to report on its workers: their kill may take 5 s
+REPORT_S = 20.0  # for a parent that still speaks: the kill of its workers may take 5 s each
 PAUSE_S = 1.0  # after a longer pause this process itself was stopped, and not the others
 RESTART = -1  # exit code of what node 0 decides, if the run does not end
 
@@ -56,7 +56,10 @@ class SingleNode:
         return 0, num_workers
 
     def start_exchange(self) -> None:
-        """Start what must not run beside a fork, now that the workers of the generation are forked."""
+        """Start the thread after the first fork.
+
+        Later generations are forked while it runs: it holds no lock that a worker takes.
+        """
 
     def outcome(self, own: GroupResult | None, generation: WorkerGroup) -> RunOutcome | None:
         """The outcome on all ranks, once all have ended."""

@@ -35,9 +35,10 @@ from launcher.run_dir.status import FILE_NAME, state_since
 def run_supervised(config: Config, num_workers: int, nodes: SingleNode | None = None) -> None:
     """Run one job on so many workers of this machine, one of `nodes`; returns when it is done.
 
-    Raises PreemptedError if the run was stopped and saved, NoProgressError if it crashes repeatedly, and
-    RunFailed with the failure's exit code otherwise; `status.json` and `result.json` record the same. Call it
-    from the main thread, whose end kills the workers.
+    Raises a LauncherError with exit code 75 if the run was stopped and saved (PreemptedError, or RunFailed
+    when rank 0 died after saving), NoProgressError if it crashes repeatedly, and RunFailed with the failure's
+    exit code otherwise; `status.json` and `result.json` record the same. Call it from the main thread, whose
+    end kills the workers.
     """
     assert threading.current_thread() is threading.main_thread()
     heartbeats, nodes = Heartbeats(num_workers), nodes or SingleNode(config.launch)
@@ -60,8 +61,8 @@ def run_supervised(config: Config, num_workers: int, nodes: SingleNode | None = 
                 work = WorkerSpec(config, heartbeats, os.getpid(), handled, store.fileno())
                 Agent(work, num_workers, signals, nodes).run()
     except Exception as error:
-        # A leader that was stopped has written by whom, and with which checkpoint. Else it may have been
-        # killed, name the wrong cause, or have written that it is done.
+        # If rank 0 has written that it stopped, keep its result.json. Otherwise write ours: rank 0 may have
+        # been killed, or have named the wrong cause.
         on_request = isinstance(error, LauncherError) and error.exit_code in ON_REQUEST
         said_so = state_since(Path(config.run.dir) / FILE_NAME, began) in ENDS_ON_REQUEST
         if nodes.is_node0 and not (on_request and said_so):
@@ -70,12 +71,10 @@ def run_supervised(config: Config, num_workers: int, nodes: SingleNode | None = 
 
 
 def preload(more: Sequence[str] = ()) -> None:
-    """Import what every worker needs, and these modules; warn of an unknown torch.
+    """Import torch and all modules that workers use, and `more`, before forking.
 
-    Only the leader imports the tracker.
-
-    Imported objects do not become garbage: disabling the collector saves a fifth of the time, and the
-    workers' collectors skip frozen objects, so that their memory stays shared.
+    The garbage collector is off meanwhile (a fifth faster), and the objects are frozen: forks share their
+    memory. Warns of an unknown torch. The tracker is left to rank 0, which alone uses it.
     """
     gc.disable()
     for name in ("launcher.launch.agent", *more):

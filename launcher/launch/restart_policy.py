@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from launcher.errors import NoProgressError
+from launcher.errors import NoProgressError, ReplicaError
 from launcher.launch.root_cause import STALLED, UNEXPECTED, RunFailed, RunOutcome
 
-REPLICAS_DIFFER = 9  # exit code of a ReplicaError
-RECOVERABLE = frozenset({UNEXPECTED, STALLED, REPLICAS_DIFFER})
-MOST_WITHOUT_PROGRESS = 3  # generations in a row without a new checkpoint that end a run
+RECOVERABLE = frozenset({UNEXPECTED, STALLED, ReplicaError.exit_code})
+# Generations in a row that crash without a new checkpoint: two may be bad luck, a third is the run itself.
+MOST_WITHOUT_PROGRESS = 3
 
 
 @dataclass

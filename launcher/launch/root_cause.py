@@ -67,7 +67,7 @@ class GroupResult:
     """What is known of the ranks of one machine at the end of their generation."""
 
     results: Sequence[RankResult]
-    first_failure: int | None = None  # the rank that claimed to be the first
+    first_failure: int | None = None  # the rank whose failure was recorded first
     hanging: bool = False  # some have shown no sign of life for too long
     limit: str = ""  # the config key that says how long, where these ranks have exceeded it
 
@@ -111,7 +111,7 @@ def outcome_of(reports: Sequence[GroupResult], stacks: Path) -> RunOutcome:
 def find_root_cause(results: Sequence[RankResult], first_failure: int | None) -> RunOutcome:
     """The outcome of a generation that has ended, or was ended after the first of its ranks had failed.
 
-    `first_failure` is the rank that claimed to be the first, if one did.
+    `first_failure` is the rank whose failure was recorded first, if one was.
     """
     blamed = rank_at_fault(results, first_failure)
     if blamed.died_without_record:
@@ -131,7 +131,11 @@ def find_root_cause(results: Sequence[RankResult], first_failure: int | None) ->
 
 
 def rank_at_fault(results: Sequence[RankResult], first_failure: int | None) -> RankResult:
-    """The rank to blame: of the first rule that holds for any, the one that ended first."""
+    """The rank to blame.
+
+    The first rule that holds for some rank decides; among those the earliest record, without records the
+    lowest rank.
+    """
 
     def failed_itself(result: RankResult) -> bool:
         return result.failure is not None and not result.failure.is_secondary

@@ -25,11 +25,12 @@ from launcher.os.lifetime import kill_group, state_of
 from launcher.os.signals import DUMP_STACKS_SIGNAL
 
 ERROR_GRACE_S = 0.5  # for the other workers to record their errors, once one has failed
-# For rank 0 to finish its tracker, unless it ends sooner: after the kill of another rank, and after an error,
-# which may come before the tracker has started.
+# How long rank 0 may take to close its tracker once another rank was killed, or raised an error: then the
+# tracker may not have started.
 TRACKED_S, TRACKED_AFTER_ERROR_S = 1.0, 4.0
-STACKS_S = 0.5  # for live workers to write their stacks, before they are killed
+STACKS_S = 0.5  # for live workers to write their stacks, which takes milliseconds, before they are killed
 PAUSE_S = 1.0  # after a longer pause the parent itself was stopped, with its workers
+# A rank in one of these has already run: from here launch.hang_timeout_s holds, not launch.init_timeout_s.
 AFTER_A_STEP = frozenset(PHASES[PHASES.index("report") :])
 
 
@@ -43,7 +44,7 @@ class WorkerGroup:
         self._is_hanging = False
         self._polled_s = self._watched_since_s = time.monotonic()
         self._deadline_s = float("inf")
-        self._exited: set[int] = set()  # ranks whose exit has been seen
+        self._exited: set[int] = set()  # local ranks whose exit has been seen
         self._has_stepped = False
         self._snapshot_at_kill: list[RankResult] | None = (
             None  # all results, when a signal had killed the first rank
@@ -172,6 +173,7 @@ class WorkerGroup:
         beats = [every[rank] for rank in left]
         # A rank that evaluates before its first step beats with each batch.
         done = any(beat.has_stepped or beat.phase in AFTER_A_STEP for beat in beats)
+        # A rank that has exited will take no first step that others could still wait for.
         self._has_stepped |= done or bool(self._exited)
         longest = now - self._watched_since_s
         if not self._has_stepped:
@@ -181,7 +183,11 @@ class WorkerGroup:
         )
 
     def _is_in_user_code(self, beat: HeartbeatRecord, process: BaseProcess) -> bool:
-        """Whether a rank runs code of the user. Its own hang timer limits that, unless it was stopped."""
+        """Whether a rank runs user code, for which the parent has no limit.
+
+        The rank's own timer limits it (launch.user_code_timeout_s); a stopped process has no timer, so then
+        launch.hang_timeout_s holds.
+        """
         return beat.user_code and (beat.age_s < self._limits.hang_timeout_s or not _is_stopped(process))
 
     def _rank_results(self) -> list[RankResult]:

@@ -101,7 +101,7 @@ def _hold_signals(handled: Sequence[signal.Signals]) -> None:
 
 
 def _too_late(number: int, frame: FrameType | None) -> None:
-    """Ignore requests after the end of the job."""
+    """Does nothing: before the worker's own handlers are installed, and after the job."""
 
 
 def _write_stacks_on_request(path: Path) -> None:
