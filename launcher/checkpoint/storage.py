@@ -259,8 +259,13 @@ def _snapshot_of(files: CheckpointFiles) -> Snapshot:
         average=average,
         average_buffers=average_buffers,
         metric=None if state["metric"] is None else MonitoredMetric(**restored(state["metric"])),
-        extra=decode_strict(RunExtras, restored(state["extra"])),
+        extra=decode_strict(RunExtras, restored(state["extra"]) | _texts(state["extra"])),
     )
+
+
+def _texts(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields whose values are texts: one that reads "nan" or "inf" is no number that JSON lacks."""
+    return {name: extra[name] for name in ("data", "settings", "stream") if name in extra}
 
 
 def _integers(values: dict[str, Any]) -> dict[str, int]:

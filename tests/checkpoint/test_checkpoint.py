@@ -76,6 +76,13 @@ def test_every_field_of_a_snapshot_survives(tmp_path: Path) -> None:
     assert same(found, written)
 
 
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+def test_a_setting_whose_text_reads_as_a_number_that_json_lacks(tmp_path: Path, text: str) -> None:
+    texts = {"recipe.options.fill": text}
+    written = replace(snapshot(1), extra=RunExtras(settings=texts, data=texts, stream=[text]))
+    assert load(publish(tmp_path, written)).extra == written.extra
+
+
 def test_the_files_of_format_2_are_read_and_written(tmp_path: Path) -> None:
     """Spelt out here and not by our writer, because the runs of others hold such files.
 
