@@ -21,8 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.checkpoint.catalog import apply_retention
-from launcher.checkpoint.manifest import step_name
+from launcher.checkpoint.catalog import apply_retention, best_written
 from launcher.checkpoint.run_state import BestEvaluation, Snapshot
 from launcher.checkpoint.storage import publish, size_of_tensors
 from launcher.errors import LauncherError
@@ -160,5 +159,5 @@ class AsyncCheckpointWriter:
         return SaveResult(step, path, time.perf_counter() - began, size_bytes, error)
 
     def _apply_retention(self, best: BestEvaluation | None) -> None:
-        path = None if best is None else self.directory / step_name(best.step)
+        path = None if best is None else best_written(self.directory, best)
         self._own -= set(apply_retention(self.directory, self._keep, path, self._own))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.checkpoint.manifest import MANIFEST, sizes_match, step_name, verify
-from launcher.checkpoint.run_state import RunIdentity, Snapshot
+from launcher.checkpoint.run_state import BestEvaluation, MonitoredMetric, RunIdentity, Snapshot
 from launcher.checkpoint.storage import (
     DAMAGED,
     UNFINISHED,
@@ -29,7 +30,7 @@ from launcher.checkpoint.storage import (
 from launcher.distributed.collectives import broadcast_tensors, from_rank0, raise_on_all_ranks
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, StorageError
-from launcher.run_dir.atomic import failing_as_storage_error
+from launcher.run_dir.atomic import failing_as_storage_error, restored
 from launcher.run_dir.records import CHECKPOINTS
 
 FOLDER = CHECKPOINTS
@@ -97,6 +98,23 @@ def best_intact(directory: Path) -> Path | None:
     best = None if newest is None else read_state(newest)["extra"].get("best")
     path = None if best is None else directory / step_name(best["step"])
     return None if path is None or verify(path) else path
+
+
+def best_written(directory: Path, best: BestEvaluation) -> Path | None:
+    """The checkpoint of this evaluation; if it could not be written, the best of those that were.
+
+    Raises StorageError.
+    """
+    path = directory / step_name(best.step)
+    if path.exists():
+        return path
+    costs: dict[Path, float] = {}
+    for each in candidates(directory):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one is none of them
+            metric = MonitoredMetric(**restored(read_state(each)["metric"] or {}))
+            if metric.same_metric(best) and not math.isnan(metric.cost):
+                costs[each] = metric.cost
+    return min(costs, key=costs.__getitem__, default=None)
 
 
 def apply_retention(

@@ -22,10 +22,11 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from launcher.checkpoint.async_writer import AsyncCheckpointWriter, SaveSchedule
-from launcher.checkpoint.catalog import apply_retention, best_intact, newest_intact, resume
+from launcher.checkpoint.catalog import apply_retention, best_intact, best_written, newest_intact, resume
 from launcher.checkpoint.manifest import MANIFEST, OPTIMIZER, STATE, WEIGHTS, manifest_text, verify
 from launcher.checkpoint.run_state import (
     BestEvaluation,
+    MonitoredMetric,
     RunExtras,
     RunIdentity,
     Snapshot,
@@ -318,6 +319,16 @@ def test_the_best_is_that_which_the_run_names_and_is_kept(tmp_path: Path) -> Non
             writer.start(partial(with_best, step, best))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006"]
     assert best_intact(tmp_path) == tmp_path / "step-00000004"
+
+
+def test_the_best_that_was_written_is_kept_where_a_better_one_could_not_be(tmp_path: Path) -> None:
+    costs = {1: 0.5, 2: 0.3, 3: 0.4, 5: 0.6, 6: 0.7}  # 4, the best, was not written
+    for step, cost in costs.items():
+        made = replace(snapshot(step), metric=MonitoredMetric("val_loss", cost, True))
+        publish(tmp_path, made)
+    best = BestEvaluation("val_loss", 0.1, True, step=4)
+    apply_retention(tmp_path, 1, best_written(tmp_path, best))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000006"]
 
 
 def test_a_best_that_is_damaged_or_was_never_saved_is_none(tmp_path: Path) -> None:
