@@ -31,6 +31,7 @@ from launcher.distributed.collectives import broadcast_tensors, from_rank0, rais
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import failing_as_storage_error, restored
+from launcher.run_dir.discarding import AUTO, NEVER, discards_steps, record_discarded
 from launcher.run_dir.records import CHECKPOINTS
 
 FOLDER = CHECKPOINTS
@@ -163,9 +164,6 @@ def _refuse_link(path: Path) -> None:
         )
 
 
-AUTO, NEVER = "auto", "never"
-
-
 def resume(env: WorkerEnv, directory: Path, wish: str, identity: RunIdentity) -> ResumeChoice:
     """Choose and read the checkpoint to resume from, as `checkpoint.resume` says. A collective.
 
@@ -197,6 +195,11 @@ def resume(env: WorkerEnv, directory: Path, wish: str, identity: RunIdentity) ->
     with raise_on_all_ranks(env):
         if env.is_leader:  # one process must rename
             _set_aside_replaced(directory, found.path)
+            if discards_steps(wish, directory.parent):
+                with failing_as_storage_error(
+                    f"{directory.parent} cannot be written to", "Make it writable."
+                ):
+                    record_discarded(directory.parent)
     return found
 
 
@@ -218,7 +221,7 @@ def _choose(directory: Path, wish: str) -> ResumeChoice:
         return ResumeChoice(None)
     if wish == AUTO:
         return newest_intact(directory)
-    if not Path(wish).resolve().is_relative_to(directory.parent.resolve()):
+    if not discards_steps(wish, directory.parent):
         own = newest_intact(directory)
         if own.path is not None:
             return own  # the same command after a stop resumes the run instead of starting over

@@ -20,6 +20,14 @@ from launcher.errors import ConfigError, DataError, LauncherError, StorageError,
 from launcher.run_dir.atomic import NotPlainError, read_json
 from launcher.run_dir.codec import decoded
 from launcher.run_dir.differences import another_run, other_training
+from launcher.run_dir.discarding import (
+    AUTO,
+    DISCARDED,
+    NEVER,
+    discards_steps,
+    has_discarded,
+    is_restart,
+)
 from launcher.run_dir.lock import locked
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import (
@@ -63,9 +71,9 @@ def open_run_dir(config: Config, overrides: Sequence[str]) -> Iterator[OpenRunDi
     with _writing(config):
         directory = _made(Path(config.run.dir)) if config.run.dir else _new_default(config.recipe.name)
         resolved = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(directory)))
-        if config.checkpoint.resume == "never" and os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
-            # A job that Slurm has requeued began anew in its first start.
-            resume = dataclasses.replace(config.checkpoint, resume="auto")
+        restarted = is_restart(os.environ)
+        if restarted and discards_steps(config.checkpoint.resume, directory) and has_discarded(directory):
+            resume = dataclasses.replace(config.checkpoint, resume=AUTO)
             resolved = dataclasses.replace(resolved, checkpoint=resume)
         refuse_foreign(directory)
         lock = locked(directory)
@@ -74,7 +82,9 @@ def open_run_dir(config: Config, overrides: Sequence[str]) -> Iterator[OpenRunDi
             refuse_links(directory)
             finished = _finished(resolved, directory) if _holds_run(directory) else ""
             if not finished:
-                (directory / PRUNE).unlink(missing_ok=True)  # of an earlier command, which ended there
+                # Of an earlier command, which ended there.
+                for name in (PRUNE,) if restarted else (PRUNE, DISCARDED):
+                    (directory / name).unlink(missing_ok=True)
                 write_metadata(resolved, overrides)
         try:
             yield OpenRunDir(resolved, finished)
@@ -159,7 +169,7 @@ def _finished(config: Config, directory: Path) -> str:
     command would leave it as it is. One in which nothing has been trained is none to protect.
     """
     differences = another_run(config, directory)  # first: it refuses files that no run has written
-    if config.checkpoint.resume == "never" or not _has_trained(directory):
+    if config.checkpoint.resume == NEVER or not _has_trained(directory):
         (directory / RESULT).unlink(missing_ok=True)  # of the run that this one replaces
         return ""
     if differences:
@@ -167,7 +177,7 @@ def _finished(config: Config, directory: Path) -> str:
             f"run.dir={directory} holds another run: {listed(differences, SHOWN, '; ')}. Give the overrides "
             f"that it was started with (its overrides.txt), or choose another directory. {TO_BEGIN_ANEW}"
         )
-    if Path(config.checkpoint.resume).is_relative_to(directory):
+    if discards_steps(config.checkpoint.resume, directory):
         return ""  # resumes from an earlier checkpoint of the same run
     try:
         result = decoded(Result, read_json(directory / RESULT))

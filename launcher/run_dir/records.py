@@ -29,6 +29,7 @@ from launcher.run_dir.atomic import (
     write_text,
 )
 from launcher.run_dir.codec import encoded
+from launcher.run_dir.discarding import DISCARDED
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.result import Failure, Result
 from launcher.run_dir.status import FILE_NAME, Status, mark_ended
@@ -45,6 +46,7 @@ FILES = (
     METRICS,
     RESULT,
     PRUNE,
+    DISCARDED,
     "classification_report.txt",
     REPORT,
     JOB,

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from launcher.config.messages import directory_override
 from launcher.errors import TO_RESUME, LauncherError, OutOfMemoryError
 from launcher.os import frames
 from launcher.os.oom import TO_LOWER, oom_text, to_resource_error
+from launcher.run_dir.discarding import overrides_to_resume
 from launcher.trainer.builders.trials import next_smaller
 from launcher.trainer.context import TrainContext
 from launcher.trainer.device import free_memory
@@ -69,10 +69,10 @@ def _failure(context: TrainContext, text: str) -> OutOfMemoryError:
     text = f"{text}; data.micro_batch_size={half} needs less memory for the same update."
     halves = context.config.train.on_oom == "halve"
     if halves and not context.heartbeat.monitored_by_parent:
-        run_dir = directory_override("run.dir", Path(context.config.run.dir))
+        again = overrides_to_resume(Path(context.config.run.dir), context.config.checkpoint.resume)
         text = (
             f"{text} No parent process restarts this run with it (train.on_oom=halve). {TO_RESUME} "
-            f"{run_dir} data.micro_batch_size={half}"
+            f"{again} data.micro_batch_size={half}"
         )
     failure = OutOfMemoryError(text)
     if halves:

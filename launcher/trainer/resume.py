@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from launcher.checkpoint.async_writer import SaveResult
-from launcher.checkpoint.catalog import AUTO, FOLDER, NEVER
+from launcher.checkpoint.catalog import FOLDER
 from launcher.checkpoint.checkpointer import Checkpointer
 from launcher.checkpoint.run_state import (
     MonitoredMetric,
@@ -26,6 +26,7 @@ from launcher.distributed.env import LaunchEnv
 from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.errors import ConfigError, listed
 from launcher.run_dir.differences import changed_settings, settings_of
+from launcher.run_dir.discarding import AUTO, discards_steps, has_discarded
 from launcher.telemetry.events import RestartEvent
 from launcher.trainer.builders import build
 from launcher.trainer.builders.data_check import refuse_other_meaning
@@ -59,12 +60,14 @@ class RunCheckpoints:
     def resume(self, launch: LaunchEnv) -> ResumePoint:
         """Load the checkpoint to resume from, if there is one. A collective.
 
-        After a restart that is always the newest of this run. Raises, on all ranks, ConfigError for another
-        run's checkpoint or one beyond the end, StorageError if none is intact although one was requested.
+        After a restart that is the newest of this run, once later steps than those of `checkpoint.resume` are
+        set aside. Raises, on all ranks, ConfigError for another run's checkpoint or one beyond the end,
+        StorageError if none is intact although one was requested.
         """
-        wish, run_dir = self._context.config.checkpoint.resume, self._context.config.run.dir
-        if launch.restart_count and (wish == NEVER or Path(wish).is_relative_to(run_dir)):
-            wish = AUTO  # its first start has already set the others aside
+        wish, run_dir = self._context.config.checkpoint.resume, Path(self._context.config.run.dir)
+        # Only rank 0's value counts: it chooses for all.
+        if launch.restart_count and discards_steps(wish, run_dir) and has_discarded(run_dir):
+            wish = AUTO
         found = self.checkpointer.find(wish)
         for name, problems in found.damaged.items():
             self._context.telemetry.warn(

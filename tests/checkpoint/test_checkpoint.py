@@ -39,6 +39,7 @@ from launcher.data.seeding import seed_compute
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, AdamW, Policy, Stepper, TorchOptimizer
 from launcher.errors import ConfigError, LauncherError, StorageError
+from launcher.run_dir.discarding import has_discarded
 from launcher.trainer.replica_consistency import weights_sha256
 from tests.configs import composed
 from tests.engine.observe import state_digest, train
@@ -367,6 +368,16 @@ def test_resuming_an_earlier_checkpoint_renames_the_later_ones(tmp_path: Path) -
     assert [path.name for path in tmp_path.glob("step-*0[34]")] == [], "renamed, also that of the same step"
     assert resume(ALONE, tmp_path, "never", IDENTITY).snapshot is None
     assert newest_intact(tmp_path).path is None
+
+
+@pytest.mark.parametrize(("wish", "discards"), [("auto", False), ("never", True), ("step-00000001", True)])
+def test_it_is_recorded_that_later_checkpoints_are_set_aside(tmp_path: Path, wish, discards) -> None:
+    """So that a restart of the same command resumes what it has trained since then."""
+    checkpoints = tmp_path / "checkpoints"
+    publish_steps(checkpoints, 1, 2)
+    assert not has_discarded(tmp_path)
+    resume(ALONE, checkpoints, str(checkpoints / wish) if "-" in wish else wish, IDENTITY)
+    assert has_discarded(tmp_path) is discards
 
 
 def test_a_run_begins_from_anothers_checkpoint_and_goes_on_from_its_own(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from launcher.config.schema import Config
 from launcher.errors import ConfigError, DataError, LauncherError, StalledError, StorageError
 from launcher.run_dir import differences, records
 from launcher.run_dir.claim import open_run_dir
+from launcher.run_dir.discarding import overrides_to_resume, record_discarded
 from launcher.telemetry.event_log import EventLog
 from tests.run_dir.test_records import sample_config
 
@@ -222,7 +223,7 @@ def test_another_run_is_refused_and_nothing_of_it_changed(tmp_path):
     assert (mine / "overrides.txt").read_text() == "seed=0\n"
 
 
-def test_the_refusal_names_the_command_that_begins_anew(tmp_path, monkeypatch):
+def test_the_refusal_names_the_command_that_begins_anew(tmp_path):
     config = sample_config(str(tmp_path / "mine"))
     mine = trained(config)
     with pytest.raises(ConfigError, match=r"from the beginning there: .* with checkpoint\.resume=never"):
@@ -232,8 +233,35 @@ def test_the_refusal_names_the_command_that_begins_anew(tmp_path, monkeypatch):
     assert prepared(anew, ["seed=4"]).checkpoint.resume == "never"
     assert (mine / "overrides.txt").read_text() == "seed=4\n"
     assert not (mine / "result.json").exists()
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert prepared(anew, ["seed=4"]).checkpoint.resume == "auto", "requeued: it began anew before"
+
+
+@pytest.mark.parametrize("count", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
+@pytest.mark.parametrize("resume", ["never", "link/checkpoints/step-00000001"])
+def test_a_restarted_command_begins_anew_until_it_has_set_the_checkpoints_aside(
+    tmp_path, monkeypatch, count, resume
+):
+    mine = trained(sample_config(str(tmp_path / "mine")))
+    (tmp_path / "link").symlink_to(mine)
+    config = sample_config(str(tmp_path / "link"))
+    resume = resume if resume == "never" else str((tmp_path / resume).resolve())  # as it is composed
+    anew = replace(config, checkpoint=replace(config.checkpoint, resume=resume))
+    record_discarded(mine)
+    assert prepared(anew, []).checkpoint.resume == resume, "by an earlier command"
+    monkeypatch.setenv(count, "1")
+    assert prepared(anew, []).checkpoint.resume == resume, "killed before it had read a checkpoint"
+    record_discarded(mine)
+    for _ in range(2):
+        assert prepared(anew, []).checkpoint.resume == "auto"
+
+
+def test_the_overrides_that_resume_a_run_undo_its_order_to_begin_anew(tmp_path):
+    mine = tmp_path / "mine"
+    (tmp_path / "link").symlink_to(mine)
+    assert overrides_to_resume(mine, "auto") == f"run.dir={mine}"
+    assert overrides_to_resume(mine, str(tmp_path / "other")) == f"run.dir={mine}"
+    for resume in ("never", str(mine / "checkpoints")):
+        found = overrides_to_resume(tmp_path / "link", resume)
+        assert found == f"run.dir={tmp_path / 'link'} checkpoint.resume=auto"
 
 
 @pytest.mark.parametrize("place", ["/", "~", "/usr", "."])

@@ -13,10 +13,11 @@ import shutil
 from dataclasses import asdict
 
 from launcher.checkpoint.async_writer import SaveResult, SaveSchedule
-from launcher.config.messages import directory_override, program
+from launcher.config.messages import program
 from launcher.distributed.collectives import all_gather_str
 from launcher.errors import TO_RESUME, PreemptedError, PrunedError, StorageError
 from launcher.os.signals import is_preemption
+from launcher.run_dir.discarding import overrides_to_resume
 from launcher.run_dir.pruning import PruneRequest
 from launcher.run_dir.records import JOB
 from launcher.telemetry.events import CheckpointEvent
@@ -97,7 +98,7 @@ class CheckpointCallback(Callback):
         self._raise_failure(
             self._failure
             and f"the run is not saved: {self._failure} After freeing space, the same command with "
-            f"{self._run_dir} resumes from the newest checkpoint."
+            f"{self._overrides_to_resume} resumes from the newest checkpoint."
         )
 
     def _raise_failure(self, text: str) -> None:
@@ -110,17 +111,23 @@ class CheckpointCallback(Callback):
         if pruned is not None:
             directory = self._checkpointer.directory.parent
             of_sweep = f"{program()} job {shlex.quote(str(directory))}"
-            again = of_sweep if (directory / JOB).exists() else f"the same command with {self._run_dir}"
+            again = (
+                of_sweep
+                if (directory / JOB).exists()
+                else f"the same command with {self._overrides_to_resume}"
+            )
             saved = f"checkpoint saved. To train it further: {again}"
             return PrunedError(f"after step {step}: {pruned.reason}; {saved}")
-        text = f"after step {step}, on request; checkpoint saved. {TO_RESUME} {self._run_dir}"
+        text = f"after step {step}, on request; checkpoint saved. {TO_RESUME} {self._overrides_to_resume}"
         stopped = PreemptedError(text)
         stopped.by_scheduler = is_preemption(self._context.stop_signal.stop)
         return stopped
 
     @property
-    def _run_dir(self) -> str:
-        return directory_override("run.dir", self._checkpointer.directory.parent)
+    def _overrides_to_resume(self) -> str:
+        return overrides_to_resume(
+            self._checkpointer.directory.parent, self._context.config.checkpoint.resume
+        )
 
     def _request_to_prune(self) -> PruneRequest | None:
         """The request that the leader has found, the same on all ranks. A collective."""
