@@ -34,6 +34,9 @@ class GradientHistogram(Callback):
         self._counter = ExponentCounter(context.env.device, context.env.group if shards else None)
         self._counts: dict[int, ExponentCounts] = {}  # by step, of those that have not been read
 
+    def on_train_start(self, step: int) -> None:
+        self._next = self._next_after(step)
+
     def on_step_launched(self, position: Position, result: StepResult) -> None:
         """Count the step just made, whose gradients are valid until the next backward pass."""
         if position.step >= self._next:
@@ -46,7 +49,7 @@ class GradientHistogram(Callback):
         # Below: counted before the count of the step before was read.
         if counts is None or report.skipped or position.step < self._next:
             return
-        self._next = position.step - position.step % self._every + self._every
+        self._next = self._next_after(position.step)
         found = counts.read(report.scale)
         self._telemetry.emit(
             GradientsEvent(
@@ -60,3 +63,6 @@ class GradientHistogram(Callback):
                 layers={name: LayerShares(**asdict(shares)) for name, shares in found.layers.items()},
             )
         )
+
+    def _next_after(self, step: int) -> int:
+        return step - step % self._every + self._every

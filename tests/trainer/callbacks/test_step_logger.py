@@ -210,6 +210,17 @@ def test_gradients_are_told_every_so_many_clean_steps(recorder, every, skipped, 
     assert [event["step"] for event in recorder.of("gradients")] == told
 
 
+def test_a_resumed_run_tells_of_its_gradients_when_the_undisturbed_one_does(recorder) -> None:
+    run = run_of(recorder, [], gradients_every=4)
+    run.callbacks.on_train_start(6)
+    for step in (7, 8, 9):
+        position, result = Position(0, step - 1, step), cast(Any, Ready(CLEAN))
+        run.callbacks.on_step_launched(position, result)
+        run.step_reader.push(position, result)
+    run.step_reader.flush_all()
+    assert [event["step"] for event in recorder.of("gradients")] == [8]
+
+
 def test_gradients_are_told_by_layer_and_as_a_histogram(recorder) -> None:
     run_of(recorder, [CLEAN], gradients_every=1).step_reader.flush_all()
     (event,) = recorder.of("gradients")
