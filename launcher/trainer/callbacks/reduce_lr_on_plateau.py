@@ -48,6 +48,7 @@ class ReduceLROnPlateau(Callback):
         if not measured.evaluations or position.step == self._step:
             return
         self._step = position.step
+        refuse_unknown("reduce_lr_on_plateau", self._config.metric, measured.evaluations)
         found = monitored_metric(self._config.metric or self._compare_by, measured.evaluations)
         if self._improves(found):
             self._best, self._bad = found, 0
