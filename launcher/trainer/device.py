@@ -7,7 +7,6 @@ import os
 import sys
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -18,8 +17,9 @@ from launcher.os import allocator
 
 def set_backend_flags(config: Config, device: torch.device) -> None:
     """Process-wide switches of torch that the config names, and a compile cache that survives a reboot."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp16-launcher" / "inductor"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))  # torch's own default is below /tmp
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if os.path.isabs(caches):  # else this user has no home: torch's own default, below /tmp, stays
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(caches, "fp16-launcher", "inductor"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # default: one per core, in each rank
     if torch.are_deterministic_algorithms_enabled() != config.train.deterministic:
         # Called only if needed: it imports the compiler, which takes a second and keeps the process group
