@@ -122,7 +122,7 @@ def _with_log_path(error: BaseException, logs: str) -> LauncherError | None:
     if not isinstance(error, LauncherError) or not error.traceback or IN_LOG in str(error):
         return None
     failure = type(error)(f"{str(error).rstrip().removesuffix('.')}. {IN_LOG} {logs}.")
-    failure.traceback = error.traceback
+    vars(failure).update(vars(error))  # what it says of a restart, and its traceback
     return failure
 
 

@@ -123,6 +123,11 @@ def test_the_error_of_a_sample_is_a_sentence_before_its_log(text: str) -> None:
     error.traceback = "Traceback"
     found = to_launcher_error(error, LaunchEnv(), "logs/rank0.log", ("reading", "Read less."))
     assert str(found) == f"{text.rstrip('.')}. The full traceback is in logs/rank0.log."
+    error.restart_helps = error.shared = True
+    found = to_launcher_error(error, LaunchEnv(), "logs/rank0.log", ("reading", "Read less."))
+    assert found is not None
+    assert found.restart_helps
+    assert found.shared
 
 
 def test_a_lost_loader_process_is_not_blamed_on_what_was_running() -> None:
