@@ -65,7 +65,8 @@ def build_trainer(
     steps_left = start.step < context.course.total_steps
     # After the checkpoint, which may have the size; before all that divides batches.
     micro_batch.choose(steps_left, launch.halved)
-    heartbeat.beat("data", start.step)
+    next_step = 0 if start.step == 0 else start.step + (not start.evaluation_pending)
+    heartbeat.beat("data", next_step)  # 0: before the first step of a new run
     results.log_start(context, [peer.device for peer in peers], start)
     say = partial(telemetry.decision, "resume")
     transform, steps = context.recipe.train_transform, context.course.total_steps
