@@ -69,7 +69,7 @@ def warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
 
 
 class PowerOfTenThrottle:
-    """Counts what has occurred on this rank since the run started, by a number such as that of a rank.
+    """Counts what has occurred on this rank since this process started, by a number such as that of a rank.
 
     All of it is an event in metrics.jsonl; the first, the tenth, the hundredth time is a warning too.
     """

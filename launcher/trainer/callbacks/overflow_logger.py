@@ -36,7 +36,7 @@ class OverflowLogger(Callback):
         if not report.bad_losses or metrics.falls_back:
             return
         if times := self._bad_loss_steps.add():
-            often = "" if times == 1 else f", as in {times} steps since this run started"
+            often = "" if times == 1 else f", as in {times} steps since this process started"
             passes = counted(report.bad_losses, "micro-batch", "es")
             self._telemetry.warn(
                 f"the loss of step {position.step} was not finite in {passes}{often}, so the step was "

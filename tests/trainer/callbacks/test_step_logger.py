@@ -175,7 +175,7 @@ def test_a_loss_that_is_not_finite_is_warned_of_and_then_counted(recorder) -> No
         "steps are counted."
     )
     assert tenth.startswith(
-        "the loss of step 21 was not finite in 2 micro-batches, as in 10 steps since this run started, "
+        "the loss of step 21 was not finite in 2 micro-batches, as in 10 steps since this process started, "
     )
 
 
