@@ -152,7 +152,7 @@ class RunCheckpoints:
     def save(self, position: Position, metric: MonitoredMetric | None) -> SaveResult | None:
         """Save the run's state after `position`, as `Checkpointer.save`. A collective."""
         states, place = self._context.callbacks.state_dict(), self._context.batches.position()
-        progress = TrainProgress(position.epoch, position.step, round(states["throughput_totals"]["samples"]))
+        progress = TrainProgress(position.epoch, position.step, round(self._context.samples))
         extra = RunExtras(
             states,
             best=self._context.best,
