@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from launcher.checkpoint.pretrained import FLOATS, read, sha256_of
 from launcher.config.schema import Config
@@ -97,8 +96,8 @@ class LoadReport:
     file: str
     sha256: str = ""
     loaded: Sequence[str] = ()
-    missing: Sequence[str] = ()  # in the file: they keep the values that the recipe built
-    unexpected: Sequence[str] = ()  # in the file only
+    missing: Sequence[str] = ()  # in the model, not in the file: they keep their initial values
+    unexpected: Sequence[str] = ()  # in the file, not in the model
     misfits: Sequence[str] = ()  # of another shape there: name and both shapes
     error: str = ""
 
@@ -117,7 +116,7 @@ class LoadReport:
 def load_weights(config: Config, model: nn.Module, env: WorkerEnv) -> LoadReport | None:
     """Load the file of `model.init_from` into rank 0's `model`; None where none is given. A collective.
 
-    Never raises for the file: a run that resumes has no use for it. `Loaded.error` is the same on all ranks.
+    Never raises for the file: a run that resumes has no use for it. `LoadReport.error` is equal on all ranks.
     """
     wish = config.model
     if wish.init_from is None:
@@ -136,10 +135,9 @@ def _assign(
     model: nn.Module, tensors: Mapping[str, Tensor], file: Path, digest: str, strict: bool
 ) -> LoadReport:
     """Copy what fits. Raises ConfigError, before anything is copied, where the file must not be used."""
-    # Parameters and persistent buffers; a tied one under each of its keys. Lazy ones are left out: building
-    # the Stepper refuses them.
+    # Parameters and persistent buffers; a tied one under each of its keys. None is lazy: see build_model.
     state = model.state_dict(keep_vars=True).items()
-    own = {plain_name(key): x for key, x in state if isinstance(x, Tensor) and not is_lazy(x)}
+    own = {plain_name(key): x for key, x in state if isinstance(x, Tensor)}
     shared = [name for name in own if name in tensors]
     for name in shared:
         kinds = FLOATS if own[name].dtype in FLOATS else (own[name].dtype,)
