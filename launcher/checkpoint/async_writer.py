@@ -1,8 +1,8 @@
 """Publishes checkpoints in the background: a copy in host memory, written by one thread.
 
 Owns when a checkpoint is due, the limit of one pending write, and the pauses of the thread. A failed write is
-returned once as a value and not raised, so that no rank leaves the others in a collective. Never touches the
-device or process group.
+returned once as a value and not raised, so that no rank leaves the others in a collective. The thread waits
+for the copies from the device, and never enters a collective.
 
 The thread writes in pieces with pauses in between, so that it takes little time from the training beside it.
 Without pauses one or two steps beside a write took 2.1 to 2.5 times as long (ResNet-18, two ranks on two
@@ -28,13 +28,14 @@ from launcher.errors import LauncherError
 
 # After a piece of 1 ms a pause of 39 ms.
 SHARE = 0.025  # of the time of one processor
-LONGEST_S = 5.0  # for all of the work, if its pauses can achieve that
+# For all of the work, if its pauses can achieve that: until then a crash resumes from the checkpoint before.
+LONGEST_S = 5.0
 
 
 class WriteThrottle:
-    """Runs `size_bytes` of work in pieces: a few ms of each 100. There are no pauses while `hurry` is set.
+    """Calls the work in pieces of about 1 ms, with pauses of 39 ms, shortened so that all ends within 5 s.
 
-    A piece should take about a millisecond. All calls must come from one thread.
+    No pauses while `hurry` is set. `size_bytes` is all of the work. All calls must come from one thread.
     """
 
     def __init__(self, size_bytes: int, hurry: threading.Event) -> None:
@@ -67,13 +68,14 @@ class SaveResult:
     error: LauncherError | None = None
 
 
-FIRST_RETRY_S = 1.0  # after a checkpoint that could not be written; doubled after each further one
+# After a checkpoint that could not be written, since a disk may be full for a moment only; then doubled.
+FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 64.0  # the most between two: each try copies the whole state
 
 
 class SaveSchedule:
     """When a checkpoint is due: every so many steps, so many seconds after the last one, and soon after one
-    that could not be written: a disk may be full for a moment only.
+    that could not be written.
     """
 
     def __init__(self, every_steps: int | None, every_s: float | None) -> None:

@@ -1,8 +1,8 @@
 """The checkpoints of a run: which are intact, which to keep, and from which one to resume.
 
 Owns their order (by step, never by time), the search for the newest intact one, and retention. Rank 0 chooses
-and reads, and the others receive it. Damaged checkpoints are reported and
-renamed, never deleted. Others are renamed before they are deleted.
+and reads, and the others receive it. Damaged checkpoints that a resume meets are reported and renamed.
+Retention deletes all beyond the newest `keep` and the best, without verifying those, and renames them first.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def newest_intact(directory: Path, rename_damaged: bool = True) -> ResumeChoice:
     """The intact checkpoint of the highest step, and the damaged ones of higher steps.
 
     Damaged ones are renamed to `damaged-...` unless `rename_damaged` is false. Raises ConfigError for
-    symbolic links and newer formats, StorageError where the directory cannot be read.
+    symbolic links and other formats, StorageError where the directory cannot be read.
     """
     return _first_intact(candidates(directory), rename_damaged)
 
@@ -123,11 +123,9 @@ def apply_retention(
 ) -> list[Path]:
     """Delete all but the `keep` newest good checkpoints and `best`; returns what was deleted.
 
-    Good ones are verified, so unfinished or damaged ones never displace them. For those in `own`, written by
-    this process, file sizes are enough. Also deletes unfinished ones of killed processes. Raises
-    StorageError.
+    Only intact checkpoints count among `keep`: verified by digest, those in `own`, which this process has
+    written, by size alone. Also deletes unfinished ones of killed processes. Raises StorageError.
     """
-    assert keep >= 1
     good: list[Path] = []
     for path in candidates(directory):
         # All checkpoints to keep are verified before the first one is deleted.

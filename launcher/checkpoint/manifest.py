@@ -34,7 +34,7 @@ def step_name(step: int) -> str:
 def verify(path: Path) -> list[str]:
     """All damage of a checkpoint, as messages; empty where every byte is as it was written.
 
-    Raises ConfigError for the format of a newer version, and StorageError for files that this user may not
+    Raises ConfigError for another format, and StorageError for files that this user may not
     read: neither is damage.
     """
     if path.is_symlink() or not path.is_dir():
@@ -67,7 +67,7 @@ def sizes_match(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> dict[str, FileDigest]:
-    """Expected size and digest of each file. Raises OSError, ValueError, ConfigError for a newer format."""
+    """Expected size and digest of each file. Raises OSError, ValueError, ConfigError for another format."""
     try:
         raw = read_regular(path / MANIFEST)
         content = json.loads(raw).get("content") if raw else None

@@ -127,36 +127,29 @@ class RunExtras:
 
     callbacks: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # state of each by its name
     best: BestEvaluation | None = None  # of all evaluations so far
-    evaluated: bool = False  # whether the evaluation that is due after this step has been made
+    evaluated: bool = False  # whether this step was evaluated: a resumed run then does not repeat it
     data: Mapping[str, str] = field(default_factory=dict)  # the fingerprint of the data
     settings: Mapping[str, str] = field(default_factory=dict)  # by dotted key, what the run learns from
     stream: Sequence[str] | None = None  # by rank: where it stands in a stream; None without one
     total_steps: int | None = None  # of the run, which its schedule is for
-    learning_rate: float | None = None  # of the last applied step
+    learning_rate: float | None = None  # of the schedule at the last applied step
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a run after `progress.step` steps. All tensors are on the host, whatever the device.
+    """The state of a run after `progress.step` steps. All tensors are on the host, whatever the device."""
 
-    `engine.buffers` are averaged over the ranks, as for an evaluation. `rank_buffers` [world_size, ...] hold
-    the values of each rank where they differ, as BatchNorm statistics do between evaluations.
-    `names` maps each key of the model's state_dict to the name of its tensor: tied weights are stored once.
-    `metric` is None where these weights have not been evaluated.
-    `average` is the moving average of the weights; its buffers are averaged over the ranks, and
-    `average_buffers` [world_size, ...] hold those of each rank.
-    """
-
-    engine: EngineState
+    engine: EngineState  # its buffers are averaged over the ranks, as for an evaluation
     progress: TrainProgress
     identity: RunIdentity
     world_size: int  # of the ranks that saved it
-    names: dict[str, str]
+    names: dict[str, str]  # of each tensor, by key of the model's state_dict: tied weights are stored once
+    # [world_size, ...], those that differ between ranks, as BatchNorm statistics do between evaluations.
     rank_buffers: dict[str, Tensor] = field(default_factory=dict)
-    metric: MonitoredMetric | None = None
+    metric: MonitoredMetric | None = None  # None where these weights have not been evaluated
     extra: RunExtras = field(default_factory=RunExtras)
-    average: AverageState | None = None
-    average_buffers: dict[str, Tensor] = field(default_factory=dict)
+    average: AverageState | None = None  # of the weights; its buffers are averaged over the ranks
+    average_buffers: dict[str, Tensor] = field(default_factory=dict)  # [world_size, ...], those of each rank
 
 
 @dataclass(frozen=True)
@@ -211,7 +204,7 @@ def begin_snapshot(
     """
     state = stepper.state(RANK0)
     averages = None if average is None else average.state(RANK0)
-    # After all that the ranks compute: each waits for the slowest of them.
+    # After all other work: these gathers are collectives, which wait for the slowest rank.
     buffers = _gathered(state.buffers, env)
     average_buffers = {} if averages is None else _gathered(averages.buffers, env)
     # Only after the last collective: the ranks that save nothing take part in all of them.

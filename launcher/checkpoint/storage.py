@@ -68,16 +68,16 @@ AVERAGE, AVERAGE_BY_RANK = "average/", "average_buffer_by_rank/"
 def publish(directory: Path, snapshot: Snapshot, run: Throttle = no_throttle) -> Path:
     """Write `snapshot` as a checkpoint in `directory`; it is on disk before this returns.
 
-    The checkpoint appears under its final name in one rename. An existing one of that step with the same
-    state is kept, unless only the new one has a metric. Raises StorageError, after deleting its partial
-    files.
+    The checkpoint appears under its final name in one rename. If the step already has a checkpoint with equal
+    weights, optimizer state and counters, that one stays; it is swapped for the new one only if it has no
+    metric. Raises StorageError.
     """
     step = snapshot.progress.step
     final = directory / step_name(step)
     temporary = directory / f"{UNFINISHED}{final.name}-{secrets.token_hex(4)}"
     what = f"the checkpoint of step {step} cannot be written to {directory}"
     with failing_as_storage_error(what, NOT_WRITTEN), ExitStack() as ending:
-        # What is left of it: all if this fails, nothing once it has its final name.
+        # Removes the temporary directory if writing fails.
         ending.callback(shutil.rmtree, temporary, ignore_errors=True)
         _make_directory(directory)
         temporary.mkdir()

@@ -66,7 +66,7 @@ def write_tensors(
 ) -> FileDigest:
     """Create a safetensors file of CPU tensors of any strides; it is on disk before this returns.
 
-    `run` makes each piece of the work: a few MB written and hashed.
+    `run` makes each piece of the work: 1 MiB written and hashed.
 
     Raises OSError, and StorageError for a dtype that the format does not have.
     """

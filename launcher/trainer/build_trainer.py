@@ -41,6 +41,7 @@ from launcher.trainer.train_accuracy import TrainAccuracy
 from launcher.trainer.train_step import TrainStep
 from launcher.trainer.trainer import Trainer
 
+# The phase that begins when a part ends: data -> compute -> ...
 PHASE_AFTER = dict(itertools.pairwise((*PARTS, "report")))
 
 

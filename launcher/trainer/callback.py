@@ -1,7 +1,7 @@
 """A feature of a run as a callback: the base class, and the list through which the loop calls all of them.
 
 Owns the hooks and the order of calls: that of the list, which is equal on all ranks, since hooks may contain
-collectives. The overridden hooks are collected once, so a hook that a callback lacks costs nothing in a step.
+collectives. Hooks called in each step are looked up once, so that one that a callback lacks costs nothing.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ class Callback:
         """Called after an evaluation, whose values are equal on all ranks."""
 
     def on_train_end(self, position: Position, measured: EvalOutcome) -> None:
-        """Called after the last evaluation, before the run is saved for the last time."""
+        """Called after the last evaluation, before `on_step_end`, which saves the run for the last time.
+
+        So that what a callback computes at the end is in that checkpoint.
+        """
 
     def on_step_end(self, position: Position, measured: EvalOutcome | None) -> None:
         """Called after everything else of a step; `measured` is None where nothing was evaluated."""
@@ -97,7 +100,7 @@ class CallbackList:
         self.fill(callbacks)
 
     def fill(self, callbacks: Sequence[Callback]) -> None:
-        """Take these callbacks: what they are built from has the list before it has them."""
+        """Set the callbacks. They are built from the context, which already holds this list."""
         self._callbacks = callbacks
         for each in callbacks:
             assert each.name, f"{type(each).__name__} has no name, the key of its saved state"

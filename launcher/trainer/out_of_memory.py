@@ -25,11 +25,10 @@ log = logging.getLogger("launcher")
 
 
 def abandons_after(context: TrainContext, error: Exception) -> bool:
-    """Whether this rank abandons the step that raised `error`, for all ranks to end together.
+    """After running out of memory, record it, free memory, and return whether all ranks can drop this step.
 
-    False for an error that is no shortage of memory, and for one that only this rank can report: the other
-    ranks may have applied the step. With batch norms that are synchronised a rank that abandons a pass would
-    leave the others waiting in it.
+    False for any other error, for one after which the other ranks may have applied the step, and with
+    SyncBatchNorm: the others would wait in its collectives.
     """
     shortage = oom_text(error)
     agrees = context.env.group is not None and not context.config.model.sync_bn

@@ -1,4 +1,5 @@
-"""What a run reports and writes at its start and at its end. All ranks call `announce` and `finish`.
+"""What a run reports and writes at its start and at its end. All ranks call `log_start`
+and `write_results`.
 
 Owns result.json, the report, and `model/`, which holds what predicting needs besides the weights:
 classes and normalisation, and for a model of `transformers` its config and tokenizer; `export RUN DIR/`

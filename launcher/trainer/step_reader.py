@@ -1,7 +1,7 @@
-"""Reads the steps of a run, each one step late, and passes their reports to the callbacks.
+"""Reads the steps of a run, on a GPU each one step late, and passes their reports to the callbacks.
 
 Owns the clock of the steps on the host. All ranks read the same numbers at the same step. A step that is
-read one step late has been finished by the device, so that reading it does not wait.
+read one step late has been finished by the device, so that reading it waits little.
 """
 
 from __future__ import annotations

@@ -34,9 +34,10 @@ class TrainStep:
         self.stepper = self.context.stepper
 
     def run(self, position: Position) -> StepResult:
-        """One update from this rank's micro-batches, which may be none."""
+        """Runs one training step: forward and backward of this rank's micro-batches, then the update."""
         if self.context.shortage:
-            # Ranks read the report of a step while the next one runs: until then they wait for this one.
+            # A rank that ran out of memory also abandons the next step: the others have launched that before
+            # they read this one.
             return self.stepper.abandon()
         try:
             ends = self._accumulate_gradients(position)
@@ -59,7 +60,7 @@ class TrainStep:
         return result
 
     def _accumulate_gradients(self, position: Position) -> bool:
-        """All passes of a step. Whether this rank has nothing left of the stream."""
+        """Run all passes of a step. Returns whether this rank has nothing left of the stream."""
         batches, plan = self.context.batches, self.context.plan
         self.stepper.clock.restart()
         micro_batches = batches.step(position.epoch, position.step_of_epoch)

@@ -146,7 +146,7 @@ def named_schedule(config: Config) -> str:
 def build_stepper(
     config: Config, env: WorkerEnv, recipe: Recipe, model: nn.Module, plan: BatchPlan, rates: list[float]
 ) -> Stepper:
-    """The Stepper of the config; `rates` are those of `rates_of`. A collective."""
+    """The Stepper of the config; `rates` are those of `lr_table`. A collective."""
     optim = config.optim
     emulate = config.precision.emulate
     grouped = parameter_groups.parameter_groups(optim, recipe.groups, model)

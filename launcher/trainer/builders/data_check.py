@@ -32,8 +32,8 @@ from launcher.recipe.contract import Recipe, normalisation_of
 
 CHUNK_BYTES = 1 << 26  # hashed at once
 SHOWN = 4  # differences that an error names
-READ = 8  # samples of a data set that has to read them
-FIRST_OF_STREAM = 4  # samples
+READ = 8  # samples of a data set that has to read them: before the first step, and each may be a large image
+FIRST_OF_STREAM = 4  # samples: a stream may compute each, and is begun anew afterwards
 
 
 def compare_data(own: Mapping[str, str], env: WorkerEnv) -> None:
@@ -226,6 +226,7 @@ def statistics_of(values: Tensor) -> str:
     mean, deviation = flat.mean(), flat.std(correction=0)
     places = torch.arange(1, flat.numel() + 1, dtype=torch.float64)
     order = [0.0, 0.0]
+    # 1e-5 is some 80 times the rounding of an fp32 value.
     if mean.abs() < 1e-5 * deviation:  # rounding: a sample that was standardised by itself has the mean 0
         mean = torch.zeros_like(mean)
     if deviation > 1e-5 * mean.abs():  # less is rounding

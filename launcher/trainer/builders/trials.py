@@ -123,7 +123,8 @@ def _pass(context: TrainContext, plan: BatchPlan) -> None:
     with context.heartbeat.in_user_code():
         batches = trial_batches(context.data.train, plan, context.recipe.train_transform, PASSES)[:PASSES]
     for batch in batches:
-        with stepper.forward():  # with a limit: a rank that runs out of memory may be awaited in the loss
+        # Not in_user_code: if another rank runs out of memory, this one waits in the loss, and must time out.
+        with stepper.forward():
             output = loss_of(context.recipe.loss, context.model, batch)
         stepper.backward(output.sum, output.count)
 

@@ -21,7 +21,7 @@ from launcher.trainer.progress import EvalOutcome, Position
 
 
 class ReduceLROnPlateau(Callback):
-    """Multiplies the constant rate by `factor` after `patience` evaluations in a row that were no better."""
+    """Multiplies the rate by `factor` after more than `patience` evaluations in a row that were no better."""
 
     name = "reduce_lr_on_plateau"
 

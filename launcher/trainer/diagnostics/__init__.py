@@ -1,1 +1,1 @@
-"""What a run can show about itself: modules that are not finite, exponents of gradients, cost of layers."""
+"""What a run can show about itself: modules that are not finite, exponents of gradients."""

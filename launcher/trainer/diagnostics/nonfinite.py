@@ -1,7 +1,7 @@
 """Finds what became non-finite first: one forward or backward pass, observed module by module.
 
-Owns the hooks of that one pass, and always removes them. Runs only on request, after a failure, and changes
-neither weights nor buffers.
+Owns the hooks of that one pass, and always removes them. Runs only after a step that was not finite, and
+changes neither weights nor buffers.
 """
 
 from __future__ import annotations

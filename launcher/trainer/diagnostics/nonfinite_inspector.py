@@ -1,8 +1,8 @@
-"""Runs the batch of the step that ended a run again, to find the rank, samples and module at fault.
+"""Runs the batch of a step whose loss or gradient was not finite again: which rank, samples and module?
 
 Owns that second pass, and the texts about what it shows, ordered by position in the pass and equal on all
 ranks. All ranks enter it at the same step, because all read the same numbers. The generators are seeded as in
-the step, so that dropout masks are the same. Called only after a failure.
+the step, so that dropout masks are the same. Called only after such a step.
 """
 
 from __future__ import annotations

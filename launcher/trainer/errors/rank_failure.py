@@ -103,7 +103,7 @@ def to_launcher_error(
 ) -> LauncherError | None:
     """The error for users, caused by `error`; None where it is to be raised as it is.
 
-    `at_shortage` is where the run is, and what to change if it lacks memory there. `logs` is the end of a
+    `oom_context` is where the run is, and what to change if it lacks memory there. `logs` is the end of a
     sentence: the log that the full traceback will be in, and those of other ranks.
     """
     return (
