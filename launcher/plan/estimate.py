@@ -65,7 +65,7 @@ def estimate(config: Config, world_size: int, machines: int, on_gpu: bool) -> di
         "machines": machines,
         "device": "GPU" if on_gpu else "CPU",
         "measured_because": reason,
-        **_course(task),
+        **_length(task),
         "checkpoint": {
             "bytes": saved,
             "at_most": saved * (config.checkpoint.keep + 2),  # one is written beside those kept and the best
@@ -81,17 +81,17 @@ def estimate(config: Config, world_size: int, machines: int, on_gpu: bool) -> di
     }
 
 
-def _course(task: PlannedTask) -> dict[str, object]:
-    config, plan, course = task.config, task.plan, task.course
-    rates = build.lr_table(config, task.recipe, course.total_steps)
+def _length(task: PlannedTask) -> dict[str, object]:
+    config, plan, length = task.config, task.plan, task.length
+    rates = build.lr_table(config, task.recipe, length.total_steps)
     return {
         "samples": plan.num_samples,
         "batch_size": plan.batch_size,
         "micro_batch": plan.largest_micro_batch,
         "micro_batches": plan.micro_batches,
         "steps_per_epoch": plan.steps_per_epoch,
-        "steps": course.total_steps,
-        "evaluations": sum(map(course.should_evaluate, range(1, course.total_steps + 1))),
+        "steps": length.total_steps,
+        "evaluations": sum(map(length.should_evaluate, range(1, length.total_steps + 1))),
         "schedule": {
             "name": build.named_schedule(config) if task.recipe.schedule else config.schedule.name,
             "first": rates[0],

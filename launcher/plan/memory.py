@@ -52,7 +52,7 @@ class PlannedTask:
     config: Config
     recipe: Recipe
     plan: BatchPlan
-    course: TrainLength
+    length: TrainLength
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> PlannedTask:
@@ -63,8 +63,8 @@ class PlannedTask:
         env = WorkerEnv(0, world_size, 0, world_size, torch.device("cpu"), None)
         data = DataSets.of(config, env, recipe.train, {}, recipe.collate)
         plan = batch_plan(config, env, data.train, recipe.lengths)
-        course = TrainLength.of(plan.steps_per_epoch, config.train, config.ddp.check_replicas_every_steps)
-        return cls(config, recipe, plan, course)
+        length = TrainLength.of(plan.steps_per_epoch, config.train, config.ddp.check_replicas_every_steps)
+        return cls(config, recipe, plan, length)
 
 
 class PlannedRank:

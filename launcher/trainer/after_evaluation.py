@@ -51,7 +51,7 @@ def sanity_check(context: TrainContext, step: int) -> None:
     """
     if context.recipe.on_eval_end is None or not context.data.validation:
         return
-    position = context.course.index_of(context.course.next_evaluation(step))
+    position = context.length.position_of(context.length.next_evaluation(step))
 
     def call() -> bytes:
         with guarding("what the recipe's on_eval_end returned", context.logs_of_failure):

@@ -63,14 +63,14 @@ def build_trainer(
     heartbeat.beat("restoring")
     start = saved.resume(launch)
     weights.check(saved.resumed)
-    steps_left = start.step < context.course.total_steps
+    steps_left = start.step < context.length.total_steps
     # After the checkpoint, which may have the size; before all that divides batches.
     micro_batch.choose(steps_left, launch.halved)
     next_step = 0 if start.step == 0 else start.step + (not start.evaluation_pending)
     heartbeat.beat("data", next_step)  # 0: before the first step of a new run
     results.log_start(context, [peer.device for peer in peers], start)
     say = partial(telemetry.decision, "resume")
-    transform, steps = context.recipe.train_transform, context.course.total_steps
+    transform, steps = context.recipe.train_transform, context.length.total_steps
     context.batches = training_batches(context.data.train, context.plan, transform, steps, saved.stream, say)
     train_step = TrainStep(context, context.model, context.recipe.loss)
     if steps_left:
@@ -115,13 +115,13 @@ def _build_context(
     heartbeat.beat("comparing the data")
     data_check.compare_data(data_fingerprint, env)
     plan = batch_plan(config, env, data.train, recipe.lengths)
-    course = TrainLength.of(plan.steps_per_epoch, config.train, config.ddp.check_replicas_every_steps)
+    length = TrainLength.of(plan.steps_per_epoch, config.train, config.ddp.check_replicas_every_steps)
     heartbeat.beat("building the model")
     seed_all(derive_seed(config.seed, "model"), env.device)  # whatever was drawn while the data was read
     with heartbeat.in_user_code(), rank0.entries_counted("building the model"):
         model = build.build_model(config, recipe, env, plan)
-        rates = build.lr_table(config, recipe, course.total_steps)
-    position, decide = course.index_of(course.next_evaluation(0)), telemetry.decision
+        rates = build.lr_table(config, recipe, length.total_steps)
+    position, decide = length.position_of(length.next_evaluation(0)), telemetry.decision
     choose_memory_format(config, env, recipe, model, data, plan, position, decide, heartbeat.in_user_code)
     weights = load_weights(config, model, env)
     heartbeat.beat("comparing the models")
@@ -137,7 +137,7 @@ def _build_context(
         data_fingerprint=data_fingerprint,
         used=Used.of(config, recipe, model),
         plan=plan,
-        course=course,
+        length=length,
         model=model,
         stepper=stepper,
         answers=TrainAccuracy(env, None if labels is None else recipe.label_column),

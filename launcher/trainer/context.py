@@ -45,7 +45,7 @@ class TrainContext:
     data_fingerprint: Mapping[str, str]
     used: Used
     plan: BatchPlan  # with the micro-batch that the run uses, once that is known
-    course: TrainLength
+    length: TrainLength
     model: nn.Module
     stepper: Stepper
     answers: TrainAccuracy

@@ -55,7 +55,7 @@ class EvaluationLoop:
         A run without sets has only its end to report.
         """
         if not self.data:
-            return EvalOutcome() if self._context.course.is_last_step(position.step) else None
+            return EvalOutcome() if self._context.length.is_last_step(position.step) else None
         # First: a run that has diverged ends here and is not evaluated.
         self._context.step_reader.flush_all()
         self._context.callbacks.on_eval_start(position)

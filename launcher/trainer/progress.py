@@ -44,7 +44,7 @@ class TrainLength:
         total = train.total_steps(steps_per_epoch)
         return cls(steps_per_epoch, total, train.eval_every_epochs, check_every_steps, train.eval_every_steps)
 
-    def index_of(self, step: int) -> Position:
+    def position_of(self, step: int) -> Position:
         """The position of step `step`, at least 1."""
         return Position(*divmod(step - 1, self.steps_per_epoch), step)
 

@@ -110,9 +110,9 @@ def log_start(context: TrainContext, devices: Sequence[str], start: ResumePoint)
     context.telemetry.emit(
         StartEvent(
             start.step,
-            epochs=-(-context.course.total_steps // context.course.steps_per_epoch),
-            steps_per_epoch=context.course.steps_per_epoch,
-            total_steps=context.course.total_steps,
+            epochs=-(-context.length.total_steps // context.length.steps_per_epoch),
+            steps_per_epoch=context.length.steps_per_epoch,
+            total_steps=context.length.total_steps,
             world_size=context.env.world_size,
             parameters=sum(p.numel() for p in context.model.parameters()),
             model=context.used.model,
@@ -145,7 +145,7 @@ def result_of(context: TrainContext, since_step: int, steps: int, seconds: float
         state_bytes=stepper.state_bytes(),
         weights_sha256=weights_sha256(stepper, context.env),
         steps=steps,
-        steps_per_epoch=context.course.steps_per_epoch,
+        steps_per_epoch=context.length.steps_per_epoch,
         seconds=seconds,
         peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         classes=None if context.recipe.classes is None else list(context.recipe.classes),

@@ -80,10 +80,10 @@ class RunCheckpoints:
                 self._context.telemetry.emit(event)
             return ResumePoint()
         step = found.snapshot.progress.step
-        course = self._context.course
-        if step > course.total_steps:
+        length = self._context.length
+        if step > length.total_steps:
             raise ConfigError(
-                f"{found.path} is after step {step}, but the run ends after {course.total_steps}. "
+                f"{found.path} is after step {step}, but the run ends after {length.total_steps}. "
                 "Raise train.epochs or train.max_steps, or resume an earlier one with checkpoint.resume=PATH."
             )
         self.scale = self.checkpointer.load(found.snapshot)
@@ -92,8 +92,8 @@ class RunCheckpoints:
         self._context.callbacks.load_state_dict(extra.callbacks)
         self.stream = extra.stream or ()
         # Killed before its result was written, or to be saved again with the evaluation that is due.
-        at_end = step == course.total_steps or bool(self._context.callbacks.stop_reason)
-        start = ResumePoint(step, at_end or (course.should_evaluate(step) and not extra.evaluated))
+        at_end = step == length.total_steps or bool(self._context.callbacks.stop_reason)
+        start = ResumePoint(step, at_end or (length.should_evaluate(step) and not extra.evaluated))
         self._report(found.snapshot, found.path, start, launch)
         return start
 
@@ -120,7 +120,7 @@ class RunCheckpoints:
 
     def _warn_of_another_rate(self, saved: RunExtras, step: int) -> None:
         """Warn where the schedule of a longer or shorter run jumps to another learning rate."""
-        total, config = self._context.course.total_steps, self._context.config
+        total, config = self._context.length.total_steps, self._context.config
         if saved.total_steps in (None, total) or saved.learning_rate is None or step == total:
             return
         rate, before = self._rates[min(self._applied, total - 1)], saved.learning_rate
@@ -138,7 +138,7 @@ class RunCheckpoints:
 
     @cached_property
     def _rates(self) -> list[float]:
-        return build.lr_table(self._context.config, self._context.recipe, self._context.course.total_steps)
+        return build.lr_table(self._context.config, self._context.recipe, self._context.length.total_steps)
 
     @property
     def _applied(self) -> int:
@@ -160,7 +160,7 @@ class RunCheckpoints:
             data=self._context.data_fingerprint,
             settings=self._settings,
             stream=all_gather_str(self._context.env, place) if place else None,
-            total_steps=self._context.course.total_steps,
+            total_steps=self._context.length.total_steps,
             learning_rate=self._rates[min(max(0, self._applied - 1), len(self._rates) - 1)],
         )
         return self.checkpointer.save(progress, metric, extra)

@@ -59,7 +59,7 @@ def try_smallest_batch(context: TrainContext, train_step: TrainStep) -> None:
     norms communicate: a pass that fails on one rank would leave the others waiting in them.
     """
     plan = context.plan
-    step = plan.smallest_step(context.course.total_steps)
+    step = plan.smallest_step(context.length.total_steps)
     sizes = plan.sizes_by_rank(step)
     waits_for_others = context.config.model.sync_bn and context.env.group is not None
     if isinstance(context.data.train, IterableData) or waits_for_others or plan.is_even(step):

@@ -27,7 +27,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         context = self.context
-        self.callbacks, self.course, self.step_reader = context.callbacks, context.course, context.step_reader
+        self.callbacks, self.length, self.step_reader = context.callbacks, context.length, context.step_reader
 
     def run(self) -> None:
         """Train to the end, and write the result. A collective.
@@ -51,17 +51,17 @@ class Trainer:
         self.callbacks.on_train_start(self.start.step)
         done = self.start.step
         if self.start.evaluation_pending:
-            self._end_step(self.course.index_of(done), evaluates=True)
+            self._end_step(self.length.position_of(done), evaluates=True)
         self.step_reader.restart_timer()
-        while done < self.course.total_steps and not self.callbacks.stop_reason:
-            position = self.course.index_of(done + 1)
+        while done < self.length.total_steps and not self.callbacks.stop_reason:
+            position = self.length.position_of(done + 1)
             self.context.heartbeat.beat("data", position.step)
             self.callbacks.on_step_start(position)  # votes cast here are sent with the totals of this step
             result = self.train_step.run(position)
             # First what adds work to the device's queue, and then the wait for the step before.
             self.callbacks.on_step_launched(position, result)
             self.step_reader.push(position, result)
-            self._end_step(position, evaluates=self.course.should_evaluate(position.step))
+            self._end_step(position, evaluates=self.length.should_evaluate(position.step))
             done = position.step
         return done
 
@@ -70,7 +70,7 @@ class Trainer:
         measured = self.evaluation.run(position) if evaluates else None
         if measured is not None:
             self.callbacks.on_eval_end(position, measured)
-            if self.course.is_last_step(position.step) or self.callbacks.stop_reason:
+            if self.length.is_last_step(position.step) or self.callbacks.stop_reason:
                 measured = replace(measured, is_last=True)
                 self.step_reader.flush_all()
                 self.callbacks.on_train_end(position, measured)

@@ -43,7 +43,7 @@ def context_alone(telemetry: Telemetry, limits: LossScaleConfig, log_every_steps
         data_fingerprint={},
         used=absent,
         plan=PLAN,
-        course=TrainLength(100, 100, 1),
+        length=TrainLength(100, 100, 1),
         model=model,
         stepper=Stepper(model, SGD(lr=0.1)),
         answers=absent,

@@ -1,4 +1,4 @@
-"""The course of a run: how many steps, and after which of them it evaluates."""
+"""The length of a run: how many steps, and after which of them it evaluates."""
 
 from dataclasses import replace
 
@@ -34,9 +34,9 @@ TRAIN = TrainConfig(
     ],
 )
 def test_course(epochs, max_steps, every, total, evaluated) -> None:
-    course = TrainLength.of(10, replace(TRAIN, epochs=epochs, max_steps=max_steps, eval_every_epochs=every))
-    assert course.total_steps == total
-    assert [step for step in range(1, total + 1) if course.should_evaluate(step)] == evaluated
+    length = TrainLength.of(10, replace(TRAIN, epochs=epochs, max_steps=max_steps, eval_every_epochs=every))
+    assert length.total_steps == total
+    assert [step for step in range(1, total + 1) if length.should_evaluate(step)] == evaluated
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def test_evaluations_every_so_many_steps_come_beside_those_of_the_epochs(
     every_steps, every_epochs, evaluated
 ) -> None:
     train = replace(TRAIN, epochs=3, eval_every_epochs=every_epochs, eval_every_steps=every_steps)
-    course = TrainLength.of(10, train)
-    assert [step for step in range(1, 31) if course.should_evaluate(step)] == evaluated
+    length = TrainLength.of(10, train)
+    assert [step for step in range(1, 31) if length.should_evaluate(step)] == evaluated
 
 
 @pytest.mark.parametrize(("every", "checked"), [(None, []), (10, [10, 20, 30]), (7, [7, 14, 21, 28])])
 def test_replicas_are_compared_every_so_many_steps(every, checked) -> None:
-    course = TrainLength.of(10, replace(TRAIN, epochs=3), every)
-    assert [step for step in range(1, 31) if course.should_check_replicas(step)] == checked
+    length = TrainLength.of(10, replace(TRAIN, epochs=3), every)
+    assert [step for step in range(1, 31) if length.should_check_replicas(step)] == checked

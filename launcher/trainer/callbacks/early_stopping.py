@@ -43,7 +43,7 @@ class EarlyStopping(Callback):
         self._config = config
         self._patience = config.patience
         self._compare_by = context.recipe.monitor
-        self._course = context.course
+        self._length = context.length
         self._telemetry = context.telemetry
         self._watched: PatienceState | None = None  # None before the first evaluation
 
@@ -61,7 +61,7 @@ class EarlyStopping(Callback):
         if watched is None or watched.step != step:
             self._watched = watched = self._counted(watched, found, step)
         self.stop_reason = ""
-        if watched.waited >= self._patience and not self._course.is_last_step(step):
+        if watched.waited >= self._patience and not self._length.is_last_step(step):
             best, delta = watched.best, self._config.min_delta
             by = f"by more than {delta:g} " if delta else ""
             self.stop_reason = (

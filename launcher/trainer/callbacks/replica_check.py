@@ -18,5 +18,5 @@ class ReplicaCheck(Callback):
         self._context = context
 
     def on_step_launched(self, position: Position, result: StepResult) -> None:
-        if self._context.course.should_check_replicas(position.step):
+        if self._context.length.should_check_replicas(position.step):
             check_replicas(self._context.stepper, self._context.average)

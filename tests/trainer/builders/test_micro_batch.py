@@ -82,7 +82,7 @@ def test_cudnn_times_its_algorithms_only_for_the_size_that_is_chosen(monkeypatch
         config=composed("data.batch_size=8"),
         telemetry=telemetry,
         plan=plan_of(8),
-        course=TrainLength(1, 1, 1),
+        length=TrainLength(1, 1, 1),
     )
     assert trials.search(context) == 1
     assert len(tuned) > 1

@@ -20,16 +20,16 @@ from tests.trainer.runs import context_alone
 def stops_at(values: list[float], *, higher: bool = True, **config) -> int | None:
     """The first evaluation, from 0, after which the run ends; each with a history that was saved and read."""
     rule = EarlyStoppingConfig(**{"patience": 2, "min_delta": 0.0, "metric": "score", **config})
-    course = TrainLength(1, len(values) + 1, 1)
+    length = TrainLength(1, len(values) + 1, 1)
     saved: str | None = None
     for number, value in enumerate(values):
         found = Evaluation(-value, 10, {"score": value}, {"score": higher})
         for _ in range(2):  # the second time after a restart
-            context = replace(context_alone(Telemetry(), LIMITS, 1), course=course)
+            context = replace(context_alone(Telemetry(), LIMITS, 1), length=length)
             part = EarlyStopping(context, rule)
             if saved is not None:
                 part.load_state_dict(json.loads(saved))
-            part.on_eval_end(course.index_of(number + 1), EvalOutcome(evaluations={"": found}))
+            part.on_eval_end(length.position_of(number + 1), EvalOutcome(evaluations={"": found}))
             saved = json.dumps(part.state_dict())
         if part.stop_reason:
             return number
