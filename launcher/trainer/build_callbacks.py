@@ -49,7 +49,7 @@ def build_callbacks(
         # Before all that use the metrics of a step: it ends a run whose step was abandoned.
         micro_batch,
         # Before the replica check, which compares the average too: both follow a step that was just launched.
-        EmaCallback(context, context.average) if context.average is not None else None,
+        EmaCallback(context, context.ema) if context.ema is not None else None,
         Stragglers(context, [peer.host for peer in peers]) if several else None,
         BadSampleLimit(context),
         TrainingMetrics(context),

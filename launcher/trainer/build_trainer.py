@@ -135,12 +135,12 @@ def _build_context(
         recipe=recipe,
         data=data,
         data_fingerprint=data_fingerprint,
-        used=Used.of(config, recipe, model),
+        names=Used.of(config, recipe, model),
         plan=plan,
         length=length,
         model=model,
         stepper=stepper,
-        answers=TrainAccuracy(env, None if labels is None else recipe.label_column),
-        average=build.weight_average(config, stepper),
+        train_accuracy=TrainAccuracy(env, None if labels is None else recipe.label_column),
+        ema=build.weight_average(config, stepper),
     )
     return context, weights

@@ -43,20 +43,20 @@ class TrainContext:
     recipe: Recipe
     data: DataSets
     data_fingerprint: Mapping[str, str]
-    used: Used
+    names: Used
     plan: BatchPlan  # with the micro-batch that the run uses, once that is known
     length: TrainLength
     model: nn.Module
     stepper: Stepper
-    answers: TrainAccuracy
-    average: ExponentialMovingAverage | None = None  # of the weights, where ema.decay asks for one
+    train_accuracy: TrainAccuracy
+    ema: ExponentialMovingAverage | None = None  # of the weights, where ema.decay asks for one
     batches: Batches = field(init=False)  # known once it is known where the run starts
     callbacks: CallbackList = field(default_factory=CallbackList)
     flags: AgreedFlags = field(default_factory=AgreedFlags)
     train_metrics: Mapping[str, float] = field(default_factory=dict)  # since the last evaluation
     best: BestEvaluation | None = None  # of all evaluations since the run began
     samples: float = 0.0  # trained on since the run began
-    shortage: str = ""  # what this rank has run out of, once it has abandoned a step
+    oom_message: str = ""  # what this rank has run out of, once it has abandoned a step
 
     def __post_init__(self) -> None:
         reads_late = self.env.device.type != "cpu" and not self.falls_back_to_fp32

@@ -60,7 +60,7 @@ class EvaluationLoop:
         self._context.step_reader.flush_all()
         self._context.callbacks.on_eval_start(position)
         self._context.stepper.average_buffers()
-        if (average := self._context.average) is not None:
+        if (average := self._context.ema) is not None:
             average.flush()
         # Uncompiled: graphs of their own would take time, and depend on the batches of an evaluation.
         plain = device.uncompiled() if self._context.config.train.compile == BLOCKS else nullcontext()

@@ -24,7 +24,7 @@ from launcher.trainer.errors.rank_failure import oom_context
 log = logging.getLogger("launcher")
 
 
-def abandons_after(context: TrainContext, error: Exception) -> bool:
+def prepare_to_abandon(context: TrainContext, error: Exception) -> bool:
     """After running out of memory, record it, free memory, and return whether all ranks can drop this step.
 
     False for any other error, for one after which the other ranks may have applied the step, and with
@@ -35,7 +35,7 @@ def abandons_after(context: TrainContext, error: Exception) -> bool:
     if not (shortage and agrees and context.stepper.can_abandon):
         return False
     log.warning("step %d: this rank ran out of %s", context.heartbeat.latest.step, shortage, exc_info=error)
-    context.shortage = shortage
+    context.oom_message = shortage
     frames.release(error)  # what the abandoned step needs must find room
     free_memory(context.env.device)
     return True

@@ -115,8 +115,8 @@ def log_start(context: TrainContext, devices: Sequence[str], start: ResumePoint)
             total_steps=context.length.total_steps,
             world_size=context.env.world_size,
             parameters=sum(p.numel() for p in context.model.parameters()),
-            model=context.used.model,
-            data=context.used.data,
+            model=context.names.model,
+            data=context.names.data,
             monitor=context.recipe.monitor,
         )
     )
@@ -134,8 +134,8 @@ def result_of(context: TrainContext, since_step: int, steps: int, seconds: float
         state="done",
         exit=0,
         recipe=context.config.recipe.name,
-        model=context.used.model,
-        data=context.used.data,
+        model=context.names.model,
+        data=context.names.data,
         precision=context.config.precision.name,
         world_size=context.env.world_size,
         applied_steps=counters["applied"],

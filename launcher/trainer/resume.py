@@ -51,7 +51,7 @@ class RunCheckpoints:
             self._context.config.checkpoint.keep,
             self._context.env,
             self._context.stepper,
-            self._context.average,
+            self._context.ema,
             identity,
         )
         # Once: it takes 1 ms, for which each checkpoint would wait.
@@ -112,7 +112,7 @@ class RunCheckpoints:
             RestartEvent(start.step, path=str(path), attempt=launch.restart_count, micro_batch=launch.halved)
         )
         telemetry.decision("resume", f"after step {start.step}, from {path}")
-        if self._context.average is not None and saved.average is None:
+        if self._context.ema is not None and saved.average is None:
             text = f"starts from the weights after step {start.step}: the checkpoint has none"
             telemetry.decision("ema", text)
         if self.scale is not None and not self.scale.restored:

@@ -16,7 +16,7 @@ from launcher.errors import DataError
 from launcher.recipe.contract import Loss, loss_of
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.model_mistakes import unregistered_parameters
-from launcher.trainer.out_of_memory import abandons_after
+from launcher.trainer.out_of_memory import prepare_to_abandon
 from launcher.trainer.progress import Position
 from launcher.trainer.step_flags import StepFlag, samples_of
 
@@ -35,7 +35,7 @@ class TrainStep:
 
     def run(self, position: Position) -> StepResult:
         """Runs one training step: forward and backward of this rank's micro-batches, then the update."""
-        if self.context.shortage:
+        if self.context.oom_message:
             # A rank that ran out of memory also abandons the next step: the others have launched that before
             # they read this one.
             return self.stepper.abandon()
@@ -46,7 +46,7 @@ class TrainStep:
                 self.stepper.vote(StepFlag.STOP)
             result = self.stepper.step()
         except Exception as error:
-            if not abandons_after(self.context, error):
+            if not prepare_to_abandon(self.context, error):
                 raise
             return self.stepper.abandon()
         if not ends:
@@ -73,7 +73,7 @@ class TrainStep:
             self.stepper.vote(StepFlag.STREAM_END)
         for number, batch in enumerate(micro_batches):
             seed_compute(plan.seed, position.step, plan.rank, number, self.stepper.device)
-            self.context.answers.count(self.forward_backward(batch), batch)
+            self.context.train_accuracy.count(self.forward_backward(batch), batch)
         return ends
 
     def forward_backward(self, batch: Batch) -> Loss:

@@ -41,12 +41,12 @@ def context_alone(telemetry: Telemetry, limits: LossScaleConfig, log_every_steps
         recipe=cast(Any, SimpleNamespace(monitor=None, schedule=None)),
         data=cast(Any, SimpleNamespace(validation={})),
         data_fingerprint={},
-        used=absent,
+        names=absent,
         plan=PLAN,
         length=TrainLength(100, 100, 1),
         model=model,
         stepper=Stepper(model, SGD(lr=0.1)),
-        answers=absent,
+        train_accuracy=absent,
     )
     # One step late, as on a GPU.
     context.step_reader = StepReader(telemetry, context.flags, context.callbacks, PLAN)

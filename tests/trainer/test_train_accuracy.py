@@ -83,7 +83,9 @@ def test_without_classes_nothing_is_counted() -> None:
 
 
 def metrics_alone() -> TrainingMetrics:
-    return TrainingMetrics(replace(context_alone(Telemetry(), LIMITS, 1), answers=TrainAccuracy(ALONE, None)))
+    return TrainingMetrics(
+        replace(context_alone(Telemetry(), LIMITS, 1), train_accuracy=TrainAccuracy(ALONE, None))
+    )
 
 
 def evaluated(metrics: TrainingMetrics) -> Mapping[str, float]:

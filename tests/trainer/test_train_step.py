@@ -85,8 +85,8 @@ def trained_on_stream(size: int, steps: int, weight: float) -> list[tuple[int, f
         stepper=stepper,
         batches=batches,
         plan=plan,
-        answers=answers,
-        shortage="",
+        train_accuracy=answers,
+        oom_message="",
         should_stop=lambda: False,
     )
     task = TrainStep(context, model, loss)

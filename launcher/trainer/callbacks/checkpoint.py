@@ -149,7 +149,7 @@ class CheckpointCallback(Callback):
         self._context.telemetry.flush()
         self._context.heartbeat.beat("consistency check")
         # Before anything is copied: a difference between the ranks ends the run, and is never saved.
-        check_replicas(self._context.stepper, self._context.average)
+        check_replicas(self._context.stepper, self._context.ema)
         self._context.heartbeat.beat("checkpoint")
         self._report(self._saved.save(position, None if measured is None else measured.metric))
         self.due.mark_started()

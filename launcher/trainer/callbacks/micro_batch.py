@@ -70,7 +70,7 @@ class MicroBatch(Callback):
         """End the run where a rank has abandoned the step. All ranks read so in the same step."""
         if not metrics.report.abandoned_ranks:
             return
-        texts = all_gather_str(self._context.env, self._context.shortage)
+        texts = all_gather_str(self._context.env, self._context.oom_message)
         short = [f"rank {rank} ran out of {text}" for rank, text in enumerate(texts) if text]
         place = f"in the forward or backward pass of step {position.step}"
         raise OutOfMemoryError(f"{'; '.join(short)}, {place}.")

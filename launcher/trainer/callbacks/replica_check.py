@@ -19,4 +19,4 @@ class ReplicaCheck(Callback):
 
     def on_step_launched(self, position: Position, result: StepResult) -> None:
         if self._context.length.should_check_replicas(position.step):
-            check_replicas(self._context.stepper, self._context.average)
+            check_replicas(self._context.stepper, self._context.ema)

@@ -21,7 +21,7 @@ class TrainingMetrics(Callback):
 
     def __init__(self, context: TrainContext) -> None:
         self._context = context
-        self._answers = context.answers
+        self._train_accuracy = context.train_accuracy
         self._since = RunningTrainMetrics()
         self._evaluated: dict[str, float] = {}  # of the last evaluation, while no step has followed it
 
@@ -37,7 +37,7 @@ class TrainingMetrics(Callback):
 
         A run that was killed before its result was written repeats its last evaluation: with the same ones.
         """
-        self._answers.all_reduce_into(self._since)
+        self._train_accuracy.all_reduce_into(self._since)
         self._context.train_metrics = self._evaluated or self._since.metrics()
 
     def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
@@ -46,7 +46,7 @@ class TrainingMetrics(Callback):
             self._since = RunningTrainMetrics()
 
     def state_dict(self) -> dict[str, Any]:
-        self._answers.all_reduce_into(self._since)
+        self._train_accuracy.all_reduce_into(self._since)
         return asdict(self._since) | {"evaluated": self._evaluated}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
