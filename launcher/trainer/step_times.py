@@ -26,7 +26,7 @@ def phase_ms(spans_ms: Mapping[str, float], world_size: int) -> dict[str, float]
 
 
 @dataclass
-class PhaseTimer:
+class StepTimeTotals:
     """Sums over steps: their number, their time on the host, and its parts.
 
     With `skip_first` the first step counts only while it is the only one: it compiles, chooses algorithms and
@@ -61,7 +61,7 @@ class PhaseTimer:
         return {"steps": self.steps, "step_ms": 1e3 * self.seconds / self.steps, **parts}
 
 
-def slowest_rank_times(env: WorkerEnv, times: PhaseTimer) -> dict[str, Any] | None:
+def slowest_rank_times(env: WorkerEnv, times: StepTimeTotals) -> dict[str, Any] | None:
     """The means of the rank that waits least for the others, and its `rank`; None without steps.
 
     A collective. `waited_ms` is how much longer another rank waits per step, in the exchange of gradients.

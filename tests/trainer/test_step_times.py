@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from launcher.distributed.env import WorkerEnv
-from launcher.trainer.step_times import PhaseTimer, phase_ms, slowest_rank_times
+from launcher.trainer.step_times import StepTimeTotals, phase_ms, slowest_rank_times
 from tests.ranks.harness import run_ranks
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def test_without_other_ranks_the_reading_of_the_gradient_is_update() -> None:
     ("seconds", "steps", "step_ms"), [([9.0], 1, 9e3), ([9.0, 1.0], 1, 1e3), ([9, 1, 3], 2, 2e3)]
 )
 def test_the_first_step_counts_only_while_it_is_the_only_one(seconds, steps, step_ms) -> None:
-    times = PhaseTimer(1, skip_first=True)
+    times = StepTimeTotals(1, skip_first=True)
     assert slowest_rank_times(ALONE, times) is None
     for each in seconds:
         times.add(each, SPANS)
@@ -36,7 +36,7 @@ def test_the_first_step_counts_only_while_it_is_the_only_one(seconds, steps, ste
 
 
 def slowest_of(env: WorkerEnv, waits_ms: list[float]) -> str:
-    times = PhaseTimer(env.world_size)
+    times = StepTimeTotals(env.world_size)
     times.add(0.01, SPANS | {"wire": waits_ms[env.rank], "data": float(env.rank)})
     return json.dumps(slowest_rank_times(env, times))
 

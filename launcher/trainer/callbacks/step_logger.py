@@ -11,7 +11,7 @@ from launcher.telemetry.events import StepEvent
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
-from launcher.trainer.step_times import PhaseTimer
+from launcher.trainer.step_times import StepTimeTotals
 
 
 class StepLogger(Callback):
@@ -29,7 +29,7 @@ class StepLogger(Callback):
         """Begin a window: the steps since the last log line, and the time they took."""
         self._window: list[StepReport] = []
         self._samples = 0
-        self._times = PhaseTimer(self._context.env.world_size)
+        self._times = StepTimeTotals(self._context.env.world_size)
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         report = metrics.report

@@ -17,7 +17,7 @@ from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
 from launcher.trainer.step_flags import DATA_SLOT, WAIT_SLOT
-from launcher.trainer.step_times import PhaseTimer
+from launcher.trainer.step_times import StepTimeTotals
 from launcher.trainer.warning_log import PowerOfTenThrottle
 
 # Steps, or as many as there are ranks: long enough that the mean of a rank is not that of one slow read, and
@@ -38,8 +38,8 @@ class Stragglers(Callback):
         self._hosts = hosts  # by rank
         self._ranks = len(hosts)
         self._length = max(WINDOW, self._ranks + LAG)
-        self._window = PhaseTimer(self._ranks)
-        self._done: PhaseTimer | None = None  # the window before, where all its steps were measured
+        self._window = StepTimeTotals(self._ranks)
+        self._done: StepTimeTotals | None = None  # the window before, where all its steps were measured
         self._received: dict[int, tuple[float, float]] = {}  # by rank: waited, and read data, in ms per step
         self._late = PowerOfTenThrottle()  # by rank: windows in which it was late
 
@@ -60,14 +60,14 @@ class Stragglers(Callback):
         self._window.add(metrics.seconds, report.spans_ms)
         if position.step % self._length == self._length - 1:
             is_whole = self._window.steps == self._length
-            self._done, self._window = self._window if is_whole else None, PhaseTimer(self._ranks)
+            self._done, self._window = self._window if is_whole else None, StepTimeTotals(self._ranks)
             self._received = {}
 
     def _turn(self, step: int) -> int:
         """The rank whose turn it is; others than those that exist in the rest of a window."""
         return step % self._length - LAG
 
-    def _conclude(self, step: int, first_step: int, own: PhaseTimer) -> None:
+    def _conclude(self, step: int, first_step: int, own: StepTimeTotals) -> None:
         """All ranks have sent their times of the window before, of which `own` are those of this rank."""
         latest = min(range(self._ranks), key=lambda rank: self._received[rank][0])
         own_wait_ms, own_data_ms = self._received.pop(latest)

@@ -9,7 +9,7 @@ from launcher.run_dir.result import Result, StepTime
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position
-from launcher.trainer.step_times import PhaseTimer, slowest_rank_times
+from launcher.trainer.step_times import StepTimeTotals, slowest_rank_times
 
 
 class ThroughputTotals(Callback):
@@ -21,7 +21,7 @@ class ThroughputTotals(Callback):
         self._context = context
         self._seconds = 0.0  # of the whole run
         self._wire_bytes_per_step = 0
-        self._times = PhaseTimer(context.env.world_size, skip_first=True)
+        self._times = StepTimeTotals(context.env.world_size, skip_first=True)
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         report = metrics.report
