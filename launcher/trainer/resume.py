@@ -29,7 +29,7 @@ from launcher.run_dir.differences import changed_settings, settings_of
 from launcher.run_dir.discarding import AUTO, discards_steps, has_discarded
 from launcher.telemetry.events import RestartEvent
 from launcher.trainer.builders import build
-from launcher.trainer.builders.data_check import refuse_other_meaning
+from launcher.trainer.builders.data_check import check_same_data_as_checkpoint
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position, ResumePoint
 
@@ -101,7 +101,7 @@ class RunCheckpoints:
         """Report where the run resumes, and what has changed."""
         telemetry = self._context.telemetry
         allowed = self._context.config.checkpoint.allow_other_data
-        if text := refuse_other_meaning(saved.extra.data, self._context.data_fingerprint, allowed):
+        if text := check_same_data_as_checkpoint(saved.extra.data, self._context.data_fingerprint, allowed):
             telemetry.warn(text)
         if others := changed_settings(saved.extra.settings, self._settings):
             text = listed(others, SHOWN, "; ")

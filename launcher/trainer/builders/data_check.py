@@ -41,27 +41,30 @@ def compare_data(own: Mapping[str, str], env: WorkerEnv) -> None:
     check_equal_on_ranks([json.loads(text) for text in all_gather_str(env, json.dumps(own))])
 
 
-BETWEEN_RANKS = ("the metrics", "the name that runs are compared by")  # a resumed run may have others
-RAW = (
+NOT_COMPARED_ON_RESUME = (
+    "the metrics",
+    "the name that runs are compared by",
+)  # a resumed run may have others
+INPUT_DTYPES = (
     "torch.float",
     "torch.bfloat",
     "torch.uint8",
 )  # dtypes of inputs that another machine may round otherwise
 
 
-def refuse_other_meaning(before: Mapping[str, str], now: Mapping[str, str], allowed: bool) -> str:
+def check_same_data_as_checkpoint(before: Mapping[str, str], now: Mapping[str, str], allowed: bool) -> str:
     """What differs from the data of a checkpoint and may; empty if nothing does.
 
     `before` is empty for a checkpoint without a fingerprint. Raises DataError for a difference in what gives
     the weights their meaning (classes and their order, labels, vocabulary, columns, normalisation, whole
     numbers such as tokens) unless it is `allowed`, by checkpoint.allow_other_data.
     """
-    known = [key for key in before if key in now and key not in BETWEEN_RANKS]
+    known = [key for key in before if key in now and key not in NOT_COMPARED_ON_RESUME]
     others = [key for key in known if before[key] != now[key]]
     if not others:
         return ""
     advice = "Build the same data in every process: sort what comes from a set() or a folder."
-    meaning = [key for key in others if not _is_raw(key, before, now)]
+    meaning = [key for key in others if not _is_only_inputs(key, before, now)]
     if meaning and not allowed:
         values = [f"{key} ({shortened(before[key])} there, {shortened(now[key])} now)" for key in meaning]
         raise DataError(
@@ -76,18 +79,22 @@ def refuse_other_meaning(before: Mapping[str, str], now: Mapping[str, str], allo
     )
 
 
-def _is_raw(key: str, before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+def _is_only_inputs(key: str, before: Mapping[str, str], now: Mapping[str, str]) -> bool:
     """Whether it is about inputs alone, or evaluations, and not about labels, tokens or columns."""
     about, _, column = key.partition(" column ")
     if "validation" in about or about.startswith("the fingerprint of"):
         return True
-    inputs = [each for each in before if each.startswith(f"{about} column ") and before[each].startswith(RAW)]
+    inputs = [
+        each
+        for each in before
+        if each.startswith(f"{about} column ") and before[each].startswith(INPUT_DTYPES)
+    ]
     if any(before[each] == now.get(each) for each in inputs):
         return False  # beside equal inputs it is a target
     (form, _, _), (form_now, _, _) = before[key].partition(":"), now[key].partition(":")
     if form != form_now or column == before.get("the label column"):
         return False
-    return form.startswith(RAW) and not _is_reordered(before[key], now[key])
+    return form.startswith(INPUT_DTYPES) and not _is_reordered(before[key], now[key])
 
 
 def _is_reordered(before: str, now: str) -> bool:

@@ -22,9 +22,9 @@ from launcher.errors import DataError, DataWarning
 from launcher.recipe import Recipe
 from launcher.trainer.builders.data_check import (
     check_equal_on_ranks,
+    check_same_data_as_checkpoint,
     data_fingerprint,
     digest,
-    refuse_other_meaning,
     warn_unless_repeatable,
 )
 
@@ -246,11 +246,13 @@ MEANING: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
 
 @pytest.mark.parametrize(("before", "now", "named"), MEANING.values(), ids=MEANING)
 def test_what_gives_the_weights_their_meaning_must_be_that_of_the_checkpoint(before, now, named) -> None:
-    assert refuse_other_meaning(before, before, allowed=False) == ""
+    assert check_same_data_as_checkpoint(before, before, allowed=False) == ""
     with pytest.raises(DataError, match=r"checkpoint\.allow_other_data=true") as error:
-        refuse_other_meaning(before, now, allowed=False)
+        check_same_data_as_checkpoint(before, now, allowed=False)
     assert f"another meaning: {named}" in str(error.value)
-    assert "the data is not that of the checkpoint" in refuse_other_meaning(before, now, allowed=True)
+    assert "the data is not that of the checkpoint" in check_same_data_as_checkpoint(
+        before, now, allowed=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -264,13 +266,15 @@ def test_what_gives_the_weights_their_meaning_must_be_that_of_the_checkpoint(bef
 )
 def test_other_inputs_are_a_warning(now) -> None:
     before = known(columns()) | {"validation column label": "torch.int64 [12]: digest 0"}
-    assert "the data is not that of the checkpoint" in refuse_other_meaning(before, now, allowed=False)
+    assert "the data is not that of the checkpoint" in check_same_data_as_checkpoint(
+        before, now, allowed=False
+    )
 
 
 def test_other_metrics_and_a_checkpoint_without_a_fingerprint_are_no_difference() -> None:
     before = known(columns(), monitor="loss", metrics=[])
-    assert refuse_other_meaning(before, known(columns()), allowed=False) == ""
-    assert refuse_other_meaning({}, known(columns()), allowed=False) == ""
+    assert check_same_data_as_checkpoint(before, known(columns()), allowed=False) == ""
+    assert check_same_data_as_checkpoint({}, known(columns()), allowed=False) == ""
 
 
 def test_attributes_of_other_kinds_are_not_taken_for_labels_or_classes() -> None:
