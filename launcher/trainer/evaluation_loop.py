@@ -42,7 +42,9 @@ class EvaluationLoop:
     def __init__(self, context: TrainContext) -> None:
         self.latest: Mapping[str, Evaluation] = {}  # the last complete evaluation, by set
         self._context = context
-        self._fitting: int | None = None  # the largest batch of this rank, once it has run out of memory
+        self._max_batch_size: int | None = (
+            None  # the largest batch of this rank, once it has run out of memory
+        )
         self.recipe, self.model, self.data = context.recipe, context.model, context.data.validation
 
     def run(self, position: Position) -> EvalOutcome | None:
@@ -151,7 +153,7 @@ class EvaluationLoop:
         return found
 
     @property
-    def _as_trained(self) -> int:
+    def _train_batch_size(self) -> int:
         plan = self._context.plan
         return plan.micro_batch or max(1, plan.batch_size // plan.world_size)
 
@@ -160,19 +162,21 @@ class EvaluationLoop:
 
         400,000 rows through two linear layers took 2.4 times a plain loop in batches of 128, 1.3 in 512.
         """
-        size = self._as_trained * (4 if isinstance(self.data[name], TensorData) else 1)
-        return min(size, self._fitting or size)
+        size = self._train_batch_size * (4 if isinstance(self.data[name], TensorData) else 1)
+        return min(size, self._max_batch_size or size)
 
     def _smaller(self, error: Exception, size: int) -> int:
         """Halve `size` for this rank from now on, after a shortage of memory; raises any other error."""
         shortage, may_halve = oom_text(error), self._context.config.train.on_oom == "halve"
-        if not shortage or size == 1 or not (may_halve or size > self._as_trained):
+        if not shortage or size == 1 or not (may_halve or size > self._train_batch_size):
             raise error
-        self._fitting = -(-size // 2)
-        log.warning("evaluation: this rank ran out of %s; batches of %d from now on", shortage, self._fitting)
+        self._max_batch_size = -(-size // 2)
+        log.warning(
+            "evaluation: this rank ran out of %s; batches of %d from now on", shortage, self._max_batch_size
+        )
         frames.release(error)
         device.free_memory(self._context.env.device)
-        return self._fitting
+        return self._max_batch_size
 
     def _evaluate(self, name: str, position: Position) -> Evaluation:
         """Evaluate on one of the sets, and report. Raises EvaluationStopped on all ranks alike."""
