@@ -121,20 +121,20 @@ class AsyncCheckpointWriter:
         self._own: set[Path] = set()
         self._pending: Future[SaveResult] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._awaited = threading.Event()  # by a caller that does nothing else meanwhile
+        self._no_pauses = threading.Event()  # by a caller that does nothing else meanwhile
 
     def __enter__(self) -> AsyncCheckpointWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._awaited.set()
+        self._no_pauses.set()
         # The event before it ends the pauses of the write: nothing trains beside it any more.
         self._thread.shutdown(wait=True)
 
     def start(self, finish: Callable[[], Snapshot]) -> None:
         """Begin to write the snapshot that `finish` returns on the writing thread. Only after `wait`."""
         assert self._pending is None
-        self._awaited.clear()
+        self._no_pauses.clear()
         self._pending = self._thread.submit(self._write, finish)
 
     def poll(self) -> SaveResult | None:
@@ -143,7 +143,7 @@ class AsyncCheckpointWriter:
 
     def wait(self) -> SaveResult | None:
         """Wait for the pending write and return its report, once."""
-        self._awaited.set()
+        self._no_pauses.set()
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
@@ -152,7 +152,9 @@ class AsyncCheckpointWriter:
         began, step, path = time.perf_counter(), snapshot.progress.step, None
         error, size_bytes = None, 0
         try:
-            path = publish(self.directory, snapshot, WriteThrottle(size_of_tensors(snapshot), self._awaited))
+            path = publish(
+                self.directory, snapshot, WriteThrottle(size_of_tensors(snapshot), self._no_pauses)
+            )
             self._own.add(path)
             size_bytes = sum(file.stat().st_size for file in path.iterdir())
             self._apply_retention(snapshot.extra.best)

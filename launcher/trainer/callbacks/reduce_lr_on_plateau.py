@@ -35,9 +35,9 @@ class ReduceLROnPlateau(Callback):
         self._config = config
         self._compare_by = context.recipe.monitor
         self._rate = context.stepper.lr  # of the config
-        self._share = 1.0  # of it that is left
+        self._factor_so_far = 1.0  # of it that is left
         self._best: MonitoredMetric | None = None
-        self._bad = 0  # evaluations in a row that were no better
+        self._num_bad_evals = 0  # evaluations in a row that were no better
         self._step = 0  # of the latest evaluation, which a restarted run repeats
 
     def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
@@ -51,13 +51,13 @@ class ReduceLROnPlateau(Callback):
         refuse_unknown("reduce_lr_on_plateau", self._config.metric, measured.evaluations)
         found = monitored_metric(self._config.metric or self._compare_by, measured.evaluations)
         if self._improves(found):
-            self._best, self._bad = found, 0
+            self._best, self._num_bad_evals = found, 0
             return
-        self._bad += 1
-        if self._bad > self._config.patience:
+        self._num_bad_evals += 1
+        if self._num_bad_evals > self._config.patience:
             assert self._config.factor is not None
-            self._share, self._bad = self._share * self._config.factor, 0
-            rate = self._context.stepper.lr = self._rate * self._share
+            self._factor_so_far, self._num_bad_evals = self._factor_so_far * self._config.factor, 0
+            rate = self._context.stepper.lr = self._rate * self._factor_so_far
             text = f"{rate:g} from step {position.step + 1} on: {found.name} is at a plateau"
             self._context.telemetry.decision("learning rate", text)
 
@@ -71,10 +71,10 @@ class ReduceLROnPlateau(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         best = None if self._best is None else list(astuple(self._best))
-        return {"share": self._share, "best": best, "bad": self._bad, "step": self._step}
+        return {"share": self._factor_so_far, "best": best, "bad": self._num_bad_evals, "step": self._step}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
-        self._share, self._bad, self._step = values["share"], values["bad"], values["step"]
+        self._factor_so_far, self._num_bad_evals, self._step = values["share"], values["bad"], values["step"]
         self._best = None if values["best"] is None else MonitoredMetric(*values["best"])
-        if self._share != 1.0:  # the rate is not part of the Stepper's state
-            self._context.stepper.lr = self._rate * self._share
+        if self._factor_so_far != 1.0:  # the rate is not part of the Stepper's state
+            self._context.stepper.lr = self._rate * self._factor_so_far
