@@ -9,7 +9,6 @@ from launcher.telemetry.gpu import GpuSampler
 from launcher.trainer.callback import Callback
 from launcher.trainer.callbacks.bad_samples import BadSampleLimit
 from launcher.trainer.callbacks.checkpoint import CheckpointCallback
-from launcher.trainer.callbacks.divergence import TerminateOnNonFinite
 from launcher.trainer.callbacks.early_stopping import EarlyStopping
 from launcher.trainer.callbacks.ema import EmaCallback
 from launcher.trainer.callbacks.energy import Energy
@@ -22,6 +21,7 @@ from launcher.trainer.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
 from launcher.trainer.callbacks.replica_check import ReplicaCheck
 from launcher.trainer.callbacks.step_logger import StepLogger
 from launcher.trainer.callbacks.stragglers import Stragglers
+from launcher.trainer.callbacks.terminate_on_nonfinite import TerminateOnNonFinite
 from launcher.trainer.callbacks.throughput_totals import ThroughputTotals
 from launcher.trainer.callbacks.training_metrics import TrainingMetrics
 from launcher.trainer.context import TrainContext

@@ -14,11 +14,11 @@ from launcher.telemetry.events import Event, record_of
 from launcher.telemetry.stream import Sink
 from launcher.telemetry.tracker.rows import media_of, scalars_of
 from launcher.trainer.callback import Callback
-from launcher.trainer.callbacks.divergence import TerminateOnNonFinite
 from launcher.trainer.callbacks.fp32_fallback import Fp32Fallback
 from launcher.trainer.callbacks.gradient_histogram import GradientHistogram
 from launcher.trainer.callbacks.overflow_logger import OverflowLogger
 from launcher.trainer.callbacks.step_logger import StepLogger
+from launcher.trainer.callbacks.terminate_on_nonfinite import TerminateOnNonFinite
 from launcher.trainer.callbacks.throughput_totals import ThroughputTotals
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position

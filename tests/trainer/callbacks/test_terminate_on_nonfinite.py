@@ -9,7 +9,7 @@ import pytest
 from launcher.config.schema import LossScaleConfig
 from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError
-from launcher.trainer.callbacks.divergence import TerminateOnNonFinite
+from launcher.trainer.callbacks.terminate_on_nonfinite import TerminateOnNonFinite
 from launcher.trainer.diagnostics.nonfinite_inspector import NORMALISE
 from launcher.trainer.progress import EvalOutcome, Position
 from tests.trainer.reports import CLEAN, LIMITS, OVERFLOW, metrics_of
