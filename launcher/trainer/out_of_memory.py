@@ -16,7 +16,7 @@ from launcher.errors import TO_RESUME, LauncherError, OutOfMemoryError
 from launcher.os import frames
 from launcher.os.oom import TO_LOWER, oom_text, to_resource_error
 from launcher.run_dir.discarding import overrides_to_resume
-from launcher.trainer.builders.trials import next_smaller
+from launcher.trainer.builders.micro_batch_finder import next_smaller
 from launcher.trainer.context import TrainContext
 from launcher.trainer.device import free_memory
 from launcher.trainer.errors.rank_failure import oom_context

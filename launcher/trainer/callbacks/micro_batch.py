@@ -12,7 +12,7 @@ from typing import Any
 from launcher.distributed.collectives import all_gather_str
 from launcher.errors import OutOfMemoryError
 from launcher.run_dir.result import Result
-from launcher.trainer.builders.trials import search
+from launcher.trainer.builders.micro_batch_finder import search
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position

@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from launcher.data.batch_plan import BatchPlan
-from launcher.trainer.builders import trials
-from launcher.trainer.builders.trials import MOST_TRIALS, bisect_largest, candidate_sizes, next_smaller
+from launcher.trainer.builders import micro_batch_finder
+from launcher.trainer.builders.micro_batch_finder import (
+    MOST_TRIALS,
+    bisect_largest,
+    candidate_sizes,
+    next_smaller,
+)
 from launcher.trainer.progress import TrainLength
 from tests.configs import composed
 
@@ -75,7 +80,7 @@ def test_cudnn_times_its_algorithms_only_for_the_size_that_is_chosen(monkeypatch
         tried[size] = "" if size == 1 else "memory"
         return size == 1
 
-    monkeypatch.setattr(trials, "_fits", fits)
+    monkeypatch.setattr(micro_batch_finder, "_fits", fits)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     telemetry = SimpleNamespace(decision=lambda *words, **values: None)
     context: Any = SimpleNamespace(
@@ -84,7 +89,7 @@ def test_cudnn_times_its_algorithms_only_for_the_size_that_is_chosen(monkeypatch
         plan=plan_of(8),
         length=TrainLength(1, 1, 1),
     )
-    assert trials.search(context) == 1
+    assert micro_batch_finder.search(context) == 1
     assert len(tuned) > 1
     assert not any(tuned)
     assert torch.backends.cudnn.benchmark
