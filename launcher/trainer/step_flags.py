@@ -1,6 +1,6 @@
-"""The questions that ranks vote on in each step, and what else travels with its counts.
+"""The slots of a step's all-reduce that the trainer uses: flags, counts and times, summed over the ranks.
 
-Owns the meaning of each vote; how votes travel is the engine's.
+Owns the meaning of each slot; how they travel is the engine's.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from launcher.trainer.progress import Position
 
 
 class StepFlag(IntEnum):
-    """What the ranks vote on in every step. One vote is enough but for the last three."""
+    """The slots of the step's all-reduce: the sum over the ranks of each."""
 
-    STOP = 0
+    STOP = 0  # this and the next two are set if any rank sets them
     SAVE = 1
     ABORT = 2  # a checkpoint could not be written, so the run must end
-    BAD_SAMPLES = 3  # as many votes as samples that a rank has left out
-    STREAM_END = 4  # nothing left in this pass over a stream; all votes are needed
-    MISSING_SAMPLES = 8  # as many votes as a rank lacks of its share, where a stream ends
+    BAD_SAMPLES = 3  # how many samples were left out
+    STREAM_END = 4  # nothing left in this pass over a stream; all ranks must set it
+    MISSING_SAMPLES = 7  # how many samples ranks lack of their shares, where a stream ends
 
 
-# No questions: the times of one rank in milliseconds, which `stragglers` sends.
+# No flags: the times of one rank in milliseconds, which `stragglers` sends.
 WAIT_SLOT, DATA_SLOT = 5, 6
 
 # Read in every step: a plain int indexes in a third of the time that an IntEnum takes.
@@ -39,28 +39,28 @@ def samples_of(plan: BatchPlan, position: Position, report: StepReport) -> int:
 
 
 class AgreedFlags:
-    """The questions that some rank has voted for, the same on all ranks."""
+    """The flags that some rank has set, the same on all ranks."""
 
     def __init__(self) -> None:
         self._agreed: set[StepFlag] = set()
 
     def count(self, report: StepReport) -> None:
-        """Add the votes of a step, which its report carries."""
-        self._agreed |= {question for question in StepFlag if report.votes[question]}
+        """Add the flags of a step, which its report carries."""
+        self._agreed |= {flag for flag in StepFlag if report.votes[flag]}
 
-    def agree(self, question: StepFlag) -> None:
-        """Add a question that all ranks have agreed on outside a step."""
-        self._agreed.add(question)
+    def agree(self, flag: StepFlag) -> None:
+        """Add a flag that all ranks have agreed on outside a step."""
+        self._agreed.add(flag)
 
     @property
     def some(self) -> bool:
         """Whether there is any."""
         return bool(self._agreed)
 
-    def __contains__(self, question: StepFlag) -> bool:
-        return question in self._agreed
+    def __contains__(self, flag: StepFlag) -> bool:
+        return flag in self._agreed
 
     def take(self) -> set[StepFlag]:
-        """The questions agreed on since the last call."""
+        """The flags set since the last call."""
         agreed, self._agreed = self._agreed, set()
         return agreed

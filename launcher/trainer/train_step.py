@@ -40,7 +40,7 @@ class TrainStep:
             # they read this one.
             return self.stepper.abandon()
         try:
-            ends = self._accumulate_gradients(position)
+            stream_exhausted = self._accumulate_gradients(position)
             if self.context.should_stop():
                 # Sent with the totals of this step, after which all ranks stop.
                 self.stepper.vote(StepFlag.STOP)
@@ -49,7 +49,7 @@ class TrainStep:
             if not prepare_to_abandon(self.context, error):
                 raise
             return self.stepper.abandon()
-        if not ends:
+        if not stream_exhausted:
             return result
         report = result.read()  # without waiting for the next step: all ranks with nothing left do so
         batches, plan = self.context.batches, self.context.plan
@@ -69,12 +69,12 @@ class TrainStep:
             self.stepper.vote(StepFlag.BAD_SAMPLES, bad)
         if missing := batches.missing():
             self.stepper.vote(StepFlag.MISSING_SAMPLES, missing)
-        if ends := batches.exhausted():
+        if stream_exhausted := batches.exhausted():
             self.stepper.vote(StepFlag.STREAM_END)
         for number, batch in enumerate(micro_batches):
             seed_compute(plan.seed, position.step, plan.rank, number, self.stepper.device)
             self.context.train_accuracy.count(self.forward_backward(batch), batch)
-        return ends
+        return stream_exhausted
 
     def forward_backward(self, batch: Batch) -> Loss:
         """Forward and backward pass of a micro-batch."""
