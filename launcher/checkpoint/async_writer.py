@@ -118,7 +118,7 @@ class AsyncCheckpointWriter:
     def __init__(self, directory: Path, keep: int) -> None:
         self.directory = directory
         self._keep = keep
-        self._own: set[Path] = set()
+        self._written: set[Path] = set()
         self._pending: Future[SaveResult] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._no_pauses = threading.Event()  # by a caller that does nothing else meanwhile
@@ -138,11 +138,11 @@ class AsyncCheckpointWriter:
         self._pending = self._thread.submit(self._write, finish)
 
     def poll(self) -> SaveResult | None:
-        """The report of a finished write, once; None where there is none or it is still pending."""
+        """The result of a finished write, once; None where there is none or it is still pending."""
         return self.wait() if self._pending is not None and self._pending.done() else None
 
     def wait(self) -> SaveResult | None:
-        """Wait for the pending write and return its report, once."""
+        """Wait for the pending write and return its result, once."""
         self._no_pauses.set()
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
@@ -155,7 +155,7 @@ class AsyncCheckpointWriter:
             path = publish(
                 self.directory, snapshot, WriteThrottle(size_of_tensors(snapshot), self._no_pauses)
             )
-            self._own.add(path)
+            self._written.add(path)
             size_bytes = sum(file.stat().st_size for file in path.iterdir())
             self._apply_retention(snapshot.extra.best)
         except LauncherError as failure:
@@ -164,4 +164,4 @@ class AsyncCheckpointWriter:
 
     def _apply_retention(self, best: BestEvaluation | None) -> None:
         path = None if best is None else best_written(self.directory, best)
-        self._own -= set(apply_retention(self.directory, self._keep, path, self._own))
+        self._written -= set(apply_retention(self.directory, self._keep, path, self._written))

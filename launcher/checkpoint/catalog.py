@@ -52,7 +52,7 @@ class ResumeChoice:
     snapshot: Snapshot | None = None
 
     @property
-    def seen(self) -> str:
+    def damaged_text(self) -> str:
         """What was skipped, as the end of an error."""
         names = ", ".join(f"{name} ({problems})" for name, problems in self.damaged.items())
         return f" Damaged: {names}." if names else ""
@@ -119,17 +119,20 @@ def best_written(directory: Path, best: BestEvaluation) -> Path | None:
 
 
 def apply_retention(
-    directory: Path, keep: int, best: Path | None = None, own: Collection[Path] = frozenset()
+    directory: Path,
+    keep: int,
+    best: Path | None = None,
+    written_by_this_process: Collection[Path] = frozenset(),
 ) -> list[Path]:
     """Delete all but the `keep` newest good checkpoints and `best`; returns what was deleted.
 
-    Only intact checkpoints count among `keep`: verified by digest, those in `own`, which this process has
-    written, by size alone. Also deletes unfinished ones of killed processes. Raises StorageError.
+    Only intact checkpoints count among `keep`: verified by digest; by size alone if this process wrote them.
+    Also deletes unfinished ones of killed processes. Raises StorageError.
     """
     good: list[Path] = []
     for path in candidates(directory):
         # All checkpoints to keep are verified before the first one is deleted.
-        if len(good) >= keep or (sizes_match(path) if path in own else not verify(path)):
+        if len(good) >= keep or (sizes_match(path) if path in written_by_this_process else not verify(path)):
             good.append(path)
     deleted = [path for path in good[keep:] if path != best]
     what = f"old checkpoints in {directory} cannot be deleted"
@@ -162,19 +165,19 @@ def _refuse_link(path: Path) -> None:
         )
 
 
-def resume(env: WorkerEnv, directory: Path, wish: str, identity: RunIdentity) -> ResumeChoice:
+def resume(env: WorkerEnv, directory: Path, resume_from: str, identity: RunIdentity) -> ResumeChoice:
     """Choose and read the checkpoint to resume from, as `checkpoint.resume` says. A collective.
 
     Rank 0 chooses, verifies and reads; the others receive what it has read, whatever they see themselves.
-    `wish`: `auto`, the newest intact checkpoint in `directory` if there is one; `never`; or the path of a
-    checkpoint or of a run. A run that started from another run's checkpoint resumes from its own once it has
-    an intact one. Raises on all ranks: ConfigError for the checkpoint of another run or a newer version,
+    `resume_from`: `auto`, the newest intact checkpoint in `directory` if there is one; `never`; or the path
+    of a checkpoint or of a run. A run that started from another run's checkpoint resumes from its own once it
+    has an intact one. Raises on all ranks: ConfigError for the checkpoint of another run or a newer version,
     StorageError where the requested one is not intact.
     """
     read: list[CheckpointFiles] = []  # on rank 0
 
     def chosen() -> bytes:
-        found, files = _read_choice(directory, wish)
+        found, files = _read_choice(directory, resume_from)
         if files is None:
             return json.dumps([None, found.damaged, None, False]).encode()
         read.append(files)
@@ -193,7 +196,7 @@ def resume(env: WorkerEnv, directory: Path, wish: str, identity: RunIdentity) ->
     with raise_on_all_ranks(env):
         if env.is_leader:  # one process must rename
             _set_aside_replaced(directory, found.path)
-            if discards_steps(wish, directory.parent):
+            if discards_steps(resume_from, directory.parent):
                 with failing_as_storage_error(
                     f"{directory.parent} cannot be written to", "Make it writable."
                 ):
@@ -201,33 +204,35 @@ def resume(env: WorkerEnv, directory: Path, wish: str, identity: RunIdentity) ->
     return found
 
 
-def _read_choice(directory: Path, wish: str) -> tuple[ResumeChoice, CheckpointFiles | None]:
+def _read_choice(directory: Path, resume_from: str) -> tuple[ResumeChoice, CheckpointFiles | None]:
     """What rank 0 resumes from, and its files."""
     try:
-        found = _choose(directory, wish)
+        found = _choose(directory, resume_from)
         return found, None if found.path is None else read_files(found.path)
     except OSError as error:  # for instance, deleted in the meantime
-        of_run = wish in (AUTO, NEVER)
-        what = f"the checkpoints in {directory} cannot be read" if of_run else f"checkpoint.resume={wish}"
+        of_run = resume_from in (AUTO, NEVER)
+        what = (
+            f"the checkpoints in {directory} cannot be read" if of_run else f"checkpoint.resume={resume_from}"
+        )
         denied = isinstance(error, PermissionError)
         advice = "This user needs the permission to read it." if denied else "Start the run again."
         raise StorageError(f"{what}: {error}. {advice}") from error
 
 
-def _choose(directory: Path, wish: str) -> ResumeChoice:
-    if wish == NEVER:
+def _choose(directory: Path, resume_from: str) -> ResumeChoice:
+    if resume_from == NEVER:
         return ResumeChoice(None)
-    if wish == AUTO:
+    if resume_from == AUTO:
         return newest_intact(directory)
-    if not discards_steps(wish, directory.parent):
+    if not discards_steps(resume_from, directory.parent):
         own = newest_intact(directory)
         if own.path is not None:
             return own  # the same command after a stop resumes the run instead of starting over
-    found = _explicit(Path(wish))
+    found = _explicit(Path(resume_from))
     if found.path is None:
         raise StorageError(
-            f"checkpoint.resume={wish}: there is no intact checkpoint.{found.seen} Give another one, or "
-            "start a new run with checkpoint.resume=never."
+            f"checkpoint.resume={resume_from}: there is no intact checkpoint.{found.damaged_text} Give another "
+            "one, or start a new run with checkpoint.resume=never."
         )
     return found
 

@@ -45,12 +45,12 @@ class Checkpointer:
         """Wait for the checkpoint that is being written, and end the thread that writes."""
         self._writer.__exit__()
 
-    def find(self, wish: str) -> ResumeChoice:
+    def find(self, resume_from: str) -> ResumeChoice:
         """The checkpoint to resume from, as `checkpoint.resume` says, read by rank 0. A collective.
 
         Raises on all ranks: see `catalog.resume`.
         """
-        return catalog.resume(self._env, self.directory, wish, self._identity)
+        return catalog.resume(self._env, self.directory, resume_from, self._identity)
 
     def load(self, saved: Snapshot) -> ScaleStart:
         """Continue from what `find` has read. A collective; raises ConfigError for that of another model."""
@@ -61,7 +61,7 @@ class Checkpointer:
     ) -> SaveResult | None:
         """Copy the state of the run and begin to write it. A collective.
 
-        Waits for the checkpoint before this one, and returns its report, unless it was returned before.
+        Waits for the checkpoint before this one, and returns its result, unless it was returned before.
         """
 
         previous = self._writer.wait()  # first: host memory never holds two snapshots
@@ -71,9 +71,9 @@ class Checkpointer:
         return previous
 
     def poll(self) -> SaveResult | None:
-        """The report of a checkpoint that has been written, once; None where there is none."""
+        """The result of a checkpoint that has been written, once; None where there is none."""
         return self._writer.poll()
 
     def wait(self) -> SaveResult | None:
-        """The report of the checkpoint that is being written, once it is; None where there is none."""
+        """The result of the checkpoint that is being written, once it is; None where there is none."""
         return self._writer.wait()

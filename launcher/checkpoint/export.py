@@ -109,13 +109,13 @@ def _choose(directory: Path, best: bool) -> Path:
         return path
     if found.path is not None:
         raise StorageError(
-            f"{directory} holds no intact checkpoint of a best evaluation.{found.seen} A run saves one after "
-            "each evaluation that is the best so far; without validation data (data.val_fraction=0) it makes "
-            f"none. Without --best the newest is exported, {found.path.name}."
+            f"{directory} holds no intact checkpoint of a best evaluation.{found.damaged_text} A run saves "
+            "one after each evaluation that is the best so far; without validation data "
+            f"(data.val_fraction=0) it makes none. Without --best the newest is exported, {found.path.name}."
         )
     raise StorageError(
-        f"{directory} holds no intact checkpoint, so there is nothing to export.{found.seen} A run writes "
-        "them every checkpoint.every_s seconds or checkpoint.every_steps steps, and at its end."
+        f"{directory} holds no intact checkpoint, so there is nothing to export.{found.damaged_text} A run "
+        "writes them every checkpoint.every_s seconds or checkpoint.every_steps steps, and at its end."
     )
 
 

@@ -64,11 +64,11 @@ class RunCheckpoints:
         set aside. Raises, on all ranks, ConfigError for another run's checkpoint or one beyond the end,
         StorageError if none is intact although one was requested.
         """
-        wish, run_dir = self._context.config.checkpoint.resume, Path(self._context.config.run.dir)
+        resume_from, run_dir = self._context.config.checkpoint.resume, Path(self._context.config.run.dir)
         # Only rank 0's value counts: it chooses for all.
-        if launch.restart_count and discards_steps(wish, run_dir) and has_discarded(run_dir):
-            wish = AUTO
-        found = self.checkpointer.find(wish)
+        if launch.restart_count and discards_steps(resume_from, run_dir) and has_discarded(run_dir):
+            resume_from = AUTO
+        found = self.checkpointer.find(resume_from)
         for name, problems in found.damaged.items():
             self._context.telemetry.warn(
                 f"a damaged checkpoint is skipped and set aside: {name} ({problems})"

@@ -49,10 +49,10 @@ def choose_memory_format(
     Under `auto` a recipe that raises in channels_last alone trains contiguous; under `true` that is a
     ConfigError, on all ranks. `position` is that of the first evaluation.
     """
-    wish = config.train.channels_last
-    if wish is False or not any(parameter.ndim == 4 for parameter in model.parameters()):
+    channels_last = config.train.channels_last
+    if channels_last is False or not any(parameter.ndim == 4 for parameter in model.parameters()):
         return
-    if wish == "auto" and env.device.type not in FASTER_ON:
+    if channels_last == "auto" and env.device.type not in FASTER_ON:
         return decide(TOPIC, f"contiguous: channels_last is not faster on the device {env.device.type}")
 
     def failure_in(form: torch.memory_format) -> str:
@@ -67,7 +67,7 @@ def choose_memory_format(
     if failure_in(torch.contiguous_format):  # it is not the format that it fails of
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return decide(TOPIC, "channels_last")
-    if wish is True:
+    if channels_last is True:
         raise ConfigError(
             f"train.channels_last=true: in this memory format the recipe raises {failure}, and without it "
             "does not. Use .flatten(1) or .reshape() in place of .view(), or set train.channels_last=false."

@@ -36,10 +36,10 @@ class CheckpointCallback(Callback):
     name = "checkpoint"
 
     def __init__(self, context: TrainContext, saved: RunCheckpoints) -> None:
-        wish = context.config.checkpoint
+        config = context.config.checkpoint
         self._context = context
         self._saved, self._checkpointer = saved, saved.checkpointer
-        self.due = SaveSchedule(wish.every_steps, wish.every_s)
+        self.due = SaveSchedule(config.every_steps, config.every_s)
         self._failure = ""  # of the latest checkpoint, on the leader
         self._best_step = -1  # of the latest checkpoint that is the best so far
 
@@ -159,26 +159,26 @@ class CheckpointCallback(Callback):
         """The leader's text on all ranks: only the leader writes files. A collective."""
         return all_gather_str(self._context.env, text)[0]
 
-    def _report(self, report: SaveResult | None) -> None:
-        if report is None:
+    def _report(self, result: SaveResult | None) -> None:
+        if result is None:
             return
-        if report.path is not None:
+        if result.path is not None:
             self._failure = ""
             self.due.written()
-            size, seconds = report.size_bytes, report.seconds
+            size, seconds = result.size_bytes, result.seconds
             self._context.telemetry.emit(
                 CheckpointEvent(
-                    report.step,
-                    path=str(report.path),
+                    result.step,
+                    path=str(result.path),
                     seconds=seconds,
                     size_bytes=size,
-                    best=report.step == self._best_step,
+                    best=result.step == self._best_step,
                 )
             )
-        if report.error is None:
+        if result.error is None:
             return
-        if report.path is None:
+        if result.path is None:
             self.due.failed()
-        if report.path is not None or not self._failure:  # of several in a row the first is a warning
-            self._context.telemetry.warn(str(report.error))
-        self._failure = self._failure if report.path else str(report.error)
+        if result.path is not None or not self._failure:  # of several in a row the first is a warning
+            self._context.telemetry.warn(str(result.error))
+        self._failure = self._failure if result.path else str(result.error)

@@ -46,24 +46,24 @@ class MicroBatch(Callback):
         `halved` is the size with which the parent has restarted this run, if it has. A collective. Raises
         OutOfMemoryError, on all ranks, where not even one sample fits.
         """
-        context, wish = self._context, self._context.config.data.micro_batch_size
+        context, micro_batch_size = self._context, self._context.config.data.micro_batch_size
         # Of any rank: the parent of another machine may start its ranks before it has read the decision.
         sizes = [int(text) for text in all_gather_str(context.env, str(halved or "")) if text]
         if sizes:
             size = min(sizes)
             text = f"{size} per rank: the run was restarted with half, because it had run out of memory"
             context.telemetry.decision("micro-batch", text, micro_batch=size)
-        elif self._chosen is not None and self._chosen[0] == wish:
+        elif self._chosen is not None and self._chosen[0] == micro_batch_size:
             size = self._chosen[1]
             context.telemetry.decision("micro-batch", f"{size} per rank, as in the run so far")
-        elif wish == "auto" and steps_left:
+        elif micro_batch_size == "auto" and steps_left:
             size = search(context)
         else:
             self._chosen = None
             return
         context.plan = replace(context.plan, micro_batch=size)
         context.stepper.set_micro_batches(context.plan.micro_batches)
-        self._chosen = (wish, size)
+        self._chosen = (micro_batch_size, size)
         context.persist_config(data=replace(context.config.data, micro_batch_size=size))
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:

@@ -118,16 +118,18 @@ def load_weights(config: Config, model: nn.Module, env: WorkerEnv) -> LoadReport
 
     Never raises for the file: a run that resumes has no use for it. `LoadReport.error` is equal on all ranks.
     """
-    wish = config.model
-    if wish.init_from is None:
+    model_config = config.model
+    if model_config.init_from is None:
         return None
-    loaded, file = LoadReport(wish.init_from), Path(wish.init_from)
+    loaded, file = LoadReport(model_config.init_from), Path(model_config.init_from)
     if env.is_leader:
         try:
-            digest = sha256_of(file, wish.init_from_sha256)
-            loaded = _assign(model, read(file), file, digest, wish.init_from_strict)
+            digest = sha256_of(file, model_config.init_from_sha256)
+            loaded = _assign(model, read(file), file, digest, model_config.init_from_strict)
         except ConfigError as error:
-            loaded = LoadReport(wish.init_from, error=f"model.init_from={wish.init_from}: {error}")
+            loaded = LoadReport(
+                model_config.init_from, error=f"model.init_from={model_config.init_from}: {error}"
+            )
     return LoadReport(**json.loads(all_gather_str(env, json.dumps(asdict(loaded)))[RANK0]))
 
 
