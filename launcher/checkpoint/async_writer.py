@@ -90,7 +90,7 @@ class SaveSchedule:
         return self._every_steps is not None and step % self._every_steps == 0
 
     def by_clock(self) -> bool:
-        """Whether this rank's clock says to save. Only the leader's value counts; send it to all ranks."""
+        """Whether this rank's clock says to save. Only rank 0's value counts; send it to all ranks."""
         now_s = time.monotonic()
         return now_s >= self._retry_s or (self._every_s is not None and now_s - self._last_s >= self._every_s)
 

@@ -152,7 +152,7 @@ def write_result(run_dir: Path, result: Result | Failure) -> None:
 def write_failure(run_dir: Path, failure: Failure, steps_done: int = 0) -> None:
     """Write result.json and status.json of a run that is not done; an OSError leaves the file as it was.
 
-    `steps_done` is needed where the leader, which writes status.json, may have been killed.
+    `steps_done` is needed where rank 0, which writes status.json, may have been killed.
     """
     with contextlib.suppress(OSError):
         write_result(run_dir, failure)

@@ -1,6 +1,6 @@
 """The content of `status.json`.
 
-Owns the update of the file for a run whose leader can no longer write it.
+Owns the update of the file for a run whose rank 0 can no longer write it.
 """
 
 from __future__ import annotations

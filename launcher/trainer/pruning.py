@@ -40,7 +40,7 @@ class SweepStopListener(Callback):
         check_has_evaluations("sweep.prune", self.rule, evaluations)
 
     def asked(self) -> bool:
-        """Whether the run is to be pruned; false on all ranks but the leader."""
+        """Whether the run is to be pruned; false on all ranks but 0."""
         now = time.monotonic()
         if now >= self._next_s and self.request is None:
             self._next_s = now + EVERY_S

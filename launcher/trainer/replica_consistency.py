@@ -85,7 +85,7 @@ def _refuse_difference(names: list[str], own: Tensor, group: dist.ProcessGroup) 
 def weights_sha256(stepper: Stepper, env: WorkerEnv) -> str:
     """Digest of fp32 masters, frozen parameters and buffers in name order, little-endian bytes.
 
-    A collective: all ranks get that of the leader, where alone sharded masters are gathered.
+    A collective: all ranks get that of rank 0, where alone sharded masters are gathered.
     """
     weights = _frozen(stepper) | stepper.named_masters(RANK0)
     return _digest(weights | named_buffers(stepper.model), env)

@@ -40,7 +40,7 @@ class CheckpointCallback(Callback):
         self._context = context
         self._saved, self._checkpointer = saved, saved.checkpointer
         self.due = SaveSchedule(config.every_steps, config.every_s)
-        self._failure = ""  # of the latest checkpoint, on the leader
+        self._failure = ""  # of the latest checkpoint, on rank 0
         self._best_step = -1  # of the latest checkpoint that is the best so far
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class CheckpointCallback(Callback):
         )
 
     def _request_to_prune(self) -> PruneRequest | None:
-        """The request that the leader has found, the same on all ranks. A collective."""
+        """The request that rank 0 has found, the same on all ranks. A collective."""
         found = self._context.pruning.request or request_of_agent(self._context.stop_signal.stop, os.environ)
         text = self._from_rank0("" if found is None else json.dumps(asdict(found)))
         return PruneRequest(**json.loads(text)) if text else None
@@ -156,7 +156,7 @@ class CheckpointCallback(Callback):
         self._context.step_reader.restart_timer()
 
     def _from_rank0(self, text: str) -> str:
-        """The leader's text on all ranks: only the leader writes files. A collective."""
+        """Rank 0's text on all ranks: only rank 0 writes files. A collective."""
         return all_gather_str(self._context.env, text)[0]
 
     def _report(self, result: SaveResult | None) -> None:

@@ -19,7 +19,7 @@ from launcher.trainer.progress import Position
 class GradientHistogram(Callback):
     """Counts the exponents of the reduced gradients every `every_steps` steps.
 
-    Where they are equal on all ranks only the leader counts. With ddp.shard_optimizer each rank counts its
+    Where they are equal on all ranks only rank 0 counts. With ddp.shard_optimizer each rank counts its
     own elements, and all count the same steps: a collective.
     """
 
