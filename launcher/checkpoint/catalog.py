@@ -171,7 +171,7 @@ def resume(env: WorkerEnv, directory: Path, resume_from: str, identity: RunIdent
     Rank 0 chooses, verifies and reads; the others receive what it has read, whatever they see themselves.
     `resume_from`: `auto`, the newest intact checkpoint in `directory` if there is one; `never`; or the path
     of a checkpoint or of a run. A run that started from another run's checkpoint resumes from its own once it
-    has an intact one. Raises on all ranks: ConfigError for the checkpoint of another run or a newer version,
+    has an intact one. Raises on all ranks: ConfigError for the checkpoint of another run or format,
     StorageError where the requested one is not intact.
     """
     read: list[CheckpointFiles] = []  # on rank 0
@@ -231,8 +231,8 @@ def _choose(directory: Path, resume_from: str) -> ResumeChoice:
     found = _explicit(Path(resume_from))
     if found.path is None:
         raise StorageError(
-            f"checkpoint.resume={resume_from}: there is no intact checkpoint.{found.damaged_text} Give another "
-            "one, or start a new run with checkpoint.resume=never."
+            f"checkpoint.resume={resume_from}: there is no intact checkpoint.{found.damaged_text} Give "
+            "another one, or start a new run with checkpoint.resume=never."
         )
     return found
 

@@ -62,7 +62,10 @@ class BestEvaluation(MonitoredMetric):
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The properties that a resumed run must share. Learning rate, epochs, world size and ddp options may change."""
+    """The properties that a resumed run must share.
+
+    Learning rate, epochs, world size and ddp options may change.
+    """
 
     recipe: str
     model: str | None
