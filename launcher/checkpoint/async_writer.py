@@ -111,8 +111,7 @@ class SaveSchedule:
 class AsyncCheckpointWriter:
     """Writes snapshots into `directory` and retains the `keep` newest and the best.
 
-    A rank that has no snapshot writes nothing and starts no thread. Leaving the context waits for the
-    pending write.
+    A rank that has no snapshot writes nothing and starts no thread.
     """
 
     def __init__(self, directory: Path, keep: int) -> None:
@@ -121,12 +120,10 @@ class AsyncCheckpointWriter:
         self._written: set[Path] = set()
         self._pending: Future[SaveResult] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._no_pauses = threading.Event()  # by a caller that does nothing else meanwhile
+        self._no_pauses = threading.Event()  # set while a caller waits for the write
 
-    def __enter__(self) -> AsyncCheckpointWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Wait for the pending write, and end the thread."""
         self._no_pauses.set()
         # The event before it ends the pauses of the write: nothing trains beside it any more.
         self._thread.shutdown(wait=True)

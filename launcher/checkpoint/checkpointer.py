@@ -43,7 +43,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, and end the thread that writes."""
-        self._writer.__exit__()
+        self._writer.close()
 
     def find(self, resume_from: str) -> ResumeChoice:
         """The checkpoint to resume from, as `checkpoint.resume` says, read by rank 0. A collective.

@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 import time
+from contextlib import closing
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -314,7 +315,7 @@ def with_best(step: int, best: int | None) -> Snapshot:
 
 def test_the_best_is_that_which_the_run_names_and_is_kept(tmp_path: Path) -> None:
     bests = {1: None, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4}
-    with AsyncCheckpointWriter(tmp_path, keep=1) as writer:
+    with closing(AsyncCheckpointWriter(tmp_path, keep=1)) as writer:
         for step, best in bests.items():
             writer.wait()
             writer.start(partial(with_best, step, best))
@@ -399,7 +400,7 @@ def test_a_run_begins_from_anothers_checkpoint_and_goes_on_from_its_own(tmp_path
 def test_a_write_pauses_until_it_is_awaited(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("launcher.checkpoint.async_writer.SHARE", 1e-9)
     monkeypatch.setattr("launcher.checkpoint.async_writer.LONGEST_S", 3600.0)
-    with AsyncCheckpointWriter(tmp_path, keep=2) as writer:
+    with closing(AsyncCheckpointWriter(tmp_path, keep=2)) as writer:
         writer.start(partial(snapshot, 1, num_values=10**6))  # 4 MB: the first pause takes minutes
         while not any(file.stat().st_size for file in tmp_path.glob("*/weights.safetensors")):
             time.sleep(0.001)
@@ -435,7 +436,7 @@ def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, mon
         return publish(directory, taken, run)
 
     monkeypatch.setattr("launcher.checkpoint.async_writer.publish", slow)
-    with AsyncCheckpointWriter(tmp_path, keep=2) as writer:
+    with closing(AsyncCheckpointWriter(tmp_path, keep=2)) as writer:
         writer.start(partial(snapshot, 1))
         assert started.wait(10)
         assert writer.poll() is None  # the training continues meanwhile
@@ -454,7 +455,7 @@ def test_at_most_one_is_on_its_way_and_each_is_reported_once(tmp_path: Path, mon
 
 
 def test_leaving_the_writer_waits_for_the_last_one(tmp_path: Path) -> None:
-    with AsyncCheckpointWriter(tmp_path, keep=2) as writer:
+    with closing(AsyncCheckpointWriter(tmp_path, keep=2)) as writer:
         writer.start(partial(snapshot, 1))
     assert same(load(tmp_path / "step-00000001"), snapshot(1))
 

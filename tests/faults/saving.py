@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -104,7 +105,7 @@ def save_for_ever(pipe: Connection, directory: Path) -> None:
     from launcher.checkpoint.async_writer import AsyncCheckpointWriter
     from tests.snapshots import snapshot
 
-    with AsyncCheckpointWriter(directory, keep=2) as writer:
+    with closing(AsyncCheckpointWriter(directory, keep=2)) as writer:
         for step in range(1, 10_000):
             report = writer.wait()
             writer.start(partial(snapshot, step, num_values=20_000))
@@ -118,7 +119,7 @@ def save_with_a_limit(pipe: Connection, directory: Path, limit_bytes: int) -> No
     from tests.snapshots import snapshot
 
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with AsyncCheckpointWriter(directory, keep=2) as writer:
+    with closing(AsyncCheckpointWriter(directory, keep=2)) as writer:
         for step, limit in ((1, hard), (2, limit_bytes), (3, hard)):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
             writer.start(partial(snapshot, step))
@@ -138,7 +139,7 @@ def save_on_a_full_disk(pipe: Connection, directory: Path) -> None:
     except OSError as error:
         pipe.send(f"cannot mount: {error}")
         return
-    with AsyncCheckpointWriter(directory, keep=2) as writer:
+    with closing(AsyncCheckpointWriter(directory, keep=2)) as writer:
         for step, num_values in ((1, 4), (2, 20_000), (3, 4)):
             writer.start(partial(snapshot, step, num_values=num_values))
             _tell(pipe, writer.wait())
@@ -151,7 +152,7 @@ def save_in_a_read_only_place(pipe: Connection, directory: Path) -> None:
     from launcher.checkpoint.async_writer import AsyncCheckpointWriter
     from tests.snapshots import snapshot
 
-    with AsyncCheckpointWriter(directory, keep=2) as writer:
+    with closing(AsyncCheckpointWriter(directory, keep=2)) as writer:
         writer.start(partial(snapshot, 1))
         _tell(pipe, writer.wait())
         try:
@@ -160,7 +161,7 @@ def save_in_a_read_only_place(pipe: Connection, directory: Path) -> None:
         except OSError as error:
             pipe.send(f"cannot mount: {error}")
             return
-    with AsyncCheckpointWriter(directory, keep=2) as writer:
+    with closing(AsyncCheckpointWriter(directory, keep=2)) as writer:
         writer.start(partial(snapshot, 2))
         _tell(pipe, writer.wait())
 
