@@ -166,6 +166,18 @@ def test_checkpoints_are_progress(tmp_path: Path) -> None:
         assert "resuming from step 3 (checkpoint)" in parent.stderr
 
 
+@pytest.mark.slow
+def test_a_run_begins_anew_after_a_crash_before_its_checkpoints_were_set_aside(tmp_path: Path) -> None:
+    write_recipe(tmp_path, in_build="if GENERATION == 0: os._exit(1)")
+    old = tmp_path / "run" / "checkpoints" / "step-00000100"
+    old.mkdir(parents=True)
+    words = ("train.epochs=1", "run.dir=run", "checkpoint.resume=never", "launch.max_restarts=1")
+    with Parent(tmp_path, *words) as parent:
+        assert parent.end(30) == 0
+        assert parent.stderr.count("restart ") == 1
+    assert [path.name for path in old.parent.glob("*-00000100")] == ["replaced-step-00000100"]
+
+
 # G11: ignored requests to stop still end
 
 
