@@ -29,7 +29,7 @@ def test_it_ends_after_the_same_evaluation_when_it_was_killed_at_its_end(tmp_pat
     assert again.result["steps"] == 6
     assert again.result["state"] == again.status["state"] == "done"
     early = again.result["stopped_early"]
-    assert early["reason"].startswith("loss has not improved by more than 10 in 2 evaluations: 1.")
+    assert early["reason"].startswith("val_loss has not improved by more than 10 in 2 evaluations: 1.")
     assert again.events("end")[-1]["reason"] == early["reason"]
     assert max(again.checkpoints) == 6
 
