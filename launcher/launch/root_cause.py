@@ -15,7 +15,7 @@ from launcher.distributed.heartbeat import FINISHING, HeartbeatRecord, describe
 from launcher.errors import ON_REQUEST, LauncherError, PreemptedError, StalledError
 
 # How the ranks of a machine have ended.
-DONE, STOPPED_ON_REQUEST, FAILED, HANGING = "done", "asked", "failed", "hanging"
+DONE, STOPPED_ON_REQUEST, FAILED, HANGING = "done", "stopped_on_request", "failed", "hanging"
 UNEXPECTED, STALLED, SAVED = 1, StalledError.exit_code, PreemptedError.exit_code
 # Gloo aborts the rank that receives more than it expects, whichever of the two was wrong.
 OTHER_SIZES = (
@@ -33,7 +33,7 @@ class RankResult:
     beat: HeartbeatRecord
     exit_code: int | None = None  # negative: the signal that killed it; None: alive until then
     record: ExitRecord | None = None  # how it ended, if it had time to record it
-    stopped: bool = False  # by SIGSTOP, a terminal or a debugger
+    is_sigstopped: bool = False  # by SIGSTOP, a terminal or a debugger
     host: str = ""  # its name, where there are several
     place: str = ""  # the line of the user's that it is in, of a rank that hangs
 
@@ -90,20 +90,23 @@ class RunFailed(LauncherError):
         self.traceback = outcome.traceback
 
 
-def outcome_of(reports: Sequence[GroupResult], stacks: Path) -> RunOutcome:
+def outcome_of(group_results: Sequence[GroupResult], stacks: Path) -> RunOutcome:
     """How the ranks of all machines have ended."""
     results = sorted(
-        (result for report in reports for result in report.results), key=lambda result: result.rank
+        (result for group_result in group_results for result in group_result.results),
+        key=lambda result: result.rank,
     )
-    if any(report.hanging for report in reports):
+    if any(group_result.hanging for group_result in group_results):
         outcome = hang_outcome(results)
-        limit = next((report.limit for report in reports if report.limit), "")
+        limit = next((group_result.limit for group_result in group_results if group_result.limit), "")
         key = f". {limit} says how long a rank may be without progress" if limit else ""
         return replace(outcome, text=f"{outcome.text}; stacks of all ranks: {stacks}{key}")
     # Each machine knows which of its ranks failed first; between machines their clocks have to decide.
-    claims = {report.first_failure for report in reports}
+    first_failures = {group_result.first_failure for group_result in group_results}
     ended_s = {
-        result.rank: result.record.time_s for result in results if result.record and result.rank in claims
+        result.rank: result.record.time_s
+        for result in results
+        if result.record and result.rank in first_failures
     }
     return find_root_cause(results, min(ended_s, key=ended_s.__getitem__, default=None))
 
@@ -161,10 +164,11 @@ def hang_outcome(results: Sequence[RankResult]) -> RunOutcome:
     alive = [result for result in results if result.exit_code is None]
     behind = min(result.beat.order for result in alive)
     last = [result for result in alive if result.beat.order == behind]
-    waited_for = [result for result in alive if result.stopped] or last
+    waited_for = [result for result in alive if result.is_sigstopped] or last
     hanging = (
         f"{_name(result)} hangs: {describe(result.beat)} for {result.beat.age_s:.0f} s"
-        f"{' (stopped by SIGSTOP)' if result.stopped else ''}{f' at {result.place}' if result.place else ''}"
+        f"{' (stopped by SIGSTOP)' if result.is_sigstopped else ''}"
+        f"{f' at {result.place}' if result.place else ''}"
         for result in waited_for
     )
     return RunOutcome(STALLED, "; ".join(hanging))

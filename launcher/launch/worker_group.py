@@ -40,15 +40,14 @@ class WorkerGroup:
     def __init__(self, processes: Sequence[BaseProcess], work: WorkerSpec, host: str = "") -> None:
         self._processes, self._work, self._host = processes, work, host
         self._first_rank, self._limits = work.heartbeats.first_rank, work.config.launch
-        self._report: GroupResult | None = None
+        self._group_result: GroupResult | None = None
         self._is_hanging = False
         self._polled_s = self._watched_since_s = time.monotonic()
         self._deadline_s = float("inf")
         self._exited: set[int] = set()  # local ranks whose exit has been seen
         self._has_stepped = False
-        self._snapshot_at_kill: list[RankResult] | None = (
-            None  # all results, when a signal had killed the first rank
-        )
+        # The ranks when the first killed one was seen; later ones died of it.
+        self._results_at_first_kill: list[RankResult] | None = None
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all workers that are left."""
@@ -71,10 +70,10 @@ class WorkerGroup:
         )
 
     def poll(self) -> GroupResult | None:
-        """The report once the workers have ended, been killed, or stopped as hanging; None while they run."""
-        if self._report is None:
-            self._report = self._polled()
-        return self._report
+        """The result once the workers have ended, been killed, or stopped as hanging; None while they run."""
+        if self._group_result is None:
+            self._group_result = self._polled()
+        return self._group_result
 
     def _polled(self) -> GroupResult | None:
         now = time.monotonic()
@@ -110,8 +109,8 @@ class WorkerGroup:
         if exit_code in ON_REQUEST:
             self.set_deadline(self._limits.grace_s)
         else:
-            if exit_code < 0 and self._snapshot_at_kill is None:  # it is known which rank failed first
-                self._snapshot_at_kill = self._rank_results()
+            if exit_code < 0 and self._results_at_first_kill is None:  # it is known which rank failed first
+                self._results_at_first_kill = self._rank_results()
             self.set_deadline(self._error_grace_s(0 if exit_code < 0 else ERROR_GRACE_S))
 
     def _error_grace_s(self, least_s: float) -> float:
@@ -120,7 +119,7 @@ class WorkerGroup:
         return (TRACKED_AFTER_ERROR_S if least_s else TRACKED_S) if has_tracker else least_s
 
     def _ended(self) -> GroupResult:
-        results = self._snapshot_at_kill or self._rank_results()
+        results = self._results_at_first_kill or self._rank_results()
         self.kill()
         # Read after the kill: what a rank has recorded until its end counts.
         records = self._work.heartbeats.exit_records
@@ -193,7 +192,9 @@ class WorkerGroup:
     def _rank_results(self) -> list[RankResult]:
         beats = self._work.heartbeats.read()
         return [
-            RankResult(rank, each.pid or 0, beat, each.exitcode, stopped=_is_stopped(each), host=self._host)
+            RankResult(
+                rank, each.pid or 0, beat, each.exitcode, is_sigstopped=_is_stopped(each), host=self._host
+            )
             for rank, (each, beat) in enumerate(zip(self._processes, beats, strict=True), self._first_rank)
         ]
 

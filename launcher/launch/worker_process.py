@@ -97,10 +97,10 @@ def _hold_signals(handled: Sequence[signal.Signals]) -> None:
     They get a handler that does nothing, because ignoring them would drop pending ones.
     """
     for number in HANDLED:
-        signal.signal(number, _too_late if number in handled else signal.SIG_IGN)
+        signal.signal(number, _ignore if number in handled else signal.SIG_IGN)
 
 
-def _too_late(number: int, frame: FrameType | None) -> None:
+def _ignore(number: int, frame: FrameType | None) -> None:
     """Does nothing: before the worker's own handlers are installed, and after the job."""
 
 

@@ -30,12 +30,12 @@ def result(
     phase: str = "wire",
     age_s: float = 0.1,
     time_s: float = 0.0,
-    stopped: bool = False,
+    is_sigstopped: bool = False,
 ) -> RankResult:
     """A rank with a record where `error` is given, "" for a rank that ended well."""
     lost = error == LOST
     record = None if error is None else ExitRecord(rank, time_s, error, exit_code or 0, is_secondary=lost)
-    return RankResult(rank, 100 + rank, HeartbeatRecord(phase, step, age_s), exit_code, record, stopped)
+    return RankResult(rank, 100 + rank, HeartbeatRecord(phase, step, age_s), exit_code, record, is_sigstopped)
 
 
 def lost(rank: int, time_s: float = 0.0) -> RankResult:
@@ -87,7 +87,7 @@ def test_the_culprit_is_named(results: Sequence[RankResult], first, exit_code, t
             "rank 1 (pid 101) hangs: in compute of step 7 for 12 s",
         ),
         (
-            [result(0, age_s=12), result(1, phase="report", age_s=12, stopped=True)],
+            [result(0, age_s=12), result(1, phase="report", age_s=12, is_sigstopped=True)],
             "rank 1 (pid 101) hangs: in report of step 7 for 12 s (stopped by SIGSTOP)",
         ),
         (
