@@ -205,7 +205,7 @@ def run_in_place(
     rank has failed alone and the others have lost it.
     """
     exit_codes: list[int] = []  # of the jobs that failed, in order
-    started, stopped, parted = 0, False, False
+    started, stopped, group_broken = 0, False, False
     directory, record, placed = prepared_in_place(request, configs)
     for job, config in zip(record.jobs, placed, strict=True):
         started += 1
@@ -220,8 +220,8 @@ def run_in_place(
             say(f"sweep: job {started} of {len(placed)} {how}", sys.stderr)
             exit_codes.append(report_failure_of_job(error))
             # In parent mode a rank that is lost is a RunFailed.
-            parted = leader.parted or isinstance(error, errors.StalledError)
-            if stopped or parted:
+            group_broken = leader.group_broken or isinstance(error, errors.StalledError)
+            if stopped or group_broken:
                 break
         finally:  # for the limits of a process that continues the sweep
             count_time(job, time.time())
@@ -231,7 +231,7 @@ def run_in_place(
     say(f"sweep: {started - len(exit_codes)} of {counted(len(placed), 'job')} done", sys.stdout)
     if stopped:
         say_stopped(directory_override("hydra.sweep.dir", directory))
-    elif parted and started < len(placed):
+    elif group_broken and started < len(placed):
         own = [line for line in request.overrides if not line.startswith("hydra.sweep.dir=")]
         flags = tree_flags(request.config_dir, request.config_name)
         words = shlex.join([*flags, *own, f"launch.nproc={leader.launch.world_size}"])

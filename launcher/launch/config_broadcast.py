@@ -55,7 +55,7 @@ RunRank = Callable[[Config, LaunchEnv, "dist.Store | None", str], None]
 
 
 @dataclass(frozen=True)
-class HandoffTimeouts:
+class LaunchTimeouts:
     """How long rank 0 and the other ranks wait for each other."""
 
     first_job_s: float = 300.0  # followers, for the config: thousands of ranks import from one file system
@@ -71,7 +71,7 @@ class HandoffTimeouts:
         return self.lost_s if record.error and record.exit_code not in TOGETHER else self.leave_s
 
 
-PATIENCE = HandoffTimeouts()
+DEFAULT_TIMEOUTS = LaunchTimeouts()
 
 
 class ConfigLeader:
@@ -84,15 +84,15 @@ class ConfigLeader:
         self,
         launch: LaunchEnv,
         run_rank: RunRank,
-        patience: HandoffTimeouts = PATIENCE,
+        timeouts: LaunchTimeouts = DEFAULT_TIMEOUTS,
         arguments: Sequence[str] = (),
     ) -> None:
         self.launch, self._run_rank, self._arguments = launch, run_rank, arguments
-        self._patience = patience
+        self._timeouts = timeouts
         self._others = range(1, launch.world_size)
         # Ranks that have not come, or not left: they will not confirm the end either.
-        self._gone: list[int] = []
-        self.parted = False  # the latest job failed on some ranks alone, and the others have lost them
+        self._missing_ranks: list[int] = []
+        self.group_broken = False  # some ranks failed and others did not: no further job can run here
         self._store: dist.Store | None = None
         self._jobs = 0  # that have been handed out, each by a message
 
@@ -113,9 +113,9 @@ class ConfigLeader:
             failure = error
             ignore_sigterm_of_torchrun()  # it is sent as soon as another rank has ended
         own = exit_record(self.launch.rank, failure)
-        self.parted = True  # unless all ranks record how they have ended
+        self.group_broken = True  # unless all ranks record how they have ended
         records = self._records(store, job, own)
-        self.parted = bool(self._gone) or len({bool(each.error) for each in records}) > 1
+        self.group_broken = bool(self._missing_ranks) or len({bool(each.error) for each in records}) > 1
         failed = [each for each in records if each.error]
         # The clocks of machines differ: of several errors, that of rank 0 counts where it has one.
         cause = min(failed, key=lambda each: (each.is_secondary, each is not own, each.time_s), default=own)
@@ -151,14 +151,14 @@ class ConfigLeader:
         if store is not None:
             store.set(f"directory/{self._jobs}", json.dumps(config.run.dir))
 
-    def dismiss(self, exit_code: int, reason: str = "") -> None:
+    def send_exit(self, exit_code: int, reason: str = "") -> None:
         """Send the other ranks the exit code to leave with, and wait for their confirmation."""
         # If the store is gone, or could not be opened before either, no rank can be reached.
         with ignore_store_errors(), contextlib.suppress(LauncherError):
             store = self._send({"end": True, "exit_code": exit_code, "reason": reason})
             if store is not None:  # a rank that does not confirm has died
-                left = [rank for rank in self._others if rank not in self._gone]
-                missing_ranks(store, "heard/{}", left, self._patience.goodbye_s)
+                left = [rank for rank in self._others if rank not in self._missing_ranks]
+                missing_ranks(store, "heard/{}", left, self._timeouts.goodbye_s)
 
     def _send(self, message: dict[str, object]) -> dist.Store | None:
         store = self._opened()
@@ -167,7 +167,7 @@ class ConfigLeader:
         return store
 
     def _opened(self) -> dist.Store | None:
-        if self._store is None and (store := open_store(self.launch, self._patience.first_job_s)):
+        if self._store is None and (store := open_store(self.launch, self._timeouts.first_job_s)):
             # Before any job: the others compare their launch with it as they join.
             claim(store, self.launch, "leader", origin(self._arguments))
             self._store = store
@@ -177,9 +177,9 @@ class ConfigLeader:
         """Wait until all ranks are here; raises JobFailed naming those that do not come."""
         if store is None:
             return
-        self._gone = missing_ranks(store, "here/{}", self._others, wait_s)
-        if self._gone:
-            silent = format_ranks(self._gone, self.launch.role)
+        self._missing_ranks = missing_ranks(store, "here/{}", self._others, wait_s)
+        if self._missing_ranks:
+            silent = format_ranks(self._missing_ranks, self.launch.role)
             text = (
                 f"{silent} did not come to {self.launch.endpoint} within {wait_s:g} s: it "
                 "was not started, has died, or was started with other values of these. "
@@ -194,19 +194,19 @@ class ConfigLeader:
         """
         if store is None:
             return [own]
-        wait_s = self._patience.after(own)
+        wait_s = self._timeouts.after(own)
         records = StoreExitRecords(store, job)
         with ignore_store_errors():
-            self._gone = records.missing(self._others, wait_s)
+            self._missing_ranks = records.missing(self._others, wait_s)
             found = records.read(self._others)
-            silent = format_ranks(self._gone, self.launch.role)
-            if self._gone and own.is_secondary and all(each.is_secondary for each in found):
+            silent = format_ranks(self._missing_ranks, self.launch.role)
+            if self._missing_ranks and own.is_secondary and all(each.is_secondary for each in found):
                 text = (
                     f"{silent} was lost, and has not said why within {wait_s:g} s: it was killed, hangs, or "
                     f"its machine or the link to it is gone. The connection: {own.error}"
                 )
                 raise JobFailed(text, own.exit_code, own.traceback)
-            if self._gone and not own.error:
+            if self._missing_ranks and not own.error:
                 raise StalledError(
                     f"{silent} did not leave job {job} within {wait_s:g} s after {self.launch.role} 0 did."
                 )
@@ -217,7 +217,7 @@ class ConfigLeader:
 def follow(
     launch: LaunchEnv,
     run_rank: RunRank,
-    patience: HandoffTimeouts = PATIENCE,
+    timeouts: LaunchTimeouts = DEFAULT_TIMEOUTS,
     on_end: Callable[[], None] = lambda: None,
     arguments: Sequence[str] = (),
 ) -> tuple[int, str]:
@@ -227,11 +227,11 @@ def follow(
     failed. Raises this rank's own failure if rank 0 does not react to it, StalledError if rank 0 is silent,
     PreflightError if it belongs to another launch.
     """
-    store = open_store(launch, patience.first_job_s)
+    store = open_store(launch, timeouts.first_job_s)
     assert store is not None, "a single process has no leader"
-    join_launch(store, launch, arguments, patience.first_job_s)
+    join_launch(store, launch, arguments, timeouts.first_job_s)
     failure: Exception | None = None
-    wait_s = patience.first_job_s
+    wait_s = timeouts.first_job_s
     for number in itertools.count():
         what = "the next job" if number else "the job"
         try:
@@ -257,7 +257,7 @@ def follow(
             # A rank 0 that hangs has said so before it ended, and gives no reason later.
             if record.is_secondary and (cause := records.read([RANK0])) and not cause[0].is_secondary:
                 failure = JobFailed(with_rank(cause[0], cause), cause[0].exit_code)
-        wait_s = patience.after(record) if failure else patience.next_job_s
+        wait_s = timeouts.after(record) if failure else timeouts.next_job_s
     return message["exit_code"], message["reason"]
 
 

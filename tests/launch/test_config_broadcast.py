@@ -18,7 +18,7 @@ from launcher.distributed.env import LaunchEnv
 from launcher.distributed.exit_records import ExitRecord, exit_record
 from launcher.distributed.store import open_store
 from launcher.errors import DataError
-from launcher.launch.config_broadcast import HandoffTimeouts
+from launcher.launch.config_broadcast import LaunchTimeouts
 from tests.forked import Forked, be_script
 from tests.limits import at_most
 
@@ -56,11 +56,11 @@ from launcher.distributed.store import open_store
 from launcher.config.resolve import compose_jobs
 from launcher.config.composition import Request
 from launcher.distributed.exit_records import ExitRecord
-from launcher.launch.config_broadcast import ConfigLeader, HandoffTimeouts, follow
+from launcher.launch.config_broadcast import ConfigLeader, LaunchTimeouts, follow
 
 case = sys.argv[1]
 first_job_s = 3 if case == "silent" else 25  # the import of torch on a busy machine takes longer than 3 s
-patience = HandoffTimeouts(first_job_s=first_job_s, next_job_s=2, leave_s=2, goodbye_s=1)
+patience = LaunchTimeouts(first_job_s=first_job_s, next_job_s=2, leave_s=2, goodbye_s=1)
 launch = LaunchEnv.from_environ(os.environ)
 
 def work(config, launch, store, job):
@@ -82,7 +82,7 @@ def work(config, launch, store, job):
         time.sleep(60)
 
 def lead():
-    lost = HandoffTimeouts(first_job_s=25, lost_s=1, goodbye_s=30)
+    lost = LaunchTimeouts(first_job_s=25, lost_s=1, goodbye_s=30)
     leader = ConfigLeader(launch, work, lost if case in ("lost", "leaves") else patience)
     (config,) = compose_jobs(Request(("recipe=resnet18",)))
     if case == "silent":
@@ -93,15 +93,15 @@ def lead():
     except Exception as error:
         if case == "leaves":
             began = time.monotonic()
-            leader.dismiss(1)
+            leader.send_exit(1)
             print(f"dismissed within {time.monotonic() - began:.0f} s", file=sys.stderr)
         raise
     if case == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    leader.dismiss(0)
+    leader.send_exit(0)
 
 try:
-    own = HandoffTimeouts(first_job_s=25, lost_s=1) if case == "leaves" else patience
+    own = LaunchTimeouts(first_job_s=25, lost_s=1) if case == "leaves" else patience
     code = follow(launch, work, own)[0] if launch.rank else lead() or 0
 except Exception as error:
     code = report_failure(error)
@@ -278,7 +278,7 @@ def test_a_leader_that_dies_ends_the_others(start) -> None:
 )
 def test_a_rank_that_failed_alone_does_not_wait_a_minute_for_the_others(code, together) -> None:
     """They may wait for it in a collective, and are ended once it has left."""
-    patience = HandoffTimeouts()
+    patience = LaunchTimeouts()
     record = ExitRecord(0, 0.0, "it failed", code)
     assert patience.after(record) == (patience.leave_s if together else patience.lost_s)
 

@@ -50,7 +50,7 @@ def test_a_sweep_that_continues_counts_the_time_of_the_jobs_in_place(tmp_path: P
             raise PreemptedError("stopped on request")
 
     monkeypatch.setattr(sweep, "run_job", take_a_while)
-    leader: Any = SimpleNamespace(launch=LaunchEnv(0, 2, has_external_launcher=True), parted=False)
+    leader: Any = SimpleNamespace(launch=LaunchEnv(0, 2, has_external_launcher=True), group_broken=False)
     words = ("recipe=cnn", "tracker=none", "seed=0,1,2", f"hydra.sweep.dir={tmp_path}")
     request = Request(words, multirun=True)
     seconds = []
