@@ -28,6 +28,7 @@ from launcher.launch.worker_group import WorkerGroup
 from launcher.launch.worker_process import WorkerSpec, worker_main
 from launcher.os.signals import StopSignal, signals_blocked
 from launcher.os.stdio import write
+from launcher.run_dir.discarding import discards_steps, has_discarded, overrides_to_resume
 from launcher.run_dir.result import PREEMPTED, STOPPED
 from launcher.run_dir.status import FILE_NAME, state_since
 
@@ -124,7 +125,7 @@ class Agent:
         state = state_since(self._run_dir / FILE_NAME, self._began)
         if self._signals.stop is not None and state in (STOPPED, PREEMPTED):
             # Rank 0 has saved the run, and was killed before it had left.
-            again = directory_override("run.dir", self._run_dir)
+            again = overrides_to_resume(self._run_dir, self._work.config.checkpoint.resume)
             text = f"after step {newest}, on request; checkpoint saved. {TO_RESUME} {again}"
             raise RunFailed(RunOutcome(SAVED, text))
         if outcome.exit_code in ON_REQUEST or self._signals.stop is not None:
@@ -138,10 +139,11 @@ class Agent:
         write(f"{text}\n", sys.stderr)
 
     def _how_to_resume(self, newest: int) -> str:
-        again = f"the same command with {directory_override('run.dir', self._run_dir)}"
         if newest:
-            return f"To resume from step {newest}: {again}."
-        return f"There is no checkpoint: {again} begins anew."
+            again = overrides_to_resume(self._run_dir, self._work.config.checkpoint.resume)
+            return f"To resume from step {newest}: the same command with {again}."
+        again = directory_override("run.dir", self._run_dir)
+        return f"There is no checkpoint: the same command with {again} begins anew."
 
     def _restarts_made(self) -> str:
         used, allowed = self._restarts.used, self._restarts.allowed
@@ -150,7 +152,12 @@ class Agent:
 
     def _newest_step(self) -> int:
         """Step of the newest checkpoint, by name; 0 if there is none. The workers check if it is intact."""
-        return max(map(step_of, candidates(self._run_dir / FOLDER)), default=0)
+        present, resume = candidates(self._run_dir / FOLDER), self._work.config.checkpoint.resume
+        if discards_steps(resume, self._run_dir) and not has_discarded(self._run_dir):
+            # The first generation sets the others aside: they are no progress of this run.
+            chosen = Path(resume).resolve()
+            present = [path for path in present if path.resolve().is_relative_to(chosen)]
+        return max(map(step_of, present), default=0)
 
 
 def stop_error(
