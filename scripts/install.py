@@ -37,7 +37,8 @@ UV_NAMES = {
 def main(extras: list[str]) -> int:
     backend, reason = torch_backend(os.environ)
     print(f"torch build {backend}: {reason}", file=sys.stderr)
-    bring = subprocess.run([*PIP, "install", "--quiet", "-c", str(CONSTRAINTS), "uv"])
+    # Twice: no warnings of settings that have nothing to do with uv.
+    bring = subprocess.run([*PIP, "install", "--quiet", "--quiet", "-c", str(CONSTRAINTS), "uv"])
     if bring.returncode:
         return bring.returncode
     listing = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True).stdout
