@@ -28,6 +28,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -296,7 +297,7 @@ def small_job() -> Job:
 def host_memory_over_size(job: Job, directory: Path) -> float:
     """Of the first checkpoint of a run, without concurrent steps, which allocate memory too."""
     job.step()
-    with AsyncCheckpointWriter(directory, keep=1) as writer, Peak() as peak:
+    with closing(AsyncCheckpointWriter(directory, keep=1)) as writer, Peak() as peak:
         writer.start(job.begin_snapshot())
         report = writer.wait()
     assert report is not None
