@@ -147,7 +147,7 @@ stepper = Stepper(torch.nn.Linear(2, 2), SGD(lr=0.1), Policy.fp16())
 with stepper.forward():
     loss = stepper.model(torch.ones(4, 2)).float().square().sum()
 stepper.backward(loss, 4)
-assert not stepper.step().read().skipped
+assert stepper.step().read().loss >= 0
 """
 
 
