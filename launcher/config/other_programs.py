@@ -75,11 +75,9 @@ def advice_for(key: str, value: str) -> str:
     """What to write in place of a key that is none here, with the value as it was typed; empty if unknown."""
     name = key.rpartition(".")[2]  # trainer.max_epochs, training.fp16
     for override, names in KEYS.items():
-        if name in names.split():
-            off = override.startswith("precision=") and value in ("false", "no", "null")
-            typed = PRECISIONS.get(value) if override.startswith("precision=") else None
-            here = (
-                "precision=fp32" if off else f"precision={typed}" if typed else override.format(value=value)
-            )
-            return f"Write {here}."
+        if name in names.split() and override.partition("=")[0] != key:
+            if override.startswith("precision="):
+                here = "fp32" if value in ("false", "null") else PRECISIONS.get(value)
+                return f"Write precision={here}." if here else f"Write {override}."
+            return f"Write {override.format(value=value)}."
     return next((said.format(value=value) for said, names in SENTENCES.items() if name in names.split()), "")

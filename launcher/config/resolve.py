@@ -280,10 +280,10 @@ def unknown_problem(
     directories = composer.request.directories
     values = {each: choice_values(directories, group, each) for each in composer.groups.get(group, ())}
     having = [f"{group}={choice}" for choice in values if inner in paths_of(values[choice])]
-    if advice := advice_for(key, texts.show(value)):
-        return f"{written}: there is no such key. {advice}"
     if having:
         return f"{written}: this key belongs to {' and '.join(', '.join(having).rsplit(', ', 1))} only."
+    if advice := advice_for(key, texts.show(value)):
+        return f"{written}: there is no such key. {advice}"
     return texts.unknown_key(written, key, known)
 
 

@@ -45,9 +45,7 @@ def replaced(
 
 
 def merged(values: Mapping[str, Any], path: str, value: object) -> dict[str, object]:
-    """A copy with a value at a dotted path; a mapping changes the keys of the section there.
-
-    The section of the path exists.
+    """A copy with a value at a dotted path, whose section exists; a mapping changes keys of the one there.
 
     A section that has become another value, as with `train=3`, is left as it is: the schema refuses it.
     """

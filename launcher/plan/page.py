@@ -45,7 +45,8 @@ def _memory(plan: Mapping[str, Any]) -> Iterator[str]:
     of_cpu = ", as the CPU emulates half precision" if reason else ""
     yield f"  micro-batch that fits, with 1 GiB for CUDA and NCCL and 5 % left over{of_cpu}:"
     for gpu in plan["gpus"]:
-        yield f"  {gpu['name']:<18}{gpu['micro_batch'] or 'does not fit':>12,}".replace(",", " ")
+        size = f"{gpu['micro_batch']:,}".replace(",", " ") if gpu["micro_batch"] else "does not fit"
+        yield f"  {gpu['name']:<18}{size:>12}"
 
 
 def _wire(plan: Mapping[str, Any]) -> Iterator[str]:

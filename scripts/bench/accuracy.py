@@ -56,7 +56,7 @@ def main() -> None:
     ours, theirs = statistics.mean(found["fp16"]), statistics.mean(found["fp32"])
     what = f"accuracy that fp16 loses, {arguments.words[0].partition('=')[2]}"
     interval = median_interval(lost)
-    figure = Figure(what, ours, "%", "fp32", theirs, statistics.mean(lost), *interval, promised=LOST_POINTS)
+    figure = Figure(what, ours, "%", "fp32", theirs, statistics.median(lost), *interval, promised=LOST_POINTS)
     rows = {
         name: {"mean": statistics.mean(values), "deviation": statistics.stdev(values), "values": values}
         for name, values in {**found, "fp32 - fp16": lost}.items()

@@ -169,7 +169,7 @@ def error_of_computed_step(mbit: int, found: dict[str, Any], num_parameters: int
     computed = StepSeconds(*parts).with_communication(wire_s, found["num_buckets"], max(0.0, cost))
     measured = median(found["times"][side])
     error = abs(computed / measured - 1)
-    what = f"step as plan computes it at {mbit} Mbit/s, {side}: share that it is off"
+    what = f"step as computed at {mbit} Mbit/s, {side}: share that it is off"
     return Figure(what, 1000 * computed, "ms", "measured", 1000 * measured, error, error, error)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from launcher import cli
 from launcher.distributed.links import ring_bytes
+from launcher.plan.page import lines_of
 
 OWN = """
 import torch
@@ -41,6 +42,15 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert cli.main([*words, "--json"]) == 0
     return dict(json.loads(capsys.readouterr().out))
+
+
+def test_a_model_that_fits_on_no_gpu_is_said(capsys) -> None:
+    found = planned(capsys, *WORDS)
+    sizes = [0, 1024]
+    gpus = [{**gpu, "micro_batch": size} for gpu, size in zip(found["gpus"], sizes, strict=False)]
+    page = "\n".join(lines_of({**found, "gpus": gpus}))
+    assert f"{gpus[0]['name']:<18}does not fit" in page
+    assert page.count("1 024") == 1
 
 
 def own(tmp_path: Path, device: str = "cpu", line: str = "pass") -> tuple[str, ...]:

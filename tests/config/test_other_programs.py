@@ -7,7 +7,7 @@ import re
 import pytest
 
 from launcher.config.composition import Request
-from launcher.config.other_programs import KEYS, PRECISIONS, SENTENCES
+from launcher.config.other_programs import KEYS, PRECISIONS, SENTENCES, advice_for
 from launcher.config.resolve import compose_jobs
 from launcher.errors import ConfigError
 
@@ -57,6 +57,10 @@ def test_a_precision_of_another_program_has_its_name_here(theirs: str, ours: str
     assert f"Write precision={ours}." in problem(f"precision={theirs}")
     (config,) = compose_jobs(Request(("recipe=resnet18", f"precision={ours}")))
     assert config.precision.name == ours
+
+
+def test_the_key_that_was_typed_is_not_advised() -> None:
+    assert advice_for("data.num_workers", "2") == ""
 
 
 def test_what_is_off_is_fp32_and_a_section_of_another_program_is_left_out() -> None:

@@ -43,7 +43,7 @@ def test_nothing_is_evaluated_and_the_run_is_done(tmp_path: Path, sets) -> None:
     assert not ended.events("eval")
     assert list(ended.checkpoints) == [3, 6, 7]
     assert "48 samples to train on, none to validate on" in ended.outputs[0]
-    assert "7" in write_report(Run.read(ended.directory)).read_text()
+    assert write_report(Run.read(ended.directory)).is_file()
     longer = train(tmp_path, "train.max_steps=9", sets=sets)
     assert longer.codes == [0, 0], longer
     assert longer.events("start")[-1]["step"] == 7

@@ -235,7 +235,6 @@ def test_the_summary_has_the_best_values_of_the_evaluations(offline):
     assert "eval/undeclared" not in metrics, "the last value alone: nobody knows which way is better"
 
 
-@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("state", "code"), [pytest.param("diverged", 5, marks=pytest.mark.slow), ("preempted", 75)]
 )
