@@ -97,7 +97,7 @@ def best_intact(directory: Path) -> Path | None:
     """
     newest = newest_intact(directory, rename_damaged=False).path
     best = None if newest is None else read_state(newest)["extra"].get("best")
-    path = None if best is None else directory / step_name(best["step"])
+    path = None if best is None else best_written(directory, BestEvaluation(**restored(best)))
     return None if path is None or verify(path) else path
 
 

@@ -18,7 +18,7 @@ from launcher.checkpoint.tensors import FileDigest
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import open_plain, read_regular
 
-FORMAT = 2
+FORMAT = 3
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"

@@ -251,9 +251,9 @@ def compare_jobs(directory: Path) -> None:
 
     try:
         runs = [Run.read(job) for job in job_directories(directory)]
-        written = write_comparison(directory, runs)
-        if runs:
-            written.append(write_sweep_report(directory, runs))
+        if not runs:
+            return
+        written = [*write_comparison(directory, runs), write_sweep_report(directory, runs)]
         for path in written:
             if path.name == SIDE_BY_SIDE:
                 write(f"\n{path.read_text(encoding='utf-8')}\n", sys.stdout)

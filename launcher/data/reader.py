@@ -190,8 +190,11 @@ class Reader:
             return FetchedBatch.failed(SMALL_SHM, error, tuple(bad))
         errors = {offset: why for offset, each in samples.items() if (why := self._alone(each))}
         good = {offset: each for offset, each in samples.items() if offset not in errors}
-        if errors and good:  # otherwise the collate itself may be wrong
+        absent = all(each is None for each in samples.values())
+        if errors and (good or absent):  # otherwise the collate itself may be wrong
             odd = [BadSample.of(request.indices[offset], why) for offset, why in errors.items()]
+            if absent:
+                return FetchedBatch(None, (), (*bad, *odd))
             try:
                 return FetchedBatch(collated([*good.values()], self._collate), tuple(good), (*bad, *odd))
             except RAISED as again:

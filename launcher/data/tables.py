@@ -83,7 +83,7 @@ def read_table(file: Path, wanted: Wanted = None) -> DataTable:
         raise DataError(
             f"{file} cannot be read: {'it is a folder' if file.exists() else 'there is no such file'}."
         )
-    library = optional("pyarrow", "tables of text need")
+    library = optional("pyarrow", "tables need")
     suffix = _suffix(file)
     try:
         if suffix == ".parquet":

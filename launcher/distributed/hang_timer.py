@@ -90,6 +90,7 @@ class HangTimer:
         self._began = time.time()
         self._since_s = time.monotonic()  # of the limits: this process's start, or the latest sign of life
         self._waits = False  # whether this rank is where it may wait for another one
+        self._in_wait = False  # whether it is there within the user's code
         self._waited_s = 0.0  # when it last did so in the user's code
         self._failed: tuple[float, BaseException] | None = None
         self._stopped: tuple[float, signal.Signals] | None = None
@@ -147,11 +148,15 @@ class HangTimer:
     def _latest_beat(self) -> HeartbeatRecord:
         """Where this rank is. It is in the user's code from when it last waited there for another rank."""
         beat = self._heartbeat.latest
-        waits = beat.user_code and waits_for_another_rank(self._main_thread)
+        waits = (beat.user_code or self._in_wait) and waits_for_another_rank(self._main_thread)
+        if waits != self._in_wait:
+            self._in_wait = waits
+            self._heartbeat.set_waits(waits)  # for a parent, which times this rank then
+            beat = self._heartbeat.latest
         self._waits = waits or beat.phase in WAITING
         if waits:
             self._waited_s = time.monotonic()
-            return replace(beat, user_code=False)
+            return beat
         if beat.user_code:
             return replace(beat, age_s=min(beat.age_s, time.monotonic() - self._waited_s))
         return beat

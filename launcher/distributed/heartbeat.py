@@ -57,7 +57,9 @@ WAITING = frozenset(
 FINISHING, FINISHING_S = frozenset({"finishing", "done"}), 300.0
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 _PLACE = struct.Struct("=qqd??6x")  # phase, step, seconds of the machine's monotonic clock, two of the flags
-_ROW = struct.Struct(f"{_PLACE.format}q")  # and the sample, which is written by itself
+# And the sample, and whether user code waits for another rank: each is written by itself.
+_ROW = struct.Struct(f"{_PLACE.format}q?7x")
+_WAITS_AT = _PLACE.size + 8
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,9 @@ def steps_done(beat: HeartbeatRecord) -> int:
 
 
 def _beat_of(row: memoryview) -> HeartbeatRecord:
-    phase, step, since_s, has_stepped, user_code, sample = _ROW.unpack(row)
+    phase, step, since_s, has_stepped, user_code, sample, waits = _ROW.unpack(row)
     # The first batch is read by the user's data set, which may only now open its files.
-    user_code = user_code or (PHASES[phase] == "data" and not has_stepped)
+    user_code = (user_code or (PHASES[phase] == "data" and not has_stepped)) and not waits
     return HeartbeatRecord(PHASES[phase], step, time.monotonic() - since_s, has_stepped, user_code, sample)
 
 
@@ -129,7 +131,7 @@ class Heartbeat:
         self.exit_records = records  # of all ranks
         # Records that this rank's own process reads a sample; a negative number: none any more. Called for
         # each sample, in 0.16 us. A method that packed the number took 0.55, an eighth of a small row's time.
-        sample = self._row[_PLACE.size :].cast("q")
+        sample = self._row[_PLACE.size : _WAITS_AT].cast("q")
         self.set_sample: Callable[[int], None] = partial(operator.setitem, sample, 0)
         self._number, self._step, self._since_s = 0, 0, time.monotonic()
         self._under_way = self._user_code = False
@@ -178,9 +180,8 @@ class Heartbeat:
     @contextmanager
     def in_user_code(self) -> Iterator[None]:
         """Within the context this rank runs code of the user, for which no other limit than
-        launch.user_code_timeout_s holds, and the others wait. Both ends are signs of life.
-
-        No collective may be called within it: a rank that waits there for a lost one would not be missed.
+        launch.user_code_timeout_s holds, and the others wait. Both ends are signs of life. A rank that waits
+        in it for another one is noticed by its hang timer: see `set_waits`.
         """
         before = self._user_code  # such contexts may be nested
         self._set_user_code(True)
@@ -202,6 +203,13 @@ class Heartbeat:
     def _set_user_code(self, inside: bool) -> None:
         self._user_code, self._since_s = inside, time.monotonic()
         self._write()
+
+    def set_waits(self, waits: bool) -> None:
+        """Record whether the user's code waits for another rank: it is then timed like any other wait.
+
+        May be called from any thread.
+        """
+        self._row[_WAITS_AT] = waits
 
     def may_print(self, every_s: float) -> bool:
         """Whether no rank of this machine has printed a line for all for so long. If so, this rank does."""
@@ -239,6 +247,7 @@ class Heartbeats:
         for rank in range(first_rank, first_rank + len(self._rows)):
             self.of(rank).beat("starting", 0)
             self.of(rank).set_sample(-1)
+            self.of(rank).set_waits(False)
 
     def of(self, rank: int) -> Heartbeat:
         return Heartbeat(self._rows[rank - self.first_rank], self.exit_records, self._printed)

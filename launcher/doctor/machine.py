@@ -46,10 +46,10 @@ class Subject:
 
     @property
     def place(self) -> Path:
-        return user_location(self.config)
+        return existing_part_of_run_dir(self.config)
 
 
-def user_location(config: Config) -> Path:
+def existing_part_of_run_dir(config: Config) -> Path:
     """What exists of the path to the run's directory. It may be a file: then no run can be there."""
     path = Path(os.path.expanduser(config.run.dir or DEFAULT_ROOT)).absolute()
     # Not Path.exists, which raises below a folder that this user may not enter.

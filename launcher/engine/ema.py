@@ -89,7 +89,7 @@ class ExponentialMovingAverage:
         """Context in which the model has the averages; BatchNorm statistics are their mean over the ranks.
 
         A collective at its start. Afterwards weights and buffers have the bits that they had before, also
-        where the context raises. Only forward passes belong into it: do not train, save or load there.
+        where the context raises. Within it the Stepper neither trains nor saves nor loads.
         """
         flat_buffers, buffers = self._stepper.layout.flat_buffers, self._stepper.buffers
         with self._stepper.weights_swapped():

@@ -58,9 +58,9 @@ class Stepper:
     frozen later raises UnusableError, and a layer that is put in another's place is not trained. Weights may
     be written in place between steps, alike on all ranks (`p.clamp_()` under torch.no_grad(),
     model.load_state_dict()): what differs from the rounded masters is copied into them. A write through
-    `p.data` cannot be detected: the next update undoes it. After buffers were written between steps
-    (reset_running_stats(), update_bn()) call average_buffers(), or the next skipped step undoes it;
-    model.load_state_dict() needs no call.
+    `p.data` or `buffer.data` cannot be detected: the next update undoes the former. After buffers were
+    written between steps (reset_running_stats(), update_bn()) call average_buffers(), or the next skipped
+    step undoes it; model.load_state_dict() needs no call.
 
     Hooks on parameters get the gradient of one micro-batch of one rank, multiplied by the loss scale: a mask
     or a factor works there, a limit such as clamp(-1, 1) does not. As with torch.optim, autograd raises for a
@@ -362,10 +362,12 @@ class Stepper:
         self._step.wait_for_copy()
         # At both ends: a graph over the weights may not run backward over the averages, nor the reverse.
         self._parts.in_place.count_update()
+        self._parts.attached_params.weights_swapped = True
         try:
             yield
         finally:
             self._parts.in_place.count_update()
+            self._parts.attached_params.weights_swapped = False
 
     def reduced_gradients(self) -> dict[str, Tensor]:
         """The reduced gradients by parameter name, scaled by the loss scale, in `gradient_dtype`.

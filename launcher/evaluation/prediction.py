@@ -73,6 +73,8 @@ class Predictor:
         for begin in range(0, len(samples), AT_ONCE):
             try:
                 found = self._logits(samples[begin : begin + AT_ONCE])
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:  # torch's, of shapes
                 raise DataError(f"{file} does not fit the model: {first_line(error)}") from error
             for row, logits in enumerate(found, begin + 1):

@@ -125,7 +125,7 @@ class Agent:
         state = state_since(self._run_dir / FILE_NAME, self._began)
         if self._signals.stop is not None and state in (STOPPED, PREEMPTED):
             # Rank 0 has saved the run, and was killed before it had left.
-            again = overrides_to_resume(self._run_dir, self._work.config.checkpoint.resume)
+            again = overrides_to_resume(self._run_dir)
             text = f"after step {newest}, on request; checkpoint saved. {TO_RESUME} {again}"
             raise RunFailed(RunOutcome(SAVED, text))
         if outcome.exit_code in ON_REQUEST or self._signals.stop is not None:
@@ -140,7 +140,7 @@ class Agent:
 
     def _how_to_resume(self, newest: int) -> str:
         if newest:
-            again = overrides_to_resume(self._run_dir, self._work.config.checkpoint.resume)
+            again = overrides_to_resume(self._run_dir)
             return f"To resume from step {newest}: the same command with {again}."
         again = directory_override("run.dir", self._run_dir)
         return f"There is no checkpoint: the same command with {again} begins anew."

@@ -237,6 +237,7 @@ def follow(
         try:
             message = json.loads(wait_for_key(store, f"message/{number}", wait_s, launch, what, failure))
         except Exception:
+            on_end()  # torchrun may end this rank before its error is printed
             with ignore_store_errors():  # this rank leaves: rank 0 need not wait for it at the end
                 store.set(f"heard/{launch.rank}", "")
             raise

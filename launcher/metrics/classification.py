@@ -22,6 +22,7 @@ Float64Array = NDArray[np.float64]
 
 OF_COUNTS = ("accuracy", "macro_precision", "macro_recall", "macro_f1", "weighted_f1")
 TOP = 5
+MOST_NUMBERS = 4_000_000  # of outputs that wait: 16 MB in fp32, whatever the number of classes
 AT_ONCE = 4096  # samples that are counted together: some 40 operations, which cost as much for 128
 
 
@@ -69,13 +70,17 @@ class Classification:
         return tuple(self.prefix + name for name in (*OF_COUNTS, *of_logits))
 
     def update(self, outputs: Outputs, batch: Batch) -> None:
-        """Add the samples of a batch. Raises ConfigError for outputs that do not fit the labels."""
+        """Add the samples of a batch, whose outputs must not be changed afterwards.
+
+        Raises ConfigError for outputs that do not fit the labels.
+        """
         given = chosen(outputs, self.output, "Classification")
         advice = "Recipe.label_column=..., or Classification(classes, label=...)"
         labels = column_of(batch, self.label, "Classification", advice)
-        self._waiting.append((self._flat(given, labels), labels.reshape(-1)))
+        flat = self._flat(given, labels)
+        self._waiting.append((flat, labels.reshape(-1).clone()))  # a batch may be reused
         self._num_waiting += labels.numel()
-        if self._num_waiting >= AT_ONCE:
+        if self._num_waiting >= AT_ONCE or self._num_waiting * flat[:1].numel() >= MOST_NUMBERS:
             self._count_waiting()
 
     def __getstate__(self) -> dict[str, object]:

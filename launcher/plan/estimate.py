@@ -15,7 +15,7 @@ import torch
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.links import ring_bytes
-from launcher.doctor.machine import user_location
+from launcher.doctor.machine import existing_part_of_run_dir
 from launcher.engine import UnusableError
 from launcher.errors import ConfigError, LauncherError, first_line
 from launcher.plan.memory import LOG, PlannedRank, PlannedTask, StepMemory, rank_on
@@ -58,7 +58,7 @@ def estimate(config: Config, world_size: int, machines: int, on_gpu: bool) -> di
         with guarding("the recipe's model or loss", LOG), rank_on(torch.device("cpu"), task) as rank:
             found = _counted(task, rank, on_gpu=False)
     message, buckets = found["memory"]["bytes"]["gradients"], found.pop("buckets")
-    place, saved = user_location(config), found.pop("checkpoint_bytes")
+    place, saved = existing_part_of_run_dir(config), found.pop("checkpoint_bytes")
     return {
         "recipe": config.recipe.name,
         "world_size": world_size,

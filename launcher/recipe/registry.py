@@ -183,7 +183,8 @@ def load_recipe(config: Config) -> Recipe:
     refuse_other_arguments(f'the function under @recipe("{uses}")', build, "(config)")
     schedules = {**dict.fromkeys(SCHEDULES), **registry.schedules}  # None of those of the launcher
     named = look_up("schedule.name", config.schedule.name, schedules)
-    refuse_unknown_options(f"recipe.{{}} (an option of {uses})", config.recipe.options, build)
+    first = next(iter(inspect.signature(build).parameters))  # the config itself is no option
+    refuse_unknown_options(f"recipe.{{}} (an option of {uses})", config.recipe.options, build, first)
     built = build(config, **config.recipe.options)
     if not isinstance(built, Recipe):
         raise ConfigError(

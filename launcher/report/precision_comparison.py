@@ -113,7 +113,11 @@ def _quantities(
         ("weights, masters, optimizer", lambda run: run.result.state_bytes, size, _signed(size)),
         ("sent per step and rank", lambda run: run.result.wire_bytes_per_step, size, _signed(size)),
         ("skipped steps", lambda run: run.skipped, number, _signed(number)),
-        ("val_loss", lambda run: run.result.metrics.get("val_loss"), number, _signed(number)),
+        *(
+            []
+            if metric_name == "val_loss"
+            else [("val_loss", lambda run: run.result.metrics.get("val_loss"), number, _signed(number))]
+        ),
         (
             metric_title(metric_name),
             lambda run: run.result.metric,

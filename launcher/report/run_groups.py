@@ -33,10 +33,6 @@ class RunGroup:
     runs: tuple[Run, ...]
 
     @property
-    def color(self) -> int:
-        return self.place % NUM_COLORS
-
-    @property
     def done(self) -> list[Run]:
         return [run for run in self.runs if run.state == "done"]
 

@@ -21,12 +21,11 @@ from launcher.run_dir.atomic import NotPlainError, read_json
 from launcher.run_dir.codec import decoded
 from launcher.run_dir.differences import another_run, other_training
 from launcher.run_dir.discarding import (
-    AUTO,
     DISCARDED,
     NEVER,
     discards_steps,
-    has_discarded,
     is_restart,
+    resume_after,
 )
 from launcher.run_dir.lock import locked
 from launcher.run_dir.pruning import PRUNE
@@ -72,9 +71,9 @@ def open_run_dir(config: Config, overrides: Sequence[str]) -> Iterator[OpenRunDi
         directory = _made(Path(config.run.dir)) if config.run.dir else _new_default(config.recipe.name)
         resolved = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(directory)))
         restarted = is_restart(os.environ)
-        if restarted and discards_steps(config.checkpoint.resume, directory) and has_discarded(directory):
-            resume = dataclasses.replace(config.checkpoint, resume=AUTO)
-            resolved = dataclasses.replace(resolved, checkpoint=resume)
+        resume = resume_after(config.checkpoint.resume, directory, restarted)
+        checkpoint = dataclasses.replace(config.checkpoint, resume=resume)
+        resolved = dataclasses.replace(resolved, checkpoint=checkpoint)
         refuse_foreign(directory)
         lock = locked(directory)
     with lock:

@@ -38,7 +38,12 @@ def is_restart(environ: Mapping[str, str]) -> bool:
     return any(environ.get(name, "0") != "0" for name in RESTART_COUNTS)
 
 
-def overrides_to_resume(run_dir: Path, resume: str) -> str:
-    """What to add to the command whose checkpoint.resume this is, so that it resumes this run."""
+def resume_after(resume: str, run_dir: Path, restarted: bool) -> str:
+    """What checkpoint.resume means to this start of the command, which may be a restart."""
+    return AUTO if restarted and discards_steps(resume, run_dir) and has_discarded(run_dir) else resume
+
+
+def overrides_to_resume(run_dir: Path) -> str:
+    """What to add to the command of this run, so that it resumes what it has saved."""
     again = directory_override("run.dir", run_dir)
-    return f"{again} checkpoint.resume=auto" if discards_steps(resume, run_dir) else again
+    return f"{again} checkpoint.resume=auto" if has_discarded(run_dir) else again

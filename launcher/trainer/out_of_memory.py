@@ -68,7 +68,7 @@ def _failure(context: TrainContext, text: str) -> OutOfMemoryError:
     text = f"{text}; data.micro_batch_size={half} needs less memory for the same update."
     halves = context.config.train.on_oom == "halve"
     if halves and not context.heartbeat.monitored_by_parent:
-        again = overrides_to_resume(Path(context.config.run.dir), context.config.checkpoint.resume)
+        again = overrides_to_resume(Path(context.config.run.dir))
         text = (
             f"{text} No parent process restarts this run with it (train.on_oom=halve). {TO_RESUME} "
             f"{again} data.micro_batch_size={half}"

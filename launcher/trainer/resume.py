@@ -26,7 +26,7 @@ from launcher.distributed.env import LaunchEnv
 from launcher.engine.precision.loss_scale import ScaleStart
 from launcher.errors import ConfigError, listed
 from launcher.run_dir.differences import changed_settings, settings_of
-from launcher.run_dir.discarding import AUTO, discards_steps, has_discarded
+from launcher.run_dir.discarding import resume_after
 from launcher.telemetry.events import RestartEvent
 from launcher.trainer.builders import build
 from launcher.trainer.builders.data_check import check_same_data_as_checkpoint
@@ -66,9 +66,7 @@ class RunCheckpoints:
         """
         resume_from, run_dir = self._context.config.checkpoint.resume, Path(self._context.config.run.dir)
         # Only rank 0's value counts: it chooses for all.
-        if launch.restart_count and discards_steps(resume_from, run_dir) and has_discarded(run_dir):
-            resume_from = AUTO
-        found = self.checkpointer.find(resume_from)
+        found = self.checkpointer.find(resume_after(resume_from, run_dir, launch.restart_count > 0))
         for name, problems in found.damaged.items():
             self._context.telemetry.warn(
                 f"a damaged checkpoint is skipped and set aside: {name} ({problems})"

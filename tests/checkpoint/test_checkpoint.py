@@ -86,7 +86,7 @@ def test_a_setting_whose_text_reads_as_a_number_that_json_lacks(tmp_path: Path, 
     assert load(publish(tmp_path, written)).extra == written.extra
 
 
-def test_the_files_of_format_2_are_read_and_written(tmp_path: Path) -> None:
+def test_the_files_of_this_format_are_read_and_written(tmp_path: Path) -> None:
     """Spelt out here and not by our writer, because the runs of others hold such files.
 
     Whoever changes a name, a key or an encoding gives the new format another number.
@@ -138,7 +138,7 @@ def test_the_files_of_format_2_are_read_and_written(tmp_path: Path) -> None:
     for name, content in contents.items():
         (path / name).write_bytes(content)
         files[name] = {"sha256": hashlib.sha256(content).hexdigest(), "size_bytes": len(content)}
-    text = json.dumps({"files": files, "format": 2, "step": 7}, sort_keys=True)
+    text = json.dumps({"files": files, "format": 3, "step": 7}, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     (path / "manifest.json").write_text(f'{{"content": {text}, "sha256": "{digest}"}}\n')
     assert same(load(path), made)
@@ -534,14 +534,14 @@ def test_the_identity_of_a_run_comes_from_its_config_and_model() -> None:
     ]
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("number", [2, 4])
 def test_another_format_is_refused_and_left_alone(tmp_path: Path, number) -> None:
     publish_steps(tmp_path, 1, 2)
     manifest = tmp_path / "step-00000002" / MANIFEST
     content = json.loads(manifest.read_bytes())["content"]
     changed = {**content, "format": number, "files": {"shards": "of another kind"}}
     manifest.write_bytes(manifest_text(changed))
-    with pytest.raises(ConfigError, match=f"format {number}; this version reads format 2"):
+    with pytest.raises(ConfigError, match=f"format {number}; this version reads format 3"):
         resume(ALONE, tmp_path, "auto", IDENTITY)
     assert (tmp_path / "step-00000002").exists()
 

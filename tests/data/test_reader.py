@@ -177,6 +177,13 @@ def test_samples_that_cannot_be_read_are_named_and_left_out():
     assert "Traceback" in fetched.bad[0].details
 
 
+def test_a_batch_of_samples_that_are_none_is_left_out_as_unreadable() -> None:
+    """As each of them would be in a batch with others, whatever the number of ranks."""
+    fetched = read([None, None], 0, 1)
+    assert (fetched.batch, fetched.kept, fetched.failure) == (None, (), "")
+    assert [bad.index for bad in fetched.bad] == [0, 1]
+
+
 @pytest.mark.parametrize(("sample", "collate"), [(None, None), ({"x": None}, None), ((None,), columns("x"))])
 def test_a_sample_that_is_none_is_named_and_left_out(sample, collate):
     good = {"x": torch.ones(2)} if collate is None else (torch.ones(2),)

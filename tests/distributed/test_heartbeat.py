@@ -95,3 +95,18 @@ def test_a_phase_without_a_number_is_refused_with_and_without_a_reader(table) ->
     with pytest.raises(KeyError):
         heartbeat.beat("dancing")
     assert heartbeat.latest.phase == "starting"
+
+
+def test_user_code_that_waits_for_another_rank_is_timed_like_any_other_wait() -> None:
+    """By the parent, which reads the same row as the rank's own timer."""
+    heartbeats = Heartbeats(1)
+    heartbeat = heartbeats.of(0)
+    heartbeat.beat("loading data")
+    with heartbeat.in_user_code():
+        assert heartbeats.read()[0].user_code
+        heartbeat.set_waits(True)
+        heartbeat.set_sample(7)
+        assert not heartbeats.read()[0].user_code
+        heartbeat.set_waits(False)
+        assert heartbeats.read()[0].user_code
+        assert heartbeats.read()[0].sample == 7

@@ -309,3 +309,24 @@ def test_weights_that_were_loaded_after_the_stepper_was_built_are_averaged() -> 
     stepper.model.load_state_dict({"weight": torch.full((4, 4), 7.0), "bias": torch.zeros(4)})
     average.restart()
     assert average.state().weights["weight"].eq(7.0).all()
+
+
+FORBIDDEN: dict[str, Any] = {
+    "backward": lambda stepper: stepper.backward(torch.zeros((), requires_grad=True), 1),
+    "step": lambda stepper: stepper.step(),
+    "state_dict": lambda stepper: stepper.state_dict(),
+    "load": lambda stepper: stepper.load(stepper.state()),
+}
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_what_trains_or_saves_is_refused_while_the_model_has_the_averages(name: str) -> None:
+    stepper = stepper_of(conv_net(), policy=Policy.fp32())  # whose weights are the masters
+    average = ExponentialMovingAverage(stepper, DECAY)
+    step(stepper, 1)
+    average.update(1)
+    before = state_digest(stepper, counters=True)
+    refused = pytest.raises(UnusableError, match=r"within ExponentialMovingAverage\.in_model\(\)")
+    with average.in_model(), refused:
+        FORBIDDEN[name](stepper)
+    assert state_digest(stepper, counters=True) == before

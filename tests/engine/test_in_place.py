@@ -268,3 +268,33 @@ def test_masters_are_written_only_after_a_copy_of_them(monkeypatch: pytest.Monke
         assert not torch.equal(stepper.zero1.shards[0].master, before)
         assert torch.equal(copied.pop(), before)
         assert not copied
+
+
+class Teacher(nn.Module):
+    """Has a frozen copy that its forward pass moves towards the trained part, if it is to."""
+
+    def __init__(self, moves: bool) -> None:
+        super().__init__()
+        self.moves, self.student, self.teacher = moves, mlp(), mlp(seed=1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                if self.moves:
+                    old.lerp_(new, 0.1)
+        return self.student(x) + self.teacher(x)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "amp_fp16", "fp16"])
+@pytest.mark.parametrize("moves", [False, True])
+def test_frozen_parameters_that_are_written_are_named_once(moves, policy) -> None:
+    """No skipped step undoes that, and no comparison of the ranks sees it."""
+    stepper = Stepper(Teacher(moves), SGD(0.1), Policy.named(policy), reference_count=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            train(stepper, *features(4, step))
+        stepper.load(stepper.state())
+        train(stepper, *features(4, 3))
+    texts = [str(each.message) for each in caught]
+    assert [text.startswith("teacher.0.weight, ") and "frozen" in text for text in texts] == [True] * moves

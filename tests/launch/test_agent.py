@@ -49,5 +49,7 @@ def test_checkpoints_that_a_run_sets_aside_are_not_its_progress(tmp_path, resume
 @pytest.mark.parametrize(("resume", "also"), [("auto", ""), ("never", " checkpoint.resume=auto")])
 def test_a_run_that_began_anew_is_resumed_without_beginning_anew_again(tmp_path, resume, also) -> None:
     agent = agent_of(tmp_path, resume)
+    if resume == "never":
+        record_discarded(tmp_path)
     again = f"the same command with run.dir={tmp_path}{also}."
     assert agent._how_to_resume(7) == f"To resume from step 7: {again}"

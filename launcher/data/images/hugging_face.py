@@ -36,7 +36,10 @@ def list_rows(
     """
     library, where = datasets_library("data=hf"), f"data.path={path}"
     splits = _splits(load(library, path, where), where)
-    return index_of_rows(library, splits, (image_column, label_column), where, val_fraction)
+    place = Path(path)
+    folder = place.parent if place.is_file() else place
+    columns = image_column, label_column
+    return index_of_rows(library, splits, columns, where, val_fraction, folder)
 
 
 def index_of_rows(
@@ -45,8 +48,13 @@ def index_of_rows(
     columns: tuple[str | None, str | None],
     where: str,
     val_fraction: float = 0.0,
+    folder: Path = Path(),
 ) -> ImageIndex:
-    """The rows of one or two splits, with the columns of images and of labels that the config names."""
+    """The rows of one or two splits, with the columns of images and of labels that the config names.
+
+    Paths of images are relative to `folder`.
+    """
+    splits = [each.with_format(None) for each in splits]  # a saved set may give tensors
     features = splits[0].features
     image = _column(features, "image", columns[0], library.Image, IMAGE_COLUMNS, where)
     label = _column(features, "label", columns[1], library.ClassLabel, LABEL_COLUMNS, where)
@@ -62,7 +70,7 @@ def index_of_rows(
         if isinstance(cell.get("bytes"), bytes):
             return cell["bytes"], name
         if cell.get("path"):
-            return Path(cell["path"]), f"{name} ({cell['path']})"
+            return folder / cell["path"], f"{name} ({cell['path']})"
         raise DataError(f"{name} has no image in column {image}.")
 
     about = [image, *((each._fingerprint, len(each)) for each in images)]

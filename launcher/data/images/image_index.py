@@ -6,13 +6,15 @@ Owns the split of sets that come without one. Images are opened when they are ne
 from __future__ import annotations
 
 import hashlib
+import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.data.images.image_file import Source
 from launcher.data.split import label_to_index, natural, numbered, refuse_one_class, stratified_split
-from launcher.errors import DataError
+from launcher.errors import DataError, DataWarning, counted, listed
 
 KINDS = ("bmp", "gif", "jfif", "jpe", "jpeg", "jpg", "pgm", "png", "ppm", "tga", "tif", "tiff", "webp")
 SUFFIXES = frozenset(f".{kind}" for kind in KINDS)
@@ -51,15 +53,19 @@ def image_index(
     val_fraction: float,
     where: str,
     classes: Sequence[str] = (),
-    **listed: object,
+    **fields: object,
 ) -> ImageIndex:
-    """The index of what was `listed`, the last three fields of an ImageIndex.
+    """The index with these `fields`, the last three of an ImageIndex.
 
     held_out: of a set with a split, whether each row is; None: `val_fraction` of each class is. Without
     `classes` they are those of the training rows, sorted. `where` is the config's key that an error mentions.
     """
+    counts = Counter(labels)
     if held_out is None:
         train, validation = stratified_split(numbered(labels), val_fraction, f"images of {where}", DataError)
+        # The only image of a class is for training, which would not know the class.
+        single = {row for row in validation if counts[labels[row]] == 1}
+        train, validation = sorted({*train, *single}), [row for row in validation if row not in single]
     else:
         train = [row for row, out in enumerate(held_out) if not out]
         validation = [row for row, out in enumerate(held_out) if out]
@@ -70,7 +76,19 @@ def image_index(
     classes = classes or sorted({labels[row] for row in train}, key=natural)
     numbers = label_to_index([labels[row] for row in rows], classes, lambda row: where)
     refuse_one_class(classes, where)
-    return ImageIndex(rows, tuple(numbers), tuple(classes), len(train), **listed)  # type: ignore[arg-type]
+    if (
+        held_out is None
+        and validation
+        and (bare := sorted(set(range(len(classes))) - set(numbers[len(train) :])))
+    ):
+        names = listed([classes[number] for number in bare], SHOWN)
+        warnings.warn(
+            f"{where}: no image is held out of {counted(len(bare), 'class', 'es')} ({names}). The "
+            "evaluation says nothing about them: raise data.val_fraction, or give more images.",
+            DataWarning,
+            stacklevel=2,
+        )
+    return ImageIndex(rows, tuple(numbers), tuple(classes), len(train), **fields)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

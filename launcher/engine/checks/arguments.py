@@ -69,7 +69,9 @@ def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
             "pass, then build the Stepper."
         )
     devices = {p.device for p in model.parameters()}  # the layout checks that it is one
-    if apart := [name for name, buffer in named_buffers(model).items() if {buffer.device} != devices]:
+    if apart := [
+        name for name, buffer in named_buffers(model).items() if devices and buffer.device not in devices
+    ]:
         raise UnusableError(
             f"buffers {listed(apart, SHOWN)} of {kind} are on another device than its parameters. Move the "
             "whole model to one device with model.to(device) before building the Stepper."

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from launcher.engine.checks.step_warnings import level_outside
 from launcher.engine.errors import EngineWarning, UnusableError, listed
@@ -37,12 +37,20 @@ class AttachedParams:
     def __init__(self, model: nn.Module) -> None:
         self._parameters = named_parameters(model)
         self._built = self._fingerprint()
+        self._frozen = {n: (p, p._version) for n, p in self._parameters.items() if not p.requires_grad}
+        self.weights_swapped = False  # whether the model has the averages of ExponentialMovingAverage
 
     def _fingerprint(self) -> list[int | None]:
         return [p.data_ptr() if p.requires_grad else None for p in self._parameters.values()]
 
     def check(self) -> None:
         """Raise UnusableError if a parameter is no longer the one in flat memory. 0.2 us per parameter."""
+        if self.weights_swapped:
+            raise UnusableError(
+                "within ExponentialMovingAverage.in_model() the model has the averages: train, save and load "
+                "outside of it."
+            )
+        self._warn_of_frozen()
         present = self._fingerprint()
         if present == self._built:
             return
@@ -55,6 +63,27 @@ class AttachedParams:
             "Stepper is built. To unfreeze a part later, start a second run from the weights of the first; "
             "in a loop of your own, build another Stepper. Set values by p.copy_() under torch.no_grad()."
         )
+
+    def _warn_of_frozen(self) -> None:
+        """Warn once of frozen parameters that were written, as those of a teacher in the forward pass."""
+        written = [name for name, (p, version) in self._frozen.items() if p._version != version]
+        # One in the flat memory of another Stepper, which trains that part of the model, is its own.
+        written = [each for each in written if not _is_part_of_larger(self._frozen[each][0])]
+        if not written:
+            return
+        self._frozen = {}
+        warnings.warn(
+            f"{listed(written, SHOWN)}: frozen parameters were written in place. A skipped step does not "
+            "undo that, ranks that write different values are not noticed, and half weights round small "
+            "changes away. For an average of the weights use ema.decay (ExponentialMovingAverage). Write "
+            "others after a step, alike on all ranks, with fp32 weights (precision=amp_fp16).",
+            EngineWarning,
+            stacklevel=level_outside(),
+        )
+
+
+def _is_part_of_larger(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 class InPlaceWrites:

@@ -19,24 +19,27 @@ NO_GRADIENTS = (
     "still changes them. Check that the forward pass uses them, and that nothing detaches it (.detach(), "
     ".data, torch.no_grad()), or freeze them before building the Stepper, unless later steps use them."
 )
+SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # of torchrun, srun, mpirun
 ALONE = (
-    "WORLD_SIZE={size}, but no process group is initialised: this process trains alone, and so do others. "
+    "{name}={size}, but no process group is initialised: this process trains alone, and so do others. "
     "Call torch.distributed.init_process_group() before building the Stepper. To train alone on purpose, "
     "pass it a group of one: new_group([get_rank()], use_local_synchronization=True)."
 )
 
 
 def warn_if_alone(stacklevel: int) -> None:
-    """Warn where torchrun started several processes and no process group is initialised."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size != "1" and not dist.is_initialized():
-        warnings.warn(ALONE.format(size=size), EngineWarning, stacklevel + 1)
+    """Warn where torchrun, srun or mpirun started several processes and no process group is initialised."""
+    sizes = {name: os.environ.get(name, "1") for name in SIZES}
+    name = next((name for name in SIZES if sizes[name] != "1"), None)
+    if name is not None and not dist.is_initialized():
+        warnings.warn(ALONE.format(name=name, size=sizes[name]), EngineWarning, stacklevel + 1)
 
 
 def level_outside() -> int:
     """The `stacklevel` with which the caller's warning names the line that called the engine."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("launcher.engine"):
+    ours = ("launcher.engine", "torch.utils._contextlib")  # the latter calls what no_grad() decorates
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(ours):
         level, frame = level + 1, frame.f_back
     return level
 

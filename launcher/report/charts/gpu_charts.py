@@ -9,12 +9,11 @@ import numpy as np
 from launcher.report.charts.chart import Chart, Line, axis_of, steps_axis
 from launcher.report.run import Run
 
-FIRST = ("util", "memory", "power", "temperature", "clock", "throttl", "energy")
+FIRST = ("util", "memory", "power", "temperature", "throttl", "energy")
 UNITS = {
     "percent": "%",
     "w": "W",
     "c": "°C",
-    "mhz": "MHz",
     "bytes": "bytes",
     "j": "J",
     "s": "s",

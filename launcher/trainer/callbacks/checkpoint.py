@@ -125,9 +125,7 @@ class CheckpointCallback(Callback):
 
     @property
     def _overrides_to_resume(self) -> str:
-        return overrides_to_resume(
-            self._checkpointer.directory.parent, self._context.config.checkpoint.resume
-        )
+        return overrides_to_resume(self._checkpointer.directory.parent)
 
     def _request_to_prune(self) -> PruneRequest | None:
         """The request that rank 0 has found, the same on all ranks. A collective."""
