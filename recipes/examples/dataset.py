@@ -4,7 +4,7 @@ Each sample is a ring or a disk, drawn when it is read. The transform draws from
 likes: before each micro-batch the launcher seeds all three, in the loader processes too, so that a resumed
 run sees the same samples.
 
-    scripts/run recipe=dataset recipes.path=recipes/examples/dataset.py --config-dir recipes/examples/conf
+    scripts/run recipe=recipes/examples/dataset.py optim=adamw optim.lr=1e-2 data.batch_size=64 train.epochs=3
 """
 
 import random
@@ -18,7 +18,7 @@ from launcher.recipe import Config, Recipe, columns, cross_entropy, recipe
 PIXELS = 16
 
 
-@recipe("dataset")
+@recipe
 def dataset(config: Config) -> Recipe:
     return Recipe(
         build_model=network,

@@ -2,12 +2,13 @@
 
 The network of recipe=cnn with a new last layer that tells even from odd digits. Its trunk comes from a
 safetensors file, is frozen, and needs no gradient, no bytes on the wire and no optimizer state. The file's
-last layer has another shape, so model.init_from_strict is false in the recipe's YAML.
+last layer has another shape, which model.init_from_strict=false allows.
 
     scripts/run recipe=cnn data=digits run.dir=outputs/trunk
     scripts/run export outputs/trunk trunk.safetensors
-    scripts/run recipe=frozen_trunk model.init_from=trunk.safetensors \
-        recipes.path=recipes/examples/frozen_trunk.py --config-dir recipes/examples/conf
+    scripts/run recipe=recipes/examples/frozen_trunk.py model=cnn data=digits \
+        model.init_from=trunk.safetensors model.init_from_strict=false optim=adamw optim.lr=3e-3 \
+        train.epochs=3
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from launcher.recipe import (
 )
 
 
-@recipe("frozen_trunk")
+@recipe
 def frozen_trunk(config: Config) -> Recipe:
     if config.model.init_from is None:
         raise ConfigError(
-            "recipe=frozen_trunk trains the last layer only: give the others with model.init_from=FILE, of "
-            "the command export RUN FILE"
+            "frozen_trunk.py trains the last layer only: give the others with model.init_from=FILE, of the "
+            "command export RUN FILE"
         )
     images = load_images(config.data)
     sizes = {"in_channels": images.channels, "height": images.height, "width": images.width}

@@ -4,8 +4,8 @@ The model is built from a config and the data set from a dictionary, so nothing 
 `AutoModelForSequenceClassification.from_pretrained(NAME)` and `load_dataset(NAME)` take their places. The
 task: does a sentence have more tokens 1 than tokens 2?
 
-    scripts/run recipe=huggingface recipes.path=recipes/examples/huggingface.py \
-        --config-dir recipes/examples/conf
+    scripts/run recipe=recipes/examples/huggingface.py optim=adamw optim.lr=1e-3 data.batch_size=64 \
+        optim.decay_norm_and_bias=false train.epochs=3
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from launcher.recipe import Batch, Config, Loss, Recipe, recipe
 LENGTH, VOCABULARY = 12, 8
 
 
-@recipe("huggingface")
+@recipe
 def huggingface(config: Config) -> Recipe:
     small = BertConfig(
         vocab_size=VOCABULARY,

@@ -4,8 +4,10 @@ Which digit an image shows, and how much ink it has. The weights are those of Ke
 Multi-Task Learning Using Uncertainty to Weigh Losses, 2018 (arXiv:1705.07115, equation 7). Each is exp(-s),
 where s is the logarithm of the variance.
 
-    scripts/run recipe=learned_weights recipes.path=recipes/examples/learned_weights.py \
-        --config-dir recipes/examples/conf
+    scripts/run recipe=recipes/examples/learned_weights.py data=digits optim=adamw optim.lr=3e-3 \
+        data.augment.random_crop_padding=0 train.epochs=5
+
+A random crop would change the ink that is seen.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from launcher.recipe import (
 )
 
 
-@recipe("learned_weights")
+@recipe
 def learned_weights(config: Config) -> Recipe:
     images = load_images(config.data)
     ink = ink_of(images.train)

@@ -1,14 +1,17 @@
 """An optimizer of one's own: Lion (Chen et al., 2023, arXiv:2302.06675, algorithm 2), on the digits.
 
 It updates the fp32 masters. A class of torch.optim needs no body: `class Mine(torch.optim.Adamax): pass`.
-The keys of conf/optim/lion.yaml are its options.
+The keys of conf/optim/lion.yaml are its options; `optim=lion` chooses that file.
 
-    scripts/run recipe=lion recipes.path=recipes/examples/lion.py --config-dir recipes/examples/conf
+    scripts/run recipe=recipes/examples/lion.py data=digits optim=lion train.epochs=3 \
+        --config-dir recipes/examples/conf
 """
 
 import torch
+from torch import nn
 
-from launcher.recipe import optimizer
+from launcher.data import load_images
+from launcher.recipe import Recipe, cross_entropy, optimizer, recipe
 
 
 @optimizer("lion")
@@ -25,3 +28,17 @@ class Lion(torch.optim.Optimizer):
                 update = torch.lerp(p.grad, average, update_beta).sign()
                 p.mul_(1 - lr * group["weight_decay"]).sub_(update, alpha=lr)
                 average.lerp_(p.grad, 1 - average_beta)
+
+
+@recipe
+def digits(config):
+    images = load_images(config.data)  # uint8 [n, 1, 8, 8]
+    return Recipe(
+        build_model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)),
+        train=images.train,
+        validation=images.validation,
+        train_transform=images.train_transform(config.data.augment),
+        eval_transform=images.eval_transform(),
+        loss=cross_entropy,
+        classes=images.classes,
+    )

@@ -3,7 +3,8 @@
 The state is carried from segment to segment of a sample without its gradients, within one update. The loss
 counts weights instead of samples, so its mean is the weighted one.
 
-    scripts/run recipe=recurrent recipes.path=recipes/examples/recurrent.py --config-dir recipes/examples/conf
+    scripts/run recipe=recipes/examples/recurrent.py optim=adamw optim.lr=3e-3 data.batch_size=32 \
+        train.epochs=4
 """
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from launcher.recipe import Loss, Recipe, TensorData, recipe
 
 
-@recipe("recurrent")
+@recipe
 def recurrent(config):
     return Recipe(Summing, walks(512), walks(128), segments_loss)
 

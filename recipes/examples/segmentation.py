@@ -3,8 +3,8 @@
 The loss sums over pixels and counts them, so that its mean is one per pixel whatever the batch. `MeanIoU` has
 `merge`, so each rank measures its share and rank 0 adds the counts up.
 
-    scripts/run recipe=segmentation recipes.path=recipes/examples/segmentation.py \
-        --config-dir recipes/examples/conf
+    scripts/run recipe=recipes/examples/segmentation.py optim=adamw optim.lr=3e-3 data.batch_size=32 \
+        train.epochs=3
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CLASSES = ("background", "disk", "square")
 PIXELS = 32
 
 
-@recipe("segmentation")
+@recipe
 def segmentation(config: Config) -> Recipe:
     return Recipe(
         build_model=lambda: Segmenter(len(CLASSES)),

@@ -4,7 +4,7 @@ A signal has one to three peaks; the network finds their places. `flat` joins th
 the row of each. `Drawn` replaces a weighted sampler. An integer buffer counts the training passes of a rank:
 it is in the checkpoint, so the term continues after a resume.
 
-    scripts/run recipe=unpadded recipes.path=recipes/examples/unpadded.py --config-dir recipes/examples/conf
+    scripts/run recipe=recipes/examples/unpadded.py data.batch_size=32 data.num_workers=0
 """
 
 import torch
@@ -15,7 +15,7 @@ from launcher.recipe import Loss, Recipe, recipe
 GRID = torch.linspace(0, 1, 64)
 
 
-@recipe("unpadded")
+@recipe
 def unpadded(config):
     return Recipe(Finder, Drawn(Signals(512, seed=0)), Signals(128, seed=1), peak_loss, collate=flat)
 

@@ -26,9 +26,7 @@ PAIRS = "A man eats.\tA man sleeps.\tneutral\nA man eats.\tHe eats.\tentailment\
 
 
 def config_of(words: tuple[str, ...]) -> Config:
-    own = EXAMPLES / f"{words[0].removeprefix('recipe=')}.py"
-    tree, path = (EXAMPLES / "conf", (f"recipes.path={own}",)) if own.exists() else (None, ())
-    (config,) = compose_jobs(Request((*words, *path), tree))
+    (config,) = compose_jobs(Request(words))
     return config
 
 
@@ -66,15 +64,15 @@ TEN = [
     ("recipe=resnet18", "optim=adamw", "data.micro_batch_size=16"),
     ("recipe=resnet50", "data.batch_size=8", *SMALL),
     ("recipe=cnn", "data.batch_size=64", *SMALL),
-    ("recipe=segmentation",),
-    ("recipe=recurrent",),
+    (f"recipe={EXAMPLES}/segmentation.py", "optim=adamw", "data.batch_size=32"),
+    (f"recipe={EXAMPLES}/recurrent.py", "optim=adamw", "data.batch_size=32"),
     ("recipe=gpt", "data.path={text}"),
     ("recipe=bert", "data.path={pairs}"),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", TEN, ids=" ".join)
+@pytest.mark.parametrize("words", TEN, ids=lambda words: " ".join(words).replace(f"{EXAMPLES}/", ""))
 def test_predicted_bytes_are_those_of_the_allocator_in_a_real_step_within_five_percent(
     words, tmp_path
 ) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from launcher.checkpoint.catalog import FOLDER
@@ -29,6 +30,7 @@ RECIPES = (
     "frozen_trunk",
     "huggingface",
     "lion",
+    "photographs",
     "recurrent",
     "unpadded",
 )
@@ -63,6 +65,18 @@ def test_a_plain_dataset_with_a_transform_learns_and_resumes_with_the_same_sampl
     weights_of("dataset", tmp_path, *words, "train.max_steps=20")
     assert train("dataset", tmp_path, *words)["accuracy"] > 0.9
     assert json.loads((tmp_path / "run" / "result.json").read_text())["weights_sha256"] == whole
+
+
+@pytest.mark.slow
+def test_a_dataset_of_photographs_is_read_with_pil(tmp_path: Path) -> None:
+    for name, colour in (("blue", (30, 60, 200)), ("red", (200, 60, 30))):
+        (tmp_path / name).mkdir()
+        for i in range(40):
+            Image.new("RGB", (24 + i, 40), colour).save(tmp_path / name / f"{i}.jpg")
+    words = (f"data.path={tmp_path}", "recipe.side=16", "train.epochs=2", "data.batch_size=8")
+    last = train("photographs", tmp_path, *words)
+    assert last["samples"] == 16
+    assert last["accuracy"] == 1
 
 
 @pytest.mark.slow
