@@ -190,16 +190,6 @@ class Heartbeat:
         finally:
             self._set_user_code(before)
 
-    @contextmanager
-    def in_collective(self) -> Iterator[None]:
-        """Within the context this rank may wait for another one, although code of the user called it."""
-        before = self._user_code
-        self._set_user_code(False)
-        try:
-            yield
-        finally:
-            self._set_user_code(before)
-
     def _set_user_code(self, inside: bool) -> None:
         self._user_code, self._since_s = inside, time.monotonic()
         self._write()

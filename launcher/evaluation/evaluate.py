@@ -15,29 +15,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple, dataclass, replace
-from functools import wraps
+from dataclasses import astuple, dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from launcher.config.user_code import defined_at
-from launcher.data.batch_plan import cut, rank_slice
 from launcher.data.iterable_loader import IterableData
 from launcher.data.seeding import seed_evaluation
-from launcher.data.sources import FIRST, Readable, length_of
+from launcher.data.sources import FIRST, Readable
 from launcher.data.tensors import Batch, transformed
 from launcher.distributed.env import WorkerEnv
-from launcher.distributed.uneven import UnevenCollectives
 from launcher.engine.async_work import all_reduce
 from launcher.errors import ConfigError, DataError, counted
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.measuring import Beat, Guard, MetricEvaluator, MetricValues, rows_with_nan
 from launcher.metrics.metric import declared_names, direction_of
 from launcher.recipe.contract import Loss, Recipe, loss_of
-
-TO_LEAVE_OUT = "Call it only in training (if network.training:), where each rank has its part of every step."
 
 
 @dataclass(frozen=True)
@@ -117,8 +112,6 @@ class EvalLoop:
     in_user_code: Callable[[], AbstractContextManager[None]] = nullcontext
     seed: int = 0
     waits: Beat = lambda: None
-    # Of each collective of the recipe's loss, in a trial.
-    in_collective: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def measure_batch(self, batch: Batch, measuring: MetricEvaluator, number: int = 0) -> Loss:
         """The loss of a batch, which the metrics are updated with. `number` counts those of this rank."""
@@ -247,21 +240,6 @@ def sanity_check(over: EvalLoop, data: Readable, batch_size: int) -> MetricValue
     """
     env = over.env
 
-    def trial_of(size: int) -> EvalLoop:
-        """The pass with a loss that may not call collectives which would fail in the evaluation."""
-        shares = [
-            rank_slice(range(length_of(data) or 0), rank, env.world_size) for rank in range(env.world_size)
-        ]
-        sizes = [[len(piece) for piece in cut(share, size)] for share in shares]
-        refusing = UnevenCollectives(env, sizes, TO_LEAVE_OUT, True, over.in_collective)
-
-        @wraps(over.recipe.loss, updated=())
-        def loss(network: nn.Module, batch: Batch) -> Loss:
-            with refusing:
-                return over.recipe.loss(network, batch)
-
-        return replace(over, recipe=replace(over.recipe, loss=loss))
-
     def measure(size: int) -> tuple[_Totals, MetricEvaluator]:
         totals = _Totals()
         measuring = MetricEvaluator(over.recipe, env, over.guard, over.waits, trial=True)
@@ -269,7 +247,7 @@ def sanity_check(over: EvalLoop, data: Readable, batch_size: int) -> MetricValue
         with over.in_user_code():
             batch = data.first_batch(env.rank, env.world_size, size, FIRST)
             if batch is not None:
-                totals.add(trial_of(size).measure_batch(batch, measuring))
+                totals.add(over.measure_batch(batch, measuring))
         return totals, measuring
 
     with evaluating(over.model), torch.no_grad(), unchanged(over.model):

@@ -247,5 +247,4 @@ class EvaluationLoop:
             context.heartbeat.in_user_code,
             seed,
             partial(context.heartbeat.beat, then),
-            context.heartbeat.in_collective,
         )

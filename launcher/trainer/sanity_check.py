@@ -1,8 +1,7 @@
 """Tries what a run needs later before its first step, so that it does not fail at the end of an epoch.
 
-The last batch of an epoch may have one sample, on which a batch norm raises, or other numbers of samples on
-each rank, on which a collective in the loss fails. The trial is a step that all ranks drop: weights, buffers,
-optimizer and loss scale are those of a run without it.
+The last batch of an epoch may have one sample, on which a batch norm raises. The trial is a step that all
+ranks drop: weights, buffers, optimizer and loss scale are those of a run without it.
 """
 
 from __future__ import annotations
@@ -17,18 +16,12 @@ from launcher.data.map_loader import MapDataset
 from launcher.data.sources import training_batches
 from launcher.data.tensors import Batch
 from launcher.distributed.collectives import raise_on_all_ranks
-from launcher.distributed.uneven import UnevenCollectives
 from launcher.errors import ConfigError, counted
 from launcher.evaluation.evaluate import unchanged
 from launcher.recipe.contract import Loss
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import found_in_trial
 from launcher.trainer.train_step import TrainStep
-
-TO_EVEN_OUT = (
-    "Set data.drop_last=true, choose a data.batch_size that leaves each rank as many samples, or compute the "
-    "loss of this rank's samples alone."
-)
 
 
 def try_loader_processes(context: TrainContext) -> None:
@@ -70,13 +63,10 @@ def try_smallest_batch(context: TrainContext, train_step: TrainStep) -> None:
     )
     samples = counted(len(plan.global_batch(step)), "sample")
     what = f"the smallest batch: {samples} in step {step + 1} of an epoch, in micro-batches of {by_rank}"
-    refusing = UnevenCollectives(
-        context.env, sizes, TO_EVEN_OUT, in_collective=context.heartbeat.in_collective
-    )
 
     @wraps(context.recipe.loss, updated=())
     def loss(network: nn.Module, batch: Batch) -> Loss:
-        with context.heartbeat.in_user_code(), refusing:
+        with context.heartbeat.in_user_code():
             return context.recipe.loss(network, batch)
 
     tried = replace(train_step, network=context.model, loss=loss)
