@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 
 from launcher.config.user_code import short_traceback
 from launcher.errors import LauncherError, PreflightError, UnexpectedError, whole_text
@@ -37,28 +37,6 @@ def prepare(environ: MutableMapping[str, str], one_machine: bool) -> None:
     names = INTERFACES if one_machine and "lo" in (name for _, name in socket.if_nameindex()) else ()
     for key, value in (FORK_SAFE | dict.fromkeys(names, "lo")).items():
         environ.setdefault(key, value)
-
-
-def refuse_missing_interface(environ: Mapping[str, str]) -> None:
-    """Raise PreflightError for a variable that names a network interface which this machine does not have.
-
-    Gloo wants whole names; NCCL also takes their beginnings, `=` before whole ones and `^` before others.
-    """
-    names = [name for _, name in socket.if_nameindex()]
-    for key in INTERFACES:
-        given = environ.get(key, "")
-        wanted = given.removeprefix("=").split(",")
-        if key.startswith("GLOO"):
-            known = all(each in names for each in given.split(","))
-        elif given.startswith("="):
-            known = any(each in names for each in wanted)
-        else:
-            known = given.startswith("^") or any(name.startswith(tuple(wanted)) for name in names)
-        if given and not known:
-            raise PreflightError(
-                f"{key}={given} in the environment names no network interface of this machine. It has "
-                f"{', '.join(names)}."
-            )
 
 
 def is_local(text: str) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from launcher.distributed import nccl
 from launcher.distributed.env import LaunchEnv, WorkerEnv
 from launcher.errors import PreflightError, counted, described
-from launcher.os.torch_build import refuse_missing_kernels, refuse_unusable_driver
+from launcher.os.torch_build import refuse_unusable_driver
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +37,6 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
 
     device = _device(launch)
     refuse_unusable_driver(launch.rank, device)
-    refuse_missing_kernels(launch.rank, device)
-    _refuse_shared_gpu(launch, store, job, device)
     divide_threads(launch.local_world_size)
     places = launch.rank, launch.world_size, launch.local_rank, launch.local_world_size
     if store is None:
@@ -46,7 +44,6 @@ def join(launch: LaunchEnv, store: dist.Store | None, job: str, timeout_s: float
         return
     # Before the group is opened: NCCL and Gloo read the environment when they start.
     nccl.prepare(os.environ, one_machine=launch.local_world_size == launch.world_size)
-    nccl.refuse_missing_interface(os.environ)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         # A fresh prefix per job: a second group in one launch would otherwise read the first one's keys.
@@ -109,26 +106,6 @@ def _device(launch: LaunchEnv) -> torch.device:
     device = torch.device("cuda", launch.local_rank if count > 1 else 0)
     torch.cuda.set_device(device)
     return device
-
-
-def _refuse_shared_gpu(launch: LaunchEnv, store: dist.Store | None, job: str, device: torch.device) -> None:
-    """Raise PreflightError if another rank uses this rank's GPU: NCCL cannot connect the two.
-
-    Ranks that see one GPU each may see the same or different ones; only the UUID distinguishes these cases.
-    """
-    if store is None or device.type != "cuda":
-        return
-    import torch
-
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    first = int(store.compare_set(f"job/{job}/gpu/{uuid}", "", str(launch.rank)))
-    if first != launch.rank:
-        count = torch.cuda.device_count()
-        raise PreflightError(
-            f"ranks {first} and {launch.rank} use the same GPU ({uuid}); each rank needs its own, and rank "
-            f"{launch.rank} sees {counted(count, 'GPU')}. Start at most as many processes per machine as it "
-            "has GPUs, and show each process all of them or a different one."
-        )
 
 
 def divide_threads(ranks: int) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from launcher.config.schema import Config
 from launcher.distributed.env import WorkerEnv
-from launcher.distributed.nccl import INTERFACES, refuse_missing_interface, shm_hint
+from launcher.distributed.nccl import INTERFACES, shm_hint
 from launcher.doctor.findings import FAILURE, WARNING, Check, Finding, judged
 from launcher.errors import counted
 from launcher.run_dir.claim import DEFAULT_ROOT
@@ -178,7 +178,6 @@ def disk(place: Path) -> Iterator[Finding]:
 
 def interface(environ: Mapping[str, str]) -> Iterator[Finding]:
     """The address by which Gloo and NCCL tell other machines to reach this one."""
-    refuse_missing_interface(environ)
     host, names = socket.gethostname(), [name for _, name in socket.if_nameindex() if name != "lo"]
     address = socket.gethostbyname(host)
     is_loopback = address.startswith("127.") and not environ.get(INTERFACES[0])

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import os
 
 from launcher.config.messages import program
 from launcher.config.schema import Config, LaunchConfig
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import ConfigError, PreflightError, counted
-from launcher.os.torch_build import CRASHED, Driver, ask_driver, refuse_failed_driver
+from launcher.os.torch_build import Driver, ask_driver, refuse_failed_driver
 
 PET_WORKERS = "PET_NPROC_PER_NODE"  # of torchrun; Kubeflow Trainer sets it
 CPU_WORKERS = "LAUNCHER_CPU_WORKERS"  # scripts/run sets it: the workers of launch.nproc=auto without a GPU
@@ -37,12 +38,7 @@ def num_workers(wish: LaunchConfig, launch: LaunchEnv) -> int | None:
     key, asked = "launch.nproc", str(wish.nproc)
     if asked == "auto":
         key, asked = PET_WORKERS, os.environ.get(PET_WORKERS, "")
-    if asked.isdecimal():  # PET_WORKERS may also be "gpu" or "auto"
-        if int(asked) == 0:
-            raise PreflightError(
-                f"{key}=0 in the environment, but a run needs a worker. Give launch.nproc=1, or as many as "
-                "it should have."
-            )
+    if asked.isdecimal() and int(asked) > 0:  # PET_WORKERS may also be "gpu" or "auto"
         if num_gpus and int(asked) > num_gpus:
             raise PreflightError(
                 f"{key}={asked} asks for more workers than the {counted(num_gpus, 'GPU')} that this "
@@ -102,12 +98,12 @@ def visible_gpus() -> tuple[str, ...]:
     if child == 0:
         try:
             found = ask_driver()
-            os.write(writer, " ".join([str(found.error), *found.uuids]).encode())
+            os.write(writer, json.dumps([found.error, found.uuids]).encode())
         finally:
             os._exit(0)  # whatever was raised: the rest of the program is the parent's
     os.close(writer)
     with open(reader, encoding="ascii") as answer:
-        error, *uuids = answer.read().split() or [str(CRASHED)]
+        error, uuids = json.loads(answer.read() or '["it ended the process that asked", []]')
     os.waitpid(child, 0)
-    refuse_failed_driver(Driver(int(error)))
+    refuse_failed_driver(Driver(error))
     return tuple(uuids)

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from launcher.distributed.env import LaunchEnv
-from launcher.distributed.process_group import _device, _refuse_shared_gpu
+from launcher.distributed.process_group import _device
 from launcher.errors import PreflightError
 
 TORCHRUN = {
@@ -106,18 +105,3 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch) -> None:
     see_gpus(monkeypatch, "a", "b")
     with pytest.raises(PreflightError, match=r"number 2 on this machine, which has 2 GPU"):
         _device(LaunchEnv(2, 3, 2, 3, has_external_launcher=True))
-
-
-def test_one_gpu_for_each_rank_is_taken_and_one_for_two_is_refused(monkeypatch) -> None:
-    """What a rank sees says nothing about the others: four tasks with a GPU each, or four on one GPU."""
-    store = dist.HashStore()
-    for rank, uuid in enumerate(("a", "b", "a")):
-        see_gpus(monkeypatch, uuid)
-        launch = LaunchEnv(rank, 3, rank, 3, has_external_launcher=True)
-        device = _device(launch)
-        if rank == 2:
-            with pytest.raises(PreflightError, match=r"ranks 0 and 2 use the same GPU \(a\).*sees 1 GPU"):
-                _refuse_shared_gpu(launch, store, "job", device)
-        else:
-            _refuse_shared_gpu(launch, store, "job", device)
-        _refuse_shared_gpu(launch, store, "another job", torch.device("cpu"))

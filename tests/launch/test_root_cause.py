@@ -197,14 +197,6 @@ def test_more_workers_than_gpus_are_refused(monkeypatch) -> None:
         worker_count.num_workers(wish(3), LaunchEnv())
 
 
-def test_no_workers_of_torchruns_variable_are_refused(monkeypatch) -> None:
-    """Shared memory for no worker cannot be made, which ended in a traceback."""
-    monkeypatch.setenv(worker_count.PET_WORKERS, "0")
-    monkeypatch.setattr(worker_count, "count_gpus", lambda: 0)
-    with pytest.raises(PreflightError, match="PET_NPROC_PER_NODE=0 in the environment"):
-        worker_count.num_workers(wish(), LaunchEnv())
-
-
 def test_who_is_launched_by_another_starts_nobody() -> None:
     launch = LaunchEnv(rank=0, world_size=4, local_world_size=2, has_external_launcher=True)
     for nproc in ("auto", 2, 4):

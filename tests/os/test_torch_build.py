@@ -1,4 +1,4 @@
-"""Which build of torch a machine gets, and the refusal of one that has no kernels for its GPU."""
+"""Which build of torch a machine gets, and the refusal of a driver that does not work with it."""
 
 import ctypes
 import os
@@ -7,22 +7,15 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from launcher.distributed.env import LaunchEnv
-from launcher.distributed.process_group import join
 from launcher.errors import PreflightError
 from launcher.launch import worker_count
-from launcher.os.torch_build import choose, has_kernels, install_command, refuse_unusable_driver
+from launcher.os.torch_build import choose, refuse_unusable_driver
 
-V100, T4, A100, L4, H100, B200, RTX5090 = (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
-# torch.cuda.get_arch_list() of the builds for CUDA 13.0 and 12.6
-CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
-CUDA_12 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
+V100, L4, H100, B200 = (7, 0), (8, 9), (9, 0), (10, 0)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +30,6 @@ CUDA_12 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 )
 def test_a_machine_gets_the_build_that_runs_on_it(driver, capabilities, backend, reason) -> None:
     choice = choose(driver, capabilities)
-    assert choice.fits
     assert choice.build.backend == backend
     assert re.search(reason, choice.reason)
     assert "\n" not in choice.reason
@@ -52,76 +44,8 @@ def test_a_machine_gets_the_build_that_runs_on_it(driver, capabilities, backend,
 )
 def test_a_machine_that_no_build_fits_gets_the_default_and_the_reason(driver, capabilities, reason) -> None:
     choice = choose(driver, capabilities)
-    assert not choice.fits
     assert choice.build.backend is None
     assert re.search(f"no build runs on all GPUs.*{reason}", choice.reason)
-
-
-@pytest.mark.parametrize(
-    ("architectures", "capability", "runs"),
-    [
-        (CUDA_13, V100, False),
-        (CUDA_12, V100, True),
-        (CUDA_13, L4, True),  # machine code of 8.6 runs on 8.9
-        (["sm_86"], A100, False),  # but not on 8.0
-        (CUDA_12, B200, False),
-        (CUDA_13, (13, 0), True),  # from the PTX of 12.0
-        ([*CUDA_12, "compute_90"], RTX5090, True),
-        (["sm_100a"], (10, 3), False),
-        (["sm_100f"], (10, 3), True),
-        (["gfx90a", "gfx942"], H100, True),  # ROCm: not ours to judge
-    ],
-)
-def test_kernels_that_run_on_a_gpu(architectures, capability, runs) -> None:
-    assert has_kernels(architectures, capability) is runs
-
-
-@pytest.mark.parametrize(
-    ("version", "backend", "last"),
-    [
-        ("2.13.0+cu130", "cu126", "--torch-backend=cu126 --reinstall-package torch torch==2.13.0"),
-        ("2.13.0", None, "--python py --reinstall-package torch torch==2.13.0"),
-        ("2.15.0", "cu126", "--torch-backend=cu126 --reinstall-package torch 'torch<2.15'"),
-        ("2.15.0+cu126", None, "--reinstall-package torch torch==2.15.0"),
-    ],
-)
-def test_the_command_keeps_the_version_where_the_build_exists(version, backend, last) -> None:
-    command = install_command("py", version, backend)
-    assert command.startswith("py -m pip install uv && py -m uv pip install --python py ")
-    assert command.endswith(last)
-
-
-def see_gpus(
-    monkeypatch: pytest.MonkeyPatch, architectures: list[str], *capabilities: tuple[int, int]
-) -> None:
-    """As a torch built for CUDA answers on a machine with these GPUs."""
-    answers = {
-        "is_available": lambda: True,
-        "device_count": lambda: len(capabilities),
-        "set_device": lambda device: None,
-        "get_arch_list": lambda: architectures,
-        "get_device_capability": lambda device: capabilities[torch.device(device).index],
-        "get_device_name": lambda device: "Tesla V100-SXM2-16GB",
-        "get_device_properties": lambda device: SimpleNamespace(uuid=str(device)),
-    }
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, answer)
-
-
-def refusal(launch: LaunchEnv) -> str:
-    with pytest.raises(PreflightError) as refused, join(launch, dist.HashStore(), "job", 5):
-        pass
-    assert not dist.is_initialized()
-    assert refused.value.exit_code == 3
-    return str(refused.value)
-
-
-def test_a_rank_whose_torch_has_no_kernels_ends_before_it_meets_the_others(monkeypatch) -> None:
-    see_gpus(monkeypatch, CUDA_13, V100, V100)
-    text = refusal(LaunchEnv(1, 2, 1, 2, has_external_launcher=True))
-    assert f"rank 1: torch {torch.__version__} has no kernels for its GPU, Tesla V100-SXM2-16GB" in text
-    assert "(compute capability 7.0), only for sm_75, " in text
-    assert install_command(sys.executable, torch.__version__, "cu126") in text
 
 
 LIBCUDA = """
@@ -134,6 +58,7 @@ int cuDeviceGetUuid(unsigned char *uuid, int device) {{
     uuid[14] = device / 256, uuid[15] = device % 256;
     return 0;
 }}
+int cuGetErrorString(int error, const char **text) {{ *text = "system not yet initialized"; return 0; }}
 int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}
 """
 
@@ -177,24 +102,13 @@ def test_a_driver_too_old_for_torch_does_not_lead_to_the_cpu(
     assert "is built for CUDA 13.0, but the driver of the 2 GPUs here supports only CUDA 12.4" in str(
         error.value
     )
-    assert "--torch-backend=cu126" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("code", "meaning"),
-    [
-        (46, "unavailable"),
-        (802, "fabric manager"),
-        (803, "reboot"),
-        (999, "unknown error"),
-        (719, "CUresult"),
-    ],
-)
-def test_a_driver_that_does_not_start_is_not_taken_for_no_gpu(monkeypatch, tmp_path, code, meaning) -> None:
+def test_a_driver_that_does_not_start_is_not_taken_for_no_gpu(monkeypatch, tmp_path) -> None:
     """In a worker, which would train on the CPU, and in the parent, which would start no workers."""
-    install_driver(monkeypatch, tmp_path, code)
+    install_driver(monkeypatch, tmp_path, 802)
     for ask in (lambda: refuse_unusable_driver(3, torch.device("cpu")), worker_count.count_gpus):
-        with pytest.raises(PreflightError, match=f"does not start: error {code}, .*{meaning}"):
+        with pytest.raises(PreflightError, match="does not start: error 802, system not yet initialized"):
             ask()
     with monkeypatch.context() as hidden:  # as its text advises
         hidden.setenv("CUDA_VISIBLE_DEVICES", "")
