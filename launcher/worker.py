@@ -87,10 +87,9 @@ def _join_and_train(
     heartbeat.beat("meeting the other ranks")
     steps_ahead = int(torch.cuda.is_available())
     with (
-        # Left in reverse: the loader processes end, a failure is recorded, the group is closed.
-        HangTimer(config, launch, store, job, heartbeat, steps_ahead) as timer,
+        # Left in reverse: the loader processes end, then the group is closed.
+        HangTimer(config, launch, store, job, heartbeat, steps_ahead),
         process_group.join(launch, store, job, config.launch.init_timeout_s) as env,
-        timer.bounding_clean_up(),
         loader_processes(),
     ):
         device.set_backend_flags(config, env.device)

@@ -68,7 +68,6 @@ class LoaderConfig:
     timeout_s: float = 0.0  # longest wait for a batch; 0: without a limit
     timeout_key: str = ""  # of the config, that sets it
     labels: Labels | None = None  # None: there are no classes
-    reading: Callable[[int], None] = lambda index: None  # before each sample that is read in this process
 
 
 class Noting(Protocol):
@@ -92,7 +91,6 @@ class WorkerPool:
     def __init__(self, reader: Noting, requests: Iterable[Any] | None, how: LoaderConfig, kind: str) -> None:
         self.kind = kind
         self._reader = reader
-        reader.reading = how.reading
         self._requests = requests
         self._how = how
         # 16 bytes: two int64 per process, in memory that a forked process shares.

@@ -28,7 +28,6 @@ class MapDataset(LoadedSet):
         super().__init__(how, kind, f"{kind} set", CORRECT)
         self.dataset = dataset
         self._reader = Reader(dataset, collate, how.seed)
-        self._reader.reading = how.reading
 
     def __len__(self) -> int:
         return len(self.dataset)

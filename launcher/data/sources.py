@@ -127,13 +127,8 @@ class DataSets:
         validation: Mapping[str, object],
         collate: Collate | None = None,
         labels: Labels | None = None,
-        reading: Callable[[int], None] = lambda index: None,
     ) -> DataSets:
-        """Those of a recipe.
-
-        `reading(index)` is called before each sample that is read in this process, and with -1 after the
-        last.
-        """
+        """Those of a recipe."""
         how = LoaderConfig(
             workers=workers(config, env),
             device=env.device,
@@ -142,7 +137,6 @@ class DataSets:
             timeout_s=PATIENCE * config.launch.hang_timeout_s,
             timeout_key="launch.hang_timeout_s",
             labels=labels,
-            reading=reading,
         )
         limit, key = config.launch.user_code_timeout_s, "launch.user_code_timeout_s"
         unlimited = replace(how, timeout_s=PATIENCE * (limit or 0.0), timeout_key=key)

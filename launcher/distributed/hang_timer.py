@@ -23,7 +23,6 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,7 +41,7 @@ from launcher.distributed.heartbeat import (
     stop_notice,
 )
 from launcher.distributed.store import LEAVE_S, ignore_store_errors, set_tcp_timeouts
-from launcher.errors import LauncherError, StalledError
+from launcher.errors import StalledError
 from launcher.os.signals import SAVING, STOPPING, save_means_stop
 from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import stacks_path, write_failure
@@ -55,12 +54,11 @@ if TYPE_CHECKING:
 POLL_EVERY_S = 0.5  # of the heartbeat, in memory
 SIGN_EVERY_S = 5.0  # between signs of life, each a message to the store; limits are longer
 SIGNS_PER_LIMIT = 8  # where launch.hang_timeout_s is short
-LINE_EVERY_S = 60.0  # that says for whose code the ranks wait
+LINE_AFTER_S = 60.0  # of the user's code: a line says that the ranks wait for it
 PAUSE_S = 3.0  # after a longer pause this process itself was stopped
-CLEAN_UP_S = 15.0  # for the main thread, once it has failed: aborting a communicator may hang
 SAVED_UNTIL = 0.8  # of launch.grace_s: before torchrun or the scheduler kills the rank
-TAKE_OVER_S = 2.0  # for rank 0, which writes the result, before a rank that ends too does it in its place
 WRITE_S = 10.0  # for files and the store, once this rank has decided to exit
+ENDED_WELL = ("done", *ENDS_ON_REQUEST)  # states of a run whose result stays
 
 Problem = tuple[str, int]  # what ends this rank, as a sentence, and the exit code
 
@@ -92,7 +90,6 @@ class HangTimer:
         self._waits = False  # whether this rank is where it may wait for another one
         self._in_wait = False  # whether it is there within the user's code
         self._waited_s = 0.0  # when it last did so in the user's code
-        self._failed: tuple[float, BaseException] | None = None
         self._stopped: tuple[float, signal.Signals] | None = None
         self._over = threading.Event()
         self._pipe = (-1, -1)
@@ -122,17 +119,6 @@ class HangTimer:
         if self._pipe[1] >= 0:
             for descriptor in self._pipe:
                 os.close(descriptor)
-
-    @contextlib.contextmanager
-    def bounding_clean_up(self) -> Iterator[None]:
-        """After an error of the code within, end the rank if cleaning up takes long, as over NCCL it may."""
-        try:
-            yield
-        except BaseException as error:
-            self._failed = time.monotonic(), error
-            if self._heartbeat.exit_records is not None:
-                self._heartbeat.exit_records.mark_failed(self._launch.rank)
-            raise
 
     def _watch(self) -> None:
         polled_s = time.monotonic()
@@ -183,8 +169,6 @@ class HangTimer:
             return self._slow_user_code(beat)
         if self._store is None:
             return None  # it waits for nobody, or a parent times it
-        if self._failed is not None:
-            return self._slow_clean_up(*self._failed, now)
         return self._no_progress(beat, now) or self._slow_stop(beat, now)
 
     def _slow_user_code(self, beat: HeartbeatRecord) -> Problem | None:
@@ -193,13 +177,6 @@ class HangTimer:
             return None
         limit = f"launch.user_code_timeout_s={allowed_s:g} limits how long it may take."
         return f"{self._in_user_code(beat)}. {limit}", StalledError.exit_code
-
-    def _slow_clean_up(self, failed_s: float, error: BaseException, now: float) -> Problem | None:
-        """The error itself, where the main thread has failed and does not come to an end."""
-        if now - failed_s < CLEAN_UP_S:
-            return None
-        code = error.exit_code if isinstance(error, LauncherError) else 1
-        return f"rank {self._launch.rank} failed: {error}", code
 
     def _no_progress(self, beat: HeartbeatRecord, now: float) -> Problem | None:
         """Until the first step all phases together have one limit, from then on each phase has its own."""
@@ -243,36 +220,27 @@ class HangTimer:
         A thread of its own, because a store that does not answer holds it for ever: no more signs come then.
         """
         every_s = min(SIGN_EVERY_S, self._limits.hang_timeout_s / SIGNS_PER_LIMIT)
-        key, seen, lines = f"job/{self._job}/signs_of_life", 0, 0
+        key, seen, told = f"job/{self._job}/signs_of_life", 0, False
         with ignore_store_errors():
             if self._connection is not None:
                 set_tcp_timeouts(self._limits.hang_timeout_s)
             while not self._over.wait(every_s):
                 beat = self._latest_beat()
-                lines = lines if beat.user_code and beat.age_s >= LINE_EVERY_S * lines else 0
-                if beat.user_code and beat.age_s >= LINE_EVERY_S * (lines + 1):
-                    lines += 1
-                    self._say_what_is_waited_for(beat, lines)
+                long = beat.user_code and beat.age_s >= LINE_AFTER_S
+                if long and not told:
+                    self._tell_of_user_code(beat)
+                told = long
                 if self._connection is not None and (beat.user_code or beat.age_s > every_s):
                     signs = self._connection.add(key, int(beat.user_code))
                     if signs > seen:
                         seen, self._since_s = signs, time.monotonic()
 
-    def _say_what_is_waited_for(self, beat: HeartbeatRecord, number: int) -> None:
+    def _tell_of_user_code(self, beat: HeartbeatRecord) -> None:
         limit = self._limits.user_code_timeout_s
-        limited = (
-            "is not limited (launch.user_code_timeout_s=null)"
-            if limit is None
-            else (f"is limited by launch.user_code_timeout_s={limit:g}")
-        )
-        text = f"{self._in_user_code(beat)}. This {limited}."
+        key = f"launch.user_code_timeout_s={'null' if limit is None else f'{limit:g}'}"
+        text = f"{self._in_user_code(beat)}. The other ranks wait for it as long as {key} allows."
         log.info(text)
-        if self._connection is None:
-            first = self._heartbeat.may_print(LINE_EVERY_S / 2)
-        else:  # all ranks may build their data at the same time
-            first = self._connection.add(f"job/{self._job}/lines/{beat.phase}/{beat.step}/{number}", 1) == 1
-        if first:
-            _print(text)
+        _print(text)
 
     def _abort(self, text: str, exit_code: int, beat: HeartbeatRecord) -> None:
         """Record why, and end this process. All is bounded in time: the main thread may hold any lock."""
@@ -292,32 +260,18 @@ class HangTimer:
             self._heartbeat.exit_records.write(record)  # the parent prints it
         else:
             # A rank that has missed the end of the run must not write over it.
-            if rank == 0:
-                self._write_result(text, exit_code, ("done", *ENDS_ON_REQUEST))
+            if rank == 0 and state_since(self._run_dir / FILE_NAME, self._began) not in ENDED_WELL:
+                write_failure(self._run_dir, Failure("failed", exit_code, text), self._heartbeat.steps_done)
             _print(f"error: {text}")
-        if self._store is not None:
-            # In a thread, because a store that does not answer may hold it for ever.
-            writer = threading.Thread(target=self._write_to_store, args=(record,), daemon=True)
-            writer.start()
-            writer.join(LEAVE_S)
-            if rank:
-                time.sleep(TAKE_OVER_S)
-                self._write_result(text, exit_code, ("done", "failed", *ENDS_ON_REQUEST))
+        if self._store is not None:  # for the other ranks, whose connections break as this one ends
+            set_tcp_timeouts(LEAVE_S)
+            with ignore_store_errors():
+                store = self._store.clone()  # type: ignore[attr-defined]  # other connections may be in use
+                StoreExitRecords(store, self._job).write(record)
         for child in multiprocessing.active_children():
             # os._exit runs no exit handlers, which would end the loader processes.
             child.terminate()
         os._exit(exit_code)
-
-    def _write_result(self, text: str, exit_code: int, ends: tuple[str, ...]) -> None:
-        """Write the result of the run, unless its state is one of `ends` since this rank began."""
-        if state_since(self._run_dir / FILE_NAME, self._began) not in ends:
-            write_failure(self._run_dir, Failure("failed", exit_code, text), self._heartbeat.steps_done)
-
-    def _write_to_store(self, record: ExitRecord) -> None:
-        assert self._store is not None
-        with ignore_store_errors():
-            store = self._store.clone()  # type: ignore[attr-defined]  # other connections may be in use
-            StoreExitRecords(store, self._job).write(record)
 
 
 def _print(line: str) -> None:

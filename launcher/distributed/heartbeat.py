@@ -7,13 +7,11 @@ microsecond and without a lock; the process that started the ranks reads all row
 from __future__ import annotations
 
 import mmap
-import operator
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 from launcher.distributed.exit_records import SharedExitRecords
 
@@ -56,10 +54,8 @@ WAITING = frozenset(
 # Five minutes for pictures, uploads and the digest of the weights, on a loaded machine too.
 FINISHING, FINISHING_S = frozenset({"finishing", "done"}), 300.0
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
-_PLACE = struct.Struct("=qqd??6x")  # phase, step, seconds of the machine's monotonic clock, two of the flags
-# And the sample, and whether user code waits for another rank: each is written by itself.
-_ROW = struct.Struct(f"{_PLACE.format}q?7x")
-_WAITS_AT = _PLACE.size + 8
+_PLACE = struct.Struct("=qqd??")  # phase, step, seconds of the machine's monotonic clock, two of the flags
+_ROW = struct.Struct(f"{_PLACE.format}?5x")  # and whether user code waits for another rank: written by itself
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,6 @@ class HeartbeatRecord:
     age_s: float
     has_stepped: bool = False  # whether the rank has completed a step since it started
     user_code: bool = False  # whether the rank runs code of the user that may take as long as it likes
-    sample: int = -1  # that it reads itself, by its index; negative: none, or several at once
 
     @property
     def order(self) -> tuple[int, int]:
@@ -86,8 +81,6 @@ def limit_s(phase: str, hang_timeout_s: float) -> float:
 
 def describe(beat: HeartbeatRecord) -> str:
     """Where in the run a heartbeat is, as part of a sentence."""
-    if beat.sample >= 0:
-        return f"{describe(replace(beat, sample=-1))}, reading sample {beat.sample}"
     if beat.phase in (*STEP_PARTS, "report"):
         return f"in {beat.phase} of step {beat.step}" if beat.step else "before its first step"
     if beat.phase in ("consistency check", "evaluation", "checkpoint"):
@@ -110,34 +103,22 @@ def steps_done(beat: HeartbeatRecord) -> int:
 
 
 def _beat_of(row: memoryview) -> HeartbeatRecord:
-    phase, step, since_s, has_stepped, user_code, sample, waits = _ROW.unpack(row)
+    phase, step, since_s, has_stepped, user_code, waits = _ROW.unpack(row)
     # The first batch is read by the user's data set, which may only now open its files.
     user_code = (user_code or (PHASES[phase] == "data" and not has_stepped)) and not waits
-    return HeartbeatRecord(PHASES[phase], step, time.monotonic() - since_s, has_stepped, user_code, sample)
+    return HeartbeatRecord(PHASES[phase], step, time.monotonic() - since_s, has_stepped, user_code)
 
 
 class Heartbeat:
-    """One rank's row. Without `records` it is this process's alone: no other one reads it."""
+    """One rank's row. Without `exit_records` it is this process's alone: no other one reads it."""
 
-    def __init__(
-        self,
-        row: memoryview | None = None,
-        records: SharedExitRecords | None = None,
-        printed: memoryview | None = None,
-    ) -> None:
+    def __init__(self, row: memoryview | None = None, exit_records: SharedExitRecords | None = None) -> None:
         self._row = memoryview(bytearray(_ROW.size)) if row is None else row
-        # When a rank of this machine has last printed a line for all, by the monotonic clock.
-        self._printed = (memoryview(bytearray(8)) if printed is None else printed).cast("d")
-        self.exit_records = records  # of all ranks
-        # Records that this rank's own process reads a sample; a negative number: none any more. Called for
-        # each sample, in 0.16 us. A method that packed the number took 0.55, an eighth of a small row's time.
-        sample = self._row[_PLACE.size : _WAITS_AT].cast("q")
-        self.set_sample: Callable[[int], None] = partial(operator.setitem, sample, 0)
+        self.exit_records = exit_records  # of all ranks
         self._number, self._step, self._since_s = 0, 0, time.monotonic()
         self._under_way = self._user_code = False
-        if records is None:
+        if exit_records is None:
             self._write()
-            self.set_sample(-1)
 
     @property
     def latest(self) -> HeartbeatRecord:
@@ -199,15 +180,7 @@ class Heartbeat:
 
         May be called from any thread.
         """
-        self._row[_WAITS_AT] = waits
-
-    def may_print(self, every_s: float) -> bool:
-        """Whether no rank of this machine has printed a line for all for so long. If so, this rank does."""
-        now = time.monotonic()
-        if now - self._printed[0] < every_s:
-            return False
-        self._printed[0] = now
-        return True
+        self._row[_PLACE.size] = waits
 
     def first_step_done(self) -> None:
         """Record that this rank has completed a step since it started: other limits hold from then on."""
@@ -226,7 +199,6 @@ class Heartbeats:
     def __init__(self, num_ranks: int) -> None:
         memory = memoryview(mmap.mmap(-1, num_ranks * _ROW.size))  # anonymous and shared: no file, no name
         self._rows = [memory[at : at + _ROW.size] for at in range(0, len(memory), _ROW.size)]
-        self._printed = memoryview(mmap.mmap(-1, 8))
         self.exit_records = SharedExitRecords(num_ranks)
         self.restart()
 
@@ -236,11 +208,10 @@ class Heartbeats:
         self.exit_records.restart(first_rank)
         for rank in range(first_rank, first_rank + len(self._rows)):
             self.of(rank).beat("starting", 0)
-            self.of(rank).set_sample(-1)
             self.of(rank).set_waits(False)
 
     def of(self, rank: int) -> Heartbeat:
-        return Heartbeat(self._rows[rank - self.first_rank], self.exit_records, self._printed)
+        return Heartbeat(self._rows[rank - self.first_rank], self.exit_records)
 
     def read(self) -> list[HeartbeatRecord]:
         """The latest heartbeat of each rank of this machine, in their order."""

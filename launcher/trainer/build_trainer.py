@@ -109,7 +109,7 @@ def _build_context(
         refuse_unknown(config.tracker)
         labels = None if recipe.classes is None else Labels(recipe.label_column, len(recipe.classes))
         held_out = recipe.validation_sets
-        data = DataSets.of(config, env, recipe.train, held_out, recipe.collate, labels, heartbeat.set_sample)
+        data = DataSets.of(config, env, recipe.train, held_out, recipe.collate, labels)
         # Reads some samples.
         data_fingerprint = data_check.data_fingerprint(recipe, data.train, data.validation)
     heartbeat.beat("comparing the data")
