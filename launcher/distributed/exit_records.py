@@ -32,7 +32,7 @@ OF_ANOTHER = re.compile(
     r"Application timeout|Connection (closed|reset)"
 )
 POLL_S = 0.05
-ROW_BYTES, _TEXT_AT = 1 << 20, 16  # memory is used only where it is written to
+ROW_BYTES, _TEXT_AT = 1 << 20, 8  # memory is used only where it is written to
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ExitRecord:
     """How one rank ended a job; `error` is empty if it ended well."""
 
     rank: int
-    time_s: float  # unix seconds
+    time_s: float  # unix seconds; of an error when it was raised, as explaining it takes time
     error: str = ""
     exit_code: int = 0
     shared: bool = False  # the error is not this rank's alone: its text names those whose it is, if any
@@ -66,16 +66,6 @@ class SharedExitRecords:
         for row in self._rows.values():
             row[:_TEXT_AT] = bytes(_TEXT_AT)
 
-    def mark_failed(self, rank: int) -> None:
-        """Record that a rank fails now, unless it has done so: its record follows once it is explained."""
-        head = self._head(rank)
-        head[0] = head[0] or time.monotonic()
-
-    def first_failure(self) -> int | None:
-        """The rank that failed first, if any has failed."""
-        failed_s = {rank: self._head(rank)[0] for rank in self._rows}
-        return min(filter(failed_s.get, failed_s), key=failed_s.__getitem__, default=None)
-
     def write(self, record: ExitRecord) -> None:
         """Record how a rank ends. Without room: no traceback, and an error without its middle."""
         row, text = self._rows[record.rank], json.dumps(asdict(record)).encode()
@@ -84,20 +74,20 @@ class SharedExitRecords:
             text = json.dumps(asdict(replace(record, error=short, traceback=""))).encode()
         # The text first: a reader takes it for complete once there is a length.
         row[_TEXT_AT : _TEXT_AT + len(text)] = text
-        self._head(record.rank)[1] = len(text)
+        self._length(record.rank)[0] = len(text)
 
     def read(self, rank: int) -> ExitRecord | None:
         """The record of a rank; None if it has none, or was killed before it was complete."""
-        text = self._rows[rank][_TEXT_AT : _TEXT_AT + int(self._head(rank)[1])]
+        text = self._rows[rank][_TEXT_AT : _TEXT_AT + self._length(rank)[0]]
         return ExitRecord(**json.loads(bytes(text))) if text else None
 
     def read_others(self) -> list[ExitRecord]:
         """The records of all ranks but rank 0."""
         return [record for rank in self._rows if rank and (record := self.read(rank))]
 
-    def _head(self, rank: int) -> memoryview[float]:
-        """When the rank failed, by the machine's monotonic clock, and the bytes of its text; 0: not yet."""
-        return self._rows[rank][:_TEXT_AT].cast("d")
+    def _length(self, rank: int) -> memoryview[int]:
+        """Where the length of a rank's text is; 0: it is not complete."""
+        return self._rows[rank][:_TEXT_AT].cast("q")
 
 
 class StoreExitRecords:
@@ -130,9 +120,11 @@ def is_secondary(error: BaseException) -> bool:
     return bool(OF_ANOTHER.search(text)) and not nccl.is_local(text)
 
 
-def exit_record(rank: int, error: BaseException | None = None, phase: str = "") -> ExitRecord:
+def exit_record(
+    rank: int, error: BaseException | None = None, phase: str = "", failed_s: float | None = None
+) -> ExitRecord:
     """How this rank ends: the error as a sentence, and the traceback of one that needs it."""
-    record = ExitRecord(rank, time.time(), phase=phase)
+    record = ExitRecord(rank, failed_s or time.time(), phase=phase)
     if error is None:
         return record
     error = to_resource_error(error, f"rank {rank}") or error

@@ -115,6 +115,7 @@ class Heartbeat:
     def __init__(self, row: memoryview | None = None, exit_records: SharedExitRecords | None = None) -> None:
         self._row = memoryview(bytearray(_ROW.size)) if row is None else row
         self.exit_records = exit_records  # of all ranks
+        self.failed_s: float | None = None  # when this rank failed, in unix seconds
         self._number, self._step, self._since_s = 0, 0, time.monotonic()
         self._under_way = self._user_code = False
         if exit_records is None:

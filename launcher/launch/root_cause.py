@@ -67,7 +67,6 @@ class GroupResult:
     """What is known of the ranks of one machine at the end of their generation."""
 
     results: Sequence[RankResult]
-    first_failure: int | None = None  # the rank whose failure was recorded first
     hanging: bool = False  # some have shown no sign of life for too long
     limit: str = ""  # the config key that says how long, where these ranks have exceeded it
 
@@ -101,22 +100,12 @@ def outcome_of(group_results: Sequence[GroupResult], stacks: Path) -> RunOutcome
         limit = next((group_result.limit for group_result in group_results if group_result.limit), "")
         key = f". {limit} says how long a rank may be without progress" if limit else ""
         return replace(outcome, text=f"{outcome.text}; stacks of all ranks: {stacks}{key}")
-    # Each machine knows which of its ranks failed first; between machines their clocks have to decide.
-    first_failures = {group_result.first_failure for group_result in group_results}
-    ended_s = {
-        result.rank: result.record.time_s
-        for result in results
-        if result.record and result.rank in first_failures
-    }
-    return find_root_cause(results, min(ended_s, key=ended_s.__getitem__, default=None))
+    return find_root_cause(results)
 
 
-def find_root_cause(results: Sequence[RankResult], first_failure: int | None) -> RunOutcome:
-    """The outcome of a generation that has ended, or was ended after the first of its ranks had failed.
-
-    `first_failure` is the rank whose failure was recorded first, if one was.
-    """
-    blamed = rank_at_fault(results, first_failure)
+def find_root_cause(results: Sequence[RankResult]) -> RunOutcome:
+    """The outcome of a generation that has ended, or was ended after the first of its ranks had failed."""
+    blamed = rank_at_fault(results)
     if blamed.died_without_record:
         return _outcome_without_record(blamed)
     if record := blamed.failure:
@@ -133,25 +122,20 @@ def find_root_cause(results: Sequence[RankResult], first_failure: int | None) ->
     return RunOutcome(asked[0].exit_code, asked[0].error) if asked else RunOutcome(0)
 
 
-def rank_at_fault(results: Sequence[RankResult], first_failure: int | None) -> RankResult:
+def rank_at_fault(results: Sequence[RankResult]) -> RankResult:
     """The rank to blame.
 
     The first rule that holds for some rank decides; among those the earliest record, without records the
     lowest rank.
     """
 
-    def failed_itself(result: RankResult) -> bool:
-        return result.failure is not None and not result.failure.is_secondary
-
     rules: tuple[Callable[[RankResult], bool], ...] = (
         # Killed, or gone without a word: nothing that another rank does ends a rank so, but an abort.
         lambda result: result.died_without_record and result.exit_code != -signal.SIGABRT,
-        lambda result: failed_itself(result) and result.rank == first_failure,
-        failed_itself,
+        lambda result: result.failure is not None and not result.failure.is_secondary,
         # NCCL's watchdog and Gloo's threads abort a process when another rank is lost.
         lambda result: result.died_without_record,
         # It lost another rank, and none has said why.
-        lambda result: result.failure is not None and result.rank == first_failure,
         lambda result: result.failure is not None,
         lambda result: True,
     )

@@ -123,8 +123,7 @@ class WorkerGroup:
         self.kill()
         # Read after the kill: what a rank has recorded until its end counts.
         records = self._work.heartbeats.exit_records
-        results = [replace(result, record=records.read(result.rank)) for result in results]
-        return GroupResult(results, records.first_failure())
+        return GroupResult([replace(result, record=records.read(result.rank)) for result in results])
 
     def _hanging(self) -> GroupResult | None:
         """Make live workers write their stacks, and stop them. None if the last ones have just ended."""

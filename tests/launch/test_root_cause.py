@@ -43,38 +43,36 @@ def lost(rank: int, time_s: float = 0.0) -> RankResult:
 
 
 @pytest.mark.parametrize(
-    ("results", "first", "exit_code", "text"),
+    ("results", "exit_code", "text"),
     [
-        ([result(0, 0, ""), result(1, 0, "")], None, 0, ""),
+        ([result(0, 0, ""), result(1, 0, "")], 0, ""),
         (
             [lost(0), result(1, KILL, phase="compute")],
-            0,
             1,
             "rank 1 was killed by SIGKILL (pid 101) in compute of step 7",
         ),
-        ([lost(0), result(1, 7, "no data"), lost(2)], 0, 7, "rank 1 failed: no data"),
-        ([result(0, 7, "later", time_s=2), result(1, 5, "first", time_s=1)], None, 5, "rank 1 failed: first"),
-        ([result(0, ABRT), result(1, 7, "no data")], 1, 7, "rank 1 failed: no data"),
-        ([lost(0), result(1, SEGV), lost(2)], 0, 1, "rank 1 was killed by SIGSEGV"),
-        ([lost(0), result(1, 0)], 0, 1, "rank 1 (pid 101) ended with exit code 0 and no error"),
+        ([lost(0), result(1, 7, "no data"), lost(2)], 7, "rank 1 failed: no data"),
+        ([result(0, 7, "later", time_s=2), result(1, 5, "first", time_s=1)], 5, "rank 1 failed: first"),
+        ([result(0, ABRT), result(1, 7, "no data")], 7, "rank 1 failed: no data"),
+        ([lost(0), result(1, SEGV), lost(2)], 1, "rank 1 was killed by SIGSEGV"),
+        ([lost(0), result(1, 0)], 1, "rank 1 (pid 101) ended with exit code 0 and no error"),
         (
             [result(0, 0, ""), result(1, KILL, phase="finishing")],
-            None,
             1,
             "rank 1 was killed by SIGKILL (pid 101) w",
         ),
-        ([lost(0, 1), lost(1, 2)], None, 1, "rank 0 failed: RuntimeError"),
-        ([result(0, 8, "disk full"), result(1, 8, "disk full"), result(2)], 1, 8, "disk full"),
-        ([result(0, 1, "in rank0.log"), result(1, 1, "in rank1.log")], 1, 1, "in rank1.log"),
-        ([result(0, 4, "rank 0 lacks"), result(1, 4, "rank 1 lacks")], 1, 4, "each rank lacks"),
-        ([result(0, 1, "my mistake")], 0, 1, "my mistake"),
-        ([result(0, 75, "saved"), result(1, 75, "saved")], 0, 75, "saved"),
-        ([result(0, 75, "saved"), result(1, 8, "disk full")], 1, 8, "rank 1 failed: disk full"),
-        ([result(0, 75, "saved"), result(1)], None, 1, "rank 1 (pid 101) did not stop, in wire of step 7"),
+        ([lost(0, 1), lost(1, 2)], 1, "rank 0 failed: RuntimeError"),
+        ([result(0, 8, "disk full"), result(1, 8, "disk full"), result(2)], 8, "disk full"),
+        ([result(0, 1, "in rank0.log", time_s=2), result(1, 1, "in rank1.log", time_s=1)], 1, "in rank1.log"),
+        ([result(0, 4, "rank 0 lacks"), result(1, 4, "rank 1 lacks")], 4, "each rank lacks"),
+        ([result(0, 1, "my mistake")], 1, "my mistake"),
+        ([result(0, 75, "saved"), result(1, 75, "saved")], 75, "saved"),
+        ([result(0, 75, "saved"), result(1, 8, "disk full")], 8, "rank 1 failed: disk full"),
+        ([result(0, 75, "saved"), result(1)], 1, "rank 1 (pid 101) did not stop, in wire of step 7"),
     ],
 )
-def test_the_culprit_is_named(results: Sequence[RankResult], first, exit_code, text) -> None:
-    outcome = find_root_cause(results, first)
+def test_the_culprit_is_named(results: Sequence[RankResult], exit_code, text) -> None:
+    outcome = find_root_cause(results)
     assert outcome.exit_code == exit_code
     assert outcome.text.startswith(text)
 

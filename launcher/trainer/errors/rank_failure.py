@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 import traceback
 from pathlib import Path
 
@@ -83,8 +84,7 @@ def explain_and_report(
     Frees what the frames of `error` hold. No context manager: the `__exit__` of one keeps the traceback.
     """
     # First, because explaining a failure takes time, and other ranks fail of this one meanwhile.
-    if heartbeat.exit_records is not None:
-        heartbeat.exit_records.mark_failed(launch.rank)
+    heartbeat.failed_s = time.time()
     log_traceback(launch.rank, error)
     run_dir = Path(config.run.dir)
     logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
