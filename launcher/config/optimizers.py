@@ -73,6 +73,12 @@ class AdamConfig(BuiltInConfig):
 
 
 @dataclass(frozen=True)
+class MuonConfig(AdamConfig):
+    momentum: Share
+    nesterov: bool
+
+
+@dataclass(frozen=True)
 class RmspropConfig(BuiltInConfig):
     alpha: Share
     eps: Positive
@@ -103,7 +109,8 @@ OptimConfig = BuiltInConfig | OwnOptimConfig
 class OptimizerEntry:
     """A built-in optimizer: the class of its keys, and the module and name of the class that takes them.
 
-    A class of the engine updates shards and runs without masters; one of torch.optim does neither.
+    A class of the engine updates shards and runs without masters; one of torch.optim, which muon is made of,
+    does neither.
     """
 
     keys: type[BuiltInConfig]
@@ -118,6 +125,7 @@ OPTIMIZERS = {
     "sgd": OptimizerEntry(SgdConfig, "launcher.engine:SGD"),
     "adamw": OptimizerEntry(AdamConfig, "launcher.engine:AdamW"),
     "adam": OptimizerEntry(AdamConfig, "torch.optim:Adam"),
+    "muon": OptimizerEntry(MuonConfig, "launcher.engine.optim.muon:MuonWithAdamW"),
     "nadam": OptimizerEntry(AdamConfig, "torch.optim:NAdam"),
     "radam": OptimizerEntry(AdamConfig, "torch.optim:RAdam"),
     "rmsprop": OptimizerEntry(RmspropConfig, "torch.optim:RMSprop"),

@@ -3,6 +3,7 @@
 from launcher.engine.ema import AverageState, ExponentialMovingAverage
 from launcher.engine.errors import EngineWarning, UnusableError
 from launcher.engine.grads.communication import DDPOptions
+from launcher.engine.optim.muon import MuonWithAdamW
 from launcher.engine.optim.optimizers import SGD, AdamW
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
 from launcher.engine.params.param_groups import ParameterGroup
@@ -20,6 +21,7 @@ __all__ = [
     "EngineState",
     "EngineWarning",
     "ExponentialMovingAverage",
+    "MuonWithAdamW",
     "ParameterGroup",
     "Policy",
     "ScaleStart",

@@ -102,7 +102,7 @@ class StepperParts:
         self.attached_params = AttachedParams(model)
         # Before the updater, InPlaceWrites and RankState, which hold its shards; it drops the full masters.
         self.zero1 = Zero1(layout, collectives, group)
-        self.updater = updater_of(optimizer, layout, self.zero1)
+        self.updater = updater_of(optimizer, model, layout, self.zero1)
         self.in_place = InPlaceWrites(layout, self.zero1)
         self.scale = LossScale(options.scaling, None if on_host else layout.device)
         self.operations = ON_HOST if on_host else ON_DEVICE

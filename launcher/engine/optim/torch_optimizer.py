@@ -7,7 +7,7 @@ correct, not fast: the gradient is widened into separate memory, and the host wa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import launcher.engine.limits as limits
 from launcher.engine.errors import UnusableError
 from launcher.engine.grads.zero1 import Zero1
 from launcher.engine.names import named_parameters
+from launcher.engine.optim.muon import MuonWithAdamW, hidden_matrices
 from launcher.engine.optim.optimizers import Optimizer
 from launcher.engine.optim.update import Collect, StepScalars, Updater
 from launcher.engine.params.flat_buffers import Shard
@@ -65,7 +66,7 @@ class TorchOptimizer:
     def objection(self, tensor: Tensor) -> str:
         """The error of torch's own for a parameter like this; empty if it accepts it."""
         try:
-            self.over([nn.Parameter(tensor)])
+            self.over([{"params": [nn.Parameter(tensor)], "use_muon": tensor.ndim == 2}])
         except (TypeError, ValueError, RuntimeError) as error:
             return str(error)
         return ""
@@ -91,6 +92,11 @@ def check_adaptable(
             f"{kind} needs fp32 masters, and policy {policy.name} has none. Use SGD or AdamW, or a policy "
             "with masters."
         )
+    if optimizer.kind is MuonWithAdamW and not hidden_matrices(model).intersection(trainable):
+        raise UnusableError(
+            f"{type(model).__name__} has no matrix that Muon trains: those of hidden layers, without "
+            "embeddings, the head and kernels of convolutions. Use AdamW."
+        )
     decayed = any(rates.weight_decay is not None for rates in grouping.rates)
     if decayed and "weight_decay" not in inspect.signature(optimizer.kind).parameters:
         raise UnusableError(
@@ -99,27 +105,33 @@ def check_adaptable(
         )
     for name, p in trainable.items():
         if error := optimizer.objection(p.detach().float()):
+            other = "MuonWithAdamW" if optimizer.kind is torch.optim.Muon else "another optimizer"
             raise UnusableError(
                 f"{kind} refuses parameter {name}, {tuple(p.shape)}: {error}. Freeze it with "
-                "requires_grad_(False) before building the Stepper, or use another optimizer."
+                f"requires_grad_(False) before building the Stepper, or use {other}."
             )
 
 
 AnyOptimizer = Optimizer | TorchOptimizer
 
 
-def updater_of(optimizer: AnyOptimizer, layout: Layout, zero1: Zero1) -> Updater | TorchUpdater:
-    """The updater that applies `optimizer` to the shards of `layout`."""
+def updater_of(
+    optimizer: AnyOptimizer, model: nn.Module, layout: Layout, zero1: Zero1
+) -> Updater | TorchUpdater:
+    """The updater that applies `optimizer` to the shards of `layout`, which are those of `model`."""
     if isinstance(optimizer, TorchOptimizer):
-        return TorchUpdater(layout, zero1.shards, optimizer)
+        of_muon = hidden_matrices(model) if optimizer.kind is MuonWithAdamW else set()
+        return TorchUpdater(layout, zero1.shards, optimizer, of_muon)
     rates = layout.grouping.rates
     return Updater(zero1.shards, optimizer, rates, zero1.group_slices() if rates else ())
 
 
-def _states_of(optimizer: TorchOptimizer, master: Tensor, after_a_step: bool) -> dict[str, object]:
+def _states_of(
+    optimizer: TorchOptimizer, master: Tensor, use_muon: bool, after_a_step: bool
+) -> dict[str, object]:
     """What it keeps for a parameter like `master`, at the start or after an update without a gradient."""
     parameter = nn.Parameter(torch.zeros_like(master))
-    probe = optimizer.over([parameter])
+    probe = optimizer.over([{"params": [parameter], "use_muon": use_muon}])
     if after_a_step:
         parameter.grad = torch.zeros_like(master)
         with torch.enable_grad():  # as in a step: an optimizer may need autograd
@@ -142,12 +154,15 @@ def _as_tensor(optimizer: torch.optim.Optimizer, state: str, value: object) -> T
 class TorchUpdater:
     """Runs a `TorchOptimizer` over the parameters of a layout; the counterpart of `update.Updater`.
 
-    Only for what `check_adaptable` accepts.
+    Only for what `check_adaptable` accepts. `of_muon`: the parameters whose group has `use_muon`.
     """
 
-    def __init__(self, layout: Layout, shards: Sequence[Shard], optimizer: TorchOptimizer) -> None:
+    def __init__(
+        self, layout: Layout, shards: Sequence[Shard], optimizer: TorchOptimizer, of_muon: Set[str]
+    ) -> None:
         self._layout = layout
         self._shards = list(shards)
+        self._of_muon = of_muon
         self.states: list[list[Tensor]] = [[] for _ in shards]  # torch's are per parameter, not flat
         masters = layout.named([shard.master for shard in shards if shard.master is not None])
         self._masters = {name: nn.Parameter(master) for name, master in masters.items()}
@@ -155,14 +170,15 @@ class TorchUpdater:
         self._optimizer = optimizer.over(self._param_groups())
 
     def _param_groups(self) -> list[dict[str, Any]]:
-        """torch's own: one for each set of rates, with `lr_scale` beside its options."""
+        """torch's own: one for each set of rates, with `lr_scale` and `use_muon` beside its options."""
         grouping = self._layout.grouping
-        members: dict[GroupOptions, list[nn.Parameter]] = {}
+        members: dict[tuple[GroupOptions, bool], list[nn.Parameter]] = {}
         for name, master in self._masters.items():
-            members.setdefault(grouping.rates_of(name), []).append(master)
+            members.setdefault((grouping.rates_of(name), name in self._of_muon), []).append(master)
         return [
-            {"params": masters} | {name: value for name, value in vars(rates).items() if value is not None}
-            for rates, masters in members.items()
+            {"params": masters, "use_muon": use_muon}
+            | {name: value for name, value in vars(rates).items() if value is not None}
+            for (rates, use_muon), masters in members.items()
         ]
 
     def step(self, scalars: StepScalars) -> None:
@@ -201,8 +217,8 @@ class TorchUpdater:
         These have other names, shapes or dtypes than this one has, after an update if they were `updated`.
         """
         expected = self._examples(updated)
-        if updated and not type(self._optimizer).__module__.startswith("torch.optim"):
-            # Only of torch's own is it known that no later step adds states.
+        if updated and not type(self._optimizer).__module__.startswith(("torch.optim", "launcher.engine")):
+            # Only of torch's own and ours is it known that no later step adds states.
             own = {key: value for key, value in named.items() if key.partition("/")[2] in self._masters}
             expected = own | expected
         tensors = {key: _as_tensor(self._optimizer, key, each) for key, each in expected.items()}
@@ -227,9 +243,10 @@ class TorchUpdater:
         by_form: dict[object, dict[str, object]] = {}
         found: dict[str, object] = {}
         for name, master in self._masters.items():
-            form = (master.shape, master.stride())
+            use_muon = name in self._of_muon
+            form = (master.shape, master.stride(), use_muon)
             if form not in by_form:
-                by_form[form] = _states_of(self._kind, master, updated)
+                by_form[form] = _states_of(self._kind, master, use_muon, updated)
             found |= {f"{state}/{name}": value for state, value in by_form[form].items()}
         return found
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 
 from launcher.config.optimizers import CommonConfig, OptimConfig, is_fused
 from launcher.config.rules import BLOCKS
@@ -20,6 +21,8 @@ from launcher.data.sources import ONLY_SET, length_of
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.process_group import user_omp_threads
 from launcher.engine import Stepper
+from launcher.engine.names import named_parameters
+from launcher.engine.optim.muon import hidden_matrices
 from launcher.errors import counted, listed
 from launcher.recipe.contract import Recipe
 from launcher.trainer.builders import build, compilation, parameter_groups
@@ -42,6 +45,8 @@ def decisions(
     if config.train.epochs is not None and config.train.max_steps is not None:
         yield "length", _length(config.train.epochs, config.train.max_steps, plan.steps_per_epoch)
     yield "optimizer", _optimizer(config.optim)
+    if config.optim.name == "muon":
+        yield "muon", _of_muon(stepper.model)
     if (decay := config.ema.decay) is not None:
         passes = "" if config.ema.every_steps == 1 else f", one pass every {config.ema.every_steps} steps"
         text = f"evaluated and exported: the average of the weights, decay {decay:g} per applied step{passes}"
@@ -92,6 +97,16 @@ def _optimizer(optim: OptimConfig) -> str:
     options = {"lr": optim.lr, **own, **getattr(optim, "options", {}), "clip_norm": optim.clip_norm}
     text = f"{optim.name}: {', '.join(f'{name}={_written(value)}' for name, value in options.items())}"
     return text if is_fused(optim.name) else f"{text}; a torch.optim.Optimizer on fp32 masters, not one pass"
+
+
+def _of_muon(model: nn.Module) -> str:
+    """Which matrices AdamW trains: a head that was not registered last is taken for a hidden layer."""
+    matrices = [name for name, p in named_parameters(model).items() if p.ndim == 2 and p.requires_grad]
+    others = [name for name in matrices if name not in hidden_matrices(model)]
+    return (
+        f"of {len(matrices):,} matrices Muon trains {len(matrices) - len(others):,}; AdamW trains "
+        f"{listed(others, SHOWN) or 'none of them'}, and what is no matrix"
+    )
 
 
 def _written(value: object) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.engine import SGD, AdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError
+from launcher.engine import SGD, AdamW, MuonWithAdamW, Policy, Scaling, Stepper, TorchOptimizer, UnusableError
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
 from tests.models import Planted, mlp
 
@@ -97,7 +97,7 @@ def test_a_policy_without_masters_is_refused_before_the_model_is_moved() -> None
 
 def test_a_parameter_that_the_optimizer_refuses_is_named_before_the_model_is_moved() -> None:
     muon = TorchOptimizer(torch.optim.Muon, LR)
-    untouched(mlp(), muon, Policy.fp16(), r"Muon refuses parameter 0.bias, \(16,\): Muon only supports 2D")
+    untouched(mlp(), muon, Policy.fp16(), r"Muon refuses parameter 0.bias, .* or use MuonWithAdamW")
 
 
 def test_muon_trains_a_model_of_matrices_as_torch_itself() -> None:
@@ -141,6 +141,7 @@ ALL = {
     "Adagrad": (torch.optim.Adagrad, {}),
     "Adafactor": (torch.optim.Adafactor, {}),
     "ASGD": (torch.optim.ASGD, {}),
+    "MuonWithAdamW": (MuonWithAdamW, {}),
     "RMSprop": (torch.optim.RMSprop, {}),
     "RMSprop, centered": (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
     "Rprop": (torch.optim.Rprop, {}),
