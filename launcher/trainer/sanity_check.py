@@ -7,18 +7,13 @@ ranks drop: weights, buffers, optimizer and loss scale are those of a run withou
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import wraps
-
-from torch import nn
 
 from launcher.data.iterable_loader import IterableData
 from launcher.data.map_loader import MapDataset
 from launcher.data.sources import training_batches
-from launcher.data.tensors import Batch
 from launcher.distributed.collectives import raise_on_all_ranks
 from launcher.errors import ConfigError, counted
 from launcher.evaluation.evaluate import unchanged
-from launcher.recipe.contract import Loss
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import found_in_trial
 from launcher.trainer.train_step import TrainStep
@@ -63,13 +58,7 @@ def try_smallest_batch(context: TrainContext, train_step: TrainStep) -> None:
     )
     samples = counted(len(plan.global_batch(step)), "sample")
     what = f"the smallest batch: {samples} in step {step + 1} of an epoch, in micro-batches of {by_rank}"
-
-    @wraps(context.recipe.loss, updated=())
-    def loss(network: nn.Module, batch: Batch) -> Loss:
-        with context.heartbeat.in_user_code():
-            return context.recipe.loss(network, batch)
-
-    tried = replace(train_step, network=context.model, loss=loss)
+    tried = replace(train_step, network=context.model)
     batches = training_batches(context.data.train, plan, context.recipe.train_transform, total_steps=0)
     with found_in_trial(what), raise_on_all_ranks(context.env), unchanged(context.model):
         context.model.train()
