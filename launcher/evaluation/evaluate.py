@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -27,10 +27,11 @@ from launcher.data.seeding import seed_evaluation
 from launcher.data.sources import FIRST, Readable
 from launcher.data.tensors import Batch, transformed
 from launcher.distributed.env import WorkerEnv
+from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine.async_work import all_reduce
 from launcher.errors import ConfigError, DataError, counted
 from launcher.evaluation.confusion import Confusion
-from launcher.evaluation.measuring import Beat, Guard, MetricEvaluator, MetricValues, rows_with_nan
+from launcher.evaluation.measuring import Guard, MetricEvaluator, MetricValues, rows_with_nan
 from launcher.metrics.metric import declared_names, direction_of
 from launcher.recipe.contract import Loss, Recipe, loss_of
 
@@ -45,7 +46,6 @@ class Evaluation:
     higher_is_better: dict[str, bool | None]  # by metric; None: not declared
     nan_outputs: int = 0  # samples with a NaN among the outputs that metrics read
     unreadable: int = 0  # samples that were left out
-    halvings: int = 0  # of the batches of ranks that ran out of memory
     confusion: Confusion | None = None  # where classes were measured; on rank 0 only
 
 
@@ -65,7 +65,6 @@ class _Totals:
     nan_outputs: Any = 0
     samples: int = 0  # with those that were left out
     unreadable: int = 0
-    halvings: int = 0
     stopped: int = 0  # ranks
 
     def add(self, loss: Loss) -> None:
@@ -84,22 +83,14 @@ class _Totals:
 
 
 Read = TypeVar("Read")
-OnOom = Callable[[Exception, int], int]  # from an error and the size of a batch; raises what is no shortage
-
-
-def no_halving(error: Exception, size: int) -> int:
-    """Raises the error."""
-    raise error
 
 
 @dataclass(frozen=True)
 class EvalLoop:
-    """What a pass over a set measures, and what it calls.
+    """What a pass over a set measures, and how it reports that it is alive.
 
-    `guard` is the context of each call of a metric. `beat` is called before each batch, and `waits`
-    before each collective. `in_user_code` is the context in which a rank reads and transforms a batch, and
-    in a trial computes its loss too. `smaller` gives the size of the batches with which a rank begins again
-    after an error.
+    `guard` is the context of each call of a metric. The rank is in `phase` while it computes, and in
+    `waiting_phase` where it may wait for another one, so that a hang is not blamed on it.
     """
 
     recipe: Recipe
@@ -107,11 +98,18 @@ class EvalLoop:
     forward_context: Callable[[], AbstractContextManager[object]]
     env: WorkerEnv
     guard: Guard = lambda what, batch: nullcontext()
-    beat: Beat = lambda: None
-    smaller: OnOom = no_halving
-    in_user_code: Callable[[], AbstractContextManager[None]] = nullcontext
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    phase: str = "evaluation"
+    waiting_phase: str = "adding up the evaluation"
     seed: int = 0
-    waits: Beat = lambda: None
+
+    def beat(self) -> None:
+        """Report a sign of life, since a large set may take longer than a phase may."""
+        self.heartbeat.beat(self.phase)
+
+    def wait(self) -> None:
+        """Report that this rank may wait for another one from here on."""
+        self.heartbeat.beat(self.waiting_phase)
 
     def measure_batch(self, batch: Batch, measuring: MetricEvaluator, number: int = 0) -> Loss:
         """The loss of a batch, which the metrics are updated with. `number` counts those of this rank."""
@@ -119,7 +117,7 @@ class EvalLoop:
         seed_evaluation(self.seed, self.env.rank, number, self.env.device)
         with self.forward_context():
             transform = self.recipe.eval_transform
-            with self.in_user_code():
+            with self.heartbeat.in_user_code():
                 made = batch if transform is None else transformed("eval_transform", transform, batch)
             loss = loss_of(self.recipe.loss, self.model, made)
         refuse_unusable_loss(self.recipe, loss)
@@ -130,30 +128,11 @@ class EvalLoop:
         """The batches, with a sign of life before each one is read."""
         while True:
             self.beat()
-            with self.in_user_code():
+            with self.heartbeat.in_user_code():
                 read = next(batches, None)
             if read is None:
                 return
             yield read
-
-    def in_smaller_batches(
-        self, measure: Callable[[int], tuple[_Totals, MetricEvaluator]], size: int
-    ) -> tuple[_Totals, MetricEvaluator]:
-        """The sums of all ranks, each of which may begin again in smaller batches, and this rank's metrics.
-
-        A collective; `measure` does not communicate.
-        """
-        halvings = 0
-        while True:
-            try:
-                own, measuring = measure(size)
-                break
-            except Exception as error:
-                size = self.smaller(error, size)
-                halvings += 1
-        own.halvings = halvings
-        self.waits()
-        return own.over_ranks(self.env), measuring
 
 
 def evaluate(
@@ -164,24 +143,20 @@ def evaluate(
     Raises EvaluationStopped, on all ranks, if `interrupted` was true before a batch on any of them.
     """
     env = over.env
-
-    def measure(size: int) -> tuple[_Totals, MetricEvaluator]:
-        """This rank's share, up to a batch before which it is interrupted."""
-        totals, measuring = _Totals(), MetricEvaluator(over.recipe, env, over.guard, over.waits)
-        batches = data.evaluation_batches(env.rank, env.world_size, size)
+    own, measuring = _Totals(), MetricEvaluator(over.recipe, env, over.guard, over.wait)
+    batches = data.evaluation_batches(env.rank, env.world_size, batch_size)
+    with evaluating(over.model), torch.no_grad():
         for number, (num_samples, batch) in enumerate(over.read(batches)):
             if interrupted():
-                totals.stopped = 1
+                own.stopped = 1
                 break
-            totals.samples += num_samples
+            own.samples += num_samples
             if batch is None:  # samples that could not be read and may be left out
-                totals.unreadable += num_samples
+                own.unreadable += num_samples
             else:
-                totals.add(over.measure_batch(batch, measuring, number))
-        return totals, measuring
-
-    with evaluating(over.model), torch.no_grad():
-        total, measuring = over.in_smaller_batches(measure, batch_size)
+                own.add(over.measure_batch(batch, measuring, number))
+        over.wait()
+        total = own.over_ranks(env)
         # After the collective, on all ranks alike: they hold the same sums.
         if total.stopped:
             raise EvaluationStopped
@@ -203,7 +178,6 @@ def evaluate(
         found.higher_is_better,
         int(total.nan_outputs),
         int(total.unreadable),
-        int(total.halvings),
         found.confusion,
     )
 
@@ -239,19 +213,15 @@ def sanity_check(over: EvalLoop, data: Readable, batch_size: int) -> MetricValue
     samples: `MetricValues.failed` has their texts. A collective.
     """
     env = over.env
-
-    def measure(size: int) -> tuple[_Totals, MetricEvaluator]:
-        totals = _Totals()
-        measuring = MetricEvaluator(over.recipe, env, over.guard, over.waits, trial=True)
-        over.beat()
-        with over.in_user_code():
-            batch = data.first_batch(env.rank, env.world_size, size, FIRST)
-            if batch is not None:
-                totals.add(over.measure_batch(batch, measuring))
-        return totals, measuring
-
+    own, measuring = _Totals(), MetricEvaluator(over.recipe, env, over.guard, over.wait, trial=True)
     with evaluating(over.model), torch.no_grad(), unchanged(over.model):
-        total, measuring = over.in_smaller_batches(measure, batch_size)
+        over.beat()
+        with over.heartbeat.in_user_code():
+            batch = data.first_batch(env.rank, env.world_size, batch_size, FIRST)
+            if batch is not None:
+                own.add(over.measure_batch(batch, measuring))
+        over.wait()
+        total = own.over_ranks(env)
         found = measuring.compute(total.loss_sum, total.counted or 1)
     for metric in over.recipe.metrics_or_default:
         for name in declared_names(metric) or ():

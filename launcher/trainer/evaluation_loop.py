@@ -5,13 +5,11 @@ Owns the use of an evaluation's result; `launcher.evaluation` computes it. All m
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 
 from launcher.checkpoint.run_state import BestEvaluation, MonitoredMetric
 from launcher.config.rules import BLOCKS
@@ -21,8 +19,6 @@ from launcher.errors import counted
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.evaluate import EvalLoop, Evaluation, EvaluationStopped, evaluate, sanity_check
 from launcher.evaluation.monitored_metric import monitored_metric
-from launcher.os import frames
-from launcher.os.oom import oom_text
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import EvalEvent
 from launcher.trainer import after_evaluation, device
@@ -33,8 +29,6 @@ from launcher.trainer.step_flags import StepFlag
 
 HIGHER_IS_BETTER = {"val_loss": False, "train_loss": False, "train_accuracy": True}  # in every evaluation
 
-log = logging.getLogger("launcher")
-
 
 class EvaluationLoop:
     """Evaluates the model on the validation sets, and keeps the best evaluation in the context."""
@@ -42,9 +36,6 @@ class EvaluationLoop:
     def __init__(self, context: TrainContext) -> None:
         self.latest: Mapping[str, Evaluation] = {}  # the last complete evaluation, by set
         self._context = context
-        self._max_batch_size: int | None = (
-            None  # the largest batch of this rank, once it has run out of memory
-        )
         self.recipe, self.model, self.data = context.recipe, context.model, context.data.validation
 
     def run(self, position: Position) -> EvalOutcome | None:
@@ -152,31 +143,14 @@ class EvaluationLoop:
             monitored_metric(self.recipe.monitor, found)
         return found
 
-    @property
-    def _train_batch_size(self) -> int:
-        plan = self._context.plan
-        return plan.micro_batch or max(1, plan.batch_size // plan.world_size)
-
     def _batch_size(self, name: str) -> int:
         """As in training; of a set in memory four times as many samples, since nothing is kept for backward.
 
         400,000 rows through two linear layers took 2.4 times a plain loop in batches of 128, 1.3 in 512.
         """
-        size = self._train_batch_size * (4 if isinstance(self.data[name], TensorData) else 1)
-        return min(size, self._max_batch_size or size)
-
-    def _smaller(self, error: Exception, size: int) -> int:
-        """Halve `size` for this rank from now on, after a shortage of memory; raises any other error."""
-        shortage, may_halve = oom_text(error), self._context.config.train.on_oom == "halve"
-        if not shortage or size == 1 or not (may_halve or size > self._train_batch_size):
-            raise error
-        self._max_batch_size = -(-size // 2)
-        log.warning(
-            "evaluation: this rank ran out of %s; batches of %d from now on", shortage, self._max_batch_size
-        )
-        frames.release(error)
-        device.free_memory(self._context.env.device)
-        return self._max_batch_size
+        plan = self._context.plan
+        of_training = plan.micro_batch or max(1, plan.batch_size // plan.world_size)
+        return of_training * (4 if isinstance(self.data[name], TensorData) else 1)
 
     def _evaluate(self, name: str, position: Position) -> Evaluation:
         """Evaluate on one of the sets, and report. Raises EvaluationStopped on all ranks alike."""
@@ -187,12 +161,6 @@ class EvaluationLoop:
             of_set, self.data[name], self._batch_size(name), interrupted=self._context.should_stop
         )
         title = f"the {set_title(name)} set"
-        if found.halvings:
-            telemetry.warn(
-                f"ranks ran out of memory in the evaluation on {title} and halved their batches, "
-                f"{counted(found.halvings, 'time')} over all ranks; logs/rank*.log has each. The numbers are "
-                "those of all samples."
-            )
         if found.nan_outputs:
             telemetry.warn(
                 f"{counted(found.nan_outputs, 'NaN output')} for {counted(found.samples, 'sample')} of "
@@ -216,10 +184,8 @@ class EvaluationLoop:
         )
         return found
 
-    def _pass(self, name: str, phase: str, then: str) -> EvalLoop:
-        """A pass over a set. Each batch is a sign of life, since a large set may exceed a phase's limit.
-
-        `then` is the phase in which a rank may wait for others: a hang is not blamed on it.
+    def _pass(self, name: str, phase: str, waiting_phase: str) -> EvalLoop:
+        """A pass over a set, with the phases of `EvalLoop`.
 
         A trial is a phase of its own: after an evaluation the limits are those of a run that has made a step.
         """
@@ -235,16 +201,14 @@ class EvaluationLoop:
             ):
                 yield
 
-        beat, seed = partial(context.heartbeat.beat, phase), context.config.seed
         return EvalLoop(
             self.recipe,
             self.model,
             context.stepper.forward,
             context.env,
             guard,
-            beat,
-            self._smaller,
-            context.heartbeat.in_user_code,
-            seed,
-            partial(context.heartbeat.beat, then),
+            context.heartbeat,
+            phase,
+            waiting_phase,
+            context.config.seed,
         )
