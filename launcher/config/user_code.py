@@ -8,7 +8,6 @@ whole traceback. Never imports what it judges.
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 import sys
 import sysconfig
@@ -81,17 +80,6 @@ def place_in_stacks(text: str) -> str:
 def _innermost_first(error: BaseException) -> list[tuple[CodeType, str]]:
     frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
     return [(code, f"{code.co_filename}:{line}, in {code.co_name}") for code, line in reversed(frames)]
-
-
-def defined_at(function: object) -> str:
-    """`file:line` where the user has defined a function or a class; empty where it is not the user's."""
-    function = inspect.unwrap(function) if callable(function) else function
-    function = getattr(function, "func", function)  # of functools.partial
-    function = getattr(function, "__init__", None) if isinstance(function, type) else function
-    code = getattr(function, "__code__", None)
-    if isinstance(code, CodeType) and is_user_code(code):
-        return f"{code.co_filename}:{code.co_firstlineno}"
-    return ""
 
 
 def is_user_code(code: CodeType) -> bool:

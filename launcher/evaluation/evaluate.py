@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from launcher.config.user_code import defined_at
 from launcher.data.iterable_loader import IterableData
 from launcher.data.seeding import seed_evaluation
 from launcher.data.sources import FIRST, Readable
@@ -29,7 +28,7 @@ from launcher.data.tensors import Batch, transformed
 from launcher.distributed.env import WorkerEnv
 from launcher.distributed.heartbeat import Heartbeat
 from launcher.engine.async_work import all_reduce
-from launcher.errors import ConfigError, DataError, counted
+from launcher.errors import DataError, counted
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.measuring import Guard, MetricEvaluator, MetricValues, rows_with_nan
 from launcher.metrics.metric import declared_names, direction_of
@@ -120,7 +119,6 @@ class EvalLoop:
             with self.heartbeat.in_user_code():
                 made = batch if transform is None else transformed("eval_transform", transform, batch)
             loss = loss_of(self.recipe.loss, self.model, made)
-        refuse_unusable_loss(self.recipe, loss)
         measuring.update(loss, batch | made)
         return loss
 
@@ -179,18 +177,6 @@ def evaluate(
         int(total.nan_outputs),
         int(total.unreadable),
         found.confusion,
-    )
-
-
-def refuse_unusable_loss(recipe: Recipe, loss: Loss) -> None:
-    """Raise ConfigError for a sum that is no fp32 scalar: the backward pass would refuse it later."""
-    if loss.sum.ndim == 0 and loss.sum.dtype == torch.float32:
-        return
-    at = defined_at(recipe.loss)
-    raise ConfigError(
-        f"the recipe's loss{f' at {at}' if at else ''} returned Loss(sum, ...) with a sum of "
-        f"{str(loss.sum.dtype).removeprefix('torch.')} {list(loss.sum.shape)}: it must be one number in "
-        'float32, over the samples. Sum with .sum() or reduction="sum", and compute from network(x).float().'
     )
 
 

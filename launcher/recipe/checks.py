@@ -5,13 +5,10 @@ Each error names the value, the rule and what to change. What has to be read is 
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from launcher.config.messages import nearest, suggestion
-from launcher.config.user_code import defined_at
 from launcher.data.labels import IGNORED, no_class
 from launcher.data.sources import ONLY_SET, length_of, set_title
 from launcher.data.tensors import TensorData
@@ -39,23 +36,6 @@ def refuse_unusable_metrics(recipe: Recipe) -> None:
             declared[name] = name_of(metric)
     if all(declared_names(metric) is not None for metric in recipe.metrics_or_default):
         refuse_unknown_comparison(recipe.monitor, declared, recipe.validation_sets)
-
-
-def refuse_other_arguments(what: str, function: Callable[..., object], arguments: str) -> None:
-    """Raise ConfigError for a function that cannot be called with these arguments, written as (a, b)."""
-    names = re.findall(r"\w+", arguments)
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of C, without a signature
-        return
-    try:
-        signature.bind(*names)
-    except TypeError as error:
-        at = defined_at(function)
-        raise ConfigError(
-            f"{what}{f' at {at}' if at else ''} has the arguments {signature}, and the launcher calls it "
-            f"with {arguments}: let it take {'exactly these' if names else 'none'}."
-        ) from error
 
 
 def refuse_taken_name(name: str, metric: str, taken: Mapping[str, str]) -> None:

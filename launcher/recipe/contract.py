@@ -6,6 +6,7 @@ or builds one.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from launcher.data.reader import Collate, Indexed
 from launcher.data.sources import ONLY_SET
 from launcher.data.tensors import Batch, TensorData
 from launcher.engine import ParameterGroup
-from launcher.errors import ConfigError, counted
+from launcher.errors import ConfigError
 from launcher.metrics import Classification, LossMetric, Metric
+from launcher.metrics.metric import shape_text
 
 Schedule = Callable[[int, int], float]  # (applied step from 0, their total) -> factor on optim.lr
 # Columns in memory, a map-style data set of torch or Hugging Face, or a stream.
@@ -44,16 +46,38 @@ class Loss:
     outputs: Tensor | Mapping[str, Tensor] | None = None
 
 
-def loss_of(loss: Callable[[nn.Module, Batch], Loss], network: nn.Module, batch: Batch) -> Loss:
-    """The result of a recipe's loss. Raises ConfigError if it is not a Loss."""
-    found = loss(network, batch)
-    if isinstance(found, Loss) and isinstance(found.sum, Tensor):
+LossFunction = Callable[[nn.Module, Batch], Loss]
+
+
+def loss_of(loss: LossFunction, network: nn.Module, batch: Batch) -> Loss:
+    """The result of a recipe's loss. Raises ConfigError unless it is a Loss whose sum is one fp32 number."""
+    found: object = loss(network, batch)
+    if not isinstance(found, Loss):
+        given = type(found).__name__
+    elif not isinstance(found.sum, Tensor):
+        given = f"Loss({type(found.sum).__name__}, ...)"
+    elif found.sum.ndim or found.sum.dtype != torch.float32:
+        given = f"Loss({shape_text(found.sum)}, ...)"
+    else:
         return found
-    given = f"Loss({type(found.sum).__name__}, ...)" if isinstance(found, Loss) else type(found).__name__
     raise ConfigError(
-        f"the recipe's loss returned a {given}. Return Loss(sum, count, outputs): the sum of the losses as a "
-        "tensor (not .item()), the number of samples, and what metrics read, such as the logits."
+        f"the recipe's loss returned a {given}. Return Loss(sum, count, outputs): the sum of the losses as "
+        "one number in float32, a tensor, computed from network(x).float(); the number of samples; and what "
+        "metrics read, such as the logits."
     )
+
+
+def with_label_smoothing(loss: LossFunction, smoothing: float) -> LossFunction:
+    """The loss with `label_smoothing=smoothing` in training, and without it in evaluations."""
+    if not smoothing:
+        return loss
+
+    @functools.wraps(loss)
+    def smoothed(network: nn.Module, batch: Batch) -> Loss:
+        options = {"label_smoothing": smoothing} if network.training else {}
+        return loss(network, batch, **options)
+
+    return smoothed
 
 
 @dataclass(frozen=True)
@@ -68,7 +92,7 @@ class Recipe:
     build_model: Callable[[], nn.Module]
     train: Source
     validation: Source | Mapping[str, Source]  # of several sets by name the first is the one compared by
-    loss: Callable[[nn.Module, Batch], Loss]  # calls the model; logits become fp32 before the loss
+    loss: LossFunction  # calls the model; logits become fp32 before the loss
     train_transform: Callable[[Batch], Batch] | None = None
     eval_transform: Callable[[Batch], Batch] | None = None
     classes: tuple[str, ...] | None = None  # None: the labels of the data are no classes
@@ -152,21 +176,9 @@ def cross_entropy(
     classes (floating-point, of the logits' shape; fp32 is used). `label_smoothing` is
     that of train.label_smoothing, as for any loss that has an argument of this name.
     """
-    found, expected = network(batch[inputs]), batch[labels]
-    if not isinstance(found, Tensor):
-        raise ConfigError(
-            f"the model returned a {type(found).__name__}: cross_entropy needs a tensor of logits. Return "
-            "one from the model, or write a loss that selects it: see recipes/README.md."
-        )
-    logits = found.float()
+    logits, expected = network(batch[inputs]).float(), batch[labels]
     # The mode of emulation leaves fp32 as it is, and takes longer than most of these calls.
     with torch._C.DisableTorchFunction():
-        shape, num_samples = logits.shape, len(expected)
-        if len(shape) < 2 or shape[0] != num_samples:
-            raise ConfigError(
-                f"the model returned the shape {list(shape)} for {counted(num_samples, 'sample')}: "
-                f"cross_entropy needs [{num_samples}, classes], one value per sample and class."
-            )
         if expected.is_floating_point():
             expected = expected.float()
         loss = class_loss(logits, expected, label_smoothing)

@@ -17,15 +17,13 @@ import numpy
 import torch
 
 from launcher.distributed.alone import default_store
-from launcher.errors import RecipeError, counted, described
+from launcher.errors import RecipeError, described
 from launcher.os.stdio import write
 
 POLL_S = 0.1
 LINE_EVERY_S = 60.0  # that says whom a rank waits for
 AFTER_RANK0_S = 1.0
 DONE = "done"
-
-_part = [""]  # of the recipe's code, in each of which the entries are counted from 1
 
 
 @contextmanager
@@ -39,35 +37,6 @@ def rank0_first() -> Iterator[None]:
     """
     with _generators_kept(), _in_turn():
         yield
-
-
-@contextmanager
-def entries_counted(part: str) -> Iterator[None]:
-    """A part of the recipe's code, at whose end rank 0 of each machine says how often it entered.
-
-    A rank that enters more often raises a RecipeError, where it would wait without end.
-    """
-    _part[0] = part
-    try:
-        yield
-    finally:
-        _part[0] = ""
-    if (store := default_store()) is not None and _is_first():
-        store.set(
-            _key("over", _machine(), part), str(store.add(_key("entered", os.environ["RANK"], part), 0))
-        )
-
-
-def _key(kind: str, whose: str, part: str) -> str:
-    return f"rank0_first/{part}/{kind}/{whose}"
-
-
-def _machine() -> str:
-    return os.environ.get("GROUP_RANK") or socket.gethostname()
-
-
-def _is_first() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextmanager
@@ -87,10 +56,10 @@ def _in_turn() -> Iterator[None]:
     if store is None:
         yield
         return
-    part, rank = _part[0], os.environ["RANK"]
-    entered = store.add(_key("entered", rank, part), 1)
-    left = f"{_key('left', _machine(), part)}/{entered}"
-    if _is_first():
+    rank, machine = os.environ["RANK"], os.environ.get("GROUP_RANK") or socket.gethostname()
+    entered = store.add(f"rank0_first/entered/{rank}", 1)
+    left = f"rank0_first/left/{machine}/{entered}"
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         try:
             yield
         except BaseException as error:
@@ -98,14 +67,8 @@ def _in_turn() -> Iterator[None]:
             raise
         store.set(left, DONE)
         return
-    over, line_s = _key("over", _machine(), part), time.monotonic() + LINE_EVERY_S
+    line_s = time.monotonic() + LINE_EVERY_S
     while not store.check([left]):  # not `wait`, which a signal cannot interrupt
-        if store.check([over]) and not store.check([left]):  # which rank 0 has set before
-            raise RecipeError(
-                f"rank {rank} enters rank0_first {counted(entered, 'time')} while {part}, and rank 0 of this "
-                f"machine {counted(int(store.get(over)), 'time')}. All ranks have to enter it equally often: "
-                "do not call it under a condition that differs by rank."
-            )
         if time.monotonic() >= line_s:
             line_s += LINE_EVERY_S
             write(f"rank {rank} waits in rank0_first for rank 0 of this machine\n", sys.stderr)

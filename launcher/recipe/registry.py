@@ -26,11 +26,9 @@ from launcher.config.optimizers import OPTIMIZERS
 from launcher.config.rules import SCHEDULES
 from launcher.config.schema import Config
 from launcher.config.user_code import short_traceback
-from launcher.engine import ParameterGroup
 from launcher.errors import ConfigError, LauncherError, described
-from launcher.recipe.checks import checked, refuse_other_arguments
-from launcher.recipe.contract import ModelBuilder, Recipe, Schedule
-from launcher.recipe.label_smoothing import with_label_smoothing
+from launcher.recipe.checks import checked
+from launcher.recipe.contract import ModelBuilder, Recipe, Schedule, with_label_smoothing
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Found = TypeVar("Found")
@@ -180,10 +178,9 @@ def load_recipe(config: Config) -> Recipe:
     registry = registry_of(config.recipes.path)
     uses = config.recipe.uses
     build = look_up("recipe.uses", uses, registry.recipes)
-    refuse_other_arguments(f'the function under @recipe("{uses}")', build, "(config)")
     schedules = {**dict.fromkeys(SCHEDULES), **registry.schedules}  # None of those of the launcher
     named = look_up("schedule.name", config.schedule.name, schedules)
-    first = next(iter(inspect.signature(build).parameters))  # the config itself is no option
+    first = next(iter(inspect.signature(build).parameters), "config")  # the config itself is no option
     refuse_unknown_options(f"recipe.{{}} (an option of {uses})", config.recipe.options, build, first)
     built = build(config, **config.recipe.options)
     if not isinstance(built, Recipe):
@@ -192,19 +189,7 @@ def load_recipe(config: Config) -> Recipe:
             "It has to return a launcher.recipe.Recipe."
         )
     built = checked(built, may_lack=config.data.val_fraction == 0)
-    if built.schedule is not None and not callable(built.schedule):
-        raise ConfigError(
-            f"the recipe's schedule={built.schedule!r}: it must be a function of (step, total), or None. "
-            "The name of a schedule belongs into the config: schedule.name."
-        )
-    if not isinstance(built.groups, list | tuple) or not all(
-        isinstance(group, ParameterGroup) for group in built.groups
-    ):
-        raise ConfigError(
-            f"Recipe.groups={built.groups!r}: it must be a list of ParameterGroup, for example "
-            '[ParameterGroup("*.bias", weight_decay=0.0)].'
-        )
-    built = with_label_smoothing(built, config)
+    built = replace(built, loss=with_label_smoothing(built.loss, config.train.label_smoothing))
     return built if named is None else replace(built, schedule=named)
 
 

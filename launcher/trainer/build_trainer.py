@@ -19,7 +19,6 @@ from launcher.distributed.heartbeat import Heartbeat
 from launcher.distributed.preflight import RankInfo
 from launcher.engine.step_timer import PARTS
 from launcher.os.signals import RankStopSignal
-from launcher.recipe import rank0
 from launcher.recipe.contract import Used
 from launcher.recipe.registry import load_recipe
 from launcher.run_dir.records import logs_of_failure
@@ -102,8 +101,7 @@ def _build_context(
     seed_all(config.seed, env.device)  # the same on all ranks: they make the same data
     heartbeat.beat("loading data")
     logs = logs_of_failure(Path(config.run.dir), env.rank, env.world_size)
-    loading = rank0.entries_counted("loading data")
-    with stop_signal.interruptible(env.group is None), heartbeat.in_user_code(), loading:
+    with stop_signal.interruptible(env.group is None), heartbeat.in_user_code():
         with guarding(f'the function under @recipe("{config.recipe.uses}")', logs):
             recipe = wrap_recipe(load_recipe(config), logs)
         refuse_unknown(config.tracker)
@@ -118,7 +116,7 @@ def _build_context(
     length = TrainLength.of(plan.steps_per_epoch, config.train, config.ddp.check_replicas_every_steps)
     heartbeat.beat("building the model")
     seed_all(derive_seed(config.seed, "model"), env.device)  # whatever was drawn while the data was read
-    with heartbeat.in_user_code(), rank0.entries_counted("building the model"):
+    with heartbeat.in_user_code():
         model = build.build_model(config, recipe, env, plan)
         rates = build.lr_table(config, recipe, length.total_steps)
     position, decide = length.position_of(length.next_evaluation(0)), telemetry.decision

@@ -196,7 +196,7 @@ class EvaluationLoop:
             """Guard each call of a metric, which may take long while the other ranks wait for this one."""
             what = f"{what} on the {set_title(name)} set"
             with (
-                guarding(what, context.logs_of_failure, batch, of_metric=True),
+                guarding(what, context.logs_of_failure, batch),
                 context.heartbeat.in_user_code(),
             ):
                 yield

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.config.user_code import SHOWN, defined_at, short_traceback, user_location
+from launcher.config.user_code import SHOWN, short_traceback, user_location
 from launcher.recipe import cross_entropy
 
 
@@ -89,8 +89,6 @@ def test_the_built_in_recipes_of_a_wheel_are_the_users(tmp_path, monkeypatch) ->
         exec(compile(source, str(package / file), "exec"), code)
     error = raised_by(code["read"], ZeroDivisionError)
     assert user_location(error) == f"{package}/recipes/built_in.py:1, in forward"
-    assert defined_at(code["loss"]) == f"{package}/recipes/built_in.py:3"
-    assert defined_at(code["read"]) == ""
     assert places(short_traceback(error)) == ["built_in.py loss", "built_in.py forward"]
 
 

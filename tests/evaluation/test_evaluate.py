@@ -8,13 +8,11 @@ from torch import nn
 
 from launcher.data.tensors import TensorData
 from launcher.distributed.env import WorkerEnv
-from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import (
     EvalLoop,
     Evaluation,
     EvaluationStopped,
     evaluate,
-    refuse_unusable_loss,
 )
 from launcher.recipe import Loss, Recipe, cross_entropy
 from tests.ranks.harness import RankFailure, run_ranks
@@ -202,30 +200,3 @@ def test_a_loss_may_count_weights(largest):
     away = linear_model()(data.columns["x"] * 2).detach().square().sum(1)
     expected = (data.columns["weight"] * away).sum() / data.columns["weight"].sum()
     assert found.loss == pytest.approx(float(expected), rel=1e-6)
-
-
-def own_loss(network: nn.Module, batch: dict[str, torch.Tensor]) -> Loss:
-    """What a loss of the user's is: a function in a file outside of the launcher."""
-    raise AssertionError("only its place is read")
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (torch.zeros(()), ""),
-        (torch.zeros(3), "a sum of float32 [3]: it must be one number in float32"),
-        (torch.zeros((), dtype=torch.float16), "a sum of float16 []: it must be one number in float32"),
-        (torch.zeros((), dtype=torch.float64), "a sum of float64 []: it must be one number in float32"),
-        (torch.zeros((), dtype=torch.int64), "a sum of int64 []: it must be one number in float32"),
-    ],
-)
-def test_a_loss_that_no_step_could_learn_from_is_refused_where_it_is_tried(value, said) -> None:
-    data = TensorData({"image": torch.zeros(2, 2), "label": torch.zeros(2, dtype=torch.int64)})
-    recipe = Recipe(nn.Linear, data, data, own_loss)
-    with pytest.raises(ConfigError) if said else contextlib.nullcontext() as caught:
-        refuse_unusable_loss(recipe, Loss(value, 2, None))
-    if caught is not None:
-        place = f"{__file__}:{own_loss.__code__.co_firstlineno}"
-        assert str(caught.value).startswith(
-            f"the recipe's loss at {place} returned Loss(sum, ...) with {said}"
-        )

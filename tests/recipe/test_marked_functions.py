@@ -34,11 +34,6 @@ def loaded(file: Path, text: str) -> None:
             "def mine(config):\n    return made()\n",
             "recipe.uses=mine is not known. Known: ",
         ),
-        (
-            "@recipe('mine')\ndef mine():\n    return made()\n",
-            f'the function under @recipe("mine") at {{file}}:{START} has the arguments (), and the launcher '
-            "calls it with (config): let it take exactly these.",
-        ),
     ],
 )
 def test_a_file_without_a_usable_recipe_is_one_sentence_with_its_line(

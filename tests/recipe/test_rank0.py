@@ -55,19 +55,6 @@ def test_so_it_is_within_build_model(tmp_path: Path) -> None:
     assert (tmp_path / "written").read_text() == "0 0 "
 
 
-@pytest.mark.parametrize("entering", [0, 1])
-def test_a_rank_that_enters_more_often_is_named_and_does_not_wait(tmp_path: Path, entering: int) -> None:
-    write_recipe(tmp_path, in_build="cached()")
-    recipe = tmp_path / "tiny.py"
-    once = CACHED.replace("IN_BLOCK", "pass").replace("range(2)", f"range(1 + (RANK == {entering}))")
-    recipe.write_text(recipe.read_text().replace('@recipe("tiny")', once))
-    with Parent(tmp_path, "train.epochs=1", nproc=2) as parent:
-        code, stderr = parent.end(), parent.stderr
-    assert code == (1 if entering else 0), stderr  # rank 0 waits for nobody
-    text = "rank 1 enters rank0_first 2 times while building the model, and rank 0 of this machine 1 time."
-    assert (text in stderr) == bool(entering), stderr
-
-
 def test_an_exception_of_rank_0_is_that_of_the_run(tmp_path: Path) -> None:
     code, stderr = run(tmp_path, "raise OSError('no route to the mirror')", 2)
     assert code == 1

@@ -163,12 +163,6 @@ ALONE = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
 PLAN = BatchPlan(4, 4, None, 1, 0, 0, False)
 
 
-def test_a_model_without_shapes_is_refused_with_its_layers() -> None:
-    recipe = Recipe(lambda: nn.Sequential(nn.LazyLinear(4)), DATA, DATA, cross_entropy)
-    with pytest.raises(ConfigError, match=r"without the shapes of 0\.weight, 0\.bias\. Give the sizes"):
-        build_model(composed(), recipe, ALONE, PLAN)
-
-
 def test_a_schedule_of_the_recipe_decides_on_the_whole_course() -> None:
     """In place of the config's and of its warm-up, which is said; at the same rates on every rank."""
     config = composed("optim.lr=0.2", "schedule.warmup_fraction=0.5", "train.max_steps=4")
@@ -277,9 +271,9 @@ def test_lengths_of_a_stream_are_refused() -> None:
         batch_plan(composed("train.max_steps=2"), env, stream, recipe.lengths)
 
 
-@pytest.mark.parametrize(("built", "said"), [(None, "None"), (nn.Linear, "the class Linear"), (3, "3")])
+@pytest.mark.parametrize(("built", "said"), [(None, "None"), (3, "3")])
 def test_a_model_that_is_no_module_is_refused(built, said) -> None:
     recipe = Recipe(lambda: built, DATA, DATA, cross_entropy)
     env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
-    with pytest.raises(ConfigError, match=f"build_model returned {said}. It must return an nn.Module"):
+    with pytest.raises(ConfigError, match=f"build_model returned {said}: it must return an nn.Module"):
         build_model(composed(), recipe, env, BatchPlan(64, 8, None, 1, 0, 0, False))

