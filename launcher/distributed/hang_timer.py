@@ -43,7 +43,6 @@ from launcher.distributed.heartbeat import (
 from launcher.distributed.store import LEAVE_S, ignore_store_errors, set_tcp_timeouts
 from launcher.errors import StalledError
 from launcher.os.signals import SAVING, STOPPING, save_means_stop
-from launcher.run_dir.atomic import open_plain
 from launcher.run_dir.records import stacks_path, write_failure
 from launcher.run_dir.result import ENDS_ON_REQUEST, Failure
 from launcher.run_dir.status import FILE_NAME, state_since
@@ -247,10 +246,8 @@ class HangTimer:
         # In C, without the GIL: ends the process even if a write below never returns.
         faulthandler.dump_traceback_later(WRITE_S, exit=True, file=2)  # sys.stderr may be None
         rank, stacks = self._launch.rank, stacks_path(self._run_dir, self._launch.rank)
-        with contextlib.suppress(OSError):
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-            with open(open_plain(stacks, flags), "ab") as file:
-                faulthandler.dump_traceback(file, all_threads=True)
+        with contextlib.suppress(OSError), stacks.open("ab") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
         text = f"{text} Stacks: {stacks}."
         log.error("rank %d: %s", rank, text)
         record = ExitRecord(rank, time.time(), text, exit_code, phase=beat.phase, stacks=str(stacks))

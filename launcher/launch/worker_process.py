@@ -29,7 +29,6 @@ from launcher.distributed.store import open_store, set_tcp_timeouts
 from launcher.os.lifetime import die_with_parent
 from launcher.os.signals import DUMP_STACKS_SIGNAL, HANDLED
 from launcher.os.stdio import flush
-from launcher.run_dir.atomic import make_folder, open_plain
 from launcher.run_dir.records import stacks_path
 
 
@@ -107,7 +106,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 def _write_stacks_on_request(path: Path) -> None:
     """Append all threads' stacks to `path` on DUMP_STACKS_SIGNAL, even while C code holds the interpreter."""
     with contextlib.suppress(OSError):  # the worker will report it
-        make_folder(path.parent)
-        file = open(open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")  # noqa: SIM115
+        path.parent.mkdir(exist_ok=True)
+        file = path.open("ab")
         # It keeps the file open until the process ends.
         faulthandler.register(DUMP_STACKS_SIGNAL, file=file, all_threads=True)

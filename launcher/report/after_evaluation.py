@@ -13,7 +13,6 @@ from urllib.parse import quote
 from launcher.report.html import facts, link, paragraph, picture, preformatted, subsection
 from launcher.report.reading import MAX_TEXT
 from launcher.report.run import Run
-from launcher.run_dir.atomic import read_regular
 from launcher.run_dir.records import PICTURES
 from launcher.telemetry.events import AfterEvaluationEvent
 from launcher.telemetry.formatting import number
@@ -49,7 +48,7 @@ def _pictures(folder: Path, paths: Mapping[str, str]) -> str:
 def _content(file: Path, at_most_bytes: int) -> bytes:
     """The picture; empty for one that is larger, missing, or none."""
     try:
-        content = read_regular(file) if file.stat().st_size <= at_most_bytes else b""
+        content = file.read_bytes() if file.stat().st_size <= at_most_bytes else b""
     except (OSError, ValueError):
         return b""
     return content if content.startswith(PNG) and len(content) <= at_most_bytes else b""

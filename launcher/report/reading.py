@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launcher.run_dir.atomic import read_json, read_regular
+from launcher.run_dir.atomic import read_json
 from launcher.run_dir.codec import decoded, misfits
 from launcher.run_dir.records import RESULT, SWEEP
 from launcher.run_dir.result import Result
@@ -61,4 +61,4 @@ def status_of(run_dir: Path, warn: Warn = silent) -> Status:
 
 def text_of(path: Path) -> str:
     """The text of the file, with replacement characters for invalid UTF-8; "" without one. Raises OSError."""
-    return read_regular(path).decode("utf-8", "replace") if path.exists() else ""
+    return path.read_text("utf-8", "replace") if path.exists() else ""

@@ -1,19 +1,16 @@
-"""Opens the files of a run, and rewrites small ones atomically.
+"""The strict JSON of all files of a run, and the atomic rewrite of small ones.
 
-Owns the refusal of everything but plain files, the atomic rewrite (a temporary file in the same directory,
-then one rename) and the strict JSON of all run files. Never writes through a link, never leaves a partial
-file under a final name, and never imports torch.
+An atomic rewrite is a temporary file in the same directory, then one rename: there is never a partial file
+under a final name. Never imports torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
 import secrets
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +20,6 @@ from launcher.errors import StorageError
 TEMPORARY = ".tmp"
 _STRICT = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
 NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # by what `strict` makes of them
-
-
-class NotPlainError(OSError):
-    """A link, pipe, device or folder is in the place of a file or folder of the run."""
 
 
 def encodable(text: str) -> str:
@@ -82,46 +75,10 @@ def write_json(path: Path, value: Mapping[str, object], durable: bool = False) -
 
 def read_json(path: Path) -> dict[str, Any]:
     """The value that `write_json` wrote. Raises OSError or ValueError."""
-    try:
-        value = restored(json.loads(read_regular(path)))
-    except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply") from error
+    value = restored(json.loads(path.read_bytes()))
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds {type(value).__name__}, not a JSON object")
     return value
-
-
-def read_regular(path: Path) -> bytes:
-    """The content of a file of a run. Raises OSError, also for a link, pipe or device in its place."""
-    with open(open_plain(path, os.O_RDONLY), "rb") as file:
-        return file.read()
-
-
-def open_plain(path: Path, flags: int) -> int:
-    """A descriptor of a plain file of a run. Raises OSError, also for a link, pipe or device in its place."""
-    require_plain(path)  # before opening: opening a device or a pipe may have side effects
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        require_plain(path)
-        raise OSError(errno.EINVAL, "has just been replaced", str(path))
-    return descriptor
-
-
-def require_plain(path: Path) -> None:
-    """Raise OSError, naming the kind of file, unless `path` is a plain file or does not exist."""
-    _require(path, stat.S_ISREG, "a plain file")
-
-
-def require_folder(path: Path) -> None:
-    """Raise OSError, naming the kind of file, unless `path` is a directory or does not exist."""
-    _require(path, stat.S_ISDIR, "a directory of its own")
-
-
-def make_folder(path: Path) -> None:
-    """Make a directory of a run unless it exists. Raises OSError, also for a link to one."""
-    require_folder(path)
-    path.mkdir(exist_ok=True)
 
 
 def write_text(path: Path, text: str, durable: bool = False) -> None:
@@ -132,7 +89,6 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """The path of a new file, which replaces `path` in one rename at the end. Raises OSError."""
-    require_plain(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
         yield temporary
@@ -171,26 +127,3 @@ def clear_away(directory: Path) -> None:
     for rest in directory.glob(f".*{TEMPORARY}"):
         with contextlib.suppress(OSError):
             rest.unlink()
-
-
-def _require(path: Path, is_kind: Callable[[int], bool], wanted: str) -> None:
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not is_kind(mode):
-        raise NotPlainError(
-            errno.EINVAL, f"{path.name} is {_kind(path, mode)}; it must be {wanted}", str(path)
-        )
-
-
-def _kind(path: Path, mode: int) -> str:
-    if stat.S_ISLNK(mode):
-        return f"a symbolic link to {os.readlink(path)}"
-    kinds = {
-        stat.S_IFREG: "a file",
-        stat.S_IFDIR: "a directory",
-        stat.S_IFIFO: "a pipe",
-        stat.S_IFSOCK: "a socket",
-    }
-    return kinds.get(stat.S_IFMT(mode), "a device")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, DataError, LauncherError, StorageError, counted, listed
-from launcher.run_dir.atomic import NotPlainError, read_json
+from launcher.run_dir.atomic import read_json
 from launcher.run_dir.codec import decoded
 from launcher.run_dir.differences import another_run, other_training
 from launcher.run_dir.discarding import (
@@ -35,7 +35,6 @@ from launcher.run_dir.records import (
     METRICS,
     RESULT,
     foreign_to_a_run,
-    refuse_links,
     write_metadata,
 )
 from launcher.run_dir.result import Result
@@ -78,7 +77,6 @@ def open_run_dir(config: Config, overrides: Sequence[str]) -> Iterator[OpenRunDi
         lock = locked(directory)
     with lock:
         with _writing(config):
-            refuse_links(directory)
             finished = _finished(resolved, directory) if _holds_run(directory) else ""
             if not finished:
                 # Of an earlier command, which ended there.
@@ -121,12 +119,10 @@ def _writing(config: Config) -> Iterator[None]:
         yield
     except OSError as error:
         place = config.run.dir or DEFAULT_ROOT / config.recipe.name
-        advice = "Choose a writable place with run.dir=DIR, or make room there."
-        if isinstance(error, NotPlainError):
-            advice = "Remove it, or choose another directory with run.dir=DIR."
         raise StorageError(
             f"The run's files cannot be written to {Path(place).absolute()}: {error.strerror or error}"
-            f"{f' ({error.filename})' if error.filename else ''}. {advice}"
+            f"{f' ({error.filename})' if error.filename else ''}. "
+            "Choose a writable place with run.dir=DIR, or make room there."
         ) from error
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from socket import gethostname
 
 from launcher.errors import ConfigError
-from launcher.run_dir.atomic import open_plain, read_regular
 
 LOCK = ".lock"
 
@@ -23,11 +22,12 @@ def locked(directory: Path, key: str = "run.dir") -> io.FileIO:
 
     `key` names the directory in errors. Raises ConfigError where another process holds it, and OSError.
     """
-    lock = open(open_plain(directory / LOCK, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)  # noqa: SIM115
+    lock = open(directory / LOCK, "a+b", buffering=0)  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         with lock:
+            lock.seek(0)
             holder = Holder.of(lock.read().decode(errors="replace"))
         raise ConfigError(
             f"{key}={directory} is in use by {holder}. Wait for it or stop it, or choose another directory."
@@ -41,7 +41,7 @@ def locked(directory: Path, key: str = "run.dir") -> io.FileIO:
 def holder_of(directory: Path) -> Holder | None:
     """The process that took the lock last; it may have ended. None without one. Raises OSError."""
     path = directory / LOCK
-    return Holder.of(read_regular(path).decode(errors="replace")) if path.exists() else None
+    return Holder.of(path.read_text(errors="replace")) if path.exists() else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,14 +20,7 @@ from typing import Any
 
 from launcher.config.schema import Config, to_dict
 from launcher.errors import escaped, listed
-from launcher.run_dir.atomic import (
-    make_folder,
-    open_plain,
-    require_folder,
-    require_plain,
-    write_json,
-    write_text,
-)
+from launcher.run_dir.atomic import write_json, write_text
 from launcher.run_dir.codec import encoded
 from launcher.run_dir.discarding import DISCARDED
 from launcher.run_dir.pruning import PRUNE
@@ -84,16 +77,6 @@ def write_metadata(config: Config, overrides: Sequence[str]) -> None:
 def write_config(directory: Path, config: Config) -> None:
     """Write config.yaml; it is on disk before this returns. Raises OSError."""
     write_text(directory / CONFIG, config_yaml(config), durable=True)
-
-
-def refuse_links(directory: Path) -> None:
-    """Raise OSError where a file or folder of the run is a link, a pipe, a device or of the other kind."""
-    for name in FILES:
-        require_plain(directory / name)
-    for name in FOLDERS:
-        require_folder(directory / name)
-    for path in (directory / LOGS).glob("*"):
-        require_plain(path)
 
 
 def foreign_to_a_run(directory: Path) -> list[str]:
@@ -183,7 +166,7 @@ def rank_log(run_dir: Path, rank: int, level: str = "info") -> Iterator[None]:
 
     `level` is the least severe that is written: debug, info, warning or error.
     """
-    make_folder(run_dir / LOGS)
+    (run_dir / LOGS).mkdir(exist_ok=True)
     handler = _LogFile(log_path(run_dir, rank))
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logger = logging.getLogger("launcher")
@@ -206,7 +189,7 @@ class _LogFile(logging.Handler):
 
     def __init__(self, path: Path) -> None:
         # First: `logging` closes at exit what has been made as a handler, whole or not.
-        self._descriptor = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         super().__init__()
         self._path, self._complete = path, True
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from launcher.run_dir.atomic import json_line, open_plain, restored
+from launcher.run_dir.atomic import json_line, restored
 from launcher.run_dir.records import METRICS
 from launcher.telemetry.events import Event, record_of
 from launcher.telemetry.stream import Record, Sink
@@ -35,7 +35,7 @@ class EventLog(Sink):
     def __init__(self, path: Path) -> None:
         _cut_torn_line(path)
         self._path = path
-        self._file = io.FileIO(open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+        self._file = io.FileIO(path, "ab")
 
     def write(self, event: Event) -> None:
         self.append(record_of(event))
@@ -139,7 +139,7 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 def opened(path: Path) -> BinaryIO:
     """The file, to be read. Raises OSError."""
-    return open(open_plain(path, os.O_RDONLY), "rb")
+    return path.open("rb")
 
 
 def lines_of(file: BinaryIO, begin: int = 0) -> Iterator[tuple[int, int, bytes]]:

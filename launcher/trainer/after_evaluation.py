@@ -23,7 +23,7 @@ from launcher.distributed.collectives import from_rank0
 from launcher.engine.names import named_buffers, named_parameters
 from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import evaluating, unchanged
-from launcher.run_dir.atomic import encodable, make_folder, write_content
+from launcher.run_dir.atomic import encodable, write_content
 from launcher.run_dir.records import PICTURES
 from launcher.telemetry.events import AfterEvaluationEvent
 from launcher.trainer.context import TrainContext
@@ -116,7 +116,7 @@ def _written(context: TrainContext, pictures: Mapping[str, bytes], step: int) ->
     for name, stem in file_stems(pictures).items():
         path = folder / f"{stem}-{step:08d}.png"
         try:
-            make_folder(folder)
+            folder.mkdir(exist_ok=True)
             write_content(path, pictures[name])
             found[name] = str(path)
         except OSError as error:

@@ -630,20 +630,6 @@ def test_a_link_out_of_the_run_is_refused(tmp_path: Path, what, wish) -> None:
     assert refusal.value.exit_code in (2, 8)
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
-def test_only_plain_files_are_read(tmp_path: Path, kind) -> None:
-    (path,) = publish_steps(tmp_path, 1)
-    original = path / WEIGHTS
-    original.rename(tmp_path / "moved")
-    if kind == "link":
-        original.symlink_to(tmp_path / "moved")
-    elif kind == "pipe":
-        os.mkfifo(original)
-    else:
-        original.mkdir()
-    assert "must be a plain file" in verify(path)[0]
-
-
 @pytest.mark.parametrize(
     ("wish", "kind", "text"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -54,11 +53,3 @@ def test_ranks_that_were_started_alone_agree_on_the_step(tmp_path: Path) -> None
     assert again.codes == [0, 0], "the same command trains it further"
     assert again.result["steps"] == step + 2
     assert not (tmp_path / "run" / PRUNE).exists()
-
-
-def test_a_request_that_is_no_plain_file_is_refused_before_the_run(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    os.mkfifo(tmp_path / "run" / PRUNE)
-    ended = run(tmp_path / "run", "train.max_steps=2")
-    assert ended.codes == [8]
-    assert PRUNE in ended.outputs[0]

@@ -263,7 +263,7 @@ def test_a_page_that_cannot_be_drawn_is_a_warning(tmp_path):
     with Telemetry([EventLog(tmp_path / "log" / "metrics.jsonl")]) as telemetry:
         write_page(tmp_path, telemetry)
     (warning,) = [event.text for event in read_history(tmp_path / "log").all(WarningEvent)]
-    assert warning.startswith("report.html could not be drawn: NotPlainError: ")
+    assert warning.startswith("report.html could not be drawn: IsADirectoryError: ")
 
 
 def test_the_curves_show_the_recorded_values(tmp_path):

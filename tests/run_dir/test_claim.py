@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -329,37 +328,6 @@ def test_a_run_may_hold_files_of_its_recipe_and_be_reached_by_a_link(tmp_path):
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     (tmp_path / "link").symlink_to(tmp_path / "mine")
     assert prepared(sample_config(str(tmp_path / "link")), []).run.dir == str(tmp_path / "link")
-
-
-def put_in_place(path: Path, kind: str, target: Path) -> None:
-    path.unlink(missing_ok=True)
-    if kind == "link":
-        path.symlink_to(target)
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "socket":
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(str(path))
-    else:
-        path.mkdir()
-
-
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("kind", ["link", "pipe", "socket", "directory"])
-@pytest.mark.parametrize("name", [*records.FILES, "logs/rank0.log"])
-def test_what_is_no_plain_file_is_refused_and_named(tmp_path, name, kind):
-    config = sample_config(str(tmp_path / "mine"))
-    prepared(config, [])
-    (tmp_path / "mine" / "logs").mkdir()
-    (tmp_path / "target").write_text("keep")
-    put_in_place(tmp_path / "mine" / name, kind, tmp_path / "target")
-    what = {"link": rf"a symbolic link to {tmp_path}/target"}.get(kind, f"a {kind}")
-    with pytest.raises(
-        StorageError, match=rf"{Path(name).name} is {what}; it must be a plain file"
-    ) as refusal:
-        prepared(config, [])
-    assert str(refusal.value).endswith("Remove it, or choose another directory with run.dir=DIR.")
-    assert (tmp_path / "target").read_text() == "keep"
 
 
 def test_a_file_in_place_of_the_directory_is_a_config_error(tmp_path):

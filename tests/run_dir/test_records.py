@@ -15,11 +15,10 @@ import pytest
 import yaml
 
 from launcher.config.schema import Config, RunConfig, to_dict
-from launcher.run_dir import atomic, records
+from launcher.run_dir import records
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.codec import decoded
 from launcher.run_dir.result import Failure, Result
-from launcher.telemetry.event_log import EventLog
 from tests.configs import composed
 
 CANARY = "c0ffee" * 6 + "c0ff"
@@ -127,27 +126,6 @@ def test_neither_torch_nor_wandb_is_imported():
         [sys.executable, "-c", check], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
     assert done.stdout.strip() == "[]", done.stderr
-
-
-@pytest.mark.parametrize(
-    "open_file", [EventLog, lambda path: atomic.write_text(path, "text"), atomic.read_json]
-)
-def test_no_file_is_opened_through_a_link_or_a_pipe(tmp_path, open_file):
-    (tmp_path / "target").write_text("{}")
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    os.mkfifo(tmp_path / "pipe")
-    for name, kind in (("link", "a symbolic link"), ("pipe", "a pipe")):
-        with pytest.raises(OSError, match=f"{name} is {kind}"):
-            open_file(tmp_path / name)
-    assert (tmp_path / "target").read_text() == "{}"
-
-
-def test_a_log_is_not_written_through_a_link(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "logs").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match="logs is a symbolic link"), records.rank_log(tmp_path, 0):
-        pass
-    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_log_that_cannot_be_written_is_one_line_and_hides_no_error(tmp_path, capfd):

@@ -23,7 +23,6 @@ from typing import NoReturn
 from launcher.launch.worker_count import visible_gpus
 from launcher.os.lifetime import die_with_parent, kill_group
 from launcher.os.signals import reset_handlers, signals_blocked
-from launcher.run_dir.atomic import open_plain
 from launcher.sweep.launchers import JobEvent, JobLauncher
 from launcher.sweep.progress import LOG
 from launcher.sweep.state import SweepJob
@@ -139,7 +138,7 @@ class DeviceLauncher(JobLauncher):
             with suppress(OSError):  # cores that a container has taken away meanwhile
                 os.sched_setaffinity(0, cores)
             if not self._alone:
-                output = open_plain(directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+                output = os.open(directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
                 os.dup2(output, 1)
                 os.dup2(output, 2)
             code = self._run(directory)

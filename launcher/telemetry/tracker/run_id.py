@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from launcher.run_dir.atomic import make_folder, read_json, write_json
+from launcher.run_dir.atomic import read_json, write_json
 from launcher.run_dir.records import TRACKERS
 
 
@@ -22,7 +22,7 @@ def save_run_id(run_dir: Path, name: str, run_id: str) -> None:
     """Keep the id for the attempts that follow. Without it, as on a full disk, they get a new one."""
     path = _path_of(run_dir, name)
     with contextlib.suppress(OSError):
-        make_folder(path.parent)
+        path.parent.mkdir(exist_ok=True)
         write_json(path, {"run_id": run_id})
 
 
