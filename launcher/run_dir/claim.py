@@ -10,13 +10,12 @@ import contextlib
 import dataclasses
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launcher.config.schema import Config
-from launcher.errors import ConfigError, DataError, LauncherError, StorageError, counted, listed
+from launcher.errors import ConfigError, StorageError, counted, listed
 from launcher.run_dir.atomic import read_json
 from launcher.run_dir.codec import decoded
 from launcher.run_dir.differences import another_run, other_training
@@ -32,7 +31,6 @@ from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import (
     CHECKPOINTS,
     CONFIG,
-    METRICS,
     RESULT,
     foreign_to_a_run,
     write_metadata,
@@ -42,7 +40,6 @@ from launcher.run_dir.status import FILE_NAME, state_since
 
 DEFAULT_ROOT = Path("outputs")
 NAME_ATTEMPTS = 20  # 4 hex digits collide only where hundreds of runs start within one second
-FIRST_EVENTS = 1_000_000  # bytes of metrics.jsonl that hold the start of every run
 SHOWN = 8  # settings that differ
 TO_BEGIN_ANEW = (
     "To start from the beginning there: the same command with checkpoint.resume=never, which sets the "
@@ -83,33 +80,7 @@ def open_run_dir(config: Config, overrides: Sequence[str]) -> Iterator[OpenRunDi
                 for name in (PRUNE,) if restarted else (PRUNE, DISCARDED):
                     (directory / name).unlink(missing_ok=True)
                 write_metadata(resolved, overrides)
-        try:
-            yield OpenRunDir(resolved, finished)
-        except LauncherError as error:
-            if not config.run.dir and _is_disposable(error, directory):
-                _remove(directory)
-            raise
-
-
-def _is_disposable(error: LauncherError, directory: Path) -> bool:
-    """Whether an error of config or data ended the run before its start, and names no file of it."""
-    if error.exit_code not in (ConfigError.exit_code, DataError.exit_code) or str(directory) in str(error):
-        return False
-    try:
-        with open(directory / METRICS, "rb") as events:
-            return b'"event":"start"' not in events.read(FIRST_EVENTS).replace(b" ", b"")
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-
-
-def _remove(directory: Path) -> None:
-    """Remove the directory that this process has made and named, and those around it that are empty then."""
-    shutil.rmtree(directory, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        directory.parent.rmdir()
-        directory.parent.parent.rmdir()
+        yield OpenRunDir(resolved, finished)
 
 
 @contextlib.contextmanager
@@ -139,17 +110,11 @@ def _made(directory: Path) -> Path:
 
 
 def refuse_foreign(directory: Path) -> None:
-    """Raise ConfigError for a directory with other files, before anything is written to it."""
-    rule = "A run needs a directory of its own: a new name, an empty one, or that of a run to resume."
-    for place, what in (("/", "the root directory"), ("~", "a home directory")):
-        # A user may have no home, or one that does not exist.
-        with contextlib.suppress(OSError, RuntimeError):
-            if directory.samefile(os.path.expanduser(place)):
-                raise ConfigError(f"run.dir={directory} is {what}. {rule}")
-    foreign = [] if _holds_run(directory) else foreign_to_a_run(directory)
-    if foreign:
+    """Raise ConfigError for a directory with files of something else that a run would write over."""
+    if not _holds_run(directory) and (foreign := foreign_to_a_run(directory)):
         raise ConfigError(
-            f"run.dir={directory} holds files that do not belong to a run: {listed(foreign, 3)}. {rule}"
+            f"run.dir={directory} holds no run, and files that one would write over: {listed(foreign, 3)}. "
+            "Give a new name, or the directory of a run to resume."
         )
 
 

@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import os
 import platform
-import re
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -19,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.schema import Config, to_dict
-from launcher.errors import escaped, listed
+from launcher.errors import listed
 from launcher.run_dir.atomic import write_json, write_text
 from launcher.run_dir.codec import encoded
 from launcher.run_dir.discarding import DISCARDED
+from launcher.run_dir.lock import LOCK
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.result import Failure, Result
 from launcher.run_dir.status import FILE_NAME, Status, mark_ended
@@ -43,15 +43,12 @@ FILES = (
     "classification_report.txt",
     REPORT,
     JOB,
-    ".lock",
+    LOCK,
 )
 LOGS, CHECKPOINTS = "logs", "checkpoints"
 TRACKERS = "trackers"  # files of the other trackers, in a folder each
 PICTURES = "pictures"  # of a recipe's own
 MODEL = "model"  # what predicting needs besides the weights
-FOLDERS = (LOGS, "wandb", TRACKERS, PICTURES, MODEL)
-LOG_NAME = re.compile(r"(?i)\.(log|out|err)$|^slurm-|(^|[-_.])(log|(std)?(out|err)|output|errors)\.txt$")
-OF_A_HOME = (".bashrc", ".bash_profile", ".profile", ".zshrc")  # a home directory may contain only these
 PACKAGES = (
     "torch",
     "hydra-core",
@@ -80,22 +77,9 @@ def write_config(directory: Path, config: Config) -> None:
 
 
 def foreign_to_a_run(directory: Path) -> list[str]:
-    """Sorted names of the files that do not belong to a run. Raises OSError.
-
-    Output files made by a shell or a scheduler are accepted.
-    """
-    own = {*FILES, *FOLDERS, CHECKPOINTS, "lost+found"}  # the last of a new file system
-    others = [entry for entry in os.scandir(directory) if entry.name not in own]
-    return sorted(entry.name for entry in others if not _is_output(entry))
-
-
-def _is_output(entry: os.DirEntry[str]) -> bool:
-    """Whether the entry may be an output file: a plain file that is hidden, a log, or an empty .txt."""
-    if not entry.is_file(follow_symlinks=False) or entry.name in OF_A_HOME:
-        return False
-    if entry.name.startswith(".") or LOG_NAME.search(entry.name):
-        return True
-    return entry.name.endswith(".txt") and entry.stat(follow_symlinks=False).st_size == 0
+    """The files in a directory without a run that one would write over."""
+    own = {JOB, LOCK}  # of a job that has not started, and of a process that is killed as it starts
+    return [name for name in (*FILES, CHECKPOINTS) if name not in own and (directory / name).exists()]
 
 
 def as_typed_config(config: Config) -> dict[str, Any]:
@@ -167,7 +151,7 @@ def rank_log(run_dir: Path, rank: int, level: str = "info") -> Iterator[None]:
     `level` is the least severe that is written: debug, info, warning or error.
     """
     (run_dir / LOGS).mkdir(exist_ok=True)
-    handler = _LogFile(log_path(run_dir, rank))
+    handler = logging.FileHandler(log_path(run_dir, rank), encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logger = logging.getLogger("launcher")
     before = logger.level
@@ -178,37 +162,8 @@ def rank_log(run_dir: Path, rank: int, level: str = "info") -> Iterator[None]:
     finally:
         logger.setLevel(before)
         logger.removeHandler(handler)
-        handler.close()
-
-
-class _LogFile(logging.Handler):
-    """Appends records to a file without a buffer, and drops records that cannot be written.
-
-    An exception here, or in the flush of a buffer, would hide the error being logged.
-    """
-
-    def __init__(self, path: Path) -> None:
-        # First: `logging` closes at exit what has been made as a handler, whole or not.
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        super().__init__()
-        self._path, self._complete = path, True
-
-    def emit(self, record: logging.LogRecord) -> None:
-        rest = f"{escaped(self.format(record))}\n".encode(errors="backslashreplace")
-        try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-        except OSError as error:
-            if self._complete:
-                with contextlib.suppress(OSError):
-                    text = f"warning: {LOGS}/{self._path.name} is incomplete: {error.strerror}\n"
-                    os.write(2, text.encode())
-            self._complete = False
-
-    def close(self) -> None:
-        super().close()
-        with contextlib.suppress(OSError):  # NFS reports failed writes here
-            os.close(self._descriptor)
+        with contextlib.suppress(OSError):  # a full disk must not hide the error that ends the run
+            handler.close()
 
 
 def _version(package: str) -> str | None:

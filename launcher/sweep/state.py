@@ -200,11 +200,11 @@ def refuse_differences(directory: Path, found: Sequence[str]) -> None:
 
 def refuse_foreign(directory: Path) -> None:
     """Raise ConfigError for the directory of something else, before anything is written to it."""
-    foreign = [CONFIG] if (directory / CONFIG).exists() else foreign_to_a_run(directory)
-    if foreign:
-        problem = f"holds files that do not belong to a sweep: {listed(foreign, 3)}"
-        needed = "a directory of its own: a new name, an empty one, or that of a sweep to continue"
-        raise ConfigError(f"hydra.sweep.dir={directory} {problem}. A sweep needs {needed}.")
+    if foreign := foreign_to_a_run(directory):
+        raise ConfigError(
+            f"hydra.sweep.dir={directory} holds no sweep, and files that do not belong to one: "
+            f"{listed(foreign, 3)}. Give a new name, or the directory of a sweep to continue."
+        )
 
 
 def write_job(config: Config, overrides: Sequence[str]) -> None:

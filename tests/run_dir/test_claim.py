@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +13,10 @@ import pytest
 import yaml
 
 from launcher.config.schema import Config
-from launcher.errors import ConfigError, DataError, LauncherError, StalledError, StorageError
+from launcher.errors import ConfigError, StorageError
 from launcher.run_dir import differences, records
 from launcher.run_dir.claim import open_run_dir
 from launcher.run_dir.discarding import overrides_to_resume, record_discarded
-from launcher.telemetry.event_log import EventLog
 from tests.run_dir.test_records import sample_config
 
 
@@ -260,66 +258,26 @@ def test_the_overrides_that_resume_a_run_undo_its_order_to_begin_anew(tmp_path):
     assert overrides_to_resume(tmp_path) == f"run.dir={tmp_path} checkpoint.resume=auto"
 
 
-@pytest.mark.parametrize("place", ["/", "~", "/usr", "."])
-def test_a_place_that_is_not_a_runs_is_refused_and_left_as_it_is(tmp_path, monkeypatch, place):
-    home = tmp_path / "home"
-    home.mkdir()
-    monkeypatch.setenv("HOME", str(home))
-    (tmp_path / "notes.txt").write_text("keep")
-    directory = Path(place).expanduser()
-    before = set(os.listdir(directory))
-    with pytest.raises(
-        ConfigError, match=r"(root|home) directory|do not belong to a run: .*directory of its own"
-    ):
-        prepared(sample_config(place), [])
-    assert set(os.listdir(directory)) == before
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "log.txt",
-        "b.err",
-        "slurm-12.out",
-        ".nfs0001",
-    ],
-)
-def test_a_shell_or_a_scheduler_may_have_put_its_output_there(tmp_path, name):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / name).write_text("loading modules")
-    (tmp_path / "mine" / "first.txt").touch()
-    prepared(sample_config(str(tmp_path / "mine")), [])
-    assert (tmp_path / "mine" / name).read_text() == "loading modules"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "corpus.txt",
-        "train.py",
-        ".git/",
-        "logs.log/",
-    ],
-)
-def test_what_is_no_output_keeps_a_directory_from_becoming_a_run(tmp_path, name):
+@pytest.mark.parametrize("name", ["result.json", "report.html", "checkpoints/"])
+def test_a_directory_with_files_that_a_run_would_write_over_is_refused_and_left_as_it_is(tmp_path, name):
     place = tmp_path / "mine" / name
     (place if name.endswith("/") else place.parent).mkdir(parents=True)
     if not name.endswith("/"):
         place.write_text("keep")
-    (tmp_path / "mine" / "run.log").touch()
+    (tmp_path / "mine" / "train.py").touch()
     before = set(os.listdir(tmp_path / "mine"))
-    with pytest.raises(ConfigError, match=f"do not belong to a run: {place.name}. A run needs a directory"):
+    with pytest.raises(ConfigError, match=f"that one would write over: {place.name}. Give a new name"):
         prepared(sample_config(str(tmp_path / "mine")), [])
     assert set(os.listdir(tmp_path / "mine")) == before
 
 
-@pytest.mark.parametrize("left", [[], ["lost+found"], [".lock", "logs", ".config.yaml.abcd.tmp"]])
-def test_an_empty_directory_may_become_a_run(tmp_path, left):
+@pytest.mark.parametrize(
+    "left", [[], ["notes.txt", "slurm-12.out"], [".lock", "logs", ".config.yaml.abcd.tmp"]]
+)
+def test_a_directory_without_such_files_may_become_a_run(tmp_path, left):
     (tmp_path / "mine").mkdir()
     for name in left:
-        (tmp_path / "mine" / name).mkdir() if name in ("logs", "lost+found") else (
-            tmp_path / "mine" / name
-        ).touch()
+        (tmp_path / "mine" / name).mkdir() if name in ("logs",) else (tmp_path / "mine" / name).touch()
     assert prepared(sample_config(str(tmp_path / "mine")), []).run.dir == str(tmp_path / "mine")
 
 
@@ -351,32 +309,3 @@ def test_a_read_only_directory_is_a_storage_error(tmp_path):
     (tmp_path / "locked").mkdir(mode=0o555)
     with pytest.raises(StorageError, match="Permission denied"):
         prepared(sample_config(str(tmp_path / "locked" / "run")), [])
-
-
-@pytest.mark.parametrize(
-    ("error", "started", "named", "stays"),
-    [
-        (DataError("data.path has no train*.parquet"), False, False, False),
-        (ConfigError("model.init_from: there is no such file"), False, False, False),
-        (DataError("a sample cannot be read"), True, False, True),
-        (DataError("The full traceback is in {directory}/logs/rank0.log."), False, False, True),
-        (DataError("data.path has no train*.parquet"), False, True, True),  # the user's own directory
-        (StalledError("a rank is missing"), False, False, True),
-    ],
-)
-def test_an_error_before_the_start_that_says_all_leaves_no_directory(
-    error: LauncherError, started: bool, named: bool, stays: bool, tmp_path: Path, monkeypatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    directory = None
-    with suppress(type(error)), open_run_dir(sample_config("mine" if named else ""), []) as own:
-        directory = Path(own.config.run.dir)
-        events = EventLog(directory / "metrics.jsonl")
-        events.append({"event": "decision", "step": 0})
-        if started:
-            events.append({"event": "start", "step": 0})
-        events.close()
-        raise type(error)(str(error).format(directory=directory))
-    assert directory is not None
-    assert directory.is_dir() == stays
-    assert stays or list(tmp_path.iterdir()) == []

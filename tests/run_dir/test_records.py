@@ -128,11 +128,10 @@ def test_neither_torch_nor_wandb_is_imported():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_a_log_that_cannot_be_written_is_one_line_and_hides_no_error(tmp_path, capfd):
+def test_a_log_that_cannot_be_written_hides_no_error(tmp_path):
     """A limit on the size of files stands for a full disk: write() fails in the middle of a record."""
     with pytest.raises(ValueError, match="the error in hand"):
         fail_without_room(tmp_path)
-    assert capfd.readouterr().err == "warning: logs/rank1.log is incomplete: File too large\n"
     assert "fits" in (tmp_path / "logs" / "rank1.log").read_text()
 
 

@@ -224,7 +224,7 @@ REFUSED = [
     (["seed=range(100000)"], "100,000 jobs: a sweep has at most 2,000"),
     (["seed=range(100)", "optim.lr=range(1,100)"], "9,900 jobs: a sweep has at most 2,000"),
     (["seed=0,1", "hydra.sweep.subdir=same"], "hydra.sweep.subdir=same: is not used here"),
-    (["seed=0,1", "hydra.sweep.dir=foreign"], "holds files that do not belong to a sweep: thesis.tex"),
+    (["seed=0,1", "hydra.sweep.dir=foreign"], "files that do not belong to one: config.yaml"),
     (["seed=0,1", "sweep.resume=nothing"], "sweep.resume=.*nothing: holds no sweep"),
     (["sweep.resume=foreign"], "foreign: holds no sweep"),
     (["seed=0,1", "sweep.resume=old"], "is of another version of the launcher"),
@@ -239,14 +239,14 @@ REFUSED = [
 @pytest.mark.parametrize(("words", "text"), REFUSED)
 def test_what_cannot_run_is_refused_before_the_first_job(tmp_path, monkeypatch, capsys, words, text) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, file, content in (("foreign", "thesis.tex", ""), ("old", "sweep.json", '{"jobs": ["a"]}')):
+    for name, file, content in (("foreign", "config.yaml", ""), ("old", "sweep.json", '{"jobs": ["a"]}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text(content)
     recipe = [] if words == ["sweep.resume=foreign"] else ["recipe=resnet18", "tracker=none"]
     assert main(["-m", *recipe, *words]) == 2
     assert re.search(text, " ".join(capsys.readouterr().err.split()))
     assert not [*tmp_path.glob("**/status.json")]
-    assert os.listdir(tmp_path / "foreign") == ["thesis.tex"]
+    assert os.listdir(tmp_path / "foreign") == ["config.yaml"]
 
 
 @pytest.mark.parametrize("key", ["hydra.sweep.dir", "sweep.resume"])
