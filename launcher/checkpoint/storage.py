@@ -51,7 +51,7 @@ from launcher.engine import AverageState
 from launcher.engine.state import EngineState
 from launcher.errors import StorageError
 from launcher.run_dir.atomic import failing_as_storage_error, restored, strict
-from launcher.run_dir.codec import decode_strict, encoded
+from launcher.run_dir.codec import decoded, encoded
 
 NOT_WRITTEN = (
     "Earlier ones are intact. Free disk space; the directory must be writable and hold no checkpoint of that "
@@ -259,7 +259,7 @@ def _snapshot_of(files: CheckpointFiles) -> Snapshot:
         average=average,
         average_buffers=average_buffers,
         metric=None if state["metric"] is None else MonitoredMetric(**restored(state["metric"])),
-        extra=decode_strict(RunExtras, restored(state["extra"]) | _texts(state["extra"])),
+        extra=decoded(RunExtras, restored(state["extra"]) | _texts(state["extra"])),
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.run_dir.atomic import read_json
-from launcher.run_dir.codec import decoded, misfits
+from launcher.run_dir.codec import decoded
 from launcher.run_dir.records import RESULT, SWEEP
 from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME as STATUS
@@ -47,11 +47,8 @@ def sweep_of(directory: Path) -> dict[str, Any]:
 
 
 def result_of(run_dir: Path, warn: Warn = silent) -> Result:
-    """result.json without values of a wrong type; blank without one. Raises OSError."""
-    found = json_of(run_dir, RESULT, warn)
-    if odd := misfits(Result, found):
-        warn(f"{run_dir / RESULT} is damaged: left out {', '.join(odd)}")
-    return decoded(Result, found)
+    """result.json; blank without one. Raises OSError."""
+    return decoded(Result, json_of(run_dir, RESULT, warn))
 
 
 def status_of(run_dir: Path, warn: Warn = silent) -> Status:

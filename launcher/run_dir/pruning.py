@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher.run_dir.atomic import read_json, write_json
-from launcher.run_dir.codec import decode_strict
 
 PRUNE = "prune.json"
 
@@ -31,6 +30,6 @@ def ask_to_prune(run_dir: Path, request: PruneRequest) -> None:
 def prune_request(run_dir: Path) -> PruneRequest | None:
     """The request in this directory; None if there is none, or none that can be read."""
     try:
-        return decode_strict(PruneRequest, read_json(run_dir / PRUNE))
-    except (OSError, ValueError):
+        return PruneRequest(**read_json(run_dir / PRUNE))
+    except (OSError, ValueError, TypeError):
         return None

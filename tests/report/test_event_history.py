@@ -56,7 +56,7 @@ def test_processes_of_a_run_are_told_apart():
 
 def test_each_gpu_has_its_curves(tmp_path):
     gpu = {"index": 1, "uuid": "GPU-x", "power_w": 200.0, "throttled_s": {"power": 1.0, "heat": 0.5}}
-    event = {"event": "gpu", "time": 1.0, "step": 5, "power_w": 400.0, "gpus": [gpu, None, 3]}
+    event = {"event": "gpu", "time": 1.0, "step": 5, "power_w": 400.0, "gpus": [gpu]}
     (tmp_path / "metrics.jsonl").write_bytes(json_line(event))
     ((name, curves),) = read_history(tmp_path).gpus.items()
     assert name == "GPU 1"
