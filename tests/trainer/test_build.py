@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import ChainDataset, IterableDataset
 
+from launcher.data import load_images
 from launcher.data.batch_plan import BatchPlan
 from launcher.data.iterable_loader import IterableData
 from launcher.data.loader import LoaderConfig
@@ -142,6 +143,19 @@ def test_the_start_has_the_data_and_the_optimizer_with_all_options() -> None:
     )
     assert lines["optimizer"] == (
         "sgd: lr=0.1, weight_decay=0.0005, momentum=0.9, nesterov=true, clip_norm=null"
+    )
+
+
+def test_the_start_says_what_data_that_ships_is() -> None:
+    env = WorkerEnv(0, 1, 0, 1, torch.device("cpu"), None)
+    config = composed("recipe=resnet50")
+    images = load_images(config.data)
+    recipe = Recipe(mlp, images.train, images.validation, cross_entropy)
+    plan = BatchPlan(64, 8, None, 1, 0, 0, False)
+    found = dict(decisions(config, env, ["CPU"], recipe, Stepper(mlp(), SGD(0.1)), plan))["data"]
+    num_images = len(images.train) + len(images.validation)
+    assert found.startswith(
+        f"digits: {num_images:,} images of 8 x 8, shipped for a first run (your own: data="
     )
 
 

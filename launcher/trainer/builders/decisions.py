@@ -28,6 +28,12 @@ from launcher.recipe.contract import Recipe
 from launcher.trainer.builders import build, compilation, parameter_groups
 
 SHOWN = 8  # classes
+# Data that needs no file, by `data.name`: nobody should take it for a benchmark, or for data of their own.
+DEMO_DATA = {
+    "digits": "1,797 images of 8 x 8, shipped for a first run (your own: data=imagefolder data.path=DIR)",
+    "synthetic": "generated images, for measuring speed",
+    "text": "the sources of Python's standard library, for a first run (your own: data.path=FILE or DIR)",
+}
 
 
 def decisions(
@@ -37,7 +43,7 @@ def decisions(
     kinds = ", ".join(f"{devices.count(kind)} x {kind}" for kind in dict.fromkeys(devices))
     backend = "alone" if env.group is None else "over NCCL" if env.device.type == "cuda" else "over Gloo"
     yield "workers", f"{env.world_size} ({kinds}), {backend}{_of_machine(env)}"
-    yield "data", _data(recipe)
+    yield "data", _data(config, recipe)
     way = "emulated" if stepper.emulation.used else "native"
     yield "precision", f"{config.precision.name}, {way}: {stepper.emulation.reason}"
     yield "batch", _division(plan)
@@ -74,14 +80,17 @@ def decisions(
         yield "compile", text
 
 
-def _data(recipe: Recipe) -> str:
+def _data(config: Config, recipe: Recipe) -> str:
+    name = getattr(recipe.train, "name", None)
+    demo = DEMO_DATA.get(name or "") if config.data.path is None else None
+    before = "" if demo is None else f"{name}: {demo}; "
     held_out = ", ".join(
         f"{_size(data)} to validate on{'' if name == ONLY_SET else f' ({name})'}"
         for name, data in recipe.validation_sets.items()
     )
     classes = recipe.classes or ()
     named = f"; {len(classes):,} classes: {listed(list(classes), SHOWN)}" if classes else ""
-    return f"{_size(recipe.train)} to train on, {held_out or 'none to validate on'}{named}"
+    return f"{before}{_size(recipe.train)} to train on, {held_out or 'none to validate on'}{named}"
 
 
 def _size(data: object) -> str:
