@@ -2,6 +2,12 @@
 
 Either any that the package knows, by folder or by name, or a small BERT from scratch (Devlin et al., 2019,
 arXiv:1810.04805) with a tokenizer that is fitted to the training text.
+
+Accuracy of the small BERT on the held-out pairs of MED after 8 epochs (majority class: 51.6 %), mean and
+standard deviation over 5 seeds, which start from other random weights: 68.96 % (3.36) in fp32, 70.19 % (3.95)
+in emulated fp16; two ranks on 2 cores of an AMD EPYC, torch 2.13.0, 2026-11-22:
+
+    scripts/run recipe=bert data.path=DIR data.max_seq_len=64 train.epochs=8 launch.nproc=2 seed=0
 """
 
 from __future__ import annotations

@@ -2,6 +2,12 @@
 
 What introductions to data-parallel training use, on CIFAR-10. `conf/recipe/cnn.yaml` has the settings,
 `conf/recipe/cnn_large_batch.yaml` those for large batches.
+
+Accuracy on the test images of CIFAR-10 after 3 epochs, mean and standard deviation over 3 seeds: 64.76 %
+(1.69) in fp32, 64.87 % (1.35) in emulated fp16; two ranks on 2 cores of an AMD EPYC, torch 2.13.0,
+2026-11-22:
+
+    scripts/run recipe=cnn data.path=DIR launch.nproc=2 train.channels_last=true precision=fp16 seed=0
 """
 
 from __future__ import annotations

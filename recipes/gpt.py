@@ -3,6 +3,13 @@
 Radford et al.: Language Models are Unsupervised Multitask Learners, 2019 (GPT-2): norms before each part,
 learned positions, GELU, the embedding's weights as those of the output, projections into the residual stream
 that start smaller by the root of their number.
+
+Loss on the held-out tenth of Shakespeare as characters, mean and standard deviation over 3 seeds: 2.3126
+(0.0255) in fp32, 2.3181 (0.0221) in emulated fp16; two ranks on 2 cores of an AMD EPYC, torch 2.13.0,
+2026-11-22:
+
+    scripts/run recipe=gpt data.path=FILE model.layers=2 model.heads=2 model.width=64 data.block_size=64 \
+        data.batch_size=16 optim.lr=3e-3 train.max_steps=500 train.eval_every_steps=null launch.nproc=2 seed=0
 """
 
 from __future__ import annotations

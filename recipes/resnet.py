@@ -3,6 +3,15 @@
 He, Zhang, Ren, Sun: Deep Residual Learning for Image Recognition, 2015 (arXiv:1512.03385), table 1 and
 section 3.3. The bottleneck's stride sits on its 3x3 convolution and the last norm of a block may start
 at zero, as in Goyal et al., 2017 (arXiv:1706.02677, section 5.1). Names of the weights are torchvision's.
+
+Accuracy on held-out images, mean and standard deviation over the same seeds in fp32 and in emulated fp16; two
+ranks on 2 cores of an AMD EPYC, torch 2.13.0, 2026-11-22:
+
+    digits, 12 epochs, 3 seeds: 99.07 % (0.32) and 99.16 % (0.00)
+        scripts/run recipe=resnet18 launch.nproc=2 seed=0 precision=fp16
+    397 photographs of ants and bees from scratch, 40 epochs, 5 seeds: 64.50 % (1.43) and 65.25 % (3.79)
+        scripts/run recipe=resnet18 data=imagefolder data.path=DIR data.image_size=64 model.stem=imagenet \
+            data.crop_scale=0.3 data.batch_size=32 optim.lr=0.03 train.epochs=40 launch.nproc=2 seed=0
 """
 
 from __future__ import annotations
