@@ -45,6 +45,7 @@ FLAGS: Mapping[str, Flag] = {
     "--out": Flag(values=ANY, commands=("report",)),
     "--every": Flag(values=ANY, commands=("watch",)),
     "--json": Flag(commands=("plan", "doctor")),
+    "--rates": Flag(values=ANY, commands=("plan",)),
 }
 SHORT = {flag.short: name for name, flag in FLAGS.items() if flag.short} | {"-cp": "--config-path"}
 REFUSED = {

@@ -6,12 +6,13 @@ Owns the flags of the command and who it asks: the config, the number of devices
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import warnings
 
 from launcher.commands.arguments import Arguments
-from launcher.errors import ConfigError, escaped
+from launcher.errors import ConfigError, counted, escaped
 from launcher.launch.config_broadcast import ConfigLeader
 from launcher.launch.node_env import planned_launch
 from launcher.launch.worker_count import count_gpus, num_ranks, refuse_small_batch
@@ -25,6 +26,7 @@ def plan(arguments: Arguments, leader: ConfigLeader) -> None:
     as the run would.
 
       --json               one line of JSON instead of the page
+      --rates 3,1          speeds of the ranks, in any unit: what data.share=auto gains
 
     Example: {program} plan recipe=resnet50 data.path=photos
     """
@@ -39,12 +41,19 @@ def plan(arguments: Arguments, leader: ConfigLeader) -> None:
     (config,) = compose_jobs(request)
     launch = planned_launch(config.launch, leader.launch, os.environ)
     refuse_small_batch(config, launch)
+    world_size = num_ranks(config.launch, launch)
+    rates = arguments.numbers(
+        "--rates",
+        "",
+        lambda rates: not rates or (len(rates) == world_size and all(0 < rate < math.inf for rate in rates)),
+        f"a number above 0 for each of the {counted(world_size, 'rank')}, such as 3,1",
+    )
     from launcher.plan.estimate import estimate
     from launcher.plan.page import lines_of
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run gives them, once it is one
-        found = estimate(config, num_ranks(config.launch, launch), launch.num_machines, count_gpus() > 0)
+        found = estimate(config, world_size, launch.num_machines, count_gpus() > 0, rates)
     if "--json" in arguments.flags:
         print(json.dumps(found))
         return

@@ -132,6 +132,7 @@ name = matching(
 text = string("a string without NUL characters", lambda value: value.strip() != "" and "\0" not in value)
 share = number("from 0 to below 1", lambda value: 0 <= value < 1)
 names = list_of(name, "a list of names")
+shares = list_of(number("above 0", lambda value: value > 0), "a list of numbers above 0, one for each rank")
 trackers = Rule(  # other names than these are checked where recipe files are known
     f"one of {', '.join(TRACKERS)}, or a list of different ones without none",
     lambda value: name.holds(value) or (names.holds(value) and len(value) == len({*value} - {"none"}) > 0),

@@ -74,6 +74,9 @@ class DataConfig:
     path: Text | None
     batch_size: Count
     micro_batch_size: Auto | Count | None
+    share: Annotated[
+        str | list[float], value_rules.either(value_rules.one_of("equal", "auto"), value_rules.shares)
+    ]
     val_fraction: Share
     num_workers: Auto | Annotated[int, value_rules.whole(0, 1024)]
     max_bad_samples: CountOrZero

@@ -130,6 +130,16 @@ RELATIONS: Mapping[tuple[str, ...], tuple[Callable[..., bool], str]] = {
         "model.sync_bn={}: excludes data.micro_batch_size={}, because a rank that runs out of memory in a "
         "trial would leave the others waiting in the batch norms. Give data.micro_batch_size a number.",
     ),
+    ("data.share", "model.sync_bn"): (
+        lambda share, sync_bn: share == "auto" and sync_bn,
+        "data.share={}: excludes model.sync_bn={}, because ranks with other shares make another number of "
+        "forward passes, each of which waits for the others. Use data.share=equal.",
+    ),
+    ("data.share", "train.deterministic"): (
+        lambda share, deterministic: share == "auto" and deterministic,
+        "data.share={}: excludes train.deterministic={}, because measured times decide which samples a rank "
+        "adds up. Give fixed shares, such as data.share=[0.75,0.25].",
+    ),
     **{
         (key, "train.compile"): (
             lambda modules, compiles: modules and compiles,

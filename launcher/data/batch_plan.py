@@ -6,6 +6,7 @@ sample, never communicates: every rank computes the same order and takes its par
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -54,6 +55,17 @@ def rank_slice(positions: range, part: int, parts: int) -> range:
     return positions[part * len(positions) // parts : (part + 1) * len(positions) // parts]
 
 
+def rank_part(positions: range, rank: int, world_size: int, shares: Sequence[int] = ()) -> range:
+    """A rank's consecutive part of `positions`, in proportion to its share, within one sample.
+
+    Without shares, the ranks have parts of equal size: those of `rank_slice`.
+    """
+    if not shares:
+        return rank_slice(positions, rank, world_size)
+    before, total = sum(shares[:rank]), sum(shares)
+    return positions[before * len(positions) // total : (before + shares[rank]) * len(positions) // total]
+
+
 def cut(positions: range, size: int) -> list[range]:
     """`positions` in the fewest consecutive pieces of at most `size`, none empty.
 
@@ -69,12 +81,13 @@ class BatchPlan:
 
     num_samples: int
     batch_size: int  # over all ranks
-    micro_batch: int | None  # per rank and forward; None: the whole share at once
+    micro_batch: int | None  # per rank and forward; None: an equal share of the batch
     world_size: int
     rank: int
     seed: int
     drop_last: bool
     lengths: Tensor | None = field(default=None, compare=False)  # of each sample; None: they do not matter
+    shares: tuple[int, ...] = ()  # samples of each rank in a whole batch; (): equally many
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -90,22 +103,54 @@ class BatchPlan:
         return max(1, full_batches) if self.drop_last or rest == 0 else full_batches + 1
 
     @property
+    def _equal_share(self) -> int:
+        """The largest number of samples that a rank has of a batch that is divided equally."""
+        return -(-min(self.batch_size, self.num_samples) // self.world_size)
+
+    @property
+    def largest_shares(self) -> list[int]:
+        """The largest number of samples that each rank has in any step."""
+        of_rest = -(-(self.num_samples % self.batch_size) // self.world_size)
+        if self.num_samples < self.batch_size or not self.shares:
+            return [self._equal_share] * self.world_size
+        return [max(share, of_rest) for share in self.shares]
+
+    @property
     def largest_share(self) -> int:
         """The largest number of samples that any rank has in any step: the same on all ranks."""
-        return -(-min(self.batch_size, self.num_samples) // self.world_size)
+        return max(self.largest_shares)
+
+    @property
+    def most_per_pass(self) -> int:
+        """The number of samples that a micro-batch may have.
+
+        Without `micro_batch` that of an equal share: a larger share takes more passes, not more memory.
+        """
+        return self.micro_batch or self._equal_share
+
+    @property
+    def micro_batches_by_rank(self) -> list[int]:
+        """The largest number of micro-batches that each rank has in any step."""
+        return [-(-share // self.most_per_pass) for share in self.largest_shares]
+
+    @property
+    def own_micro_batches(self) -> int:
+        """The largest number of micro-batches that this rank has in any step."""
+        return self.micro_batches_by_rank[self.rank]
 
     @property
     def micro_batches(self) -> int:
         """The largest number of micro-batches that any rank has in any step: the same on all ranks."""
-        return -(-self.largest_share // self.micro_batch) if self.micro_batch else 1
+        return max(self.micro_batches_by_rank)
 
     @property
     def largest_micro_batch(self) -> int:
-        """The largest number of samples in a micro-batch of any rank: the same on all ranks.
+        """The largest number of samples in a micro-batch of a whole batch, on any rank.
 
         At most `micro_batch`: a share of 10 is cut into 5 and 5 where 8 would be allowed.
         """
-        return -(-self.largest_share // self.micro_batches)
+        shares = zip(self.largest_shares, self.micro_batches_by_rank, strict=True)
+        return max(-(-share // passes) for share, passes in shares)
 
     def longest_step(self, epoch: int) -> int:
         """The step of `epoch` with the longest sample; the first where lengths are not known."""
@@ -150,6 +195,11 @@ class BatchPlan:
         return min(self.batch_size, self.num_samples - step * self.batch_size)
 
     def micro_positions(self, step: int) -> list[range]:
-        """This rank's positions in `step`, one range per micro-batch; none where its share is empty."""
-        share = rank_slice(self.global_batch(step), self.rank, self.world_size)
-        return cut(share, self.micro_batch or max(1, len(share)))
+        """This rank's positions in `step`, one range per micro-batch; none where its share is empty.
+
+        The smaller last batch of an epoch is divided equally: a small share of it might be a single sample,
+        in which BatchNorm finds no variance.
+        """
+        batch = self.global_batch(step)
+        shares = self.shares if len(batch) == self.batch_size else ()
+        return cut(rank_part(batch, self.rank, self.world_size, shares), self.most_per_pass)

@@ -191,8 +191,13 @@ class IterableData(LoadedSet):
         fetched = self.first(min(batch_size, most))
         return None if fetched is None else self.usable(fetched)
 
-    def evaluation_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[int, Batch]]:
-        """This rank's samples, as (how many, batch). Over all ranks, every sample occurs once."""
+    def evaluation_batches(
+        self, rank: int, world_size: int, batch_size: int, shares: Sequence[int] = ()
+    ) -> Iterator[tuple[int, Batch]]:
+        """This rank's samples, as (how many, batch). Over all ranks, every sample occurs once.
+
+        Ranks take batches in turn, whatever their `shares`: how many there are is not known.
+        """
 
         def parts(step: int) -> Iterator[range]:
             for number in count(rank, world_size):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from launcher.data.batch_plan import BatchPlan, cut, rank_slice
+from launcher.data.batch_plan import BatchPlan, cut, rank_part
 from launcher.data.epochs import EVALUATION
 from launcher.data.loader import LoadedSet, LoaderConfig, WorkerPool
 from launcher.data.reader import BatchIndices, Collate, FetchedBatch, Indexed, Reader
@@ -68,15 +68,20 @@ class MapDataset(LoadedSet):
             return self.usable(self.fetch(request), request)
         return None
 
-    def _evaluation_requests(self, rank: int, world_size: int, batch_size: int) -> list[BatchIndices]:
-        pieces = cut(rank_slice(range(len(self)), rank, world_size), batch_size)
+    def _evaluation_requests(
+        self, rank: int, world_size: int, batch_size: int, shares: Sequence[int] = ()
+    ) -> list[BatchIndices]:
+        pieces = cut(rank_part(range(len(self)), rank, world_size, shares), batch_size)
         return [BatchIndices(EVALUATION, piece.start, tuple(piece)) for piece in pieces]
 
     def evaluation_batches(
-        self, rank: int, world_size: int, batch_size: int
+        self, rank: int, world_size: int, batch_size: int, shares: Sequence[int] = ()
     ) -> Iterator[tuple[int, Batch | None]]:
-        """This rank's samples in order: (how many, batch), None for those that cannot be read."""
-        key = (rank, world_size, batch_size)
+        """This rank's samples in order: (how many, batch), None for those that cannot be read.
+
+        `shares` are those of `BatchPlan`.
+        """
+        key = (rank, world_size, batch_size, tuple(shares))
         requests = self._evaluation_requests(*key)
         pool = self.evaluation_pool(key, lambda: self.pool(requests))
         for request, fetched in zip(requests, pool, strict=True):
@@ -136,6 +141,13 @@ class MapLoader(Batches):
                 self._latest.append((request, answer.kept))
                 found.append(self._finished(batch, request))
         return found
+
+    def divide(self, plan: BatchPlan) -> None:
+        """Take the coming steps from `plan`. What was read ahead by the one before is dropped."""
+        if self._pool is not None:
+            self._pool.end()
+        self.plan = plan
+        self.__post_init__()
 
     def latest_indices(self) -> list[list[int]]:
         """The indices of the samples that the latest `step` returned, one list per micro-batch."""

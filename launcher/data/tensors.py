@@ -5,14 +5,14 @@ Never reads files, moves nothing between host and device within an epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from launcher.data.batch_plan import BatchPlan, cut, rank_slice
+from launcher.data.batch_plan import BatchPlan, cut, rank_part
 from launcher.data.seeding import seed_transform
 from launcher.errors import DataError, counted
 
@@ -65,12 +65,15 @@ class TensorData:
         """The rows at `indices` (int64, on the columns' device), as new tensors."""
         return {name: column.index_select(0, indices) for name, column in self.columns.items()}
 
-    def evaluation_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[int, Batch]]:
+    def evaluation_batches(
+        self, rank: int, world_size: int, batch_size: int, shares: Sequence[int] = ()
+    ) -> Iterator[tuple[int, Batch]]:
         """This rank's samples in order, as (how many, batch). Over all ranks, every sample occurs once.
 
-        The columns are copies: an eval_transform or a loss may write into them.
+        `shares` are those of `BatchPlan`. The columns are copies: an eval_transform or a loss may write into
+        them.
         """
-        for piece in cut(rank_slice(range(len(self)), rank, world_size), batch_size):
+        for piece in cut(rank_part(range(len(self)), rank, world_size, shares), batch_size):
             part = slice(piece.start, piece.stop)
             yield len(piece), {name: column[part].clone() for name, column in self.columns.items()}
 
@@ -88,6 +91,10 @@ class Batches(Protocol):
 
     def step(self, epoch: int, step: int) -> list[Batch]:
         """This rank's micro-batches of a step, on the device. The same whenever it is asked for."""
+
+    def divide(self, plan: BatchPlan) -> None:
+        """Take the coming steps from `plan`, which gives the ranks other shares. Not of a stream."""
+        self.plan = plan
 
     def trial(self, step: int, most: int) -> list[Batch]:
         """Micro-batches of a step of the first epoch, read in this process; beyond `most` they need not be.

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,10 @@ COPIED_BYTES = 64 << 20
 KNOWN = 1 << 20  # elements whose sum is compared
 WARM_UP = 2  # exchanges; the first opens connections
 MOST = 2000  # exchanges
+PRODUCTS = 50  # of matrices
 
 
-def exchange(rank: int, world_size: int, device: torch.device, seconds: float) -> dict[str, float]:
+def exchange(rank: int, world_size: int, device: torch.device, seconds: float) -> dict[str, Any]:
     """All-reduce known values, then messages of the largest size that a step sends, for some seconds.
 
     `summed`: whether every element is right on all ranks. `bytes_per_s`: over each link of a ring, as the bus
@@ -57,6 +59,22 @@ def _timed(message: torch.Tensor, count: int) -> float:
     return time.perf_counter() - began
 
 
+def speeds(rank: int, world_size: int, device: torch.device) -> list[float]:
+    """Matrix products per second of each rank, all at once. All ranks of the default group call it."""
+    size, dtype = (4096, torch.float16) if device.type == "cuda" else (512, torch.float32)
+    matrix = torch.zeros(size, size, dtype=dtype, device=device)
+    found = torch.zeros(world_size, dtype=torch.float64, device=device)
+    for _ in range(2):  # the first starts the library
+        began = time.perf_counter()
+        for _ in range(PRODUCTS):
+            matrix @ matrix
+        if matrix.is_cuda:
+            torch.cuda.synchronize(device)
+        found[rank] = PRODUCTS / (time.perf_counter() - began)
+    dist.all_reduce(found)
+    return found.tolist()
+
+
 def copies(devices: list[torch.device]) -> bool:
     """Whether random bytes are the same after a copy from each of the GPUs to each other one."""
     for source, target in itertools.permutations(devices, 2):
@@ -74,6 +92,7 @@ def main(rank: int, world_size: int, file: str, seconds: float, devices: list[to
     meet("nccl" if is_gpu else "gloo", file, rank, world_size)
     copied = not is_gpu or rank > 0 or copies(devices)
     found = exchange(rank, world_size, own, seconds) | {"copied": copied}
+    found["speeds"] = speeds(rank, world_size, own)
     dist.destroy_process_group()
     if rank == 0:
         print(json.dumps(found), flush=True)

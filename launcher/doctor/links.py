@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 from launcher.distributed import nccl
 from launcher.doctor.findings import FAILURE, Check, Finding, judged
@@ -23,6 +24,7 @@ from launcher.os.lifetime import ENDS_WITH_STARTER, PYTHON
 
 PAIR_S = 90.0  # interpreters that import torch and start CUDA and NCCL take 15 s, beside other jobs a minute
 MEASURED_S = 2.0
+LEAST_GAIN = 1.1  # from here on unequal shares are advised: one product more or less is no reason
 PROGRAM = (*PYTHON, "-m", "launcher.doctor.exchange")
 WITHOUT_PEERS = {"NCCL_P2P_DISABLE": "1"}
 
@@ -47,9 +49,19 @@ def bandwidth(devices: Sequence[str]) -> Iterator[Finding]:
         yield judged("all-reduce", said, advice, FAILURE)
         return
     yield judged_exchange(said, len(devices))
+    if any(device != "cpu" for device in devices):
+        yield judged_speeds(said["speeds"])
 
 
-def judged_exchange(said: Mapping[str, float], ranks: int) -> Finding:
+def judged_speeds(speeds: Sequence[float]) -> Finding:
+    """The finding of the speeds of the ranks, in any unit."""
+    value = " : ".join(f"{speed / min(speeds):.2f}" for speed in speeds)
+    gain = sum(speeds) / len(speeds) / min(speeds)
+    advice = f"With data.share=auto a step of long computation is up to {gain:.2f} times as fast."
+    return judged("speeds of the ranks", value, advice if gain >= LEAST_GAIN else "")
+
+
+def judged_exchange(said: Mapping[str, Any], ranks: int) -> Finding:
     """The finding of an exchange between `ranks` ranks."""
     value = f"{said['bytes_per_s'] / 1e9:.2f} GB/s on each link of a ring of {counted(ranks, 'rank')}"
     wrong = "" if said["summed"] else "Sums are wrong: do not train here before that is fixed."
@@ -103,7 +115,7 @@ def advice_on_peers() -> str:
 
 def exchanged(
     devices: Sequence[str], seconds: float, environ: Mapping[str, str], program: Sequence[str] = PROGRAM
-) -> dict[str, float] | str:
+) -> dict[str, Any] | str:
     """What rank 0 of the test program says; a text where the ranks hang or fail."""
     variables = dict(os.environ)
     nccl.prepare(variables, one_machine=True)
@@ -122,5 +134,5 @@ def exchanged(
         if rank.returncode:
             last = (rank.stderr.strip() or "no word").splitlines()[-1]
             return f"rank {number} ended with {rank.returncode}: {last[:300]}"
-    answer: dict[str, float] = json.loads(ended[0].stdout.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(ended[0].stdout.splitlines()[-1])
     return answer

@@ -101,6 +101,7 @@ class EvalLoop:
     phase: str = "evaluation"
     waiting_phase: str = "adding up the evaluation"
     seed: int = 0
+    shares: tuple[int, ...] = ()  # of the ranks in a set whose length is known; (): equal
 
     def beat(self) -> None:
         """Report a sign of life, since a large set may take longer than a phase may."""
@@ -142,7 +143,7 @@ def evaluate(
     """
     env = over.env
     own, measuring = _Totals(), MetricEvaluator(over.recipe, env, over.guard, over.wait)
-    batches = data.evaluation_batches(env.rank, env.world_size, batch_size)
+    batches = data.evaluation_batches(env.rank, env.world_size, batch_size, over.shares)
     with evaluating(over.model), torch.no_grad():
         for number, (num_samples, batch) in enumerate(over.read(batches)):
             if interrupted():

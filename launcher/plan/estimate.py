@@ -14,6 +14,7 @@ import torch
 
 from launcher.config.schema import Config
 from launcher.data.batch_plan import BatchPlan
+from launcher.data.shares import proportional_shares, step_time
 from launcher.distributed.links import ring_bytes
 from launcher.doctor.machine import existing_part_of_run_dir
 from launcher.engine import UnusableError
@@ -40,8 +41,13 @@ ROOM = {name: USABLE * (gib - CONTEXT_GIB) * GIB for name, gib in GPUS.items()} 
 SMALLEST_HALF = 3  # samples: micro-batches of at most 3 have at least 2 each
 
 
-def estimate(config: Config, world_size: int, machines: int, on_gpu: bool) -> dict[str, Any]:
-    """All that is known of a job before it starts. All `machines` have as many ranks."""
+def estimate(
+    config: Config, world_size: int, machines: int, on_gpu: bool, rates: Sequence[float] = ()
+) -> dict[str, Any]:
+    """All that is known of a job before it starts. All `machines` have as many ranks.
+
+    `rates` are the ranks' samples per second, in any unit: what data.share=auto would make of them.
+    """
     task = PlannedTask.of(config, world_size)
     found, reason = None, ""
     try:
@@ -66,6 +72,7 @@ def estimate(config: Config, world_size: int, machines: int, on_gpu: bool) -> di
         "device": "GPU" if on_gpu else "CPU",
         "measured_because": reason,
         **_length(task),
+        "shares": _shares(task.plan, rates),
         "checkpoint": {
             "bytes": saved,
             "at_most": saved * (config.checkpoint.keep + 2),  # one is written beside those kept and the best
@@ -79,6 +86,16 @@ def estimate(config: Config, world_size: int, machines: int, on_gpu: bool) -> di
             "sent_by_each_rank": round(ring_bytes(message, world_size)),
         },
     }
+
+
+def _shares(plan: BatchPlan, rates: Sequence[float]) -> dict[str, object] | None:
+    """The samples of each rank in a batch, if they are not equal, and what that gains at known speeds."""
+    if not rates:
+        return {"samples": plan.shares, "times_as_fast": None} if plan.shares else None
+    shares = plan.shares or proportional_shares(rates, plan.batch_size)
+    equal = proportional_shares([1.0] * plan.world_size, plan.batch_size)
+    times = [1 / rate for rate in rates]
+    return {"samples": shares, "times_as_fast": step_time(equal, times) / step_time(shares, times)}
 
 
 def _length(task: PlannedTask) -> dict[str, object]:

@@ -18,6 +18,10 @@ def lines_of(plan: Mapping[str, Any]) -> Iterator[str]:
     parts = f" in {plan['micro_batches']} micro-batches" if plan["micro_batches"] > 1 else ""
     yield _row("parameters", f"{plan['parameters']:,} trainable")
     yield _row("batch", f"{plan['batch_size']}, at most {plan['micro_batch']} per rank and pass{parts}")
+    if shares := plan["shares"]:
+        gain = shares["times_as_fast"]
+        faster = "" if gain is None else f", {gain:.2f} times as fast as equal shares"
+        yield _row("shares", f"{', '.join(map(str, shares['samples']))} samples by rank{faster}")
     epochs = f"{plan['steps_per_epoch']:,} per epoch over {plan['samples']:,} samples"
     yield _row("steps", f"{plan['steps']:,} of {epochs}, {counted(plan['evaluations'], 'evaluation')}")
     yield _row("schedule", _schedule(plan["schedule"]))

@@ -23,6 +23,7 @@ class StepTime:
     update_ms: float
     rank: int | None
     waited_ms: float  # that another rank waits longer, in the exchange of gradients
+    auto_share_gain: float = 1.0  # how many times as fast a step would be with data.share=auto
 
 
 @dataclass(frozen=True)

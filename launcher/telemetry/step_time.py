@@ -30,6 +30,7 @@ FEW_STEPS = 5  # with fewer measured ones nothing is said of the time: one slow 
 OVERHEAD_LIMIT = 0.4  # from here on twice the batch takes at least a fifth less time per sample
 # Of a step: with this share of waiting ranks the slowest one is named. Equal ranks wait less.
 OTHERS_WAIT = 0.1
+LEAST_GAIN = 1.05  # from here on unequal shares are advised, and made by data.share=auto
 
 ADVICE = {
     "data_ms": (
@@ -63,6 +64,7 @@ class TimeShares:
     step_ms: float
     parts_ms: dict[str, float]
     rank: int | None = field(default=None, kw_only=True)
+    auto_share_gain: float = field(default=1.0, kw_only=True)  # as in StepTime
 
     def share(self, part: str) -> float:
         return self.parts_ms[part] / self.step_ms
@@ -95,7 +97,10 @@ class TimeShares:
         bound = self.bound
         share = self.overhead_share if bound == OVERHEAD else self.share(bound)
         of = "" if self.rank is None else f" of rank {self.rank}, for which the others wait,"
-        return ADVICE[bound].format(share=percent(share), of=of)
+        text = ADVICE[bound].format(share=percent(share), of=of)
+        if self.rank is None or self.auto_share_gain < LEAST_GAIN:
+            return text
+        return f"{text}. With data.share=auto a step would be {self.auto_share_gain:.2f} times as fast"
 
 
 class TimeTotals:
@@ -146,7 +151,7 @@ def time_at_end(end: EndEvent) -> TimeShares | None:
         return None
     waits = time.waited_ms >= OTHERS_WAIT * time.step_ms
     rank = time.rank if waits else None
-    return TimeShares(time.steps, time.step_ms, parts_ms, rank=rank)
+    return TimeShares(time.steps, time.step_ms, parts_ms, rank=rank, auto_share_gain=time.auto_share_gain)
 
 
 def _is_time(value: float) -> bool:

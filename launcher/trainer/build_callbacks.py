@@ -9,6 +9,7 @@ from launcher.telemetry.gpu import GpuSampler
 from launcher.trainer.callback import Callback
 from launcher.trainer.callbacks.bad_samples import BadSampleLimit
 from launcher.trainer.callbacks.checkpoint import CheckpointCallback
+from launcher.trainer.callbacks.data_share import DataShare
 from launcher.trainer.callbacks.early_stopping import EarlyStopping
 from launcher.trainer.callbacks.ema import EmaCallback
 from launcher.trainer.callbacks.energy import Energy
@@ -49,6 +50,7 @@ def build_callbacks(
         # Before all that use the metrics of a step: it ends a run whose step was abandoned.
         micro_batch,
         # Before the replica check, which compares the average too: both follow a step that was just launched.
+        DataShare(context) if several and config.data.share == "auto" else None,
         EmaCallback(context, context.ema) if context.ema is not None else None,
         Stragglers(context, [peer.host for peer in peers]) if several else None,
         BadSampleLimit(context),

@@ -81,6 +81,14 @@ class TrainContext:
         """
         return self.config.precision.fp32_fallback and self.stepper.policy.arithmetic.itemsize < 4
 
+    def divide(self, shares: tuple[int, ...]) -> None:
+        """Give the ranks these shares of each batch. On all ranks alike, between steps.
+
+        `batches` that are already there must be divided by the new plan.
+        """
+        self.plan = dataclasses.replace(self.plan, shares=shares)
+        self.stepper.set_micro_batches(self.plan.own_micro_batches)
+
     def should_stop(self) -> bool:
         """Whether this rank has a request to stop, by a signal or by a sweep that prunes the run."""
         return self.stop_signal.stop is not None or self.pruning.asked()

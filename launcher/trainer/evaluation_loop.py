@@ -211,4 +211,5 @@ class EvaluationLoop:
             phase,
             waiting_phase,
             context.config.seed,
+            context.plan.shares,
         )

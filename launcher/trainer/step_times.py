@@ -7,13 +7,14 @@ slower one shows that as time on the wire, so only the slowest rank shows what b
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import WorkerEnv
-from launcher.engine.step_timer import PARTS, UPDATE, WIRE
+from launcher.engine.step_timer import COMPUTE, PARTS, UPDATE, WIRE
 
 
 def phase_ms(spans_ms: Mapping[str, float], world_size: int) -> dict[str, float]:
@@ -64,11 +65,18 @@ class StepTimeTotals:
 def slowest_rank_times(env: WorkerEnv, times: StepTimeTotals) -> dict[str, Any] | None:
     """The means of the rank that waits least for the others, and its `rank`; None without steps.
 
-    A collective. `waited_ms` is how much longer another rank waits per step, in the exchange of gradients.
+    A collective. `waited_ms` is how much longer another rank waits per step, in the exchange of gradients;
+    `auto_share_gain` how many times as fast a step would be if the ranks, which have equal shares of a batch,
+    had shares in proportion to their speeds.
     """
     ranks = [json.loads(text) for text in all_gather_str(env, json.dumps(times.means()))]
     if not all(ranks):
         return None
     waits = [means[f"{WIRE}_ms"] for means in ranks]
     slowest = waits.index(min(waits))
-    return {**ranks[slowest], "rank": slowest, "waited_ms": max(waits) - min(waits)}
+    compute = [means[f"{COMPUTE}_ms"] for means in ranks]
+    saved_ms = max(compute) - statistics.harmonic_mean(compute)
+    step_ms = ranks[slowest]["step_ms"]
+    gain = step_ms / (step_ms - saved_ms) if saved_ms < step_ms else 1.0
+    waited_ms = max(waits) - min(waits)
+    return {**ranks[slowest], "rank": slowest, "waited_ms": waited_ms, "auto_share_gain": gain}

@@ -57,6 +57,16 @@ def slowly(network: Any, batch: Any) -> None:
         time.sleep(0.03)
 
 
+def take_longer(network: Any, batch: Any, seconds_per_sample: tuple[float, ...]) -> None:
+    if network is not None and network.training:
+        time.sleep(seconds_per_sample[own_rank()] * len(batch["x"]))
+
+
+def as_fast_as(*seconds_per_sample: float) -> UserCode:
+    """Ranks that need so long for each sample."""
+    return partial(take_longer, seconds_per_sample=seconds_per_sample)
+
+
 def record(network: Any, batch: Any, directory: Path, then: UserCode) -> None:
     """Write down which samples this rank trains on, a line a pass; then do what else is asked for."""
     if network is not None and network.training:

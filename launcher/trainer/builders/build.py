@@ -147,7 +147,7 @@ def build_stepper(
         ddp=build_ddp(config, env),
         clip_norm=optim.clip_norm,
         learning_rates=rates,
-        micro_batches=plan.micro_batches,
+        micro_batches=plan.own_micro_batches,
         emulate=None if emulate == "auto" else bool(emulate),
         groups=grouped.groups,
     )

@@ -62,7 +62,7 @@ class MicroBatch(Callback):
             self._chosen = None
             return
         context.plan = replace(context.plan, micro_batch=size)
-        context.stepper.set_micro_batches(context.plan.micro_batches)
+        context.stepper.set_micro_batches(context.plan.own_micro_batches)
         self._chosen = (micro_batch_size, size)
         context.persist_config(data=replace(context.config.data, micro_batch_size=size))
 

@@ -93,7 +93,9 @@ class Stragglers(Callback):
         )
         if times := self._late.add(latest):
             often, host = "" if times == 1 else f", {times} times so far", self._hosts[latest]
+            plan = self._context.plan
+            of_batch = f" with {plan.shares[latest]} of {plan.batch_size} samples" if plan.shares else ""
             self._context.telemetry.warn(
-                f"rank {latest} on {host} arrives last{often}: the other ranks waited {late_ms:.1f} of the "
-                f"{step_ms:.1f} ms of a step for it, over {self._length} steps. {advice}"
+                f"rank {latest} on {host}{of_batch} arrives last{often}: the other ranks waited "
+                f"{late_ms:.1f} of the {step_ms:.1f} ms of a step for it, over {self._length} steps. {advice}"
             )

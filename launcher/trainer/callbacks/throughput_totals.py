@@ -45,4 +45,8 @@ class ThroughputTotals(Callback):
             wire_bytes_per_step=self._wire_bytes_per_step,
         )
         times = slowest_rank_times(self._context.env, self._times)
-        return result if times is None else replace(result, step_time=StepTime(**times))
+        if times is None:
+            return result
+        if self._context.plan.shares:  # which are not equal
+            times["auto_share_gain"] = 1.0
+        return replace(result, step_time=StepTime(**times))

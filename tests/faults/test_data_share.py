@@ -1,0 +1,64 @@
+"""data.share: ranks of unlike speed take unlike parts of each batch, and train the same model."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.faults.launching import Ended, nothing, run
+from tests.faults.usercode import as_fast_as, both, record, stop_after
+
+pytestmark = pytest.mark.timeout(90)
+SHORT = ("train.max_steps=24", "train.eval_every_steps=12", "precision=fp32")
+AUTO = "data.share=auto"
+
+
+def shares(ended: Ended) -> list[tuple[int, list[int]]]:
+    """The steps after which the shares were changed, and what they were then."""
+    changes = [event for event in ended.events("decision") if event["topic"] == "shares"]
+    return [(event["from_step"] - 1, event["shares"]) for event in changes]
+
+
+def losses(ended: Ended) -> list[float]:
+    return [event["loss"] for event in ended.events("step")]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_find_shares_in_proportion_to_their_speeds_within_twenty_steps(tmp_path: Path, ranks) -> None:
+    speeds = (0.004, 0.012, 0.004)[:ranks]
+    expected = {2: (12, 4), 3: (7, 2, 7)}[ranks]
+    words = (*SHORT, AUTO, "ddp.check_replicas_every_steps=8")
+    ended = run(tmp_path / "run", *words, ranks=ranks, user_code=as_fast_as(*speeds))
+    assert ended.codes == [0] * ranks, ended
+    found = shares(ended)
+    assert found, "no change"
+    step, last = found[-1]
+    assert step < 20
+    assert sum(last) == 16
+    assert all(abs(own - goal) <= 1 for own, goal in zip(last, expected, strict=True)), found
+
+
+def test_whatever_the_shares_the_step_is_that_of_the_whole_batch(tmp_path: Path) -> None:
+    """In fp32 the losses of two ranks with shares of 13 and 3 are those of one, without what a rank draws."""
+    words = (*SHORT, "recipe.uses=plain")
+    alone = run(tmp_path / "alone", *words)
+    uneven = run(tmp_path / "uneven", *words, "data.share=[13,3]", ranks=2)
+    assert losses(uneven) == pytest.approx(losses(alone), rel=1e-5)
+    assert [event["val_loss"] for event in uneven.events("eval")] == pytest.approx(
+        [event["val_loss"] for event in alone.events("eval")], rel=1e-5
+    )
+
+
+def test_a_resume_begins_with_the_shares_of_its_checkpoint(tmp_path: Path) -> None:
+    slow, words = as_fast_as(0.004, 0.012), (*SHORT, AUTO)
+    before = run(tmp_path / "run", *words, ranks=2, user_code=both(slow, stop_after(15, rank=1)))
+    _, (_, of_rank_1) = shares(before)[-1]
+    assert of_rank_1 < 8
+    (tmp_path / "seen").mkdir()
+    recorded = partial(record, directory=tmp_path / "seen", then=nothing)
+    ended = run(tmp_path / "run", *words, ranks=2, user_code=both(slow, recorded))
+    assert ended.codes == [0, 0], ended
+    _, *samples = (tmp_path / "seen" / "rank1").read_text().splitlines()[0].split()
+    assert len(samples) == of_rank_1
