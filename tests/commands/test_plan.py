@@ -84,6 +84,16 @@ def test_a_plan_of_several_machines_has_the_ranks_of_all(capsys, monkeypatch, wo
     assert "less than the number of ranks, 4" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_plan_says_what_shares_by_speed_would_gain(capsys) -> None:
+    words = [*WORDS, "data.batch_size=64"]
+    assert planned(capsys, *words)["shares"] is None
+    assert planned(capsys, *words, "--rates=3,1")["shares"] == {"samples": [48, 16], "times_as_fast": 2.0}
+    assert cli.main([*words, "data.share=[48,16]", "--rates", "1,1"]) == 0
+    assert "48, 16 samples by rank, 0.67 times as fast as equal shares" in capsys.readouterr().out
+    assert cli.main([*words, "--rates", "3"]) == 2
+    assert "--rates 3: must be a number above 0 for each of the 2 ranks" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_page_names_what_the_values_are(capsys) -> None:
     assert cli.main([*WORDS]) == 0

@@ -72,12 +72,24 @@ def test_wrong_sums_of_all_ranks_are_a_failure() -> None:
     assert links.judged_exchange({"summed": False, "bytes_per_s": 1e9}, 2).verdict == FAILURE
 
 
+def test_speeds_that_differ_are_advised_to_be_shares() -> None:
+    found = links.judged_speeds([1.0, 3.0])
+    assert found.value == "1.00 : 3.00"
+    assert "data.share=auto" in found.advice
+    assert "2.00 times as fast" in found.advice
+    assert links.judged_speeds([1.0, 1.1]).verdict == OK
+
+
 @pytest.mark.slow
 def test_two_ranks_over_loopback_sum_exactly_and_have_a_rate(monkeypatch) -> None:
     monkeypatch.setattr(links, "MEASURED_S", 0.1)
     (found,) = links.bandwidth(["cpu", "cpu"])
     assert found.verdict == OK, found
     assert float(found.value.split()[0]) > 0
+    said = links.exchanged(["cpu", "cpu"], 0.1, {})
+    assert isinstance(said, dict)
+    assert len(said["speeds"]) == 2
+    assert min(said["speeds"]) > 0
 
 
 def test_the_program_is_a_file_of_the_launcher() -> None:

@@ -46,3 +46,17 @@ def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
     assert texts[0] == texts[1]
     found = json.loads(texts[0])
     assert (found["rank"], found["waited_ms"], found["data_ms"], found["wire_ms"]) == (1, 6.5, 1.0, 0.5)
+    assert found["auto_share_gain"] == 1.0, "both compute as long"
+
+
+def gain_of(env: WorkerEnv) -> float:
+    times = StepTimeTotals(env.world_size)
+    times.add(0.040, SPANS | {"compute": [10.0, 30.0][env.rank]})
+    found = slowest_rank_times(env, times)
+    assert found is not None
+    return found["auto_share_gain"]
+
+
+def test_the_gain_of_shares_by_speed_is_that_of_the_whole_step() -> None:
+    """Of 40 ms, 30 are computed by the slower rank, and with shares of 3 to 1 both compute for 15."""
+    assert run_ranks(2, gain_of) == pytest.approx([40 / 25] * 2)

@@ -213,6 +213,12 @@ def test_the_slowest_rank_and_the_overhead_are_known_at_the_end(changed, verdict
     assert shares.other_ms + parts_ms == pytest.approx(max(parts_ms, shares.step_ms))
 
 
+def test_shares_by_speed_are_advised_where_the_others_wait_and_a_step_would_be_shorter():
+    for gain, waited_ms, advised in ((1.6, 1.0, True), (1.6, 0.5, False), (1.04, 1.0, False)):
+        shares = time_at_end(made("end", 1, **at_end(waited_ms=waited_ms, auto_share_gain=gain)))
+        assert shares.verdict.endswith("With data.share=auto a step would be 1.60 times as fast") == advised
+
+
 @pytest.mark.parametrize("end", [{}, {"step_time": None}, at_end(step_ms=0.0), at_end(data_ms="nan")])
 def test_an_end_without_times_has_no_verdict(end):
     assert time_at_end(made("end", 1, **end)) is None
