@@ -219,7 +219,7 @@ def test_shares_by_speed_are_advised_where_the_others_wait_and_a_step_would_be_s
         assert shares.verdict.endswith("With data.share=auto a step would be 1.60 times as fast") == advised
 
 
-@pytest.mark.parametrize("end", [{}, {"step_time": None}, at_end(step_ms=0.0), at_end(data_ms="nan")])
+@pytest.mark.parametrize("end", [{}, {"step_time": None}, at_end(step_ms=0.0), at_end(data_ms=float("nan"))])
 def test_an_end_without_times_has_no_verdict(end):
     assert time_at_end(made("end", 1, **end)) is None
 
