@@ -230,13 +230,6 @@ def test_more_backward_calls_than_micro_batches_are_refused() -> None:
     assert stepper.step().read().applied_steps == 1
 
 
-def test_sparse_gradients_are_refused_by_name() -> None:
-    model = nn.Embedding(5, 3)
-    stepper = Stepper(model, SGD(0.1))
-    with pytest.raises(UnusableError, match="the gradient of weight is sparse"):
-        stepper.backward(nn.functional.embedding(torch.arange(3), model.weight, sparse=True).float().sum(), 3)
-
-
 @pytest.mark.parametrize("policy", ["fp32", "amp_fp16", "fp16", "pure_fp16", "bf16", "amp_bf16"])
 @pytest.mark.parametrize("emulate", [True, False])
 def test_every_policy_learns(policy, emulate) -> None:

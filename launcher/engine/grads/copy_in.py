@@ -12,7 +12,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from launcher.engine.errors import UnusableError
 from launcher.engine.params.flat_buffers import BucketRange, FlatBuffer, ParamRange
 
 
@@ -40,10 +39,7 @@ class CopyIn:
         self.unused: list[str] | None = None  # not empty, without a gradient in the first step; None before
 
     def drain(self) -> None:
-        """Move all gradients to their places: added where the step has one there. `p.grad` is None then.
-
-        Raises UnusableError for a sparse gradient.
-        """
+        """Move all gradients to their places: added where the step has one there. `p.grad` is None then."""
         first: tuple[list[Tensor], list[Tensor]] = ([], [])
         again: tuple[list[Tensor], list[Tensor]] = ([], [])
         filled = self._filled
@@ -51,7 +47,6 @@ class CopyIn:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            check_dense(param.name, gradient)
             places, gradients = again if param.index in filled else first
             places.append(place)
             gradients.append(gradient if gradient.stride() == param.stride else _laid_out(gradient, param))
@@ -115,12 +110,3 @@ def _laid_out(gradient: Tensor, param: ParamRange) -> Tensor:
     if any(size != 1 and stride != other for size, stride, other in sizes):
         return gradient
     return gradient.as_strided(param.shape, param.stride)
-
-
-def check_dense(name: str, gradient: Tensor) -> None:
-    """Raise UnusableError if the gradient of the parameter `name` is sparse."""
-    if gradient.layout != torch.strided:
-        raise UnusableError(
-            f"the gradient of {name} is sparse; only dense gradients can be reduced. Build the embedding "
-            "with sparse=False."
-        )
