@@ -86,7 +86,7 @@ class Stepper:
     ) -> None:
         self.group = group_of(group)
         check_optimizer(optimizer)
-        check_model(model, self.group)
+        check_model(model)
         policy = policy or Policy.fp16()
         options = StepperOptions(
             policy=policy,

@@ -75,11 +75,3 @@ def test_a_model_that_exchanges_gradients_itself_is_refused(within) -> None:
         wrapped = nn.parallel.DistributedDataParallel(mlp())
         with pytest.raises(UnusableError, match=r"DistributedDataParallel.*wrapped\.module"):
             Stepper(nn.Sequential(wrapped) if within else wrapped, SGD(0.1), Policy.fp32())
-
-
-def test_a_buffer_on_another_device_is_refused_before_the_model_is_changed() -> None:
-    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
-    model[1].register_buffer("far", torch.zeros(4, device="meta"))
-    with pytest.raises(UnusableError, match=r"buffers 1\.far of Sequential are on another device"):
-        Stepper(model, SGD(0.1))
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
