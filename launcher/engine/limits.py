@@ -31,24 +31,12 @@ class ArgumentRule:
     def require(self, name: str, value: object) -> None:
         """Raise UnusableError unless `value`, given as `name`, satisfies this rule."""
         if not self.holds(value):
-            raise UnusableError(f"{name}={_shown(value)}: it must be {self.text}.")
-
-
-def _shown(value: object) -> str:
-    """The value's repr; Python refuses to print an int of thousands of digits."""
-    if isinstance(value, int) and value.bit_length() > 512:
-        return f"an int of {value.bit_length()} bits"
-    return repr(value)
+            raise UnusableError(f"{name}={value!r}: it must be {self.text}.")
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is a finite number within the range of a float, and neither bool nor tensor."""
-    if not isinstance(value, Real) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number or a fraction that no float can hold
-        return False
+    """Whether `value` is a finite number, and neither bool nor tensor."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_whole(value: object) -> bool:
@@ -82,10 +70,6 @@ def _rule_of(kind: object) -> ArgumentRule | None:
 
 def one_of(*choices: object) -> ArgumentRule:
     return ArgumentRule(f"one of {', '.join(map(str, choices))}", choices.__contains__)
-
-
-def none_or_one_of(*choices: object) -> ArgumentRule:
-    return ArgumentRule(f"None or {one_of(*choices).text}", (None, *choices).__contains__)
 
 
 def number(text: str, holds: Callable[[float], bool]) -> ArgumentRule:

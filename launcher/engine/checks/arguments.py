@@ -18,21 +18,12 @@ SHOWN = 4  # modules that an error names
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Raise UnusableError unless `optimizer` is one of the engine's.
-
-    A torch optimizer already holds the parameters, whose memory and dtype a Stepper replaces.
-    """
+    """Raise UnusableError for an optimizer of torch: it holds parameters whose memory a Stepper replaces."""
     if isinstance(optimizer, torch.optim.Optimizer):
         name = type(optimizer).__name__
         raise UnusableError(
             f"a {name} holds the parameters as they were before the Stepper. Pass its class and options: "
             f"TorchOptimizer(torch.optim.{name}, lr=...)."
-        )
-    if isinstance(optimizer, type) or not hasattr(optimizer, "lr"):
-        name = optimizer.__name__ if isinstance(optimizer, type) else repr(optimizer)
-        raise UnusableError(
-            f"{name} is not an optimizer. Give SGD(lr), AdamW(lr), or TorchOptimizer(torch.optim.Adam, lr) "
-            "for a class of torch.optim."
         )
 
 

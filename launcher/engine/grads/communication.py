@@ -27,7 +27,7 @@ class DDPOptions:
     ranks, else 2^ceil(log2(W) / 2), a power of two that keeps fp16 sums of many ranks in range.
     """
 
-    gradient_dtype: Annotated[torch.dtype | None, limits.none_or_one_of(*GRADIENT_DTYPES)] = None
+    gradient_dtype: Annotated[torch.dtype, limits.one_of(*GRADIENT_DTYPES)] | None = None
     bucket_bytes: Annotated[int, limits.at_least_one] | None = None
     overlap: bool = True
     gradient_predivide_factor: Annotated[int, limits.predivide] | None = None
