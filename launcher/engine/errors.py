@@ -16,10 +16,6 @@ from torch import Tensor
 
 NEAREST = 3  # names that an error suggests
 
-NO_GRADIENT = (
-    "the loss does not depend on any trainable parameter. Compute it from the model, outside torch.no_grad()."
-)
-
 
 class UnusableError(ValueError):
     """Raised for input that the engine cannot train; the text states the value, the rule and the fix."""
@@ -37,7 +33,7 @@ def check_loss(loss_sum: Tensor, count: float | Tensor) -> None:
             "logits.float() before the loss (a scaled fp16 loss would overflow), and sum over the samples."
         )
     if not loss_sum.requires_grad:
-        raise UnusableError(NO_GRADIENT)
+        raise UnusableError("the loss has no graph: compute it from the model, outside torch.no_grad().")
     check_count(count)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.engine.build import StepperOptions, StepperParts
-from launcher.engine.errors import NO_GRADIENT, UnusableError, check_backward
+from launcher.engine.errors import UnusableError, check_backward
 from launcher.engine.grads.reference_count import ReferenceCount
 from launcher.engine.optim.learning_rates import LearningRates
 from launcher.engine.optim.update import StepScalars
@@ -87,10 +87,6 @@ class Step:
         last = self.num_backwards + 1 == self.reference_count.micro_batches
         with self.during_backward(), parts.reducer.receiving(early=last and self._overlaps):
             loss_sum.backward(self.backward_seed())  # type: ignore[no-untyped-call]
-            # Within the context, whose end drains p.grad.
-            if not parts.reducer.has_received:
-                self.must_abandon = False
-                raise UnusableError(NO_GRADIENT)
         parts.totals.add(loss_sum, count)
         self.must_abandon = False
         self.num_backwards += 1

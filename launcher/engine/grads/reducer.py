@@ -128,12 +128,6 @@ class Reducer:
             finally:
                 self.receives = False
 
-    @property
-    def has_received(self) -> bool:
-        """Whether any parameter has a gradient of the current backward pass."""
-        held = (p.grad is not None for p in self._layout.parameters.values())
-        return bool(self.arrived) or any(held)
-
     def register_grad_ready(self, param: ParamRange, again: bool) -> None:
         """All gradients of a parameter's bucket are ready. Send all buckets that are next in the fixed order.
 
