@@ -21,7 +21,7 @@ from launcher.engine.checks.ported_loop import PortedLoop
 from launcher.engine.checks.step_warnings import StepWarnings
 from launcher.engine.errors import UnusableError
 from launcher.engine.grads.collectives import ShardedSum
-from launcher.engine.grads.communication import DDPOptions, choose_collectives
+from launcher.engine.grads.ddp_options import DDPOptions, choose_collectives
 from launcher.engine.grads.reducer import Reducer
 from launcher.engine.grads.step_totals import TotalsReducer
 from launcher.engine.grads.zero1 import Zero1

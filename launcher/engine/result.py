@@ -39,7 +39,7 @@ class StepReport:
     skipped_steps: int  # after this step
     floor_skips: int  # overflows at the smallest scale since the last applied step
     bad_loss_steps: int  # steps since the last applied one with a loss that was not finite
-    sent_bytes: int  # by this rank: of gradients, and of weights that are gathered; see Collective.start
+    sent_bytes: int  # by this rank: of gradients, and of weights that are gathered; see ShardedSum.start
     culprit_ranks: tuple[int, ...]  # ranks whose own gradient was not finite
     culprit_parameters: tuple[str, ...]  # parameters whose reduced gradient was not finite
     votes: tuple[float, ...]  # sum over the ranks, by question

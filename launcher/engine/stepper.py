@@ -23,7 +23,7 @@ from launcher.engine.checks.ported_loop import note_calls_outside
 from launcher.engine.checks.same_on_all_ranks import check_same_on_all_ranks
 from launcher.engine.checks.step_warnings import warn_if_alone
 from launcher.engine.errors import UnusableError, check_loss
-from launcher.engine.grads.communication import DDPOptions
+from launcher.engine.grads.ddp_options import DDPOptions
 from launcher.engine.grads.param_grads import dry_backward
 from launcher.engine.optim.torch_optimizer import AnyOptimizer
 from launcher.engine.params.param_groups import ParameterGroup
@@ -272,7 +272,7 @@ class Stepper:
         """Everything needed to resume bit for bit, by name. Views where possible: clone() to keep it.
 
         Between steps only. Waits for the device. A collective where the optimizer is sharded, which gathers
-        masters and states in host memory, a few MB at a time: on all ranks, or only on `rank` of the group;
+        masters and states in host memory, a bucket at a time: on all ranks, or only on `rank` of the group;
         the others' state then lacks the sharded parameters.
         """
         self._step.check_between_steps("state()")

@@ -3,43 +3,83 @@
 Owns the collectives on gradients and, where the optimizer is sharded, on weights. Each collective sums over
 the ranks; none divides in half precision. They differ in where the sum is rounded:
 
-native   all-reduce in `gradient_dtype`; the library rounds at each hop
-sharded  all-to-all, the fp32 sum stays with its owner, who updates and gathers the new weights
+AllReduceSum   all-reduce in `gradient_dtype`; the library rounds at each hop
+ShardedSum     all-to-all, the fp32 sum stays with its owner, who updates and gathers the new weights
+
+The reducer has the order in which buckets are sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import launcher.engine.async_work as async_work
-from launcher.engine.grads.bucket import Bucket, Collective
-from launcher.engine.params.flat_buffers import BucketRange, FlatBuffer
+from launcher.engine.grads.copy_in import CopyIn
+from launcher.engine.params.flat_buffers import BucketRange, FlatBuffer, ParamRange
 
 
-class AllReduceSum(Collective):
-    """All-reduce SUM in `gradient_dtype`."""
+@dataclass
+class Bucket:
+    """Adjacent parameters of a flat buffer, whose gradients are sent between ranks in one message.
+
+    `copy_in` fills the message; `work` and `received` are those of its collective while that is under way.
+    `extremes` are the least and the greatest element of this rank's gradient.
+    """
+
+    index: int  # position in the order of sending
+    flat_buffer: FlatBuffer
+    bucket_range: BucketRange
+    collective: Collective
+    message: Tensor
+    copy_in: CopyIn
+    work: dist.Work | None = None
+    received: Tensor | None = None
+    extremes: Sequence[Tensor] = ()
+
+    @property
+    def params(self) -> Sequence[ParamRange]:
+        return self.bucket_range.params
+
+    @property
+    def size_bytes(self) -> int:
+        return self.message.numel() * self.message.element_size()
+
+    def clear_padding(self) -> None:
+        for gap in self.bucket_range.gaps():
+            self.flat_buffer.grad[gap].zero_()
+
+
+class AllReduceSum:
+    """All-reduce SUM in `gradient_dtype` of what is divided by `predivide_factor`, a power of two, before."""
 
     def __init__(self, group: async_work.Group, predivide_factor: int = 1) -> None:
         self._group = group
         self.send_multiplier = 1.0 / predivide_factor
 
     def start(self, bucket: Bucket) -> int:
+        """Start sending; returns the bytes that this rank sends, in one direction of the all-reduce."""
         if self._group is None:
             return 0
         bucket.work = async_work.started(dist.all_reduce(bucket.message, group=self._group, async_op=True))
         return bucket.size_bytes
 
     def wait(self, bucket: Bucket) -> None:
+        """Wait for the sum over the ranks (on CUDA: make the current stream wait)."""
         if bucket.work is not None:
             async_work.wait_for(bucket.work, bucket.message)
             bucket.work = None
 
+    def reduced_by_param(self, bucket: Bucket) -> list[Tensor]:
+        """The reduced gradient as this rank holds it, flat, by parameter of the bucket."""
+        return [param.flat(bucket.flat_buffer.grad) for param in bucket.params]
 
-class ShardedSum(Collective):
+
+class ShardedSum:
     """All-to-all in half; each rank keeps the fp32 sum of the elements that it owns, and updates those.
 
     The sum is stored in the memory of the gradients that were sent: twice their size, W times fewer.
@@ -48,12 +88,10 @@ class ShardedSum(Collective):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-
-    def clear_padding(self, bucket: Bucket) -> None:
-        for gap in bucket.bucket_range.gaps():
-            bucket.flat_buffer.grad[gap].zero_()  # may hold the previous step's sum
+        self.send_multiplier = 1.0  # sums are fp32
 
     def start(self, bucket: Bucket) -> int:
+        """Start sending; returns the bytes, counted as those of an all-reduce of the same traffic."""
         # Each rank receives all ranks' values of the elements that it owns.
         bucket.received = torch.empty_like(bucket.message)
         exchange = dist.all_to_all_single(bucket.received, bucket.message, group=self._group, async_op=True)
@@ -63,6 +101,7 @@ class ShardedSum(Collective):
         return (bucket.size_bytes + weight_bytes) // 2
 
     def wait(self, bucket: Bucket) -> None:
+        """Wait for the values of all ranks, and add them up."""
         if bucket.received is not None:  # else it has been waited for, before memory ran out elsewhere
             async_work.wait_for(bucket.work, bucket.message)
             rows = bucket.received.view(self._world_size, -1)  # [rank, element]
@@ -75,7 +114,8 @@ class ShardedSum(Collective):
         length = (bucket_range.end - bucket_range.start) // self._world_size
         return flat_buffer.grad[bucket_range.start : bucket_range.end].view(torch.float32)[:length]
 
-    def parts(self, bucket: Bucket) -> list[Tensor]:
+    def reduced_by_param(self, bucket: Bucket) -> list[Tensor]:
+        """The elements of the reduced gradient that this rank owns, fp32, flat, by parameter."""
         owned = self.owned(bucket.flat_buffer, bucket.bucket_range)
         shard = bucket.bucket_range.shard(self._rank, self._world_size)
         return [owned[param.within(shard)] for param in bucket.params]
@@ -92,9 +132,7 @@ class ShardedSum(Collective):
             async_work.wait_for(work, whole)
 
 
-def is_sharded(collectives: Mapping[str, Collective]) -> bool:
-    """Whether masters and states of some parameters have one owner each among the ranks."""
-    return any(isinstance(collective, ShardedSum) for collective in collectives.values())
+Collective = AllReduceSum | ShardedSum
 
 
 def sum_of_rows(rows: Tensor) -> Tensor:

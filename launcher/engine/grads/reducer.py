@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 import launcher.engine.async_work as async_work
 from launcher.engine.errors import UnusableError
-from launcher.engine.grads.bucket import Bucket, Collective
-from launcher.engine.grads.collectives import ShardedSum
+from launcher.engine.grads.collectives import Bucket, Collective, ShardedSum
 from launcher.engine.grads.copy_in import CopyIn
 from launcher.engine.grads.grad_norm import SquaresReader, is_not_finite
 from launcher.engine.grads.param_grads import grads_set_aside
@@ -57,7 +56,7 @@ class Reducer:
         self._accumulated: dict[str, Tensor] = {}  # by flat buffer; none for one micro-batch
         self.buckets = self._buckets()  # in the order in which all ranks send them
         # One read per dtype, after all buckets: on a GPU each read is some kernels.
-        parts = [part for bucket in self.buckets for part in bucket.collective.parts(bucket)]
+        parts = [part for bucket in self.buckets for part in bucket.collective.reduced_by_param(bucket)]
         runs = itertools.groupby(parts, key=lambda part: part.dtype)
         self._squares = [SquaresReader(list(run)) for _, run in runs]
         # What the hooks read and write. These lists and the set stay the same objects: a hook keeps them.
@@ -186,7 +185,7 @@ class Reducer:
         own = {}
         for bucket in self.buckets:
             others = self._rank and not isinstance(bucket.collective, ShardedSum)  # rank 0 owns what all hold
-            for param, part in zip(bucket.params, bucket.collective.parts(bucket), strict=True):
+            for param, part in zip(bucket.params, bucket.collective.reduced_by_param(bucket), strict=True):
                 own[param.name] = part[:0] if others else part
         return own
 
@@ -211,7 +210,8 @@ class Reducer:
             bucket.copy_in.complete()
             if correction != 1.0:
                 bucket.message.mul_(correction)
-            bucket.collective.clear_padding(bucket)
+            if isinstance(bucket.collective, ShardedSum):
+                bucket.clear_padding()  # which may hold the previous step's sum
             if self._group is not None and bucket.message.numel():  # not where its parameters are all empty
                 bucket.extremes = torch.aminmax(bucket.message)
         self.sent_bytes += bucket.collective.start(bucket)

@@ -14,12 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import launcher.engine.async_work as async_work
-from launcher.engine.grads.bucket import Collective
-from launcher.engine.grads.collectives import ShardedSum, is_sharded, start_gather
+from launcher.engine.grads.collectives import Collective, ShardedSum, start_gather
 from launcher.engine.params.flat_buffers import FlatBuffer, ParamRange, Shard
 from launcher.engine.params.flat_params import GroupSlices, Layout
-
-CHUNK = 1 << 24  # elements gathered at once: 64 MB on a device
 
 
 class Zero1:
@@ -66,7 +63,7 @@ class Zero1:
 
         Views where every rank holds all. Sharded ones are copied to new host memory, on all ranks, or only on
         `rank` of the group: the others' result leaves those parameters out. That is a collective, and takes
-        CHUNK elements on the device, however large the model is.
+        the memory of one bucket on the device.
         """
         found: dict[str, Tensor] = {}
         for flat_buffer in self._layout.flat_buffers:
@@ -105,7 +102,7 @@ class Zero1:
     @property
     def sharded(self) -> bool:
         """Whether masters and states of some parameters have one owner each among the ranks."""
-        return is_sharded(self._collectives)
+        return any(isinstance(collective, ShardedSum) for collective in self._collectives.values())
 
     def params_with_masters(self) -> list[tuple[FlatBuffer, ParamRange]]:
         """The parameters whose weights are rounded copies of masters, on whichever ranks those are."""
@@ -147,21 +144,14 @@ class Zero1:
         if rank is None or rank == dist.get_rank(self._group):
             pinned = self._layout.device.type == "cuda"
             whole = torch.empty(flat_buffer.numel, dtype=torch.float32, pin_memory=pinned)
-        # CHUNK counts the elements of all ranks, which arrive together.
-        step = max(1, CHUNK // world_size)
-        for bucket_range, tensor in zip(flat_buffer.bucket_ranges, own, strict=True):
-            bucket = slice(bucket_range.start, bucket_range.end)
-            rows = None if whole is None else whole[bucket].view(world_size, -1)  # [rank, element]
-            for start in range(0, len(tensor), step):
-                part = tensor[start : start + step]
-                received = None if rows is None else part.new_empty(world_size, len(part))
-                if rank is not None:
-                    parts = None if received is None else list(received.unbind())
-                    work = dist.gather(part, parts, group=self._group, group_dst=rank, async_op=True)
-                    async_work.run(work, part)
-                elif received is not None:
-                    async_work.wait_for(start_gather(received.view(-1), part, self._group), received)
-                if rows is not None and received is not None:
-                    for row, values in zip(rows, received, strict=True):  # contiguous, so without a wait
-                        row[start : start + step].copy_(values, non_blocking=True)
+        for bucket_range, part in zip(flat_buffer.bucket_ranges, own, strict=True):
+            received = None if whole is None else part.new_empty(world_size, len(part))  # [rank, element]
+            if rank is not None:
+                parts = None if received is None else list(received.unbind())
+                work = dist.gather(part, parts, group=self._group, group_dst=rank, async_op=True)
+                async_work.run(work, part)
+            elif received is not None:
+                async_work.wait_for(start_gather(received.view(-1), part, self._group), received)
+            if whole is not None and received is not None:
+                whole[bucket_range.start : bucket_range.end].copy_(received.view(-1), non_blocking=True)
         return whole

@@ -1,4 +1,4 @@
-"""Masters and states of a sharded optimizer, whole: in host memory, a piece at a time, on one rank."""
+"""Masters and states of a sharded optimizer, whole: in host memory, a bucket at a time, on one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import launcher.engine.grads.zero1 as zero1
 from launcher.checkpoint.run_state import RunExtras, RunIdentity, TrainProgress, begin_snapshot
 from launcher.distributed.env import RANK0, WorkerEnv
 from launcher.engine import AdamW, DDPOptions, ExponentialMovingAverage, Policy, Scaling, Stepper
@@ -24,8 +23,7 @@ from tests.meta_device import META, MetaDevice, fake_group
 from tests.models import conv_net, features
 from tests.ranks.harness import run_ranks
 
-PIECE = 1 << 14  # elements gathered at once
-ROWS = 1024
+WIDTH, LAYERS = 256, 16  # a bucket for each layer
 
 
 class MetaMemory(TorchDispatchMode):
@@ -50,7 +48,7 @@ class MetaMemory(TorchDispatchMode):
 
 
 def large() -> nn.Module:
-    return nn.Sequential(nn.Embedding(ROWS, 256), *(nn.Linear(256, 256) for _ in range(4)))
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
 def from_a_file(state: Any) -> Any:
@@ -76,15 +74,14 @@ DONE: dict[str, Callable[[Stepper, ExponentialMovingAverage, Any, Any], object]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [8, 64])
-def test_no_gpu_ever_holds_more_than_a_piece_of_what_is_sharded(world_size, monkeypatch) -> None:
+def test_no_gpu_ever_holds_more_than_a_bucket_of_what_is_sharded(world_size) -> None:
     """Twelve bytes for each parameter would be more than the 4 + 12 / world_size that a step takes."""
-    monkeypatch.setattr(zero1, "CHUNK", PIECE)
     with fake_group(world_size) as group, MetaDevice():
         with MetaMemory() as building:
             model = large().to(META)
-            options: dict[str, Any] = {"reference_count": 4, "emulate": True}
+            ddp = DDPOptions(shard_optimizer=True, bucket_bytes=2 * WIDTH * WIDTH)
             stepper = Stepper(
-                model, AdamW(0.1), Policy.fp16(), group, ddp=DDPOptions(shard_optimizer=True), **options
+                model, AdamW(0.1), Policy.fp16(), group, ddp=ddp, reference_count=4, emulate=True
             )
         average = ExponentialMovingAverage(stepper, 0.9)
         states = from_a_file(stepper.state()), from_a_file(average.state())
@@ -98,12 +95,11 @@ def test_no_gpu_ever_holds_more_than_a_piece_of_what_is_sharded(world_size, monk
     assert stepper.state_bytes() < numel * (4.5 + 12 / world_size)
     # Of a model in fp32: each parameter and its master, until the parameter is that in flat memory.
     assert building.peak_bytes < numel * (8.1 + 4 / world_size)
-    assert max(peaks.values()) <= 8 * PIECE + 8 * numel / world_size < 2 * numel, (peaks, numel)
+    assert max(peaks.values()) <= 8 * WIDTH * WIDTH + 8 * numel / world_size < 2 * numel, (peaks, numel)
 
 
 def on_the_leader(env: WorkerEnv, sharded: bool) -> dict[str, Any]:
     """The run's state in each form, by name; what is only on the leader is empty elsewhere."""
-    zero1.CHUNK = 100  # many pieces for a parameter, and a last one that is shorter
     ddp = DDPOptions(shard_optimizer=sharded)
     stepper = Stepper(conv_net(), AdamW(0.01), Policy.fp16(), env.group, ddp=ddp, scaling=Scaling(init=1024))
     average = ExponentialMovingAverage(stepper, 0.9)

@@ -9,9 +9,8 @@ import torch
 
 import launcher.engine.limits as limits
 from launcher.engine.async_work import Group
-from launcher.engine.grads.bucket import Collective
-from launcher.engine.grads.collectives import AllReduceSum, ShardedSum
-from launcher.engine.params.flat_params import FP32_PARAMS, Layout
+from launcher.engine.grads.collectives import AllReduceSum, Collective, ShardedSum
+from launcher.engine.params.flat_params import POLICY_DTYPE_PARAMS, Layout
 
 GRADIENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -42,17 +41,15 @@ def choose_collectives(ddp: DDPOptions, layout: Layout, group: Group) -> tuple[d
 
     Vectors are fp32 and small: they are summed on all ranks in any case.
     """
-    if group is None:
-        return {flat_buffer.name: AllReduceSum(None) for flat_buffer in layout.flat_buffers}, 1
-    if ddp.shard_optimizer and layout.world_size > 1:  # the fp32 sum of an element has twice its bytes
-        return {
-            flat_buffer.name: AllReduceSum(group) if flat_buffer.name == FP32_PARAMS else ShardedSum(group)
-            for flat_buffer in layout.flat_buffers
-        }, 1
-    predivide_factor = ddp.gradient_predivide_factor or default_predivide_factor(layout.world_size)
-    return {
+    predivide_factor = 1
+    if group is not None and not ddp.shard_optimizer:
+        predivide_factor = ddp.gradient_predivide_factor or default_predivide_factor(layout.world_size)
+    collectives: dict[str, Collective] = {
         flat_buffer.name: AllReduceSum(group, predivide_factor) for flat_buffer in layout.flat_buffers
-    }, predivide_factor
+    }
+    if group is not None and ddp.shard_optimizer and POLICY_DTYPE_PARAMS in collectives:
+        collectives[POLICY_DTYPE_PARAMS] = ShardedSum(group)
+    return collectives, predivide_factor
 
 
 def default_predivide_factor(world_size: int) -> int:
