@@ -157,5 +157,5 @@ class StepResult:
         found = self._numbers if self._copy is None else self._numbers.unpacked(self._copy)
         report = found.report(self._names, spans_ms(self._marks))
         if not report.skipped:
-            self._warnings.gradients(self._names, found.squares_by_parameter, stacklevel=2)
+            self._warnings.gradients(self._names, found.squares_by_parameter)
         return report

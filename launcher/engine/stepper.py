@@ -6,7 +6,6 @@ to one of the parts. Knows nothing of files, configs and recipes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -101,7 +100,7 @@ class Stepper:
             emulate=emulate,
         )
         if self.group is None:
-            warn_if_alone(stacklevel=2)
+            warn_if_alone()
         # Before anything is built: what comes next then raises on all ranks or on none.
         check_same_on_all_ranks(model, options.shared(), self.group)
         self.model, self.policy, self.clip_norm = model, policy, clip_norm
@@ -195,7 +194,7 @@ class Stepper:
         check_loss(loss_sum, count)
         self._parts.ported_loop.check_backward(loss_sum)
         if is_mean(loss_sum, count):
-            self._parts.warnings.warn(WARNING, stacklevel=2)
+            self._parts.warnings.warn(WARNING)
         self._step.backward(loss_sum, count)
 
     def dry_backward(self, loss_sum: Tensor) -> dict[str, Tensor]:
@@ -222,8 +221,8 @@ class Stepper:
         """
         parts, step = self._parts, self._step
         has_backward = step.num_backwards > 0 or step.must_abandon
-        if text := parts.ported_loop.check_step(has_backward, sys._getframe(1)):
-            parts.warnings.warn(text, stacklevel=2)
+        if text := parts.ported_loop.check_step(has_backward):
+            parts.warnings.warn(text)
         return self._finish()
 
     def _finish(self) -> StepResult:

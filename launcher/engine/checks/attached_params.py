@@ -12,14 +12,13 @@ counts changes made outside, and those of the engine that `count_update` adds.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from launcher.engine.checks.step_warnings import level_outside
-from launcher.engine.errors import EngineWarning, UnusableError, listed
+from launcher.engine.checks.step_warnings import warn
+from launcher.engine.errors import UnusableError, listed
 from launcher.engine.grads.zero1 import Zero1
 from launcher.engine.names import named_parameters
 from launcher.engine.params.flat_buffers import FlatBuffer, ParamRange
@@ -66,24 +65,21 @@ class AttachedParams:
 
     def _warn_of_frozen(self) -> None:
         """Warn once of frozen parameters that were written, as those of a teacher in the forward pass."""
-        written = [name for name, (p, version) in self._frozen.items() if p._version != version]
-        # One in the flat memory of another Stepper, which trains that part of the model, is its own.
-        written = [each for each in written if not _is_part_of_larger(self._frozen[each][0])]
+        # One in the flat memory of another Stepper, which trains that part of the model, is left out.
+        written = [
+            name
+            for name, (p, version) in self._frozen.items()
+            if p._version != version and p.untyped_storage().nbytes() == p.nbytes
+        ]
         if not written:
             return
         self._frozen = {}
-        warnings.warn(
+        warn(
             f"{listed(written, SHOWN)}: frozen parameters were written in place. A skipped step does not "
             "undo that, ranks that write different values are not noticed, and half weights round small "
             "changes away. For an average of the weights use ema.decay (ExponentialMovingAverage). Write "
-            "others after a step, alike on all ranks, with fp32 weights (precision=amp_fp16).",
-            EngineWarning,
-            stacklevel=level_outside(),
+            "others after a step, alike on all ranks, with fp32 weights (precision=amp_fp16)."
         )
-
-
-def _is_part_of_larger(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 class InPlaceWrites:
@@ -125,11 +121,9 @@ class InPlaceWrites:
         self.forget()
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"{listed([each.name for _, each in changed], SHOWN)}: half weights were written in place "
                 "since the last step; the masters now hold these rounded values. That is fine for clamping, "
                 "initialising and max_norm. To keep the fp32 values of a state, load it before building the "
-                "Stepper, or with Stepper.load().",
-                EngineWarning,
-                stacklevel=level_outside(),
+                "Stepper, or with Stepper.load()."
             )

@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Collection
-from types import FrameType
 
 import torch
 from torch import Tensor, nn
 
 import launcher.engine.async_work as async_work
+from launcher.engine.checks.step_warnings import caller
 from launcher.engine.errors import UnusableError
 from launcher.engine.precision.op_lists import HALF
 
@@ -50,8 +50,8 @@ class PortedLoop:
         if not self._has_stepped and _is_scaled(loss_sum):
             raise UnusableError(SCALED)
 
-    def check_step(self, has_backward: bool, caller: FrameType | None) -> str:
-        """A warning for a step() that `caller` calls; empty if there is none.
+    def check_step(self, has_backward: bool) -> str:
+        """A warning for a step() of the training loop; empty if there is none.
 
         Raises UnusableError if p.grad holds gradients and no backward() came before: loss.backward() was
         called instead. With a group that is a warning, because this rank may have no samples in this step,
@@ -62,9 +62,12 @@ class PortedLoop:
             if self._alone:
                 raise UnusableError(NO_BACKWARD)
             return NO_BACKWARD
-        names = caller.f_code.co_names if first and caller is not None and not self._clips else ()
-        found = next((name for name in ("clip_grad_norm_", "clip_grad_value_") if name in names), "")
-        return found and NO_CLIPPING.format(name=found)
+        if first and not self._clips:
+            names = caller()[0].f_code.co_names  # what the function that calls step() calls besides
+            for name in ("clip_grad_norm_", "clip_grad_value_"):
+                if name in names:
+                    return NO_CLIPPING.format(name=name)
+        return ""
 
 
 def _is_scaled(loss_sum: Tensor) -> bool:

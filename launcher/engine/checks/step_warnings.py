@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from types import FrameType
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,21 +28,28 @@ ALONE = (
 )
 
 
-def warn_if_alone(stacklevel: int) -> None:
+OURS = ("launcher.engine", "torch.utils._contextlib")  # the latter calls what torch.no_grad() decorates
+
+
+def caller() -> tuple[FrameType, int]:
+    """The frame outside of the engine that called it, and its `stacklevel` for who calls this."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(OURS):
+        frame, level = frame.f_back, level + 1
+    return frame, level
+
+
+def warn(text: str) -> None:
+    """Issue an EngineWarning that names the line which called the engine."""
+    warnings.warn(text, EngineWarning, stacklevel=caller()[1])
+
+
+def warn_if_alone() -> None:
     """Warn where torchrun, srun or mpirun started several processes and no process group is initialised."""
     sizes = {name: os.environ.get(name, "1") for name in SIZES}
     name = next((name for name in SIZES if sizes[name] != "1"), None)
     if name is not None and not dist.is_initialized():
-        warnings.warn(ALONE.format(name=name, size=sizes[name]), EngineWarning, stacklevel + 1)
-
-
-def level_outside() -> int:
-    """The `stacklevel` with which the caller's warning names the line that called the engine."""
-    level, frame = 1, sys._getframe(1)
-    ours = ("launcher.engine", "torch.utils._contextlib")  # the latter calls what no_grad() decorates
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith(ours):
-        level, frame = level + 1, frame.f_back
-    return level
+        warn(ALONE.format(name=name, size=sizes[name]))
 
 
 class StepWarnings:
@@ -55,13 +63,13 @@ class StepWarnings:
         self._num_parameters, self._unused = num_parameters, unused
         self._has_applied = False
 
-    def warn(self, text: str, stacklevel: int) -> None:
-        """Warn once per text. `stacklevel` counts from the caller, as in warnings.warn."""
+    def warn(self, text: str) -> None:
+        """Warn once per text."""
         if text not in self._given:
             self._given.add(text)
-            warnings.warn(text, EngineWarning, stacklevel=stacklevel + 1)
+            warn(text)
 
-    def gradients(self, names: Sequence[str], sums: Tensor, stacklevel: int) -> None:
+    def gradients(self, names: Sequence[str], sums: Tensor) -> None:
         """Name the parameters without a gradient in the first applied step that is read.
 
         `sums` of squares, [parameters] on the host, are of all ranks: one may use what another does not.
@@ -74,7 +82,5 @@ class StepWarnings:
             name for name, total in zip(names, sums.tolist(), strict=True) if name in unused and not total
         ]
         if silent:
-            text = NO_GRADIENTS.format(
-                silent=len(silent), total=self._num_parameters, names=listed(silent, SHOWN)
-            )
-            self.warn(text, stacklevel + 1)
+            shown = listed(silent, SHOWN)
+            self.warn(NO_GRADIENTS.format(silent=len(silent), total=self._num_parameters, names=shown))

@@ -103,43 +103,33 @@ class Emulation:
     reason: str
 
 
-OF_SLOW = (
-    ", though this CPU has no {kind} arithmetic: products take 50 to 100 times as long as emulated ones "
-    "(emulate=auto)"
-)
-
-
-def choose_emulation(policy: Policy, device: torch.device, wish: bool | None = None) -> Emulation:
-    """Decide between native and emulated half arithmetic; `wish` (not None) overrides the default.
+def choose_emulation(policy: Policy, device: torch.device, requested: bool | None = None) -> Emulation:
+    """Decide between native and emulated half arithmetic; `requested` (not None) overrides the default.
 
     CPU kernels for fp16 products are 50 to 100 times slower than fp32 unless the CPU has native fp16
     arithmetic (AMX-FP16, through oneDNN), so emulation is the default there. It is also the default for bf16
-    on GPUs before Ampere.
+    on GPUs before Ampere, by compute capability: `torch.cuda.is_bf16_supported` also counts bf16 that torch
+    emulates. fp16 is native on every GPU: without matrix units its products still accumulate in fp32.
     """
     kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(policy.arithmetic)
     if kind is None:
         return Emulation(False, "fp32 arithmetic needs none")
-    if wish is not None:
-        slow = not wish and device.type == "cpu" and not _cpu_has(policy.arithmetic)
-        return Emulation(wish, f"as requested{OF_SLOW.format(kind=kind) if slow else ''}")
-    if device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
-        return _on_gpu(kind, torch.cuda.get_device_capability(device))
-    if device.type == "cpu" and not _cpu_has(policy.arithmetic):
+    slow_cpu = device.type == "cpu" and not _cpu_has(policy.arithmetic)
+    if requested is False and slow_cpu:
+        reason = f"as requested, though this CPU has no {kind} arithmetic: products take 50 to 100 times as "
+        return Emulation(False, reason + "long as emulated ones (emulate=auto)")
+    if requested is not None:
+        return Emulation(requested, "as requested")
+    if slow_cpu:
         return Emulation(True, f"this CPU has no {kind} arithmetic")
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+        gpu = "this GPU (compute capability {}.{})".format(*capability)
+        if kind == "bf16" and capability < FIRST_BF16:
+            return Emulation(True, f"{gpu} has no bf16 arithmetic; precision=fp16 is faster on it")
+        units = "has" if capability >= FIRST_FP16 else "saves memory, but little time, without"
+        return Emulation(False, f"{gpu} {units} {kind} matrix units")
     return Emulation(False, f"{device.type.replace('cpu', 'this CPU')} has {kind} arithmetic")
-
-
-def _on_gpu(kind: str, capability: tuple[int, int]) -> Emulation:
-    """Decide by compute capability: `torch.cuda.is_bf16_supported` also counts bf16 that torch emulates.
-
-    fp16 is native in any case: without matrix units its products still accumulate in fp32.
-    """
-    gpu = "this GPU (compute capability {}.{})".format(*capability)
-    if capability >= (FIRST_BF16 if kind == "bf16" else FIRST_FP16):
-        return Emulation(False, f"{gpu} has {kind} matrix units")
-    if kind == "bf16":
-        return Emulation(True, f"{gpu} has no bf16 arithmetic; precision=fp16 is faster on it")
-    return Emulation(False, f"{gpu} has no fp16 matrix units: fp16 saves memory on it, little time")
 
 
 def _cpu_has(dtype: torch.dtype) -> bool:
