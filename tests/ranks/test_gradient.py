@@ -249,5 +249,5 @@ def test_different_models_are_refused_on_all_ranks() -> None:
     for errors in results:
         assert errors == results[0]
         for error, text in zip(errors, texts, strict=True):
-            assert "Unlike on rank 0, on rank(s) 1 " in error
+            assert "Rank(s) 1 differ from rank 0: on rank 1 " in error
             assert text in error

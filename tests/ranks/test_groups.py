@@ -70,4 +70,4 @@ def refused(env: WorkerEnv) -> str:
 
 def test_ranks_with_other_groups_are_refused() -> None:
     for text in run_ranks(2, refused):
-        assert "on rank(s) 1 groups is [ParameterGroup(match=('*.bias',), " in text
+        assert "on rank 1 groups is [ParameterGroup(match=('*.bias',), " in text

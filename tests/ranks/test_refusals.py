@@ -84,8 +84,8 @@ def test_ranks_with_other_settings_are_refused_with_the_difference() -> None:
     assert results[0] == results[1] == results[2]
     *texts, last = results[0]
     for (_, expected), text in zip(ODD.values(), texts, strict=True):
-        assert f"Unlike on rank 0, on rank(s) 1 {expected}" in text
-    assert "Unlike on rank 0, on rank(s) 1, 2 clip_norm is 1.0, not None." in last
+        assert f"Rank(s) 1 differ from rank 0: on rank 1 {expected}" in text
+    assert "Rank(s) 1, 2 differ from rank 0: on rank 1 clip_norm is 1.0, not None." in last
 
 
 class Odd(torch.optim.SGD):

@@ -1,8 +1,8 @@
 """Checks that all ranks build a Stepper of the same model with the same settings.
 
 Owns what must be equal, as texts. Ranks with another policy, clip norm or optimizer would train without an
-error and drift apart. `micro_batches` and `emulate` may differ: they change
-a rank's part of the sum, and all ranks receive the same sum.
+error and drift apart. `micro_batches` and `emulate` may differ: they change a rank's part of the sum, and all
+ranks receive the same sum.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import launcher.engine.async_work as async_work
 from launcher.engine.errors import UnusableError, listed
 from launcher.engine.names import named_buffers, named_parameters
 
-SHOWN = 4  # differences of one rank that an error names
+SHOWN = 4  # differences that an error names
 LONGEST = 200  # characters of a value in such an error; of a longer one it has the ends, and a digest
 
 
@@ -87,22 +87,14 @@ def _differences(own: dict[str, str], model: nn.Module, group: dist.ProcessGroup
     row = torch.frombuffer(bytearray(data.ljust(length)), dtype=torch.uint8).to(device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
     async_work.run(dist.all_gather(rows, row, group=group, async_op=True), row)
-    return _by_ranks([_read(each) for each in rows])
-
-
-def _read(row: Tensor) -> dict[str, str]:
-    texts: dict[str, str] = json.loads(bytes(row.tolist()))
-    return texts
+    return _by_ranks([json.loads(bytes(each.tolist())) for each in rows])
 
 
 def _by_ranks(texts: Sequence[dict[str, str]]) -> str:
-    """How the ranks differ from rank 0, each difference once, with the ranks that have it."""
-    ranks: dict[str, list[int]] = {}
-    for rank, own in enumerate(texts):
-        first = texts[0]
-        names = [name for name in own | first if own.get(name) != first.get(name)]
-        found = [f"{name} is {own.get(name, 'absent')}, not {first.get(name, 'absent')}" for name in names]
-        if found:
-            ranks.setdefault(listed(found, SHOWN, "; "), []).append(rank)
-    shown = [f"on rank(s) {listed(each, 8)} {text}" for text, each in ranks.items()]
-    return f"Unlike on rank 0, {listed(shown, SHOWN, '. Unlike on rank 0, ')}"
+    """Which ranks differ from rank 0, and how the first of them does."""
+    first = texts[0]
+    ranks = [rank for rank, own in enumerate(texts) if own != first]
+    own = texts[ranks[0]]
+    names = [name for name in own | first if own.get(name) != first.get(name)]
+    found = [f"{name} is {own.get(name, 'absent')}, not {first.get(name, 'absent')}" for name in names]
+    return f"Rank(s) {listed(ranks, 8)} differ from rank 0: on rank {ranks[0]} {listed(found, SHOWN, '; ')}"
