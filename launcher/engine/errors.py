@@ -39,14 +39,11 @@ def check_loss(loss_sum: Tensor, count: float | Tensor) -> None:
 
 def check_count(count: float | Tensor) -> None:
     """Raise UnusableError unless `count` is a number of samples or tokens. Reads only CPU tensors."""
-    if isinstance(count, Tensor) and count.numel() != 1:
-        raise UnusableError(
-            f"backward() was given a count of shape {tuple(count.shape)}; it must be one number."
-        )
-    if isinstance(count, Tensor) and count.device.type == "cpu":
-        count = count.item()  # reading it from another device would wait
-    is_count = isinstance(count, Real) and not isinstance(count, bool) and 0 <= count < math.inf
-    if not isinstance(count, Tensor) and not is_count:
+    if isinstance(count, Tensor):
+        if count.device.type != "cpu":
+            return  # reading it would wait for the device
+        count = count.item()
+    if not (isinstance(count, Real) and not isinstance(count, bool) and 0 <= count < math.inf):
         raise UnusableError(f"backward() was given {count!r} samples; it must be a number of at least 0.")
 
 

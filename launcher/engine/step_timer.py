@@ -36,9 +36,7 @@ class StepClock:
         self.mark("")
 
     def mark(self, part: str) -> None:
-        """End the part of this name now. A step that is captured into a CUDA graph is not timed."""
-        if self._on_gpu and torch.cuda.is_current_stream_capturing():
-            return
+        """End the part of this name now."""
         if self._callback is not None:
             self._callback(part)
         now: Any = time.perf_counter()

@@ -122,8 +122,7 @@ def updater_of(
     if isinstance(optimizer, TorchOptimizer):
         of_muon = hidden_matrices(model) if optimizer.kind is MuonWithAdamW else set()
         return TorchUpdater(layout, zero1.shards, optimizer, of_muon)
-    rates = layout.grouping.rates
-    return Updater(zero1.shards, optimizer, rates, zero1.group_slices() if rates else ())
+    return Updater(zero1.shards, optimizer, layout.grouping.rates, zero1.group_slices())
 
 
 def _states_of(

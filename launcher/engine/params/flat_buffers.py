@@ -54,8 +54,8 @@ class ParamRange:
 class BucketRange:
     """Adjacent parameters that are sent together: elements [start, end) of a flat buffer.
 
-    The length is a multiple of the number of ranks, so that each rank can own an equal shard; up to
-    MAX_ALIGNED_RANKS each shard begins at a multiple of ALIGNMENT elements.
+    The length is a multiple of ALIGNMENT times the number of ranks: each rank can own an equal,
+    aligned shard.
     """
 
     params: tuple[ParamRange, ...]
