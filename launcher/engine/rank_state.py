@@ -6,7 +6,6 @@ of events in a step belongs to the Stepper.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -68,7 +67,9 @@ class RankState:
         check_names("counters of the loss scale", set(LossScale.FIELDS), set(state.counters))
         if state.reference_count is not None:
             a_reference_count.require("the state's reference_count", state.reference_count)
-        load_states = self.updater.prepare_load(self.zero1, state.optimizer, state.counters["applied"] > 0)
+        load_states = self.updater.prepare_load(
+            self.zero1, state.optimizer, state.counters["applied_steps"] > 0
+        )
         load_states()
         self.zero1.load_masters(state.weights)
         for name, p in named_parameters(self.model).items():
@@ -97,24 +98,17 @@ class RankState:
                 found |= flat_buffer.named(kind, flat, by_parameter)
         return found
 
-    def tensors(self) -> list[Tensor]:
-        """All that is kept between steps, gradients included."""
-        return [*self.scale.tensors(), *itertools.chain.from_iterable(self._by_kind().values())]
-
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of what `tensors` has, by kind, and of frozen parameters, which are weights."""
-        frozen = size_bytes(p for p in self.model.parameters() if not p.requires_grad)
-        found = {kind: size_bytes(tensors) for kind, tensors in self._by_kind().items()}
-        return found | {"weights": found["weights"] + frozen}
-
-    def _by_kind(self) -> dict[str, list[Tensor]]:
-        return {
-            "weights": [flat_buffer.weight for flat_buffer in self.layout.flat_buffers],
+        """Bytes of all that is kept between steps. Frozen parameters are weights."""
+        frozen = [p for p in self.model.parameters() if not p.requires_grad]
+        by_kind = {
+            "weights": [*(flat_buffer.weight for flat_buffer in self.layout.flat_buffers), *frozen],
             "masters": [p.master for p in self.zero1.shards if p.half and p.master is not None],
             "gradients": [flat_buffer.grad for flat_buffer in self.layout.flat_buffers],
             "states": self.updater.tensors(),
             "buffers": self.buffers.tensors(),
         }
+        return {kind: size_bytes(tensors) for kind, tensors in by_kind.items()}
 
 
 def size_bytes(tensors: Iterable[Tensor]) -> int:

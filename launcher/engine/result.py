@@ -37,7 +37,7 @@ class StepReport:
     bad_losses: int  # micro-batches whose loss was not finite, over all ranks
     applied_steps: int  # after this step
     skipped_steps: int  # after this step
-    floor_skips: int  # overflows at the smallest scale since the last applied step
+    skips_at_min_scale: int  # overflows at the smallest scale since the last applied step
     bad_loss_steps: int  # steps since the last applied one with a loss that was not finite
     sent_bytes: int  # by this rank: of gradients, and of weights that are gathered; see ShardedSum.start
     culprit_ranks: tuple[int, ...]  # ranks whose own gradient was not finite
@@ -47,8 +47,8 @@ class StepReport:
     abandoned_ranks: tuple[int, ...] = ()  # ranks that called abandon(), or step() after a failed backward()
 
 
-# Of a report's numbers, those that count something.
-COUNTERS = ("bad_losses", "applied_steps", "skipped_steps", "floor_skips", "bad_loss_steps")
+# Of a report's numbers, those of the loss scale's state after the step.
+COUNTERS = ("applied_steps", "skipped_steps", "skips_at_min_scale", "bad_loss_steps")
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,7 @@ class StepNumbers:
             "count": totals.samples,
             "skipped": verdict.skip,
             "bad_losses": totals.bad_losses,
-            "applied_steps": verdict.state.applied_steps,
-            "skipped_steps": verdict.state.skipped_steps,
-            "floor_skips": verdict.state.skips_at_min_scale,
-            "bad_loss_steps": verdict.state.bad_loss_steps,
-        }
+        } | {name: getattr(verdict.state, name) for name in COUNTERS}
         return cls(numbers, totals.votes, totals.status, totals.squares_by_parameter, sent_bytes)
 
     @property
@@ -100,7 +96,7 @@ class StepNumbers:
     def report(self, names: Sequence[str], spans_ms: dict[str, float]) -> StepReport:
         """The report, from numbers of the host. `names` of the parameters, in the order of their squares."""
         skipped = bool(self.numbers["skipped"])
-        counters = {name: int(self.numbers[name]) for name in COUNTERS}
+        counters = {name: int(self.numbers[name]) for name in ("bad_losses", *COUNTERS)}
         numbers = {**self.numbers, **counters, "skipped": skipped}
         votes = tuple(self.votes)
         ranks: list[int] = []

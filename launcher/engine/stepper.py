@@ -380,8 +380,8 @@ class Stepper:
         return self.reducer.own_gradients()
 
     def state_bytes(self) -> int:
-        """Bytes of trained weights, masters, gradients, optimizer states and buffers."""
-        return size_bytes([*self._parts.rank_state.tensors(), *self.reducer.tensors()])
+        """Bytes of `bytes_by_kind`, and of the sums of several micro-batches."""
+        return sum(self.bytes_by_kind().values()) + size_bytes(self.reducer.tensors())
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes of weights, masters, gradients, states (of torch's from its first step on) and buffers."""

@@ -140,7 +140,7 @@ class RunCheckpoints:
 
     @property
     def _applied(self) -> int:
-        return self._context.stepper.counters()["applied"]
+        return self._context.stepper.counters()["applied_steps"]
 
     @property
     def resumed(self) -> bool:

@@ -30,7 +30,7 @@ def state_digest(stepper: Stepper, *, counters: bool = False) -> str:
     tensors += [flat_buffer.weight for flat_buffer in stepper.layout.flat_buffers]
     tensors += [shard.master for shard in stepper.zero1.shards if shard.master is not None]
     tensors += stepper.updater.tensors()
-    numbers = stepper.counters() if counters else {"applied": stepper.counters()["applied"]}
+    numbers = stepper.counters() if counters else {"applied_steps": stepper.counters()["applied_steps"]}
     tensors += [torch.tensor([*numbers.values()])]
     digest = hashlib.sha256()
     for tensor in tensors:

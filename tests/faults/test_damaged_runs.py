@@ -220,7 +220,7 @@ def test_nan_on_one_rank_ends_the_run_and_leaves_the_checkpoints(tmp_path: Path,
         assert comparable(load(ended.checkpoints[step]).engine) == comparable(load(theirs).engine)
     # In between it has been saved with the count of bad losses, of which it may not have five anew.
     later = {step: load(path) for step, path in ended.checkpoints.items() if step > 10}
-    assert {step: taken.engine.counters["bad_losses"] for step, taken in later.items()} == {13: 2, 15: 4}
+    assert {step: taken.engine.counters["bad_loss_steps"] for step, taken in later.items()} == {13: 2, 15: 4}
     same_again = run(tmp_path / "run", ranks=2, user_code=partial(poison, since=11, rank=1))
     assert same_again.codes == [5, 5]
     assert "the last being step 16" in same_again.outputs[0]

@@ -108,7 +108,7 @@ LEFT_OUT: dict[str, Callable[[EngineState, EngineState], EngineState]] = {
     "buffers": lambda old, new: replace(old, buffers=new.buffers),
     **{
         name: lambda old, new, name=name: replace(old, counters={**old.counters, name: new.counters[name]})
-        for name in ("exponent", "growth_tracker", "hysteresis_tracker", "applied", "skipped")
+        for name in ("exponent", "growth_tracker", "hysteresis_tracker", "applied_steps", "skipped_steps")
     },
 }
 

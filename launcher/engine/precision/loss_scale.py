@@ -86,16 +86,7 @@ class LossScale:
     Nothing here waits for the device but `counters`.
     """
 
-    # The counters' names in a saved state, in the order of ScaleState; there the scale is s.
-    FIELDS = (
-        "exponent",
-        "growth_tracker",
-        "hysteresis_tracker",
-        "applied",
-        "skipped",
-        "floor_skips",
-        "bad_losses",
-    )
+    FIELDS = ("exponent", *ScaleState._fields[1:])  # the names in a saved state, which has s in place of 2^s
 
     def __init__(self, scaling: Scaling, device: torch.device | None) -> None:
         """`device` None: the host decides each step."""
@@ -117,10 +108,6 @@ class LossScale:
         exponent = math.frexp(numbers[0])[1] - 1
         return dict(zip(self.FIELDS, [exponent, *map(int, numbers[1:])], strict=True))
 
-    def tensors(self) -> list[Tensor]:
-        """What is held on the device."""
-        return [] if self._device is None else [*self.state]
-
     def restore(self, counters: Mapping[str, int], mode: ScaleMode | None) -> ScaleStart:
         """Restore the counters of a run with this scaling `mode`; None: unknown, taken for this run's.
 
@@ -128,31 +115,35 @@ class LossScale:
         and its counters are restored only from dynamic to dynamic scaling, within this run's limits; a static
         scale is always this run's.
         """
-        scaling = self.scaling
-        fields = dict.fromkeys(self.FIELDS, 0)
-        fields |= {"exponent": scaling.exponent, "hysteresis_tracker": scaling.hysteresis}
-        fields |= {name: counters[name] for name in ("applied", "skipped", "bad_losses")}
-        reason = self._objection(counters["exponent"], mode or scaling.mode)
-        if not reason and scaling.mode == "dynamic":
-            fields["exponent"] = counters["exponent"]
-            fields["growth_tracker"] = min(counters["growth_tracker"], scaling.growth_interval - 1)
-            fields["hysteresis_tracker"] = min(counters["hysteresis_tracker"], scaling.hysteresis)
-        if not reason and (scaling.mode != "dynamic" or fields["exponent"] == _exponent(scaling.min)):
-            fields["floor_skips"] = counters["floor_skips"]
-        scale, *others = (fields[name] for name in self.FIELDS)
-        self.state = ScaleState(*map(self.placed, (2.0**scale, *others)))
-        self.loads, self.loaded = self.loads + 1, counters["applied"]
-        return ScaleStart(fields["exponent"], not reason, reason)
-
-    def _objection(self, exponent: int, mode: ScaleMode) -> str:
-        """Why this run does not restore a scale of 2^exponent of that `mode`; empty if it does."""
-        scaling, low, high = self.scaling, self.scaling.exponent, self.scaling.exponent
+        scaling, exponent, mode = self.scaling, counters["exponent"], mode or self.scaling.mode
+        low = high = scaling.exponent
         if scaling.mode == "dynamic":
             low, high = _exponent(scaling.min), _exponent(scaling.max)
-        if mode == scaling.mode and low <= exponent <= high:
-            return ""
+        restored = mode == scaling.mode and low <= exponent <= high
+        present = ScaleState(
+            2.0**scaling.exponent,
+            growth_tracker=0,
+            hysteresis_tracker=scaling.hysteresis,
+            applied_steps=counters["applied_steps"],
+            skipped_steps=counters["skipped_steps"],
+            skips_at_min_scale=0,
+            bad_loss_steps=counters["bad_loss_steps"],
+        )
+        if restored and scaling.mode == "dynamic":
+            present = present._replace(
+                scale=2.0**exponent,
+                growth_tracker=min(counters["growth_tracker"], scaling.growth_interval - 1),
+                hysteresis_tracker=min(counters["hysteresis_tracker"], scaling.hysteresis),
+            )
+        if restored and exponent == low:  # else the smallest scale was another one
+            present = present._replace(skips_at_min_scale=counters["skips_at_min_scale"])
+        self.state = ScaleState(*map(self.placed, present))
+        self.loads, self.loaded = self.loads + 1, counters["applied_steps"]
+        if restored:
+            return ScaleStart(exponent, True)
         own = f"{scaling.mode}, starts at 2^{scaling.exponent} within 2^{low} to 2^{high}"
-        return f"{own}, not from the state's: that is {mode}, 2^{exponent}"
+        reason = f"{own}, not from the state's: that is {mode}, 2^{exponent}"
+        return ScaleStart(scaling.exponent, False, reason)
 
     def value(self) -> Tensor:
         """S as fp32, 0-dim."""

@@ -52,11 +52,11 @@ class TerminateOnNonFinite(Callback):
                 "one: check the data and its labels."
             )
         self._refuse_bad_losses(position, report)
-        if report.floor_skips >= self.limits.max_skips_at_min_scale:
+        if report.skips_at_min_scale >= self.limits.max_skips_at_min_scale:
             at, advice = self._floor(report)
             raise DivergedError(
-                f"the gradient overflowed in {report.floor_skips} steps with none applied between them{at}, "
-                f"the last being step {position.step}. {advice}\n{self._evidence(position, report)}"
+                f"the gradient overflowed in {report.skips_at_min_scale} steps with none applied between "
+                f"them{at}, the last being step {position.step}. {advice}\n{self._evidence(position, report)}"
             )
 
     def on_train_end(self, position: Position, measured: EvalOutcome) -> None:
@@ -67,14 +67,14 @@ class TerminateOnNonFinite(Callback):
         The same on all ranks, which may communicate.
         """
         counters, held_out_loss = self.counters(), measured.loss
-        bad, outcome = counters["bad_losses"], "so the run is not done"
+        bad, outcome = counters["bad_loss_steps"], "so the run is not done"
         if bad:
             evidence = self._evidence_of_last()
             raise DivergedError(
                 f"the loss was not finite in {bad} of the last steps, none of which was applied, {outcome}. "
                 f"{_advice(evidence)}{evidence}"
             )
-        if not counters["applied"]:
+        if not counters["applied_steps"]:
             raise DivergedError(
                 f"none of {position.step} steps was applied, because every gradient overflowed, {outcome}. "
                 "Lower precision.loss_scale.init_scale, or train for more steps."

@@ -34,7 +34,7 @@ def test_a_model_built_in_half_trains_as_its_fp32_original(policy, emulate, dtyp
             train(stepper, *features(8, step, (3, 8, 8)))
         assert stepper.model[1].running_mean.dtype == torch.float32
         assert stepper.model[1].running_mean.abs().min() > 0
-        assert stepper.state().counters["applied"] > 0
+        assert stepper.state().counters["applied_steps"] > 0
     assert state_digest(steppers[0]) == state_digest(steppers[1])
 
 

@@ -88,7 +88,7 @@ def test_static_scale_and_none_never_move_but_count(mode, expected) -> None:
         advance(scale, event)
         assert scale.value().item() == expected
     fields = scale.counters()
-    assert (fields["applied"], fields["skipped"]) == (3, 4)
+    assert (fields["applied_steps"], fields["skipped_steps"]) == (3, 4)
 
 
 @pytest.mark.parametrize("mode", ["static", "none"])
@@ -96,7 +96,7 @@ def test_overflows_in_a_row_are_counted_where_the_scale_cannot_fall(mode) -> Non
     scale, counts = LossScale(Scaling(mode=mode), None), []
     for event in (OVERFLOW, BAD_LOSS, OVERFLOW, NO_SAMPLES, CLEAN, OVERFLOW):
         advance(scale, event)
-        counts.append(scale.counters()["floor_skips"])
+        counts.append(scale.counters()["skips_at_min_scale"])
     assert counts == [1, 1, 2, 2, 0, 1], "only a clean step ends the row"
 
 

@@ -60,7 +60,8 @@ def test_a_state_brings_its_scale_only_where_mode_and_limits_allow_it(states, sa
         assert now["growth_tracker"] == (
             min(state.counters["growth_tracker"], scaling.growth_interval - 1) if taken else 0
         )
-        assert [now[n] for n in ("applied", "skipped")] == [state.counters[n] for n in ("applied", "skipped")]
+        for name in ("applied_steps", "skipped_steps"):
+            assert now[name] == state.counters[name]
         same_constant = scaling.mode == state.scale_mode and own["exponent"] == state.counters["exponent"]
         assert start.restored == (taken or (scaling.mode != "dynamic" and same_constant))
         assert start.restored == (start.reason == "")
@@ -87,16 +88,18 @@ def floored(state: EngineState) -> EngineState:
     """In a row of overflows at a constant scale, or at the smallest."""
     if state.scale_mode == "dynamic":
         return state
-    return replace(state, counters=state.counters | {"floor_skips": 3, "skipped": 5, "bad_losses": 1})
+    return replace(
+        state, counters=state.counters | {"skips_at_min_scale": 3, "skipped_steps": 5, "bad_loss_steps": 1}
+    )
 
 
 def test_overflows_at_the_smallest_scale_count_only_where_it_is_still_the_smallest() -> None:
     state = state_of("fp16", "narrow", 0)
-    at_floor = replace(state, counters=state.counters | {"exponent": 5, "floor_skips": 4})
+    at_floor = replace(state, counters=state.counters | {"exponent": 5, "skips_at_min_scale": 4})
     for low, count in ((2**5, 4), (2**4, 0)):
         stepper = Stepper(mlp(), AdamW(0.01), scaling=Scaling(init=64, min=low))
         assert stepper.load(at_floor).restored
-        assert stepper.counters()["floor_skips"] == count
+        assert stepper.counters()["skips_at_min_scale"] == count
 
 
 def test_the_reason_names_both_scales() -> None:

@@ -180,7 +180,7 @@ def test_a_loss_that_is_not_finite_is_warned_of_and_then_counted(recorder) -> No
 
 
 def test_a_step_that_ends_the_run_is_recorded_before_it_raises(recorder) -> None:
-    run = run_of(recorder, [CLEAN, replace(OVERFLOW, floor_skips=4)])
+    run = run_of(recorder, [CLEAN, replace(OVERFLOW, skips_at_min_scale=4)])
     with pytest.raises(DivergedError, match=r"overflowed in 4 steps with none applied between them"):
         run.step_reader.flush_all()
     assert [event["step"] for event in recorder.of("overflow")] == [2]

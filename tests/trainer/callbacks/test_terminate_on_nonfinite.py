@@ -51,7 +51,7 @@ def checked(
     [
         (replace(OVERFLOW, bad_loss_steps=3), DivergedError, "the loss was not finite in 3 steps"),
         (
-            replace(OVERFLOW, floor_skips=4),
+            replace(OVERFLOW, skips_at_min_scale=4),
             DivergedError,
             "(?s)overflowed in 4 steps with none applied.*fc.weight",
         ),
@@ -63,14 +63,16 @@ def test_a_run_that_cannot_recover_is_ended(report, error, words) -> None:
         checked([report])
 
 
-@pytest.mark.parametrize("report", [replace(OVERFLOW, bad_loss_steps=2), replace(OVERFLOW, floor_skips=3)])
+@pytest.mark.parametrize(
+    "report", [replace(OVERFLOW, bad_loss_steps=2), replace(OVERFLOW, skips_at_min_scale=3)]
+)
 def test_a_run_below_the_limits_continues(report) -> None:
     checked([report, CLEAN])
 
 
 def test_the_error_names_ranks_parameters_scales_and_what_was_seen_again() -> None:
     names = tuple(f"layer{number}.weight" for number in range(7))
-    last = replace(OVERFLOW, scale=1.0, floor_skips=4, culprit_parameters=names)
+    last = replace(OVERFLOW, scale=1.0, skips_at_min_scale=4, culprit_parameters=names)
     halved = [replace(CLEAN, scale=2.0**exponent) for exponent in range(12, 0, -1)]
     inspector = Inspector()
     with pytest.raises(DivergedError) as caught:
@@ -121,19 +123,23 @@ def test_an_overflow_is_no_reason_to_look_at_the_weights() -> None:
 def test_the_advice_at_the_floor_is_about_the_scale_that_there_is(mode, least, words) -> None:
     limits = replace(LIMITS, mode=mode, min_scale=least)
     with pytest.raises(DivergedError, match=words):
-        checked([replace(OVERFLOW, floor_skips=4)], limits=limits)
+        checked([replace(OVERFLOW, skips_at_min_scale=4)], limits=limits)
 
 
 @pytest.mark.parametrize(
     ("counters", "held_out_loss", "words"),
     [
         (
-            {"bad_losses": 2, "applied": 1},
+            {"bad_loss_steps": 2, "applied_steps": 1},
             1.0,
             "(?s)not finite in 2 of the last steps, none of which was applied.*512 from step 1",
         ),
-        ({"bad_losses": 0, "applied": 0}, 1.0, "(?s)none of 3 steps was applied.*seen again"),
-        ({"bad_losses": 0, "applied": 1}, float("nan"), "held-out set is nan after the last of 3 steps"),
+        ({"bad_loss_steps": 0, "applied_steps": 0}, 1.0, "(?s)none of 3 steps was applied.*seen again"),
+        (
+            {"bad_loss_steps": 0, "applied_steps": 1},
+            float("nan"),
+            "held-out set is nan after the last of 3 steps",
+        ),
     ],
 )
 def test_a_run_that_ends_with_nothing_to_show_for_it_is_refused(counters, held_out_loss, words) -> None:
@@ -144,13 +150,13 @@ def test_a_run_that_ends_with_nothing_to_show_for_it_is_refused(counters, held_o
 
 def test_the_end_of_a_run_resumed_after_its_last_step_has_no_step_to_name() -> None:
     with pytest.raises(DivergedError, match=r"none of 3 steps was applied.*more steps\.$"):
-        checked([], counters={"bad_losses": 0, "applied": 0}).on_train_end(
+        checked([], counters={"bad_loss_steps": 0, "applied_steps": 0}).on_train_end(
             Position(0, 2, 3), EvalOutcome(loss=1.0)
         )
 
 
 def test_a_run_that_has_trained_may_end() -> None:
-    checked([CLEAN], counters={"bad_losses": 0, "applied": 1}).on_train_end(
+    checked([CLEAN], counters={"bad_loss_steps": 0, "applied_steps": 1}).on_train_end(
         Position(0, 0, 1), EvalOutcome(loss=1.0)
     )
 
@@ -158,6 +164,6 @@ def test_a_run_that_has_trained_may_end() -> None:
 @pytest.mark.parametrize(("name", "said"), [("rescued.weight", True), ("other.weight", False)])
 def test_a_gradient_that_leaves_fp16_although_its_module_computes_in_fp32_is_named(name, said) -> None:
     with pytest.raises(DivergedError) as caught:
-        checked([replace(OVERFLOW, floor_skips=4, culprit_parameters=(name,))])
+        checked([replace(OVERFLOW, skips_at_min_scale=4, culprit_parameters=(name,))])
     assert (f"{name}: the module computes in fp32 (precision.fp32_modules), but" in str(caught.value)) == said
     assert ("precision=amp_fp16 with ddp.gradient_dtype=fp32" in str(caught.value)) == said
