@@ -18,7 +18,7 @@ from launcher.commands.run import report_failure, run_node, run_worker
 from launcher.config.wandb_sweep import with_typed_values
 from launcher.distributed.env import LaunchEnv
 from launcher.errors import INTERRUPTED, ON_REQUEST, Interrupted, LauncherError, escaped, in_words
-from launcher.launch.config_broadcast import ConfigLeader, LaunchTimeouts, follow
+from launcher.launch.config_broadcast import INIT_S, ConfigLeader, follow
 from launcher.launch.node_env import given, node_env
 from launcher.launch.slurm import torchrun_env_from_slurm
 from launcher.os.signals import ignore_sigterm_of_torchrun
@@ -55,10 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_rank0(launch: LaunchEnv, argv: Sequence[str]) -> int:
     """Rank 0, or the only process: run the command, then send the other ranks the same exit code."""
-    timeouts = LaunchTimeouts(first_job_s=init_timeout_s(argv))
-    leader = ConfigLeader(
-        launch, run_node if launch.is_node else run_worker, timeouts, without_node_rank(argv)
-    )
+    run_rank = run_node if launch.is_node else run_worker
+    leader = ConfigLeader(launch, run_rank, init_timeout_s(argv), without_node_rank(argv))
     exit_code, reason = 1, "rank 0 ended unexpectedly"
     try:
         exit_code, reason = run_command(parse(with_typed_values(argv, os.environ)), leader), ""
@@ -76,11 +74,8 @@ def run_rank0(launch: LaunchEnv, argv: Sequence[str]) -> int:
 
 
 def run_other_rank(launch: LaunchEnv, argv: Sequence[str]) -> int:
-    timeouts = LaunchTimeouts(first_job_s=init_timeout_s(argv))
     run_rank = run_node if launch.is_node else run_worker
-    exit_code, reason = follow(
-        launch, run_rank, timeouts, on_end=ignore_sigterm_of_torchrun, arguments=without_node_rank(argv)
-    )
+    exit_code, reason = follow(launch, run_rank, init_timeout_s(argv), without_node_rank(argv))
     if reason and launch.local_rank == 0:  # on other machines than rank 0's nothing has been printed yet
         kind = "stopped" if exit_code in ON_REQUEST else "error"
         say(f"{kind} on {launch.role} 0: {reason}", sys.stderr)
@@ -106,7 +101,7 @@ def init_timeout_s(argv: Sequence[str]) -> float:
     """launch.init_timeout_s as given here: the ranks meet before there is a config, or never do."""
     with suppress(ValueError):
         return float(given(argv, "init_timeout_s"))
-    return LaunchTimeouts.first_job_s
+    return INIT_S
 
 
 def run_command(arguments: Arguments, leader: ConfigLeader) -> int:

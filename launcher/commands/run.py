@@ -109,8 +109,6 @@ def report_failure(error: Exception) -> int:
             f"{error.filename}: {error.strerror}. This user lacks a permission for it, or for a directory "
             "above it: change that (chmod, chown), or give another path."
         )
-    if isinstance(error, JobFailed) and error.printed:
-        return error.exit_code
     if isinstance(error, LauncherError):
         if error.exit_code in STOPPED:  # a further Ctrl-C would replace the exit code, or end in a traceback
             signal.signal(signal.SIGINT, signal.SIG_IGN)

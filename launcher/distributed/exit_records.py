@@ -138,11 +138,11 @@ def exit_record(
 
 
 class JobFailed(LauncherError):
-    """The job failed on some rank, which has recorded the reason, and may have printed it on this machine."""
+    """The job failed on some rank, which has recorded the reason."""
 
-    def __init__(self, text: str, exit_code: int, traceback: str = "", printed: bool = False) -> None:
+    def __init__(self, text: str, exit_code: int, traceback: str = "") -> None:
         super().__init__(text)
-        self.exit_code, self.traceback, self.printed = exit_code, traceback, printed
+        self.exit_code, self.traceback = exit_code, traceback
 
 
 def failure_of_another(records: SharedExitRecords | StoreExitRecords, wait_s: float) -> JobFailed | None:

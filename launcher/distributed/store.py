@@ -156,26 +156,6 @@ def _set_tcp_timeouts(descriptor: int, port: int, seconds: float) -> None:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
-def wait_for_key(
-    store: dist.Store, key: str, wait_s: float, launch: LaunchEnv, what: str, failure: Exception | None
-) -> bytes:
-    """The value that rank 0 sets. Raises `failure`, or else StalledError, if it does not."""
-    from torch.distributed import DistError
-
-    first = f"{launch.role} 0"
-    began = time.monotonic()
-    try:
-        if wait_for_keys(store, [key], wait_s):
-            return store.get(key)
-        text = f"{first.capitalize()} is still starting, hangs, or has died: its output says which."
-    except DistError:
-        text = f"Then the store was gone: {first} or its torchrun has ended, or the link to it is down."
-    waited_s = time.monotonic() - began
-    raise failure or StalledError(
-        f"{launch.name} waited {waited_s:.0f} s for {first} to hand over {what}. {text}"
-    )
-
-
 def missing_ranks(store: dist.Store, key: str, ranks: Iterable[int], wait_s: float) -> list[int]:
     """The ranks of which `key`, with a place for the number, is not set within the time.
 

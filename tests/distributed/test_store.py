@@ -43,18 +43,6 @@ def test_a_rank_of_another_launch_is_refused_and_the_launch_that_it_met_is_not_d
     assert [code for code, _, _ in results] == [0, 0], results
 
 
-def test_a_second_process_with_the_same_rank_is_refused(start, tmp_path) -> None:
-    leader, own = start(PROCESS, WORDS, 2)
-    wait_for(tmp_path / "works-1")
-    (stray,) = start(PROCESS, WORDS, 2, [1])
-    assert stray.wait(30) == 3
-    assert (
-        "error: another process is rank 1 already at MASTER_ADDR=127.0.0.1 and MASTER_PORT=" in stray.stderr
-    )
-    (tmp_path / "end").touch()
-    assert [code for code, _, _ in ends([leader, own])] == [0, 0]
-
-
 def test_a_port_in_use_is_one_sentence(start, tmp_path) -> None:
     leader, own = start(PROCESS, WORDS, 2)
     wait_for(tmp_path / "works-0")
