@@ -113,7 +113,7 @@ def comparable(value: Any) -> Any:
         data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return (str(value.dtype), tuple(value.shape), data)
     if isinstance(value, dict):
-        return {key: comparable(item) for key, item in value.items()}
+        return {key: comparable(value[key]) for key in sorted(value)}  # the order of a file is no matter
     if hasattr(value, "__dataclass_fields__"):
         return {name: comparable(getattr(value, name)) for name in value.__dataclass_fields__}
     return value

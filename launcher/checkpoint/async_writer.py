@@ -13,7 +13,6 @@ stops all the others.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -21,8 +20,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.checkpoint.catalog import apply_retention, best_written
-from launcher.checkpoint.run_state import BestEvaluation, Snapshot
+from launcher.checkpoint.catalog import apply_retention
+from launcher.checkpoint.manifest import step_name
+from launcher.checkpoint.run_state import Snapshot
 from launcher.checkpoint.storage import publish, size_of_tensors
 from launcher.errors import LauncherError
 
@@ -68,22 +68,13 @@ class SaveResult:
     error: LauncherError | None = None
 
 
-# After a checkpoint that could not be written, since a disk may be full for a moment only; then doubled.
-FIRST_RETRY_S = 1.0
-LAST_RETRY_S = 64.0  # the most between two: each try copies the whole state
-
-
 class SaveSchedule:
-    """When a checkpoint is due: every so many steps, so many seconds after the last one, and soon after one
-    that could not be written.
-    """
+    """When a checkpoint is due: every so many steps, and so many seconds after the last one."""
 
     def __init__(self, every_steps: int | None, every_s: float | None) -> None:
         self._every_steps = every_steps
         self._every_s = every_s
         self._last_s = time.monotonic()  # a wall clock may go backwards
-        self._retry_s = math.inf  # when to try again
-        self._wait_s = FIRST_RETRY_S
 
     def after_step(self, step: int) -> bool:
         """The same on all ranks."""
@@ -91,21 +82,11 @@ class SaveSchedule:
 
     def by_clock(self) -> bool:
         """Whether this rank's clock says to save. Only rank 0's value counts; send it to all ranks."""
-        now_s = time.monotonic()
-        return now_s >= self._retry_s or (self._every_s is not None and now_s - self._last_s >= self._every_s)
+        return self._every_s is not None and time.monotonic() - self._last_s >= self._every_s
 
     def mark_started(self) -> None:
         """A checkpoint is being taken."""
         self._last_s = time.monotonic()
-        self._retry_s = math.inf
-
-    def written(self) -> None:
-        self._wait_s = FIRST_RETRY_S
-
-    def failed(self) -> None:
-        """The latest could not be written."""
-        self._retry_s = time.monotonic() + self._wait_s
-        self._wait_s = min(2 * self._wait_s, LAST_RETRY_S)
 
 
 class AsyncCheckpointWriter:
@@ -117,7 +98,6 @@ class AsyncCheckpointWriter:
     def __init__(self, directory: Path, keep: int) -> None:
         self.directory = directory
         self._keep = keep
-        self._written: set[Path] = set()
         self._pending: Future[SaveResult] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._no_pauses = threading.Event()  # set while a caller waits for the write
@@ -152,13 +132,10 @@ class AsyncCheckpointWriter:
             path = publish(
                 self.directory, snapshot, WriteThrottle(size_of_tensors(snapshot), self._no_pauses)
             )
-            self._written.add(path)
             size_bytes = sum(file.stat().st_size for file in path.iterdir())
-            self._apply_retention(snapshot.extra.best)
+            best = snapshot.extra.best
+            best_path = None if best is None else self.directory / step_name(best.step)
+            apply_retention(self.directory, self._keep, best_path)
         except LauncherError as failure:
             error = failure
         return SaveResult(step, path, time.perf_counter() - began, size_bytes, error)
-
-    def _apply_retention(self, best: BestEvaluation | None) -> None:
-        path = None if best is None else best_written(self.directory, best)
-        self._written -= set(apply_retention(self.directory, self._keep, path, self._written))

@@ -2,22 +2,20 @@
 
 Owns their order (by step, never by time), the search for the newest intact one, and retention. Rank 0 chooses
 and reads, and the others receive it. Damaged checkpoints that a resume meets are reported and renamed.
-Retention deletes all beyond the newest `keep` and the best, without verifying those, and renames them first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launcher.checkpoint.manifest import MANIFEST, sizes_match, step_name, verify
-from launcher.checkpoint.run_state import BestEvaluation, MonitoredMetric, RunIdentity, Snapshot
+from launcher.checkpoint.manifest import MANIFEST, step_name, verify
+from launcher.checkpoint.run_state import RunIdentity, Snapshot
 from launcher.checkpoint.storage import (
     DAMAGED,
     UNFINISHED,
@@ -30,7 +28,7 @@ from launcher.checkpoint.storage import (
 from launcher.distributed.collectives import broadcast_tensors, from_rank0, raise_on_all_ranks
 from launcher.distributed.env import WorkerEnv
 from launcher.errors import ConfigError, StorageError
-from launcher.run_dir.atomic import failing_as_storage_error, restored
+from launcher.run_dir.atomic import failing_as_storage_error
 from launcher.run_dir.discarding import AUTO, NEVER, discards_steps, record_discarded
 from launcher.run_dir.records import CHECKPOINTS
 
@@ -68,16 +66,13 @@ def step_of(path: Path) -> int:
 def candidates(directory: Path) -> list[Path]:
     """Everything named like a checkpoint, newest step first; empty without the directory.
 
-    Raises ConfigError for symbolic links, StorageError where the directory cannot be read.
+    Raises StorageError where the directory cannot be read.
     """
-    _refuse_link(directory)
     found: list[Path] = []
     what = f"the checkpoints in {directory} cannot be listed"
     rule = "It must be a directory that all ranks can read."
     with failing_as_storage_error(what, rule), contextlib.suppress(FileNotFoundError):
         found = [path for path in directory.iterdir() if _STEP.fullmatch(path.name)]
-    for path in found:
-        _refuse_link(path)
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -85,7 +80,7 @@ def newest_intact(directory: Path, rename_damaged: bool = True) -> ResumeChoice:
     """The intact checkpoint of the highest step, and the damaged ones of higher steps.
 
     Damaged ones are renamed to `damaged-...` unless `rename_damaged` is false. Raises ConfigError for
-    symbolic links and other formats, StorageError where the directory cannot be read.
+    other formats, StorageError where the directory cannot be read.
     """
     return _first_intact(candidates(directory), rename_damaged)
 
@@ -97,52 +92,24 @@ def best_intact(directory: Path) -> Path | None:
     """
     newest = newest_intact(directory, rename_damaged=False).path
     best = None if newest is None else read_state(newest)["extra"].get("best")
-    path = None if best is None else best_written(directory, BestEvaluation(**restored(best)))
+    path = None if best is None else directory / step_name(best["step"])
     return None if path is None or verify(path) else path
 
 
-def best_written(directory: Path, best: BestEvaluation) -> Path | None:
-    """The checkpoint of this evaluation; if it could not be written, the best of those that were.
+def apply_retention(directory: Path, keep: int, best: Path | None = None) -> None:
+    """Delete all but the `keep` newest checkpoints and `best`, and what killed processes have left.
 
-    Raises StorageError.
+    None is verified here: a resume verifies the one that it takes, and renames damaged ones. Raises
+    StorageError.
     """
-    path = directory / step_name(best.step)
-    if path.exists():
-        return path
-    costs: dict[Path, float] = {}
-    for each in candidates(directory):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one is none of them
-            metric = MonitoredMetric(**restored(read_state(each)["metric"] or {}))
-            if metric.same_metric(best) and not math.isnan(metric.cost):
-                costs[each] = metric.cost
-    return min(costs, key=costs.__getitem__, default=None)
-
-
-def apply_retention(
-    directory: Path,
-    keep: int,
-    best: Path | None = None,
-    written_by_this_process: Collection[Path] = frozenset(),
-) -> list[Path]:
-    """Delete all but the `keep` newest good checkpoints and `best`; returns what was deleted.
-
-    Only intact checkpoints count among `keep`: verified by digest; by size alone if this process wrote them.
-    Also deletes unfinished ones of killed processes. Raises StorageError.
-    """
-    good: list[Path] = []
-    for path in candidates(directory):
-        # All checkpoints to keep are verified before the first one is deleted.
-        if len(good) >= keep or (sizes_match(path) if path in written_by_this_process else not verify(path)):
-            good.append(path)
-    deleted = [path for path in good[keep:] if path != best]
     what = f"old checkpoints in {directory} cannot be deleted"
     with failing_as_storage_error(what, "Delete them by hand if they take too much space."):
-        for path in deleted:
-            # Renamed first: a kill within rmtree would leave half a checkpoint under the name of a whole one.
-            shutil.rmtree(path.rename(path.with_name(DELETED + path.name)))
+        for path in candidates(directory)[keep:]:
+            if path != best:
+                # Renamed first: a kill within rmtree would leave half a checkpoint under a final name.
+                shutil.rmtree(path.rename(path.with_name(DELETED + path.name)))
         for rest in (*directory.glob(f"{UNFINISHED}*"), *directory.glob(f"{DELETED}*")):
             shutil.rmtree(rest)
-    return deleted
 
 
 def _first_intact(paths: Sequence[Path], rename_damaged: bool) -> ResumeChoice:
@@ -155,14 +122,6 @@ def _first_intact(paths: Sequence[Path], rename_damaged: bool) -> ResumeChoice:
             with contextlib.suppress(OSError):  # reported in any case, and never loaded
                 quarantine(path, DAMAGED)
     return ResumeChoice(None, damaged)
-
-
-def _refuse_link(path: Path) -> None:
-    if path.is_symlink():
-        raise ConfigError(
-            f"{path} is a symbolic link to {path.readlink()}. Links to checkpoints are not followed: "
-            "remove the link, or give its target with checkpoint.resume=PATH or run.dir=DIR."
-        )
 
 
 def resume(env: WorkerEnv, directory: Path, resume_from: str, identity: RunIdentity) -> ResumeChoice:
@@ -206,17 +165,10 @@ def resume(env: WorkerEnv, directory: Path, resume_from: str, identity: RunIdent
 
 def _read_choice(directory: Path, resume_from: str) -> tuple[ResumeChoice, CheckpointFiles | None]:
     """What rank 0 resumes from, and its files."""
-    try:
+    what = f"the checkpoints in {directory} or of checkpoint.resume={resume_from} cannot be read"
+    with failing_as_storage_error(what, "Give this user the right to read them, or start again."):
         found = _choose(directory, resume_from)
         return found, None if found.path is None else read_files(found.path)
-    except OSError as error:  # for instance, deleted in the meantime
-        of_run = resume_from in (AUTO, NEVER)
-        what = (
-            f"the checkpoints in {directory} cannot be read" if of_run else f"checkpoint.resume={resume_from}"
-        )
-        denied = isinstance(error, PermissionError)
-        advice = "This user needs the permission to read it." if denied else "Start the run again."
-        raise StorageError(f"{what}: {error}. {advice}") from error
 
 
 def _choose(directory: Path, resume_from: str) -> ResumeChoice:

@@ -21,7 +21,7 @@ from launcher.checkpoint.storage import load
 from launcher.checkpoint.tensors import write_tensors
 from launcher.errors import ConfigError, StorageError
 from launcher.run_dir.atomic import failing_as_storage_error, replacing
-from launcher.run_dir.records import FILES, MODEL
+from launcher.run_dir.records import MODEL
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
@@ -92,9 +92,6 @@ def with_model_folder(run_dir: Path, folder: Path) -> None:
 def _refuse_paths(run_dir: Path, file: Path) -> None:
     if not os.path.isdir(run_dir):
         raise ConfigError(f"export {run_dir}: there is no such directory. Give the directory of a run.")
-    own_files = [run_dir.absolute() / name for name in FILES]
-    if file.resolve().is_relative_to(run_dir.resolve() / FOLDER) or file.absolute() in own_files:
-        raise ConfigError(f"export {file}: this is a file of the run itself. Give one outside of it.")
 
 
 def _choose(directory: Path, best: bool) -> Path:

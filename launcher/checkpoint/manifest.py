@@ -15,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from launcher.checkpoint.tensors import FileDigest
-from launcher.errors import ConfigError, StorageError
+from launcher.errors import ConfigError
 
-FORMAT = 3
+FORMAT = 4
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
@@ -33,36 +33,20 @@ def step_name(step: int) -> str:
 def verify(path: Path) -> list[str]:
     """All damage of a checkpoint, as messages; empty where every byte is as it was written.
 
-    Raises ConfigError for another format, and StorageError for files that this user may not
+    Raises ConfigError for another format, and PermissionError for files that this user may not
     read: neither is damage.
     """
     if path.is_symlink() or not path.is_dir():
         return [f"{path.name} is {'a symbolic link' if path.is_symlink() else 'not a directory'}"]
     try:
         files = read_manifest(path)
-    except PermissionError as error:
-        raise _not_allowed(path, error) from error
+    except PermissionError:
+        raise
     except (OSError, ValueError) as error:
         return [f"{MANIFEST} cannot be read: {error}"]
     with ThreadPoolExecutor(len(files), thread_name_prefix="verify") as threads:  # hashing takes no lock
         found = threads.map(lambda name: _problems_of(path / name, files[name]), files)
         return [problem for problems in found for problem in problems]
-
-
-def _not_allowed(path: Path, error: PermissionError) -> StorageError:
-    what = f"the checkpoint {path} cannot be read: {error.strerror}"
-    return StorageError(
-        f"{what}. Give this user the right to read its files, or start as the user who has it."
-    )
-
-
-def sizes_match(path: Path) -> bool:
-    """Whether all files exist in full length: a quick check for checkpoints written by this process."""
-    try:
-        entries = read_manifest(path)
-        return all((path / name).lstat().st_size == entry.size_bytes for name, entry in entries.items())
-    except (OSError, ValueError):
-        return False
 
 
 def read_manifest(path: Path) -> dict[str, FileDigest]:
@@ -109,8 +93,8 @@ def _problems_of(file: Path, entry: FileDigest) -> list[str]:
                 return [f"{file.name} has been changed: its SHA-256 differs from the manifest's"]
     except FileNotFoundError:
         return [f"{file.name} is missing"]
-    except PermissionError as error:
-        raise _not_allowed(file.parent, error) from error
+    except PermissionError:
+        raise
     except (OSError, ValueError) as error:
         return [f"{file.name} cannot be read: {error}"]
     return []

@@ -59,8 +59,6 @@ def shard_files(file: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"it is no index of safetensors files: {described(error)}.") from None
     for name in names:
-        if Path(name).name != name or Path(name).suffix != ".safetensors":
-            raise ConfigError(f"it names {name!r}, which is no safetensors file beside it.")
         if not (file.parent / name).is_file():
             raise ConfigError(
                 f"it names {name}, which is not beside it. Download all of its {len(names)} files."
@@ -88,17 +86,11 @@ def _digest_of(file: Path) -> str:
 
 
 def _of_directory(directory: Path) -> str:
-    if indexes := sorted(directory.glob(f"*{INDEX}")):
-        return f"it is a directory. Give its index: model.init_from={indexes[0]}"
-    inside = sorted(path.name for path in directory.glob("*.safetensors"))
     if (directory / "checkpoints").is_dir():
         return f"it is a run. Export its weights: {program()} export {directory} weights.safetensors"
-    weights = [name for name in inside if name == "weights.safetensors"] or inside  # of a checkpoint
-    if len(weights) == 1:
-        return f"it is a directory. Give its file: model.init_from={directory / weights[0]}"
-    if inside:
-        return f"it is a directory with {len(inside)} safetensors files and no *{INDEX}. Merge them into one."
-    return "it is a directory. Give a safetensors file."
+    inside = sorted(path.name for path in directory.glob("*.safetensors*"))
+    files = f": {', '.join(inside)}" if inside else ""
+    return f"it is a directory. Give a safetensors file, or the index of several{files}."
 
 
 def _of_pickle(file: Path) -> str:
@@ -126,9 +118,4 @@ def read(file: Path) -> dict[str, Tensor]:
         raise ConfigError(
             f"it is damaged, or no safetensors file: {error}. Copy or export it again."
         ) from error
-    for name, tensor in tensors.items():
-        if tensor.dtype in FLOATS and (bad := tensor.numel() - int(tensor.isfinite().sum())):
-            raise ConfigError(
-                f"{name} holds {bad} values that are inf or NaN. Take the weights of an earlier checkpoint."
-            )
     return tensors

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import os
 import secrets
 import shutil
@@ -19,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from launcher.checkpoint.manifest import (
@@ -41,7 +39,6 @@ from launcher.checkpoint.run_state import (
 )
 from launcher.checkpoint.tensors import (
     Throttle,
-    described,
     no_throttle,
     read_tensors,
     write_bytes,
@@ -50,7 +47,7 @@ from launcher.checkpoint.tensors import (
 from launcher.engine import AverageState
 from launcher.engine.state import EngineState
 from launcher.errors import StorageError
-from launcher.run_dir.atomic import failing_as_storage_error, restored, strict
+from launcher.run_dir.atomic import failing_as_storage_error
 from launcher.run_dir.codec import decoded, encoded
 
 NOT_WRITTEN = (
@@ -68,29 +65,25 @@ AVERAGE, AVERAGE_BY_RANK = "average/", "average_buffer_by_rank/"
 def publish(directory: Path, snapshot: Snapshot, run: Throttle = no_throttle) -> Path:
     """Write `snapshot` as a checkpoint in `directory`; it is on disk before this returns.
 
-    The checkpoint appears under its final name in one rename. If the step already has a checkpoint with equal
-    weights, optimizer state and counters, that one stays; it is swapped for the new one only if it has no
-    metric. Raises StorageError.
+    It appears under its final name in one rename, or in one exchange where the step has a checkpoint already:
+    the one of a run that was stopped before its evaluation. Raises StorageError.
     """
     step = snapshot.progress.step
     final = directory / step_name(step)
     temporary = directory / f"{UNFINISHED}{final.name}-{secrets.token_hex(4)}"
     what = f"the checkpoint of step {step} cannot be written to {directory}"
     with failing_as_storage_error(what, NOT_WRITTEN), ExitStack() as ending:
-        # Removes the temporary directory if writing fails.
+        # What is left under the temporary name: of a write that failed, or what was exchanged.
         ending.callback(shutil.rmtree, temporary, ignore_errors=True)
         _make_directory(directory)
         temporary.mkdir()
         _write_files(temporary, snapshot, run)
         # The names of its files must be on disk before the directory gets its final name.
         sync_directory(temporary)
-        if os.path.lexists(final) and verify(final):
-            quarantine(final, DAMAGED)
-        if os.path.lexists(final) and _same_state(there := read(final), snapshot):
-            if snapshot.metric is not None and there.metric is None:
-                _exchange(temporary, final)
+        if os.path.lexists(final):
+            _exchange(temporary, final)
         else:
-            os.rename(temporary, final)  # raises where a different state of that step exists
+            os.rename(temporary, final)
         # Then the new name itself: after a power failure either it is there, complete, or not at all.
         sync_directory(directory)
     return final
@@ -147,19 +140,11 @@ def _no_state(path: Path, error: Exception) -> StorageError:
 def read_state(path: Path) -> dict[str, Any]:
     """state.json of a checkpoint. Raises OSError or ValueError."""
     try:
-        value = json.loads((path / STATE).read_bytes(), parse_float=_finite, parse_constant=_finite)
+        value = json.loads((path / STATE).read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{STATE} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{STATE} is not a JSON object")
-    return value
-
-
-def _finite(text: str) -> float:
-    """A number of the file. Raises ValueError for one such as 1e400, which no run has written."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is no finite number")
     return value
 
 
@@ -184,7 +169,7 @@ def sync_directory(directory: Path) -> None:
 def _write_files(directory: Path, snapshot: Snapshot, run: Throttle) -> None:
     engine = snapshot.engine
     metadata = {"format": "pt", "step": str(snapshot.progress.step)}
-    state = json.dumps(_state_values(snapshot), allow_nan=False, indent=1)
+    state = json.dumps(_state_values(snapshot), indent=1)
     files = {
         WEIGHTS: write_tensors(directory / WEIGHTS, engine.weights | engine.buffers, metadata, run),
         OPTIMIZER: write_tensors(directory / OPTIMIZER, _resume_tensors(snapshot), metadata, run),
@@ -218,26 +203,20 @@ def _state_values(snapshot: Snapshot) -> dict[str, object]:
         "counters": engine.counters,
         "scale_mode": engine.scale_mode,
         "reference_count": engine.reference_count,
-        "metric": None if snapshot.metric is None else strict(asdict(snapshot.metric)),
+        "metric": None if snapshot.metric is None else asdict(snapshot.metric),
         "identity": asdict(snapshot.identity),
         "world_size": snapshot.world_size,
         "names": snapshot.names,
-        "extra": strict(encoded(snapshot.extra)),
-        "weights": described(engine.weights),
-        "buffers": described(engine.buffers),
-        "resume_tensors": described(_resume_tensors(snapshot)),
+        "extra": encoded(snapshot.extra),
+        "weights": [*engine.weights],
+        "buffers": [*engine.buffers],
         "average": None if snapshot.average is None else snapshot.average.counters,
     }
 
 
 def _snapshot_of(files: CheckpointFiles) -> Snapshot:
     """Raises ValueError, KeyError, TypeError or AttributeError for content that does not match."""
-    state = files.state
-    model_tensors = _matching(state["weights"] | state["buffers"], files.model_tensors)
-    resume_tensors = _matching(state["resume_tensors"], files.resume_tensors)
-    unknown = set(state["names"].values()) - model_tensors.keys()
-    if unknown:
-        raise ValueError(f"{STATE} names tensors that are missing: {', '.join(sorted(unknown))}")
+    state, model_tensors, resume_tensors = files.state, files.model_tensors, files.resume_tensors
     average, average_buffers = None, _under(AVERAGE_BY_RANK, resume_tensors)
     if state["average"] is not None:
         of_all = {name: mean_over_ranks(name, rows) for name, rows in average_buffers.items()}
@@ -258,49 +237,18 @@ def _snapshot_of(files: CheckpointFiles) -> Snapshot:
         rank_buffers=_under(BY_RANK, resume_tensors),
         average=average,
         average_buffers=average_buffers,
-        metric=None if state["metric"] is None else MonitoredMetric(**restored(state["metric"])),
-        extra=decoded(RunExtras, restored(state["extra"]) | _texts(state["extra"])),
+        metric=None if state["metric"] is None else MonitoredMetric(**state["metric"]),
+        extra=decoded(RunExtras, state["extra"]),
     )
-
-
-def _texts(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields whose values are texts: one that reads "nan" or "inf" is no number that JSON lacks."""
-    return {name: extra[name] for name in ("data", "settings", "stream") if name in extra}
 
 
 def _integers(values: dict[str, Any]) -> dict[str, int]:
     return {name: int(value) for name, value in values.items()}
 
 
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors whose names have the prefix, by their names without it."""
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
-def _matching(listed: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors` in the order of state.json. Raises ValueError unless they match its list."""
-    found = described(tensors)
-    for name in sorted(listed.keys() | found.keys()):
-        if found.get(name) != listed.get(name):
-            there, should = found.get(name, "missing"), listed.get(name, "that there is none")
-            raise ValueError(f"{name} is {there}, but {STATE} says {should}")
-    return {name: tensors[name] for name in listed}
-
-
-def _same_state(one: Snapshot, other: Snapshot) -> bool:
-    """Whether weights, optimizer states and counters match.
-
-    Buffers may differ, because an evaluation averages them.
-    """
-    pairs = ((one.engine.weights, other.engine.weights), (one.engine.optimizer, other.engine.optimizer))
-    return one.engine.counters == other.engine.counters and all(
-        mine.keys() == theirs.keys() and all(torch.equal(_bits(mine[n]), _bits(theirs[n])) for n in mine)
-        for mine, theirs in pairs
-    )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _exchange(new: Path, old: Path) -> None:

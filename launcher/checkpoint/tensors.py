@@ -110,11 +110,6 @@ def mapped(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Dtype and shape by name, for people and for comparison."""
-    return {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}
-
-
 def _write_through(file: BinaryIO, parts: Iterable[bytes | memoryview], run: Throttle) -> FileDigest:
     digest, size_bytes = hashlib.sha256(), 0
     for piece in _pieces(parts):

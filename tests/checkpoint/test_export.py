@@ -129,11 +129,3 @@ def test_nothing_to_export(tmp_path: Path, best) -> None:
         export(tmp_path, tmp_path / "w", best=best)
     with pytest.raises(ConfigError, match="there is no such directory"):
         export(tmp_path / "nowhere", tmp_path / "w")
-
-
-@pytest.mark.parametrize("name", ["checkpoints/step-00000001/weights.safetensors", "config.yaml"])
-def test_a_file_of_the_run_is_not_replaced(tmp_path: Path, name) -> None:
-    publish_steps(tmp_path / "run" / "checkpoints", 1)
-    with pytest.raises(ConfigError, match="a file of the run itself"):
-        export(tmp_path / "run", tmp_path / "run" / name)
-    assert export(tmp_path / "run", tmp_path / "run" / "weights.safetensors").tensors

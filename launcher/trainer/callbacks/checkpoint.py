@@ -162,7 +162,6 @@ class CheckpointCallback(Callback):
             return
         if result.path is not None:
             self._failure = ""
-            self.due.written()
             size, seconds = result.size_bytes, result.seconds
             self._context.telemetry.emit(
                 CheckpointEvent(
@@ -175,8 +174,6 @@ class CheckpointCallback(Callback):
             )
         if result.error is None:
             return
-        if result.path is None:
-            self.due.failed()
         if result.path is not None or not self._failure:  # of several in a row the first is a warning
             self._context.telemetry.warn(str(result.error))
         self._failure = self._failure if result.path else str(result.error)
