@@ -14,14 +14,14 @@ import multiprocessing.util
 import operator
 import os
 import signal
-import tempfile
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy
 import torch
@@ -35,7 +35,6 @@ from launcher.errors import (
     LauncherError,
     LoaderKilledError,
     StalledError,
-    described,
     first_sentence,
 )
 from launcher.os.signals import HANDLED
@@ -46,13 +45,6 @@ PREFETCHED = 2  # micro-batches per loader process
 END_S = 1.0  # for a loader process to end by itself
 LOST = "DataLoader worker (pid"  # in torch's errors for a process that ended
 READING, ENDS = 0, 1  # columns of what a pool shares with its processes
-REASON_BYTES = 2_000  # of the text with which a loader process ends
-TO_SEND = (
-    "It takes open files (ulimit -n), room in /dev/shm (docker: --shm-size=1g), a socket in "
-    "TMPDIR; data.num_workers=0 none."
-)
-TO_PICKLE = "A batch is pickled: make it of tensors, arrays, numbers and text, or set data.num_workers=0."
-LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")  # bytes: a socket's path has at most 107
 
 _pools: list[WorkerPool] = []  # of this process, for their failures to be named
 
@@ -96,7 +88,6 @@ class WorkerPool:
         # 16 bytes: two int64 per process, in memory that a forked process shares.
         self._shared = numpy.frombuffer(mmap.mmap(-1, 16 * max(how.workers, 1)), numpy.int64).reshape(-1, 2)
         self._shared[:, READING] = -1
-        self._reasons = mmap.mmap(-1, REASON_BYTES * max(how.workers, 1))
         self._number = -1  # of this loader process; -1 in any other
         self._iterator: Any = None  # torch's; None without processes
         _pools.append(self)
@@ -172,8 +163,6 @@ class WorkerPool:
         codes = {number: each.exitcode for number, each in enumerate(workers) if each.exitcode is not None}
         if not codes:
             return None
-        if reason := self._reason(next(iter(codes))):
-            return DataError(f"a loader process could not send a batch of the {self.kind} set: {reason}")
         # Torch names the signal only where its handler of SIGCHLD saw the end before its wait did.
         killed = "killed by signal" in str(error) or any(code < 0 for code in codes.values())
         code = ", ".join(map(str, codes.values()))
@@ -217,8 +206,8 @@ class WorkerPool:
         if any(row[READING] == TOGETHER for row in rows):
             return f"{reading} samples of the {self.kind} set together, by its __getitems__"
         return (
-            f"between samples of the {self.kind} set (collating or sending a batch: is /dev/shm full? "
-            "docker: --shm-size=1g)"
+            f"between samples of the {self.kind} set (collating or sending a batch: its log may have "
+            "the reason; is /dev/shm full? docker: --shm-size=1g)"
         )
 
     def _begin(self, number: int) -> None:
@@ -229,26 +218,13 @@ class WorkerPool:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
         self._number = number
         # Else the thread that sends batches prints the exception, and the batch is awaited in vain.
-        hook = staticmethod(lambda error, batch: self._cannot_send(error))
-        multiprocessing.queues.Queue._on_queue_feeder_error = hook  # type: ignore[attr-defined]
+        multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(  # type: ignore[attr-defined]
+            _end_after_failed_send
+        )
         # Sockets get a directory of its own, which `_end` removes: not that of the process before the fork.
         multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
-        _use_a_short_directory()
         # Called for each sample: without a function in Python it takes a third of the time.
         self._reader.reading = functools.partial(operator.setitem, memoryview(self._shared[number]), READING)
-
-    def _cannot_send(self, error: Exception) -> None:
-        """End this loader process, with the reason where its pool reads it."""
-        of_machine = isinstance(error, OSError) or "memory" in str(error)
-        advice = TO_SEND if of_machine else TO_PICKLE
-        text = f"{described(error)[: REASON_BYTES // 4].rstrip('.')}. {advice}".encode()[:REASON_BYTES]
-        begin = self._number * REASON_BYTES
-        self._reasons[begin : begin + len(text)] = text
-        os._exit(1)
-
-    def _reason(self, number: int) -> str:
-        text = self._reasons[number * REASON_BYTES : (number + 1) * REASON_BYTES]
-        return text.rstrip(b"\0").decode(errors="replace")
 
     def _end(self, *signal_and_frame: object) -> None:
         if self._shared[self._number, ENDS]:
@@ -285,12 +261,10 @@ class LoadedSet:
         return self._evaluation[1]
 
 
-def _use_a_short_directory() -> None:
-    """Put the sockets of this process into /tmp where a path in TMPDIR is too long for them."""
-    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
-        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
-        multiprocessing.util.get_temp_dir()  # made once per process
-        tempfile.tempdir = before
+def _end_after_failed_send(error: Exception, batch: object) -> NoReturn:
+    """End this loader process, whose batch cannot be sent: it cannot be pickled, or memory is full."""
+    traceback.print_exception(error)
+    os._exit(1)
 
 
 @contextmanager

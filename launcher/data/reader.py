@@ -23,7 +23,6 @@ from launcher.errors import DataError, LauncherError, counted, described, listed
 # By a user's data set. Those that are no Exception end a loader process without a word.
 RAISED = (Exception, GeneratorExit, KeyboardInterrupt, SystemExit)
 SHOWN_SAMPLES = 8  # in an error
-SHOWN_SHAPES = 4
 TOGETHER = -2  # in place of an index: several samples are read at once
 
 Collate = Callable[[Sequence[Any]], Mapping[str, Tensor]]
@@ -152,7 +151,7 @@ class Reader:
         try:
             return FetchedBatch(collated(samples, self._collate), kept, tuple(bad))
         except RAISED as error:
-            return self._without_odd(request, dict(zip(kept, samples, strict=True)), bad, error)
+            return self._failed([request.indices[offset] for offset in kept], error, bad)
 
     def _read_together(self, request: BatchIndices) -> Sequence[Any] | None:
         """Read all samples by one call of `__getitems__`; None where it fails."""
@@ -163,7 +162,7 @@ class Reader:
         except RAISED:  # a user's data set may fail in any way; read one by one, the sample is named
             return None
         whole = isinstance(samples, list | tuple) and len(samples) == len(request.indices)
-        return samples if whole else None
+        return samples if whole and not any(sample is None for sample in samples) else None
 
     def _read_each(self, request: BatchIndices) -> tuple[Sequence[Any], tuple[int, ...], list[BadSample]]:
         """The samples, their offsets in the request, and those that cannot be read."""
@@ -175,42 +174,23 @@ class Reader:
         for offset, index in enumerate(request.indices):
             reading(index)
             try:
-                keep(dataset[index])
+                sample = dataset[index]
+                if sample is None:  # as many data sets say that they cannot read one
+                    raise ValueError("the data set returned None")
             except RAISED as error:  # a user's data set may fail in any way
                 bad.append(BadSample.of(index, error))
             else:
+                keep(sample)
                 kept.append(offset)
         return samples, tuple(kept), bad
 
-    def _without_odd(
-        self, request: BatchIndices, samples: Mapping[int, Any], bad: list[BadSample], error: BaseException
-    ) -> FetchedBatch:
-        """The batch without those of the samples, by offset, that fail even alone; the failure if all do."""
+    def _failed(self, indices: list[int], error: BaseException, bad: list[BadSample]) -> FetchedBatch:
+        """No batch, because samples with these indices could not be collated."""
         if "shared memory" in str(error):  # torch's text; no sample is to blame
             return FetchedBatch.failed(SMALL_SHM, error, tuple(bad))
-        errors = {offset: why for offset, each in samples.items() if (why := self._alone(each))}
-        good = {offset: each for offset, each in samples.items() if offset not in errors}
-        absent = all(each is None for each in samples.values())
-        if errors and (good or absent):  # otherwise the collate itself may be wrong
-            odd = [BadSample.of(request.indices[offset], why) for offset, why in errors.items()]
-            if absent:
-                return FetchedBatch(None, (), (*bad, *odd))
-            try:
-                return FetchedBatch(collated([*good.values()], self._collate), tuple(good), (*bad, *odd))
-            except RAISED as again:
-                error = again
-        indices = [request.indices[offset] for offset in samples]
         where = " in the recipe's collate" if self._collate and not isinstance(error, DataError) else ""
         what = f"samples {listed(indices, SHOWN_SAMPLES)}{where}{_at(error)}"
         return FetchedBatch.failed(what, error, tuple(bad))
-
-    def _alone(self, sample: object) -> BaseException | None:
-        """Why this sample cannot be collated by itself; None if it can."""
-        try:
-            collated([sample], self._collate)
-        except RAISED as error:
-            return error
-        return None
 
 
 def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
@@ -225,7 +205,7 @@ def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
             f"a sample is a {type(samples[0]).__name__}{f' of {parts}' if parts > 1 else ''}, whose columns "
             f"have no names. Return a dictionary, or set Recipe.collate to launcher.recipe.columns({names})."
         )
-    batch = stacked(samples) if collate is None else collate(samples)
+    batch = default_collate(list(samples)) if collate is None else collate(samples)
     if not isinstance(batch, Mapping):
         raise DataError(
             f"the recipe's collate returned {type(batch).__name__}. It must return a mapping of column names "
@@ -250,58 +230,6 @@ def collated(samples: Sequence[Any], collate: Collate | None) -> Batch:
     return dict(batch)
 
 
-def stacked(samples: Sequence[Any], names: Sequence[str] = ()) -> Any:
-    """The samples by torch's default_collate. Raises DataError where their columns or shapes differ."""
-    try:
-        return default_collate(list(samples))
-    except (RuntimeError, KeyError, TypeError, ValueError):
-        refuse_unlike(samples, names)
-        raise
-
-
-def refuse_unlike(samples: Sequence[object], names: Sequence[str] = ()) -> None:
-    """Raise DataError where samples have other columns or shapes than the first.
-
-    `names` are those of a tuple's parts.
-    """
-    rows = [_columns_of(sample, names) for sample in samples]
-    first = rows[0]
-    for offset, row in enumerate(rows):
-        if odd := sorted(first.keys() ^ row.keys()):
-            raise DataError(
-                f"the samples have different columns: {', '.join(odd)} is not in all of them; the first has "
-                f"{', '.join(first)}, the one at {offset} of the batch has {', '.join(row)}. Every sample "
-                "of a data set must have the same columns."
-            )
-    for name in first:
-        shapes = list(dict.fromkeys(_shape(row[name]) for row in rows))
-        if len(shapes) > 1:
-            more = f" and {len(shapes) - SHOWN_SHAPES} more" if len(shapes) > SHOWN_SHAPES else ""
-            raise DataError(
-                f"the column {name} has samples of different shapes in one batch: "
-                f"{', '.join(str(list(shape)) for shape in shapes[:SHOWN_SHAPES])}{more}. A batch stacks its "
-                "samples, so all must have one shape. Pad them in Recipe.collate, for instance with "
-                "torch.nn.utils.rnn.pad_sequence(values, batch_first=True), and give Recipe.lengths, so that "
-                "samples of similar length share a batch; or cut or resize them in the data set."
-            )
-
-
-def _columns_of(sample: Any, names: Sequence[str]) -> Mapping[str, Any]:
-    if isinstance(sample, Mapping):
-        return {str(name): value for name, value in sample.items()}
-    parts = sample if isinstance(sample, tuple | list) else [sample]
-    return {names[n] if n < len(names) else f"part {n}": value for n, value in enumerate(parts)}
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    """The shape of a tensor or an array; for a list its length, and the shape of its first element."""
-    if hasattr(value, "shape"):
-        return tuple(value.shape)
-    if isinstance(value, list | tuple):
-        return (len(value), *(_shape(value[0]) if value else ()))
-    return ()
-
-
 def columns(*names: str) -> Collate:
     """A collate for samples that are tuples: names their parts, and stacks them with torch's own.
 
@@ -315,7 +243,7 @@ def columns(*names: str) -> Collate:
             raise DataError(
                 f"a sample has {counted(parts, 'part')}, but columns names {len(names)}: {', '.join(names)}."
             )
-        made = stacked(samples, names)
+        made = default_collate(list(samples))
         return dict(zip(names, made if isinstance(first, tuple | list) else [made], strict=True))
 
     return collate

@@ -251,38 +251,17 @@ def test_a_loader_process_that_is_killed_is_named_with_its_sample(seen_by, monke
         epoch(batches(Noisy(50, {7: die}), workers=2))
 
 
-def test_a_long_tmpdir_is_no_obstacle(tmp_path, monkeypatch):
-    """Batches come through sockets, whose paths may have 107 bytes."""
-    long = tmp_path / ("long" * 25)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    epoch(batches(Noisy(50), workers=2, timeout_s=5.0))
-    assert list(long.iterdir()) == []
-
-
-def test_a_batch_that_a_loader_process_cannot_send_ends_the_run_with_the_reason(tmp_path):
-    def lose_the_directory():
-        tempfile.tempdir = str(tmp_path / "nowhere")  # in the loader process: of its socket
-
-    began = time.monotonic()
-    words = "could not send a batch of the training set: FileNotFoundError: .*/nowhere"
-    with pytest.raises(DataError, match=words):
-        epoch(batches(Noisy(50, dict.fromkeys(range(50), lose_the_directory)), workers=2, timeout_s=20.0))
-    assert time.monotonic() - began < 10  # and not with its timeout
-
-
-def test_a_batch_that_cannot_be_pickled_is_no_matter_of_the_machine():
+def test_a_batch_that_a_loader_process_cannot_send_ends_the_run_at_once(capfd):
     def collate(samples):
         return {"index": torch.ones(len(samples), requires_grad=True) * 2}  # as a model makes it
 
+    began = time.monotonic()
     plan = BatchPlan(50, 8, None, 1, 0, seed=5, drop_last=False)
     data = MapDataset(Noisy(50), collate, loading(2, timeout_s=20.0), "training")
-    words = (
-        r"could not send a batch of the training set: .*serialize non-leaf tensor.*\. A batch is pickled: "
-    )
-    with pytest.raises(DataError, match=words) as caught:
+    with pytest.raises(DataError, match=r"ended between samples of the training set \(collating or sending"):
         epoch(MapLoader(data, plan, None, 14))
-    assert "ulimit" not in str(caught.value)
+    assert "serialize non-leaf tensor" in capfd.readouterr().err
+    assert time.monotonic() - began < 10  # and not with its timeout
 
 
 class Quiet(Noisy):
