@@ -206,8 +206,8 @@ class WorkerPool:
         if any(row[READING] == TOGETHER for row in rows):
             return f"{reading} samples of the {self.kind} set together, by its __getitems__"
         return (
-            f"between samples of the {self.kind} set (collating or sending a batch: its log may have "
-            "the reason; is /dev/shm full? docker: --shm-size=1g)"
+            f"between samples of the {self.kind} set (collating or sending a batch: is /dev/shm full? "
+            "docker: --shm-size=1g; its traceback, if it has one, is in the log)"
         )
 
     def _begin(self, number: int) -> None:

@@ -5,7 +5,6 @@ import os
 import random
 import re
 import signal
-import tempfile
 import time
 from itertools import chain
 from multiprocessing import resource_sharer
@@ -258,7 +257,7 @@ def test_a_batch_that_a_loader_process_cannot_send_ends_the_run_at_once(capfd):
     began = time.monotonic()
     plan = BatchPlan(50, 8, None, 1, 0, seed=5, drop_last=False)
     data = MapDataset(Noisy(50), collate, loading(2, timeout_s=20.0), "training")
-    with pytest.raises(DataError, match=r"ended between samples of the training set \(collating or sending"):
+    with pytest.raises(DataError, match="a loader process ended"):
         epoch(MapLoader(data, plan, None, 14))
     assert "serialize non-leaf tensor" in capfd.readouterr().err
     assert time.monotonic() - began < 10  # and not with its timeout

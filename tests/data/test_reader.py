@@ -2,7 +2,6 @@ import random
 import re
 
 import numpy
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
