@@ -1,7 +1,7 @@
 """HTML elements of a report, which escape their content.
 
 Owns markup. An empty input gives an empty string, so that a page omits missing parts. A page loads nothing:
-its policy allows its own style, its own script and embedded pictures only.
+its policy allows its own style and its own script only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def page(title: str, subtitle: str, body: str) -> str:
     """A whole document. `body` is markup; the titles are text."""
     style, script = ((ASSETS / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="generator" content="{GENERATOR}">'
@@ -116,15 +116,6 @@ def table(name: str, rows: Sequence[Mapping[str, str]], texts: Collection[str] =
     return scrolled(name, f"<table><caption>{hidden(name)}</caption><tr>{head}</tr>\n{body}</table>")
 
 
-def facts(name: str, cells: Mapping[str, str]) -> str:
-    """A table with a name and a text in each row."""
-    inner = "".join(
-        f'<tr><th scope="row">{escape(key)}</th><td>{escape(text)}</td></tr>\n' for key, text in cells.items()
-    )
-    caption = f"<caption>{hidden(name)}</caption>"
-    return scrolled(name, f'<table class="facts">{caption}{inner}</table>') if inner else ""
-
-
 def listing(texts: Iterable[str]) -> str:
     inner = "".join(f"<li>{escape(text[:MAX_TEXT])}</li>" for text in texts)
     return f'<ul class="plain">{inner}</ul>\n' if inner else ""
@@ -132,17 +123,6 @@ def listing(texts: Iterable[str]) -> str:
 
 def preformatted(name: str, text: str) -> str:
     return scrolled(name, f"<pre>{escape(text.rstrip())}</pre>") if text.strip() else ""
-
-
-def picture(png: bytes, description: str) -> str:
-    """An image embedded in the page."""
-    if not png:
-        return ""
-    return f'<img alt="{escape(description)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">\n'
-
-
-def link(address: str, text: str) -> str:
-    return f'<p><a href="{escape(address)}">{escape(text)}</a></p>\n'
 
 
 def _state(text: str) -> str:

@@ -6,6 +6,7 @@ accepts missing ones, and escapes their content.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +14,6 @@ from pathlib import Path
 
 from launcher.errors import listed
 from launcher.report import html
-from launcher.report.after_evaluation import after_evaluation
 from launcher.report.charts.chart import Chart
 from launcher.report.charts.confusion import confusion_part
 from launcher.report.charts.gpu_charts import gpu_charts
@@ -22,24 +22,19 @@ from launcher.report.charts.run_charts import curves_note, run_charts
 from launcher.report.charts.svg import markup
 from launcher.report.charts.time_split import time_split
 from launcher.report.comparison import only_precision
-from launcher.report.overview import MAX_DETAILED, best_of, failures, headline, table_of_runs
+from launcher.report.overview import MAX_DETAILED, failures, headline, table_of_runs
 from launcher.report.precision_comparison import NOTE, QUANTITY, comparison_rows, notes
 from launcher.report.reading import MAX_TEXT
 from launcher.report.run import Run
 from launcher.report.run_groups import RunGroup, grouped
 from launcher.run_dir.atomic import write_text
-from launcher.run_dir.codec import encoded
 from launcher.run_dir.records import REPORT
 from launcher.telemetry import events
 from launcher.telemetry.event_log import FILE_NAME
-from launcher.telemetry.formatting import duration, evaluation_cells, metric, metric_title, number
+from launcher.telemetry.formatting import duration, evaluation_cells, number
 
 MAX_ROWS = 100  # of a table of events
 MAX_PARAMETERS = 4  # names in a row of the overflow table
-TILES = (
-    *("metrics", "sets", "classes", "confusion_matrix", "metric", "metric_name", "state", "exit", "error"),
-    *("best_metric", "best_step"),
-)
 Part = Callable[[Run], str]
 
 
@@ -92,7 +87,7 @@ def _details_of_first(runs: Sequence[Run]) -> str:
         _each("Mistakes by class", runs, confusion_part),
         _each("Restarts and failures", runs, _restarts),
         _each("Evaluations", runs, _evaluations),
-        _each("Shown by the recipe", runs, after_evaluation),
+        _each("Shown by the recipe", runs, _shown_by_recipe),
         _each("Skipped steps", runs, _overflows),
         _each("Ranks that the others waited for", runs, _stragglers),
         _each("Warnings", runs, _warnings),
@@ -199,27 +194,24 @@ def _left_out(number: int) -> list[str]:
 def _details(run: Run) -> str:
     decisions = run.history.all(events.DecisionEvent)
     report = html.preformatted("Classification report", run.classification_report)
+    environment = json.dumps(run.environment, indent=2) if run.environment else ""
     return (
         html.folded("Decisions", html.listing(f"{one.topic} {one.text}" for one in decisions))
         + html.folded("Classification report", report)
-        + html.folded("Result", _result(run))
-        + html.folded("Environment", _environment(run))
+        + html.folded("Environment", html.preformatted("Environment", environment))
         + html.folded("Config", html.preformatted("Config", run.config_text))
     )
 
 
-def _result(run: Run) -> str:
-    values = encoded(run.result).items()
-    cells = {key: number(value) for key, value in values if value is not None and key not in TILES}
-    metrics = {metric_title(name): metric(name, value) for name, value in run.result.metrics.items()}
-    return html.facts("Result", metrics | best_of(run) | cells)
-
-
-def _environment(run: Run) -> str:
-    flat: dict[str, str] = {}
-    for key, value in run.environment.items():
-        if isinstance(value, dict):
-            flat.update({f"{key} {name}": str(item) for name, item in value.items() if item is not None})
-        elif value is not None:
-            flat[key] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return html.facts("Environment", flat)
+def _shown_by_recipe(run: Run) -> str:
+    """What the recipe gave after the last evaluation; of its pictures the paths."""
+    event = run.history.last(events.AfterEvaluationEvent)
+    if event is None:
+        return ""
+    texts = [html.subsection(name, html.preformatted(name, text)) for name, text in event.texts.items()]
+    numbers = {name: number(value) for name, value in event.numbers.items()} | dict(event.pictures)
+    return (
+        html.paragraph(f"After step {event.step:,}.", "note")
+        + html.listing(f"{name}: {text}" for name, text in numbers.items())
+        + "".join(texts)
+    )

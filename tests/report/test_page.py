@@ -125,7 +125,7 @@ def test_the_page_shows(finished, text):
 def test_the_page_escapes_whatever_it_was_given(finished):
     assert finished.tags.count("script") == 1
     assert HOSTILE not in finished.script
-    assert finished.text.count(HOSTILE) >= 6, "decision, warning, config, report, devices, result"
+    assert finished.text.count(HOSTILE) >= 4, "decision, warning, config, report"
 
 
 def test_the_page_loads_nothing(finished):
@@ -137,10 +137,7 @@ def test_the_page_loads_nothing(finished):
     assert dict(finished.attributes)["content"]
     (policy,) = [value for name, value in finished.attributes if value and value.startswith("default-src")]
     digest = base64.b64encode(hashlib.sha256(finished.script.encode()).digest()).decode()
-    assert (
-        policy
-        == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    )
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
 def test_a_page_can_be_made_of_the_little_that_a_young_run_has(tmp_path):
@@ -151,25 +148,17 @@ def test_a_page_can_be_made_of_the_little_that_a_young_run_has(tmp_path):
 
 
 def test_what_the_recipe_showed_last_is_on_the_page(tmp_path):
-    (tmp_path / "pictures").mkdir()
-    png = b"\x89PNG\r\n\x1a\n" + b"small"
-    for name, content in {"small": png, "large": png + bytes(400_000), "text": b"<script>"}.items():
-        (tmp_path / "pictures" / f"{name}.png").write_bytes(content)
-    paths = {name: f"/moved/pictures/{name}.png" for name in ("small", "large", "text")}
     log = EventLog(tmp_path / "metrics.jsonl")
     shown = {"texts": {"sample": "an old one"}, "numbers": {}, "pictures": {}}
     log.append({"event": "after_evaluation", "time": 0.0, "step": 1, **shown})
-    shown = {"texts": {"sample": f"once {HOSTILE}"}, "numbers": {"length": 7.5}, "pictures": paths}
+    pictures = {"masks": "/some/pictures/masks.png"}
+    shown = {"texts": {"sample": f"once {HOSTILE}"}, "numbers": {"length": 7.5}, "pictures": pictures}
     log.append({"event": "after_evaluation", "time": 0.0, "step": 2, **shown})
     log.close()
     page = Page(write_report(tmp_path))
-    for part in ("Shown by the recipe", "After step 2.", f"once {HOSTILE}", "7.5"):
+    for part in ("Shown by the recipe", "After step 2.", f"once {HOSTILE}", "7.5", pictures["masks"]):
         assert part in page.text
     assert "an old one" not in page.text
-    pictures = [value for key, value in page.attributes if key == "src"]
-    assert [base64.b64decode(value.partition(",")[2]) for value in pictures] == [png]
-    links = [value.rpartition("/")[2] for key, value in page.attributes if key == "href"]
-    assert links == ["large.png", "text.png"]
 
 
 def test_of_many_skipped_steps_the_first_are_shown_and_the_rest_counted(tmp_path):
@@ -316,10 +305,3 @@ def test_the_exponents_are_drawn_where_they_travelled_and_where_scale_1_would_ha
 def test_any_gradients_can_be_drawn_and_the_page_shows_them(tmp_path, event):
     write_gradients(tmp_path, event)
     assert "Gradients in the range of fp16" in Page(write_report(tmp_path)).text
-
-
-def test_of_many_classes_the_most_frequent_mistakes_are_listed(tmp_path):
-    write_run(tmp_path, [f"class {k}" for k in range(100)])
-    path = write_report(tmp_path)
-    assert Matrix(path).rows == []
-    assert "Most frequent mistakes" in Page(path).text

@@ -1,4 +1,4 @@
-"""What a chart shows: lines over one pair of axes, with marks and zones, and the same in words.
+"""What a chart shows: lines over one pair of axes, with marks and zones.
 
 Axes have a range, ticks and their texts, on a linear scale or in powers of 2 or 10.
 
@@ -13,15 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from launcher.errors import listed
 from launcher.report.curve import FloatArray
-from launcher.telemetry.formatting import number
 
 DASHED = ("line", "mean", "steps")  # styles
 FILLED = ("area", "bars")
 BAR_WIDTH = 0.86  # of the distance between bars, which stand at whole numbers
 LAYER_OPACITIES = (0.95, 0.65, 0.4, 0.2)  # of areas on top of each other
-MAX_DESCRIBED = 6  # lines that the label of a chart describes
 LOGARITHMIC_FROM = 20.0  # largest over smallest value, which would lie in the lowest 5 % of a linear axis
 PADDING = 0.05  # of the range, above and below
 LARGEST = 1e300  # of both ends, so that the span between them is finite
@@ -47,17 +44,9 @@ class Line:
     opacity: float = 0.75
 
     @property
-    def shown(self) -> FloatArray:
-        return self.y if self.values is None else self.values
-
-    @property
     def drawn_as(self) -> str:
         """The style. A line of one point would be invisible, so it is drawn as a dot."""
         return "dots" if self.x.size == 1 and self.style not in ("cross", *FILLED) else self.style
-
-    def text(self, place: int) -> str:
-        """What is read out at one of its points."""
-        return number(float(self.shown[place]))
 
 
 @dataclass(frozen=True)
@@ -113,21 +102,6 @@ class Chart:
                     for (a, y), b in zip(points, right, strict=True)
                 ]
         return [points]
-
-    def description(self) -> str:
-        """The chart in words: where each line begins and ends, and its extremes."""
-        texts = [self._in_words(line) for line in self.named[:MAX_DESCRIBED]]
-        more = f"; {len(self.named) - MAX_DESCRIBED} more" if len(self.named) > MAX_DESCRIBED else ""
-        marks = [f"{text} at {self.x_title} {number(x)}" for x, text in self.marks]
-        marked = f" Marks: {listed(marks, MAX_DESCRIBED)}." if marks else ""
-        return f"{self.title}{f' in {self.unit}' if self.unit else ''}. {'; '.join(texts)}{more}.{marked}"
-
-    def _in_words(self, line: Line) -> str:
-        first, last = number(float(line.x[0])), number(float(line.x[-1]))
-        return (
-            f"{line.name}: {line.text(0)} at {self.x_title} {first}, {line.text(-1)} at {last}, "
-            f"lowest {number(float(line.shown.min()))}, highest {number(float(line.shown.max()))}"
-        )
 
 
 def stacked(

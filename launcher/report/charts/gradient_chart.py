@@ -1,4 +1,4 @@
-"""The latest gradients over the range of fp16, with and without the loss scale, and zeros by parameter.
+"""The latest gradients over the range of fp16, with and without the loss scale.
 
 Elements that are zero as sent were rounded to zero or are always zero (dead units, kernel positions that only
 see padding). The additional zeros at a scale of 1 are those that the scale prevents.
@@ -12,23 +12,15 @@ import numpy as np
 
 from launcher.report.charts.chart import Axis, Chart, Line
 from launcher.report.charts.svg import markup
-from launcher.report.html import folded, paragraph, table
+from launcher.report.html import paragraph
 from launcher.report.run import Run
-from launcher.telemetry.events import GradientsEvent, LayerShares
+from launcher.telemetry.events import GradientsEvent
 from launcher.telemetry.formatting import percent
 
 SMALLEST_SUBNORMAL, SMALLEST_NORMAL, END = -24, -14, 16  # exponents of fp16; END is the first that overflows
 VISIBLE_PERCENT = 0.005  # smaller shares are shown as 0.00 %
-MAX_LAYERS = 24  # rows of the table
 AS_SENT, AT_SCALE_1 = 0, 7  # colours
 PALE = 0.3  # opacity of the bars behind the others
-
-
-def _latest(run: Run) -> GradientsEvent | None:
-    """The latest gradients; None where there are none, or where their numbers are damaged."""
-    event = run.history.last(GradientsEvent)
-    is_whole = event and 0 < event.scale < math.inf and math.isfinite(event.zero_share)
-    return event if is_whole else None
 
 
 def _elements(event: GradientsEvent) -> int:
@@ -42,15 +34,15 @@ def _shift(event: GradientsEvent) -> int:
 
 def gradient_part(run: Run) -> str:
     """The markup; "" without gradients."""
-    found = _latest(run)
-    if found is None:
+    found = run.history.last(GradientsEvent)
+    if found is None or not 0 < found.scale < math.inf:
         return ""
     text = (
         f"Step {found.step:,}, {_elements(found):,} elements, loss scale 2^{_shift(found)}: "
         f"{percent(found.zero_share, 2)} are zero as sent; at scale 1 it would be "
         f"{percent(found.zero_share_at_scale_1, 2)}."
     )
-    return paragraph(text) + markup(histogram(found)) + _table(found)
+    return paragraph(text) + markup(histogram(found))
 
 
 def histogram(found: GradientsEvent) -> Chart:
@@ -80,22 +72,3 @@ def histogram(found: GradientsEvent) -> Chart:
             (END, END + 4, "inf", 1),
         ),
     )
-
-
-def worst_layers(found: GradientsEvent) -> list[tuple[str, LayerShares]]:
-    """The parameters with the most zeros at scale 1, most first."""
-    return sorted(found.layers.items(), key=lambda layer: -layer[1].zero_share_at_scale_1)[:MAX_LAYERS]
-
-
-def _table(found: GradientsEvent) -> str:
-    worst = worst_layers(found)
-    rows = [
-        {
-            "parameter": name,
-            "zero at scale 1": percent(shares.zero_share_at_scale_1, 2),
-            "zero as sent": percent(shares.zero_share, 2),
-        }
-        for name, shares in worst
-    ]
-    title = f"Zeros by parameter ({len(worst)} of {len(found.layers)}, the worst first)"
-    return folded(title, table("Zeros by parameter", rows, texts=("parameter",)))

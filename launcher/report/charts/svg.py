@@ -1,7 +1,7 @@
 """Charts as inline SVG under labels in HTML, which keep their size at any width.
 
 Owns their markup. The lines are drawn without a script; the page's script reads `data-x` and `data-y` for the
-values under the pointer. A screen reader says the chart in words.
+values under the pointer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def legend(lines: Sequence[Line]) -> str:
 def _plot(chart: Chart) -> str:
     drawing = "".join([*_behind(chart), *(_path(chart, line) for line in chart.present)])
     return (
-        f'<div class="plot" role="img" aria-label="{escape(chart.description())}" '
+        f'<div class="plot" role="img" aria-label="{escape(chart.title)}" '
         f'data-low="{chart.x.low:g}" data-high="{chart.x.high:g}" data-x-title="{escape(chart.x_title)}" '
         f'data-y-title="{escape(_y_title(chart))}">'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">{drawing}</svg>'
@@ -73,9 +73,10 @@ def _path(chart: Chart, line: Line) -> str:
     places = "".join(
         "M" + "L".join(f"{a:g} {b:g}" for a, b in _placed(shape)) + end for shape in chart.shapes(line)
     )
+    values = line.y if line.values is None else line.values
     return (
         f'<path class="s {style}" style="{_look(line)}" d="{places}" '
-        f'data-name="{escape(line.name)}" data-x="{_numbers(line.x)}" data-y="{_numbers(line.shown)}"/>'
+        f'data-name="{escape(line.name)}" data-x="{_numbers(line.x)}" data-y="{_numbers(values)}"/>'
     )
 
 
