@@ -26,7 +26,7 @@ for (const plot of all('.plot[data-low]')) {
   plot.addEventListener('pointerleave', () => { cursor.hidden = tip.hidden = true; });
 }
 
-for (const table of all('table:not(.facts, .confusion)').filter(each => each.rows.length > 3)) {
+for (const table of all('table:not(.confusion)').filter(each => each.rows.length > 3)) {
   for (const th of table.rows[0].cells) {
     const button = document.createElement('button');
     button.append(...th.childNodes);
