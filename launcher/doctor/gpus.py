@@ -83,7 +83,7 @@ def state(nvml: ModuleType, gpu: Gpu) -> Iterator[Finding]:
     """
     reader, label = NvmlReader(nvml, gpu.handle), f"GPU {gpu.index}"
     ask = partial(_ask, nvml, gpu)
-    memory, processes = ask("MemoryInfo"), reader.processes() or []
+    memory, processes = ask("MemoryInfo"), ask("ComputeRunningProcesses") or []
     value = f"{ask('Name')}, {memory.free / GB:.1f} of {memory.total / GB:.1f} GB free" if memory else "deaf"
     in_use = memory is not None and memory.used > IN_USE * memory.total
     others = f"{counted(len(processes), 'other process', 'es')}" if processes else "Something"

@@ -9,7 +9,7 @@ from launcher.telemetry.events import GpuNumbers
 from launcher.telemetry.gpu.devices import Gpu
 
 # A GPU under full load is at its power cap (sw_power_cap) by design: recorded, no warning.
-FAULTS = ("hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake")
+FAULTS = ("sw_thermal", "hw_thermal", "hw_power_brake")
 LEAST_SHARE = 0.05  # of a window for which clocks are lowered: for less the step is hardly longer
 
 
@@ -19,7 +19,7 @@ class GpuHealth:
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._throttled: set[str] = set()  # UUIDs
-        self._ecc: dict[str, tuple[float, float]] = {}  # by GPU: errors at its first window, and as reported
+        self._ecc: dict[str, float] = {}  # errors that were reported, by UUID
 
     def after(self, windows: Sequence[tuple[Gpu, GpuNumbers]], seconds: float) -> None:
         """Check a window: `windows` has each GPU with its numbers."""
@@ -36,16 +36,12 @@ class GpuHealth:
 
     def _after_ecc(self, gpu: Gpu, count: float | None) -> None:
         """Report errors that the GPU has had before, and those that are new."""
-        if count is None:
-            return
-        before, reported = self._ecc.setdefault(gpu.uuid, (count, 0.0))
-        if count > reported:
-            self._ecc[gpu.uuid] = before, count
-            new = f", {count - before:.0f} of them in this run" if count > before else ""
+        if count is not None and count > self._ecc.get(gpu.uuid, 0.0):
+            self._ecc[gpu.uuid] = count
             self._warn(
                 f"{name(gpu)} has {counted(round(count), 'uncorrected ECC error')} since the driver was "
-                f"loaded{new}: values in its memory may be wrong. nvidia-smi -q -d ECC has details; reset "
-                "or replace it."
+                "loaded: values in its memory may be wrong. nvidia-smi -q -d ECC has details; reset or "
+                "replace it."
             )
 
     def lost(self, gpu: Gpu, error: Exception) -> None:

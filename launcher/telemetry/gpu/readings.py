@@ -1,81 +1,36 @@
-"""What NVML can be asked about one GPU: values of the moment, and counters since the driver was loaded.
+"""What NVML says about one GPU, and what several readings between two log lines come to.
 
-Owns the tables of NVML's calls, with names, units, and what several readings come to. Each call may be
-unsupported, by the GPU or by this version of NVML: its value is then absent, and it is not made again. Raises
-`GpuLostError` for a GPU that no longer answers.
+Owns NVML's calls, with names and units. Each may be unsupported, by the GPU or by this version of NVML: its
+value is then absent. Raises `GpuLostError` for a GPU that no longer answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
+from collections.abc import Callable, Mapping
+from functools import partial
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
+from launcher.telemetry.events import GpuNumbers
+from launcher.telemetry.gpu.devices import Gpu
+
 Values = dict[str, float]
-Timed = Sequence[tuple[float, float]]  # readings of one quantity, each with the seconds for which it stands
-NOT_HERE = ("NVMLError_NotSupported", "NVMLError_FunctionNotFound", "NVMLError_NoPermission")
 GONE = ("NVMLError_GpuIsLost", "NVMLError_ResetRequired")
-
-
-def integral(timed: Timed) -> float:
-    return sum(value * seconds for value, seconds in timed)
-
-
-def mean(timed: Timed) -> float:
-    weight = sum(seconds for _, seconds in timed)
-    return integral(timed) / weight if weight else timed[0][0]
-
-
-def largest(timed: Timed) -> float:
-    return max(value for value, _ in timed)
-
-
-def last(timed: Timed) -> float:
-    return timed[-1][0]
-
-
-@dataclass(frozen=True)
-class NvmlCall:
-    """A call of NVML: `nvmlDeviceGet<function>(gpu, NVML_<constant>...)`."""
-
-    function: str
-    constants: tuple[str, ...] = ()
-    value: Callable[[Any], Any] = lambda answer: answer  # in the unit of the name
-    over: Callable[[Timed], float] = last  # of the readings in a window
-
-
-MOMENTARY = {
-    "utilisation_percent": NvmlCall("UtilizationRates", value=attrgetter("gpu"), over=mean),
-    "memory_bytes": NvmlCall("MemoryInfo", value=attrgetter("used"), over=largest),
-    "power_w": NvmlCall("PowerUsage", value=lambda mw: mw / 1e3, over=mean),
-    "temperature_c": NvmlCall("Temperature", ("TEMPERATURE_GPU",), over=largest),
-    "reasons": NvmlCall("CurrentClocksEventReasons"),
+# Why clocks are lowered, with NVML's counter of ns: NVML_FI_DEV_CLOCKS_EVENT_REASON_<field>.
+THROTTLED = {
+    "sw_power_cap": "SW_POWER_CAP",
+    "sync_boost": "SYNC_BOOST",
+    "sw_thermal": "SW_THERM_SLOWDOWN",
+    "hw_thermal": "HW_THERM_SLOWDOWN",
+    "hw_power_brake": "HW_POWER_BRAKE_SLOWDOWN",
 }
-COUNTERS = {
-    "energy_j": NvmlCall("TotalEnergyConsumption", value=lambda mj: mj / 1e3),
-    "ecc_errors": NvmlCall("TotalEccErrors", ("MEMORY_ERROR_TYPE_UNCORRECTED", "VOLATILE_ECC")),
-}
-PROCESSES = NvmlCall("ComputeRunningProcesses")
-FIELD_VALUES = NvmlCall("FieldValues")
-# Counters of ns that FIELD_VALUES reads together: NVML_FI_DEV_<field>.
-FIELDS = {
-    "throttled_sw_power_cap_s": "CLOCKS_EVENT_REASON_SW_POWER_CAP",
-    "throttled_sync_boost_s": "CLOCKS_EVENT_REASON_SYNC_BOOST",
-    "throttled_sw_thermal_s": "CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN",
-    "throttled_hw_thermal_s": "CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN",
-    "throttled_hw_power_brake_s": "CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN",
-}
-MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal"}  # by nvmlValueType_t
-# Why clocks are lowered, with the bit of NVML's momentary flag.
-REASONS = {
-    "sw_power_cap": 0x4,
-    "hw_slowdown": 0x8,
-    "sync_boost": 0x10,
-    "sw_thermal": 0x20,
-    "hw_thermal": 0x40,
-    "hw_power_brake": 0x80,
+# What the readings of a window come to.
+OVER_TIME: dict[str, Callable[[list[float]], float]] = {
+    "utilisation_percent": fmean,
+    "memory_bytes": max,
+    "power_w": fmean,
+    "temperature_c": max,
 }
 
 
@@ -87,55 +42,83 @@ class NvmlReader:
     """Reads one GPU. Not for use by several threads."""
 
     def __init__(self, nvml: ModuleType, handle: object) -> None:
-        self._nvml = nvml
+        self._nvml: Any = nvml
         self._handle = handle
-        self._unsupported: set[NvmlCall] = set()
-        numbers = {name: getattr(nvml, f"NVML_FI_DEV_{field}", None) for name, field in FIELDS.items()}
-        self._fields = {name: number for name, number in numbers.items() if number is not None}
 
     def momentary(self) -> Values:
-        """The values of `MOMENTARY`."""
-        return self.read(MOMENTARY)
+        """The values of the moment, by the names of `OVER_TIME`."""
+        nvml, gpu = self._nvml, self._handle
+        return self._known(
+            {
+                "utilisation_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+                "memory_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+                "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+                "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+            }
+        )
 
     def counters(self) -> Values:
-        """The values of `COUNTERS` and `FIELDS`."""
-        return self.read(COUNTERS) | self._field_values()
+        """Counters since the driver was loaded; of `THROTTLED` in seconds."""
+        nvml, gpu = self._nvml, self._handle
+        return self._known(
+            {
+                "energy_j": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,
+                "ecc_errors": lambda: nvml.nvmlDeviceGetTotalEccErrors(
+                    gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+                ),
+                **{reason: partial(self._seconds, field) for reason, field in THROTTLED.items()},
+            }
+        )
 
-    def processes(self) -> list[int] | None:
-        """The ids of the processes that compute on the GPU; None if NVML does not say."""
-        found = self._ask(PROCESSES)
-        return None if found is None else [process.pid for process in found]
+    def _seconds(self, field: str) -> float:
+        number = getattr(self._nvml, f"NVML_FI_DEV_CLOCKS_EVENT_REASON_{field}")
+        (answer,) = self._nvml.nvmlDeviceGetFieldValues(self._handle, [number])
+        if answer.nvmlReturn != self._nvml.NVML_SUCCESS:
+            raise self._nvml.NVMLError(answer.nvmlReturn)
+        return float(answer.value.ullVal) * 1e-9
 
-    def read(self, calls: Mapping[str, NvmlCall]) -> Values:
-        """The values of one of the tables."""
-        answers = {name: self._ask(call) for name, call in calls.items()}
-        return {name: calls[name].value(answer) for name, answer in answers.items() if answer is not None}
-
-    def _field_values(self) -> Values:
-        if not self._fields:
-            return {}
-        found = {}
-        answers = self._ask(FIELD_VALUES, list(self._fields.values())) or []
-        for name, answer in zip(list(self._fields), answers, strict=False):  # no answers: not supported
-            if answer.nvmlReturn == self._nvml.NVML_SUCCESS:
-                member = MEMBERS.get(answer.valueType, "ullVal")
-                found[name] = float(getattr(answer.value, member)) * 1e-9
-            else:
-                del self._fields[name]
+    def _known(self, calls: Mapping[str, Callable[[], float]]) -> Values:
+        """The answers that there are. Raises GpuLostError."""
+        found: Values = {}
+        for name, call in calls.items():
+            try:
+                found[name] = call()
+            except AttributeError:
+                continue  # this version of NVML lacks the call or a constant
+            except self._nvml.NVMLError as error:
+                if type(error).__name__ in GONE:
+                    raise GpuLostError(str(error)) from error
         return found
 
-    def _ask(self, call: NvmlCall, *arguments: object) -> Any:
-        """NVML's answer; None where it has none. Raises GpuLostError."""
-        if call in self._unsupported:
-            return None
-        try:
-            constants = [getattr(self._nvml, f"NVML_{constant}") for constant in call.constants]
-            return getattr(self._nvml, f"nvmlDeviceGet{call.function}")(self._handle, *constants, *arguments)
-        except AttributeError:  # this version of NVML lacks the call or a constant
-            self._unsupported.add(call)
-        except self._nvml.NVMLError as error:
-            if type(error).__name__ in GONE:
-                raise GpuLostError(str(error)) from error
-            if type(error).__name__ in NOT_HERE:
-                self._unsupported.add(call)
-        return None
+
+class GpuWindow:
+    """One GPU between two log lines, while it answers. Every method raises GpuLostError."""
+
+    def __init__(self, nvml: ModuleType, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self._reader = NvmlReader(nvml, gpu.handle)
+        self._readings: list[Values] = []
+        self._counters = self._reader.counters()  # at its beginning
+
+    def sample(self) -> bool:
+        self._readings.append(self._reader.momentary())
+        return True
+
+    def close(self, seconds: float) -> GpuNumbers:
+        """The numbers of the window, which ends here after so many seconds; the next one begins."""
+        self.sample()
+        before, self._counters = self._counters, self._reader.counters()
+        readings, self._readings = self._readings, []
+        moved = {name: now - before[name] for name, now in self._counters.items() if name in before}
+        moved = {name: value for name, value in moved.items() if value >= 0}  # less: it was reset
+        numbers: dict[str, Any] = {}
+        for name, over_time in OVER_TIME.items():
+            if values := [each[name] for each in readings if name in each]:
+                numbers[name] = over_time(values)
+        if "ecc_errors" in self._counters:
+            numbers["ecc_errors"] = self._counters["ecc_errors"]
+        if "energy_j" in moved or "power_w" in numbers:
+            numbers["energy_j"] = moved.get("energy_j", numbers.get("power_w", 0.0) * seconds)
+        if throttled_s := {reason: moved[reason] for reason in THROTTLED if reason in moved}:
+            numbers["throttled_s"] = throttled_s
+        return GpuNumbers(**numbers, index=self.gpu.index, uuid=self.gpu.uuid)

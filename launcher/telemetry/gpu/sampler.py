@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -24,8 +23,7 @@ from launcher.telemetry.event_log import recorded
 from launcher.telemetry.events import Event, GpuEvent, GpuNumbers, StepEvent
 from launcher.telemetry.gpu.devices import Gpu, RankDevice, gpus_of
 from launcher.telemetry.gpu.health import GpuHealth, name
-from launcher.telemetry.gpu.readings import GpuLostError, NvmlReader
-from launcher.telemetry.gpu.window import Window
+from launcher.telemetry.gpu.readings import GpuLostError, GpuWindow
 from launcher.telemetry.stream import Sink, Telemetry
 
 if TYPE_CHECKING:
@@ -48,28 +46,6 @@ PATIENCE_S = 2.0  # for the thread's end: a driver may hang, and the run must no
 
 class NoGpuFoundError(Exception):
     """NVML does not show what CUDA shows, as in some containers."""
-
-
-class _Lane:
-    """One GPU, while it answers. Every method raises GpuLostError."""
-
-    def __init__(self, nvml: ModuleType, gpu: Gpu) -> None:
-        self.gpu = gpu
-        self.reader = NvmlReader(nvml, gpu.handle)
-        self._window = Window(self.reader.counters(), time.monotonic())
-
-    def sample(self) -> bool:
-        self._window.add(self.reader.momentary(), time.monotonic())
-        return True
-
-    def close(self) -> GpuNumbers:
-        """The numbers of the window, which ends here; the next one begins."""
-        counters = self.reader.counters()
-        now_s = time.monotonic()
-        self._window.add(self.reader.momentary(), now_s)
-        numbers = self._window.closed(counters)
-        self._window = Window(counters, now_s)
-        return replace(numbers, index=self.gpu.index, uuid=self.gpu.uuid)
 
 
 class GpuSampler(Sink):
@@ -139,19 +115,19 @@ class GpuSampler(Sink):
         gpus = gpus_of(nvml, self._ranks, os.environ)
         if not gpus:
             raise NoGpuFoundError("it shows none of the GPUs of this run")
-        lanes = [lane for gpu in gpus if (lane := self._asked(gpu, partial(_Lane, nvml, gpu)))]
+        windows = [window for gpu in gpus if (window := self._asked(gpu, partial(GpuWindow, nvml, gpu)))]
         self._telemetry.decision(
-            "gpu", f"measured through NVML: {', '.join(name(each.gpu) for each in lanes)}"
+            "gpu", f"measured through NVML: {', '.join(name(each.gpu) for each in windows)}"
         )
         began_s = time.monotonic()
-        while lanes and not self._ending:
+        while windows and not self._ending:
             self._wake.wait(self._sample_s)
             self._wake.clear()
-            lanes = [lane for lane in lanes if self._asked(lane.gpu, lane.sample)]
+            windows = [window for window in windows if self._asked(window.gpu, window.sample)]
             if self._marks and time.monotonic() - began_s >= self._window_s:
-                began_s, lanes = self._close(lanes, began_s)
+                began_s, windows = self._close(windows, began_s)
         if self._marks:
-            self._close(lanes, began_s)
+            self._close(windows, began_s)
 
     def _asked(self, gpu: Gpu, ask: Callable[[], Answer]) -> Answer | None:
         """What the GPU answers; None after a warning if it is lost."""
@@ -161,7 +137,7 @@ class GpuSampler(Sink):
             self._health.lost(gpu, error)
             return None
 
-    def _close(self, lanes: list[_Lane], began_s: float) -> tuple[float, list[_Lane]]:
+    def _close(self, windows: list[GpuWindow], began_s: float) -> tuple[float, list[GpuWindow]]:
         """End the window at the latest mark: emit it and begin the next one."""
         step, samples = 0, 0.0
         for _ in range(len(self._marks)):  # more may be appended meanwhile
@@ -170,13 +146,19 @@ class GpuSampler(Sink):
         now_s = time.monotonic()
         self._due_s = now_s + self._window_s
         seconds = now_s - began_s
-        found = [(lane, numbers) for lane in lanes if (numbers := self._asked(lane.gpu, lane.close))]
+        found = [
+            (window, numbers)
+            for window in windows
+            if (numbers := self._asked(window.gpu, partial(window.close, seconds)))
+        ]
         if found:
             self._emit(step, samples, seconds, found)
-            self._health.after([(lane.gpu, each) for lane, each in found], seconds)
-        return now_s, [lane for lane, _ in found]
+            self._health.after([(window.gpu, each) for window, each in found], seconds)
+        return now_s, [window for window, _ in found]
 
-    def _emit(self, step: int, samples: float, seconds: float, found: list[tuple[_Lane, GpuNumbers]]) -> None:
+    def _emit(
+        self, step: int, samples: float, seconds: float, found: list[tuple[GpuWindow, GpuNumbers]]
+    ) -> None:
         total: dict[str, Any] = {"seconds": seconds}
         for key, over_gpus in OVER_GPUS.items():
             if values := [value for _, numbers in found if (value := getattr(numbers, key)) is not None]:
@@ -185,7 +167,7 @@ class GpuSampler(Sink):
             self._energy_j = (self._energy_j or 0.0) + total["energy_j"]
             total["run_energy_j"] = self._before_j + self._energy_j
             # The share of the ranks that these GPUs serve; all, if the ranks use no GPU.
-            share = sum(len(lane.gpu.ranks) for lane, _ in found) / len(self._ranks) or 1.0
+            share = sum(len(window.gpu.ranks) for window, _ in found) / len(self._ranks) or 1.0
             if own_samples := samples * share:
                 total["joules_per_sample"] = total["energy_j"] / own_samples
         self._telemetry.emit(GpuEvent(step, **total, gpus=[numbers for _, numbers in found]))

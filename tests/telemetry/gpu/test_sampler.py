@@ -90,10 +90,8 @@ def test_gpus_are_those_that_cuda_shows_in_its_order(sample, visible, uuids, ind
 
 def test_an_old_driver_leaves_fields_out_and_energy_is_integrated(sample) -> None:
     found = sample("old hot0", steps=20)
-    first, second = found.gpu[-1]["gpus"]
     assert found.gpu[1]["energy_j"] == pytest.approx(300 * found.gpu[1]["seconds"])
-    assert first["throttled_s"]["hw_thermal"] == pytest.approx(found.gpu[-1]["seconds"])
-    assert second["throttled_s"]["hw_thermal"] == 0
+    assert "throttled_s" not in found.gpu[-1]["gpus"][0]
 
 
 def test_a_gpu_that_lowers_its_clocks_is_a_warning_once(sample) -> None:
@@ -104,9 +102,9 @@ def test_a_gpu_that_lowers_its_clocks_is_a_warning_once(sample) -> None:
 @pytest.mark.parametrize(
     ("missing", "absent"),
     [
-        ("NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_POWER_CAP", "nothing"),
+        ("NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_POWER_CAP", "sw_power_cap"),
         ("NVML_VOLATILE_ECC", "ecc_errors"),
-        ("nvmlDeviceGetFieldValues", "nothing"),
+        ("nvmlDeviceGetFieldValues", "throttled_s"),
     ],
 )
 def test_another_version_of_the_library_costs_only_what_it_lacks(sample, missing, absent) -> None:
@@ -122,7 +120,7 @@ def test_uncorrected_errors_of_the_memory_are_reported(sample) -> None:
     (before,) = sample("ecc0", steps=12).warnings
     assert f"GPU 0 ({FIRST}, rank 0) has 3 uncorrected ECC errors since the driver was loaded" in before
     (during,) = sample(at=15, then="ecc0").warnings
-    assert "has 3 uncorrected ECC errors since the driver was loaded, 3 of them in this run" in during
+    assert "has 3 uncorrected ECC errors since the driver was loaded" in during
 
 
 def test_a_gpu_that_vanishes_is_left_out_from_then_on(sample) -> None:
