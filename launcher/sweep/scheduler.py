@@ -20,7 +20,6 @@ from launcher.errors import (
     TO_RESUME,
     ConfigError,
     PreemptedError,
-    PreflightError,
     StorageError,
     counted,
 )
@@ -32,11 +31,8 @@ from launcher.sweep.launchers import JobEvent, JobLauncher, NoAnswerError
 from launcher.sweep.progress import SweepProgress
 from launcher.sweep.search import Searching
 from launcher.sweep.state import OVER, JobState, SweepJob, SweepState, count_time, take_result
-from launcher.telemetry.formatting import duration
 
-PATIENCE_S = 300.0  # for a scheduler that does not answer: its daemon restarts, or a spare machine takes over
 WRITE_EVERY_S = 60.0  # what a killed process leaves out of sweep.stop.hours at most
-LAST_WRITE_S = 5.0  # for a disk that is full for a moment, once no job runs any more
 POLL_S = 0.2  # longest wait for a change, after which signals and limits are looked at
 # A further attempt would end in the same way: the config is wrong, or the training diverges.
 FINAL = (ConfigError.exit_code, DIVERGED)
@@ -65,8 +61,7 @@ class Scheduler:
         self._running: dict[int, SweepJob] = {}
         self.asked = self.asked_at_once = False  # to stop, before all jobs are done
         self._changed = True  # since sweep.json was written: once for all jobs that end and start together
-        self._unwritten: OSError | None = None  # why the latest write of sweep.json has failed
-        self._silent_since_s: float | None = None  # the launcher
+        self._cannot_write = self._has_no_answer = False  # sweep.json, the launcher: each is said once
         self._began_s, self._before_s = time.monotonic(), record.seconds
 
     def run(self) -> None:
@@ -79,7 +74,7 @@ class Scheduler:
                 self._write()
             if not self._running and (self.reason or self._next() is None):
                 self._write_last()
-                if self._unwritten is None and (self.reason or self._next() is None):
+                if self.reason or self._next() is None:
                     return
             # All are taken before any job is stopped: the launcher has forgotten those that have ended.
             changed = [self._take(change) for change in self._poll()]
@@ -109,7 +104,9 @@ class Scheduler:
         try:
             return self._search.next()
         except OSError as error:
-            self._has_failed(error)
+            if not self._running:
+                raise self._storage_error(error) from error
+            self._write_later(error)
             return None
 
     def _startable(self) -> SweepJob | None:
@@ -136,24 +133,17 @@ class Scheduler:
             self._write()
 
     def _poll(self) -> Sequence[JobEvent]:
-        """What has changed. Raises PreflightError for a launcher that has not answered for PATIENCE_S."""
+        """What has changed. A launcher that does not answer is asked again until the user stops the sweep."""
         try:
             changes = self._launcher.poll(POLL_S)
         except NoAnswerError as error:
-            now = time.monotonic()
-            if self._silent_since_s is None:
-                self._silent_since_s = now
-                minutes = f"{PATIENCE_S / 60:g} minutes"
-                self._progress.say(f"sweep: {error} The sweep asks again for {minutes}.", error=True)
-            if now - self._silent_since_s < PATIENCE_S and not self.asked_at_once:
-                return ()
-            rest = "its jobs may still run, and sweep.json has all that is known"
-            again = directory_override("sweep.resume", self._directory)
-            raise PreflightError(f"{error} The sweep has ended; {rest}. {TO_RESUME} {again}") from error
-        if self._silent_since_s is not None:
-            silent = duration(time.monotonic() - self._silent_since_s)
-            self._progress.say(f"sweep: there is an answer again, after {silent}")
-            self._silent_since_s = None
+            if self.asked_at_once:
+                raise
+            if not self._has_no_answer:
+                self._progress.say(f"sweep: {error} It is asked again until it answers.", error=True)
+            self._has_no_answer = True
+            return ()
+        self._has_no_answer = False
         return changes
 
     def _take(self, change: JobEvent) -> SweepJob:
@@ -206,36 +196,34 @@ class Scheduler:
             self._launcher.stop(job)
 
     def _write(self) -> None:
-        """Write sweep.json; after an OSError, as on a full disk, it is tried again with each look."""
+        """Write sweep.json; where that fails, as on a full disk, it is tried again with each look."""
         self._record.seconds = self._seconds()
-        before, self._unwritten = self._unwritten, None
         try:
             self._record.write(self._directory)
+            self._changed = self._cannot_write = False
         except OSError as error:
-            self._unwritten = before
-            self._has_failed(error)
-        self._changed = self._unwritten is not None
+            self._write_later(error)
 
-    def _has_failed(self, error: OSError) -> None:
-        if self._unwritten is None:
+    def _write_later(self, error: OSError) -> None:
+        if not self._cannot_write:
             text = f"sweep: {SWEEP} cannot be written, and is tried again: {error.strerror or error}"
             self._progress.say(text, error=True)
-        self._unwritten, self._changed = error, True
+        self._cannot_write = self._changed = True
 
     def _write_last(self) -> None:
-        """Raise StorageError if sweep.json lacks how the jobs ended, and cannot be written soon."""
-        deadline_s = time.monotonic() + LAST_WRITE_S
-        while self._unwritten is not None and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
-            self._write()
-            if self._unwritten is None and not self.reason:
-                self._next()  # of a search, which had no room for a further job
-        if self._unwritten is not None:
-            raise StorageError(
-                f"{self._directory / SWEEP} cannot be written: {self._unwritten.strerror}. No job runs any "
-                "more, and what they have done is in their folders. Make room there. "
-                f"{TO_RESUME} {directory_override('sweep.resume', self._directory)}"
-            )
+        """Raise StorageError if sweep.json lacks how the jobs ended."""
+        if self._changed:
+            try:
+                self._record.write(self._directory)
+            except OSError as error:
+                raise self._storage_error(error) from error
+
+    def _storage_error(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"{self._directory / SWEEP} cannot be written: {error.strerror}. No job runs any more, and what "
+            "they have done is in their folders. Make room there. "
+            f"{TO_RESUME} {directory_override('sweep.resume', self._directory)}"
+        )
 
     def _seconds(self) -> float:
         return self._before_s + time.monotonic() - self._began_s

@@ -13,12 +13,11 @@ import pytest
 
 from launcher.commands.sweep import exit_code_of
 from launcher.config.schema import SweepConfig
-from launcher.errors import PreflightError, StorageError
+from launcher.errors import StorageError
 from launcher.os.signals import StopSignal
 from launcher.run_dir.pruning import PRUNE
 from launcher.run_dir.records import write_result
 from launcher.run_dir.result import Failure
-from launcher.sweep import scheduler
 from launcher.sweep.asha import Pruner
 from launcher.sweep.launchers import JobEvent, NoAnswerError
 from launcher.sweep.progress import SweepProgress
@@ -341,21 +340,7 @@ def test_a_launcher_that_does_not_answer_for_a_while_is_asked_again(tmp_path, ca
             raise NoAnswerError("squeue fails: no route.")
 
     assert Run(tmp_path, launcher, 3, silent).states == ["done"] * 3
-    printed = capsys.readouterr()
-    assert printed.err.count("squeue fails") == 1
-    assert "sweep: there is an answer again, after " in printed.out
-
-
-def test_one_that_does_not_answer_at_all_ends_the_sweep_with_how_to_continue(tmp_path, monkeypatch) -> None:
-    def silent(run: Run) -> None:
-        raise NoAnswerError("squeue fails: no route.")
-
-    monkeypatch.setattr(scheduler, "PATIENCE_S", 0.0)
-    with pytest.raises(PreflightError, match="squeue fails: no route") as caught:
-        Run(tmp_path, Scripted(2), 3, silent)
-    assert f"To resume: the same command with sweep.resume={tmp_path}" in str(caught.value)
-    recorded = json.loads((tmp_path / "sweep.json").read_text())["jobs"]
-    assert [job["state"] for job in recorded] == ["running", "running", "waiting"]
+    assert capsys.readouterr().err.count("squeue fails") == 1
 
 
 @pytest.mark.parametrize("failing", [2, 10**6])
@@ -370,7 +355,6 @@ def test_a_full_disk_ends_no_job_of_a_sweep(tmp_path, monkeypatch, capsys, faili
 
     launcher = Scripted(1)
     monkeypatch.setattr(SweepState, "write", full)
-    monkeypatch.setattr(scheduler, "LAST_WRITE_S", 0.0)
     if failing == 2:
         assert Run(tmp_path, launcher, 3).states == ["done"] * 3
     else:
@@ -381,7 +365,7 @@ def test_a_full_disk_ends_no_job_of_a_sweep(tmp_path, monkeypatch, capsys, faili
     assert capsys.readouterr().err.count("cannot be written, and is tried again: No space left") == 1
 
 
-@pytest.mark.parametrize("failing", [3, 10**6])
+@pytest.mark.parametrize("failing", [1, 10**6])
 def test_a_search_that_cannot_record_a_job_draws_it_again(
     tmp_path, monkeypatch, capsys, failing: int
 ) -> None:
@@ -400,15 +384,14 @@ def test_a_search_that_cannot_record_a_job_draws_it_again(
 
         def refuse_several_metrics(self) -> None: ...
 
-    monkeypatch.setattr(scheduler, "LAST_WRITE_S", 1.0)
     record, launcher = SweepState([], ()), Scripted(2)
     progress = SweepProgress(tmp_path, record.jobs, alone=False)
     search = Search(record.jobs)
     parts = (tmp_path, record, launcher, composed().sweep, progress, StopSignal(), None, search)
     made = Scheduler(*parts)  # type: ignore[arg-type]
-    if failing == 3:
+    if failing == 1:
         made.run()
     else:
         with pytest.raises(StorageError, match="No space left"):
             made.run()
-    assert [job.state for job in record.jobs] == ["done"] * (4 if failing == 3 else 2)
+    assert [job.state for job in record.jobs] == ["done"] * (4 if failing == 1 else 2)
