@@ -13,7 +13,7 @@ from launcher.errors import ConfigError
 from launcher.recipe import load_recipe, model_builder
 from launcher.telemetry.event_log import read_events
 from tests.configs import composed
-from tests.data.text.test_sentences import PAIRS, written
+from tests.data.text.test_sentences import written
 from tests.forked import launch_forked
 
 pytest.importorskip("tokenizers")
