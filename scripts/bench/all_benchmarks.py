@@ -87,6 +87,7 @@ def benchmarks() -> list[Benchmark]:
         Benchmark("links", (str(HERE / "links.py"),), 1800, network.lacking),
         Benchmark("accuracy", (str(HERE / "accuracy.py"),), 7200),
         Benchmark("launch", (str(HERE / "launch.py"),), 1800),
+        Benchmark("shares", (str(HERE / "shares.py"),), 3600),
         Benchmark("gpu", (str(HERE / "gpu_session.py"),), 900, without_gpu, "--dry-run"),
     ]
 

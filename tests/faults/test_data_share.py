@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.launching import Ended, nothing, run
-from tests.faults.usercode import as_fast_as, both, record, stop_after
+from tests.faults.usercode import as_fast_as, both, change_speed, record, stop_after
 
 pytestmark = pytest.mark.timeout(90)
 SHORT = ("train.max_steps=24", "train.eval_every_steps=12", "precision=fp32")
@@ -38,6 +38,28 @@ def test_ranks_find_shares_in_proportion_to_their_speeds_within_twenty_steps(tmp
     assert step < 20
     assert sum(last) == 16
     assert all(abs(own - goal) <= 1 for own, goal in zip(last, expected, strict=True)), found
+
+
+@pytest.mark.slow
+def test_a_rank_that_becomes_slow_in_mid_run_is_followed_within_600_steps(tmp_path: Path) -> None:
+    """The load moves from rank 1 to rank 0, in the middle of a window of measurement."""
+    before, after = as_fast_as(0.0005, 0.0015), as_fast_as(0.0015, 0.0005)
+    moves = partial(change_speed, before=before, after=after, passes=700)
+    words = (
+        "train.max_steps=1300",
+        "train.epochs=200",
+        "train.eval_every_steps=2000",
+        "checkpoint.every_steps=null",
+    )
+    ended = run(tmp_path / "run", *words, AUTO, ranks=2, user_code=moves)
+    assert ended.codes == [0, 0], ended
+    by_step = dict(shares(ended))
+    # Rank 0 makes two passes a step with its larger share, so its 700th pass is near step 350.
+    first = [found for step, found in by_step.items() if step < 300][-1]
+    step, last = max(by_step.items())
+    assert first[0] > first[1]
+    assert last[0] < last[1]
+    assert step < 700 + 600
 
 
 def test_whatever_the_shares_the_step_is_that_of_the_whole_batch(tmp_path: Path) -> None:
