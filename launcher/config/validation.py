@@ -172,10 +172,13 @@ RELATIONS: Mapping[tuple[str, ...], tuple[Callable[..., bool], str]] = {
         )
         for key in ("early_stopping.patience", "reduce_lr_on_plateau.factor", "sweep.prune")
     },
-    ("sweep.prune", "data.val_fraction"): (
-        lambda prune, fraction: prune != "none" and fraction == 0,
-        "sweep.prune={}: needs evaluations, and data.val_fraction={} holds nothing out to evaluate on.",
-    ),
+    **{
+        (key, "data.val_fraction"): (
+            lambda value, fraction: value not in (None, "none") and fraction == 0,
+            key + "={}: needs evaluations, and data.val_fraction={} holds nothing out to evaluate on.",
+        )
+        for key in ("early_stopping.patience", "reduce_lr_on_plateau.factor", "sweep.prune")
+    },
     ("optim.nesterov", "optim.momentum"): (
         lambda nesterov, momentum: nesterov and momentum == 0,
         "optim.nesterov={}: needs optim.momentum above 0. Set optim.nesterov=false or a momentum.",

@@ -17,6 +17,8 @@ from launcher.metrics import LossMetric, Metric
 from launcher.metrics.metric import RESERVED, declared_names, name_of
 from launcher.recipe.contract import Recipe
 
+MONITOR = "the recipe's monitor"
+
 
 def refuse_unusable_metrics(recipe: Recipe) -> None:
     """Raise ConfigError for an invalid metric, a name given twice, and a `monitor` that no metric gives.
@@ -35,7 +37,7 @@ def refuse_unusable_metrics(recipe: Recipe) -> None:
             refuse_taken_name(name, name_of(metric), declared)
             declared[name] = name_of(metric)
     if all(declared_names(metric) is not None for metric in recipe.metrics_or_default):
-        refuse_unknown_comparison(recipe.monitor, declared, recipe.validation_sets)
+        refuse_unknown_metric(MONITOR, recipe.monitor, declared, recipe.validation_sets)
 
 
 def refuse_taken_name(name: str, metric: str, taken: Mapping[str, str]) -> None:
@@ -51,20 +53,15 @@ def refuse_taken_name(name: str, metric: str, taken: Mapping[str, str]) -> None:
         )
 
 
-def names_to_compare_by(metrics: Iterable[str], sets: Iterable[str]) -> list[str]:
-    """The loss and the metrics, of the first set and of each that has a name."""
+def refuse_unknown_metric(key: str, monitor: str | None, metrics: Iterable[str], sets: Iterable[str]) -> None:
+    """Raise ConfigError unless `monitor` is the loss or one of the metrics; of a named set as SET/METRIC."""
     known = ["val_loss", *metrics]
-    return known + [f"{name}/{each}" for name in sets if name != ONLY_SET for each in known]
-
-
-def refuse_unknown_comparison(monitor: str | None, names: Iterable[str], sets: Iterable[str]) -> None:
-    """Raise ConfigError unless `monitor` is the loss, or one of the names of the metrics, of some set."""
-    known = names_to_compare_by(names, sets)
+    known += [f"{name}/{each}" for name in sets if name != ONLY_SET for each in known]
     if monitor is None or monitor in known:
         return
     close = [name for name in known if name.endswith(f"_{monitor}")]  # f1 for macro_f1
     raise ConfigError(
-        f"the recipe's monitor={monitor!r}: its evaluations have no such metric."
+        f"{key}={monitor}: the evaluations of this recipe have no such metric."
         f"{suggestion(close or nearest(str(monitor), known))} They have {', '.join(known)}."
     )
 
@@ -108,14 +105,7 @@ def refuse_unusable_data(recipe: Recipe, may_lack: bool = False) -> None:
             continue  # it would have to be read
         labels = data.columns.get(recipe.label_column)
         if labels is None or labels.ndim != 1 or labels.is_floating_point() or not len(labels):
-            if kind == "training":
-                continue  # only the loss reads these
-            given = "there is none" if labels is None else f"it is {labels.dtype} {list(labels.shape)}"
-            raise DataError(
-                f"the recipe names classes, so its {kind} column {recipe.label_column} must hold one whole "
-                f"number per sample; {given}. Columns: {', '.join(data.columns)}. Set Recipe.label_column to "
-                "the right one."
-            )
+            continue  # what reads them says what it needs
         lowest, highest = map(int, labels.long().aminmax())  # torch has none of uint16 and uint32
         ignored = lowest == IGNORED and (kind == "training" or any(map(_ignores, recipe.metrics_or_default)))
         if highest >= len(recipe.classes) or (lowest < 0 and not ignored):

@@ -67,7 +67,6 @@ def build_callbacks(
         weights,
         EarlyStopping(context, stop) if stop.patience is not None else None,
         ReduceLROnPlateau(context, plateau) if plateau.factor is not None else None,
-        context.pruning if context.pruning.rule != "none" else None,
         # Its result is that of the whole run: it ends the measurement.
         Energy(gpus),
         # Last: it saves the state of all others after a step, and may end the run there.

@@ -87,8 +87,7 @@ def _try_out(
     sanity_check.try_loader_processes(context)
     if start.evaluation_pending:
         return
-    if (found := evaluation.sanity_check()) is not None:
-        context.callbacks.validate_metric_names(found)
+    evaluation.sanity_check()
     sanity_check.try_smallest_batch(context, train_step)
     after_evaluation.sanity_check(context, start.step)
     context.heartbeat.beat("data")

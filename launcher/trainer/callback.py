@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Concatenate, ParamSpec
 
 from launcher.engine import StepReport, StepResult
-from launcher.evaluation.evaluate import Evaluation
 from launcher.run_dir.result import Result
 from launcher.trainer.progress import EvalOutcome, Position
 
@@ -58,9 +57,6 @@ class Callback:
 
     def on_flush(self) -> None:
         """Called before an evaluation and at the end, when all steps have been read."""
-
-    def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
-        """Called before the first step with evaluations that have the right names and no values, by set."""
 
     def on_eval_start(self, position: Position) -> None:
         """Called before an evaluation, when all steps have been read."""
@@ -146,10 +142,6 @@ class CallbackList:
     def on_flush(self) -> None:
         for hook in self._overridden(Callback.on_flush):
             hook()
-
-    def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
-        for hook in self._overridden(Callback.validate_metric_names):
-            hook(evaluations)
 
     def on_eval_start(self, position: Position) -> None:
         for hook in self._overridden(Callback.on_eval_start):

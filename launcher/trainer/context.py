@@ -68,9 +68,7 @@ class TrainContext:
             reads_late,
             self.heartbeat.first_step_done,  # lowers the limits of waiting
         )
-        self.pruning = SweepStopListener(
-            Path(self.config.run.dir), self.env.is_leader, self.config.sweep.prune
-        )
+        self.pruning = SweepStopListener(Path(self.config.run.dir), self.env.is_leader)
         self._recorded = self.config
 
     @property

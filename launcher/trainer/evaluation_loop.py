@@ -19,6 +19,7 @@ from launcher.errors import counted
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.evaluate import EvalLoop, Evaluation, EvaluationStopped, evaluate, sanity_check
 from launcher.evaluation.monitored_metric import monitored_metric
+from launcher.recipe.checks import MONITOR
 from launcher.run_dir.result import Result
 from launcher.telemetry.events import EvalEvent
 from launcher.trainer import after_evaluation, device
@@ -118,11 +119,11 @@ class EvaluationLoop:
         """The confusion matrix of the first set; None without classes, and on all ranks but 0."""
         return next((found.confusion for found in self.latest.values()), None)
 
-    def sanity_check(self) -> Mapping[str, Evaluation] | None:
+    def sanity_check(self) -> None:
         """Try loss and metrics on the first samples of each set, before the first step. Changes nothing.
 
-        Raises, on all ranks, what the first evaluation would raise because of a mistake in the recipe.
-        Returns evaluations with the names of all values by set, or None where these are not known.
+        Raises, on all ranks, what the first evaluation would raise because of a mistake in the recipe, or in
+        the name of a metric in the config.
         """
         found: dict[str, Evaluation] = {}
         for name in self.data:
@@ -136,12 +137,17 @@ class EvaluationLoop:
                     f"{text} This was a trial on a few samples of the {set_title(name)} set. If the metric "
                     "needs others, or a trained model, ignore it; otherwise the first evaluation will fail."
                 )
-            if tried.failed:
-                return None
+            if tried.failed:  # the names of its values are not known
+                return
             found[name] = Evaluation(0.0, 0, tried.values, tried.higher_is_better)
-        if found:
-            monitored_metric(self.recipe.monitor, found)
-        return found
+        config = self._context.config
+        for key, metric in (
+            (MONITOR, self.recipe.monitor),
+            ("early_stopping.metric", config.early_stopping.metric),
+            ("reduce_lr_on_plateau.metric", config.reduce_lr_on_plateau.metric),
+        ):
+            if found:
+                monitored_metric(metric, found, key)
 
     def _batch_size(self, name: str) -> int:
         """As in training; of a set in memory four times as many samples, since nothing is kept for backward.

@@ -12,32 +12,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launcher.config.wandb_sweep import sweep_of_agent
-from launcher.evaluation.evaluate import Evaluation
-from launcher.evaluation.monitored_metric import check_has_evaluations
 from launcher.run_dir.pruning import PruneRequest, prune_request
-from launcher.trainer.callback import Callback
 
 EVERY_S = 0.5  # between two looks: a step costs a comparison of clocks, a shared disk two look-ups a second
 
 
-class SweepStopListener(Callback):
-    """Looks for a request in the run's directory; `request` is what it has found.
+class SweepStopListener:
+    """Looks for a request in the run's directory; `request` is what it has found."""
 
-    `rule` is that of the sweep, which needs evaluations to judge by. It is a callback for that check
-    alone.
-    """
-
-    name = "pruning"
-
-    def __init__(self, run_dir: Path, is_leader: bool, rule: str = "none") -> None:
-        self.rule = rule
+    def __init__(self, run_dir: Path, is_leader: bool) -> None:
         self.request: PruneRequest | None = None
         self._run_dir = run_dir
         self._next_s = 0.0 if is_leader else math.inf
-
-    def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
-        """Raise ConfigError, on all ranks alike, for a run that its sweep could not judge."""
-        check_has_evaluations("sweep.prune", self.rule, evaluations)
 
     def asked(self) -> bool:
         """Whether the run is to be pruned; false on all ranks but 0."""

@@ -142,7 +142,9 @@ def test_names_that_only_other_samples_give_may_be_declared() -> None:
     found = tried(Given(0.5, names=("given", "of_rare_class"), higher_is_better=True))
     evaluations = {ONLY_SET: Evaluation(0.0, 0, found.values, found.higher_is_better)}
     assert not monitored_metric("of_rare_class", evaluations).lower_is_better
-    with pytest.raises(ConfigError, match="monitor='misspelt': its evaluations have no such metric"):
+    with pytest.raises(
+        ConfigError, match="monitor=misspelt: the evaluations of this recipe have no such metric"
+    ):
         monitored_metric("misspelt", evaluations)
 
 

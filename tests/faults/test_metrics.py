@@ -151,6 +151,6 @@ def test_a_mistake_is_one_message_on_all_ranks_before_the_first_step(
 def test_a_name_that_no_metric_gives_is_refused_before_the_first_step(tmp_path: Path) -> None:
     ended = run_recipe(tmp_path, "'margins'", ranks=2)
     assert ended.codes == [2, 2], ended
-    assert "monitor='margins': its evaluations have no such metric." in ended.result["error"]
+    assert "monitor=margins: the evaluations of this recipe have no such metric." in ended.result["error"]
     assert "Nearest: margin." in ended.result["error"]
     assert not ended.events("step", "eval")

@@ -49,12 +49,6 @@ def test_nothing_is_evaluated_and_the_run_is_done(tmp_path: Path, sets) -> None:
     assert longer.events("start")[-1]["step"] == 7
 
 
-def test_what_needs_evaluations_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    ended = train(tmp_path, "early_stopping.patience=3")
-    assert ended.codes == [2, 2], ended
-    assert "early_stopping.patience=3 needs evaluations" in ended.result["error"]
-
-
 @pytest.mark.parametrize(
     "words",
     [

@@ -15,9 +15,9 @@ from tests.recipe.own import OWN_RECIPE, config_of, written
 @pytest.mark.parametrize(
     ("replacement", "message"),
     [
-        ('monitor="f1"', "monitor='f1'.* Nearest: macro_f1, weighted_f1. They have val_loss, accuracy, "),
-        ('monitor="Accuracy"', "monitor='Accuracy'.* Nearest: accuracy"),
-        ("monitor=3", "monitor=3: its evaluations have no such metric"),
+        ('monitor="f1"', "monitor=f1: .* Nearest: macro_f1, weighted_f1. They have val_loss, accuracy, "),
+        ('monitor="Accuracy"', "monitor=Accuracy: .* Nearest: accuracy"),
+        ("monitor=3", "monitor=3: the evaluations of this recipe have no such metric"),
         ('monitor="macro_f1", classes=None', "have no such metric. They have val_loss."),
     ],
 )

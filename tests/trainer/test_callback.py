@@ -27,7 +27,6 @@ from launcher.trainer import callbacks as folder
 from launcher.trainer.callback import Callback, CallbackList
 from launcher.trainer.callbacks.early_stopping import EarlyStopping, PatienceState
 from launcher.trainer.progress import Position
-from launcher.trainer.pruning import SweepStopListener
 from launcher.trainer.trainer import Trainer
 from tests.configs import composed
 from tests.forked import launch_forked
@@ -271,7 +270,6 @@ def test_only_overridden_hooks_are_called_and_none_of_a_callback_that_is_not_ena
 
 # Methods for callers that know the callback.
 OFFERED = {
-    "SweepStopListener": {"asked"},
     "PretrainedWeights": {"check"},
     "MicroBatch": {"choose"},
 }
@@ -302,7 +300,7 @@ def test_callbacks_have_no_other_methods_than_the_hooks() -> None:
     kinds.remove(Callback)
     assert len(kinds) >= 17, "the test finds the callbacks"
     assert {"StepLogger", "CheckpointCallback"} <= {kind.__name__ for kind in kinds}
-    assert [text for kind in (*kinds, SweepStopListener) for text in mistakes_of(kind)] == []
+    assert [text for kind in kinds for text in mistakes_of(kind)] == []
 
 
 def test_a_misspelt_hook_is_found() -> None:

@@ -7,15 +7,13 @@ decides as the undisturbed one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from launcher.checkpoint.run_state import MonitoredMetric
 from launcher.config.schema import EarlyStoppingConfig
 from launcher.errors import counted
-from launcher.evaluation.evaluate import Evaluation
-from launcher.evaluation.monitored_metric import check_has_evaluations, monitored_metric, refuse_unknown
+from launcher.evaluation.monitored_metric import monitored_metric
 from launcher.run_dir.result import Result
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
@@ -47,15 +45,10 @@ class EarlyStopping(Callback):
         self._telemetry = context.telemetry
         self._watched: PatienceState | None = None  # None before the first evaluation
 
-    def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
-        check_has_evaluations("early_stopping.patience", self._patience, evaluations)
-        refuse_unknown("early_stopping", self._config.metric, evaluations)
-
     def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
         """Count an evaluation, unless it was counted before the run was restarted."""
         if not measured.evaluations:
             return
-        refuse_unknown("early_stopping", self._config.metric, measured.evaluations)
         found = monitored_metric(self._config.metric or self._compare_by, measured.evaluations)
         watched, step = self._watched, position.step
         if watched is None or watched.step != step:

@@ -6,15 +6,13 @@ the decision from the same evaluation, and the check of the replicas compares th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any
 
 from launcher.checkpoint.run_state import MonitoredMetric
 from launcher.config.schema import ReduceLROnPlateauConfig
 from launcher.errors import ConfigError
-from launcher.evaluation.evaluate import Evaluation
-from launcher.evaluation.monitored_metric import check_has_evaluations, monitored_metric, refuse_unknown
+from launcher.evaluation.monitored_metric import monitored_metric
 from launcher.trainer.callback import Callback
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import EvalOutcome, Position
@@ -40,15 +38,10 @@ class ReduceLROnPlateau(Callback):
         self._num_bad_evals = 0  # evaluations in a row that were no better
         self._step = 0  # of the latest evaluation, which a restarted run repeats
 
-    def validate_metric_names(self, evaluations: Mapping[str, Evaluation]) -> None:
-        check_has_evaluations("reduce_lr_on_plateau.factor", self._config.factor, evaluations)
-        refuse_unknown("reduce_lr_on_plateau", self._config.metric, evaluations)
-
     def on_eval_end(self, position: Position, measured: EvalOutcome) -> None:
         if not measured.evaluations or position.step == self._step:
             return
         self._step = position.step
-        refuse_unknown("reduce_lr_on_plateau", self._config.metric, measured.evaluations)
         found = monitored_metric(self._config.metric or self._compare_by, measured.evaluations)
         if self._improves(found):
             self._best, self._num_bad_evals = found, 0

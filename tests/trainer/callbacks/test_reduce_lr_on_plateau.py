@@ -78,16 +78,6 @@ def test_a_schedule_that_sets_each_rate_is_refused() -> None:
         ReduceLROnPlateau(replace(context, recipe=recipe), ReduceLROnPlateauConfig(0.1, 1, 1e-4, None))
 
 
-def test_a_metric_that_no_evaluation_has_is_refused_by_its_key() -> None:
-    config = ReduceLROnPlateauConfig(0.1, 1, 1e-4, "scroe")
-    part = ReduceLROnPlateau(context_alone(Telemetry(), LIMITS, 1), config)
-    found = EvalOutcome(evaluations={"": Evaluation(1.0, 10, {"score": 1.0}, {"score": True})})
-    with pytest.raises(ConfigError, match=r"reduce_lr_on_plateau\.metric=scroe"):
-        part.on_eval_end(Position(0, 0, 1), found)
-
-
-def test_a_run_without_evaluations_is_refused() -> None:
-    config = ReduceLROnPlateauConfig(0.1, 1, 1e-4, None)
-    part = ReduceLROnPlateau(context_alone(Telemetry(), LIMITS, 1), config)
-    with pytest.raises(ConfigError, match=r"reduce_lr_on_plateau.factor=0\.1 needs evaluations"):
-        part.validate_metric_names({})
+def test_without_evaluations_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reduce_lr_on_plateau.factor=0\.1: needs evaluations, and data"):
+        composed("reduce_lr_on_plateau.factor=0.1", "data.val_fraction=0", "schedule=constant")
