@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from launcher.data.labels import IGNORED, OF_IGNORED
+from launcher.data.labels import OF_IGNORED
 from launcher.data.tensors import Batch
-from launcher.errors import ConfigError, DataError
+from launcher.errors import ConfigError, DataError, counted
 from launcher.metrics.metric import Outputs, chosen, column_of, shape_text
 
 Int64Array = NDArray[np.int64]
@@ -22,8 +22,6 @@ Float64Array = NDArray[np.float64]
 
 OF_COUNTS = ("accuracy", "macro_precision", "macro_recall", "macro_f1", "weighted_f1")
 TOP = 5
-MOST_NUMBERS = 4_000_000  # of outputs that wait: 16 MB in fp32, whatever the number of classes
-AT_ONCE = 4096  # samples that are counted together: some 40 operations, which cost as much for 128
 
 
 class Classification:
@@ -55,9 +53,9 @@ class Classification:
     ) -> None:
         self.classes = tuple(classes)
         self.label, self.ignore_index, self.output, self.prefix = label, ignore_index, output, prefix
-        self._counts: dict[str, Tensor] = {}  # of the samples that are counted; none before the first
-        self._waiting: list[tuple[Tensor, Tensor]] = []  # outputs and labels of batches that are not
-        self._num_waiting = 0
+        # Of the samples so far; empty before the first. `cells` is int64 [classes^2 + 3]: the confusion
+        # matrix, then the samples that are left out, whose label is no class, whose prediction is no class.
+        self._sums: dict[str, Tensor] = {}
         if not self.classes:
             raise ConfigError("Classification needs at least one class: give it the names of the classes.")
 
@@ -70,56 +68,39 @@ class Classification:
         return tuple(self.prefix + name for name in (*OF_COUNTS, *of_logits))
 
     def update(self, outputs: Outputs, batch: Batch) -> None:
-        """Add the samples of a batch, whose outputs must not be changed afterwards.
-
-        Raises ConfigError for outputs that do not fit the labels.
-        """
+        """Add the samples of a batch. Raises ConfigError for outputs that do not fit the labels."""
         given = chosen(outputs, self.output, "Classification")
         advice = "Recipe.label_column=..., or Classification(classes, label=...)"
         labels = column_of(batch, self.label, "Classification", advice)
-        flat = self._flat(given, labels)
-        self._waiting.append((flat, labels.reshape(-1).clone()))  # a batch may be reused
-        self._num_waiting += labels.numel()
-        if self._num_waiting >= AT_ONCE or self._num_waiting * flat[:1].numel() >= MOST_NUMBERS:
-            self._count_waiting()
-
-    def __getstate__(self) -> dict[str, object]:
-        """The attributes, with all samples counted."""
-        self._count_waiting()
-        return vars(self)
-
-    def _count_waiting(self) -> None:
-        if not self._waiting:
-            return
-        outputs, labels = (torch.cat(parts) for parts in zip(*self._waiting, strict=True))
-        self._waiting, self._num_waiting = [], 0
-        logits = outputs if outputs.ndim == 2 else None
-        labels = labels.to(torch.int64)
-        predicted = (outputs if logits is None else logits.argmax(dim=1)).to(torch.int64)
-        keep = self.ignore_index is None or labels != self.ignore_index
-        counted = torch.ones_like(labels) * keep
-        self._count(labels, predicted, counted)
-        kept = torch.stack([labels, predicted]) * counted  # 0, which is always a class, of what is left out
-        lowest, highest = kept.aminmax(dim=1) if len(labels) else (kept.sum(dim=1), kept.sum(dim=1))
-        of_logits = {} if logits is None else _of_logits(logits, labels, counted)
-        self._add({"lowest": lowest, "highest": highest, "counted": counted.sum(), **of_logits})
+        flat, labels = self._flat(given, labels), labels.reshape(-1).long()
+        predicted = flat.argmax(dim=1) if flat.ndim == 2 else flat.long()
+        num_classes = len(self.classes)
+        cell = labels * num_classes + predicted
+        cell = torch.where((predicted < 0) | (predicted >= num_classes), num_classes**2 + 2, cell)
+        cell = torch.where((labels < 0) | (labels >= num_classes), num_classes**2 + 1, cell)
+        kept = torch.ones_like(labels, dtype=torch.bool)
+        if self.ignore_index is not None:
+            kept = labels != self.ignore_index
+            cell = torch.where(kept, cell, num_classes**2)
+        if "cells" not in self._sums:
+            self._sums["cells"] = cell.new_zeros(num_classes**2 + 3)
+        # Not bincount, which waits for the device to know its length; in place, because it may be large.
+        self._sums["cells"].index_add_(0, cell, torch.ones_like(cell))
+        if flat.ndim == 2:
+            self._add(_of_logits(flat, labels, kept))
 
     def merge(self, other: Classification) -> None:
         """Add the samples that `other` has seen."""
-        self._count_waiting()
-        other._count_waiting()
-        self._add(other._counts)
+        self._add(other._sums)
 
     def compute(self) -> Mapping[str, float]:
         """All that the outputs allow; NaN where no sample was counted."""
-        self._count_waiting()
-        if not self._counts:
-            return {self.prefix + name: float("nan") for name in OF_COUNTS}
-        found = metrics_of_counts(self.confusion_matrix())
-        counted = int(self._counts["counted"])
-        if "top5" in self._counts:
-            found["top5_accuracy"] = int(self._counts["top5"]) / counted if counted else float("nan")
-        if int(self._counts.get("nans", 0)):
+        matrix = self.confusion_matrix()
+        found = metrics_of_counts(matrix)
+        if "top5" in self._sums:
+            samples = int(matrix.sum())
+            found["top5_accuracy"] = int(self._sums["top5"]) / samples if samples else float("nan")
+        if int(self._sums.get("nans", 0)):
             found = dict.fromkeys(found, float("nan"))
         return {self.prefix + name: value for name, value in found.items()}
 
@@ -129,20 +110,16 @@ class Classification:
         Raises DataError for labels, ConfigError for predictions that name no class.
         """
         num_classes = len(self.classes)
-        self._count_waiting()
-        if not self._counts:
+        if not self._sums:
             return np.zeros((num_classes, num_classes), dtype=np.int64)
-        lowests, highests = self._counts["lowest"].tolist(), self._counts["highest"].tolist()
-        for name, lowest, highest in zip(("labels", "predictions"), lowests, highests, strict=True):
-            if lowest < 0 or highest >= num_classes:
-                kind = DataError if name == "labels" else ConfigError
-                advice = f" {OF_IGNORED}" if name == "labels" and lowest == IGNORED else ""
-                raise kind(
-                    f"there are {num_classes} classes, but the {name} go from {lowest} to {highest}. They "
-                    f"have to lie in 0..{num_classes - 1}.{advice}"
-                )
-        cells: Int64Array = self._counts["cells"][:-1].cpu().numpy()
-        return cells.reshape(num_classes, num_classes)
+        cells: Int64Array = self._sums["cells"].cpu().numpy()
+        wrong_labels, wrong_predictions = cells[-2:].tolist()
+        outside = f"outside 0..{num_classes - 1}, which the {num_classes} classes are"
+        if wrong_labels:
+            raise DataError(f"{counted(wrong_labels, 'label')} {outside}. {OF_IGNORED}")
+        if wrong_predictions:
+            raise ConfigError(f"{counted(wrong_predictions, 'prediction')} {outside}.")
+        return cells[: num_classes**2].reshape(num_classes, num_classes)
 
     def _flat(self, given: Tensor, labels: Tensor) -> Tensor:
         """The outputs as [samples, classes] where they are logits, [samples] where predicted classes."""
@@ -159,21 +136,9 @@ class Classification:
             "Loss(sum, count, outputs)."
         )
 
-    def _count(self, labels: Tensor, predicted: Tensor, counted: Tensor) -> None:
-        """Add to the cells, int64 [classes^2 + 1]: the confusion matrix, and last what is not counted."""
-        num_classes = len(self.classes)
-        valid = (labels >= 0) & (labels < num_classes) & (predicted >= 0) & (predicted < num_classes)
-        cell = torch.where(valid & (counted > 0), labels * num_classes + predicted, num_classes**2)
-        if "cells" not in self._counts:
-            self._counts["cells"] = torch.zeros(num_classes**2 + 1, dtype=torch.int64, device=cell.device)
-        self._counts["cells"].index_add_(0, cell, torch.ones_like(cell))  # in place: may be large
-
     def _add(self, more: Mapping[str, Tensor]) -> None:
         for name, value in more.items():
-            together = {"lowest": torch.minimum, "highest": torch.maximum}.get(name, torch.add)
-            self._counts[name] = (
-                together(self._counts[name], value) if name in self._counts else value.clone()
-            )
+            self._sums[name] = self._sums[name] + value if name in self._sums else value.clone()
 
 
 def metrics_of_counts(confusion: Int64Array) -> dict[str, float]:
@@ -195,15 +160,15 @@ def metrics_of_counts(confusion: Int64Array) -> dict[str, float]:
     }
 
 
-def _of_logits(logits: Tensor, labels: Tensor, counted: Tensor) -> dict[str, Tensor]:
+def _of_logits(logits: Tensor, labels: Tensor, kept: Tensor) -> dict[str, Tensor]:
     """Numbers of samples that only logits [samples, classes] tell: with a NaN, and among the top 5."""
     spread = logits.amax(dim=1) - logits.amin(dim=1)  # NaN where a logit is, or all are infinite
-    found = {"nans": (spread.isnan() & (counted > 0)).sum()}
+    found = {"nans": (spread.isnan() & kept).sum()}
     if logits.shape[1] > TOP:
         of_label = logits.gather(1, labels.clamp(0, logits.shape[1] - 1)[:, None])
         lower_class = torch.arange(logits.shape[1], device=labels.device) < labels[:, None]
         ahead = ((logits > of_label) | ((logits == of_label) & lower_class)).sum(dim=1)
-        found["top5"] = ((ahead < TOP) & (counted > 0)).sum()
+        found["top5"] = ((ahead < TOP) & kept).sum()
     return found
 
 

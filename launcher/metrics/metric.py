@@ -51,9 +51,8 @@ class Metric(Protocol):
     - `columns`: the columns of the batch that `update` reads. Without merge no others are kept and sent.
     - `reset()`: forget all samples. Without it each evaluation works on a deep copy.
 
-    Objects of torchmetrics work as they are: they are updated with the outputs and `batch[label_column]`, and
-    their states are merged, or they are fed on rank 0, without collectives of their own. A number alone goes
-    by the name of its class.
+    Objects of torchmetrics work as they are, without merge: they are updated with the outputs and
+    `batch[label_column]`, without collectives of their own. A number alone goes by the name of its class.
     """
 
     def update(self, outputs: Outputs, batch: Batch) -> None:

@@ -328,7 +328,7 @@ SETS: list[tuple[Any, str | None, str]] = [
     (
         {"near": points(3), "far": points(3)},
         "fra/a",
-        "monitor='fra/a'.* Nearest: far/a. .* near/a, far/val_loss",
+        "monitor=fra/a: .* Nearest: far/a. .* near/a, far/val_loss",
     ),
     ({}, None, "Recipe.validation has no set: give it at least one"),
     ({"near": points(3), "far": points(0)}, None, r"the validation \(far\) set of the recipe is empty"),
@@ -358,7 +358,7 @@ def test_what_they_do_not_declare_is_checked_at_the_first_evaluation() -> None:
         evaluated(Nameless("a"), Nameless("b", "a"))
     with pytest.raises(ConfigError, match="gives the name 'epoch', which every evaluation has"):
         evaluated(Nameless("epoch"))
-    with pytest.raises(ConfigError, match=r"monitor='bleau'.* Nearest: bleu. They have val_loss, bleu."):
+    with pytest.raises(ConfigError, match=r"monitor=bleau: .* Nearest: bleu. They have val_loss, bleu."):
         monitored_metric("bleau", {ONLY_SET: evaluated(Nameless("bleu"))})
 
 
@@ -372,7 +372,7 @@ def test_the_metric_that_is_compared_says_which_way_is_better(higher_is_better, 
         assert monitored_metric("a", found).lower_is_better is lower
         return
     with pytest.raises(
-        ConfigError, match=r"'a': its metric does not declare which way is better. Set higher_is_"
+        ConfigError, match=r"=a: its metric does not declare which way is better. Set higher_is_"
     ):
         monitored_metric("a", found)
 

@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[str, str, int, str]] = {
     "in compute": (
         "COMPUTE",
         "self.margin",
-        2,
+        1,
         "the metric Margin's compute on the validation (near) set failed at ",
     ),
 }
