@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import statistics
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from numpy import ndarray
 from torch import Tensor
 
 from launcher.config.messages import shortened
@@ -26,8 +23,7 @@ from launcher.data.sources import Readable, set_title
 from launcher.data.tensors import TensorData
 from launcher.distributed.collectives import all_gather_str
 from launcher.distributed.env import WorkerEnv
-from launcher.errors import DataError, DataWarning, listed
-from launcher.metrics.metric import name_of
+from launcher.errors import DataError, listed
 from launcher.recipe.contract import Recipe, normalisation_of
 
 CHUNK_BYTES = 1 << 26  # hashed at once
@@ -41,15 +37,7 @@ def compare_data(own: Mapping[str, str], env: WorkerEnv) -> None:
     check_equal_on_ranks([json.loads(text) for text in all_gather_str(env, json.dumps(own))])
 
 
-NOT_COMPARED_ON_RESUME = (
-    "the metrics",
-    "the name that runs are compared by",
-)  # a resumed run may have others
-INPUT_DTYPES = (
-    "torch.float",
-    "torch.bfloat",
-    "torch.uint8",
-)  # dtypes of inputs that another machine may round otherwise
+INPUT_DTYPES = ("torch.float", "torch.bfloat", "torch.uint8")  # which another machine may round otherwise
 
 
 def check_same_data_as_checkpoint(before: Mapping[str, str], now: Mapping[str, str], allowed: bool) -> str:
@@ -59,8 +47,7 @@ def check_same_data_as_checkpoint(before: Mapping[str, str], now: Mapping[str, s
     the weights their meaning (classes and their order, labels, vocabulary, columns, normalisation, whole
     numbers such as tokens) unless it is `allowed`, by checkpoint.allow_other_data.
     """
-    known = [key for key in before if key in now and key not in NOT_COMPARED_ON_RESUME]
-    others = [key for key in known if before[key] != now[key]]
+    others = [key for key in before if key in now and before[key] != now[key]]
     if not others:
         return ""
     advice = "Build the same data in every process: sort what comes from a set() or a folder."
@@ -84,27 +71,8 @@ def _is_only_inputs(key: str, before: Mapping[str, str], now: Mapping[str, str])
     about, _, column = key.partition(" column ")
     if "validation" in about or about.startswith("the fingerprint of"):
         return True
-    inputs = [
-        each
-        for each in before
-        if each.startswith(f"{about} column ") and before[each].startswith(INPUT_DTYPES)
-    ]
-    if any(before[each] == now.get(each) for each in inputs):
-        return False  # beside equal inputs it is a target
-    (form, _, _), (form_now, _, _) = before[key].partition(":"), now[key].partition(":")
-    if form != form_now or column == before.get("the label column"):
-        return False
-    return form.startswith(INPUT_DTYPES) and not _is_reordered(before[key], now[key])
-
-
-def _is_reordered(before: str, now: str) -> bool:
-    """Whether two `statistics_of` are of equal numbers in another order, as columns out of a set() have."""
-    found, found_now = STATISTICS.search(before), STATISTICS.search(now)
-    if found is None or found_now is None:
-        return False
-    # Rounded to 0.1: numbers that another machine rounds otherwise may differ by one unit.
-    pairs = zip(found[2].split(), found_now[2].split(), strict=True)
-    return found[1] == found_now[1] and any(abs(float(one) - float(other)) > 0.15 for one, other in pairs)
+    form, form_now = before[key].partition(":")[0], now[key].partition(":")[0]
+    return form == form_now and form.startswith(INPUT_DTYPES) and column != before.get("the label column")
 
 
 def data_fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, Readable]) -> dict[str, str]:
@@ -113,11 +81,7 @@ def data_fingerprint(recipe: Recipe, train: Readable, validation: Mapping[str, R
     Lengths, classes, and of each column in memory the dtype, shape and all rows; of other sets some samples.
     Of a data set with a method `fingerprint()` only what this returns.
     """
-    known = {
-        "the metrics": ", ".join(name_of(metric) for metric in recipe.metrics_or_default),
-        "the name that runs are compared by": str(recipe.monitor),
-        "the label column": recipe.label_column,
-    }
+    known = {"the label column": recipe.label_column}
     if recipe.classes is not None:
         known["the classes"] = str(recipe.classes)
     if (normalisation := normalisation_of(recipe)) is not None:
@@ -147,9 +111,8 @@ def describe_source(data: MapDataset | IterableData, name: str) -> dict[str, str
             )
         return known | describe_batch(f"{name} samples 0 to {len(first.kept) - 1}", first)
     known[f"the number of {name} samples"] = str(len(data))
-    if f"the fingerprint of the {name} set" in known and f"the labels of the {name} set" in known:
+    if f"the fingerprint of the {name} set" in known:
         return known
-    warn_unless_repeatable(data)
     count = min(READ, len(data))
     # The first, the last, and some between them.
     for index in (each * (len(data) - 1) // max(count - 1, 1) for each in range(count)):
@@ -168,19 +131,6 @@ def _known_of_itself(source: object) -> Iterator[tuple[str, str]]:
         numbers = {column: each.names for column, each in features.items() if hasattr(each, "names")}
     if isinstance(numbers, Mapping):
         yield "classes", str(sorted(numbers.items())) if numbers else ""
-    labels = getattr(source, "labels", getattr(source, "targets", None))
-    labels = labels.tolist() if isinstance(labels, Tensor | ndarray) else labels
-    if isinstance(labels, list | tuple) and all(isinstance(each, int | str) for each in labels):
-        yield "labels", _text_digest(str(labels))
-    tokenizer, vocabulary = getattr(source, "tokenizer", None), getattr(source, "vocab", None)
-    if callable(get := getattr(tokenizer, "get_vocab", None)):
-        vocabulary = get()
-    if isinstance(vocabulary, Mapping):
-        yield "vocabulary", f"{len(vocabulary)} tokens, {_text_digest(str(sorted(vocabulary.items())))}"
-
-
-def _text_digest(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:12]
 
 
 def _rounded(value: Any) -> Any:
@@ -188,27 +138,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _rounded(each) for name, each in value.items()}
     return [_rounded(each) for each in value] if isinstance(value, Sequence) else f"{float(value):.3g}"
-
-
-def warn_unless_repeatable(data: MapDataset) -> None:
-    """Warn of a data set whose first sample is another when it is read again with the same seed."""
-    if not len(data):
-        return
-    first, again = (data.fetch(BatchIndices(EVALUATION, 0, (0,))).batch or {} for _ in range(2))
-    odd = [name for name in first if name not in again or _bits(first[name]) != _bits(again[name])]
-    if odd:
-        warnings.warn(
-            f"sample 0 of the {data.kind} set differs when it is read again with the same seed, in "
-            f"{', '.join(odd)}. A resume, and another number of ranks or of data.num_workers, will train on "
-            "other samples. Draw from random, numpy.random or torch, which are seeded before each "
-            "micro-batch. Keep no generator, counter or open file in it from one sample to the next.",
-            DataWarning,
-            stacklevel=2,
-        )
-
-
-def _bits(values: Tensor) -> tuple[object, ...]:
-    return values.dtype, values.shape, digest(values)
 
 
 def digest(values: Tensor) -> str:
@@ -221,44 +150,31 @@ def digest(values: Tensor) -> str:
     return found.hexdigest()[:12]
 
 
-STATISTICS = re.compile(r"(mean \S+ deviation \S+) order (\S+ \S+)")
+def summary_of(values: Tensor) -> str:
+    """Two numbers that depend on the values of a floating-point tensor, their signs and their order.
 
-
-def statistics_of(values: Tensor) -> str:
-    """Mean and deviation, and two numbers that depend on the order; "" unless it is floating-point.
-
-    Rounded, because numbers that each machine computes for itself may differ in their last bits.
+    Rounded, because numbers that each machine computes for itself may differ in their last bits. Sums of one
+    sign, in which rounding does not grow.
     """
-    if not values.is_floating_point() or not values.numel():
-        return ""
     flat = values.detach().double().reshape(-1).cpu()
-    mean, deviation = flat.mean(), flat.std(correction=0)
-    places = torch.arange(1, flat.numel() + 1, dtype=torch.float64)
-    order = [0.0, 0.0]
-    # 1e-5 is some 80 times the rounding of an fp32 value.
-    if mean.abs() < 1e-5 * deviation:  # rounding: a sample that was standardised by itself has the mean 0
-        mean = torch.zeros_like(mean)
-    if deviation > 1e-5 * mean.abs():  # less is rounding
-        size = deviation * flat.numel() ** 0.5
-        order = [float((flat - mean) @ weights / size) for weights in (places.sin(), places.cos())]
-    first, second = (round(each, 1) + 0.0 for each in order)
-    return f"mean {mean:.3g} deviation {deviation:.3g} order {first} {second}"
+    weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64) / max(1, flat.numel()) ** 2
+    return f"{flat.clamp(min=0) @ weights:.3g} {flat.clamp(max=0) @ weights:.3g}"
 
 
 def described(values: Tensor) -> str:
-    """Dtype, shape and digest of a column in memory, and statistics of its first rows."""
-    more = f", {found}" if (found := statistics_of(values[:READ])) else ""
-    return f"{values.dtype} {list(values.shape)}: digest {digest(values)}{more}"
+    """Dtype, shape and digest of a column in memory."""
+    return f"{values.dtype} {list(values.shape)}: digest {digest(values)}"
 
 
 def describe_batch(name: str, fetched: FetchedBatch) -> dict[str, str]:
-    """Describe each column: dtype, shape, and a digest of whole numbers, statistics of others."""
+    """Describe each column: dtype, shape, and a digest of whole numbers, a summary of others."""
     if fetched.batch is None:
         return {name: "cannot be read"}
     known = {f"{name} columns": ", ".join(sorted(fetched.batch))}
     for column, values in sorted(fetched.batch.items()):
-        summary = statistics_of(values)
-        text = f"{values.dtype} {list(values.shape)}: {summary}" if summary else described(values)
+        text = described(values)
+        if values.is_floating_point():
+            text = f"{values.dtype} {list(values.shape)}: {summary_of(values)}"
         known[f"{name} column {column}"] = text
     return known
 

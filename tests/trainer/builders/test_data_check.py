@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-import random
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from launcher.data.loader import LoaderConfig
-from launcher.data.map_loader import MapDataset
 from launcher.data.sources import wrap_dataset
 from launcher.data.tensors import TensorData
-from launcher.errors import DataError, DataWarning
+from launcher.errors import DataError
 from launcher.recipe import Recipe
 from launcher.trainer.builders.data_check import (
     check_equal_on_ranks,
     check_same_data_as_checkpoint,
     data_fingerprint,
     digest,
-    warn_unless_repeatable,
 )
-
-
-class Samples(Dataset):
-    def __init__(self, draw):
-        self.draw = draw
-
-    def __len__(self):
-        return 5
-
-    def __getitem__(self, index):
-        return {"index": index, "noise": torch.tensor(self.draw(), dtype=torch.float64)}
-
-
-class OwnGenerator:
-    """As augmentations with a generator of their own draw."""
-
-    def __init__(self):
-        self.generator = np.random.default_rng(0)
-
-    def __call__(self):
-        return self.generator.random()
-
-
-def indexed(draw):
-    return MapDataset(Samples(draw), None, LoaderConfig(0, torch.device("cpu"), 0), "training")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.int64, torch.float32, torch.bool])
@@ -110,20 +80,6 @@ def test_last_bits_and_constant_columns_are_no_difference_between_ranks():
     check_equal_on_ranks([known(Rows(TensorData(each))) for each in (rows, near)])
 
 
-def test_a_data_set_with_a_generator_of_its_own_is_warned_of():
-    with pytest.warns(DataWarning, match="sample 0 of the training set differs .* seed, in noise. A resume"):
-        warn_unless_repeatable(indexed(OwnGenerator()))
-
-
-@pytest.mark.parametrize(
-    "draw", [random.random, np.random.rand, lambda: torch.rand(()).item(), lambda: float("nan")]
-)
-def test_a_data_set_that_draws_from_what_is_seeded_is_not(draw):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_unless_repeatable(indexed(draw))
-
-
 def known(data: Any, **changed: Any) -> dict[str, str]:
     """What a checkpoint keeps of a training set."""
     how = LoaderConfig(0, torch.device("cpu"), 0)
@@ -164,14 +120,6 @@ FEATURES = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
 ORDER = [3, 1, 0, 5, 2, 4]
 
 
-class Tokenizer:
-    def __init__(self, *tokens: str) -> None:
-        self.tokens = tokens
-
-    def get_vocab(self) -> dict[str, int]:
-        return {token: number for number, token in enumerate(self.tokens)}
-
-
 MEANING: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
     "the order of the classes": (
         known(columns()),
@@ -184,20 +132,10 @@ MEANING: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
         known(columns(label=(1 - LABELS).to(torch.uint8))),
         "training column label (",
     ),
-    "targets of another name beside equal inputs": (
-        known(Rows(columns(height=LABELS.float()))),
-        known(Rows(columns(height=1 - LABELS.float() / 2))),
-        "training sample 0 column height (",
-    ),
     "labels of samples": (
         known(Rows(columns())),
         known(Rows(columns(label=1 - LABELS))),
         "training sample 0 column label (",
-    ),
-    "labels beside samples that are not read": (
-        known(Rows(columns(), targets=LABELS.tolist())),
-        known(Rows(columns(), targets=LABELS.flip(0))),
-        "the labels of the training set (",
     ),
     "labels of a stream": (
         known(Stream(columns())),
@@ -209,30 +147,10 @@ MEANING: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
         known(Rows(columns(), class_to_idx={"cat": 1, "dog": 0})),
         "the classes of the training set (",
     ),
-    "the vocabulary": (
-        known(Rows(columns(), tokenizer=Tokenizer("the", "cat"))),
-        known(Rows(columns(), tokenizer=Tokenizer("cat", "the"))),
-        "the vocabulary of the training set (",
-    ),
     "tokens": (
         known(TensorData({"tokens": LABELS})),
         known(TensorData({"tokens": 1 - LABELS})),
         "training column tokens (",
-    ),
-    "the order of features in memory": (
-        known(columns(image=FEATURES)),
-        known(columns(image=FEATURES[:, ORDER])),
-        "training column image (",
-    ),
-    "the order of features of samples": (
-        known(Rows(columns(image=FEATURES))),
-        known(Rows(columns(image=FEATURES[:, ORDER]))),
-        "training sample 0 column image (",
-    ),
-    "the order of features of a stream": (
-        known(Stream(columns(image=FEATURES))),
-        known(Stream(columns(image=FEATURES[:, ORDER]))),
-        "training samples 0 to 3 column image (",
     ),
     "a column more": (known(columns()), known(columns(more=LABELS)), "the training columns ("),
     "the shape": (known(columns()), known(columns(image=IMAGES[:, :2])), "training column image ("),
@@ -277,6 +195,6 @@ def test_other_metrics_and_a_checkpoint_without_a_fingerprint_are_no_difference(
     assert check_same_data_as_checkpoint({}, known(columns()), allowed=False) == ""
 
 
-def test_attributes_of_other_kinds_are_not_taken_for_labels_or_classes() -> None:
-    odd = Rows(columns(), features=IMAGES, labels=object(), vocab=7, class_to_idx="cat", targets=[0.5])
+def test_attributes_of_other_kinds_are_not_taken_for_classes() -> None:
+    odd = Rows(columns(), features=IMAGES, class_to_idx="cat")
     assert known(odd) == known(Rows(columns()))
