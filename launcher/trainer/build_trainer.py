@@ -118,8 +118,7 @@ def _build_context(
     with heartbeat.in_user_code():
         model = build.build_model(config, recipe, env, plan)
         rates = build.lr_table(config, recipe, length.total_steps)
-    position, decide = length.position_of(length.next_evaluation(0)), telemetry.decision
-    choose_memory_format(config, env, recipe, model, data, plan, position, decide, heartbeat.in_user_code)
+        choose_memory_format(config, env, recipe, model, data, plan, telemetry.decision)
     weights = load_weights(config, model, env)
     heartbeat.beat("comparing the models")
     stepper = build.build_stepper(config, env, recipe, model, plan, rates)
