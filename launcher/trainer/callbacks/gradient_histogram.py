@@ -12,7 +12,7 @@ from launcher.engine import StepResult
 from launcher.telemetry.events import GradientsEvent, LayerShares
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
-from launcher.trainer.diagnostics.exponents import FIRST_EXPONENT, ExponentCounter, ExponentCounts
+from launcher.trainer.diagnostics.exponents import FIRST_EXPONENT, ExponentCounts, count_exponents
 from launcher.trainer.progress import Position
 
 
@@ -31,7 +31,7 @@ class GradientHistogram(Callback):
         self._gradients = context.stepper.own_gradients if shards else context.stepper.reduced_gradients
         self._telemetry = context.telemetry
         self._every = self._next = every_steps
-        self._counter = ExponentCounter(context.env.device, context.env.group if shards else None)
+        self._group = context.env.group if shards else None
         self._counts: dict[int, ExponentCounts] = {}  # by step, of those that have not been read
 
     def on_train_start(self, step: int) -> None:
@@ -40,7 +40,7 @@ class GradientHistogram(Callback):
     def on_step_launched(self, position: Position, result: StepResult) -> None:
         """Count the step just made, whose gradients are valid until the next backward pass."""
         if position.step >= self._next:
-            self._counts[position.step] = self._counter.count(self._gradients())
+            self._counts[position.step] = count_exponents(self._gradients(), self._group)
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         """Emit the statistics of a step that was not skipped."""

@@ -23,8 +23,7 @@ import launcher.engine.async_work as async_work
 FIRST_EXPONENT, LAST_EXPONENT = -40, 16  # of the bins; others are counted in the outermost
 FLUSHED_BELOW = -25  # half of fp16's smallest number, 2^-24; the tie itself counts as kept
 NEAR_MAX_FROM = 14  # two octaves: 2^14 = 16384 to fp16's end at 65504
-_PATTERNS = 1 << 15  # the upper 16 bits of a float without its sign
-_ZERO_PLACES = 1 << 12  # addresses that zeros are counted at on a GPU
+_PIECE = 1 << 24  # elements that are counted at once: histc counts in fp32, which is exact so far
 _COLUMNS = 1 + LAST_EXPONENT - FIRST_EXPONENT + 1  # zeros, then one per exponent
 
 
@@ -51,36 +50,32 @@ class GradientStatistics:
     histogram: tuple[int, ...]
 
 
-class ExponentCounter:
-    """Counts the exponents of gradients. Holds the tables that it needs on the device.
+def count_exponents(gradients: Mapping[str, Tensor], group: async_work.Group = None) -> ExponentCounts:
+    """Count what each gradient (fp16, bf16 or fp32, any shape) holds now. Does not wait for results.
 
     With a `group`, counts are summed over its ranks, each of which passes its own elements: a collective.
     """
+    counts, ready = torch.stack([_row(gradient) for gradient in gradients.values()]), None
+    async_work.all_reduce(counts, group)
+    host = counts.to("cpu", non_blocking=True)
+    if counts.is_cuda:
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+    return ExponentCounts(list(gradients), host, ready)
 
-    def __init__(self, device: torch.device, group: async_work.Group = None) -> None:
-        self._group = group
-        self._columns = {
-            dtype: _columns(dtype).to(device) for dtype in (torch.float16, torch.bfloat16, torch.float32)
-        }
 
-    def count(self, gradients: Mapping[str, Tensor]) -> ExponentCounts:
-        """Count what each gradient (fp16, bf16 or fp32, any shape) holds now. Does not wait for results."""
-        rows = [self._row(gradient) for gradient in gradients.values()]
-        counts, ready = torch.stack(rows), None
-        async_work.all_reduce(counts, self._group)
-        host = counts.to("cpu", non_blocking=True)
-        if counts.is_cuda:
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record()
-        return ExponentCounts(list(gradients), host, ready)
-
-    def _row(self, gradient: Tensor) -> Tensor:
-        """int64 [_COLUMNS]: from bit patterns, because one pass over 16 bits beats a logarithm."""
-        patterns = _patterns(gradient.detach().reshape(-1))
-        on_cpu = patterns.device.type == "cpu"  # elsewhere bincount would wait for its result's size
-        seen = torch.bincount(patterns, minlength=_PATTERNS) if on_cpu else count_by_adding(patterns)
-        row = torch.zeros(_COLUMNS, dtype=torch.int64, device=patterns.device)
-        return row.index_add_(0, self._columns[gradient.dtype], seen)
+def _row(gradient: Tensor) -> Tensor:
+    """int64 [_COLUMNS]: zeros, then the elements of each exponent."""
+    row = torch.zeros(_COLUMNS, dtype=torch.int64, device=gradient.device)
+    for piece in torch.split(gradient.detach().reshape(-1), _PIECE):
+        values = piece.float()
+        _, exponents = torch.frexp(values)  # values = mantissa in [0.5, 1) * 2^exponent
+        exponents = torch.where(values.isfinite(), exponents - 1, LAST_EXPONENT)
+        columns = 1 + exponents.clamp(FIRST_EXPONENT, LAST_EXPONENT) - FIRST_EXPONENT
+        columns = torch.where(values == 0, 0, columns)
+        # Not bincount: on a GPU it would wait for its result's size.
+        row += torch.histc(columns.float(), _COLUMNS, -0.5, _COLUMNS - 0.5).long()
+    return row
 
 
 class ExponentCounts:
@@ -113,40 +108,3 @@ def _shares(row: list[int], exponent: int) -> LayerStatistics:
 def _below(row: list[int], exponent: int) -> int:
     """Zeros, and elements whose exponent is smaller."""
     return sum(row[: 1 + max(0, exponent - FIRST_EXPONENT)])
-
-
-def count_by_adding(patterns: Tensor) -> Tensor:
-    """`bincount` of the patterns, int64 [_PATTERNS], that does not wait for a GPU.
-
-    A GPU serialises additions to one address, and zeros are the most frequent by far: they are spread over
-    many addresses after the patterns, by position.
-    """
-    places = spread_zeros(patterns)
-    ones = torch.ones(1, dtype=torch.int64, device=patterns.device).expand(len(patterns))
-    seen = torch.zeros(_PATTERNS + _ZERO_PLACES, dtype=torch.int64, device=patterns.device)
-    seen.index_add_(0, places, ones)
-    seen[0] = seen[_PATTERNS:].sum()
-    return seen[:_PATTERNS]
-
-
-def spread_zeros(patterns: Tensor) -> Tensor:
-    """int32 [n]: the patterns, but in place of zeros numbers from _PATTERNS on, each about as often."""
-    positions = torch.arange(len(patterns), dtype=torch.int32, device=patterns.device)
-    return torch.where(patterns == 0, positions % _ZERO_PLACES + _PATTERNS, patterns)
-
-
-def _patterns(flat: Tensor) -> Tensor:
-    """int16 [n], without the sign: all bits of a half, the upper half of an fp32 (sign, exponent, 7 bits)."""
-    if flat.dtype == torch.float32:
-        flat = (flat.view(torch.int32) >> 16).to(torch.int16)
-    return flat.view(torch.int16) & (_PATTERNS - 1)
-
-
-def _columns(dtype: torch.dtype) -> Tensor:
-    """int64 [_PATTERNS]: the column that each bit pattern is counted in."""
-    kind = torch.float16 if dtype == torch.float16 else torch.bfloat16
-    values = torch.arange(_PATTERNS, dtype=torch.int16).view(kind).double()
-    _, exponents = torch.frexp(values)  # values = mantissa in [0.5, 1) * 2^exponent
-    exponents = torch.where(values.isfinite(), exponents - 1, LAST_EXPONENT)
-    columns = 1 + exponents.long().clamp(FIRST_EXPONENT, LAST_EXPONENT) - FIRST_EXPONENT
-    return torch.where(values == 0, 0, columns)
