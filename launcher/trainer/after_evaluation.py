@@ -1,26 +1,24 @@
 """What a recipe shows after an evaluation: texts, numbers and pictures, made on rank 0.
 
-Owns the call of `Recipe.on_eval_end`, the wait of the other ranks, and the files of the pictures. The
-function cannot change the run: changed weights are an error, and what it draws is drawn by nothing else.
+Owns the call of `Recipe.on_eval_end`, the wait of the other ranks, and the files of the pictures. What the
+function draws is drawn by nothing else; the check of the replicas finds weights that it has changed.
 """
 
 from __future__ import annotations
 
 import io
 import re
-import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from launcher.data.seeding import derive_seed, seed_all
 from launcher.distributed.collectives import from_rank0
-from launcher.engine.names import named_buffers, named_parameters
 from launcher.errors import ConfigError
 from launcher.evaluation.evaluate import evaluating, unchanged
 from launcher.run_dir.atomic import encodable, write_content
@@ -29,9 +27,8 @@ from launcher.telemetry.events import AfterEvaluationEvent
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import found_in_trial, guarding
 from launcher.trainer.progress import Position
-from launcher.trainer.replica_consistency import checksums
 
-MAX_STEM_BYTES = 150  # a file name has room for 255, with the step
+MAX_STEM = 50  # characters, of up to 4 bytes: a file name has room for 255, with the step
 
 
 def show(context: TrainContext, position: Position) -> None:
@@ -96,45 +93,24 @@ def _call_and_report(context: TrainContext, position: Position) -> bytes:
 def _call(context: TrainContext, position: Position) -> object:
     """What the function returns. The other ranks wait for as long as it takes."""
     assert context.recipe.on_eval_end is not None
-    model = context.model
-    before = _digests(model)
     # By the step, so that a resumed run shows the same.
     seed_all(derive_seed(context.config.seed, position.step, "after_evaluation"), context.env.device)
-    with evaluating(model), torch.no_grad(), context.stepper.forward():
-        found = context.recipe.on_eval_end(model, position)
-    if _digests(model) != before:
-        raise ConfigError(
-            "the recipe's on_eval_end has changed weights or buffers of the model, on rank 0 alone. "
-            "It may only read them: work on a copy.deepcopy of the model."
-        )
-    return found
+    with evaluating(context.model), torch.no_grad(), context.stepper.forward():
+        return context.recipe.on_eval_end(context.model, position)
 
 
 def _written(context: TrainContext, pictures: Mapping[str, bytes], step: int) -> dict[str, str]:
     """The paths of the pictures' files. One that cannot be written is a warning."""
     folder, found = Path(context.config.run.dir) / PICTURES, {}
-    for name, stem in file_stems(pictures).items():
+    for name, content in pictures.items():
+        stem = re.sub(r"[^\w-]+", "_", encodable(name))[:MAX_STEM]
         path = folder / f"{stem}-{step:08d}.png"
         try:
             folder.mkdir(exist_ok=True)
-            write_content(path, pictures[name])
+            write_content(path, content)
             found[name] = str(path)
         except OSError as error:
             context.telemetry.warn(f"the picture {name} cannot be written to {path}: {error}")
-    return found
-
-
-def file_stems(names: Iterable[str]) -> dict[str, str]:
-    """A part of a file name for each name, in any script, no two of them alike in any case."""
-    found: dict[str, str] = {}
-    for name in names:
-        text = encodable(unicodedata.normalize("NFC", name))
-        stem = re.sub(r"[^\w-]+", "_", text).encode()[:MAX_STEM_BYTES].decode(errors="ignore")
-        number, free = 1, stem
-        while free.casefold() in map(str.casefold, found.values()):
-            number += 1
-            free = f"{stem}_{number}"
-        found[name] = free
     return found
 
 
@@ -170,15 +146,9 @@ def _png(name: str, value: Any) -> bytes:
         value = Image.fromarray(value)
     save = getattr(value, "savefig", None) or getattr(value, "save", None)
     if save is None:
-        shape = f" {value.dtype} {list(value.shape)}" if hasattr(value, "shape") else ""
         raise ConfigError(
-            f"the recipe's on_eval_end gave {type(value).__name__}{shape} as {name!r}. It may give "
-            "texts, numbers and pictures: of PIL, figures of matplotlib, or uint8 [height, width, 3]."
+            f"the recipe's on_eval_end gave {type(value).__name__} as {name!r}. It may give texts, numbers "
+            "and pictures: of PIL, figures of matplotlib, or uint8 [height, width, 3]."
         )
     save(content, format="png")
     return content.getvalue()
-
-
-def _digests(model: nn.Module) -> list[int]:
-    tensors = {**named_parameters(model), **named_buffers(model)}
-    return list(checksums(tensors).tolist()) if tensors else []

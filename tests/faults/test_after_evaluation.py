@@ -116,12 +116,6 @@ def test_a_resumed_run_records_it_once(tmp_path: Path) -> None:
 
 MISTAKES = {
     "an exception": ("1 / 0", 2, "the recipe's on_eval_end failed at "),
-    "weights": ("model[0].weight.mul_(2)", 1, "on_eval_end has changed weights or buffers of the model"),
-    "statistics": (
-        "model.train(); model(torch.ones(2, 4))",
-        1,
-        "has changed weights or buffers of the model",
-    ),
 }
 
 
@@ -129,11 +123,10 @@ MISTAKES = {
 @pytest.mark.parametrize(("line", "ranks", "text"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_one_message(tmp_path: Path, line, ranks, text) -> None:
     ended = run_recipe(tmp_path, shown=line, ranks=ranks)
-    # A restart would repeat what a function has done to the model.
-    assert ended.codes == [2 if "model" in line else 1] * ranks, ended
+    assert ended.codes == [1] * ranks, ended
     assert sum(output.count(text) for output in ended.outputs) == 1, ended
     traces = sum(output.count("Traceback (most recent") for output in ended.outputs)
-    assert traces == ("/ 0" in line), "of rank 0, which alone calls the function"
+    assert traces == 1, "of rank 0, which alone calls the function"
     assert text in json.loads((ended.directory / "result.json").read_text())["error"]
 
 
@@ -141,8 +134,8 @@ def test_a_mistake_is_one_message(tmp_path: Path, line, ranks, text) -> None:
     ("returned", "text"),
     [
         ("text", "returned str. It has to return a mapping from name to text, number or picture"),
-        ({"a": torch.zeros(3, 4)}, "gave ndarray float32 [3, 4] as 'a'. It may give texts, numbers and"),
-        ({"a": torch.zeros(3, dtype=torch.uint8)}, "gave ndarray uint8 [3] as 'a'"),
+        ({"a": torch.zeros(3, 4)}, "gave ndarray as 'a'. It may give texts, numbers and"),
+        ({"a": torch.zeros(3, dtype=torch.uint8)}, "gave ndarray as 'a'"),
         ({"a": None}, "gave NoneType as 'a'"),
     ],
 )
