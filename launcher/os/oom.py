@@ -21,7 +21,8 @@ OF_NCCL = re.compile(r"(?s)NCCL error.*(Cuda failure.*out of memory|Failed to CU
 LAST_OF_NCCL = "Last error:\n"  # stands before what NCCL says itself
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 TO_LOWER = (
-    "Lower data.micro_batch_size (the update stays that of data.batch_size), or choose a smaller model."
+    "Lower data.micro_batch_size (the update stays that of data.batch_size), divide the optimizer's states "
+    "among the ranks with ddp.shard_optimizer=true, or choose a smaller model."
 )
 
 

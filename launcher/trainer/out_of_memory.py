@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from launcher.distributed.heartbeat import describe
 from launcher.errors import TO_RESUME, LauncherError, OutOfMemoryError
 from launcher.os import frames
-from launcher.os.oom import TO_LOWER, oom_text, to_resource_error
+from launcher.os.oom import oom_text, to_resource_error
 from launcher.run_dir.discarding import overrides_to_resume
 from launcher.trainer.builders.micro_batch_finder import next_smaller
 from launcher.trainer.context import TrainContext
 from launcher.trainer.device import free_memory
-from launcher.trainer.errors.rank_failure import oom_context
 
 log = logging.getLogger("launcher")
 
@@ -49,9 +49,8 @@ def shortage_explained(context: TrainContext) -> Iterator[None]:
     except Exception as error:
         found = error
         if not isinstance(error, LauncherError) and oom_text(error):
-            place, advice = oom_context(context.heartbeat.latest, context.config, context.env.world_size)
-            advice = "" if advice == TO_LOWER else advice  # which is what `_failure` says
-            found = to_resource_error(error, f"rank {context.env.rank}", place, advice) or error
+            place = f" {describe(context.heartbeat.latest)}"
+            found = to_resource_error(error, f"rank {context.env.rank}", place, advice="") or error
         if not isinstance(found, OutOfMemoryError):
             raise
         raise _failure(context, str(found).strip()) from error

@@ -1,7 +1,6 @@
 """How the failure of a rank is explained, recorded and passed on to the other ranks.
 
-Owns the order in which causes are considered, and the advice for a lack of memory, by where in the run it
-occurred. The error for users is a LauncherError with the exit code.
+Owns the order in which causes are considered. The error for users is a LauncherError with the exit code.
 """
 
 from __future__ import annotations
@@ -22,50 +21,18 @@ from launcher.distributed.exit_records import (
     failure_of_another,
     is_secondary,
 )
-from launcher.distributed.heartbeat import Heartbeat, HeartbeatRecord, describe
+from launcher.distributed.heartbeat import Heartbeat, describe
 from launcher.engine import UnusableError, async_work
 from launcher.errors import ConfigError, LauncherError, UnexpectedError, described
 from launcher.os import frames
-from launcher.os.oom import TO_LOWER, to_resource_error
+from launcher.os.oom import to_resource_error
 from launcher.run_dir.records import logs_of_failure, write_failure
 from launcher.run_dir.result import Failure
 from launcher.telemetry import Telemetry
 from launcher.telemetry.events import EndEvent
 from launcher.trainer.errors.recipe_errors import IN_LOG, recipe_failure
 
-PARTS = {
-    "compute": "the forward or backward pass",
-    "wire": "the exchange of gradients",
-    "update": "the update",
-}
-BUILDING = ("building the model", "comparing the models", "restoring")  # masters and states are made then
-SHARDABLE = ("sgd", "adamw")
 CAUSE_S = 0.4  # for the rank that was lost to record why; the parent kills the others after half a second
-MORE_ROOM = "a smaller data.micro_batch_size leaves more room beside it"
-
-
-def oom_context(beat: HeartbeatRecord, config: Config, world_size: int) -> tuple[str, str]:
-    """Where the run is, as in ` in the update of step 7`, and what to change if it lacks memory there."""
-    at_step = beat.phase in PARTS and beat.step
-    place = f" in {PARTS[beat.phase]} of step {beat.step}" if at_step else f" {describe(beat)}"
-    ddp, optim = config.ddp, config.optim
-    of_the_wire = {"a smaller ddp.bucket_cap_mb sends fewer gradients at once": True}
-    shardable = world_size > 1 and not ddp.shard_optimizer and optim.name in SHARDABLE
-    of_the_states = {
-        "ddp.shard_optimizer=true divides masters and optimizer states among the ranks": shardable,
-        f"optim=sgd has fewer states than {optim.name}": optim.name != "sgd",
-        "ema.decay=null saves 4 bytes per parameter": config.ema.decay is not None,
-    }
-    if beat.phase == "wire":
-        changes = of_the_wire | {MORE_ROOM: True}
-    elif beat.phase == "update":
-        changes = of_the_states | {MORE_ROOM: True}
-    elif beat.phase in BUILDING:
-        changes = of_the_states | {"choose a smaller model": True}
-    else:
-        return place, TO_LOWER
-    return place, f"What helps: {'; '.join(text for text, helps in changes.items() if helps)}."
-
 
 log = logging.getLogger("launcher")
 
@@ -88,7 +55,7 @@ def explain_and_report(
     log_traceback(launch.rank, error)
     run_dir = Path(config.run.dir)
     logs = logs_of_failure(run_dir, launch.rank, launch.world_size)
-    failure = to_launcher_error(error, launch, logs, oom_context(heartbeat.latest, config, launch.world_size))
+    failure = to_launcher_error(error, launch, logs, describe(heartbeat.latest))
     steps = max(telemetry.step, heartbeat.steps_done)  # events come every few steps only
     told: BaseException = failure or error
     if launch.rank == 0 and records is not None and is_secondary(error):
@@ -98,17 +65,15 @@ def explain_and_report(
     return failure
 
 
-def to_launcher_error(
-    error: BaseException, launch: LaunchEnv, logs: str, oom_context: tuple[str, str]
-) -> LauncherError | None:
+def to_launcher_error(error: BaseException, launch: LaunchEnv, logs: str, place: str) -> LauncherError | None:
     """The error for users, caused by `error`; None where it is to be raised as it is.
 
-    `oom_context` is where the run is, and what to change if it lacks memory there. `logs` is the end of a
-    sentence: the log that the full traceback will be in, and those of other ranks.
+    `place` is where the run is, as part of a sentence. `logs` is the end of one: the log that the full
+    traceback will be in, and those of other ranks.
     """
     return (
         (ConfigError(str(error)) if isinstance(error, UnusableError) else None)
-        or to_resource_error(error, f"rank {launch.rank}", *oom_context)
+        or to_resource_error(error, f"rank {launch.rank}", f" {place}")
         or nccl.failure_of_nccl(error, launch.rank)
         # In a recipe's line that no guard covers, such as in a backward pass.
         or (recipe_failure(error, "code of the recipe", logs) if user_location(error) else None)
