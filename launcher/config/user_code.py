@@ -14,7 +14,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from traceback import FrameSummary, StackSummary, TracebackException, walk_tb
-from types import CodeType, FrameType
+from types import CodeType
 
 from launcher.config.groups import PACKAGE, recipes_dir
 from launcher.errors import visible
@@ -37,17 +37,6 @@ def user_location(error: BaseException) -> str:
 def innermost(error: BaseException) -> str:
     """`file:line, in function` of the line that raised, whoever's it is; empty without a traceback."""
     return next((place for _, place in _innermost_first(error)), "")
-
-
-def calling_line() -> tuple[str, int] | None:
-    """File and number of the innermost line of the user's that is being executed; None without one."""
-    frame: FrameType | None = sys._getframe(1)
-    # The outermost frame is a script such as torchrun, or pytest.
-    while frame is not None and frame.f_back is not None:
-        if is_user_code(frame.f_code):
-            return frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
-    return None
 
 
 def place_of_thread(thread: int) -> str:
