@@ -134,8 +134,6 @@ class RunExtras:
     data: Mapping[str, str] = field(default_factory=dict)  # the fingerprint of the data
     settings: Mapping[str, str] = field(default_factory=dict)  # by dotted key, what the run learns from
     stream: Sequence[str] | None = None  # by rank: where it stands in a stream; None without one
-    total_steps: int | None = None  # of the run, which its schedule is for
-    learning_rate: float | None = None  # of the schedule at the last applied step
 
 
 @dataclass(frozen=True)

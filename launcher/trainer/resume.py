@@ -5,9 +5,7 @@ Owns the choice of the start, its report, and the copy of everything in a run's 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 
 from launcher.checkpoint.async_writer import SaveResult
@@ -28,13 +26,11 @@ from launcher.errors import ConfigError, listed
 from launcher.run_dir.differences import changed_settings, settings_of
 from launcher.run_dir.discarding import resume_after
 from launcher.telemetry.events import RestartEvent
-from launcher.trainer.builders import build
 from launcher.trainer.builders.data_check import check_same_data_as_checkpoint
 from launcher.trainer.context import TrainContext
 from launcher.trainer.progress import Position, ResumePoint
 
 SHOWN = 8  # settings that have changed
-SAME_RATE = 0.1  # relative: a schedule changes by less from one step to the next
 
 
 class RunCheckpoints:
@@ -104,7 +100,6 @@ class RunCheckpoints:
         if others := changed_settings(saved.extra.settings, self._settings):
             text = listed(others, SHOWN, "; ")
             telemetry.warn(f"resumed with other settings than the checkpoint's: {text}")
-        self._warn_of_another_rate(saved.extra, start.step)
         telemetry.truncate_after(start.step, evaluates_again=start.evaluation_pending)
         telemetry.emit(
             RestartEvent(start.step, path=str(path), attempt=launch.restart_count, micro_batch=launch.halved)
@@ -115,32 +110,6 @@ class RunCheckpoints:
             telemetry.decision("ema", text)
         if self.scale is not None and not self.scale.restored:
             telemetry.decision("loss scale", self.scale.reason)
-
-    def _warn_of_another_rate(self, saved: RunExtras, step: int) -> None:
-        """Warn where the schedule of a longer or shorter run jumps to another learning rate."""
-        total, config = self._context.length.total_steps, self._context.config
-        if saved.total_steps in (None, total) or saved.learning_rate is None or step == total:
-            return
-        rate, before = self._rates[min(self._applied, total - 1)], saved.learning_rate
-        if math.isclose(rate, before, rel_tol=SAME_RATE):
-            return
-        optim_lr = before * config.optim.lr / build.peak_lr(config)
-        keep = f"schedule=constant schedule.warmup_fraction=0 optim.lr={optim_lr:.3g}"
-        if self._context.recipe.schedule is not None:
-            keep = f"have the recipe's schedule return {before / build.peak_lr(config):.3g}"
-        self._context.telemetry.warn(
-            f"the schedule was for {saved.total_steps} steps and is for {total} now: the learning rate "
-            f"was {before:.3g} in the last step, and is {rate:.3g} in step {step + 1}. "
-            f"To keep the old one: {keep}"
-        )
-
-    @cached_property
-    def _rates(self) -> list[float]:
-        return build.lr_table(self._context.config, self._context.recipe, self._context.length.total_steps)
-
-    @property
-    def _applied(self) -> int:
-        return self._context.stepper.counters()["applied_steps"]
 
     @property
     def resumed(self) -> bool:
@@ -158,7 +127,5 @@ class RunCheckpoints:
             data=self._context.data_fingerprint,
             settings=self._settings,
             stream=all_gather_str(self._context.env, place) if place else None,
-            total_steps=self._context.length.total_steps,
-            learning_rate=self._rates[min(max(0, self._applied - 1), len(self._rates) - 1)],
         )
         return self.checkpointer.save(progress, metric, extra)
