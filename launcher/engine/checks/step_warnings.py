@@ -34,7 +34,8 @@ OURS = ("launcher.engine", "torch.utils._contextlib")  # the latter calls what t
 def caller() -> tuple[FrameType, int]:
     """The frame outside of the engine that called it, and its `stacklevel` for who calls this."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith(OURS):
+    # Code that exec() runs may have no __name__.
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(OURS):
         frame, level = frame.f_back, level + 1
     return frame, level
 
