@@ -5,6 +5,18 @@
 Runs its parts one after another, each as a process with a time limit, for at most --minutes in total. Prints
 each failure as it comes and one table, failures first, and writes one JSON file, also when it is interrupted.
 --wheels installs packages without network. --dry-run runs the same parts on a CPU with tiny sizes.
+
+    H3, H2      time per step over torch's AMP: ResNet-18 with 32 pixels, ResNet-50 with 224
+    H5          the AdamW update of BERT-large over torch's fused AdamW and over a copy
+    H8          peak memory of ResNet-50 over torch's AMP
+    kernels, launcher, restart, wires: versions; a run and its resume; a restart; each kind of wire
+    tests/gpu, launches: the tests; kernels and synchronisations per step
+    H6          time per step over Accelerate and Lightning Fabric
+    H1, H4      ResNet-50 and BERT-base in fp16 over TF32; one also over fp32, the other over torch's AMP
+    H9          share of the speed of a large matrix product that ResNet-50 and GPT reach
+    H10         accuracy and time on CIFAR-10 (--cifar10 DIR), fp16 over fp32
+
+Batches are smaller on a GPU with 16 GB.
 """
 
 from __future__ import annotations
