@@ -26,6 +26,8 @@ KEYS: Mapping[str, str] = {  # the override here, and the keys elsewhere; {value
     "train.eval_every_steps={value}": "eval_interval eval_steps val_check_interval",
     "train.log_every_steps={value}": "log_interval logging_steps log_every_n_steps log_every",
     "train.compile={value}": "compile torch_compile torchcompile",
+    "train.activation_checkpointing={value}": "gradient_checkpointing grad_checkpointing "
+    "activation_checkpointing",
     "train.label_smoothing={value}": "label_smoothing smoothing label_smoothing_factor",
     "checkpoint.every_steps={value}": "save_steps save_interval every_n_train_steps checkpoint_interval",
     "checkpoint.keep={value}": "save_total_limit save_top_k total_limit",

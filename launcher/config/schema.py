@@ -97,6 +97,7 @@ class TrainConfig:
     log_every_steps: Count
     on_oom: Literal["halve", "stop"]
     compile: bool | Literal["blocks"]
+    activation_checkpointing: bool
     channels_last: Auto | bool
     label_smoothing: Share
     deterministic: bool

@@ -125,6 +125,11 @@ RELATIONS: Mapping[tuple[str, ...], tuple[Callable[..., bool], str]] = {
         lambda sync_bn, compiles: sync_bn and compiles,
         "model.sync_bn={}: excludes train.compile={}, because its collectives cannot be compiled.",
     ),
+    ("train.activation_checkpointing", "train.compile"): (
+        lambda recomputes, compiles: recomputes and compiles,
+        "train.activation_checkpointing={}: excludes train.compile={}, whose graphs decide themselves "
+        "what they recompute.",
+    ),
     ("model.sync_bn", "data.micro_batch_size"): (
         lambda sync_bn, micro: sync_bn and micro == "auto",
         "model.sync_bn={}: excludes data.micro_batch_size={}, because a rank that runs out of memory in a "

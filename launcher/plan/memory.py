@@ -109,7 +109,8 @@ class PlannedRank:
             with self._forward(of_gpu), tracker.without_values():
                 found = loss_of(self.recipe.loss, self.model, batch)
             activations = max(activations, self._now() - held)
-            stepper.backward(found.sum, found.count)
+            with self._forward(of_gpu):  # in which blocks are recomputed, with train.activation_checkpointing
+                stepper.backward(found.sum, found.count)
             del found
         states = stepper.bytes_by_kind()["states"]
         peak = tracker.peak[self.device] - held
@@ -161,8 +162,8 @@ def rank_on(device: torch.device, task: PlannedTask, counting: bool = True) -> I
         if counting:
             contexts.enter_context(tracker)
         if device == META:
-            # It has no autocast: Rank._forward replaces the emulation where it stands for a GPU.
-            precision = replace(task.config.precision, emulate=True)
+            # It has no autocast: PlannedRank._forward stands for arithmetic and emulation.
+            precision = replace(task.config.precision, emulate=False)
             task = replace(task, config=replace(task.config, precision=precision))
             contexts.enter_context(OnMeta())
         env = WorkerEnv(plan.rank, plan.world_size, 0, plan.world_size, device, group)

@@ -50,6 +50,7 @@ IGNORED_KEYS = (
     "train.log_every_steps",
     "train.on_oom",
     "train.compile",
+    "train.activation_checkpointing",
     "train.channels_last",
     "train.deterministic",
     "data.micro_batch_size",

@@ -14,6 +14,7 @@ from launcher.errors import ConfigError
 SAMPLES = {"schedule": "cosine", "optim": "adamw", "tracker": "none", "schedule.warmup_fraction": "0.1"}
 SAMPLES |= {
     "train.compile": "true",
+    "train.activation_checkpointing": "true",
     "train.label_smoothing": "0.1",
     "checkpoint.resume": "true",
     "run.dir": "x",

@@ -102,6 +102,11 @@ def test_a_choice_has_no_key_that_the_schema_lacks() -> None:
         ({"train__compile": "block"}, "train.compile", ""),
         ({"model__sync_bn": True, "train__compile": True}, "model.sync_bn", "excludes train.compile=true"),
         (
+            {"train__activation_checkpointing": True, "train__compile": True},
+            "train.activation_checkpointing",
+            "excludes train.compile=true",
+        ),
+        (
             {"model__sync_bn": True, "train__compile": "blocks"},
             "model.sync_bn",
             "excludes train.compile=blocks, because its",

@@ -57,7 +57,8 @@ def allocated_bytes(config: Config) -> int:
     return held + max(accumulate(event.nbytes() for event in events))
 
 
-TEN = [
+RECOMPUTING = "train.activation_checkpointing=true"
+RECIPES = [
     ("recipe=resnet18",),
     ("recipe=resnet18", "data.batch_size=16", "precision=amp_fp16", *SMALL),
     ("recipe=resnet18", "optim=adamw", "precision=fp32"),
@@ -68,11 +69,14 @@ TEN = [
     (f"recipe={EXAMPLES}/recurrent.py", "optim=adamw", "data.batch_size=32"),
     ("recipe=gpt", "data.path={text}"),
     ("recipe=bert", "data.path={pairs}"),
+    ("recipe=gpt", "data.path={text}", RECOMPUTING),
+    ("recipe=bert", "data.path={pairs}", RECOMPUTING),
+    ("recipe=resnet50", "data.batch_size=8", RECOMPUTING, *SMALL),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", TEN, ids=lambda words: " ".join(words).replace(f"{EXAMPLES}/", ""))
+@pytest.mark.parametrize("words", RECIPES, ids=lambda words: " ".join(words).replace(f"{EXAMPLES}/", ""))
 def test_predicted_bytes_are_those_of_the_allocator_in_a_real_step_within_five_percent(
     words, tmp_path
 ) -> None:
@@ -97,6 +101,18 @@ def test_weights_masters_gradients_and_states_are_as_large_as_the_policy_says() 
         gpu = rank.step(task.plan.largest_micro_batch, of_gpu=True)
         cpu = rank.step(task.plan.largest_micro_batch, of_gpu=False)
         assert 0 < gpu.activations < cpu.activations  # a CPU widens halves to compute with them
+
+
+@pytest.mark.parametrize("of_gpu", [False, True])
+def test_recomputed_activations_are_not_kept(of_gpu: bool) -> None:
+    kept = []
+    for words in ((), (RECOMPUTING,)):
+        config = composed("recipe=resnet18", "data.batch_size=16", *SMALL, *words)
+        task = PlannedTask.of(config, 2)
+        with rank_on(META, task) as rank:
+            kept.append(rank.step(task.plan.largest_micro_batch, of_gpu))
+    assert kept[1].activations < kept[0].activations / 2
+    assert kept[1].passes < kept[0].passes
 
 
 @pytest.mark.slow

@@ -186,7 +186,14 @@ def test_settings_without_a_part_in_training_leave_a_finished_run_done(tmp_path)
     (tmp_path / "mine" / "config.yaml").write_text(
         tree.replace("  micro_batch_size: null", "  micro_batch_size: 4")
     )
-    fewer = replace(config.train, epochs=1, log_every_steps=3, compile=True, eval_every_steps=7)
+    fewer = replace(
+        config.train,
+        epochs=1,
+        log_every_steps=3,
+        compile=True,
+        activation_checkpointing=True,
+        eval_every_steps=7,
+    )
     data, launch = replace(config.data, num_workers=7), replace(config.launch, nproc=2, log_level="debug")
     with open_run_dir(replace(config, train=fewer, data=data, launch=launch), []) as own:
         assert "the run is done, after 20 steps" in own.finished

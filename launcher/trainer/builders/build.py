@@ -32,6 +32,7 @@ from launcher.errors import ConfigError
 from launcher.recipe.contract import Recipe
 from launcher.recipe.registry import look_up, registry_of
 from launcher.trainer.builders import compilation, lr_schedule, parameter_groups
+from launcher.trainer.builders.activation_checkpointing import checkpoint_activations
 from launcher.trainer.builders.sync_batchnorm import synchronised
 
 GRADIENT_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -45,9 +46,11 @@ def build_model(config: Config, recipe: Recipe, env: WorkerEnv, plan: BatchPlan)
     if config.train.compile == BLOCKS:
         compilation.repeated_blocks(built)  # raises before training if there are none
     model = built.to(env.device)
-    if not config.model.sync_bn or env.group is None:
-        return model
-    return synchronised(model, env, plan)
+    if config.model.sync_bn and env.group is not None:
+        model = synchronised(model, env, plan)
+    if config.train.activation_checkpointing:
+        checkpoint_activations(model)
+    return model
 
 
 def build_optimizer(optim: OptimConfig, recipes: str | None) -> SGD | AdamW | TorchOptimizer:

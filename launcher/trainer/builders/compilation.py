@@ -6,7 +6,7 @@ Owns the search for blocks. Evaluations and the search for a failure's cause alw
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -40,20 +40,18 @@ def compiled(how: str | bool, model: nn.Module, stepper: Stepper) -> nn.Module:
 
 def kinds_of_blocks(model: nn.Module) -> str:
     """How many blocks of which classes are compiled, in words. Raises ConfigError as `repeated_blocks`."""
-    counts = Counter(type(block).__name__ for block in repeated_blocks(model))
+    return counted_kinds(repeated_blocks(model))
+
+
+def counted_kinds(blocks: Sequence[nn.Module]) -> str:
+    """`4 x Block, 2 x Stage` of modules."""
+    counts = Counter(type(block).__name__ for block in blocks)
     return ", ".join(f"{count} x {kind}" for kind, count in counts.items())
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules that train.compile=blocks compiles: the outermost that repeat, as registered.
-
-    They are entries of an nn.ModuleList or nn.Sequential, have children, and share their class with another
-    one. A plain nn.Sequential is one only if its children have none. Raises ConfigError if there are none.
-    """
-    entries = set(_entries(model))
-    counts = Counter(map(type, entries))
-    repeated = {entry for entry in entries if counts[type(entry)] > 1}
-    blocks = list(dict.fromkeys(_outermost(model, repeated)))
+    """The modules that train.compile=blocks compiles. Raises ConfigError if there are none."""
+    blocks = find_repeated_blocks(model)
     if not blocks:
         raise ConfigError(
             f"train.compile={BLOCKS}: the model {type(model).__name__} has no repeated blocks. They are two "
@@ -61,6 +59,18 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             "train.compile=true, which compiles the whole model."
         )
     return blocks
+
+
+def find_repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules that repeat, as registered.
+
+    They are entries of an nn.ModuleList or nn.Sequential, have children, and share their class with another
+    one. A plain nn.Sequential is one only if its children have none.
+    """
+    entries = set(_entries(model))
+    counts = Counter(map(type, entries))
+    repeated = {entry for entry in entries if counts[type(entry)] > 1}
+    return list(dict.fromkeys(_outermost(model, repeated)))
 
 
 def _entries(model: nn.Module) -> Iterator[nn.Module]:

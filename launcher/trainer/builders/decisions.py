@@ -26,6 +26,7 @@ from launcher.engine.optim.muon import hidden_matrices
 from launcher.errors import counted, listed
 from launcher.recipe.contract import Recipe
 from launcher.trainer.builders import build, compilation, parameter_groups
+from launcher.trainer.builders.activation_checkpointing import checkpointed_blocks
 
 SHOWN = 8  # classes
 # Data that needs no file, by `data.name`: nobody should take it for a benchmark, or for data of their own.
@@ -68,6 +69,9 @@ def decisions(
         yield "wire", text
     if env.device.type == "cpu" and (threads := user_omp_threads()):
         yield "threads", f"{threads} per rank, as OMP_NUM_THREADS says"
+    if config.train.activation_checkpointing:
+        blocks = compilation.counted_kinds(checkpointed_blocks(stepper.model))
+        yield "activation checkpointing", f"recomputed in the backward pass: {blocks}"
     if config.train.compile == BLOCKS:
         shared = "blocks of one class and shape share a graph"
         rest = "The rest of the model and all evaluations run uncompiled"

@@ -1,0 +1,73 @@
+"""Blocks that recompute their activations in the backward pass instead of keeping them.
+
+Owns which modules these are, and what must not happen twice: an update of running statistics. Dropout draws
+the same numbers in both passes, because torch.utils.checkpoint restores its generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from launcher.errors import ConfigError
+from launcher.trainer.builders import compilation
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Have the blocks of the model recompute their activations. Raises ConfigError as `checkpointed_blocks`.
+
+    Names of modules and weights stay as they are. Passes without gradients, and copies of the model, keep no
+    activations and recompute nothing.
+    """
+    for block in checkpointed_blocks(model):
+        # Where torch's Module.compile() puts its call, and for the same reason: the hooks of the block run
+        # within it, so that a block of precision.fp32_modules is recomputed in fp32, too.
+        block._compiled_call_impl = partial(_call, block)
+
+
+def checkpointed_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of the model; of a model without any, its children that have children.
+
+    Raises ConfigError if there are neither: a layer alone keeps little but its input, which stays.
+    """
+    blocks = compilation.find_repeated_blocks(model)
+    lists = (nn.ModuleList, nn.ModuleDict)
+    blocks = blocks or [
+        each for each in model.children() if list(each.children()) and not isinstance(each, lists)
+    ]
+    if not blocks:
+        raise ConfigError(
+            f"train.activation_checkpointing=true: the model {type(model).__name__} has neither repeated "
+            "blocks nor children with modules of their own, and to recompute single layers saves no memory. "
+            "Use train.activation_checkpointing=false, or a smaller data.micro_batch_size."
+        )
+    return blocks
+
+
+def _call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    call: Callable[..., Any] = block._call_impl
+    if not torch.is_grad_enabled():
+        return call(*args, **kwargs)
+    return checkpoint(call, *args, use_reentrant=False, context_fn=partial(_contexts, block), **kwargs)
+
+
+def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Those of the forward pass and of its repetition."""
+    return nullcontext(), _buffers_kept(block)
+
+
+@contextmanager
+def _buffers_kept(block: nn.Module) -> Iterator[None]:
+    """Restore the block's buffers on exit: BatchNorm has counted these samples already."""
+    before = [(buffer, buffer.clone()) for buffer in block.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.data.copy_(value)  # .data: the graph of the pass refers to them, and only the values stay
