@@ -12,13 +12,14 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from launcher.config.schema import Config
-from launcher.errors import ConfigError, StorageError, counted, listed
-from launcher.run_dir.atomic import read_json
+from launcher.errors import ConfigError, counted, listed
+from launcher.run_dir.atomic import failing_as_storage_error, read_json
 from launcher.run_dir.codec import decoded
-from launcher.run_dir.differences import another_run, other_training
+from launcher.run_dir.differences import IDENTITY, differences
 from launcher.run_dir.discarding import (
     DISCARDED,
     NEVER,
@@ -39,7 +40,6 @@ from launcher.run_dir.result import Result
 from launcher.run_dir.status import FILE_NAME, state_since
 
 DEFAULT_ROOT = Path("outputs")
-NAME_ATTEMPTS = 20  # 4 hex digits collide only where hundreds of runs start within one second
 SHOWN = 8  # settings that differ
 TO_BEGIN_ANEW = (
     "To start from the beginning there: the same command with checkpoint.resume=never, which sets the "
@@ -64,7 +64,11 @@ def open_run_dir(config: Config, overrides: Sequence[str]) -> Iterator[OpenRunDi
     written.
     """
     with _writing(config):
-        directory = _made(Path(config.run.dir)) if config.run.dir else _new_default(config.recipe.name)
+        if config.run.dir:
+            directory = Path(os.path.expanduser(config.run.dir)).absolute()
+            directory.mkdir(parents=True, exist_ok=True)
+        else:
+            directory = new_directory(DEFAULT_ROOT.absolute() / config.recipe.name)
         resolved = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(directory)))
         restarted = is_restart(os.environ)
         resume = resume_after(config.checkpoint.resume, directory, restarted)
@@ -83,30 +87,13 @@ def open_run_dir(config: Config, overrides: Sequence[str]) -> Iterator[OpenRunDi
         yield OpenRunDir(resolved, finished)
 
 
-@contextlib.contextmanager
-def _writing(config: Config) -> Iterator[None]:
+def _writing(config: Config) -> AbstractContextManager[None]:
     """Raise a StorageError in place of an OSError."""
-    try:
-        yield
-    except OSError as error:
-        place = config.run.dir or DEFAULT_ROOT / config.recipe.name
-        raise StorageError(
-            f"The run's files cannot be written to {Path(place).absolute()}: {error.strerror or error}"
-            f"{f' ({error.filename})' if error.filename else ''}. "
-            "Choose a writable place with run.dir=DIR, or make room there."
-        ) from error
-
-
-def _made(directory: Path) -> Path:
-    """Make the directory if needed and return its absolute path."""
-    directory = Path(os.path.expanduser(directory)).absolute()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise ConfigError(
-            f"run.dir={directory} is a file; it must be a directory. Choose another name."
-        ) from None
-    return directory
+    place = Path(config.run.dir or DEFAULT_ROOT / config.recipe.name).absolute()
+    return failing_as_storage_error(
+        f"The run's files cannot be written to {place}",
+        "Choose a writable place with run.dir=DIR, or make room there.",
+    )
 
 
 def refuse_foreign(directory: Path) -> None:
@@ -128,14 +115,15 @@ def _finished(config: Config, directory: Path) -> str:
     Raises ConfigError for another run, and for one that is done and was trained with other settings: this
     command would leave it as it is. One in which nothing has been trained is none to protect.
     """
-    differences = another_run(config, directory)  # first: it refuses files that no run has written
+    others = differences(config, directory)  # first: it refuses files that no run has written
     if config.checkpoint.resume == NEVER or not _has_trained(directory):
         (directory / RESULT).unlink(missing_ok=True)  # of the run that this one replaces
         return ""
-    if differences:
+    differing = listed([*others.values()], SHOWN, "; ")
+    if others.keys() & set(IDENTITY):
         raise ConfigError(
-            f"run.dir={directory} holds another run: {listed(differences, SHOWN, '; ')}. Give the overrides "
-            f"that it was started with (its overrides.txt), or choose another directory. {TO_BEGIN_ANEW}"
+            f"run.dir={directory} holds another run: {differing}. Give the overrides that it was "
+            f"started with (its overrides.txt), or choose another directory. {TO_BEGIN_ANEW}"
         )
     if discards_steps(config.checkpoint.resume, directory):
         return ""  # resumes from an earlier checkpoint of the same run
@@ -155,11 +143,11 @@ def _finished(config: Config, directory: Path) -> str:
     metric = "" if result.metric is None else f": {result.metric_name} {result.metric}"
     limits = config.train.max_steps is not None and config.train.max_steps <= steps
     key = "early_stopping.patience" if early else "train.max_steps" if limits else "train.epochs"
-    if others := other_training(config, directory):
+    if others:
         raise ConfigError(
             f"run.dir={directory} holds a run that is done, after {counted(steps, 'step')}{metric}, and was "
-            f"trained with other settings: {listed(others, SHOWN, '; ')}. To train with those of this "
-            "command, choose another directory, or leave run.dir out for a new one. To train that run "
+            f"trained with other settings: {differing}. To train with those of this command, choose "
+            "another directory, or leave run.dir out for a new one. To train that run "
             f"longer with them, raise {key}. {TO_BEGIN_ANEW}"
         )
     done = (
@@ -187,14 +175,11 @@ def _was_cut_short(directory: Path, steps: int) -> bool:
     return state_since(directory / FILE_NAME, 0) == "running" and last.is_dir()
 
 
-def _new_default(recipe: str) -> Path:
-    root = DEFAULT_ROOT.absolute() / recipe
+def new_directory(root: Path) -> Path:
+    """Make a directory in `root` that is named after the time, and by chance. Raises OSError."""
     root.mkdir(parents=True, exist_ok=True)
-    for _ in range(NAME_ATTEMPTS):
+    while True:
         directory = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(FileExistsError):  # of another process, which has just taken it
             directory.mkdir()
             return directory
-    raise StorageError(
-        f"{NAME_ATTEMPTS} random names in a row are taken in {root}. Give one with run.dir=DIR."
-    )

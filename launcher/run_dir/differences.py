@@ -68,27 +68,21 @@ IGNORED_KEYS = (
 )
 
 
-def another_run(config: Config, directory: Path) -> list[str]:
-    """What makes the run in `directory` another one than that of `config`; empty for the same run.
+def differences(config: Config, directory: Path) -> dict[str, str]:
+    """Keys by which the run in `directory` differs from one of `config`, each with both values in a text.
 
-    Keys of IDENTITY with both values, then all others by which it has been trained otherwise, so that one
-    error names everything. Raises ConfigError for files that have the names of a run's files but other
-    content.
+    Keys of IDENTITY come first; with one of them it is another run, and by the others it was trained
+    otherwise. A key that one of them lacks, and that is off in the other, is that of another version of the
+    launcher. Raises ConfigError for files that have the names of a run's files but other content.
     """
     there, here = _settings(config, directory)
-    found = [_shown(key, there[key], here[key]) for key in IDENTITY if there[key] != here[key]]
-    return list(dict.fromkeys([*found, *other_training(config, directory)])) if found else []
-
-
-def other_training(config: Config, directory: Path) -> list[str]:
-    """Keys by which the run in `directory` has been trained otherwise than `config` says, with both values.
-
-    A key that one of them lacks, and that is off in the other, is that of another version of the launcher.
-    """
-    there, here = _settings(config, directory)
-    keys = [key for key in dict.fromkeys((*there, *here)) if _affects_training(key)]
-    pairs = [(key, there.get(key), here.get(key)) for key in keys]
-    return [_shown(key, old, new) for key, old, new in pairs if old != new and (old or new)]
+    keys = [*IDENTITY, *(key for key in (*there, *here) if _affects_training(key))]
+    pairs = {key: (there.get(key), here.get(key)) for key in keys}
+    return {
+        key: f"{key} is {to_override(old)} there and {to_override(new)} here"
+        for key, (old, new) in pairs.items()
+        if old != new and (old or new)
+    }
 
 
 def settings_of(config: Config) -> dict[str, str]:
@@ -109,10 +103,6 @@ def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[
 
 def _affects_training(key: str) -> bool:
     return key.partition(".")[0] in TRAINING_SECTIONS and not any(fnmatch(key, each) for each in IGNORED_KEYS)
-
-
-def _shown(key: str, there: object, here: object) -> str:
-    return f"{key} is {to_override(there)} there and {to_override(here)} here"
 
 
 def _settings(config: Config, directory: Path) -> tuple[dict[str, object], dict[str, object]]:

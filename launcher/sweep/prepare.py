@@ -9,10 +9,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import secrets
 import shlex
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -24,9 +22,10 @@ from launcher.config.overrides import SWEEP_DIRECTORY as DIRECTORY
 from launcher.config.resolve import GRID, space_of
 from launcher.config.schema import Config
 from launcher.config.search_space import Space
-from launcher.errors import ConfigError, StorageError
+from launcher.errors import ConfigError
 from launcher.os.terminal import say
 from launcher.run_dir.atomic import clear_away, failing_as_storage_error
+from launcher.run_dir.claim import new_directory
 from launcher.run_dir.lock import locked
 from launcher.run_dir.records import JOB, SWEEP, as_typed_config
 from launcher.sweep.state import SweepJob, SweepState, recover, refuse_changes, refuse_foreign, write_job
@@ -171,11 +170,9 @@ def directory_of(request: Request, configs: Sequence[Config]) -> Path:
     if given is not None:
         path = str(interpolated(DIRECTORY, given, as_typed_config(configs[0])))
         return made(Path(os.path.expanduser(path)).absolute())
-    root = made(root_of(configs).absolute())
-    while True:
-        directory = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        with suppress(FileExistsError):  # of another sweep, which has just taken it
-            return made(directory, exist_ok=False)
+    root = root_of(configs).absolute()
+    with _writing(root):
+        return new_directory(root)
 
 
 def root_of(configs: Sequence[Config]) -> Path:
@@ -184,15 +181,10 @@ def root_of(configs: Sequence[Config]) -> Path:
     return ROOT / (recipes.pop() if len(recipes) == 1 else "several")
 
 
-def made(directory: Path, exist_ok: bool = True) -> Path:
-    """Create the directory and return it. Raises StorageError, and FileExistsError if that is not ok."""
-    try:
-        directory.mkdir(parents=True, exist_ok=exist_ok)
-    except OSError as error:
-        if isinstance(error, FileExistsError) and not exist_ok:
-            raise
-        problem = f"the sweep's directory {directory} cannot be made: {error.strerror}"
-        raise StorageError(f"{problem}. Choose a writable place with {DIRECTORY}=DIR.") from error
+def made(directory: Path) -> Path:
+    """Create the directory and return it. Raises StorageError."""
+    with _writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     return directory
 
 
