@@ -31,11 +31,11 @@ def plan(arguments: Arguments, leader: ConfigLeader) -> None:
     Example: {program} plan recipe=resnet50 data.path=photos
     """
     from launcher.commands.train import HYDRA_QUERY_FLAGS, request_of
-    from launcher.config.resolve import compose_jobs, with_experiment
+    from launcher.config.resolve import compose_jobs
 
     if flags := [flag for flag in HYDRA_QUERY_FLAGS if flag in arguments.flags]:
         raise ConfigError(f"plan {flags[0]}: is asked about a config, and plan about a run: leave plan out.")
-    request = with_experiment(request_of(arguments))
+    request = request_of(arguments)
     if request.multirun:
         raise ConfigError("plan -m: plan is about one run. Leave -m out, and give each key one value.")
     (config,) = compose_jobs(request)

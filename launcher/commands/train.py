@@ -15,11 +15,11 @@ import hydra
 
 from launcher.commands.arguments import Arguments
 from launcher.commands.run import report_failure, run_job
-from launcher.config.composition import HYDRA_VERSION, Request, check_files
+from launcher.config.composition import HYDRA_VERSION, Request
 from launcher.config.messages import nearest, suggestion
 from launcher.config.overrides import with_plain_constant
 from launcher.config.recipe_file import expanded as expanded_recipe
-from launcher.config.resolve import compose_jobs, with_experiment
+from launcher.config.resolve import compose_jobs
 from launcher.config.schema import Config
 from launcher.config.trees import paths_of
 from launcher.config.wandb_sweep import refuse_sweep, sweep_of_agent
@@ -46,21 +46,21 @@ def train(arguments: Arguments, leader: ConfigLeader, findings: Sequence[int] = 
         from launcher.sweep.prepare import continued
 
         request = continued(request)
-    configs = compose_jobs(expanded := with_experiment(request))
+    configs = compose_jobs(request)
     if any(flag in arguments.flags for flag in HYDRA_QUERY_FLAGS):
         refuse_unknown_part(arguments, configs[0])
         overrides = expanded_recipe(with_plain_constant(request.overrides))
         return run_hydra(request, [*arguments.hydra_flags(), request.search_path, *overrides])
     for config in configs:  # all jobs are checked before the first starts
         refuse_missing(config.tracker)
-        if leader.launch.has_external_launcher or not expanded.multirun:
+        if leader.launch.has_external_launcher or not request.multirun:
             refuse_small_batch(config, leader.launch)
-    if expanded.multirun:
+    if request.multirun:
         from launcher.commands.sweep import refuse_several_machines, run_sweep
 
         refuse_several_machines(configs)
         refuse_sweep(os.environ)
-        return run_sweep(expanded, configs, leader, findings)
+        return run_sweep(request, configs, leader, findings)
     (config,) = configs
     check_all_nodes_started(config.launch, leader.launch, os.environ)
     tracked = with_environment(of_agent(config, os.environ), request.overrides, os.environ)
@@ -91,7 +91,6 @@ def request_of(arguments: Arguments) -> Request:
 
 def run_hydra(request: Request, argv: Sequence[str]) -> int:
     """Let `hydra.main` answer these arguments. It may raise SystemExit."""
-    check_files()
     main = hydra.main(str(request.directories[0]), request.config_name, HYDRA_VERSION)
     answer = main(lambda composed: None)
     own, sys.argv = sys.argv, ["launcher", *argv]  # which Hydra reads

@@ -33,8 +33,7 @@ def group_choices(*directories: Path) -> dict[str, list[str]]:
     choices: dict[str, set[str]] = {}
     for directory in directories:
         for file in directory.glob("*/*.yaml"):
-            if file.is_file():  # not a pipe or a broken link
-                choices.setdefault(file.parent.name, set()).add(file.stem)
+            choices.setdefault(file.parent.name, set()).add(file.stem)
     return {group: sorted(names, key=natural_order) for group, names in sorted(choices.items())}
 
 
@@ -51,23 +50,20 @@ def choice_values(directories: Sequence[Path], group: str, name: str) -> dict[st
     ahead, names = [name], set[str]()
     while ahead:
         names.add(each := ahead.pop())
-        content = _content(directories, group, each)
+        content = _content(choice_file(directories, group, each))
         values = {**content, **values}
         if isinstance(bases := content.get("defaults"), list):
             ahead += [base for base in bases if base in known and base not in names]
     return values
 
 
-def _content(directories: Sequence[Path], group: str, name: str) -> dict[str, object]:
-    """The content of that file before composition. Raises ConfigError for invalid YAML."""
+def _content(file: Path) -> dict[str, object]:
+    """The content of a YAML file before composition. Raises ConfigError for invalid YAML."""
     import yaml
 
-    from launcher.config.files import checked_text
-
-    file = choice_file(directories, group, name)
     try:
-        values = yaml.safe_load(checked_text(file))
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     return values if isinstance(values, dict) else {}
 
@@ -79,8 +75,6 @@ def natural_order(name: str) -> list[tuple[int, str]]:
 
 def description(file: Path) -> str:
     """The comment at the top of a recipe's YAML."""
-    from launcher.config.files import checked_text
-
-    lines = [line for line in checked_text(file).splitlines() if "@package" not in line]
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if "@package" not in line]
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return " ".join(line.lstrip("# ") for line in comment)

@@ -1,7 +1,8 @@
 """What a user may override on the command line.
 
 Owns the checks of single overrides against the known groups and keys before Hydra composes anything, and
-their error messages. Refuses overrides that name code, call resolvers or add and delete keys.
+their error messages. Refuses overrides that name code, call resolvers or add and delete keys. The only
+resolver is `${oc.env:NAME}` or `${oc.env:NAME,default}`, for variables that are not named like credentials.
 """
 
 from __future__ import annotations
@@ -12,50 +13,41 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override, ValueType
 
-from launcher.config.environment_values import CALL, resolver_problem
 from launcher.config.messages import nearest, shortened, show, suggestion
 from launcher.config.other_programs import PRECISIONS
 from launcher.config.search_space import count_of, interval_problem
 from launcher.config.trees import nested_keys, texts
 
-MAX_LENGTH = 4096  # characters of one override; Hydra parses about 10,000 per second
-MAX_TOTAL = 32_768  # of all: about three seconds of parsing
 OWN_RECIPE = " A recipe of your own is chosen by its file: recipe={name}.py"
 UNSUPPORTED = {  # the engine's own reasons; importing them would need torch
     "optim=lbfgs": "it evaluates the loss several times per step, and a step here is one reduced gradient",
     "optim=sparse_adam": "it takes sparse gradients, and gradients travel in dense buckets",
 }
+CALL = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*(,[^{}$]*)?\}")
+OTHER_CALL = re.compile(r"\$\{\s*[\w.]+\s*:")
+CREDENTIAL = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 CODE_KEYS = frozenset({"_target_", "_args_", "_partial_", "_recursive_", "_convert_"})
 KnownKeys = Callable[[], Collection[str]]  # called only when needed: a composition takes time
 HYDRA_REPLACEMENTS = {  # settings known from Hydra, and their replacement here
     "hydra.run.dir": "The directory of a run is run.dir=DIR.",
-    "hydra.output_subdir": "The files of a run are in run.dir=DIR.",
-    "hydra.runtime.output_dir": "The directory of a run is run.dir=DIR.",
     "hydra.job.name": "A run is named after its directory, run.dir=DIR; in wandb, tracker.run_name=NAME.",
-    "hydra.job.chdir": "A run keeps the working directory; its files are in run.dir=DIR.",
-    "hydra.sweep.subdir": "The folder of a job is named by its number and the values that are swept.",
     "hydra.searchpath": "The folder with config files of your own is --config-dir DIR.",
-    "hydra.verbose": "The logs of a run are in logs/ of run.dir.",
-    "hydra/launcher": "It waits for a whole batch of jobs and gives none devices of its own. Jobs run side "
-    "by side by themselves: sweep.parallel=N in place of joblib and submitit_local, sweep.launcher=slurm in "
-    "place of submitit_slurm.",
-    "hydra/sweeper": "It chooses jobs by batches and continues no sweep. A sweep runs all combinations of "
-    "the values listed: -m optim.lr=0.05,0.1. To search: sweep=random, or sweep=tpe in place of optuna.",
+    "hydra/launcher": "Jobs run side by side by themselves; on Slurm with sweep.launcher=slurm.",
+    "hydra/sweeper": "-m runs all combinations of the values listed. To search: sweep=random or sweep=tpe.",
 }
 MOST_JOBS = 2_000  # of a sweep: composed and checked in about ten seconds, and sweep.json stays below 2 MB
 WARMUP = "schedule.warmup_fraction"
 SWEEP_DIRECTORY = "hydra.sweep.dir"
 
 
-def size_problem(overrides: Sequence[str]) -> str | None:
-    """The problem of overrides that are too long to be parsed quickly; None without one."""
-    longest, total = max(overrides, key=len, default=""), sum(map(len, overrides))
-    if len(longest) <= MAX_LENGTH and total <= MAX_TOTAL:
-        return None
-    all_of_them = f"{len(overrides):,} overrides of {total:,} characters"
-    what = shortened(longest) if len(longest) > MAX_LENGTH else all_of_them
-    rule = f"an override has at most {MAX_LENGTH:,} characters, and all together {MAX_TOTAL:,}"
-    return f"{what}: {rule}. Put more into a YAML of your own (--config-dir DIR)."
+def resolver_problem(text: str) -> str | None:
+    """Why the text must not be resolved; None if it may be."""
+    if OTHER_CALL.search(CALL.sub("", text)):
+        return "configs cannot call resolvers (${name:...}), except ${oc.env:NAME}. Write the value."
+    for name, _ in CALL.findall(text):
+        if CREDENTIAL.search(name):
+            return f"{name} is named like a credential, which no config may hold. Choose another variable."
+    return None
 
 
 def with_plain_constant(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -122,26 +114,17 @@ def sweep_problem(override: Override, multirun: bool) -> str | None:
     if not multirun:
         return "several values need a sweep. Add -m, or write a list as key=[a,b]."
     if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
-        return "glob() stands for the names of a group that match it; none does."
+        return "a sweep lists its values, without glob(): key=a,b."
     if not (number := count_of(override)):
         return "has no values."
     if number > MOST_JOBS:
         return too_many_jobs(number)
-    if override.is_discrete_sweep() and (twice := repeated(value_of(override))):
-        advice = "Give each value once; seed=0,1 repeats all jobs with other random numbers."
-        return f"{show(twice[0])} is given twice, and the second job would repeat the first. {advice}"
     return interval_problem(override)
 
 
 def too_many_jobs(number: int) -> str:
     advice = "Give fewer values, or search: sweep=random or sweep=tpe with sweep.stop.max_trials=N."
     return f"{number:,} jobs: a sweep has at most {MOST_JOBS:,}. {advice}"
-
-
-def repeated(values: Sequence[object]) -> list[object]:
-    """The values that equal an earlier one; 0.1 and 0.10 are equal, 1 and true are not."""
-    written = [repr(value) for value in values]
-    return [value for number, value in enumerate(values) if written[number] in written[:number]]
 
 
 def choice_problem(group: str, choice: Any, choices: Sequence[str]) -> str | None:

@@ -1,14 +1,14 @@
-"""A recipe that is one file of Python: recipe=mine.py, or recipe=mine.py:name where the file has several.
+"""What files of recipes offer, as far as it is known before torch is imported: they are parsed, not executed.
 
-Owns what is known of such a file before torch is imported: the functions that it marks with @recipe, and
-their options, which are keys of the config. The file is parsed, not executed.
+Owns the functions that a file marks with @recipe, and their options, which are keys of the config; and the
+recipe that is one file: recipe=mine.py, or recipe=mine.py:name where the file has several.
 """
 
 from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,9 +34,13 @@ ANY = Rule("a value of YAML", lambda value: True)  # of a type that is none of t
 
 @dataclass(frozen=True)
 class RecipeFunction:
-    """A function under @recipe: its name, and the default and the rule of each option."""
+    """A function under @recipe: its name, and the default and the rule of each option.
+
+    `arguments` are the names of all options, also of those whose default is an expression; None: any name.
+    """
 
     name: str
+    arguments: frozenset[str] | None
     defaults: Mapping[str, object]
     rules: Mapping[str, Rule]
 
@@ -66,19 +70,27 @@ def recipe_of(choice: str) -> RecipeFunction:
     return functions[names.index(name)]
 
 
-def file_problem(choice: str) -> str | None:
-    """Why recipe=FILE cannot be composed; None if it can."""
-    try:
-        recipe_of(choice)
-    except ConfigError as error:
-        return str(error)
-    return None
+def offered(kind: str, files: Iterable[Path]) -> dict[str, RecipeFunction | None] | None:
+    """What these files offer under @recipe, @schedule and so on, by name, with the function of a recipe.
 
-
-def recipe_of_overrides(overrides: Sequence[str]) -> RecipeFunction:
-    """The function that these overrides choose by its file; one without options for any other recipe."""
-    choice = chosen_file(overrides)
-    return RecipeFunction("", {}, {}) if choice is None else recipe_of(choice)
+    None where that is known only once they run: a name is computed, or a file cannot be parsed.
+    """
+    found: dict[str, RecipeFunction | None] = {}
+    for file in files:
+        try:
+            tree = _parsed(file.read_bytes())
+        except (SyntaxError, ValueError, OSError):
+            return None
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                for name in _registered_names(node, kind):
+                    found[name] = _function(node, name) if isinstance(node, ast.FunctionDef) else None
+            elif isinstance(node, ast.Call) and _called(node.func) == kind:
+                for arg in node.args:
+                    if not isinstance(arg, ast.Constant):
+                        return None
+                    found.setdefault(str(arg.value), None)
+    return found
 
 
 def chosen_file(overrides: Sequence[str]) -> str | None:
@@ -127,7 +139,7 @@ def _functions(choice: str, path: Path) -> list[RecipeFunction]:
             f"recipe={choice}: {path}{line}: {type(error).__name__}: {first_line(error)}."
         ) from error
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    found = [_function(node, name) for node in functions for name in _registered_names(node)]
+    found = [_function(node, name) for node in functions for name in _registered_names(node, KEY)]
     if not found:
         first = next((node for node in functions if node.args.args[:1]), None)
         where = (
@@ -147,12 +159,16 @@ def _parsed(source: bytes) -> ast.Module:
     return ast.parse(source)
 
 
-def _registered_names(node: ast.FunctionDef) -> Iterator[str]:
-    """The names under which @recipe offers the function: one that is given, or that of the function."""
+def _registered_names(node: ast.FunctionDef | ast.ClassDef, kind: str) -> Iterator[str]:
+    """The names under which @kind offers the function: one that is given, or that of the function."""
     for decorator in node.decorator_list:
         what, args = (decorator.func, decorator.args) if isinstance(decorator, ast.Call) else (decorator, [])
-        if (what.attr if isinstance(what, ast.Attribute) else getattr(what, "id", "")) == KEY:
+        if _called(what) == kind:
             yield str(args[0].value) if args and isinstance(args[0], ast.Constant) else node.name
+
+
+def _called(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def _function(node: ast.FunctionDef, name: str) -> RecipeFunction:
@@ -177,7 +193,8 @@ def _function(node: ast.FunctionDef, name: str) -> RecipeFunction:
         except ValueError:
             continue  # an expression: it has its value in the function, and is no key of the config
         rules[argument.arg] = _rule(argument.annotation, defaults[argument.arg])
-    return RecipeFunction(name, defaults, rules)
+    names = frozenset(each.arg for each in (*positional[1:], *node.args.kwonlyargs))
+    return RecipeFunction(name, None if node.args.kwarg else names, defaults, rules)
 
 
 def _rule(annotation: ast.expr | None, default: object) -> Rule:

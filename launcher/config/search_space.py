@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hydra.core.override_parser.types import Override, QuotedString, ValueType
+from hydra.core.override_parser.types import Override
 
 DIGITS = 6  # of a value that is drawn: the name of its job stays short, and no result depends on the seventh
 
@@ -153,28 +152,13 @@ def interval_problem(override: Override) -> str | None:
     """The problem of a swept interval or of its tags; None without one."""
     swept: Any = override.value()
     tags: set[str] = getattr(swept, "tags", set())
-    if unknown := sorted(tags - {"log"}):
-        return f"the tag {unknown[0]} means nothing here. The only one is log: tag(log, interval(a,b))."
-    if override.value_type is ValueType.CHOICE_SWEEP and _has_quotes(swept.list):
-        return "Hydra's choice() loses quotes within a value. List the values without it: key=a,b"
-    if not override.is_interval_sweep():
-        return "only an interval can be tagged log: tag(log, interval(a,b))." if tags else None
-    low, high = swept.start, swept.end
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return "the ends of an interval are finite numbers."
-    if low == high:
-        return f"an interval has two ends. For one value: {override.get_key_element()}={low:g}"
-    if low > high:
-        return f"an interval goes from its lower end to its higher one: interval({high:g},{low:g})."
-    if tags and low <= 0:
+    if tags and not (tags == {"log"} and override.is_interval_sweep()):
+        return "the only tag is log, of an interval: tag(log, interval(a,b))."
+    if override.is_interval_sweep() and not -math.inf < swept.start < swept.end < math.inf:
+        return "an interval goes from its lower end to its higher one, both finite."
+    if tags and swept.start <= 0:
         return "a logarithm needs ends above 0. Raise the lower end, or leave out tag(log, ...)."
     return None
-
-
-def _has_quotes(values: Sequence[object]) -> bool:
-    """Whether a value has quotes within: a `QuotedString` is a text and what it was quoted with."""
-    texts = (value.text if isinstance(value, QuotedString) else value for value in values)
-    return any(isinstance(text, str) and re.search("['\"]", text) for text in texts)
 
 
 def count_of(override: Override) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 
 def leaves(
@@ -42,22 +41,6 @@ def replaced(
         else changes.get(f"{prefix}{key}", value)
         for key, value in values.items()
     }
-
-
-def merged(values: Mapping[str, Any], path: str, value: object) -> dict[str, object]:
-    """A copy with a value at a dotted path, whose section exists; a mapping changes keys of the one there.
-
-    A section that has become another value, as with `train=3`, is left as it is: the schema refuses it.
-    """
-    key, has_more, rest = path.partition(".")
-    there = values.get(key)
-    if has_more:
-        return {**values, key: merged(there, rest, value)} if isinstance(there, Mapping) else {**values}
-    if isinstance(value, Mapping) and isinstance(there, Mapping):
-        for inner, item in value.items():
-            there = merged(there, inner, item)
-        return {**values, key: there}
-    return {**values, key: value}
 
 
 def nested(value: object) -> Iterator[object]:

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from launcher.config.composition import Request
-from launcher.config.environment_values import interpolated
+from launcher.config.composition import Request, interpolated
 from launcher.config.messages import directory_override
 from launcher.config.overrides import SWEEP_DIRECTORY as DIRECTORY
 from launcher.config.resolve import GRID, space_of
@@ -168,7 +167,7 @@ def directory_of(request: Request, configs: Sequence[Config]) -> Path:
         return directory
     given = request.value_of(DIRECTORY)
     if given is not None:
-        path = str(interpolated(DIRECTORY, given, as_typed_config(configs[0])))
+        path = interpolated(DIRECTORY, given, as_typed_config(configs[0]))
         return made(Path(os.path.expanduser(path)).absolute())
     root = root_of(configs).absolute()
     with _writing(root):

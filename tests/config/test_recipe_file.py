@@ -129,6 +129,45 @@ def test_a_sweep_varies_its_options_and_files(here: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "problem"),
+    [
+        (
+            "{name: own, uses: rings, wdith: 3}",
+            "(an option of rings) is not known. Nearest: width",
+        ),
+        ("{name: own, uses: rings, width: wide}", "recipe.width=wide: must be a whole number"),
+        ("{name: own, uses: ringz}", "recipe.uses=ringz: must be one of bert, cnn, gpt, resnet, rings, or"),
+    ],
+)
+def test_a_yaml_with_options_is_checked_against_the_function_before_a_sweep(recipe, problem, here) -> None:
+    (here / "recipe").mkdir()
+    (here / "recipe" / "own.yaml").write_text(
+        f"# @package _global_\nrecipe: {recipe}\nrecipes: {{path: mine.py}}\n"
+    )
+    with pytest.raises(ConfigError) as refused:
+        compose_jobs(Request(("recipe=own", "seed=0,1"), config_dir=here, multirun=True))
+    assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "@recipe('own')\ndef f(config, **options): ...\n",
+        "def f(config): ...\nrecipe('o' + 'wn')(f)\n",
+        "def f(config): ...\ng = recipe('own')(f)\n",
+    ],
+)
+def test_what_only_a_run_of_the_file_tells_is_left_to_the_job(text, here) -> None:
+    (here / "mine.py").write_text(text)
+    (here / "recipe").mkdir()
+    (here / "recipe" / "own.yaml").write_text(
+        "# @package _global_\nrecipe: {name: own, uses: own, any: 3}\nrecipes: {path: mine.py}\n"
+    )
+    (config,) = compose_jobs(Request(("recipe=own",), config_dir=here))
+    assert config.recipe.options == {"any": 3}
+
+
 def test_the_file_is_not_executed_to_compose(here: Path) -> None:
     (here / "mine.py").write_text(f"{FILE}\nraise AssertionError\n")
     composed("recipe=mine.py")

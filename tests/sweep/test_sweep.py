@@ -223,14 +223,13 @@ REFUSED = [
     (["seed=0,1", "sweep.parallel=1,2"], "a setting of the whole sweep takes one value"),
     (["seed=range(100000)"], "100,000 jobs: a sweep has at most 2,000"),
     (["seed=range(100)", "optim.lr=range(1,100)"], "9,900 jobs: a sweep has at most 2,000"),
-    (["seed=0,1", "hydra.sweep.subdir=same"], "hydra.sweep.subdir=same: is not used here"),
+    (["seed=0,1", "hydra.sweep.subdir=same"], "hydra.sweep.subdir=same: Hydra's own settings are fixed"),
     (["seed=0,1", "hydra.sweep.dir=foreign"], "files that do not belong to one: config.yaml"),
     (["seed=0,1", "sweep.resume=nothing"], "sweep.resume=.*nothing: holds no sweep"),
     (["sweep.resume=foreign"], "foreign: holds no sweep"),
     (["seed=0,1", "sweep.resume=old"], "is of another version of the launcher"),
-    (["seed=0,1", "hydra/launcher=joblib"], "sweep.parallel=N in place of joblib"),
-    (["seed=0,1", "hydra/launcher=submitit_slurm"], "sweep.launcher=slurm in place of submitit_slurm"),
-    (["seed=0,1", "hydra/sweeper=optuna"], "sweep=tpe in place of optuna"),
+    (["seed=0,1", "hydra/launcher=submitit_slurm"], "on Slurm with sweep.launcher=slurm"),
+    (["seed=0,1", "hydra/sweeper=optuna"], "sweep=random or sweep=tpe"),
     (["seed=0,1,2,3,x"], "seed=x: must be a whole number"),
 ]
 
