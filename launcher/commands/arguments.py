@@ -1,55 +1,36 @@
 """The command line, sorted into a command, flags and overrides.
 
-Owns which flags exist and how many values each takes, so that flags may be mixed with overrides (Hydra itself
-does not allow that). Reads nothing but its arguments, and the names of recipes for an error.
+Owns which flags exist, so that flags may be mixed with overrides (Hydra itself does not allow that). Reads
+nothing but its arguments, and the names of recipes for an error.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from launcher.config.groups import conf_dir, group_choices
-from launcher.config.messages import nearest, shortened, suggestion
+from launcher.config.messages import nearest, suggestion
 from launcher.errors import ConfigError
 
 COMMANDS = ("recipes", "report", "watch", "export", "predict", "new", "compare", "plan", "job", "doctor")
-ANY = ()  # any value
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-
-
-@dataclass(frozen=True)
-class Flag:
-    short: str = ""
-    values: tuple[str, ...] | None = None  # that it takes; None: it is a switch
-    commands: tuple[str, ...] = ()  # that have it; none: all
-
-
-FLAGS: Mapping[str, Flag] = {
-    "--help": Flag("-h"),
-    "--hydra-help": Flag(),
-    "--version": Flag(),
-    "--resolve": Flag(),
-    "--run": Flag("-r"),
-    "--multirun": Flag("-m"),
-    "--cfg": Flag("-c", ("job", "hydra", "all")),
-    "--info": Flag("-i", INFO_TOPICS),
-    "--package": Flag("-p", ANY),
-    "--config-name": Flag("-cn", ANY),
-    "--config-dir": Flag("-cd", ANY),
-    "--best": Flag(commands=("export", "predict")),
-    "--no-ema": Flag(commands=("export", "predict")),
-    "--dtype": Flag(values=("fp32", "fp16"), commands=("export",)),
-    "--out": Flag(values=ANY, commands=("report",)),
-    "--every": Flag(values=ANY, commands=("watch",)),
-    "--json": Flag(commands=("plan", "doctor")),
-    "--rates": Flag(values=ANY, commands=("plan",)),
+OWNERS: Mapping[str, Sequence[str]] = {  # of the flags that only these commands have
+    "--best": ("export", "predict"),
+    "--no-ema": ("export", "predict"),
+    "--dtype": ("export",),
+    "--out": ("report",),
+    "--every": ("watch",),
+    "--json": ("plan", "doctor"),
+    "--rates": ("plan",),
 }
-SHORT = {flag.short: name for name, flag in FLAGS.items() if flag.short} | {"-cp": "--config-path"}
-REFUSED = {
+REFUSED = {  # flags of Hydra
     "--config-path": "the tree of the program is fixed. Add your own with --config-dir DIR.",
+    "-cp": "the tree of the program is fixed. Add your own with --config-dir DIR.",
     "--experimental-rerun": "it would execute a pickle. Give the overrides of the run again (its "
     "overrides.txt), with run.dir=DIR of the run to resume it.",
 }
@@ -59,7 +40,7 @@ REFUSED = {
 class Arguments:
     command: str  # "train" if no other is given
     words: tuple[str, ...]  # overrides, or what the command works on
-    flags: Mapping[str, str | None]  # by long name
+    flags: Mapping[str, str | None]  # by long name; None: a switch
 
     @property
     def config_dir(self) -> Path | None:
@@ -85,51 +66,59 @@ class Arguments:
         return found
 
 
+class FlagParser(argparse.ArgumentParser):
+    """The flags of all commands. Raises ConfigError for others."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+        for names in (
+            ("-h", "--help"),
+            ("-m", "--multirun"),
+            ("-r", "--run"),
+            ("--version",),
+            ("--resolve",),
+            ("--hydra-help",),
+            ("--best",),
+            ("--no-ema",),
+            ("--json",),
+        ):
+            self.add_argument(*names, action="store_const", const=None)
+        self.add_argument("-cd", "--config-dir")
+        self.add_argument("-cn", "--config-name")
+        self.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
+        self.add_argument("-p", "--package")
+        self.add_argument("-i", "--info", choices=INFO_TOPICS)
+        self.add_argument("--dtype", choices=("fp32", "fp16"))
+        self.add_argument("--out")
+        self.add_argument("--every")
+        self.add_argument("--rates")
+        self.add_argument("words", nargs="*", default=[])
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. See --help.")
+
+
 def parse(argv: Sequence[str]) -> Arguments:
     """Sort argv; raises ConfigError for flags and commands that do not exist."""
-    words: list[str] = []
-    flags: dict[str, str | None] = {}
-    rest = list(argv)
-    for word in rest:
-        if "\0" in word:
-            raise ConfigError(f"{shortened(word)!r}: holds a NUL character, which no path or value may have.")
-    while rest:
-        word = rest.pop(0)
-        if word.startswith("-") and word != "-":
-            flag, value = read_flag(word, rest)
-            flags[flag] = value
-        else:
-            # `++` means the same for a key that exists; others are refused.
-            words.append(word.removeprefix("++"))
+    for word in argv:
+        if reason := REFUSED.get(word.partition("=")[0]):
+            raise ConfigError(f"{word}: {reason}")
+    parser = FlagParser()
+    # Hydra's `--info` may stand without its topic.
+    argv = ["--info=all" if word in ("-i", "--info") else word for word in argv]
+    found, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        near = suggestion(nearest(unknown[0], [*parser._option_string_actions]))
+        raise ConfigError(f"{unknown[0]}: there is no such flag.{near} See --help.")
+    # `++` means the same for a key that exists; others are refused.
+    words = tuple(word.removeprefix("++") for word in found.words)
     has_command = bool(words) and is_command(words[0])
     command = known_command(words[0]) if has_command else "train"
-    for name in flags:
-        if (owners := FLAGS[name].commands) and command not in owners:
-            raise ConfigError(f"{name}: belongs to the command {' and '.join(owners)} only.")
-    if "--package" in flags and "--cfg" not in flags:
-        raise ConfigError("--package: chooses the part of the config that --cfg job shows. Add --cfg job.")
-    return Arguments(command, tuple(words[has_command:]), flags)
-
-
-def read_flag(word: str, rest: list[str]) -> tuple[str, str | None]:
-    """The flag's long name and value; removes the value from `rest` if it is a separate word."""
-    written, has_value, value = word.partition("=")
-    name = SHORT.get(written, written)
-    if name in REFUSED:
-        raise ConfigError(f"{word}: {REFUSED[name]}")
-    if name not in FLAGS or (has_value and FLAGS[name].values is None):
-        raise ConfigError(f"{word}: there is no such flag.{suggestion(nearest(name, FLAGS))} See --help.")
-    values = FLAGS[name].values
-    if values is None:
-        return name, None
-    if name == "--info" and not has_value and not (rest and is_command(rest[0])):
-        return name, "all"  # the only value that may be left out
-    if not has_value and not rest:
-        raise ConfigError(f"{word}: a value is missing after it.")
-    value = value if has_value else rest.pop(0)
-    if values and value not in values:
-        raise ConfigError(f"{name} {value}: must be one of {', '.join(values)}.")
-    return name, value
+    flags = {f"--{key.replace('_', '-')}": value for key, value in vars(found).items() if key != "words"}
+    for name in flags.keys() & OWNERS.keys():
+        if command not in OWNERS[name]:
+            raise ConfigError(f"{name}: belongs to the command {' and '.join(OWNERS[name])} only.")
+    return Arguments(command, words[has_command:], flags)
 
 
 def is_command(word: str) -> bool:

@@ -2,8 +2,7 @@
 
 The first line of such a docstring is the usage, a colon, and what the command does.
 
-Reads only the names and the YAML of conf/, so that it is fast. Imports no torch, and Hydra only to compose
-the values of one recipe.
+Reads only the names and the YAML of conf/, so that it is fast. Imports neither torch nor Hydra.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ from launcher.commands.report import write_reports
 from launcher.commands.run import run_sweep_job
 from launcher.commands.watch import watch
 from launcher.config.groups import choice_file, choice_values, conf_dir, description, group_choices
-from launcher.config.messages import nearest, program, show, suggestion, tool
+from launcher.config.messages import program, show, tool
 from launcher.errors import ConfigError, escaped
 from launcher.launch.config_broadcast import ConfigLeader
 
 TRAINING = ("recipe=resnet18 [key=value ...]", "trains on all GPUs, or on CPU workers")
-SECTIONS = ("model", "data", "optim", "schedule")  # of which the page of a recipe has all keys
 HELP = """\
 Trains models with fp16 arithmetic and fp16 gradients on every GPU, or on CPU workers.
 
@@ -73,21 +71,18 @@ def parts_of(function: Callable[..., object]) -> tuple[str, str, str]:
 
 
 def print_recipes(arguments: Arguments, leader: ConfigLeader) -> None:
-    """recipes [NAME]: lists recipes, models and data; NAME: its keys
+    """recipes: lists recipes, models and data, with their keys
 
-    Without NAME: all recipes, and the keys of all models and data sets.
-    With NAME: this recipe's keys with their values, as key=value for the command line.
+    Lists all recipes, and the keys of all models and data sets. All keys of a recipe with their values:
+    {program} recipe=NAME --cfg job
 
       --config-dir DIR   also list the recipes of your own config folder
 
-    Example: {program} recipes resnet18
+    Example: {program} recipes --config-dir mine
     """
-    if len(arguments.words) > 1:
-        raise ConfigError(f"recipes {' '.join(arguments.words)}: give one name, or none for all recipes.")
-    directories = config_directories(arguments)
-    own = arguments.words
-    text = recipe_text(directories, own[0], arguments.config_dir) if own else recipes_text(directories)
-    print(escaped(text), end="")
+    if arguments.words:
+        raise ConfigError(f"recipes {arguments.words[0]}: give no name. Its keys: recipe=NAME --cfg job")
+    print(escaped(recipes_text(config_directories(arguments))), end="")
 
 
 def config_directories(arguments: Arguments) -> list[Path]:
@@ -108,25 +103,6 @@ COMMANDS: Mapping[str, Callable[[Arguments, ConfigLeader], int | None]] = {
     "doctor": doctor,
     "job": run_sweep_job,
 }
-
-
-def recipe_text(directories: Sequence[Path], name: str, config_dir: Path | None) -> str:
-    """One recipe: what it is, its model, data and optimizer, and what else it sets. Raises ConfigError."""
-    names = group_choices(*directories).get("recipe", [])
-    if name not in names:
-        near = suggestion(nearest(name, names))
-        raise ConfigError(f"recipes {name}: there is no such recipe.{near} All: {', '.join(names)}.")
-    from launcher.config.composition import Composer, Request
-    from launcher.config.trees import leaves
-
-    composer = Composer(Request((), config_dir))
-    default, own = (dict(leaves(composer.resolved(words))) for words in ((), (f"recipe={name}",)))
-    changed = {key for key, value in own.items() if key not in default or default[key] != value}
-    shown = [key for key in own if key in changed or key.partition(".")[0] in SECTIONS]
-    sets = [f"  {key}={show(own[key])}" for key in shown if not key.startswith("recipe.")]
-    head = f"recipe={name}: {description(choice_file(directories, 'recipe', name))}"
-    after = f"Its settings; the command line overrides each. All keys: {program()} recipe={name} --cfg job"
-    return "\n".join([head, "", f"  {program()} recipe={name}", "", after, "", *sets]) + "\n"
 
 
 def recipes_text(directories: Sequence[Path]) -> str:

@@ -55,7 +55,6 @@ def write_recipe(arguments: Arguments, leader: ConfigLeader) -> None:
         raise ConfigError(f"new: give the name of your recipe: {program()} new mine")
     (name,) = arguments.words
     refuse_name(name)
-    refuse_module(name)
     file = Path(f"{name}.py")
     try:
         with open(file, "x", encoding="utf-8") as opened:
@@ -69,18 +68,11 @@ def write_recipe(arguments: Arguments, leader: ConfigLeader) -> None:
 
 
 def refuse_name(name: str) -> None:
-    """Raise ConfigError for what cannot name a recipe, a function and a file."""
-    if not (name.isascii() and name.isidentifier()) or name.startswith("_") or keyword.iskeyword(name):
-        rule = "letters, digits and '_' that begins with a letter and is not a keyword of Python"
-        why = "because it becomes the name of a function and of a file"
-        raise ConfigError(f"new {name}: give a name of {rule}, {why}.")
-    if name in (taken := group_choices(conf_dir()).get("recipe", [])):
-        raise ConfigError(f"new {name}: is a recipe of the program already: {', '.join(taken)}.")
-
-
-def refuse_module(name: str) -> None:
-    """Raise ConfigError for the name of a module that Python or a package has. Nothing is imported."""
-    found = find_spec(name)
-    if found is not None and found.origin is not None:  # a folder without files of Python has no origin
-        why = f"python -m would import {name}.py of this folder in its place. Choose another name."
-        raise ConfigError(f"new {name}: is the name of a module that Python or a package has. {why}")
+    """Raise ConfigError for what cannot name a function, or names a recipe or a module that exists."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ConfigError(f"new {name}: it becomes the name of a function: letters, digits and '_'.")
+    # A file of this name in the working directory would be imported in place of the module.
+    module = find_spec(name)
+    is_module = module is not None and module.origin is not None  # not a folder without files of Python
+    if is_module or name in group_choices(conf_dir()).get("recipe", []):
+        raise ConfigError(f"new {name}: a recipe of the program or a module has this name. Choose another.")

@@ -35,6 +35,7 @@ def write_reports(arguments: Arguments, leader: ConfigLeader) -> None:
     from launcher.report.page import render
     from launcher.report.run import Run
     from launcher.run_dir.atomic import write_text
+    from launcher.run_dir.records import REPORT
 
     if not arguments.words:
         raise ConfigError(f"report: which run? Give its directory: {program()} report outputs/<recipe>/<run>")
@@ -42,7 +43,8 @@ def write_reports(arguments: Arguments, leader: ConfigLeader) -> None:
     try:
         sweeps = [directory for directory in directories if is_sweep(directory)]
         runs = [Run.read(directory, warn) for directory in run_directories(directories)]
-        place = output_file(arguments, directories)
+        own = directories[0] / REPORT if len(directories) == 1 else Path(REPORT)
+        place = Path(arguments.flags.get("--out") or own)
         by_directory = {run.directory.resolve(): run for run in runs}
         written = []
         for sweep in sweeps:
@@ -81,33 +83,6 @@ def run_directories(directories: Sequence[Path]) -> list[Path]:
 
     found = (job_directories(each) if is_sweep(each) else [each] for each in directories)
     return list({run.resolve(): run for run in itertools.chain.from_iterable(found)}.values())
-
-
-def output_file(arguments: Arguments, directories: Sequence[Path]) -> Path:
-    """Where the page is written. Raises ConfigError where that is a file of another kind."""
-    from launcher.run_dir.records import REPORT
-
-    out = arguments.flags.get("--out")
-    if out is None:
-        return directories[0] / REPORT if len(directories) == 1 else not_foreign(Path(REPORT))
-    place = Path(out)
-    if place.is_dir() or not place.parent.is_dir():
-        rule = "must be a file in a directory that exists, as --out runs.html."
-        raise ConfigError(f"--out {shortened(out)}: {rule}")
-    return not_foreign(place)
-
-
-def not_foreign(place: Path) -> Path:
-    """The place, unless it holds something else than a page of ours. Raises ConfigError, OSError."""
-    from launcher.report.html import GENERATOR
-
-    if place.is_file():
-        with place.open("rb") as file:
-            head = file.read(1000)
-        if GENERATOR.encode() not in head:
-            problem = f"report: {place} exists and is no report"
-            raise ConfigError(f"{problem}. Choose another place: --out runs.html")
-    return place
 
 
 def warn(text: str) -> None:

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from launcher.report.watching import RunView, SweepView
 
 EVERY_S, EVERY_LINE_S = "1", "10"  # on a terminal; elsewhere, where each look is a line
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SLEEP_S = 0.1  # until a signal is noticed: people take that for at once
 
 
 def watch(arguments: Arguments, leader: ConfigLeader) -> int:
@@ -58,71 +56,28 @@ def watch(arguments: Arguments, leader: ConfigLeader) -> int:
     try:
         source = SweepView(directory) if is_sweep(directory) else RunView(directory)
         source.poll()
-        # Signals request a stop instead of raising within a write, which would write it twice.
-        with stop_on_signal() as stop:
-            if live:
-                with live_view(source) as show:
-                    follow(source, show, every_s, stop)
-            else:
-                follow(source, lambda: print("\n".join(source.lines()), flush=True), every_s, stop)
+        with live_view(source) if live else nullcontext(lambda: print_lines(source)) as show:
+            while not source.poll():
+                show()
+                time.sleep(every_s)
+            show()
     except BrokenPipeError:
         raise  # nobody reads what is shown any more
     except OSError as error:
         name = "" if error.filename is None else f"{error.filename}: "
         raise StorageError(f"watch {directory}: {name}{error.strerror or error}.") from error
-    if stop.exit_code is not None:
-        return stop.exit_code
     if live:
-        print("\n".join(source.lines()))
+        print_lines(source)
     return source.exit_code
 
 
-def follow(source: RunView | SweepView, show: Callable[[], None], every_s: float, stop: Stop) -> None:
-    """Show the source until it ends or a signal arrives."""
-    while not source.poll():
-        show()
-        if stop.wait(every_s):
-            return
-    show()
+def print_lines(source: RunView | SweepView) -> None:
+    print("\n".join(source.lines()), flush=True)
 
 
 def is_interval(seconds: list[float]) -> bool:
     """Whether it is one number of seconds between two updates; one that waits longer has stopped watching."""
     return len(seconds) == 1 and 0.05 <= seconds[0] <= 86_400  # a day
-
-
-class Stop:
-    """A request to leave, with the exit code.
-
-    Not a threading.Event, which a signal handler must not set: the interrupted thread may hold its lock.
-    """
-
-    def __init__(self) -> None:
-        self.exit_code: int | None = None
-
-    def wait(self, seconds: float) -> bool:
-        """Whether a stop is requested within the time."""
-        end = time.monotonic() + seconds
-        while self.exit_code is None and (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, SLEEP_S))
-        return self.exit_code is not None
-
-
-@contextmanager
-def stop_on_signal() -> Iterator[Stop]:
-    """A stop that the signals request within the context, but those that are ignored."""
-    stop = Stop()
-
-    def request(number: int, frame: object) -> None:
-        stop.exit_code = 128 + number
-
-    heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, request) for number in heard}
-    try:
-        yield stop
-    finally:
-        for number, of_before in before.items():
-            signal.signal(number, of_before)
 
 
 @contextmanager
@@ -132,9 +87,15 @@ def live_view(source: RunView | SweepView) -> Iterator[Callable[[], None]]:
     from rich.live import Live
     from rich.text import Text
 
+    for number in (signal.SIGTERM, signal.SIGHUP):  # rich restores the terminal only where Python unwinds
+        signal.signal(number, leave)
     with Live(screen=True, auto_refresh=False) as live:
 
         def show() -> None:
             live.update(Group(*map(Text, source.screen())), refresh=True)
 
         yield show
+
+
+def leave(number: int, frame: object) -> None:
+    sys.exit(128 + number)

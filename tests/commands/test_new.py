@@ -37,11 +37,11 @@ def test_the_skeleton_runs_as_it_is_with_the_command_that_is_printed(here, capsy
     assert last["accuracy"] > 0.9
 
 
-@pytest.mark.parametrize("name", ["a-b", "1st", "_mine", "class", "../up", "a b", "", "größe", "mine.py"])
+@pytest.mark.parametrize("name", ["a-b", "1st", "class", "../up", "a b", "", "mine.py"])
 def test_a_name_must_be_one_of_a_function_and_a_file(name, here) -> None:
     with pytest.raises(ConfigError) as refused:
         write(name)
-    assert "a name of letters, digits" in str(refused.value)
+    assert "the name of a function: letters, digits" in str(refused.value)
     assert list(here.iterdir()) == []
 
 
