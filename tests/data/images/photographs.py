@@ -23,6 +23,7 @@ def data_config(name="imagefolder", path=None, val_fraction=0.25, flip=True, **o
         micro_batch_size=None,
         val_fraction=val_fraction,
         num_workers=0,
+        share="equal",
         max_bad_samples=0,
         drop_last=False,
         augment=AugmentConfig(random_crop_padding=0, random_horizontal_flip=flip),

@@ -36,6 +36,7 @@ def data_config(name, path=None, val_fraction=0.2, **options):
         micro_batch_size=None,
         val_fraction=val_fraction,
         num_workers="auto",
+        share="equal",
         max_bad_samples=0,
         drop_last=False,
         augment=AugmentConfig(random_crop_padding=1, random_horizontal_flip=True),
