@@ -205,7 +205,8 @@ def tree_problems(tree: dict[str, object], recipes: Sequence[str], recipe_refuse
     if isinstance(recipe, Mapping) and _is_unchosen(recipe):
         tree = {**tree, "recipe": {"name": "unchosen", "uses": "unchosen"}}
         if not recipe_refused:
-            yield f"recipe: none is chosen. Choose one with recipe=<name>: {', '.join(recipes)}."
+            choice = f"recipe=FILE.py of your own, or recipe=<name>: {', '.join(recipes)}"
+            yield f"recipe: none is chosen. Give {choice}."
     elif isinstance(recipe, Mapping):
         yield from registered_problems(tree)
     yield from validation.find_problems(validation.gather_options(tree))

@@ -46,6 +46,6 @@ def refuse_path(config: DataConfig, reason: str) -> None:
     """Raise ConfigError where data.path is set for a set that has no files."""
     if config.path is not None:
         raise ConfigError(
-            f"data.path={config.path} is set, but data={config.name} {reason} and reads no files. "
-            "Remove data.path."
+            f"data.path={config.path} is set, but data={config.name} {reason} and reads no files. For a "
+            "folder of photographs add data=imagefolder, for CIFAR-10 data=cifar10; else remove data.path."
         )
