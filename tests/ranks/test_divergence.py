@@ -35,7 +35,7 @@ def breaking_transform(batch: Batch) -> Batch:
     return batch
 
 
-def explain(env: WorkerEnv, planted: int, transform_fails: bool, backward: bool = False) -> tuple[str, bool]:
+def explain(env: WorkerEnv, planted: int, transform_fails: bool) -> tuple[str, bool]:
     """What this rank gets, and whether its state stayed as it was."""
     images, labels = features(NUM_SAMPLES, 0, (3, 8, 8))
     images[planted, 1, 2, 3] = float("nan")
@@ -55,7 +55,7 @@ def explain(env: WorkerEnv, planted: int, transform_fails: bool, backward: bool 
     recipe = SimpleNamespace(loss=loss)
     context = SimpleNamespace(stepper=stepper, env=env, recipe=recipe, batches=batches)
     text = NonFiniteInspector(cast(Any, context)).explain(
-        Position(EPOCH, STEP - 1, EPOCH * plan.steps_per_epoch + STEP), range(env.world_size), backward
+        Position(EPOCH, STEP - 1, EPOCH * plan.steps_per_epoch + STEP), range(env.world_size)
     )
     return text, state_digest(stepper) == before
 
@@ -71,12 +71,10 @@ def user_location(position: int, world_size: int) -> tuple[int, int]:
     return int(order[at]), rank
 
 
-@pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("world_size", "position"), [(1, 0), (2, 3), (2, 15), (3, 7), (4, 12)])
-def test_all_ranks_name_the_same_rank_sample_and_module(world_size, position, backward) -> None:
+def test_all_ranks_name_the_same_rank_sample_and_module(world_size, position) -> None:
     sample, rank = user_location(position, world_size)
-    results = run_ranks(world_size, explain, sample, False, backward)
+    results = run_ranks(world_size, explain, sample, False)
     texts = {text for text, _ in results}
     assert len(texts) == 1
     assert all(unchanged for _, unchanged in results)
@@ -96,8 +94,7 @@ def test_a_rank_that_cannot_look_again_does_not_hang_the_others() -> None:
 
 def test_a_clean_batch_is_told_as_finite() -> None:
     outside = int(epoch_order(NUM_SAMPLES, SEED, EPOCH)[-1])
-    (first, _), (second, unchanged) = run_ranks(2, explain, outside, False, True)
+    (first, _), (second, unchanged) = run_ranks(2, explain, outside, False)
     assert first == second
     assert first.count("the forward pass is finite") == 2
-    assert first.count("all gradients are finite: it is their sum over micro-batches and ranks that is") == 2
     assert unchanged

@@ -107,8 +107,7 @@ def test_an_overflow_at_the_floor_tells_the_way_down_and_the_batch(tmp_path) -> 
     assert "3.weight" in error
     assert "Loss scale: 4 from step 1, 2 from step 2, 1 from step 3" in error
     assert "  rank 0: micro-batch of 16 training samples " in error
-    assert "the forward pass is finite, its largest value " in error
-    assert "first gradient that was not finite: at the output of 3 (Linear), inf" in error
+    assert "the forward pass is finite: what is not arises in the backward pass" in error
 
 
 BAD_MODELS = {
@@ -138,7 +137,6 @@ def test_a_model_that_cannot_be_trained_is_one_line_and_no_reason_to_restart(
     restarts = ["launch.nproc=2", "launch.max_restarts=2"]
     done = launch_forked(tmp_path, [*own, *restarts]) if alone else launch(tmp_path, own)
     assert done.stderr.count(text) == 1
-    assert not (tmp_path / "outputs").exists()  # the error says all there is
     assert "restart" not in done.stdout + done.stderr
     if alone:
         assert done.returncode == 2

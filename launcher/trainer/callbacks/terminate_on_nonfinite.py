@@ -16,11 +16,11 @@ from launcher.config.schema import LossScaleConfig
 from launcher.engine import StepReport
 from launcher.errors import DataError, DivergedError, listed
 from launcher.trainer.callback import Callback, StepMetrics
-from launcher.trainer.diagnostics.nonfinite_inspector import MAX_NAMES, NORMALISE, NonFiniteInspector
+from launcher.trainer.diagnostics.nonfinite_inspector import MAX_NAMES, NonFiniteInspector
 from launcher.trainer.progress import EvalOutcome, Position
 
-LARGEST_HALF = 65504  # of fp16
 SCALES_SHOWN = 10  # the latest changes of the loss scale that an error names
+ADVICE = "Check the input for NaN, and normalise it; lower optim.lr, or set optim.clip_norm."
 
 
 @dataclass
@@ -69,10 +69,9 @@ class TerminateOnNonFinite(Callback):
         counters, held_out_loss = self.counters(), measured.loss
         bad, outcome = counters["bad_loss_steps"], "so the run is not done"
         if bad:
-            evidence = self._evidence_of_last()
             raise DivergedError(
                 f"the loss was not finite in {bad} of the last steps, none of which was applied, {outcome}. "
-                f"{_advice(evidence)}{evidence}"
+                f"{ADVICE}{self._evidence_of_last()}"
             )
         if not counters["applied_steps"]:
             raise DivergedError(
@@ -95,12 +94,11 @@ class TerminateOnNonFinite(Callback):
             )
         if report.bad_loss_steps >= self.limits.max_bad_losses:
             fallback = " If a module below made it, precision.fp32_fallback=true computes it in fp32."
-            evidence = self._evidence(position, report)
             raise DivergedError(
                 f"the loss was not finite in {report.bad_loss_steps} steps with none applied between them, "
                 f"the last being step {position.step}. That is not the loss scale's fault. "
-                f"{_advice(evidence)}"
-                f"{'' if self.limits.mode == 'none' else fallback}\n{evidence}"
+                f"{ADVICE}{'' if self.limits.mode == 'none' else fallback}\n"
+                f"{self._evidence(position, report)}"
             )
 
     def _floor(self, report: StepReport) -> tuple[str, str]:
@@ -115,19 +113,13 @@ class TerminateOnNonFinite(Callback):
             advice = "Lower precision.loss_scale.init_scale, or let it move with its mode=dynamic."
         elif self.limits.min_scale != 1:
             advice += " Lower precision.loss_scale.min_scale, too."
-        if names := self.inspector.fp16_gradients_of_fp32_modules(report.culprit_parameters):
-            advice += (
-                f" {listed(names, MAX_NAMES)}: the module computes in fp32 (precision.fp32_modules), but its "
-                f"gradient becomes half, of at most {LARGEST_HALF}, before the ranks sum it. "
-                "precision=amp_fp16 with ddp.gradient_dtype=fp32 keeps it in fp32."
-            )
         return at, advice
 
     def _evidence(self, position: Position, report: StepReport) -> str:
         """The evidence of a step that ends the run: ranks, parameters, loss scale, and the inspection."""
         scales = ", ".join(f"{scale:g} from step {step}" for step, scale in self._scales)
         names = listed(report.culprit_parameters, MAX_NAMES)
-        seen = self.inspector.explain(position, report.culprit_ranks, backward=not report.bad_losses)
+        seen = self.inspector.explain(position, report.culprit_ranks)
         return (
             f"Gradient not finite on ranks {list(report.culprit_ranks)}, in parameters: {names}\n"
             f"Loss scale: {scales}\n{seen}"
@@ -136,10 +128,3 @@ class TerminateOnNonFinite(Callback):
     def _evidence_of_last(self) -> str:
         """The evidence of the last step; empty if an earlier process of the run took that step."""
         return f"\n{self._evidence(*self._last)}" if self._last is not None else ""
-
-
-def _advice(evidence: str) -> str:
-    """What to do about a loss that is not finite."""
-    if NORMALISE in evidence:
-        return "Normalise the input: it has values beyond the range of the arithmetic, as is said below."
-    return "Check the input for NaN, lower optim.lr, or set optim.clip_norm."

@@ -1,4 +1,4 @@
-"""Finds what became non-finite first: one forward or backward pass, observed module by module.
+"""Finds what became non-finite first: one forward pass, observed module by module.
 
 Owns the hooks of that one pass, and always removes them. Runs only after a step that was not finite, and
 changes neither weights nor buffers.
@@ -47,31 +47,16 @@ class Diagnosis:
     """Result of one observed forward pass.
 
     `origin` is the first module with a non-finite output from finite inputs; `first` the first with a
-    non-finite output, whatever its inputs. `largest` names the module with the largest finite output, as a
-    measure of how close the rest was to overflow.
+    non-finite output, whatever its inputs.
     """
 
     origin: ModuleFinding | None = None
     first: ModuleFinding | None = None
     parameters: tuple[str, ...] = ()  # those that hold a value that is not finite
-    largest: tuple[str, float] | None = None
 
     @property
     def finding(self) -> ModuleFinding | None:
         return self.origin or self.first
-
-
-@dataclass
-class BackwardDiagnosis:
-    """Result of one observed backward pass. A module stands for the gradient of its output.
-
-    `module` is the first in backward order whose gradient was not finite, with its type and kind, None if all
-    were; `largest` the one with the largest gradient among those that were finite before it.
-    """
-
-    module: tuple[str, str, Kind] | None = None
-    largest: tuple[str, float] | None = None
-    parameters: tuple[str, ...] = ()  # those whose own gradient was not finite
 
 
 def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
@@ -89,13 +74,9 @@ def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
         calls.append((all(map(_finite, tensors)), _range(tensors)))
 
     def leave(name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
-        outputs, number, (finite, span) = list(_floats(output)), next(ended), calls.pop()
-        bad = next((tensor for tensor in outputs if not _finite(tensor)), None)
-        if bad is None and (ends := _range(outputs)) is not None:
-            size = max(map(abs, ends))
-            if found.largest is None or size > found.largest[1]:
-                found.largest = (name, size)
-        elif bad is not None and found.origin is None:
+        number, (finite, span) = next(ended), calls.pop()
+        bad = next((tensor for tensor in _floats(output) if not _finite(tensor)), None)
+        if bad is not None and found.origin is None:
             kind, num_rows = type(module).__name__, len(bad) if bad.ndim else 1
             rows = _rows(bad, num_rows)
             finding = ModuleFinding(name, kind, _kind(bad), number, finite, span, rows, num_rows)
@@ -108,34 +89,6 @@ def diagnose(model: nn.Module, run: Callable[[], object]) -> Diagnosis:
             hooks.callback(module.register_forward_hook(partial(leave, name), with_kwargs=True).remove)
         run()
     found.parameters = tuple(nonfinite_parameters(model))
-    return found
-
-
-def diagnose_backward(model: nn.Module, run: Callable[[], Mapping[str, Tensor]]) -> BackwardDiagnosis:
-    """Observe one backward pass: `run` does a forward pass, then returns the gradients by parameter name.
-
-    Buffers that it updates are restored.
-    """
-    found = BackwardDiagnosis()
-
-    def watch(name: str, module: nn.Module, inputs: object, output: object) -> None:
-        for tensor in _floats(output):
-            if tensor.requires_grad:  # autograd calls these hooks in backward order
-                tensor.register_hook(partial(record, name, module))  # type: ignore[no-untyped-call]
-
-    def record(name: str, module: nn.Module, gradient: Tensor) -> None:
-        if found.module is not None:
-            return
-        if not _finite(gradient):
-            found.module = (name, type(module).__name__, _kind(gradient))
-        elif (size := float(gradient.abs().max())) > (found.largest or ("", 0.0))[1]:
-            found.largest = (name, size)
-
-    with torch.enable_grad(), buffers_kept(model), uncompiled(), ExitStack() as hooks:
-        for name, module in named_modules(model):
-            hooks.callback(module.register_forward_hook(partial(watch, name)).remove)
-        gradients = run()
-    found.parameters = tuple(name for name, gradient in gradients.items() if not _finite(gradient))
     return found
 
 

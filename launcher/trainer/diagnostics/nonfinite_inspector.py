@@ -22,15 +22,14 @@ from launcher.engine.names import named_parameters
 from launcher.errors import counted, described, listed
 from launcher.trainer.context import TrainContext
 from launcher.trainer.diagnostics import nonfinite
-from launcher.trainer.diagnostics.nonfinite import BackwardDiagnosis, Diagnosis, ModuleFinding
+from launcher.trainer.diagnostics.nonfinite import Diagnosis, ModuleFinding
 from launcher.trainer.progress import Position
 
 NOT_FOUND = 2**64 - 1  # the order of a rank that found nothing: after all others
-AFTER_FORWARD = 2**31  # the position of what appears only in the loss or the backward pass
+AFTER_FORWARD = 2**31  # the position of what appears only in the loss
 MAX_SAMPLES = 8
 MAX_NAMES = 5
 MAX_RANKS = 4
-NORMALISE = "normalise it first"
 
 
 @dataclass(frozen=True, order=True)
@@ -60,25 +59,14 @@ class NonFiniteInspector:
         texts = {name: master_text(masters[name], weights[name].dtype) for name in broken if name in masters}
         return listed([f"{name} ({texts[name]})" if name in texts else name for name in broken], MAX_NAMES)
 
-    def fp16_gradients_of_fp32_modules(self, parameters: Sequence[str]) -> list[str]:
-        """The parameters of modules that compute in fp32 whose gradients become fp16 all the same."""
-        of_fp32 = tuple(f"{name}." for name in self._stepper.fp32_modules)
-        sent, weights = self._stepper.own_gradients(), named_parameters(self._stepper.model)
-        return [
-            name
-            for name in parameters
-            if name.startswith(of_fp32) and torch.float16 in (sent[name].dtype, weights[name].dtype)
-        ]
-
-    def explain(self, position: Position, suspected_ranks: Sequence[int], backward: bool) -> str:
+    def explain(self, position: Position, suspected_ranks: Sequence[int]) -> str:
         """Where the step at `position` went wrong, as lines of text; the same on all ranks.
 
-        A collective. `suspected_ranks` are those whose gradient was not finite: they are reported if neither
-        pass finds anything. `backward` runs the backward pass too: the losses were finite. The weights are
-        the present ones: the step did not change them, but the next one, already launched when this one is
-        read, may have.
+        A collective. `suspected_ranks` are those whose gradient was not finite: they are reported if the
+        forward pass finds nothing. The weights are the present ones: the step did not change them, but the
+        next one, already launched when this one is read, may have.
         """
-        return format_by_rank(self._of_all_ranks(partial(self._inspect, position, backward)), suspected_ranks)
+        return format_by_rank(self._of_all_ranks(partial(self._inspect, position)), suspected_ranks)
 
     def overflow(self, position: Position) -> Finding | None:
         """The first module that made values that are not finite from finite ones, in the step just read.
@@ -112,7 +100,7 @@ class NonFiniteInspector:
                 found.append(Finding((number << 32) + origin.position, module_text(origin), origin.name))
         return min(found)
 
-    def _inspect(self, position: Position, backward: bool) -> Finding:
+    def _inspect(self, position: Position) -> Finding:
         """Run all of this rank's micro-batches again, so that collectives within modules match."""
         batches = self._context.batches
         micro_batches = batches.step(position.epoch, position.step_of_epoch)
@@ -120,27 +108,17 @@ class NonFiniteInspector:
         by_batch = zip(micro_batches, batches.latest_indices(), strict=True)
         for number, (batch, indices) in enumerate(by_batch):
             forward, loss_finite = self._run(batch, position, number)
-            # Even if forward failed, so that collectives within modules match on all ranks.
-            back = self._run_back(batch, position, number) if backward else None
             arithmetic = self._stepper.policy.arithmetic
-            found.append(evidence_of(forward, loss_finite, back, number, batch, indices, arithmetic))
+            found.append(evidence_of(forward, loss_finite, number, batch, indices, arithmetic))
         return min(found, default=Finding(NOT_FOUND, "no samples"))
 
     def _run(self, batch: Batch, position: Position, number: int) -> tuple[Diagnosis, bool]:
         """One micro-batch through the model, in training mode, uncompiled; and whether its loss is finite."""
-        self._seed(position, number)
+        plan = self._context.batches.plan
+        seed_compute(plan.seed, position.step, plan.rank, number, self._stepper.device)
         losses: list[Tensor] = []
         diagnosis = nonfinite.diagnose(self._stepper.model, lambda: losses.append(self._loss_sum(batch)))
         return diagnosis, bool(losses[0].isfinite())
-
-    def _seed(self, position: Position, number: int) -> None:
-        plan = self._context.batches.plan
-        seed_compute(plan.seed, position.step, plan.rank, number, self._stepper.device)
-
-    def _run_back(self, batch: Batch, position: Position, number: int) -> BackwardDiagnosis:
-        self._seed(position, number)
-        model, back = self._stepper.model, self._stepper.dry_backward
-        return nonfinite.diagnose_backward(model, lambda: back(self._loss_sum(batch)))
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         with self._stepper.forward():
@@ -150,7 +128,6 @@ class NonFiniteInspector:
 def evidence_of(
     diagnosis: Diagnosis,
     loss_finite: bool,
-    back: BackwardDiagnosis | None,
     number: int,
     batch: Batch,
     indices: Sequence[int],
@@ -163,13 +140,8 @@ def evidence_of(
     finding = diagnosis.finding
     columns = {name: rows for name, column in batch.items() if (rows := nonfinite_rows(column))}
     if finding is None and loss_finite and not columns:
-        seen = back is not None and (back.module is not None or bool(back.parameters))
-        finite = "the forward pass is finite"
-        if diagnosis.largest is not None:
-            name, size = diagnosis.largest
-            finite += f", its largest value {size:.3g} from {_module_title(name)}"
-        parts = [samples_text((), indices), finite, backward_text(back)]
-        return Finding((number << 32) + AFTER_FORWARD if seen else NOT_FOUND, "; ".join(parts))
+        text = "the forward pass is finite: what is not arises in the backward pass"
+        return Finding(NOT_FOUND, f"{samples_text((), indices)}; {text}")
     suspects = sorted({row for rows in columns.values() for row in rows})
     if not suspects and finding is not None and finding.num_rows == len(indices) != len(finding.rows):
         suspects = list(finding.rows)
@@ -194,30 +166,13 @@ def beyond(name: str, column: Tensor, arithmetic: torch.dtype) -> str:
     if not column.is_floating_point() or not column.numel() or (size := float(column.abs().max())) <= limit:
         return ""
     kind = str(arithmetic).removeprefix("torch.")
-    return f"the column {name} has values up to {size:.3g}, and {kind} ends at {limit:.5g}: {NORMALISE}"
-
-
-def backward_text(back: BackwardDiagnosis | None) -> str:
-    """Where the gradient left the range of the arithmetic, or how close it came."""
-    if back is None:
-        return "what is not finite arises in the backward pass"
-    if back.module is not None:
-        name, kind, value = back.module
-        text = f"first gradient that was not finite: at the output of {_module_title(name)} ({kind}), {value}"
-    elif back.parameters:
-        names = listed(back.parameters, MAX_NAMES)
-        text = f"gradients not finite: {names}, though those at all outputs were"
-    else:
-        text = "all gradients are finite: it is their sum over micro-batches and ranks that is not"
-    if back.largest is None:
-        return text
-    name, size = back.largest
-    before = "before it " if back.module else ""
-    return f"{text}, the largest {before}{size:.3g} at the output of {_module_title(name)}"
+    return (
+        f"the column {name} has values up to {size:.3g}, and {kind} ends at {limit:.5g}: normalise it first"
+    )
 
 
 def module_text(finding: ModuleFinding) -> str:
-    name = _module_title(finding.name)
+    name = finding.name or "the model itself"
     text = f"first module whose output was not finite: {name} ({finding.type}), {finding.kind}"
     if not finding.inputs_finite:
         return f"{text}, which was given values that are not finite"
@@ -258,8 +213,3 @@ def master_text(master: Tensor, weight: torch.dtype) -> str:
     if bool(master.isfinite().all()):
         return f"master {float(master.abs().max()):.3g}, beyond the {torch.finfo(weight).max:.4g} of {weight}"
     return "master nan" if bool(master.isnan().any()) else "master inf"
-
-
-def _module_title(module: str) -> str:
-    """A module by its name in named_modules()."""
-    return module or "the model itself"

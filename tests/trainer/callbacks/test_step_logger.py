@@ -69,7 +69,7 @@ class Inspector:
     def fp16_gradients_of_fp32_modules(self, parameters) -> list[str]:
         return [name for name in parameters if name.startswith("rescued.")]
 
-    def explain(self, *question, backward: bool) -> str:
+    def explain(self, *question) -> str:
         return "seen again"
 
 
