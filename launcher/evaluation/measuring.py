@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import copy
 import json
-import numbers
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -25,7 +23,7 @@ from launcher.data.tensors import Batch
 from launcher.distributed.alone import HiddenProcessGroup
 from launcher.distributed.collectives import broadcast_bytes, error_message, pack_result, unpack_result
 from launcher.distributed.env import WorkerEnv
-from launcher.errors import ConfigError, LauncherError, escaped
+from launcher.errors import ConfigError, LauncherError, described, escaped
 from launcher.evaluation.confusion import Confusion
 from launcher.evaluation.torchmetrics_objects import adapted, is_torchmetrics
 from launcher.evaluation.transport import NotSerializableError, deserialize, serialize, state_of, with_state
@@ -38,10 +36,6 @@ Guard = Callable[[str, Batch | None], AbstractContextManager[None]]
 Beat = Callable[[], object]
 HOST = torch.device("cpu")
 MISTAKES = (NameError, AttributeError, TypeError, ImportError, NotImplementedError)  # on any samples
-SENDABLE = (
-    "Numbers, text, bytes, lists, tuples, sets, dicts, tensors and arrays can be sent. Keep no others in it, "
-    "define __getstate__ and __setstate__, or remove merge: then only rank 0 updates the metric."
-)
 
 
 @dataclass
@@ -146,41 +140,22 @@ class MetricEvaluator:
         known = {name for columns in read for name in columns or ()}
         return batch if None in read else {name: batch[name] for name in batch if name in known}
 
-    @contextmanager
-    def _sending(self, metric: object) -> Iterator[None]:
-        """Raises ConfigError for a state that cannot be sent to rank 0."""
-        try:
-            yield
-        except NotSerializableError as error:
-            raise ConfigError(
-                f"the metric {name_of(metric)} has merge, but its state cannot be sent to rank 0: "
-                f"{error}. {SENDABLE}"
-            ) from error
-
     def _packed_state(self, metric: object) -> bytes:
         with self._calling(metric, "__getstate__"):
             state = state_of(metric)
-        with self._sending(metric):
-            return serialize(state)
+        return sendable(f"the metric {name_of(metric)} has merge, but its state", state)
 
     def _received(self, metric: object, sent: bytes) -> object:
         """A metric with the state that another rank has sent."""
-        with self._sending(metric):
-            state = deserialize(sent, self._env.device)
+        state = deserialize(sent, self._env.device)
         with self._calling(metric, "__setstate__"):
             return with_state(metric, state)
 
     def _packed_rows(self, index: int) -> bytes:
-        """What this rank has kept of a batch. Raises ConfigError for a column that cannot be sent."""
-        try:
-            return serialize(self._kept[index])
-        except NotSerializableError as error:
-            names = ", ".join(name_of(metric) for metric in self._fed)
-            raise ConfigError(
-                f"the metrics without merge ({names}) are updated on rank 0, but a batch cannot be sent "
-                f"there: {error}. Return only tensors from eval_transform, or name the columns that each "
-                "metric reads in its attribute columns."
-            ) from error
+        """What this rank has kept of a batch."""
+        names = ", ".join(name_of(metric) for metric in self._fed)
+        what = f"the metrics without merge ({names}) are updated on rank 0, but a batch"
+        return sendable(what, self._kept[index])
 
     def _merge(self, metric: Any, sent: bytes) -> None:
         other = self._received(metric, sent)
@@ -233,6 +208,20 @@ def _may_depend_on_samples(error: LauncherError) -> bool:
     return cause is not None and not isinstance(cause, MISTAKES)
 
 
+def sendable(what: str, value: object) -> bytes:
+    """The value as bytes. Raises ConfigError, which begins with `what`, for one that cannot be sent."""
+    try:
+        sent = serialize(value)
+        deserialize(sent, HOST)
+    except NotSerializableError as error:
+        raise ConfigError(
+            f"{what} cannot be sent to rank 0: {error}. Numbers, text, bytes, lists, tuples, sets, dicts, "
+            "tensors and arrays can. Keep no others in it; of a metric __getstate__ and __setstate__ may "
+            "leave them out, and its attribute columns may name those of a batch that it reads."
+        ) from error
+    return sent
+
+
 def fresh(metric: Any) -> object:
     """The metric without samples: reset if it has reset(), else a copy of it as the recipe made it.
 
@@ -278,22 +267,16 @@ def rows_with_nan(outputs: object) -> Tensor | int:
 
 def as_numbers(metric: object, found: object) -> dict[str, float]:
     """What `compute` returned, as floats by name. Raises ConfigError for values that are no numbers."""
-    named = found if isinstance(found, Mapping) else {name_of(metric): found}
-    return {str(name): _as_number(metric, name, value) for name, value in named.items()}
-
-
-def _as_number(metric: object, name: object, value: Any) -> float:
-    single = value
-    with suppress(AttributeError, ValueError, RuntimeError):  # several numbers, or a tensor without memory
-        single = value.item()
-    if isinstance(single, numbers.Real | Decimal):
-        return float(single)
-    dtype = f" of {value.dtype}" if hasattr(value, "dtype") else ""
-    shape = f" in the shape {list(value.shape)}" if hasattr(value, "shape") else ""
-    raise ConfigError(
-        f"the metric {name_of(metric)} gave {type(value).__name__}{dtype}{shape} as {name!r}. compute() "
-        "must return one number for each name: {name: value}."
-    )
+    named: Mapping[object, Any] = found if isinstance(found, Mapping) else {name_of(metric): found}
+    try:
+        # A tensor or an array of one element gives its number.
+        singles = {name: value.item() if hasattr(value, "item") else value for name, value in named.items()}
+        return {str(name): float(value) for name, value in singles.items()}
+    except (TypeError, ValueError, RuntimeError) as error:  # no number, or several
+        raise ConfigError(
+            f"the metric {name_of(metric)}'s compute() must return one number for each name, {{name: "
+            f"value}}: {described(error)}"
+        ) from error
 
 
 def _on(device: torch.device, value: Any) -> Any:

@@ -209,9 +209,11 @@ class Broken(Merged):
     def compute(self) -> Any:
         if self.where == "compute":
             raise ValueError("no compute today")
-        return {"text": {"broken": "0.5"}, "shape": {"broken": torch.zeros(2)}, "none": {"broken": None}}.get(
-            self.where, {"broken": 0.5}
-        )
+        return {
+            "text": {"broken": "half"},
+            "shape": {"broken": torch.zeros(2)},
+            "none": {"broken": None},
+        }.get(self.where, {"broken": 0.5})
 
 
 class RefusingFeed(Pairs):
@@ -251,9 +253,9 @@ def fail(env: WorkerEnv, where: str) -> str:
 FAILURES = {
     "merge": "RecipeError: the metric Broken's merge failed: no merge today",
     "compute": "RecipeError: the metric Broken's compute failed: no compute today",
-    "text": "ConfigError: the metric Broken gave str as 'broken'. compute() must return one number",
-    "shape": "ConfigError: the metric Broken gave Tensor of torch.float32 in the shape [2] as 'broken'",
-    "none": "ConfigError: the metric Broken gave NoneType as 'broken'",
+    "text": "ConfigError: the metric Broken's compute() must return one number",
+    "shape": "ConfigError: the metric Broken's compute() must return one number",
+    "none": "ConfigError: the metric Broken's compute() must return one number",
     "lambda": "ConfigError: the metric Broken has merge, but its state cannot be sent to rank 0: "
     "Can't pickle local object 'Broken.update.<locals>.<lambda>'. Numbers, text, bytes, ",
     "lock": "ConfigError: the metric Broken has merge, but its state cannot be sent to rank 0: ",

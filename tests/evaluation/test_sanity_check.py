@@ -81,19 +81,10 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         ConfigError,
         r"needs logits \[6, 2\], one value per",
     ),
-    "text": (Given("0.5"), ConfigError, r"Given gave str as 'given'\. compute\(\) must return one number"),
-    "text in an array": (Given(np.array("0.5")), ConfigError, r"gave ndarray of <U3 in the shape \[\] as"),
-    "a complex number": (
-        Given(torch.tensor(1j)),
-        ConfigError,
-        r"gave Tensor of torch.complex64 in the shape",
-    ),
-    "no number": (Given(None), ConfigError, r"Given gave NoneType as 'given'"),
-    "several numbers": (
-        Given(torch.zeros(3)),
-        ConfigError,
-        r"gave Tensor of torch.float32 in the shape \[3\]",
-    ),
+    "text": (Given("half"), ConfigError, r"Given's compute\(\) must return one number .* ValueError"),
+    "a complex number": (Given(torch.tensor(1j)), ConfigError, r"must return one number"),
+    "no number": (Given(None), ConfigError, r"must return one number"),
+    "several numbers": (Given(torch.zeros(3)), ConfigError, r"must return one number"),
     "a collective": (
         Gathers(),
         ConfigError,
