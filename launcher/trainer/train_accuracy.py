@@ -1,7 +1,7 @@
 """How many training samples a classifier gets right, counted on the device while it trains.
 
 Owns the count of this rank and its sum over the ranks. A step adds to it without a read by the host; only
-`all_reduce_into`, at evaluations and checkpoints, waits for the device.
+`take`, at evaluations and checkpoints, waits for the device.
 """
 
 from __future__ import annotations
@@ -18,21 +18,6 @@ from launcher.recipe.contract import Loss
 
 
 @dataclass
-class RunningTrainMetrics:
-    """The training samples (or tokens) since the last evaluation, over all ranks, as they were trained on."""
-
-    loss_sum: float = 0.0
-    loss_count: float = 0.0
-    right: int = 0  # of a classifier
-    answered: int = 0
-
-    def metrics(self) -> dict[str, float]:
-        """`train_loss` and `train_accuracy`, as far as there is something to divide by."""
-        loss = {"train_loss": self.loss_sum / self.loss_count} if self.loss_count else {}
-        return loss | ({"train_accuracy": self.right / self.answered} if self.answered else {})
-
-
-@dataclass
 class TrainAccuracy:
     """Counts, for a recipe with classes, the training samples whose largest logit was that of the label.
 
@@ -44,7 +29,7 @@ class TrainAccuracy:
     label: str | None  # the column with the true class; None: there are no classes
 
     def __post_init__(self) -> None:
-        # int64 [2] on the device, since the last `all_reduce_into`: right, and all.
+        # int64 [2] on the device, since the last `take`: right, and all.
         self._counts = torch.zeros(2, dtype=torch.int64, device=self.env.device)
 
     def count(self, loss: Loss, batch: Batch) -> None:
@@ -59,12 +44,11 @@ class TrainAccuracy:
         self._counts[0] += (predicted == labels).sum()
         self._counts[1] += (labels >= 0).sum()
 
-    def all_reduce_into(self, since: RunningTrainMetrics) -> None:
-        """Add what all ranks have counted, and begin anew. A collective."""
+    def take(self) -> tuple[int, int]:
+        """How many all ranks have counted as right, and in all, since the last call. A collective."""
         if self.label is None:
-            return
+            return 0, 0
         all_reduce(self._counts, self.env.group)
         right, answered = self._counts.tolist()
         self._counts.zero_()
-        since.right += right
-        since.answered += answered
+        return right, answered

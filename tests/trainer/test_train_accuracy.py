@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from launcher.telemetry.event_log import read_events
 from launcher.telemetry.formatting import evaluation_cells
 from launcher.trainer.callbacks.training_metrics import TrainingMetrics
 from launcher.trainer.progress import EvalOutcome, Position
-from launcher.trainer.train_accuracy import RunningTrainMetrics, TrainAccuracy
+from launcher.trainer.train_accuracy import TrainAccuracy
 from tests.forked import launch_forked
 from tests.telemetry.made import made
 from tests.trainer.reports import CLEAN, LIMITS, metrics_of
@@ -44,42 +44,37 @@ LOGITS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]])
     ],
 )
 def test_right_answers_are_counted_where_outputs_are_those_of_a_classifier(outputs, labels, expected) -> None:
-    answers, since = TrainAccuracy(ALONE, "label"), RunningTrainMetrics()
+    answers = TrainAccuracy(ALONE, "label")
     answers.count(Loss(torch.zeros(()), 3, outputs), {"label": labels})
-    answers.all_reduce_into(since)
-    answers.all_reduce_into(since)
-    assert (since.right, since.answered) == expected
+    assert answers.take() == expected
+    assert answers.take() == (0, 0)
 
 
 @pytest.mark.parametrize("size", [(1,), (5, 3)], ids=str)
 def test_micro_batches_add_up(size) -> None:
-    answers, since = TrainAccuracy(ALONE, "label"), RunningTrainMetrics()
+    answers = TrainAccuracy(ALONE, "label")
     drawn = torch.Generator().manual_seed(0)
     predicted = torch.randint(0, 3, (9, *size), generator=drawn)
     labels = torch.randint(-1, 3, (9, *size), generator=drawn)
     for number in range(9):
         answers.count(Loss(torch.zeros(()), 3, predicted[number]), {"label": labels[number]})
-    answers.all_reduce_into(since)
-    assert since.right == int((predicted == labels).sum())
-    assert since.answered == int((labels >= 0).sum())
+    assert answers.take() == (int((predicted == labels).sum()), int((labels >= 0).sum()))
 
 
 def test_tensors_that_are_filled_again_for_each_micro_batch_are_counted_as_they_were() -> None:
-    answers, since = TrainAccuracy(ALONE, "label"), RunningTrainMetrics()
+    answers = TrainAccuracy(ALONE, "label")
     predicted, labels = torch.zeros(2, 4, dtype=torch.int64)
     for number in range(3):
         predicted.fill_(number)
         labels.fill_(number if number else 7)
         answers.count(Loss(torch.zeros(()), 4, predicted), {"label": labels})
-    answers.all_reduce_into(since)
-    assert (since.right, since.answered) == (8, 12)
+    assert answers.take() == (8, 12)
 
 
 def test_without_classes_nothing_is_counted() -> None:
-    answers, since = TrainAccuracy(ALONE, None), RunningTrainMetrics()
+    answers = TrainAccuracy(ALONE, None)
     answers.count(Loss(torch.zeros(()), 3, LOGITS), {"label": torch.tensor([0, 1, 1])})
-    answers.all_reduce_into(since)
-    assert since.metrics() == {}
+    assert answers.take() == (0, 0)
 
 
 def metrics_alone() -> TrainingMetrics:
@@ -95,12 +90,11 @@ def evaluated(metrics: TrainingMetrics) -> Mapping[str, float]:
 
 
 def test_what_was_counted_survives_a_checkpoint() -> None:
-    since = RunningTrainMetrics(3.5, 7.0, 2, 7)
+    since = {"loss_sum": 3.5, "loss_count": 7.0, "right": 2, "answered": 7, "evaluated": {}}
     before, after = metrics_alone(), metrics_alone()
-    before.load_state_dict(asdict(since))
+    before.load_state_dict(since)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert evaluated(after) == since.metrics()
-    assert since.metrics() == {"train_loss": 0.5, "train_accuracy": 2 / 7}
+    assert evaluated(after) == {"train_loss": 0.5, "train_accuracy": 2 / 7}
 
 
 def test_the_table_has_them_beside_what_was_held_out() -> None:
