@@ -40,23 +40,6 @@ class MapDataset(LoadedSet):
         """The answer to one request, read in this process."""
         return self._reader[request]
 
-    def failure_of_processes(self) -> str:
-        """What a loader process raises at the first sample, which this process can read; empty if nothing.
-
-        As of a data set whose samples are made on a GPU, which a forked process cannot use.
-        """
-        request = BatchIndices(EVALUATION, 0, (0,))
-        pool = WorkerPool(self._reader, [request], replace(self.how, workers=1), self.kind)
-        fetched = next(iter(pool))
-        pool.end()
-        if not fetched.bad or self.fetch(request).bad:
-            return ""
-        return fetched.bad[0].error
-
-    def read_in_this_process(self) -> None:
-        """Start no loader processes from here on."""
-        self.how = replace(self.how, workers=0)
-
     def usable(self, fetched: FetchedBatch, request: BatchIndices) -> Batch | None:
         """The answer to the request, on the device. Raises DataError for what may not be left out."""
         return self.on_device(fetched, request.indices)

@@ -63,7 +63,7 @@ class PlannedTask:
         env = WorkerEnv(0, world_size, 0, world_size, torch.device("cpu"), None)
         data = DataSets.of(config, env, recipe.train, {}, recipe.collate)
         plan = batch_plan(config, env, data.train, recipe.lengths)
-        length = TrainLength.of(plan.steps_per_epoch, config.train, config.ddp.check_replicas_every_steps)
+        length = TrainLength.of(plan.steps_per_epoch, config.train)
         return cls(config, recipe, plan, length)
 
 

@@ -63,7 +63,9 @@ def build_callbacks(
         TerminateOnNonFinite(config.precision.loss_scale, inspector, context.stepper.counters),
         # After those that may end the run by the same step, which is then not logged.
         StepLogger(context),
-        ReplicaCheck(context) if config.ddp.check_replicas_every_steps else None,
+        ReplicaCheck(context, check_every)
+        if (check_every := config.ddp.check_replicas_every_steps)
+        else None,
         weights,
         EarlyStopping(context, stop) if stop.patience is not None else None,
         ReduceLROnPlateau(context, plateau) if plateau.factor is not None else None,

@@ -84,7 +84,6 @@ def _try_out(
     context: TrainContext, evaluation: EvaluationLoop, train_step: TrainStep, start: ResumePoint
 ) -> None:
     """Try what the run needs later, so that it does not fail at the end of an epoch."""
-    sanity_check.try_loader_processes(context)
     if start.evaluation_pending:
         return
     evaluation.sanity_check()
@@ -112,7 +111,7 @@ def _build_context(
     heartbeat.beat("comparing the data")
     data_check.compare_data(data_fingerprint, env)
     plan = batch_plan(config, env, data.train, recipe.lengths)
-    length = TrainLength.of(plan.steps_per_epoch, config.train, config.ddp.check_replicas_every_steps)
+    length = TrainLength.of(plan.steps_per_epoch, config.train)
     heartbeat.beat("building the model")
     seed_all(derive_seed(config.seed, "model"), env.device)  # whatever was drawn while the data was read
     with heartbeat.in_user_code():

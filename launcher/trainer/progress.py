@@ -29,20 +29,17 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class TrainLength:
-    """How long a run is, and when it evaluates and checks; steps count updates, skipped ones included."""
+    """How long a run is, and when it evaluates; steps count updates, skipped ones included."""
 
     steps_per_epoch: int
     total_steps: int
     eval_every_epochs: int
-    check_every_steps: int | None = None
     eval_every_steps: int | None = None
 
     @classmethod
-    def of(
-        cls, steps_per_epoch: int, train: TrainConfig, check_every_steps: int | None = None
-    ) -> TrainLength:
+    def of(cls, steps_per_epoch: int, train: TrainConfig) -> TrainLength:
         total = train.total_steps(steps_per_epoch)
-        return cls(steps_per_epoch, total, train.eval_every_epochs, check_every_steps, train.eval_every_steps)
+        return cls(steps_per_epoch, total, train.eval_every_epochs, train.eval_every_steps)
 
     def position_of(self, step: int) -> Position:
         """The position of step `step`, at least 1."""
@@ -50,10 +47,6 @@ class TrainLength:
 
     def is_last_step(self, step: int) -> bool:
         return step == self.total_steps
-
-    def should_check_replicas(self, step: int) -> bool:
-        """Whether the ranks' replicas are compared after this step."""
-        return self.check_every_steps is not None and step % self.check_every_steps == 0
 
     def should_evaluate(self, step: int) -> bool:
         """True after every `eval_every_epochs` whole epochs, every `eval_every_steps` steps, and the end."""

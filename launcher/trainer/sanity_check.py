@@ -9,35 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from launcher.data.iterable_loader import IterableData
-from launcher.data.map_loader import MapDataset
 from launcher.data.sources import training_batches
 from launcher.distributed.collectives import raise_on_all_ranks
-from launcher.errors import ConfigError, counted
+from launcher.errors import counted
 from launcher.evaluation.evaluate import unchanged
 from launcher.trainer.context import TrainContext
 from launcher.trainer.errors.recipe_errors import found_in_trial
 from launcher.trainer.train_step import TrainStep
-
-
-def try_loader_processes(context: TrainContext) -> None:
-    """Have a loader process read a sample: not every data set can be used in a forked process.
-
-    Under data.num_workers=auto such a set is read in the training process; a number is a ConfigError.
-    """
-    data, config = context.data.train, context.config
-    if (
-        not isinstance(data, MapDataset)
-        or not data.how.workers
-        or not (failure := data.failure_of_processes())
-    ):
-        return
-    found = f"in a loader process sample 0 of the training set raises {failure}, in the training process not"
-    if config.data.num_workers != "auto":
-        raise ConfigError(f"data.num_workers={config.data.num_workers}: {found}. Set data.num_workers=0.")
-    for each in (data, *context.data.validation.values()):
-        if isinstance(each, MapDataset):
-            each.read_in_this_process()
-    context.telemetry.decision("loader processes", f"none: {found}")
 
 
 def try_smallest_batch(context: TrainContext, train_step: TrainStep) -> None:

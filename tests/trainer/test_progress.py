@@ -54,9 +54,3 @@ def test_evaluations_every_so_many_steps_come_beside_those_of_the_epochs(
     train = replace(TRAIN, epochs=3, eval_every_epochs=every_epochs, eval_every_steps=every_steps)
     length = TrainLength.of(10, train)
     assert [step for step in range(1, 31) if length.should_evaluate(step)] == evaluated
-
-
-@pytest.mark.parametrize(("every", "checked"), [(None, []), (10, [10, 20, 30]), (7, [7, 14, 21, 28])])
-def test_replicas_are_compared_every_so_many_steps(every, checked) -> None:
-    length = TrainLength.of(10, replace(TRAIN, epochs=3), every)
-    assert [step for step in range(1, 31) if length.should_check_replicas(step)] == checked

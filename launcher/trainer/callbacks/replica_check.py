@@ -14,9 +14,9 @@ class ReplicaCheck(Callback):
 
     name = "replica_check"
 
-    def __init__(self, context: TrainContext) -> None:
-        self._context = context
+    def __init__(self, context: TrainContext, every_steps: int) -> None:
+        self._context, self._every_steps = context, every_steps
 
     def on_step_launched(self, position: Position, result: StepResult) -> None:
-        if self._context.length.should_check_replicas(position.step):
+        if position.step % self._every_steps == 0:
             check_replicas(self._context.stepper, self._context.ema)
