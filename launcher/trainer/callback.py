@@ -92,7 +92,6 @@ class CallbackList:
     """The callbacks of a run, called in order."""
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
-        self._unclaimed_state: dict[str, Mapping[str, Any]] = {}
         self.fill(callbacks)
 
     def fill(self, callbacks: Sequence[Callback]) -> None:
@@ -164,13 +163,11 @@ class CallbackList:
             hook()
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
-        """The states of the callbacks by name, and those of callbacks that this run lacks. A collective."""
-        own = {each.name: state for each in self._callbacks if (state := each.state_dict())}
-        return self._unclaimed_state | own
+        """The states of the callbacks by name. A collective."""
+        return {each.name: state for each in self._callbacks if (state := each.state_dict())}
 
     def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Load what was saved. That of callbacks which this run lacks is kept for one that has them again."""
-        self._unclaimed_state = {name: state for name, state in saved.items() if name not in self.names}
+        """Load what was saved of these callbacks."""
         for each in self._callbacks:
             if (state := saved.get(each.name)) is not None:
                 each.load_state_dict(dict(state))

@@ -35,9 +35,10 @@ def warnings_logged(telemetry: Telemetry, rank: int) -> Iterator[None]:
             log.warning("rank %d: %s", rank, message)
             telemetry.warn(str(message))
             return
-        log.warning("%s:%d: %s: %s", filename, lineno, category.__name__, message)
+        text = escaped(str(message))
+        log.warning("%s:%d: %s: %s", filename, lineno, category.__name__, text)
         if rank == 0:
-            original_showwarning(escaped(str(message)), category, filename, lineno, *more)
+            original_showwarning(text, category, filename, lineno, *more)
 
     with warnings.catch_warnings():
         for each in EVENT_WARNINGS:

@@ -188,17 +188,6 @@ class Counting(Callback):
         self.count = values["count"]
 
 
-def test_the_state_of_a_callback_that_a_run_lacks_is_kept_for_the_next_one_that_has_it() -> None:
-    first = Counting()
-    first.count = 3
-    saved = CallbackList([first]).state_dict()
-    without = CallbackList([])
-    without.load_state_dict(saved)
-    again = Counting()
-    CallbackList([again]).load_state_dict(without.state_dict())
-    assert again.count == 3
-
-
 def test_a_callback_keeps_its_state_where_its_file_and_class_are_renamed(tmp_path: Path) -> None:
     """The saved keys are what a run of today looks for after its source has been tidied."""
     source = Path(inspect.getsourcefile(EarlyStopping) or "").read_text()

@@ -22,14 +22,9 @@ CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def synchronised(model: nn.Module, env: WorkerEnv, plan: BatchPlan) -> nn.Module:
     """`model` with its batch norms replaced by nn.SyncBatchNorm, which share parameters and buffers.
 
-    Raises ConfigError on a CPU, for ranks with different numbers of forward passes, and for a batch norm of
-    a custom class: torch would replace it too, and drop what the class adds (an activation in timm's).
+    Raises ConfigError for ranks with different numbers of forward passes, and for a batch norm of a custom
+    class: torch would replace it too, and drop what the class adds (an activation in timm's).
     """
-    if env.device.type == "cpu":
-        raise ConfigError(
-            "model.sync_bn=true: torch's SyncBatchNorm runs on GPUs only, and this run trains on CPUs. Set "
-            "model.sync_bn=false."
-        )
     refuse_uneven_micro_batches(plan)
     for name, module in named_modules(model):
         if isinstance(module, _BatchNorm) and type(module) not in CONVERTED:
