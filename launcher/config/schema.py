@@ -158,6 +158,8 @@ class PrecisionConfig:
     fp32_modules: Texts
     fp32_fallback: bool
     max_fp32_fallbacks: Count
+    skip_outliers: Positive | None
+    outlier_window: Count
     loss_scale: LossScaleConfig
 
 

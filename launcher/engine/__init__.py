@@ -8,6 +8,7 @@ from launcher.engine.optim.optimizers import SGD, AdamW
 from launcher.engine.optim.torch_optimizer import TorchOptimizer
 from launcher.engine.params.param_groups import ParameterGroup
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
+from launcher.engine.precision.outliers import SkipOutliers
 from launcher.engine.precision.policy import Policy
 from launcher.engine.result import StepReport, StepResult
 from launcher.engine.state import EngineState
@@ -26,6 +27,7 @@ __all__ = [
     "Policy",
     "ScaleStart",
     "Scaling",
+    "SkipOutliers",
     "StepReport",
     "StepResult",
     "Stepper",

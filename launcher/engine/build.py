@@ -31,6 +31,7 @@ from launcher.engine.params.module_buffers import Buffers
 from launcher.engine.params.param_groups import Grouping, ParameterGroup
 from launcher.engine.precision.found_inf import ON_DEVICE, ON_HOST
 from launcher.engine.precision.loss_scale import LossScale, Scaling
+from launcher.engine.precision.outliers import OutlierStatistics, SkipOutliers
 from launcher.engine.precision.policy import Policy, choose_emulation
 from launcher.engine.rank_state import RankState
 from launcher.engine.step_timer import StepClock
@@ -52,6 +53,7 @@ class StepperOptions:
     reference_count: Annotated[int, limits.a_reference_count] | None
     micro_batches: Annotated[int, limits.at_least_one]
     emulate: bool | None
+    skip_outliers: SkipOutliers | None
 
     def __post_init__(self) -> None:
         limits.require_fields(self)
@@ -105,12 +107,17 @@ class StepperParts:
         self.updater = updater_of(optimizer, model, layout, self.zero1)
         self.in_place = InPlaceWrites(layout, self.zero1)
         self.scale = LossScale(options.scaling, None if on_host else layout.device)
+        self.outliers: OutlierStatistics | None = None
+        if options.skip_outliers is not None:
+            self.outliers = OutlierStatistics(options.skip_outliers, layout.device, on_host)
         self.operations = ON_HOST if on_host else ON_DEVICE
         self.clock = StepClock(layout.device)
         self.names = [param.name for param in layout.params]
         self.warnings = StepWarnings(sum(param.numel > 0 for param in layout.params), self.reducer.unused)
         self.ported_loop = PortedLoop(layout.parameters.values(), group, options.clip_norm is not None)
-        self.rank_state = RankState(model, layout, self.buffers, self.zero1, self.updater, self.scale)
+        self.rank_state = RankState(
+            model, layout, self.buffers, self.zero1, self.updater, self.scale, self.outliers
+        )
 
 
 def _take_values_of_rank_0(

@@ -22,6 +22,7 @@ from launcher.engine.params.flat_params import Layout
 from launcher.engine.params.module_buffers import Buffers
 from launcher.engine.precision.loss_scale import LossScale, ScaleStart
 from launcher.engine.precision.op_lists import widen
+from launcher.engine.precision.outliers import OutlierStatistics
 from launcher.engine.state import EngineState, check_model_state, check_names
 
 
@@ -35,6 +36,7 @@ class RankState:
     zero1: Zero1
     updater: Updater | TorchUpdater
     scale: LossScale
+    outliers: OutlierStatistics | None
 
     def masters(self, rank: int | None = None) -> dict[str, Tensor]:
         """fp32 values of the trainable parameters by name, as `Zero1.gather_full`."""
@@ -55,6 +57,7 @@ class RankState:
             counters=self.scale.counters(),
             reference_count=reference_count,
             scale_mode=self.scale.scaling.mode,
+            outliers=None if self.outliers is None else self.outliers.state(),
         )
 
     @torch.no_grad()  # values of a Parameter would make the masters results of autograd
@@ -79,6 +82,8 @@ class RankState:
             buffer.copy_(state.buffers[name])
         # Else a skipped step would return to the buffers from before the load.
         self.buffers.snapshot()
+        if self.outliers is not None and state.outliers is not None:
+            self.outliers.load(state.outliers)
         return self.scale.restore(state.counters, state.scale_mode)
 
     def comparable(self, reference_count: int | None, by_parameter: bool) -> dict[str, Tensor]:
@@ -86,6 +91,7 @@ class RankState:
         numbers = {"reference count": reference_count or 0}
         numbers |= {f"loss scale ({name})": value for name, value in self.scale.counters().items()}
         found = {name: torch.tensor([each], device=self.layout.device) for name, each in numbers.items()}
+        found |= {} if self.outliers is None else self.outliers.tensors()
         for flat_buffer in self.layout.flat_buffers:
             # What all ranks hold: a flat buffer whose optimizer is sharded is no shard, and has no master.
             kinds = {"weight": flat_buffer.weight}

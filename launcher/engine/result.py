@@ -44,6 +44,7 @@ class StepReport:
     culprit_parameters: tuple[str, ...]  # parameters whose reduced gradient was not finite
     votes: tuple[float, ...]  # sum over the ranks, by question
     spans_ms: dict[str, float]  # compute, wire (not overlapped), update, and parts marked by the caller
+    outlier: bool = False  # skipped for its loss or gradient norm alone: see SkipOutliers
     abandoned_ranks: tuple[int, ...] = ()  # ranks that called abandon(), or step() after a failed backward()
 
 
@@ -73,6 +74,8 @@ class StepNumbers:
             "skipped": verdict.skip,
             "bad_losses": totals.bad_losses,
         } | {name: getattr(verdict.state, name) for name in COUNTERS}
+        if verdict.outlier is not None:
+            numbers["outlier"] = verdict.outlier
         return cls(numbers, totals.votes, totals.status, totals.squares_by_parameter, sent_bytes)
 
     @property
@@ -97,7 +100,8 @@ class StepNumbers:
         """The report, from numbers of the host. `names` of the parameters, in the order of their squares."""
         skipped = bool(self.numbers["skipped"])
         counters = {name: int(self.numbers[name]) for name in ("bad_losses", *COUNTERS)}
-        numbers = {**self.numbers, **counters, "skipped": skipped}
+        flags = {"skipped": skipped, "outlier": bool(self.numbers.get("outlier"))}
+        numbers = {**self.numbers, **counters, **flags}
         votes = tuple(self.votes)
         ranks: list[int] = []
         bad: list[int] = []

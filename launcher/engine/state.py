@@ -40,6 +40,7 @@ class EngineState:
     counters: dict[str, int]
     reference_count: int | None = None  # n0; None before the first step, where it was not given
     scale_mode: ScaleMode | None = None  # how the loss scale moved; None where that is unknown
+    outliers: dict[str, list[float]] | None = None  # what outliers are measured by; None: none are skipped
 
     def clone(self) -> EngineState:
         """A copy that later steps do not change."""

@@ -135,7 +135,10 @@ class Step:
         """What all ranks do with the step, from the same bits, and what its report says."""
         parts = self._parts
         scale, p_n0 = parts.scale, float(parts.predivide_factor * self.reference_count.value)
-        verdict = judge(parts.operations, totals, scale.state, scale.scaling, p_n0, self._clip_norm)
+        is_outlier = parts.outliers.is_outlier if parts.outliers else None
+        verdict = judge(
+            parts.operations, totals, scale.state, scale.scaling, p_n0, self._clip_norm, is_outlier
+        )
         lr = self.rates.at(scale.state.applied_steps)
         return verdict, StepNumbers.of(totals, verdict, scale.state.scale, lr, parts.reducer.sent_bytes)
 
@@ -162,6 +165,8 @@ class Step:
     def _end(self, verdict: Verdict) -> None:
         """Move the loss scale, and begin the next step."""
         self._parts.scale.state = verdict.state
+        if self._parts.outliers:
+            self._parts.outliers.record(verdict.loss, verdict.grad_norm, verdict.skip, verdict.outlier)
         self._parts.clock.mark(UPDATE)
         self.restart(verdict.not_abandoned)
 

@@ -28,6 +28,7 @@ from launcher.engine.optim.torch_optimizer import AnyOptimizer
 from launcher.engine.params.param_groups import ParameterGroup
 from launcher.engine.precision.fp32_modules import compute_in_fp32, names_in_fp32
 from launcher.engine.precision.loss_scale import ScaleStart, Scaling
+from launcher.engine.precision.outliers import SkipOutliers
 from launcher.engine.precision.policy import Policy
 from launcher.engine.rank_state import size_bytes
 from launcher.engine.result import StepResult
@@ -51,6 +52,7 @@ class Stepper:
     `micro_batches`: the largest number of backward() calls before each step(); the last one overlaps
     communication. `reference_count` (n0): the usual number of samples (or tokens) per step and rank; None:
     from the counts of the first step, which costs that step one collective. `groups`: see ParameterGroup.
+    `skip_outliers`: see SkipOutliers; None: no finite step is skipped.
 
     Building it moves parameters and buffers into flat memory and broadcasts rank 0's values: load weights
     before, or with `load`. Cast, move, freeze and replace parameters before, too: what is cast, moved or
@@ -82,6 +84,7 @@ class Stepper:
         reference_count: int | None = None,
         emulate: bool | None = None,
         groups: Sequence[ParameterGroup] = (),
+        skip_outliers: SkipOutliers | None = None,
     ) -> None:
         self.group = group_of(group)
         check_optimizer(optimizer)
@@ -98,6 +101,7 @@ class Stepper:
             reference_count=reference_count,
             micro_batches=micro_batches,
             emulate=emulate,
+            skip_outliers=skip_outliers,
         )
         if self.group is None:
             warn_if_alone()

@@ -65,6 +65,7 @@ class Result:
     sets: Mapping[str, Mapping[str, float | None]] | None = None  # where there are several
     applied_steps: int | None
     skipped_steps: int | None
+    outlier_steps: int | None = None  # of them, those that precision.skip_outliers has skipped
     scale: float | None  # the loss scale
     samples_per_s: float | None
     training_seconds: float | None  # of the whole run, without evaluation

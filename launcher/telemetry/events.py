@@ -92,6 +92,17 @@ class OverflowEvent(Event):
     bad_losses: int  # micro-batches whose loss was not finite
 
 
+@dataclass(frozen=True, kw_only=True)
+class OutlierEvent(Event):
+    """A step was skipped, because its loss or gradient norm was far above those of the steps before."""
+
+    kind = "outlier"
+    epoch: int
+    loss: float
+    grad_norm: float  # of the mean gradient, before clipping
+    count: int  # outliers of the run so far
+
+
 @dataclass(frozen=True)
 class LayerShares:
     """Shares of a parameter's gradient elements."""

@@ -16,6 +16,7 @@ from launcher.trainer.callbacks.energy import Energy
 from launcher.trainer.callbacks.fp32_fallback import Fp32Fallback
 from launcher.trainer.callbacks.gradient_histogram import GradientHistogram
 from launcher.trainer.callbacks.micro_batch import MicroBatch
+from launcher.trainer.callbacks.outlier_logger import OutlierLogger
 from launcher.trainer.callbacks.overflow_logger import OverflowLogger
 from launcher.trainer.callbacks.pretrained_weights import PretrainedWeights
 from launcher.trainer.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
@@ -60,6 +61,7 @@ def build_callbacks(
         # Before those that warn of a loss that is not finite, or end the run for it: it may have a remedy.
         Fp32Fallback(context, inspector),
         OverflowLogger(context),
+        OutlierLogger(context) if config.precision.skip_outliers is not None else None,
         TerminateOnNonFinite(config.precision.loss_scale, inspector, context.stepper.counters),
         # After those that may end the run by the same step, which is then not logged.
         StepLogger(context),

@@ -65,6 +65,7 @@ class Verdict(NamedTuple):
     state: ScaleState  # of the loss scale, after the step
     loss: Number  # mean over the samples; nan without any
     grad_norm: Number  # of the mean gradient, before clipping
+    outlier: Number | None  # it is skipped for that alone; None where no step is
 
 
 def judge(
@@ -74,8 +75,9 @@ def judge(
     scaling: Scaling,
     p_n0: float,
     clip_norm: float | None,
+    is_outlier: Callable[[Number, Number], Number] | None = None,
 ) -> Verdict:
-    """`p_n0`: the pre-divisor times the reference count: p * n0.
+    """`p_n0`: the pre-divisor times the reference count: p * n0. `is_outlier` of a loss and a gradient norm.
 
     `x == 0` stands for `not x`, and `&` for `and`: both read Python's numbers and tensors alike.
     """
@@ -88,14 +90,19 @@ def judge(
     applied = finite & sound & has_samples
     # Only this lowers the scale: a non-finite loss, before scaling, cannot be the scale's fault.
     overflow = (finite == 0) & sound
-    skip = applied == 0
 
+    loss = ops.divide(totals.loss_sum, totals.samples)
     unscale = ops.divide(p_n0, state.scale * totals.samples)
     grad_norm = unscale * ops.sqrt(totals.squares)
     multiplier = unscale
     if clip_norm is not None:
         # As torch.nn.utils.clip_grad_norm_.
         multiplier = unscale * ops.clamp(ops.divide(clip_norm, grad_norm + 1e-6), 0.0, 1.0)
+    outlier = None
+    if is_outlier is not None:
+        outlier = applied & is_outlier(loss, grad_norm)
+        applied = applied & (outlier == 0)
+    skip = applied == 0
     return Verdict(
         skip=skip,
         not_abandoned=not_abandoned,
@@ -103,8 +110,9 @@ def judge(
         state=next_state(
             ops, state, scaling, skip, overflow, (clean_losses == 0) & not_abandoned, skip & not_abandoned
         ),
-        loss=ops.divide(totals.loss_sum, totals.samples),
+        loss=loss,
         grad_norm=grad_norm,
+        outlier=outlier,
     )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from launcher.config.optimizers import OPTIMIZERS, CommonConfig, OptimConfig, OwnOptimConfig
 from launcher.config.rules import BLOCKS, SCHEDULES
-from launcher.config.schema import Config
+from launcher.config.schema import Config, PrecisionConfig
 from launcher.data.batch_plan import BatchPlan
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import (
@@ -24,6 +24,7 @@ from launcher.engine import (
     ExponentialMovingAverage,
     Policy,
     Scaling,
+    SkipOutliers,
     Stepper,
     TorchOptimizer,
 )
@@ -82,6 +83,11 @@ def build_scaling(config: Config) -> Scaling:
         min=scale.min_scale,
         max=scale.max_scale,
     )
+
+
+def build_outliers(precision: PrecisionConfig) -> SkipOutliers | None:
+    deviations = precision.skip_outliers
+    return None if deviations is None else SkipOutliers(deviations, precision.outlier_window)
 
 
 def bucket_bytes(bucket_mb: float | str) -> int:
@@ -153,6 +159,7 @@ def build_stepper(
         micro_batches=plan.own_micro_batches,
         emulate=None if emulate == "auto" else bool(emulate),
         groups=grouped.groups,
+        skip_outliers=build_outliers(config.precision),
     )
     try:
         stepper.compute_in_fp32(config.precision.fp32_modules)

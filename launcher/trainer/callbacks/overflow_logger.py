@@ -1,4 +1,4 @@
-"""Reports the steps that were skipped, and warns of losses that are not finite."""
+"""Reports the steps that were skipped for what is not finite, and warns of losses that are not finite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from launcher.trainer.warning_log import PowerOfTenThrottle
 
 
 class OverflowLogger(Callback):
-    """Emits an event per skipped step. A bad loss after which modules fall back to fp32 needs no warning."""
+    """Emits an event per skipped step that is not finite.
+
+    A bad loss after which modules fall back to fp32 needs no warning.
+    """
 
     name = "overflow_logger"
 
@@ -21,7 +24,7 @@ class OverflowLogger(Callback):
 
     def on_step_metrics(self, position: Position, metrics: StepMetrics) -> None:
         report = metrics.report
-        if not report.skipped:
+        if not report.skipped or report.outlier:
             return
         self._telemetry.emit(
             OverflowEvent(
