@@ -50,7 +50,10 @@ def facts_of(recipe: Recipe, recipes_path: str | None = None) -> dict[str, Any]:
         facts["input"] = {"kind": "text", "max_seq_len": arguments.get("max_seq_len")}
     elif isinstance(train, TensorData):
         images = train.columns.get("image")
-        facts["input"] = {"kind": "row"} if images is None else {"kind": "image", "size": images.shape[1:]}
+        if images is not None and images.ndim == 4:
+            facts["input"] = {"kind": "image", "size": images.shape[1:]}
+        else:  # also for a column of this name that holds rows of numbers
+            facts["input"] = {"kind": "row"}
     return {name: value for name, value in facts.items() if value is not None}
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from launcher.data.text.tokenizer import fitted
 from launcher.evaluation.prediction import facts_of
-from launcher.recipe import Loss, Recipe
+from launcher.recipe import Loss, Recipe, TensorData, cross_entropy
 from launcher.recipe.registry import load_recipe
 from launcher.trainer.errors.recipe_errors import wrap_recipe
 from launcher.trainer.results import write_model_folder
@@ -31,6 +31,12 @@ def test_images_have_their_normalisation_also_behind_the_guards() -> None:
     found = recipe.eval_transform({"image": image})["image"]
     torch.testing.assert_close(found, torch.full((1, 1, 8, 8), (0.2 - mean) / std))
     assert facts["classes"] == [str(digit) for digit in range(10)]
+
+
+def test_rows_of_numbers_in_a_column_called_image_are_no_images() -> None:
+    data = TensorData({"image": torch.zeros(4, 2), "label": torch.zeros(4, dtype=torch.int64)})
+    recipe = Recipe(lambda: nn.Linear(2, 2), data, data, cross_entropy)
+    assert facts_of(recipe)["input"] == {"kind": "row"}
 
 
 def test_a_recipe_without_classes_and_images_has_no_facts(tmp_path: Path) -> None:
