@@ -18,8 +18,7 @@ from launcher.engine.params.flat_buffers import BucketRange, FlatBuffer, ParamRa
 class CopyIn:
     """Collects the gradients of one bucket; `factor`, a power of two, multiplies what is sent.
 
-    `parameters` by name. `totals` is the fp32 accumulator of `flat_buffer` where a step has several
-    micro-batches, else None.
+    `parameters` by name. `sums`: fp32, as long as `flat_buffer`, where a step has several micro-batches.
     """
 
     def __init__(
@@ -28,15 +27,21 @@ class CopyIn:
         bucket_range: BucketRange,
         parameters: Mapping[str, nn.Parameter],
         factor: float,
-        totals: Tensor | None,
+        sums: Tensor | None = None,
     ) -> None:
-        self._factor = factor
-        self._sent = flat_buffer.grad[bucket_range.start : bucket_range.end]
-        self._totals = None if totals is None else totals[bucket_range.start : bucket_range.end]
-        written = flat_buffer.grad if totals is None else totals
-        self._params = [(param, parameters[param.name], param.view(written)) for param in bucket_range.params]
+        self._flat_buffer, self._bucket_range = flat_buffer, bucket_range
+        self._parameters, self._factor = parameters, factor
         self._filled: set[int] = set()  # parameters that hold a gradient of this step
         self.unused: list[str] | None = None  # not empty, without a gradient in the first step; None before
+        self.add_up_in(sums)
+
+    def add_up_in(self, sums: Tensor | None) -> None:
+        """Add up micro-batches in these sums from the next step on, or, without them, have one per step."""
+        bucket, params = slice(self._bucket_range.start, self._bucket_range.end), self._bucket_range.params
+        self._message = self._flat_buffer.grad[bucket]
+        self._sums = None if sums is None else sums[bucket]
+        written = self._flat_buffer.grad if sums is None else sums
+        self._params = [(param, self._parameters[param.name], param.view(written)) for param in params]
 
     def drain(self) -> None:
         """Move all gradients to their places: added where the step has one there. `p.grad` is None then."""
@@ -52,30 +57,28 @@ class CopyIn:
             gradients.append(gradient if gradient.stride() == param.stride else _laid_out(gradient, param))
             filled.add(param.index)
             parameter.grad = None
-        # Totals are multiplied once, when complete() rounds them.
-        factor = self._factor if self._totals is None else 1.0
+        # Sums are multiplied once, when complete() rounds them.
+        factor = self._factor if self._sums is None else 1.0
         if first[0]:
             _write(*first, factor)
         if again[0]:
             places, gradients = again
-            kept = places[0].dtype
-            torch._foreach_add_(places, _widened(gradients, places, kept), alpha=factor)
+            torch._foreach_add_(places, _widened(gradients, places, places[0].dtype), alpha=factor)
 
     def complete(self) -> None:
         """Complete the message: sums of micro-batches rounded once, zeros where nothing arrived.
 
         Drained before, within the backward pass: after it, `p.grad` is the user's.
         """
-        if self.unused is None:
-            missing = [param for param, _, _ in self._params if param.index not in self._filled]
-            self.unused = [param.name for param in missing if param.numel]
+        missing: list[tuple[ParamRange, Tensor]] = []
         if len(self._filled) < len(self._params):
-            torch._foreach_zero_(
-                [place for param, _, place in self._params if param.index not in self._filled]
-            )
+            missing = [(param, place) for param, _, place in self._params if param.index not in self._filled]
+            torch._foreach_zero_([place for _, place in missing])
+        if self.unused is None:
+            self.unused = [param.name for param, _ in missing if param.numel]
         self._filled.clear()
-        if self._totals is not None:
-            _write([self._sent], [self._totals], self._factor)
+        if self._sums is not None:
+            _write([self._message], [self._sums], self._factor)
 
     def drop(self) -> None:
         """Forget what has arrived in this step; in place of `complete`."""
@@ -83,7 +86,7 @@ class CopyIn:
 
 
 def _write(places: list[Tensor], gradients: list[Tensor], factor: float) -> None:
-    """Write to the message or the totals: multiplied in fp32, then rounded once."""
+    """Write to the message or the sums: multiplied in fp32, then rounded once."""
     if factor != 1.0:  # pre-divided
         gradients = list(torch._foreach_mul(_widened(gradients, places, torch.float32), factor))
     torch._foreach_copy_(places, gradients)

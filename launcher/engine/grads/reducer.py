@@ -27,7 +27,7 @@ from launcher.engine.grads.collectives import Bucket, Collective, ShardedSum
 from launcher.engine.grads.copy_in import CopyIn
 from launcher.engine.grads.grad_norm import SquaresReader, is_not_finite
 from launcher.engine.grads.param_grads import grads_set_aside
-from launcher.engine.params.flat_buffers import BucketRange, FlatBuffer, ParamRange
+from launcher.engine.params.flat_buffers import ParamRange
 from launcher.engine.params.flat_params import Layout
 from launcher.engine.precision.found_inf import ABANDONED
 
@@ -51,10 +51,10 @@ class Reducer:
         micro_batches: int = 1,
         overlap: bool = True,
     ) -> None:
-        self._layout, self._group, self._collectives, self.overlap = layout, group, collectives, overlap
+        self._layout, self._group, self.overlap = layout, group, overlap
         self._rank = dist.get_rank(group) if group else 0
-        self._accumulated: dict[str, Tensor] = {}  # by flat buffer; none for one micro-batch
-        self.buckets = self._buckets()  # in the order in which all ranks send them
+        self._sums: dict[str, Tensor] = {}  # by flat buffer; none for one micro-batch
+        self.buckets = self._buckets(collectives)  # in the order in which all ranks send them
         # One read per dtype, after all buckets: on a GPU each read is some kernels.
         parts = [part for bucket in self.buckets for part in bucket.collective.reduced_by_param(bucket)]
         runs = itertools.groupby(parts, key=lambda part: part.dtype)
@@ -82,29 +82,23 @@ class Reducer:
 
     def accumulate(self, accumulates: bool) -> None:
         """Make room for the fp32 sums of several micro-batches per step, or free it. Between steps only."""
-        if accumulates != bool(self._accumulated):
+        if accumulates != bool(self._sums):
             flat_buffers = self._layout.flat_buffers if accumulates else []
-            self._accumulated = {  # may run out of memory
+            self._sums = {  # may run out of memory
                 each.name: torch.zeros_like(each.grad, dtype=torch.float32) for each in flat_buffers
             }
             for bucket in self.buckets:
-                unused = bucket.copy_in.unused
-                bucket.copy_in = self._copy_in(bucket.flat_buffer, bucket.bucket_range)
-                bucket.copy_in.unused = unused  # the first step's report may be read later
+                bucket.copy_in.add_up_in(self._sums.get(bucket.flat_buffer.name))
 
-    def _copy_in(self, flat_buffer: FlatBuffer, bucket_range: BucketRange) -> CopyIn:
-        factor = self._collectives[flat_buffer.name].send_multiplier
-        totals = self._accumulated.get(flat_buffer.name)
-        return CopyIn(flat_buffer, bucket_range, self._layout.parameters, factor, totals)
-
-    def _buckets(self) -> list[Bucket]:
+    def _buckets(self, collectives: Mapping[str, Collective]) -> list[Bucket]:
         """One bucket per range."""
         buckets: list[Bucket] = []
         for flat_buffer in self._layout.flat_buffers:
-            collective = self._collectives[flat_buffer.name]
+            collective = collectives[flat_buffer.name]
             for bucket_range in flat_buffer.bucket_ranges:
                 message = flat_buffer.grad[bucket_range.start : bucket_range.end]
-                copy_in = self._copy_in(flat_buffer, bucket_range)
+                factor = collective.send_multiplier
+                copy_in = CopyIn(flat_buffer, bucket_range, self._layout.parameters, factor)
                 buckets.append(Bucket(len(buckets), flat_buffer, bucket_range, collective, message, copy_in))
         return buckets
 
@@ -195,7 +189,7 @@ class Reducer:
 
     def tensors(self) -> list[Tensor]:
         """What is held here besides the gradients: the sums of several micro-batches."""
-        return list(self._accumulated.values())
+        return list(self._sums.values())
 
     def _send(self, bucket: Bucket, abandoned: bool = False, correction: float = 1.0) -> None:
         """Check this rank's gradient, then send the bucket.

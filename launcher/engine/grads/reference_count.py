@@ -16,7 +16,7 @@ from launcher.engine.precision.loss_scale import nearest_power_of_two
 
 
 class ReferenceCount:
-    """`agreed` is None until the ranks have agreed, and 0 during a first step without samples."""
+    """`agreed` is None until the ranks have agreed, in the first step that has samples on any of them."""
 
     def __init__(
         self, given: int | None, micro_batches: int, device: torch.device, group: async_work.Group
@@ -25,48 +25,45 @@ class ReferenceCount:
         self.micro_batches = micro_batches  # the largest number of backward() calls of a step
         self._device = device
         self._group = group
-        self._is_new = False  # whether the ranks agreed on it in this step
-        self._expected = 0.0  # samples of this rank in a first step that has not been agreed on yet
+        self._is_new = False  # whether the ranks have agreed in this step
+        self.restart()
+
+    def restart(self, not_abandoned: Tensor | bool = True) -> None:
+        """Begin the next step. What was agreed in a step that was abandoned is dropped, as its batch is."""
+        # Reading the flag waits for the device, as agree() did in that step.
+        if self._is_new and not bool(not_abandoned):
+            self.agreed = None
+        self._is_new = False
+        self._own_count = 0.0  # samples of this rank in a step in which the ranks have not agreed yet
 
     @property
     def value(self) -> int:
         """By what this step divides the loss: this rank's own count until the ranks have agreed."""
-        if self.agreed is None:
-            return nearest_power_of_two(self._expected) if self._expected else 1
-        return max(1, self.agreed)
+        return self.agreed or nearest_power_of_two(self._own_count)
 
     def expect(self, count: float | Tensor) -> None:
         """Take this rank's own count until `agree`, unless the ranks have agreed. Waits for the device then.
 
         `count` is that of this rank's first micro-batch; the others are assumed to be as large.
         """
-        if self.agreed is None and not self._expected:
+        if self.agreed is None and not self._own_count:
             # In fp64: one of few bits, such as a sum of booleans as uint8, would wrap or become inf.
             counted = float(count.double() if isinstance(count, Tensor) else count)
             check_count(counted)  # one on a GPU has not been read before
-            self._expected = counted * self.micro_batches
+            self._own_count = counted * self.micro_batches
 
     def agree(self) -> float:
         """Agree, unless that is done: then a collective, which waits for the device.
 
-        It is the power of two nearest to the mean of the ranks' counts, 0 if no rank had a sample. Returns by
-        what to multiply the gradients that this rank has: a power of two, 1 in nearly all steps.
+        It is the power of two nearest to the mean of the ranks' counts. Returns by what to multiply the
+        gradients that this rank has: a power of two, 1 in nearly all steps. If no rank had a sample, there is
+        no gradient, and the next step agrees.
         """
         if self.agreed is not None:
             return 1.0
         own = self.value
-        total = torch.zeros((), dtype=torch.float64, device=self._device) + self._expected
+        total = torch.zeros((), dtype=torch.float64, device=self._device) + self._own_count
         async_work.all_reduce(total, self._group)
-        mean = float(total) / (dist.get_world_size(self._group) if self._group else 1)
-        self.agreed = nearest_power_of_two(mean) if mean else 0
-        self._is_new = True
+        if mean := float(total) / (dist.get_world_size(self._group) if self._group else 1):
+            self.agreed, self._is_new = nearest_power_of_two(mean), True
         return own / self.value
-
-    def restart(self, not_abandoned: Tensor | bool = True) -> None:
-        """Begin the next step. What was agreed in a step that was abandoned is dropped."""
-        # Reading the flag waits for the device, as agree() already did in this step.
-        if self._is_new and not bool(not_abandoned):
-            self.agreed = None
-        self._is_new, self._expected = False, 0.0
-        # 0: no rank had a sample, so the next step agrees again.
-        self.agreed = self.agreed or None
