@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.engine.errors import UnusableError
 from launcher.engine.names import named_buffers, named_parameters
 from launcher.engine.precision.op_lists import HALF
 from launcher.engine.precision.policy import ScaleMode
@@ -31,7 +30,7 @@ class EngineState:
     that are fp64 or not floating-point keep their dtype. `counters` are those of the loss scale:
     its exponent, growth and hysteresis trackers, applied and skipped steps.
 
-    `as_dict()` can be saved with torch.save, and loaded with torch.load(weights_only=True) and `from_dict`.
+    Its fields are dicts, ints, a string and None, as Stepper.state_dict() has them.
     """
 
     weights: dict[str, Tensor]
@@ -49,20 +48,6 @@ class EngineState:
             for part in ("weights", "optimizer", "buffers")
         }
         return replace(self, counters=dict(self.counters), **copies)
-
-    def as_dict(self) -> dict[str, object]:
-        """The fields as a dict of dicts of the same tensors, of ints, a string and None."""
-        return dict(vars(self))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> EngineState:
-        """The state that `as_dict` was called on. Raises UnusableError for any other mapping."""
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise UnusableError(
-                f"this is not the state of a Stepper: {error}. Give what Stepper.state_dict() returned."
-            ) from error
 
 
 def check_names(kind: str, expected: set[str], given: set[str]) -> None:

@@ -307,11 +307,11 @@ class Stepper:
 
         References, like torch's state dicts: save or copy them before the next step.
         """
-        return self.state(rank).as_dict()
+        return dict(vars(self.state(rank)))
 
     def load_state_dict(self, values: Mapping[str, Any]) -> ScaleStart:
-        """Resume from a `state_dict()`, as `load()`. Raises UnusableError for any other mapping."""
-        return self.load(EngineState.from_dict(values))
+        """Resume from a `state_dict()`, as `load()`."""
+        return self.load(EngineState(**values))
 
     def replicas(self, by_parameter: bool = True) -> dict[str, Tensor]:
         """Flat tensors that must hold the same bits on all ranks, by readable name.

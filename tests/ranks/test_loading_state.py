@@ -181,7 +181,7 @@ def load_from_file(env: WorkerEnv, ddp: DDPOptions | None, folder: Path) -> bool
     saved = torch.load(folder / "state.pt", weights_only=True)
     stepper = stepper_of(env, AdamW(0.01), Policy.fp16(), ddp)
     stepper.load_state_dict(saved)
-    again, kept = flat_tensors(stepper.state()), flat_tensors(EngineState.from_dict(saved))
+    again, kept = flat_tensors(stepper.state()), flat_tensors(EngineState(**saved))
     return again.keys() == kept.keys() and all(torch.equal(again[key], kept[key]) for key in kept)
 
 

@@ -74,7 +74,8 @@ class Grouping:
         owners = owners_of(all_names(model), groups)
         frozen = {name for name, owner in owners.items() if groups[owner].frozen}
         trained = [n for n, p in named_parameters(model).items() if p.requires_grad and n not in frozen]
-        found = {name: _rates_of(groups, owners.get(name)) for name in reversed(trained)}
+        rates = [GroupOptions(float(group.lr_scale), group.weight_decay) for group in groups]
+        found = {n: rates[owners[n]] if n in owners else GroupOptions() for n in reversed(trained)}
         distinct = tuple(dict.fromkeys(found.values()))
         if distinct in ((), (GroupOptions(),)):
             return cls(frozen=frozenset(frozen))
@@ -84,14 +85,6 @@ class Grouping:
     def rates_of(self, name: str) -> GroupOptions:
         """The rates of a trained parameter."""
         return self.rates[self.index[name]] if self.rates else GroupOptions()
-
-
-def _rates_of(groups: Sequence[ParameterGroup], owner: int | None) -> GroupOptions:
-    return (
-        GroupOptions()
-        if owner is None
-        else GroupOptions(float(groups[owner].lr_scale), groups[owner].weight_decay)
-    )
 
 
 def owners_of(names: Mapping[str, Sequence[str]], groups: Sequence[ParameterGroup]) -> dict[str, int]:

@@ -71,8 +71,8 @@ class Policy:
     @classmethod
     def named(cls, name: str) -> Policy:
         """The policy of that name; the ValueError for another one lists them."""
-        of_fp16, of_bf16 = (cls.amp_fp16(), cls.fp16(), cls.pure_fp16()), (cls.bf16(), cls.amp_bf16())
-        policies = {policy.name: policy for policy in (cls.fp32(), *of_fp16, *of_bf16)}
+        made = (cls.fp32(), cls.amp_fp16(), cls.fp16(), cls.pure_fp16(), cls.bf16(), cls.amp_bf16())
+        policies = {policy.name: policy for policy in made}
         if name not in policies:
             raise ValueError(f"precision policy {name!r} does not exist. There are: {', '.join(policies)}.")
         return policies[name]
