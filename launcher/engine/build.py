@@ -114,7 +114,8 @@ class StepperParts:
         self.clock = StepClock(layout.device)
         self.names = [param.name for param in layout.params]
         self.warnings = StepWarnings(sum(param.numel > 0 for param in layout.params), self.reducer.unused)
-        self.ported_loop = PortedLoop(layout.parameters.values(), group, options.clip_norm is not None)
+        clips = options.clip_norm is not None
+        self.ported_loop = PortedLoop(layout.parameters.values(), group, clips, self.warnings)
         self.rank_state = RankState(
             model, layout, self.buffers, self.zero1, self.updater, self.scale, self.outliers
         )

@@ -78,11 +78,6 @@ class StepNumbers:
             numbers["outlier"] = verdict.outlier
         return cls(numbers, totals.votes, totals.status, totals.squares_by_parameter, sent_bytes)
 
-    @property
-    def lr(self) -> Any:
-        """The learning rate that the step used."""
-        return self.numbers["lr"]
-
     def packed(self) -> Tensor:
         """One fp64 tensor, so that one copy brings all of them to the host."""
         numbers = torch.stack([number.double() for number in self.numbers.values()])

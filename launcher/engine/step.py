@@ -39,8 +39,10 @@ class Step:
         self._parts.buffers.snapshot()  # before any forward pass, which updates BatchNorm statistics
         self.num_backwards = 0  # backward() calls of this step
         self._overlaps = False  # whether buckets are sent within them
-        self.must_abandon = False  # whether one of them, or the step, raised
-        self._abandoned = False  # whether this rank drops the step that is being finished
+        # Whether this rank can only abandon the step. Set before each part that may raise, and cleared after
+        # it, so that it stays where the part did raise.
+        self.must_abandon = False
+        self._abandoned = False  # whether this rank does so in the step that is being finished
         self.totals_sent = False  # whether the totals have been sent: it can then not be abandoned
         self.reference_count.restart(not_abandoned)
         self._parts.reducer.restart()
@@ -54,8 +56,8 @@ class Step:
                 "after step() or abandon(), before the next backward()."
             )
 
-    def check_attached(self) -> None:
-        """Raise unless the step may go on: once per step the full check of `AttachedParams`."""
+    def check_may_continue(self) -> None:
+        """Raise unless the step may continue; once per step unless the parameters are still attached, too."""
         if self.totals_sent:
             raise RuntimeError(
                 "a step() raised an error after this rank had agreed to it: the other ranks may have "
@@ -104,8 +106,12 @@ class Step:
         """
         squares, status = self._reduce_gradients()
         totals = self._reduce_totals(squares, status)
-        verdict, numbers = self._judge(totals)
-        self._update(verdict, numbers.lr)
+        verdict = self._judge(totals)
+        lr = self.rates.at(self._parts.scale.state.applied_steps)
+        numbers = StepNumbers.of(
+            totals, verdict, self._parts.scale.state.scale, lr, self._parts.reducer.sent_bytes
+        )
+        self._update(verdict, lr)
         self._restore_buffers(verdict.skip)
         self._end(verdict)
         return numbers
@@ -113,10 +119,11 @@ class Step:
     def _reduce_gradients(self) -> tuple[Tensor, Tensor | int]:
         """Send what was not sent in the backward pass; the sums of squares, and the status of this rank."""
         parts = self._parts
-        self.check_attached()
+        self.check_may_continue()
         if not self.must_abandon:
             parts.buffers.collect()  # may raise, so it comes before anything is sent or written
-        self._abandoned, self.must_abandon = self.must_abandon, True  # until the step has finished
+        self._abandoned = self.must_abandon
+        self.must_abandon = True  # cleared by `restart`
         # Before any bucket, and not in the backward pass: a rank may have no pass.
         correction = self.reference_count.agree()
         parts.clock.mark(COMPUTE)
@@ -131,16 +138,12 @@ class Step:
         self._parts.clock.mark(WIRE)
         return totals
 
-    def _judge(self, totals: StepTotals) -> tuple[Verdict, StepNumbers]:
-        """What all ranks do with the step, from the same bits, and what its report says."""
+    def _judge(self, totals: StepTotals) -> Verdict:
+        """What all ranks do with the step, from the same bits."""
         parts = self._parts
         scale, p_n0 = parts.scale, float(parts.predivide_factor * self.reference_count.value)
         is_outlier = parts.outliers.is_outlier if parts.outliers else None
-        verdict = judge(
-            parts.operations, totals, scale.state, scale.scaling, p_n0, self._clip_norm, is_outlier
-        )
-        lr = self.rates.at(scale.state.applied_steps)
-        return verdict, StepNumbers.of(totals, verdict, scale.state.scale, lr, parts.reducer.sent_bytes)
+        return judge(parts.operations, totals, scale.state, scale.scaling, p_n0, self._clip_norm, is_outlier)
 
     def _update(self, verdict: Verdict, lr: Tensor | float) -> None:
         """Update masters and weights, or write nothing where the step is skipped."""

@@ -22,8 +22,8 @@ from launcher.engine.checks.ported_loop import note_calls_outside
 from launcher.engine.checks.same_on_all_ranks import check_same_on_all_ranks
 from launcher.engine.checks.step_warnings import warn_if_alone
 from launcher.engine.errors import UnusableError, check_loss
+from launcher.engine.grads.copy_in import dry_backward
 from launcher.engine.grads.ddp_options import DDPOptions
-from launcher.engine.grads.param_grads import dry_backward
 from launcher.engine.optim.torch_optimizer import AnyOptimizer
 from launcher.engine.params.param_groups import ParameterGroup
 from launcher.engine.precision.fp32_modules import compute_in_fp32, names_in_fp32
@@ -58,7 +58,8 @@ class Stepper:
     before, or with `load`. Cast, move, freeze and replace parameters before, too: what is cast, moved or
     frozen later raises UnusableError, and a layer that is put in another's place is not trained. Weights may
     be written in place between steps, alike on all ranks (`p.clamp_()` under torch.no_grad(),
-    model.load_state_dict()): what differs from the rounded masters is copied into them. A write through
+    model.load_state_dict()): what differs from the rounded masters is copied into them, as half values: load
+    fp32 weights before. A write through
     `p.data` or `buffer.data` cannot be detected: the next update undoes the former. After buffers were
     written between steps (reset_running_stats(), update_bn()) call average_buffers(), or the next skipped
     step undoes it; model.load_state_dict() needs no call.
@@ -194,7 +195,7 @@ class Stepper:
         another backward() may follow. After any other error, from the model or out of memory, only abandon()
         or step() may follow, and both abandon the step.
         """
-        self._step.check_attached()
+        self._step.check_may_continue()
         check_loss(loss_sum, count)
         self._parts.ported_loop.check_backward(loss_sum)
         if is_mean(loss_sum, count):
@@ -225,8 +226,7 @@ class Stepper:
         """
         parts, step = self._parts, self._step
         has_backward = step.num_backwards > 0 or step.must_abandon
-        if text := parts.ported_loop.check_step(has_backward):
-            parts.warnings.warn(text)
+        parts.ported_loop.check_step(has_backward)
         return self._finish()
 
     def _finish(self) -> StepResult:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from launcher.engine.precision.emulation import RoundedArithmetic, Rounding
 from launcher.engine.precision.op_lists import (
     FLOATS,
-    INNER,
+    FP32_INSIDE,
     LOWER_PRECISION_FP,
     PROMOTE,
     map_tensors,
@@ -252,7 +252,7 @@ class _OfGpu(Rounding):
         kwargs = kwargs or {}
         if (
             not torch.is_autocast_enabled(self.device_type)
-            or func not in LOWER_PRECISION_FP | INNER | PROMOTE
+            or func not in LOWER_PRECISION_FP | FP32_INSIDE | PROMOTE
         ):
             return super().__torch_function__(func, types, args, kwargs)
         dtype = torch.get_autocast_dtype(self.device_type)

@@ -299,7 +299,6 @@ def test_settling_takes_the_steps_since_the_last_pass_and_no_step_twice(on_devic
     assert same(bits(average), before), "nothing has been applied since"
 
 
-@pytest.mark.filterwarnings("ignore:.*half weights were written in place")
 def test_weights_that_were_loaded_after_the_stepper_was_built_are_averaged() -> None:
     """Half weights are loaded; their masters take them over before the average reads those."""
     stepper = stepper_of(nn.Linear(4, 4))

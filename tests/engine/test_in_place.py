@@ -14,8 +14,6 @@ from torch.nn.utils import parametrizations, spectral_norm
 from launcher.engine import (
     SGD,
     AdamW,
-    EngineWarning,
-    ExponentialMovingAverage,
     Policy,
     Scaling,
     Stepper,
@@ -27,7 +25,6 @@ from tests.models import Planted, features, mlp
 
 HALF = [Policy.fp16(), Policy.bf16()]
 LIMIT = 0.125  # exact in half
-TAKEN = "half weights were written in place"
 
 
 def clamp(model: nn.Module) -> None:
@@ -79,8 +76,7 @@ def expected(stepper: Stepper, write: Callable[[nn.Module], None]) -> dict[str, 
 def test_what_changed_is_taken_and_the_rest_keeps_its_digits(write, policy, optimizer) -> None:
     stepper, reference = (trained(policy, optimizer) for _ in range(2))
     masters = expected(reference, write)
-    with pytest.warns(UserWarning, match=TAKEN):
-        state = reference.state()
+    state = reference.state()
     assert all(torch.equal(state.weights[name], master) for name, master in masters.items())
     assert (
         any(not torch.equal(m.to(policy.weights).float(), m) for m in masters.values()) or write is load_other
@@ -88,8 +84,7 @@ def test_what_changed_is_taken_and_the_rest_keeps_its_digits(write, policy, opti
 
     write(stepper.model)  # the step itself takes them too
     reference.load(replace(state, weights=masters).clone())
-    with pytest.warns(UserWarning, match=TAKEN):
-        train(stepper, *features(4, 1))
+    train(stepper, *features(4, 1))
     train(reference, *features(4, 1))
     assert state_digest(stepper) == state_digest(reference)
     assert weights_are_rounded_masters(stepper)
@@ -110,22 +105,19 @@ def test_without_rounded_copies_the_weights_are_all_there_is(write, policy) -> N
     )
 
 
-def test_weights_clipped_as_for_a_wasserstein_critic_stay_clipped_and_warn_once() -> None:
+def test_weights_clipped_as_for_a_wasserstein_critic_stay_clipped() -> None:
     x, classes = features(16, 0)
     stepper = Stepper(mlp(), SGD(0.5), scaling=Scaling("static", 64))
     torch_model = mlp()
     torch_optimizer = torch.optim.SGD(torch_model.parameters(), 0.5)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(6):
-            train(stepper, x, classes)
-            clamp(stepper.model)
-            torch_optimizer.zero_grad()
-            nn.functional.cross_entropy(torch_model(x), classes).backward()
-            torch_optimizer.step()
-            clamp(torch_model)
-        masters = stepper.named_masters()
-    assert [TAKEN in str(warning.message) for warning in caught] == [True]
+    for _ in range(6):
+        train(stepper, x, classes)
+        clamp(stepper.model)
+        torch_optimizer.zero_grad()
+        nn.functional.cross_entropy(torch_model(x), classes).backward()
+        torch_optimizer.step()
+        clamp(torch_model)
+    masters = stepper.named_masters()
     for name, p in torch_model.named_parameters():
         assert masters[name].abs().max() <= LIMIT * (1 + 2**-11)
         assert torch.allclose(masters[name], p, atol=2e-3)
@@ -136,8 +128,7 @@ def test_a_skipped_step_keeps_what_was_written() -> None:
     with torch.no_grad():
         stepper.model.matrix.fill_(1 / 3)
     stepper.backward(stepper.model(torch.inf, 1.0), 1)
-    with pytest.warns(UserWarning, match=TAKEN):
-        assert stepper.step().read().skipped
+    assert stepper.step().read().skipped
     assert torch.equal(stepper.named_masters()["matrix"], torch.full((2, 3), 1 / 3).half().float())
     assert weights_are_rounded_masters(stepper)
 
@@ -149,15 +140,14 @@ def test_a_loaded_state_replaces_what_was_written() -> None:
     initialise(stepper.model)
     stepper.load(state)
     assert state_digest(stepper) == before
-    train(stepper, *features(4, 1))  # without a warning
+    train(stepper, *features(4, 1))
 
 
 def test_values_that_are_not_finite_are_taken_as_they_are() -> None:
     stepper = Stepper(Planted(), SGD(1.0), scaling=Scaling("static", 1), reference_count=1)
     with torch.no_grad():
         stepper.model.matrix[0] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    with pytest.warns(UserWarning, match=TAKEN):
-        weights = stepper.state().weights["matrix"]
+    weights = stepper.state().weights["matrix"]
     assert weights[0, 0].isnan()
     assert torch.equal(weights[0, 1:], torch.tensor([torch.inf, -torch.inf]))
 
@@ -184,7 +174,6 @@ def rows_of(step: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("policy", ["fp32", "amp_fp16", "fp16", "bf16"])
-@pytest.mark.filterwarnings("ignore:table.weight. half weights were written in place")
 def test_a_table_with_a_largest_norm_trains_as_with_torch(policy, kind) -> None:
     stepper = Stepper(Bag(kind), SGD(0.5), Policy.named(policy), scaling=Scaling("static", 64))
     model = Bag(kind)
@@ -228,23 +217,8 @@ def test_taking_changes_asks_the_host_nothing() -> None:
         with stepper.forward():
             loss = model(torch.empty(4, 8, device=META)).float().square().sum()
         stepper.backward(loss, 4)
-        with pytest.warns(UserWarning, match=TAKEN):
-            stepper.step()
+        stepper.step()
         assert device.reads == []
-
-
-def test_the_warning_names_the_line_that_called_the_stepper() -> None:
-    calls: tuple[Callable[[Stepper], object], ...] = (
-        lambda stepper: stepper.state(),
-        lambda stepper: stepper.step(),
-        lambda stepper: ExponentialMovingAverage(stepper, 0.9),
-    )
-    for call in calls:
-        stepper = trained(Policy.fp16())
-        initialise(stepper.model)
-        with pytest.warns(EngineWarning, match=TAKEN) as caught:
-            call(stepper)
-        assert [each.filename for each in caught] == [__file__]
 
 
 def test_masters_are_written_only_after_a_copy_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,9 +236,7 @@ def test_masters_are_written_only_after_a_copy_of_them(monkeypatch: pytest.Monke
         before = stepper.zero1.shards[0].master.clone()
         initialise(stepper.model)
         stepper.hold_update("copied")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            call(stepper)
+        call(stepper)
         assert not torch.equal(stepper.zero1.shards[0].master, before)
         assert torch.equal(copied.pop(), before)
         assert not copied

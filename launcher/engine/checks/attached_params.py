@@ -90,7 +90,6 @@ class InPlaceWrites:
         self._trained = list(layout.parameters.values())
         self._watched = zero1.params_with_masters()
         self._parameters = [layout.parameters[param.name] for _, param in self._watched]
-        self._warned = False
         self.forget()
 
     def forget(self) -> None:
@@ -119,11 +118,3 @@ class InPlaceWrites:
         for flat_buffer, param in changed:
             self._zero1.masters_from_weights(flat_buffer, param)
         self.forget()
-        if not self._warned:
-            self._warned = True
-            warn(
-                f"{listed([each.name for _, each in changed], SHOWN)}: half weights were written in place "
-                "since the last step; the masters now hold these rounded values. That is fine for clamping, "
-                "initialising and max_norm. To keep the fp32 values of a state, load it before building the "
-                "Stepper, or with Stepper.load()."
-            )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import launcher.engine.async_work as async_work
-from launcher.engine.checks.step_warnings import caller
+from launcher.engine.checks.step_warnings import StepWarnings, caller
 from launcher.engine.errors import UnusableError
 from launcher.engine.precision.op_lists import HALF
 
@@ -41,8 +41,15 @@ OUTSIDE = (
 class PortedLoop:
     """Looks at the first step of a Stepper for calls of torch.amp, and at each for a missing backward()."""
 
-    def __init__(self, parameters: Collection[nn.Parameter], group: async_work.Group, clips: bool) -> None:
+    def __init__(
+        self,
+        parameters: Collection[nn.Parameter],
+        group: async_work.Group,
+        clips: bool,
+        warnings: StepWarnings,
+    ) -> None:
         self._parameters, self._alone, self._clips = parameters, group is None, clips
+        self._warnings = warnings
         self._has_stepped = False
 
     def check_backward(self, loss_sum: Tensor) -> None:
@@ -50,8 +57,8 @@ class PortedLoop:
         if not self._has_stepped and _is_scaled(loss_sum):
             raise UnusableError(SCALED)
 
-    def check_step(self, has_backward: bool) -> str:
-        """A warning for a step() of the training loop; empty if there is none.
+    def check_step(self, has_backward: bool) -> None:
+        """Warn of a step() without backward(), and of a loop that clips gradients itself.
 
         Raises UnusableError if p.grad holds gradients and no backward() came before: loss.backward() was
         called instead. With a group that is a warning, because this rank may have no samples in this step,
@@ -61,13 +68,12 @@ class PortedLoop:
         if not has_backward and any(p.grad is not None for p in self._parameters):
             if self._alone:
                 raise UnusableError(NO_BACKWARD)
-            return NO_BACKWARD
+            self._warnings.warn(NO_BACKWARD)
         if first and not self._clips:
             names = caller()[0].f_code.co_names  # what the function that calls step() calls besides
             for name in ("clip_grad_norm_", "clip_grad_value_"):
                 if name in names:
-                    return NO_CLIPPING.format(name=name)
-        return ""
+                    self._warnings.warn(NO_CLIPPING.format(name=name))
 
 
 def _is_scaled(loss_sum: Tensor) -> bool:

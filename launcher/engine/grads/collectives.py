@@ -105,7 +105,7 @@ class ShardedSum:
         if bucket.received is not None:  # else it has been waited for, before memory ran out elsewhere
             async_work.wait_for(bucket.work, bucket.message)
             rows = bucket.received.view(self._world_size, -1)  # [rank, element]
-            total = rows.sum(dim=0, dtype=torch.float32) if rows.is_cuda else sum_of_rows(rows)
+            total = rows.sum(dim=0, dtype=torch.float32)
             self.owned(bucket.flat_buffer, bucket.bucket_range).copy_(total)
             bucket.work = bucket.received = None
 
@@ -133,22 +133,6 @@ class ShardedSum:
 
 
 Collective = AllReduceSum | ShardedSum
-
-
-def sum_of_rows(rows: Tensor) -> Tensor:
-    """fp32 [columns]: the sum of `rows` [rows, columns], which may be overwritten. For a CPU.
-
-    Pairwise, all pairs of rows in one call: the calls grow with the logarithm of the number of rows. An
-    element's bits do not depend on the elements beside it, as they do in torch's sum over a dimension.
-    """
-    number = rows.shape[0]
-    while number > 1:
-        half, odd = divmod(number, 2)
-        total = rows[:half].float().add_(rows[half : 2 * half])
-        if odd:
-            total[0].add_(rows[-1])
-        rows, number = total, half
-    return rows[0].float()
 
 
 def start_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -2,16 +2,19 @@
 
 Owns what a bucket holds within a step: sums of micro-batches in fp32, zeros where nothing arrived. A copy per
 parameter would cost a small network on a GPU more host time than communication does. In exchange the
-gradients of a bucket stay alive until it is complete.
+gradients of a bucket stay alive until it is complete. Outside of a step's backward passes `p.grad` is the
+user's: `grads_set_aside` keeps what is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from launcher.engine.errors import check_loss
 from launcher.engine.params.flat_buffers import BucketRange, FlatBuffer, ParamRange
 
 
@@ -113,3 +116,38 @@ def _laid_out(gradient: Tensor, param: ParamRange) -> Tensor:
     if any(size != 1 and stride != other for size, stride, other in sizes):
         return gradient
     return gradient.as_strided(param.shape, param.stride)
+
+
+@contextmanager
+def grads_set_aside(parameters: Collection[nn.Parameter]) -> Iterator[None]:
+    """Set `p.grad` to None on entry, and restore it on exit.
+
+    Gradients of a pass that raises are dropped; one that does not raise must remove its own.
+    """
+    held = [(p, grad) for p in parameters if (grad := p.grad) is not None]
+    for p, _ in held:
+        p.grad = None
+    try:
+        yield
+    except BaseException:
+        for p in parameters:
+            p.grad = None
+        raise
+    finally:
+        for p, grad in held:
+            p.grad = grad
+
+
+def dry_backward(parameters: Mapping[str, nn.Parameter], loss: Tensor, seed: Tensor) -> dict[str, Tensor]:
+    """Gradients by name from a backward pass of `seed * loss` that is not part of a step.
+
+    `seed`: fp32, 0-dim. Not with `autograd.grad`, under which re-entrant activation checkpointing refuses to
+    run.
+    """
+    check_loss(loss, 0)
+    with grads_set_aside(parameters.values()):
+        loss.backward(seed)  # type: ignore[no-untyped-call]
+        found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        for p in parameters.values():
+            p.grad = None
+    return {name: gradient for name, gradient in found.items() if gradient.numel()}

@@ -27,17 +27,17 @@ class SquaresReader:
         chunks = [torch.split(part, CHUNK) if on_cpu else (part,) for part in parts]
         self._chunks = [chunk for each in chunks for chunk in each]
         self._num_parts = len(parts)
-        self._owner: Tensor | None = None  # [chunks]: the part that each is of; None where there are as many
+        self._part_of_chunk: Tensor | None = None  # [chunks]; None where each part is one chunk
         if len(self._chunks) > len(parts):
-            self._owner = torch.tensor([index for index, each in enumerate(chunks) for _ in each])
+            self._part_of_chunk = torch.tensor([index for index, each in enumerate(chunks) for _ in each])
 
     def read(self) -> Tensor:
         """fp64 [parts]: their sums of squares."""
         norms = torch.stack(torch._foreach_norm(self._chunks, 2, dtype=self._dtype))
         squares = norms.double().square_()  # in fp32 the square of a norm of 2e19 would not be finite
-        if self._owner is None:
+        if self._part_of_chunk is None:
             return squares
-        return squares.new_zeros(self._num_parts).index_add_(0, self._owner, squares)
+        return squares.new_zeros(self._num_parts).index_add_(0, self._part_of_chunk, squares)
 
 
 def is_not_finite(extremes: Sequence[Tensor]) -> Tensor:

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 import launcher.engine.async_work as async_work
 from launcher.engine.errors import UnusableError
 from launcher.engine.grads.collectives import Bucket, Collective, ShardedSum
-from launcher.engine.grads.copy_in import CopyIn
+from launcher.engine.grads.copy_in import CopyIn, grads_set_aside
 from launcher.engine.grads.grad_norm import SquaresReader, is_not_finite
-from launcher.engine.grads.param_grads import grads_set_aside
 from launcher.engine.params.flat_buffers import ParamRange
 from launcher.engine.params.flat_params import Layout
 from launcher.engine.precision.found_inf import ABANDONED

@@ -50,10 +50,8 @@ class TotalsReducer:
         shares = [1.0 if each else 1.0 / self._world_size for each in sharded]
         self._shares = torch.tensor(shares, dtype=torch.float64).to(device)
         self._rank = dist.get_rank(group) if group else 0
-        # On the device, prepared once: a step launches fewer kernels.
-        self._own_slot = torch.zeros(self._world_size, dtype=torch.float64)  # [ranks]: 1 for this one
-        self._own_slot[self._rank] = 1.0
-        self._own_slot = self._own_slot.to(device)
+        # On the device, prepared once: a step launches fewer kernels. [ranks]: 1 for this one
+        self._own_slot = (torch.arange(self._world_size) == self._rank).double().to(device)
         self._no_votes = torch.zeros(VOTES, dtype=torch.float64, device=device)
         self._num_head = STATUS_AT + self._world_size  # numbers before the sums of squares by parameter
         self.restart()

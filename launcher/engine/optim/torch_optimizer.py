@@ -30,25 +30,20 @@ from launcher.engine.state import check_forms, forms_of
 Kind = type[torch.optim.Optimizer]
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(init=False)
 class TorchOptimizer:
     """A class from `torch.optim` with its options: `TorchOptimizer(torch.optim.Adam, 1e-3, eps=1e-6)`.
 
-    Options are given as keywords, as a mapping, or both. Raises UnusableError for anything but such a class,
-    and for options that it does not accept. Not for LBFGS, which evaluates the loss several times per step,
-    and SparseAdam: a step here is one dense gradient.
+    Raises UnusableError for anything but such a class, and for options that it does not accept. Not for
+    LBFGS, which evaluates the loss several times per step, and SparseAdam: a step here is one dense gradient.
     """
 
     kind: Kind
     lr: float
-    options: Mapping[str, Any]
+    options: dict[str, Any]
 
-    def __init__(
-        self, kind: Kind, lr: float, options: Mapping[str, object] | None = None, **more_options: object
-    ) -> None:
-        given = {**(options or {}), **more_options}
-        for name, value in (("kind", kind), ("lr", lr), ("options", given)):
-            object.__setattr__(self, name, value)
+    def __init__(self, kind: Kind, /, lr: float, **options: Any) -> None:
+        self.kind, self.lr, self.options = kind, lr, options
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise UnusableError(
                 f"{kind!r} is not a class of torch.optim. Give the class and its options: "
@@ -57,7 +52,7 @@ class TorchOptimizer:
         limits.rate.require(f"{kind.__name__} lr", lr)
         errors = [self.objection(torch.zeros(shape)) for shape in ((1, 1), (1,))]
         if all(errors):  # an optimizer may refuse one shape: Muon takes matrices only
-            raise UnusableError(f"{kind.__name__} refuses lr={lr}, {given}: {errors[0]}")
+            raise UnusableError(f"{kind.__name__} refuses lr={lr}, {options}: {errors[0]}")
 
     def over(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         """torch's own, of these parameters or groups."""
@@ -127,7 +122,7 @@ def updater_of(
 
 def _states_of(
     optimizer: TorchOptimizer, master: Tensor, use_muon: bool, after_a_step: bool
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """What it keeps for a parameter like `master`, at the start or after an update without a gradient."""
     parameter = nn.Parameter(torch.zeros_like(master))
     probe = optimizer.over([{"params": [parameter], "use_muon": use_muon}])
@@ -215,11 +210,13 @@ class TorchUpdater:
 
         These have other names, shapes or dtypes than this one has, after an update if they were `updated`.
         """
-        expected = self._examples(updated)
-        if updated and not type(self._optimizer).__module__.startswith(("torch.optim", "launcher.engine")):
-            # Only of torch's own and ours is it known that no later step adds states.
-            own = {key: value for key, value in named.items() if key.partition("/")[2] in self._masters}
-            expected = own | expected
+        # What a new optimizer of this kind keeps for such parameters shows the names, shapes and dtypes, and
+        # whether it counts its steps on the device or on the host.
+        expected = {
+            f"{state}/{name}": value
+            for name, master in self._masters.items()
+            for state, value in _states_of(self._kind, master, name in self._of_muon, updated).items()
+        }
         tensors = {key: _as_tensor(self._optimizer, key, each) for key, each in expected.items()}
         check_forms("optimizer states", forms_of(tensors), named)
 
@@ -232,22 +229,6 @@ class TorchUpdater:
                 self._optimizer.state[self._masters[name]][state] = value
 
         return load
-
-    def _examples(self, updated: bool) -> dict[str, Any]:
-        """What a new optimizer of this kind keeps for parameters like these, by `state/parameter`.
-
-        That is found out: each optimizer has its own names, shapes and dtypes, and counts its steps on the
-        device or on the host.
-        """
-        by_form: dict[object, dict[str, object]] = {}
-        found: dict[str, object] = {}
-        for name, master in self._masters.items():
-            use_muon = name in self._of_muon
-            form = (master.shape, master.stride(), use_muon)
-            if form not in by_form:
-                by_form[form] = _states_of(self._kind, master, use_muon, updated)
-            found |= {f"{state}/{name}": value for state, value in by_form[form].items()}
-        return found
 
     def tensors(self) -> list[Tensor]:
         """All states."""

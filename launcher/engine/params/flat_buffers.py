@@ -103,9 +103,6 @@ class Shard:
         """The masters, or the widened weights where there are none."""
         return self.weight.float() if self.master is None else self.master
 
-    def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.weight, self.master, self.grad) if tensor is not None]
-
 
 @dataclass
 class FlatBuffer(Shard):

@@ -187,10 +187,9 @@ def _round_up(number: int, multiple: int) -> int:
 def _check_trainable(model: nn.Module, trainable: list[tuple[str, nn.Parameter]], num_frozen: int) -> None:
     """`num_frozen`: how many parameters groups freeze."""
     if not trainable:
-        reason = f": parameter groups freeze {num_frozen}" if num_frozen else ""
-        advice = "belong to a group that is not frozen" if num_frozen else "have requires_grad=True"
         raise UnusableError(
-            f"{type(model).__name__} has no trainable parameter{reason}. At least one must {advice}."
+            f"{type(model).__name__} has no trainable parameter: parameter groups freeze {num_frozen}, and "
+            "the others have requires_grad=False."
         )
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:

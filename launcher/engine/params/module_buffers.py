@@ -39,11 +39,8 @@ class Buffers:
         flat = {kind: _flatten(buffers, kind[0]) for kind, buffers in by_kind.items()}
         self.flat = list(flat.values())
         self.statistics = [each for (_, is_statistics), each in flat.items() if is_statistics]
-        self._others = [
-            each
-            for (dtype, is_statistics), each in flat.items()
-            if dtype.is_floating_point and not is_statistics
-        ]
+        floats = [each for each in self.flat if each.is_floating_point()]
+        self._others = [each for each in floats if not any(each is other for other in self.statistics)]
         self._before = [torch.empty_like(each) for each in self.flat]
         for module in model.modules():
             if module._buffers:
@@ -71,13 +68,11 @@ class Buffers:
 
     def restore_if(self, skipped: Tensor | bool) -> None:
         """Return to the snapshot where `skipped` (0-dim if it is on the device) is true; after `collect`."""
-        if skipped is False:
-            return
-        for before, flat in zip(self._before, self.flat, strict=True):
-            if isinstance(skipped, Tensor):
+        if isinstance(skipped, Tensor):
+            for before, flat in zip(self._before, self.flat, strict=True):
                 torch.where(skipped, before, flat, out=flat)
-            else:
-                flat.copy_(before)
+        elif skipped:
+            self.restore()
 
     def restore(self) -> None:
         """Return to the snapshot, even if a forward pass has replaced a buffer."""

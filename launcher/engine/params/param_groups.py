@@ -36,13 +36,8 @@ class ParameterGroup:
     frozen: bool = False
 
     def __post_init__(self) -> None:
-        patterns = self.match if isinstance(self.match, list | tuple) else (self.match,)
-        if not patterns or not all(isinstance(each, str) and each for each in patterns):
-            raise UnusableError(
-                f"ParameterGroup match={self.match!r}: it must be a pattern of parameter names, for example "
-                '"*.bias", or a sequence of patterns.'
-            )
-        object.__setattr__(self, "match", tuple(patterns))
+        patterns = (self.match,) if isinstance(self.match, str) else tuple(self.match)
+        object.__setattr__(self, "match", patterns)
         limits.require_fields(self, "ParameterGroup")
 
     def matches(self, name: str) -> bool:

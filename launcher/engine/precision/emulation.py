@@ -103,12 +103,12 @@ class Rounding(TorchFunctionMode):
         if func not in op_lists.CHANGED or kwargs.get("out") is not None:  # the latter as in autocast
             return func(*args, **kwargs)
         on = torch.is_autocast_enabled(self.device_type)
-        if not on and not self._wide:
+        if not on and not self._wide and func not in op_lists.BACKWARD:
             # An fp32 island of the model, a backward pass, or compiled code, which already contains the
             # rounding: it calls torch.convolution on fp32 buffers and reads as many bytes of the result.
-            return self._open(func, args, kwargs) if func in op_lists.BACKWARD else func(*args, **kwargs)
+            return func(*args, **kwargs)
         if func in op_lists.COMPOSITES:
-            return self._open(func, args, kwargs)
+            return self._with_mode_inside(func, args, kwargs)
         if func is torch.Tensor.__getitem__ and _is_view(args[1]):
             return func(*args, **kwargs)  # a view, which can be written to
         dtype = torch.float32 if self._wide else torch.get_autocast_dtype(self.device_type)
@@ -119,15 +119,15 @@ class Rounding(TorchFunctionMode):
                 args, kwargs = map_tensors(partial(op_lists.round_to, dtype), (args, kwargs))
                 return map_tensors(narrow, func(*args, **kwargs))
             if func in op_lists.BACKWARD:
-                return self._open(func, args, kwargs)
+                return self._with_mode_inside(func, args, kwargs)
             if func is checkpoint:  # only the compiler gets here; it would trace the body without this mode
                 torch._dynamo.graph_break(
                     "emulated half arithmetic leaves activation checkpointing uncompiled"
                 )
                 return func(*args, **kwargs)
-            if func in op_lists.INNER or func in op_lists.GATHERS:
-                given = kwargs["input"] if "input" in kwargs else next(filter(op_lists.is_tensor, args))
-                half = given.dtype in HALF
+            if func in op_lists.FP32_INSIDE or func in op_lists.GATHERS:
+                first = kwargs["input"] if "input" in kwargs else next(filter(op_lists.is_tensor, args))
+                half = first.dtype in HALF
             else:
                 half = func in op_lists.PROMOTE and not any_fp32((args, kwargs))
             args, kwargs = map_tensors(widen, (args, kwargs))
@@ -136,10 +136,12 @@ class Rounding(TorchFunctionMode):
         finally:
             torch.set_autocast_enabled(self.device_type, on)
 
-    def _open(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _with_mode_inside(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Call a function that is written in Python, with this mode on within it."""
         with self:
-            return _OPENED[func](*args, **kwargs)
+            return _WITHOUT_CHECK[func](*args, **kwargs)
 
 
 def _is_view(index: Any) -> bool:
@@ -154,7 +156,7 @@ def _with_autocast(device_type: str) -> str:
     return device_type if torch.amp.is_autocast_available(device_type) else MARK
 
 
-def _opened(composite: Any) -> FunctionType:
+def _without_check(composite: Any) -> FunctionType:
     """A copy of the function without its check for an active mode.
 
     Torch's Python functions begin with that check and pass themselves to the mode; what they call then runs
@@ -164,9 +166,9 @@ def _opened(composite: Any) -> FunctionType:
     for check in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
         if check in names:
             names[check] = lambda *tensors: False
-    opened = FunctionType(composite.__code__, names, composite.__name__, composite.__defaults__)
-    opened.__kwdefaults__ = composite.__kwdefaults__
-    return opened
+    copy = FunctionType(composite.__code__, names, composite.__name__, composite.__defaults__)
+    copy.__kwdefaults__ = composite.__kwdefaults__
+    return copy
 
 
-_OPENED = {function: _opened(function) for function in op_lists.COMPOSITES | op_lists.BACKWARD}
+_WITHOUT_CHECK = {function: _without_check(function) for function in op_lists.COMPOSITES | op_lists.BACKWARD}

@@ -23,7 +23,7 @@ from torch import nn
 from launcher.engine.errors import require_match
 from launcher.engine.names import named_modules
 from launcher.engine.precision.emulation import RoundedArithmetic
-from launcher.engine.precision.op_lists import widen
+from launcher.engine.precision.op_lists import map_tensors, widen
 
 
 def names_in_fp32(model: nn.Module) -> list[str]:
@@ -50,7 +50,7 @@ def compute_in_fp32(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return new
 
 
-_open = threading.local()  # autograd repeats forward passes of checkpoints in its own threads
+_entered = threading.local()  # autograd repeats forward passes of checkpoints in its own threads
 
 
 def _enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
@@ -58,15 +58,16 @@ def _enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object
     device_type = next(filter(torch.is_autocast_enabled, ("cuda", "cpu")), "cpu")
     context = RoundedArithmetic(torch.float32, device_type)
     context.__enter__()
-    if not hasattr(_open, "contexts"):
-        _open.contexts = []
-    _open.contexts.append(context)
-    return _widened(args), _widened(kwargs)
+    if not hasattr(_entered, "contexts"):
+        _entered.contexts = []
+    _entered.contexts.append(context)
+    # Tensors in other containers, such as a library's own outputs, are widened where they are used.
+    return map_tensors(widen, args), map_tensors(widen, kwargs)
 
 
 def _leave(module: nn.Module, args: object, output: object) -> None:
     """Leave the fp32 context, also after an exception of the forward pass, which it need not see."""
-    _open.contexts.pop().__exit__(None, None, None)
+    _entered.contexts.pop().__exit__(None, None, None)
 
 
 def kind_of(model: nn.Module, name: str) -> list[str]:
@@ -82,12 +83,3 @@ def kind_of(model: nn.Module, name: str) -> list[str]:
     pattern = "*".join(map(glob.escape, parts))
     exact = [each for each in modules if fnmatchcase(each, pattern)] == kind
     return [pattern] if exact else list(map(glob.escape, kind))
-
-
-def _widened(value: Any) -> object:
-    """Tensors in plain containers; those in others, such as a library's own outputs, the operations widen."""
-    if type(value) is dict:
-        return {key: _widened(item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(map(_widened, value))
-    return widen(value)

@@ -30,8 +30,8 @@ def _all_but(home: object, names: str) -> Iterable[Callable[..., object]]:
 
 
 # Elementwise functions of torch.special, whose kernels return half.
-CURVES = "digamma entr erf erfc expit gammainc gammaincc gammaln i0 i0e i1 i1e logit multigammaln ndtr"
-CURVES += " polygamma psi sinc"
+SPECIAL = "digamma entr erf erfc expit gammainc gammaincc gammaln i0 i0e i1 i1e logit multigammaln ndtr"
+SPECIAL += " polygamma psi sinc"
 
 # Half inputs, fp32 accumulation, half output.
 LOWER_PRECISION_FP = frozenset[Callable[..., object]]().union(
@@ -57,7 +57,7 @@ FP32 = frozenset[Callable[..., object]]().union(
     # Not in autocast's lists: decompositions, for which no CPU has half kernels, and functions that would
     # accumulate rounding errors in half.
     _all_but(torch.linalg, "matmul multi_dot vecdot cross diagonal"),
-    _all_but(torch.special, f"{CURVES} round"),
+    _all_but(torch.special, f"{SPECIAL} round"),
     _all_but(torch.fft, "fftfreq rfftfreq fftshift ifftshift"),
     _functions("matrix_exp matrix_power exp2 logaddexp logaddexp2 logcumsumexp xlogy stft istft"),
     _functions("cholesky cholesky_inverse cholesky_solve det logdet slogdet inverse pinverse qr svd"),
@@ -66,9 +66,9 @@ FP32 = frozenset[Callable[..., object]]().union(
     _functions("trapezoid trapz cumulative_trapezoid trace nansum quantile nanquantile"),
 )
 # fp32 inside, output of the first input's dtype: what CUDA kernels do with half inputs.
-INNER = frozenset[Callable[..., object]]().union(
+FP32_INSIDE = frozenset[Callable[..., object]]().union(
     _functions("batch_norm instance_norm mean nanmean var std var_mean std_mean cov corrcoef gelu"),
-    _functions(CURVES, torch.special),
+    _functions(SPECIAL, torch.special),
     _functions("avg_pool1d avg_pool2d avg_pool3d rrelu fold unfold", torch, F),
     _functions("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"),
 )
@@ -81,8 +81,8 @@ PROMOTE = frozenset[Callable[..., object]]().union(
     # Not in autocast's lists: kernels for CPUs add in half, and those of CUDA may.
     _functions("index_add index_reduce scatter_reduce segment_reduce"),
 )
-# They copy elements of a table. Computed as INNER, because the gradients of an element that is taken twice
-# are added: in fp32, as the kernels of GPUs do, and not in half.
+# They copy elements of a table. Computed as FP32_INSIDE, because the gradients of an element that is taken
+# twice are added: in fp32, as the kernels of GPUs do, and not in half.
 GATHERS = frozenset[Callable[..., object]]().union(
     _functions("index_select gather take take_along_dim repeat_interleave"),
     _functions("embedding", torch),
@@ -95,7 +95,7 @@ COMPOSITES = frozenset[Callable[..., object]]().union(
     _functions("triplet_margin_with_distance_loss"),
 )
 BACKWARD = frozenset([*_functions("backward", torch.Tensor), *_functions("backward grad", torch.autograd)])
-CHANGED = LOWER_PRECISION_FP | FP32 | INNER | PROMOTE | GATHERS | COMPOSITES | BACKWARD | {checkpoint}
+CHANGED = LOWER_PRECISION_FP | FP32 | FP32_INSIDE | PROMOTE | GATHERS | COMPOSITES | BACKWARD | {checkpoint}
 
 
 def is_tensor(value: object) -> bool:
@@ -117,13 +117,12 @@ def any_fp32(value: object) -> bool:
 
 
 def map_tensors(change: Callable[[torch.Tensor], object], value: Any) -> Any:
-    """Apply `change` to the tensors in an argument tree of tuples, lists and dicts."""
+    """Apply `change` to the tensors in a tree of tuples, lists and dicts; not of their subclasses."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, (tuple, list)):
-        items = [map_tensors(change, item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, dict):
+    if type(value) in (tuple, list):
+        return type(value)([map_tensors(change, item) for item in value])
+    if type(value) is dict:
         return {key: map_tensors(change, item) for key, item in value.items()}
     return value
 

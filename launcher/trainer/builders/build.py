@@ -59,14 +59,14 @@ def build_optimizer(optim: OptimConfig, recipes: str | None) -> SGD | AdamW | To
     if isinstance(optim, OwnOptimConfig):
         names = dict.fromkeys(OPTIMIZERS) | dict(registry_of(recipes).optimizers)
         # TorchOptimizer refuses what is no such class.
-        return TorchOptimizer(look_up("optim.name", optim.name, names), optim.lr, optim.options)
+        return TorchOptimizer(look_up("optim.name", optim.name, names), optim.lr, **optim.options)
     known = OPTIMIZERS[optim.name]
     kind: Any = pkgutil.resolve_name(known.place)
     options = dataclasses.asdict(optim)
     for each in dataclasses.fields(CommonConfig):  # about the run, and no arguments of the class
         del options[each.name]
     if not known.is_fused:
-        return TorchOptimizer(kind, optim.lr, options)
+        return TorchOptimizer(kind, optim.lr, **options)
     built: SGD | AdamW = kind(optim.lr, **options)
     return built
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from launcher.engine import SGD, DDPOptions, Policy, Stepper
-from launcher.engine.grads.collectives import sum_of_rows
 from tests.meta_device import fake_group
 
 WIRES = {"native": DDPOptions(), "sharded": DDPOptions(shard_optimizer=True)}
@@ -43,33 +42,3 @@ def calls_of_a_step(ddp: DDPOptions, world_size: int) -> int:
 def test_a_step_on_thousands_of_ranks_makes_hardly_more_calls_than_on_eight(ddp) -> None:
     few, many = calls_of_a_step(ddp, 8), calls_of_a_step(ddp, 4096)
     assert many < few + 150, (few, many)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7, 8, 33, 1000])
-def test_rows_are_summed_in_fp32(num_rows, dtype) -> None:
-    rows = torch.randn(num_rows, 50, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
-    exact = rows.double().sum(dim=0)
-    allowed = rows.double().abs().sum(dim=0) * 2.0**-24 * num_rows.bit_length()
-    total = sum_of_rows(rows.clone())
-    assert total.dtype == torch.float32
-    assert ((total.double() - exact).abs() <= allowed).all()
-
-
-@pytest.mark.parametrize("num_rows", [2, 3, 8, 33, 1000])
-def test_the_bits_of_a_sum_do_not_depend_on_the_elements_beside_it(num_rows) -> None:
-    generator = torch.Generator().manual_seed(0)
-    octaves = torch.randint(-8, 8, (num_rows, 200), generator=generator)
-    rows = (torch.randn(num_rows, 200, generator=generator) * torch.exp2(octaves)).half()
-    whole = sum_of_rows(rows.clone())
-    for cut in (1, 7, 32, 199):
-        parts = [sum_of_rows(part.contiguous()) for part in (rows[:, :cut], rows[:, cut:])]
-        assert torch.equal(torch.cat(parts), whole)
-
-
-def test_an_infinity_or_nan_of_any_rank_stays() -> None:
-    for bad in (float("inf"), float("-inf"), float("nan")):
-        for row in range(5):
-            rows = torch.ones(5, 3, dtype=torch.float16)
-            rows[row, 1] = bad
-            assert sum_of_rows(rows).isfinite().tolist() == [True, False, True]

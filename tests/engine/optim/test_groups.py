@@ -262,7 +262,7 @@ def test_on_a_gpu_groups_cost_calls_and_no_reads(optimizer) -> None:
         ),
         (
             [ParameterGroup("*", frozen=True)],
-            r"Grouped has no trainable parameter: parameter groups freeze 10\. At least one must belong",
+            r"Grouped has no trainable parameter: parameter groups freeze 10",
         ),
     ],
 )
@@ -277,9 +277,6 @@ def test_groups_that_match_nothing_are_refused_and_the_model_is_untouched(groups
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"match": ""}, "match='': it must be a pattern"),
-        ({"match": []}, r"match=\[\]: it must be a pattern"),
-        ({"match": 3}, "match=3: it must be a pattern"),
         ({"match": "*", "lr_scale": -1.0}, "lr_scale=-1.0: it must be a finite number of at least 0"),
         ({"match": "*", "lr_scale": float("nan")}, "lr_scale=nan"),
         ({"match": "*", "weight_decay": "no"}, "weight_decay='no'"),

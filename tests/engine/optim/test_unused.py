@@ -18,7 +18,7 @@ CASES = {
         {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
     ),
     "adamw": (AdamW(0.1, weight_decay=0.1), torch.optim.AdamW, ADAMW),
-    "torch": (TorchOptimizer(torch.optim.AdamW, 0.1, {"weight_decay": 0.1}), torch.optim.AdamW, ADAMW),
+    "torch": (TorchOptimizer(torch.optim.AdamW, 0.1, weight_decay=0.1), torch.optim.AdamW, ADAMW),
 }
 
 

@@ -142,7 +142,6 @@ def test_a_buffer_without_elements_stays_so_and_is_refused_with_some() -> None:
 
 
 @pytest.mark.parametrize("part", [None, 1])
-@pytest.mark.filterwarnings("ignore:.*half weights were written in place")
 def test_a_skipped_step_keeps_the_statistics_that_were_loaded_before_it(part) -> None:
     """A whole model, or a part of it; early steps are skipped often, while the loss scale is found."""
     stepper = Stepper(conv_net(), SGD(0.1), Policy.fp16(), scaling=Scaling(init=1024))
