@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from launcher.distributed.env import WorkerEnv
 from launcher.engine import SGD, Policy, Scaling, Stepper
-from launcher.engine.precision.fp32_modules import kind_of
+from launcher.trainer.callbacks.fp32_fallback import kind_of
 from launcher.trainer.diagnostics.nonfinite import diagnose
 from tests import architectures
 from tests.ranks.harness import run_ranks

@@ -10,8 +10,6 @@ are still half there, which torch's operations do not mix with fp32 inputs: cast
 
 from __future__ import annotations
 
-import glob
-import re
 import threading
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -68,18 +66,3 @@ def _enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object
 def _leave(module: nn.Module, args: object, output: object) -> None:
     """Leave the fp32 context, also after an exception of the forward pass, which it need not see."""
     _entered.contexts.pop().__exit__(None, None, None)
-
-
-def kind_of(model: nn.Module, name: str) -> list[str]:
-    """Patterns of all modules like the one called `name`: of its type, with other numbers in their names.
-
-    One pattern where it matches exactly these, else their names: `blocks.*.mlp` for `blocks.3.mlp`.
-    """
-    modules = dict(named_modules(model))
-    parts = re.split(r"\d+", name)
-    like = re.compile(r"\d+".join(map(re.escape, parts)))
-    of_type = [each for each, module in modules.items() if type(module) is type(modules[name])]
-    kind = [each for each in of_type if like.fullmatch(each)]
-    pattern = "*".join(map(glob.escape, parts))
-    exact = [each for each in modules if fnmatchcase(each, pattern)] == kind
-    return [pattern] if exact else list(map(glob.escape, kind))

@@ -7,10 +7,15 @@ before the next step; the skipped step has changed no weight.
 
 from __future__ import annotations
 
+import glob
+import re
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
-from launcher.engine.precision.fp32_modules import kind_of
+from torch import nn
+
+from launcher.engine.names import named_modules
 from launcher.trainer.callback import Callback, StepMetrics
 from launcher.trainer.context import TrainContext
 from launcher.trainer.diagnostics.nonfinite_inspector import NonFiniteInspector
@@ -75,3 +80,18 @@ class Fp32Fallback(Callback):
         modules = tuple(dict.fromkeys((*precision.fp32_modules, *found)))
         self._context.persist_config(precision=replace(precision, fp32_modules=modules))
         return list(modules)
+
+
+def kind_of(model: nn.Module, name: str) -> list[str]:
+    """Patterns of all modules like the one called `name`: of its type, with other numbers in their names.
+
+    One pattern where it matches exactly these, else their names: `blocks.*.mlp` for `blocks.3.mlp`.
+    """
+    modules = dict(named_modules(model))
+    parts = re.split(r"\d+", name)
+    like = re.compile(r"\d+".join(map(re.escape, parts)))
+    of_type = [each for each, module in modules.items() if type(module) is type(modules[name])]
+    kind = [each for each in of_type if like.fullmatch(each)]
+    pattern = "*".join(map(glob.escape, parts))
+    exact = [each for each in modules if fnmatchcase(each, pattern)] == kind
+    return [pattern] if exact else list(map(glob.escape, kind))

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from launcher.engine import SGD, Policy, Scaling, Stepper, UnusableError
 from launcher.engine.precision.emulation import MARK
-from launcher.engine.precision.fp32_modules import compute_in_fp32, kind_of
+from launcher.engine.precision.fp32_modules import compute_in_fp32
+from launcher.trainer.callbacks.fp32_fallback import kind_of
 
 WAYS = pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "native"])
 HUGE = 300.0  # its square is beyond fp16
