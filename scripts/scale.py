@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launcher.distributed.links import ring_bytes
 from launcher.engine import Policy
-from launcher.engine.grads.ddp_options import default_predivide_factor
+from launcher.engine.grads.collectives import default_predivide_factor
 from scripts.bench.shapes import Shapes, bert_base_shapes, gpt_shapes, resnet50_shapes
 from scripts.bench.step_model import StepSeconds, wire_seconds
 

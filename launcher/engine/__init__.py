@@ -2,7 +2,7 @@
 
 from launcher.engine.ema import AverageState, ExponentialMovingAverage
 from launcher.engine.errors import EngineWarning, UnusableError
-from launcher.engine.grads.ddp_options import DDPOptions
+from launcher.engine.grads.collectives import DDPOptions
 from launcher.engine.optim.muon import MuonWithAdamW
 from launcher.engine.optim.optimizers import SGD, AdamW
 from launcher.engine.optim.torch_optimizer import TorchOptimizer

@@ -75,14 +75,27 @@ class ExponentialMovingAverage:
     def update(self, step: int) -> None:
         """Make a pass if the step that has just been made, number `step`, is one after which there is one."""
         if step % self._every_steps == 0:
-            self._pass()
+            self.flush()
 
+    @torch.no_grad()
     def flush(self) -> None:
-        """Make a pass now, for the steps since the latest. Before an evaluation, or the end.
+        """Make a pass now, for the steps since the latest; change nothing if none of them was applied.
 
-        Averages depend on when passes are made: make them at the same steps where the same bits are wanted.
+        Before an evaluation, or the end. Averages depend on when passes are made: make them at the same steps
+        where the same bits are wanted.
         """
-        self._pass()
+        self._follow_loads()
+        applied = self._stepper.scale.state.applied_steps  # a number, or 0-dim where the device decides
+        unchanged = applied == self._applied
+        if unchanged is True:
+            return
+        # The ramp of TensorFlow's ExponentialMovingAverage with num_updates.
+        ramp = (1 + applied) / (10 + applied)
+        decay = ramp.clamp(max=self._decay) if isinstance(ramp, Tensor) else min(ramp, self._decay)
+        weight = 1 - decay ** (applied - self._applied)
+        for average, values in self._pairs():
+            _blend(average, values, weight, unchanged)
+        self._applied = applied
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
@@ -171,22 +184,6 @@ class ExponentialMovingAverage:
         """The pairs of an average and what it averages, flat."""
         yield from zip(self._weights, self._stepper.own_masters(), strict=True)
         yield from zip(self._statistics, self._stepper.buffers.statistics, strict=True)
-
-    @torch.no_grad()
-    def _pass(self) -> None:
-        """Average the steps since the latest pass; change nothing if none of them was applied."""
-        self._follow_loads()
-        applied = self._stepper.scale.state.applied_steps  # a number, or 0-dim where the device decides
-        unchanged = applied == self._applied
-        if unchanged is True:
-            return
-        # The ramp of TensorFlow's ExponentialMovingAverage with num_updates.
-        ramp = (1 + applied) / (10 + applied)
-        decay = ramp.clamp(max=self._decay) if isinstance(ramp, Tensor) else min(ramp, self._decay)
-        weight = 1 - decay ** (applied - self._applied)
-        for average, values in self._pairs():
-            _blend(average, values, weight, unchanged)
-        self._applied = applied
 
     def _named_statistics(self) -> dict[str, Tensor]:
         """Averages of the running statistics by name, as views."""

@@ -71,8 +71,7 @@ def require_match(pattern: str, names: Sequence[str], kind: str, where: str = ""
     """Raise UnusableError, with the nearest names, for a pattern of `fnmatch` that matches none of them."""
     if any(fnmatchcase(name, pattern) for name in names):
         return
-    near = difflib.get_close_matches(pattern, names, NEAREST, cutoff=0.4)
-    near = near or difflib.get_close_matches(pattern.replace("*", "").strip("."), names, NEAREST, cutoff=0.0)
+    near = difflib.get_close_matches(pattern.replace("*", "").strip("."), names, NEAREST, cutoff=0.0)
     raise UnusableError(
         f"{where}the pattern {pattern!r} matches none of the {len(names)} {kind}. Nearest: "
         f"{', '.join(near) or 'none'}. A pattern has to match the whole name; `*` stands for any characters."

@@ -22,8 +22,8 @@ from launcher.engine.checks.ported_loop import note_calls_outside
 from launcher.engine.checks.same_on_all_ranks import check_same_on_all_ranks
 from launcher.engine.checks.step_warnings import warn_if_alone
 from launcher.engine.errors import UnusableError, check_loss
+from launcher.engine.grads.collectives import DDPOptions
 from launcher.engine.grads.copy_in import dry_backward
-from launcher.engine.grads.ddp_options import DDPOptions
 from launcher.engine.optim.torch_optimizer import AnyOptimizer
 from launcher.engine.params.param_groups import ParameterGroup
 from launcher.engine.precision.fp32_modules import compute_in_fp32, names_in_fp32

@@ -266,7 +266,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.stepper.backward(loss, 1)
 
     @precondition(lambda self: self.room)
-    @rule(which=st.sampled_from(["half", "vector", "count", "constant", "apart"]))
+    @rule(which=st.sampled_from(["half", "vector", "count", "constant"]))
     def refused_loss(self, which: str) -> None:
         weight = self.model.last.weight
         loss, count = {
@@ -274,7 +274,6 @@ class AnyOrder(RuleBasedStateMachine):
             "vector": (weight.float().sum(dim=1), 1),
             "count": (weight.float().sum(), -1),
             "constant": (torch.zeros(()), 1),
-            "apart": (torch.ones((), requires_grad=True) * 2, 1),  # of no parameter of the model
         }[which]
         with pytest.raises(UnusableError):
             self.stepper.backward(loss, count)

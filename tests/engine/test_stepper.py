@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from launcher.engine import SGD, AdamW, DDPOptions, EngineWarning, Policy, Scaling, Stepper, UnusableError
 from launcher.engine.grads import reducer
-from launcher.engine.grads.ddp_options import default_predivide_factor
+from launcher.engine.grads.collectives import default_predivide_factor
 from tests.engine.observe import state_digest, train, weights_are_rounded_masters
 from tests.meta_device import META, MetaDevice
 from tests.models import Planted, conv_net, features, loss_sum, mlp

@@ -34,20 +34,18 @@ class Zero1:
         for flat_buffer in layout.flat_buffers:
             collective = collectives[flat_buffer.name]
             if not isinstance(collective, ShardedSum):
-                self._add(flat_buffer, flat_buffer, slice(0, flat_buffer.numel))
+                self.shards.append(flat_buffer)
+                self.places.append((flat_buffer, slice(0, flat_buffer.numel)))
                 continue
             for bucket_range in flat_buffer.bucket_ranges:
                 part = bucket_range.shard(dist.get_rank(group), layout.world_size)
                 shard = flat_buffer.part(part)
                 master = shard.master.clone() if shard.half and shard.master is not None else shard.master
-                own = Shard(shard.weight, master, collective.owned(flat_buffer, bucket_range))
-                self._add(own, flat_buffer, part)
+                grad = collective.owned(flat_buffer, bucket_range)
+                self.shards.append(Shard(shard.weight, master, grad))
+                self.places.append((flat_buffer, part))
             if flat_buffer.half:
                 flat_buffer.master = None  # frees the memory of what other ranks own
-
-    def _add(self, shard: Shard, flat_buffer: FlatBuffer, part: slice) -> None:
-        self.shards.append(shard)
-        self.places.append((flat_buffer, part))
 
     @property
     def forms(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -72,8 +70,6 @@ class Zero1:
             whole = self._gathered(flat_buffer, own, rank) if self._is_sharded(flat_buffer) else own[0]
             if whole is not None:
                 found |= {param.name: param.view(whole) for param in flat_buffer.params}
-        if self.sharded and self._layout.device.type == "cuda":
-            torch.cuda.current_stream(self._layout.device).synchronize()  # the copies are asynchronous
         return found
 
     def masters(self) -> list[Tensor]:
@@ -98,11 +94,6 @@ class Zero1:
             if shard.half:
                 shard.weight.copy_(values)
         self.gather_weights()
-
-    @property
-    def sharded(self) -> bool:
-        """Whether masters and states of some parameters have one owner each among the ranks."""
-        return any(isinstance(collective, ShardedSum) for collective in self._collectives.values())
 
     def params_with_masters(self) -> list[tuple[FlatBuffer, ParamRange]]:
         """The parameters whose weights are rounded copies of masters, on whichever ranks those are."""
@@ -154,4 +145,6 @@ class Zero1:
                 async_work.wait_for(start_gather(received.view(-1), part, self._group), received)
             if whole is not None and received is not None:
                 whole[bucket_range.start : bucket_range.end].copy_(received.view(-1), non_blocking=True)
+        if self._layout.device.type == "cuda":
+            torch.cuda.current_stream(self._layout.device).synchronize()  # the copies are asynchronous
         return whole

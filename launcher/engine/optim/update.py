@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,10 +34,10 @@ class StepScalars(NamedTuple):
     counts the applied steps, this one included; `skip` forbids writing.
     """
 
-    multiplier: Tensor | float
-    lr: Tensor | float
-    applied: Tensor | float
-    skip: Tensor | bool
+    multiplier: Any
+    lr: Any
+    applied: Any
+    skip: Any
 
 
 @dataclass
@@ -158,8 +158,6 @@ class Updater:
         """Return what each group's kernel reads. A GPU's takes the rate in fp32, a CPU's in fp64."""
         if not isinstance(scalars.lr, Tensor):
             return [KernelScalars(scalars.lr * scale, scalars.applied, None) for scale in self._lr_scales]
-        assert isinstance(scalars.applied, Tensor)
-        assert isinstance(scalars.skip, Tensor)
         rates = scalars.lr.view(1)
         if self._scales_on_device is not None:
             rates = scalars.lr * self._scales_on_device

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import launcher.engine.async_work as async_work
 from launcher.engine.errors import UnusableError
 from launcher.engine.names import named_buffers, named_modules
-from launcher.engine.precision.op_lists import HALF
+from launcher.engine.precision.op_lists import HALF, widen
 
 
 class Buffers:
@@ -108,7 +108,9 @@ class Buffers:
             new = module._buffers.get(key)
             if new is buffer:
                 continue
-            if new is None or not _fits(new, buffer):
+            # A half-precision forward pass makes half values of statistics that are fp32.
+            fits = new is not None and new.shape == buffer.shape and widen(new).dtype == buffer.dtype
+            if new is None or not fits:
                 raise UnusableError(
                     f"buffer {name} ({buffer.dtype}, {tuple(buffer.shape)}) was replaced by "
                     f"{None if new is None else (new.dtype, tuple(new.shape))}. Only a buffer's values "
@@ -134,12 +136,6 @@ def is_statistic(name: str) -> bool:
     torch's batch and instance norms have running_mean and running_var; others follow that convention.
     """
     return name.rpartition(".")[2].startswith("running_")
-
-
-def _fits(new: Tensor, place: Tensor) -> bool:
-    """Whether `place` can hold these values: a half-precision forward pass produces half ones."""
-    widened = new.dtype in HALF and place.dtype == torch.float32
-    return new.shape == place.shape and (new.dtype == place.dtype or widened)
 
 
 def _flatten(buffers: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
