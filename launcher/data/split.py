@@ -68,7 +68,7 @@ def refuse_one_class(classes: Sequence[object], where: str) -> None:
 
 def natural(label: str) -> tuple[int, str]:
     """Sort key that puts the label 2 before 10, and numbers before words."""
-    return (int(label), "") if label.isdecimal() else (2**62, label)
+    return (int(label), "") if label.removeprefix("-").isdecimal() else (2**62, label)
 
 
 def numbered(values: Sequence[str]) -> Tensor:

@@ -66,8 +66,9 @@ class Curve:
         return self._y[-1] if self._y else None
 
     @property
-    def mean(self) -> float | None:
-        return statistics.fmean(self._y) if self._y else None
+    def mean_after_first(self) -> float | None:
+        """The mean without the first of several values: that of a rate includes what is made once."""
+        return statistics.fmean(self._y[1:] or self._y) if self._y else None
 
     @property
     def highest(self) -> float | None:

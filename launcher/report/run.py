@@ -167,7 +167,7 @@ class Run:
     @property
     def samples_per_s(self) -> float | None:
         found = self.result.samples_per_s
-        return self.history.steps["samples_per_s"].mean if found is None else found
+        return self.history.steps["samples_per_s"].mean_after_first if found is None else found
 
     @property
     def skipped(self) -> int | None:

@@ -83,13 +83,28 @@ def value_of(run: Run, key: str) -> str:
 
 
 def varied_keys(runs: Sequence[Run]) -> list[str]:
-    """The overridden keys whose values differ between runs, in the order of their first use."""
+    """The keys whose values differ between runs: those that were overridden, and those of edited files."""
     keys = dict.fromkeys(key for run in runs for key in run.overrides)
-    return [
-        key
-        for key in keys
-        if key.partition(".")[0] not in OF_EACH_RUN and len({value_of(run, key) for run in runs}) > 1
-    ]
+    found = [key for key in keys if _may_vary(key) and len({value_of(run, key) for run in runs}) > 1]
+    return [*found, *_edited_keys(runs, found)]
+
+
+def _edited_keys(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
+    """What differs in the configs of runs with equal overrides: files that were edited in between."""
+    of_setting: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        if run.config:
+            of_setting.setdefault(tuple(value_of(run, key) for key in keys if key != REPEATED), []).append(
+                run
+            )
+    found: dict[str, None] = {}
+    for members in of_setting.values():
+        found |= dict.fromkeys(varied([run.config for run in members]))
+    return [key for key in found if key != REPEATED and _may_vary(key)]
+
+
+def _may_vary(key: str) -> bool:
+    return key.partition(".")[0] not in OF_EACH_RUN
 
 
 def varied(values: Sequence[Mapping[str, str]]) -> list[str]:

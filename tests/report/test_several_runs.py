@@ -18,6 +18,7 @@ from launcher.report.run import Run
 from launcher.report.run_groups import NUM_COLORS, grouped
 from launcher.report.watching import RunView, run_screen
 from launcher.run_dir.atomic import json_line, write_json
+from launcher.telemetry.event_log import EventLog
 from tests.limits import at_most
 from tests.report.test_page import HOSTILE, Page
 
@@ -312,3 +313,25 @@ def test_of_several_validation_sets_each_number_and_curve_names_its_own(tmp_path
     both = (tmp_path / "both.html").read_text()
     for part in ("Far/accuracy, validation", "Far/val_loss"):
         assert f'<figure class="chart" aria-label="{part}">' in both
+
+
+def test_a_config_that_was_edited_between_two_runs_makes_two_settings(tmp_path):
+    for name, width, seed in (("a", 32, 0), ("b", 32, 1), ("c", 64, 0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "overrides.txt").write_text(f"recipe=mine\nseed={seed}\n")
+        (tmp_path / name / "config.yaml").write_text(
+            f"model:\n  width: {width}\nseed: {seed}\nrun:\n  dir: {name}\n"
+        )
+    groups = grouped([Run.read(tmp_path / name) for name in "abc"])
+    assert [(group.label, len(group.runs)) for group in groups] == [
+        ("model.width=32", 2),
+        ("model.width=64", 1),
+    ]
+
+
+def test_the_rate_of_an_unfinished_run_leaves_out_its_first_steps(tmp_path):
+    log = EventLog(tmp_path / "metrics.jsonl")
+    for step, rate in ((10, 1.0), (20, 100.0), (30, 200.0)):
+        log.append({"event": "step", "time": 0.0, "step": step, "samples_per_s": rate})
+    log.close()
+    assert Run.read(tmp_path).samples_per_s == 150.0

@@ -152,16 +152,21 @@ def _labels(values: Sequence[Any], kind: object, where: str) -> list[str]:
     """The name of each row's class."""
     if not values:
         raise DataError(f"{where} has a split without rows.")
-    if wrong := [row for row, value in enumerate(values) if not _is_label(value)]:
+    names = getattr(kind, "names", ())
+    wrong = [row for row, value in enumerate(values) if not _is_label(value, bool(names))]
+    if wrong:
         found = values[wrong[0]]
         rule = "Labels must be whole numbers or strings that are not empty."
         raise DataError(
             f"{where}: row {wrong[0]} has the label {found!r} ({len(wrong):,} of {len(values):,} rows). "
-            f"{OF_UNLABELLED if found == UNLABELLED else rule}"
+            f"{OF_UNLABELLED if found == UNLABELLED and names else rule}"
         )
-    names = dict(enumerate(getattr(kind, "names", ())))
-    return [str(names.get(value, value)) for value in values]
+    by_number = dict(enumerate(names))
+    return [str(by_number.get(value, value)) for value in values]
 
 
-def _is_label(value: object) -> bool:
-    return value != UNLABELLED if isinstance(value, int) else isinstance(value, str) and value.strip() != ""
+def _is_label(value: object, has_names: bool) -> bool:
+    """Whether a value is one. Of numbers that stand for names -1 is none; of others it is a class."""
+    if isinstance(value, int):
+        return value != UNLABELLED or not has_names
+    return isinstance(value, str) and value.strip() != ""

@@ -155,6 +155,12 @@ def unlabelled(folder):
     datasets.DatasetDict(splits).save_to_disk(folder)
 
 
+def test_integers_without_names_may_be_any_classes(tmp_path):
+    rows(8, lambda index: index % 2 * 2 - 1).save_to_disk(tmp_path / "set")
+    images = load_images(data_config("hf", tmp_path / "set"))
+    assert images.classes == ("-1", "1")
+
+
 def missing_labels(folder):
     rows(4, lambda index: "a" if index else None).save_to_disk(folder)
 
