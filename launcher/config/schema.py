@@ -194,7 +194,6 @@ class TrackerConfig:
     run_name: Text | None
     run_id: WandbName | None
     notes: Text | None
-    artifacts: Literal["none", "last", "best"]
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -158,10 +158,6 @@ RELATIONS: Mapping[tuple[str, ...], tuple[Callable[..., bool], str]] = {
         "reduce_lr_on_plateau.factor={}: excludes schedule={} with schedule.warmup_fraction={}, which sets "
         "the rate of each step. Use schedule=constant without warm-up.",
     ),
-    ("tracker.artifacts", "tracker.name"): (
-        lambda artifacts, trackers: artifacts != "none" and "wandb" not in (trackers, *trackers),
-        "tracker.artifacts={}: needs tracker=wandb, which keeps them.",
-    ),
     # Each of these decides by evaluations within a run. With that at its end alone nothing would ever happen.
     **{
         (key, "train.eval_every_epochs", "train.epochs", "train.eval_every_steps", "train.max_steps"): (

@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from launcher.config.schema import Config
-from launcher.errors import ConfigError, StorageError
+from launcher.errors import StorageError
 from launcher.run_dir.atomic import clear_away, read_json
 from launcher.run_dir.records import ENVIRONMENT, TRACKERS, as_typed_config
 from launcher.telemetry.console.console import Console
@@ -27,13 +26,10 @@ from launcher.telemetry.tracker.registry import make, refuse_missing
 from launcher.telemetry.tracker.run_id import save_run_id, saved_run_id
 from launcher.telemetry.tracker.sink import TrackerSink, TrackerTimeouts
 from launcher.telemetry.tracker.wandb_tracker import (
-    WandbOptions,
     WandbTracker,
-    checkpoint_artifact,
     new_run_id,
 )
 
-UPLOAD_S = 600.0  # for a checkpoint, at the end of the run: 1.2 GB at 2 MB per second
 EVERY_S = 0.1  # until the events of steps are in the files: what a killed process may lose
 
 
@@ -63,40 +59,25 @@ def open_telemetry(
         make_tracker: Callable[[], Tracker] = partial(make, name)
         if name != "wandb":
             telemetry.decision("tracker", f"{name} in {run.directory}", mode=name)
-        elif options := _wandb_options(telemetry, config, run, environ, timeouts):
-            make_tracker, timeouts = partial(WandbTracker, options), options.patience
         else:
-            continue
+            mode = _wandb_mode(telemetry, config, run, environ)
+            if mode == "none":
+                continue
+            make_tracker = partial(WandbTracker, mode == "online", telemetry.warn, timeouts)
         save_run_id(run_dir, name, run_id)
         telemetry.add(TrackerSink(name, make_tracker, run, telemetry.warn, timeouts, facts))
     return telemetry
 
 
-def _wandb_options(
-    telemetry: Telemetry,
-    config: Config,
-    run: RunInfo,
-    environ: Mapping[str, str],
-    timeouts: TrackerTimeouts,
-) -> WandbOptions | None:
-    """Report the mode of wandb, with what it takes from the environment; None if it is off."""
-    tracker, decision = config.tracker, decide(config.tracker, environ)
-    if tracker.artifacts != "none" and decision.mode != "online":
-        raise ConfigError(
-            f"tracker.artifacts={tracker.artifacts}: checkpoints are uploaded by an online run only, "
-            f"and wandb is {decision.text}. Log in, or set tracker.artifacts=none; the checkpoints stay in "
-            f"{config.run.dir}/checkpoints."
-        )
-    if decision.mode == "none":
-        telemetry.decision("tracker", decision.text, mode=decision.mode)
-        return None
-    sync = sync_command(run.directory) if decision.mode == "offline" else None
-    telemetry.decision("tracker", decision.text, mode=decision.mode, run_id=run.run_id, sync=sync)
-    options = WandbOptions(decision.mode == "online", telemetry.warn, timeouts)
-    if tracker.artifacts != "none":
-        chosen = partial(checkpoint_artifact, Path(config.run.dir), tracker.artifacts)
-        options = replace(options, patience=replace(timeouts, finish_s=UPLOAD_S), checkpoint=chosen)
-    return options
+def _wandb_mode(telemetry: Telemetry, config: Config, run: RunInfo, environ: Mapping[str, str]) -> str:
+    """The mode of wandb, which is reported with its reason."""
+    decision = decide(config.tracker, environ)
+    facts: dict[str, object] = {}
+    if decision.mode != "none":
+        sync = sync_command(run.directory) if decision.mode == "offline" else None
+        facts = {"run_id": run.run_id, "sync": sync}
+    telemetry.decision("tracker", decision.text, mode=decision.mode, **facts)
+    return decision.mode
 
 
 def _tracked_run(config: Config, name: str, run_id: str, environ: Mapping[str, str]) -> RunInfo:

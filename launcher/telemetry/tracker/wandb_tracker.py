@@ -1,6 +1,6 @@
 """The wandb run of a training run.
 
-Owns how values appear in wandb, and which checkpoint it uploads. wandb has the settings that it has in any
+Owns how values appear in wandb. wandb has the settings that it has in any
 script, and starts and ends its own process. Imports wandb only where it is used.
 """
 
@@ -10,15 +10,11 @@ import html
 import os
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import launcher.telemetry.tracker.protocol as protocol
 from launcher.errors import PRUNED, PreemptedError, described
-from launcher.telemetry.event_log import FILE_NAME, recorded
-from launcher.telemetry.stream import Record
 from launcher.telemetry.tracker.mode import sync_command
 from launcher.telemetry.tracker.rows import GROUPS
 from launcher.telemetry.tracker.sink import TrackerTimeouts
@@ -31,30 +27,11 @@ if TYPE_CHECKING:
 DEFAULTS = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 
 
-@dataclass(frozen=True)
-class CheckpointArtifact:
-    """A checkpoint to be uploaded."""
-
-    path: Path
-    step: int
-    is_best: bool
-
-
-@dataclass(frozen=True)
-class WandbOptions:
-    """What only wandb has."""
-
-    online: bool
-    warn: Callable[[str], None]  # problems that do not end tracking
-    patience: TrackerTimeouts
-    checkpoint: Callable[[], CheckpointArtifact | None] = lambda: None  # to upload after a run that is done
-
-
 class WandbTracker:
-    """Implements `DirectedTracker`."""
+    """Implements `DirectedTracker`. `warn` receives problems that do not end tracking."""
 
-    def __init__(self, options: WandbOptions) -> None:
-        self._options = options
+    def __init__(self, online: bool, warn: Callable[[str], None], patience: TrackerTimeouts) -> None:
+        self._online, self._warn, self._patience = online, warn, patience
         self._run: Run | None = None
         self._directed: dict[str, bool] = {}
 
@@ -83,21 +60,7 @@ class WandbTracker:
     def finish(self, exit_code: int) -> None:
         if exit_code == PreemptedError.exit_code:
             self._live.mark_preempting()
-        if exit_code == 0 and (checkpoint := self._options.checkpoint()) is not None:
-            self._upload(checkpoint)
         self._live.finish(exit_code=0 if exit_code == PRUNED else exit_code)  # a verdict, no failure
-
-    def _upload(self, checkpoint: CheckpointArtifact) -> None:
-        """The files of a checkpoint, as a version of one artifact per run."""
-        import wandb
-
-        if self._options.online and self._live.offline:
-            self._options.warn(f"{checkpoint.path} is not uploaded, because wandb went offline.")
-            return
-        metadata = {"step": checkpoint.step}
-        artifact = wandb.Artifact(f"checkpoint-{self._live.id}", type="model", metadata=metadata)
-        artifact.add_dir(str(checkpoint.path))
-        self._live.log_artifact(artifact, aliases=["latest", *(["best"] if checkpoint.is_best else [])])
 
     @property
     def _live(self) -> Run:
@@ -107,23 +70,22 @@ class WandbTracker:
     def _started(self, run: protocol.RunInfo) -> Run:
         import wandb
 
-        if self._options.online:
+        if self._online:
             try:
-                return _init(run, True, self._options)
+                return _init(run, True, self._patience)
             except Exception as error:  # errors of wandb, of its service and of the network
                 wandb.teardown()  # its service would refuse the id of the run that it began
-                self._options.warn(
+                self._warn(
                     f"wandb could not start online ({described(error)}); it continues offline, "
                     f"later: {sync_command(run.directory)}"
                 )
-        return _init(run, False, self._options)
+        return _init(run, False, self._patience)
 
 
-def _init(run: protocol.RunInfo, online: bool, options: WandbOptions) -> Run:
+def _init(run: protocol.RunInfo, online: bool, patience: TrackerTimeouts) -> Run:
     """Start wandb, which writes to wandb/ in `run.directory`. Raises wandb's errors."""
     import wandb
 
-    patience = options.patience
     return wandb.init(
         dir=str(run.directory),
         mode="online" if online else "offline",
@@ -175,20 +137,6 @@ def _confusion(item: protocol.ConfusionMatrix, name: str) -> object:
         fields={"Actual": "Actual", "Predicted": "Predicted", "nPredictions": "nPredictions"},
         string_fields={"title": name},
     )
-
-
-def checkpoint_artifact(run_dir: Path, wanted: str) -> CheckpointArtifact | None:
-    """The `last` or `best` checkpoint that is on the disk; None without one. Raises OSError."""
-    saved = recorded(run_dir / FILE_NAME, "checkpoint")
-    latest, best = _newest(saved), _newest([event for event in saved if event.get("best")])
-    chosen = best if wanted == "best" else latest
-    if chosen is None:
-        return None
-    return CheckpointArtifact(Path(chosen["path"]), chosen["step"], chosen is best)
-
-
-def _newest(saved: Sequence[Record]) -> Record | None:
-    return next((event for event in reversed(saved) if Path(event["path"]).is_dir()), None)
 
 
 def new_run_id() -> str:

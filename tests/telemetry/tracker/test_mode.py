@@ -15,7 +15,7 @@ UP, DOWN = (lambda server: None), (lambda server: "is down")
 
 def tracker(mode="auto"):
     nothing = dict.fromkeys(("group", "entity", "run_name", "run_id", "notes"))
-    options = {"project": "launcher", "tags": (), "artifacts": "none", **nothing}
+    options = {"project": "launcher", "tags": (), **nothing}
     return TrackerConfig(name="wandb", mode=mode, **options)
 
 
