@@ -1,8 +1,7 @@
 """The memory of one rank's training step, by kind, from passes that are counted.
 
 Owns the assembly of a rank's model and Stepper without telemetry and other ranks, and what of its bytes is
-which kind. Bytes are those of tensors, and of the copies that convolutions make on a CPU; other scratch that
-a kernel takes and returns within one call is not seen.
+which kind. Bytes are those of tensors; scratch that a kernel takes and returns within one call is not seen.
 """
 
 from __future__ import annotations
@@ -101,7 +100,6 @@ class PlannedRank:
         plan, tracker, stepper = replace(self.plan, micro_batch=size), self.tracker, self.stepper
         stepper.set_micro_batches(plan.micro_batches)
         self.model.train()
-        tracker.of_cpu = not of_gpu
         tracker.restart()
         held, activations = self._now(), 0
         passes = min(PASSES, self.plan.micro_batches)  # of any size as many, so that sizes compare

@@ -58,7 +58,6 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.of_cpu = False  # whether convolutions are those of a CPU
         self._answers = True
         self.conditions = 0  # that were answered since `without_values`
         self._counted: set[int] = set()  # storages, by address
@@ -93,8 +92,6 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise DataDependentError(NEEDED)
         found = SHAPES.get(func, func)(*args, **kwargs or {})
         map_tensors(self._count, found)
-        if self.of_cpu and func in COPIES:
-            self._note_peak(args[0].device, COPIES[func](args, found))
         return found
 
     def _count(self, tensor: Tensor) -> None:
@@ -105,16 +102,13 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._counted.add(storage._cdata)
         self.bytes[device] += storage.nbytes()
-        self._note_peak(device)
+        self.peak[device] = max(self.peak[device], self.bytes[device])
         # A storage keeps its Python object as long as it lives, whichever tensors share it.
         weakref.finalize(storage, self._release, storage._cdata, device, storage.nbytes())
 
     def _release(self, address: int, device: torch.device, size: int) -> None:
         self._counted.remove(address)
         self.bytes[device] -= size
-
-    def _note_peak(self, device: torch.device, scratch: int = 0) -> None:
-        self.peak[device] = max(self.peak[device], self.bytes[device] + scratch)
 
     def _answer(self, tensor: Tensor) -> bool | float:
         if self._answers:
@@ -142,28 +136,6 @@ def _normed_backward(grad: Tensor, x: Tensor, weight: Tensor | None, *rest: Any)
 SHAPES = {
     aten.native_batch_norm.default: _normed,
     aten.native_batch_norm_backward.default: _normed_backward,
-}
-
-
-BLOCK = 16  # channels
-
-
-def _copied(images: Tensor) -> int:
-    """Bytes of a copy in blocks of channels, which are filled up: [images, channels, ...]."""
-    channels = images.shape[1]
-    return images.numel() // channels * -(-channels // BLOCK) * BLOCK * images.element_size()
-
-
-def _scratch(images: Tensor, weight: Tensor) -> int:
-    """Bytes of the copies of a convolution's arguments; images of a few channels are read as they are."""
-    return (_copied(images) if images.shape[1] >= BLOCK else 0) + weight.numel() * weight.element_size()
-
-
-# Bytes beside its arguments and results that a convolution takes on a CPU: oneDNN computes on copies of them
-# in its own layout. Seen in torch's allocator: 9 MB of the 89 that a step of a ResNet-18 takes.
-COPIES = {
-    aten.convolution.default: lambda args, found: max(_scratch(*args[:2]), _copied(found)),
-    aten.convolution_backward.default: lambda args, found: _copied(args[0]) + _scratch(*args[1:3]),
 }
 
 

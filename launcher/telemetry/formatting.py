@@ -104,18 +104,9 @@ def evaluation_cells(event: EvalEvent) -> dict[str, str]:
     return cells | {metric_title(k.removeprefix("macro_")): metric(k, v) for k, v in shown.items()}
 
 
-def table_widths(cells: Mapping[str, str], columns: int | None = None) -> dict[str, int]:
-    """The widths of as many columns as fit, by title. Rows with equal widths share one line of titles.
-
-    Columns that do not fit are dropped from the right, down to epoch, step, set, loss and the first metric;
-    then the epoch is dropped, then the step.
-    """
-    widths = {title: max(len(title), len(text), NARROWEST) for title, text in cells.items()}
-    titles = list(cells)
-    droppable = [*reversed(titles[4 + ("set" in cells) :]), *titles[:2]]
-    while columns is not None and droppable and sum(widths.values()) + 2 * (len(widths) - 1) > columns:
-        del widths[droppable.pop(0)]
-    return widths
+def table_widths(cells: Mapping[str, str]) -> dict[str, int]:
+    """The width of each column, by title. Rows with equal widths share one line of titles."""
+    return {title: max(len(title), len(text), NARROWEST) for title, text in cells.items()}
 
 
 def table_lines(cells: Mapping[str, str], widths: Mapping[str, int], with_titles: bool) -> list[str]:

@@ -194,15 +194,6 @@ def test_when_a_run_has_ended(run_dir, state, restarts, age_s, ended):
     assert RunView(run_dir).view(NOW).has_ended is ended
 
 
-def test_a_failed_run_says_why_without_control_characters(run_dir):
-    write_status(run_dir, "failed", exit=5)
-    write_json(run_dir / "result.json", {"state": "failed", "exit": 5, "error": "diverged \x1b[2Jnow\nmore"})
-    view = RunView(run_dir).view(NOW)
-    for text in (run_line(view), "\n".join(run_screen(view)), job_line(view)):
-        assert "diverged ?[2Jnow" in text
-        assert "\x1b" not in text
-
-
 def test_a_sweep_has_a_line_for_each_job_and_running_ones_come_first(tmp_path):
     views = []
     for number in range(12):
@@ -221,7 +212,6 @@ def test_a_sweep_has_a_line_for_each_job_and_running_ones_come_first(tmp_path):
     ("words", "text"),
     [
         (["watch"], "watch: give one run or sweep"),
-        (["watch", "a", "b"], "watch: give one run or sweep"),
         (["watch", "nowhere/at/all"], "watch nowhere/at/all: there is no such directory"),
         (["watch", "EMPTY"], "this is no run and no sweep"),
         (["watch", "RUN", "--every", "soon"], "--every soon: must be seconds"),

@@ -97,20 +97,16 @@ class Console(Sink):
 
     def _evaluation(self, event: events.EvalEvent) -> None:
         cells = evaluation_cells(event)
-        widths = table_widths(cells, columns_of(self._out))
+        widths = table_widths(cells)
         self._print(*table_lines(cells, widths, with_titles=widths != self._widths))
         self._widths = widths
 
     def _end(self, event: events.EndEvent) -> None:
         self.close()
-        columns = columns_of(self._out)
-        report = self._report
-        if columns is not None and max(map(len, report.splitlines()), default=0) > columns:
-            report = ""  # a table that wraps cannot be read; it is in the run's files
         if event.state == "failed" and not self._started:
             return  # its error says it all: no file of such a run is worth reading
         shares = time_at_end(event) or self._times.shares()
-        self._print(*end_lines(event, report, shares, self._run_dir, self._sync))
+        self._print(*end_lines(event, self._report, shares, self._run_dir, self._sync))
 
     def _print(self, *lines: str) -> None:
         self._widths = {}
