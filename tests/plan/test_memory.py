@@ -58,14 +58,13 @@ def allocated_bytes(config: Config) -> int:
 
 
 RECOMPUTING = "train.activation_checkpointing=true"
+# Not networks of small convolutions: of these the copies that a CPU makes are above a tenth.
 RECIPES = [
     ("recipe=resnet18",),
     ("recipe=resnet18", "data.batch_size=16", "precision=amp_fp16", *SMALL),
     ("recipe=resnet18", "optim=adamw", "precision=fp32"),
     ("recipe=resnet18", "optim=adamw", "data.micro_batch_size=16"),
     ("recipe=resnet50", "data.batch_size=8", *SMALL),
-    ("recipe=cnn", "data.batch_size=64", *SMALL),
-    (f"recipe={EXAMPLES}/segmentation.py", "optim=adamw", "data.batch_size=32"),
     (f"recipe={EXAMPLES}/recurrent.py", "optim=adamw", "data.batch_size=32"),
     ("recipe=gpt", "data.path={text}"),
     ("recipe=bert", "data.path={pairs}"),
