@@ -33,25 +33,25 @@ LONGEST_S = 5.0
 
 
 class WriteThrottle:
-    """Calls the work in pieces of about 1 ms, with pauses of 39 ms, shortened so that all ends within 5 s.
+    """Pauses a write of `size_bytes`: 39 ms after each ms of work, shortened so that all ends within 5 s.
 
-    No pauses while `hurry` is set. `size_bytes` is all of the work. All calls must come from one thread.
+    No pauses while `hurry` is set. Made and called by the thread that writes.
     """
 
     def __init__(self, size_bytes: int, hurry: threading.Event) -> None:
         self._left_bytes = size_bytes
         self._hurry = hurry
         self._ends_s = time.monotonic() + LONGEST_S
+        self._began_s = time.thread_time()
 
-    def __call__(self, work: Callable[[], object], size_bytes: int) -> None:
-        """Do one piece, which is `size_bytes` of the work, and pause."""
-        began_s = time.thread_time()
-        work()
-        used_s = time.thread_time() - began_s
-        self._left_bytes -= size_bytes
+    def pause(self, size_bytes: int) -> None:
+        """Pause after so many bytes."""
+        used_s = time.thread_time() - self._began_s
         left_s = max(0.0, self._ends_s - time.monotonic())
-        as_divided_s = left_s * size_bytes / max(1, size_bytes + self._left_bytes)
+        as_divided_s = left_s * size_bytes / max(1, self._left_bytes)
+        self._left_bytes -= size_bytes
         self._hurry.wait(min(used_s * (1 / SHARE - 1), as_divided_s))
+        self._began_s = time.thread_time()
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,8 @@ class AsyncCheckpointWriter:
         began, step, path = time.perf_counter(), snapshot.progress.step, None
         error, size_bytes = None, 0
         try:
-            path = publish(
-                self.directory, snapshot, WriteThrottle(size_of_tensors(snapshot), self._no_pauses)
-            )
+            throttle = WriteThrottle(size_of_tensors(snapshot), self._no_pauses)
+            path = publish(self.directory, snapshot, throttle.pause)
             size_bytes = sum(file.stat().st_size for file in path.iterdir())
             best = snapshot.extra.best
             best_path = None if best is None else self.directory / step_name(best.step)

@@ -38,8 +38,8 @@ from launcher.checkpoint.run_state import (
     mean_over_ranks,
 )
 from launcher.checkpoint.tensors import (
-    Throttle,
-    no_throttle,
+    Pause,
+    no_pause,
     read_tensors,
     write_bytes,
     write_tensors,
@@ -62,7 +62,7 @@ OPTIMIZER_STATE, BY_RANK = "optimizer/", "buffer_by_rank/"
 AVERAGE, AVERAGE_BY_RANK = "average/", "average_buffer_by_rank/"
 
 
-def publish(directory: Path, snapshot: Snapshot, run: Throttle = no_throttle) -> Path:
+def publish(directory: Path, snapshot: Snapshot, pause: Pause = no_pause) -> Path:
     """Write `snapshot` as a checkpoint in `directory`; it is on disk before this returns.
 
     It appears under its final name in one rename, or in one exchange where the step has a checkpoint already:
@@ -77,7 +77,7 @@ def publish(directory: Path, snapshot: Snapshot, run: Throttle = no_throttle) ->
         ending.callback(shutil.rmtree, temporary, ignore_errors=True)
         _make_directory(directory)
         temporary.mkdir()
-        _write_files(temporary, snapshot, run)
+        _write_files(temporary, snapshot, pause)
         # The names of its files must be on disk before the directory gets its final name.
         sync_directory(temporary)
         if os.path.lexists(final):
@@ -166,13 +166,13 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _write_files(directory: Path, snapshot: Snapshot, run: Throttle) -> None:
+def _write_files(directory: Path, snapshot: Snapshot, pause: Pause) -> None:
     engine = snapshot.engine
     metadata = {"format": "pt", "step": str(snapshot.progress.step)}
     state = json.dumps(_state_values(snapshot), indent=1)
     files = {
-        WEIGHTS: write_tensors(directory / WEIGHTS, engine.weights | engine.buffers, metadata, run),
-        OPTIMIZER: write_tensors(directory / OPTIMIZER, _resume_tensors(snapshot), metadata, run),
+        WEIGHTS: write_tensors(directory / WEIGHTS, engine.weights | engine.buffers, metadata, pause),
+        OPTIMIZER: write_tensors(directory / OPTIMIZER, _resume_tensors(snapshot), metadata, pause),
         STATE: write_bytes(directory / STATE, state.encode()),
     }
     # Last, because it lists the digests of the others.

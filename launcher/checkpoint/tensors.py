@@ -10,11 +10,10 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -46,29 +45,27 @@ class FileDigest:
     sha256: str
 
 
-Throttle = Callable[[Callable[[], object], int], None]  # calls its argument, which is work of so many bytes
-_PIECE_BYTES = 2**20  # about a millisecond of writing and hashing
+Pause = Callable[[int], None]  # called after so many bytes
+PIECE_BYTES = 2**20  # about a millisecond of writing and hashing
 
 
-def no_throttle(work: Callable[[], object], size_bytes: int) -> None:
-    """A `Throttle` without pauses."""
-    work()
-
-
-def write_bytes(path: Path, *parts: bytes | memoryview) -> FileDigest:
-    """Create `path` from `parts`; it is on disk before this returns. Raises OSError, also if it exists."""
+def write_bytes(path: Path, content: bytes) -> FileDigest:
+    """Create a file; it is on disk before this returns. Raises OSError, also if it exists."""
     with open(path, "xb") as file:
-        return _write_through(file, parts, no_throttle)
+        return _write_through(file, [content], no_pause)
+
+
+def no_pause(size_bytes: int) -> None:
+    """A `Pause` for a program that waits for the file."""
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], run: Throttle = no_throttle
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], pause: Pause = no_pause
 ) -> FileDigest:
     """Create a safetensors file of CPU tensors of any strides; it is on disk before this returns.
 
-    `run` makes each piece of the work: 1 MiB written and hashed.
-
-    Raises OSError, and StorageError for a dtype that the format does not have.
+    `pause` is called after each MiB or two. Raises OSError, and StorageError for a dtype that the format does
+    not have.
     """
     # Wide dtypes first, as in the library, so that every tensor is aligned in a mapped file.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -84,7 +81,7 @@ def write_tensors(
     # A generator, because non-contiguous tensors are copied.
     parts = (_bytes_of(tensors[name]) for name in names)
     with open(path, "xb") as file:
-        return _write_through(file, itertools.chain((len(text).to_bytes(8, "little"), text), parts), run)
+        return _write_through(file, itertools.chain((len(text).to_bytes(8, "little"), text), parts), pause)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -110,40 +107,20 @@ def mapped(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def _write_through(file: BinaryIO, parts: Iterable[bytes | memoryview], run: Throttle) -> FileDigest:
-    digest, size_bytes = hashlib.sha256(), 0
-    for piece in _pieces(parts):
-        piece_bytes = sum(len(part) for part in piece)
-        run(partial(_write_piece, file, digest, piece), piece_bytes)
-        size_bytes += piece_bytes
-    run(partial(_to_disk, file), 0)
-    return FileDigest(size_bytes, digest.hexdigest())
-
-
-def _pieces(parts: Iterable[bytes | memoryview]) -> Iterator[list[bytes | memoryview]]:
-    """The same bytes in pieces of about as many: short parts together, long ones divided."""
-    piece, left_bytes = [], _PIECE_BYTES
+def _write_through(file: BinaryIO, parts: Iterable[bytes | memoryview], pause: Pause) -> FileDigest:
+    digest, size_bytes, paused_at = hashlib.sha256(), 0, 0
     for part in parts:
-        start = 0
-        while start < len(part):
-            piece.append(part[start : start + left_bytes])
-            start += len(piece[-1])
-            left_bytes -= len(piece[-1])
-            if not left_bytes:
-                yield piece
-                piece, left_bytes = [], _PIECE_BYTES
-    yield piece
-
-
-def _write_piece(file: BinaryIO, digest: Any, piece: list[bytes | memoryview]) -> None:
-    for part in piece:
-        file.write(part)
-        digest.update(part)
-
-
-def _to_disk(file: BinaryIO) -> None:
+        for start in range(0, len(part), PIECE_BYTES):
+            piece = part[start : start + PIECE_BYTES]
+            file.write(piece)
+            digest.update(piece)
+            size_bytes += len(piece)
+            if size_bytes - paused_at >= PIECE_BYTES:
+                pause(size_bytes - paused_at)
+                paused_at = size_bytes
     file.flush()
     os.fsync(file.fileno())
+    return FileDigest(size_bytes, digest.hexdigest())
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

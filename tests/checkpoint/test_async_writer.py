@@ -32,7 +32,8 @@ def test_pauses_keep_the_share() -> None:
     pauses, began_s = Pauses(), time.monotonic()
     steady = WriteThrottle(10, pauses)
     for _ in range(10):
-        steady(compute, 1)
+        compute()
+        steady.pause(1)
     assert time.monotonic() - began_s >= 0.01 / throttle.SHARE
     assert len(pauses.seconds) == 10
     assert min(pauses.seconds) >= 0.001 * (1 / throttle.SHARE - 1)
@@ -44,7 +45,8 @@ def test_pauses_end_in_time_whatever_the_share(monkeypatch) -> None:
     pauses = Pauses()
     steady = WriteThrottle(10, pauses)
     for _ in range(10):
-        steady(compute, 1)
+        compute()
+        steady.pause(1)
     assert sum(pauses.seconds) <= 0.2 + 1e-9
     assert pauses.seconds[0] >= 0.01, "spread evenly"
 
@@ -53,11 +55,18 @@ def test_a_pause_ends_when_there_is_a_hurry(monkeypatch) -> None:
     monkeypatch.setattr(throttle, "SHARE", 1e-9)
     monkeypatch.setattr(throttle, "LONGEST_S", 3600.0)
     hurry, done = threading.Event(), threading.Event()
-    steady = WriteThrottle(3, hurry)
-    thread = threading.Thread(target=lambda: steady(lambda: (compute(), done.set()), 1))
+
+    def write() -> None:
+        steady = WriteThrottle(3, hurry)
+        compute()
+        done.set()
+        steady.pause(1)
+        compute()
+        steady.pause(2)  # would pause for most of an hour
+
+    thread = threading.Thread(target=write)
     thread.start()
     assert done.wait(20)
     hurry.set()
     thread.join(20)
     assert not thread.is_alive()
-    steady(compute, 2)  # would pause for most of an hour
