@@ -54,7 +54,6 @@ POLL_EVERY_S = 0.5  # of the heartbeat, in memory
 SIGN_EVERY_S = 5.0  # between signs of life, each a message to the store; limits are longer
 SIGNS_PER_LIMIT = 8  # where launch.hang_timeout_s is short
 LINE_AFTER_S = 60.0  # of the user's code: a line says that the ranks wait for it
-PAUSE_S = 3.0  # after a longer pause this process itself was stopped
 SAVED_UNTIL = 0.8  # of launch.grace_s: before torchrun or the scheduler kills the rank
 WRITE_S = 10.0  # for files and the store, once this rank has decided to exit
 ENDED_WELL = ("done", *ENDS_ON_REQUEST)  # states of a run whose result stays
@@ -120,13 +119,11 @@ class HangTimer:
                 os.close(descriptor)
 
     def _watch(self) -> None:
-        polled_s = time.monotonic()
         while not self._over.is_set():
             self._wait_for_signals()
             now, beat = time.monotonic(), self._latest_beat()
-            if now - polled_s > POLL_EVERY_S + PAUSE_S or beat.user_code:
+            if beat.user_code:
                 self._since_s = now
-            polled_s = now
             if not self._over.is_set() and (problem := self._problem(beat, now)):
                 self._abort(*problem, beat)
 

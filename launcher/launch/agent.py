@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import sys
 import time
 from multiprocessing.context import ForkProcess
@@ -29,8 +28,6 @@ from launcher.launch.worker_process import WorkerSpec, worker_main
 from launcher.os.signals import StopSignal, signals_blocked
 from launcher.os.stdio import write
 from launcher.run_dir.discarding import discards_steps, has_discarded, overrides_to_resume
-from launcher.run_dir.result import PREEMPTED, STOPPED
-from launcher.run_dir.status import FILE_NAME, state_since
 
 POLL_EVERY_S = 0.05  # a failure is noticed well before ERROR_GRACE_S; each poll reads some rows of memory
 
@@ -43,7 +40,7 @@ class Agent:
         self._signals, self._nodes = signals, nodes
         self._halved: int | None = None  # the micro-batch of a run that has run out of memory
         self._answered = False  # whether a request to stop has been answered
-        self._run_dir, self._began = Path(work.config.run.dir), time.time()
+        self._run_dir = Path(work.config.run.dir)
         self._restarts = RestartPolicy(work.config.launch.max_restarts, self._newest_step())
 
     def run(self) -> None:
@@ -119,17 +116,9 @@ class Agent:
     def _restart_or_raise(self, outcome: RunOutcome) -> None:
         if not self._nodes.is_node0:
             raise RunFailed(outcome)  # as node 0 has decided
-        if self._signals.stop is None and (asked := self._nodes.remote_stop_signal):
-            self._signals.stop = signal.Signals(asked)
         newest = self._newest_step()
-        state = state_since(self._run_dir / FILE_NAME, self._began)
-        if self._signals.stop is not None and state in (STOPPED, PREEMPTED):
-            # Rank 0 has saved the run, and was killed before it had left.
-            again = overrides_to_resume(self._run_dir)
-            text = f"after step {newest}, on request; checkpoint saved. {TO_RESUME} {again}"
-            raise RunFailed(RunOutcome(SAVED, text))
         if outcome.exit_code in ON_REQUEST or self._signals.stop is not None:
-            raise stop_error(outcome, self._signals.stop, newest, self._how_to_resume(newest))
+            raise self._stop_error(outcome, newest)
         hint = f"{self._how_to_resume(newest)} {self._restarts_made()}"
         self._restarts.record_or_raise(outcome, newest, hint)
         count = f"{self._restarts.used} of {self._restarts.allowed}"
@@ -137,6 +126,24 @@ class Agent:
         place += f" with data.micro_batch_size={outcome.halved}" if outcome.halved else ""
         text = f"{outcome.traceback}restart {count}: {outcome.text.removesuffix('.')}; resuming from {place}"
         write(f"{text}\n", sys.stderr)
+
+    def _stop_error(self, outcome: RunOutcome, newest: int) -> LauncherError:
+        """The error for a run that was asked to end. `newest` is the step of its newest checkpoint."""
+        if outcome.exit_code in ON_REQUEST:
+            return (PreemptedError if outcome.exit_code == SAVED else PrunedError)(outcome.text)
+        stop = self._signals.stop
+        assert stop is not None
+        if newest and newest >= self._work.heartbeats.steps_done():
+            # It was killed after that, such as while results were uploaded.
+            again = overrides_to_resume(self._run_dir)
+            text = f"after step {newest}, on request; checkpoint saved. {TO_RESUME} {again}"
+            return RunFailed(RunOutcome(SAVED, text))
+        if outcome.exit_code == 128 + stop:  # a rank that ended at once, and has said so
+            return RunFailed(outcome)
+        text = f"stopped by {stop.name} before a checkpoint could be written: {outcome.text}"
+        return RunFailed(
+            RunOutcome(128 + stop, text, f"{outcome.hint} {self._how_to_resume(newest)}".lstrip())
+        )
 
     def _how_to_resume(self, newest: int) -> str:
         if newest:
@@ -158,23 +165,3 @@ class Agent:
             chosen = Path(resume).resolve()
             present = [path for path in present if path.resolve().is_relative_to(chosen)]
         return max(map(step_of, present), default=0)
-
-
-def stop_error(
-    outcome: RunOutcome, asked: signal.Signals | None, newest_step: int, how_to_resume: str
-) -> LauncherError:
-    """The error for a run that was asked to end. `newest_step` is that of its checkpoints."""
-    if outcome.exit_code in ON_REQUEST:
-        return (PreemptedError if outcome.exit_code == SAVED else PrunedError)(outcome.text)
-    assert asked is not None
-    if outcome.finishing_at_step is not None and newest_step >= outcome.finishing_at_step:
-        text = (
-            f"stopped by {asked.name} after the last step, while results were being written or uploaded. The "
-            f"checkpoint of step {outcome.finishing_at_step} is saved. The same command with this run.dir "
-            "completes the run."
-        )
-        return RunFailed(RunOutcome(SAVED, text))
-    if outcome.exit_code == 128 + asked:  # a rank that ended at once, and has said so
-        return RunFailed(outcome)
-    text = f"stopped by {asked.name} before a checkpoint could be written: {outcome.text}"
-    return RunFailed(RunOutcome(128 + asked, text, f"{outcome.hint} {how_to_resume}".lstrip()))

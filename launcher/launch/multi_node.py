@@ -1,9 +1,15 @@
 """The parents of a run on several machines: how they agree that a generation has ended, and why.
 
-Each parent (torchelastic: agent) publishes one status every 0.2 s in node 0's TCPStore: its generation, and
-once its workers have ended, how. Node 0 reads all statuses, tells the others to end theirs, and publishes the
-outcome: done, restart or an error. A thread exchanges the statuses, so that a store that does not answer
-never delays a parent. Imports torch only where it is used.
+The protocol, by the keys of node 0's TCPStore:
+
+- `generation/N/NODE`: the number of workers that a node starts. All wait for all, which gives the ranks.
+- `NODE`: a node's status, written anew every 0.2 s by a thread, so that a store that does not answer never
+  delays a parent. Its `group_result` says how its workers have ended.
+- Node 0 reads all statuses. Once the workers of some node have failed, its own status has `end_workers`, and
+  the others end theirs. Once all have ended, it has the `outcome`: done, restart or an error.
+- A node without a new status is gone. Then each parent ends, and the same command resumes the run.
+
+Imports torch only where it is used.
 """
 
 from __future__ import annotations
@@ -30,8 +36,6 @@ if TYPE_CHECKING:
 
 EXCHANGE_EVERY_S = 0.2  # of every parent; node 0 reads the statuses of all with one request
 SILENCE_LIMIT_S = 5.0  # without a new status of a parent, once a generation has ended on some machine
-RESULT_S = 20.0  # for a parent with new statuses: the kill of its workers may take 5 s each
-PAUSE_S = 1.0  # after a longer pause this process itself was stopped, and not the others
 RESTART = -1  # exit code of what node 0 decides, if the run does not end
 
 
@@ -68,11 +72,6 @@ class SingleNode:
     def publish_outcome(self, outcome: RunOutcome) -> None:
         """Tell other parents how the run ends, or RESTART."""
 
-    @property
-    def remote_stop_signal(self) -> int | None:
-        """The signal by which another machine was asked to stop, as far as its parent has published it."""
-        return None
-
 
 class MultiNode(SingleNode):
     """This parent among those of all machines. Statuses are exchanged while it is used as a context."""
@@ -82,14 +81,11 @@ class MultiNode(SingleNode):
         self.rank, self._num_nodes = launch.rank, launch.world_size
         self.is_node0, self.host = launch.rank == RANK0, os.uname().nodename
         self._store, self._prefix = store, f"job/{job}/nodes"
-        self._others = (
-            range(1, self._num_nodes) if self.is_node0 else [RANK0]
-        )  # whose statuses this parent reads
+        # Whose statuses this parent reads.
+        self._others = range(1, self._num_nodes) if self.is_node0 else [RANK0]
         self._status: dict[str, Any] = {"generation": -1}
         self._statuses: Mapping[int, Mapping[str, Any]] = {}
-        now = time.monotonic()
-        self._last_seen_s = dict.fromkeys(self._others, now)
-        self._polled_s, self._ended_s = now, float("inf")
+        self._last_seen_s = dict.fromkeys(self._others, time.monotonic())
         self._lost_store = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._exchange, name="statuses of the nodes", daemon=True)
@@ -115,7 +111,6 @@ class MultiNode(SingleNode):
         from torch.distributed import DistError
 
         generation = self._status["generation"] + 1
-        self._ended_s = float("inf")
         self._status = {"generation": generation}
         workers = [f"{self._prefix}/generation/{generation}/{node}" for node in range(self._num_nodes)]
         deadline = time.monotonic() + self._limits.init_timeout_s
@@ -142,22 +137,14 @@ class MultiNode(SingleNode):
         Ends the workers of this machine when those of another one have ended. Raises StalledError for a
         machine that is gone.
         """
-        now = time.monotonic()
-        if now - self._polled_s > PAUSE_S:
-            self._last_seen_s = dict.fromkeys(self._others, now)
-        self._polled_s = now
-        if own is not None and "group_result" not in self._status:
-            self._status |= {"group_result": encoded(own), "stop": self.stop_asked()}
+        if own is not None:
+            self._status |= {"group_result": encoded(own)}
         return (
             self._poll_as_node0(own, generation) if self.is_node0 else self._poll_as_follower(own, generation)
         )
 
     def publish_outcome(self, outcome: RunOutcome) -> None:
         self._status |= {"outcome": asdict(outcome)}
-
-    @property
-    def remote_stop_signal(self) -> int | None:
-        return next((status["stop"] for status in self._statuses.values() if status.get("stop")), None)
 
     def _poll_as_node0(self, own: GroupResult | None, generation: WorkerGroup) -> RunOutcome | None:
         statuses = {node: self._status_of(node) for node in self._others}
@@ -172,13 +159,10 @@ class MultiNode(SingleNode):
             return outcome_of(group_results, generation.stacks)
         silence_limit_s = self._limits.hang_timeout_s
         if ends := [result.end for result in group_results if result.end != DONE]:
-            self._ended_s = min(self._ended_s, time.monotonic())
             self._status.setdefault("end_workers", ends[0])
             if own is None:
                 generation.end_like_other_node(ends[0])
             silence_limit_s = min(silence_limit_s, SILENCE_LIMIT_S)
-            if time.monotonic() - self._ended_s > self._limits.grace_s + RESULT_S:
-                raise self._node_lost(missing)
         self._raise_if_silent(missing, silence_limit_s)
         return None
 

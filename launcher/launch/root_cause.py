@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.distributed.exit_records import ExitRecord, with_rank
-from launcher.distributed.heartbeat import FINISHING, HeartbeatRecord, describe
+from launcher.distributed.heartbeat import HeartbeatRecord, describe
 from launcher.errors import ON_REQUEST, LauncherError, PreemptedError, StalledError
 
 # How the ranks of a machine have ended.
@@ -56,7 +56,6 @@ class RunOutcome:
     exit_code: int
     text: str = ""
     hint: str = ""  # printed after the text
-    finishing_at_step: int | None = None  # of a run that was ended while it wrote its result and report
     traceback: str = ""  # of the exception behind it, printed before the text
     restart_helps: bool | None = None  # None: as the exit code says
     halved: int | None = None  # the micro-batch to restart with, after a shortage of memory
@@ -115,9 +114,8 @@ def find_root_cause(results: Sequence[RankResult]) -> RunOutcome:
         outcome = RunOutcome(record.exit_code, text, traceback=record.traceback)
         return replace(outcome, restart_helps=record.restart_helps, halved=record.halved)
     if alive := [result for result in results if result.exit_code is None]:
-        finishing = all(result.beat.phase in FINISHING for result in results)
         text = "; ".join(f"{_name(result)} did not stop, {describe(result.beat)}" for result in alive)
-        return RunOutcome(UNEXPECTED, text, finishing_at_step=alive[0].beat.step if finishing else None)
+        return RunOutcome(UNEXPECTED, text)
     asked = [result.record for result in results if result.record and result.record.exit_code in ON_REQUEST]
     return RunOutcome(asked[0].exit_code, asked[0].error) if asked else RunOutcome(0)
 

@@ -7,7 +7,6 @@ left when a generation has failed are killed at once, because they wait in a col
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import time
@@ -24,12 +23,9 @@ from launcher.launch.worker_process import WorkerSpec
 from launcher.os.lifetime import kill_group, state_of
 from launcher.os.signals import DUMP_STACKS_SIGNAL
 
-ERROR_GRACE_S = 0.5  # for the other workers to record their errors, once one has failed
-# How long rank 0 may take to close its tracker once another rank was killed, or raised an error: then the
-# tracker may not have started.
-TRACKED_S, TRACKED_AFTER_ERROR_S = 1.0, 4.0
+# Once one worker has failed: for the others to record their errors, and for rank 0 to close its tracker.
+ERROR_GRACE_S = 1.0
 STACKS_S = 0.5  # for live workers to write their stacks, which takes milliseconds, before they are killed
-PAUSE_S = 1.0  # after a longer pause the parent itself was stopped, with its workers
 # A rank in one of these has already run: from here launch.hang_timeout_s holds, not launch.init_timeout_s.
 AFTER_A_STEP = frozenset(PHASES[PHASES.index("report") :])
 
@@ -42,12 +38,10 @@ class WorkerGroup:
         self._first_rank, self._limits = work.heartbeats.first_rank, work.config.launch
         self._group_result: GroupResult | None = None
         self._is_hanging = False
-        self._polled_s = self._watched_since_s = time.monotonic()
+        self._watched_since_s = time.monotonic()
         self._deadline_s = float("inf")
         self._exited: set[int] = set()  # local ranks whose exit has been seen
         self._has_stepped = False
-        # The ranks when the first killed one was seen; later ones died of it.
-        self._results_at_first_kill: list[RankResult] | None = None
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all workers that are left."""
@@ -63,11 +57,7 @@ class WorkerGroup:
     def end_like_other_node(self, end: str) -> None:
         """End the workers as those of another machine have ended."""
         self._is_hanging = end == HANGING
-        self.set_deadline(
-            self._limits.grace_s
-            if end in (STOPPED_ON_REQUEST, HANGING)
-            else self._error_grace_s(ERROR_GRACE_S)
-        )
+        self.set_deadline(self._limits.grace_s if end in (STOPPED_ON_REQUEST, HANGING) else ERROR_GRACE_S)
 
     def poll(self) -> GroupResult | None:
         """The result once the workers have ended, been killed, or stopped as hanging; None while they run."""
@@ -77,9 +67,6 @@ class WorkerGroup:
 
     def _polled(self) -> GroupResult | None:
         now = time.monotonic()
-        if now - self._polled_s > PAUSE_S:
-            self._watched_since_s = now
-        self._polled_s = now
         for rank, process in enumerate(self._processes):
             if rank not in self._exited and process.exitcode is not None:
                 self._exited.add(rank)
@@ -104,22 +91,11 @@ class WorkerGroup:
                     path.unlink()
 
     def _record_exit(self, exit_code: int) -> None:
-        if exit_code == 0:
-            return
-        if exit_code in ON_REQUEST:
-            self.set_deadline(self._limits.grace_s)
-        else:
-            if exit_code < 0 and self._results_at_first_kill is None:  # it is known which rank failed first
-                self._results_at_first_kill = self._rank_results()
-            self.set_deadline(self._error_grace_s(0 if exit_code < 0 else ERROR_GRACE_S))
-
-    def _error_grace_s(self, least_s: float) -> float:
-        """How long the others have to end after a failure; rank 0 longer, if it has a tracker to finish."""
-        has_tracker = bool(self._work.config.tracker.names) and 0 not in self._exited and not self._first_rank
-        return (TRACKED_AFTER_ERROR_S if least_s else TRACKED_S) if has_tracker else least_s
+        if exit_code != 0:
+            self.set_deadline(self._limits.grace_s if exit_code in ON_REQUEST else ERROR_GRACE_S)
 
     def _ended(self) -> GroupResult:
-        results = self._results_at_first_kill or self._rank_results()
+        results = self._rank_results()
         self.kill()
         # Read after the kill: what a rank has recorded until its end counts.
         records = self._work.heartbeats.exit_records
@@ -130,14 +106,8 @@ class WorkerGroup:
         results = self._rank_results()
         if all(result.exit_code is not None for result in results):
             return None
-        # To the main thread itself: another one would dump after the main thread has moved on. glibc has the
-        # function since 2.30, and torch runs with 2.28. A signal to a process reaches its main thread too,
-        # but for one that is stopped.
-        tgkill = getattr(ctypes.CDLL(None), "tgkill", lambda pid, thread, number: os.kill(pid, number))
-        for result in results:
-            if result.exit_code is None:
-                tgkill(result.pid, result.pid, DUMP_STACKS_SIGNAL)
         self.send(signal.SIGCONT)  # a stopped process handles no signal
+        self.send(DUMP_STACKS_SIGNAL)
         time.sleep(STACKS_S)
         # Killed by the caller, once all machines know: ranks of others end as soon as a connection breaks,
         # and would write no stacks.
