@@ -35,7 +35,7 @@ def written(ended: Ended) -> Any:
 
 
 RUNS = {
-    "on two ranks, one of which has less": (2, (), (1,), [[8, False], [2, True], [3, True], [4, False]]),
+    "on two ranks, one of which has less": (2, (), (1,), [[8, False], [4, False], [2, True]]),
     "in loader processes": (1, ("recipe.uses=noisy_indexed", "data.num_workers=1"), (0,), None),
     "from a stream": (1, ("recipe.uses=noisy_streamed", "data.num_workers=0"), (0,), None),
     "sharded": (2, ("ddp.shard_optimizer=true",), (0, 1), None),
@@ -50,15 +50,15 @@ def test_the_run_ends_with_the_bits_of_one_with_the_number_given_by_hand(tmp_pat
     ranks, words, small, tried = RUNS[name]
     found = run(tmp_path / "auto", *SHORT, *words, AUTO, ranks=ranks, user_code=lacking_memory(3, *small))
     size = found.result["micro_batch"]
-    assert size == 3
+    assert size == 2
     assert (
         found.digest
         == run(tmp_path / "hand", *SHORT, *words, f"data.micro_batch_size={size}", ranks=ranks).digest
     )
     (decision,) = decisions(found, "micro-batch")
     assert decision["micro_batch"] == written(found) == size
-    assert decision["tried"] == tried if tried else len(decision["tried"]) <= 8
-    assert "data.micro_batch_size=auto: 3 per rank" in found.outputs[0]
+    assert decision["tried"] == tried if tried else decision["tried"][-1] == [2, True]
+    assert "data.micro_batch_size=auto: 2 per rank" in found.outputs[0]
 
 
 @pytest.mark.slow
@@ -66,12 +66,12 @@ def test_a_resume_takes_the_number_of_the_run_and_tries_nothing(tmp_path: Path) 
     """It differs from what would be found now: everything fits in the second process."""
     words = ("train.max_steps=10", AUTO)
     whole = run(tmp_path / "whole", *words, user_code=lacking_memory(7, 0))
-    small = both(lacking_memory(7, 0), stop_after(8, passes_per_step=3))
+    small = both(lacking_memory(7, 0), stop_after(8, passes_per_step=4))
     assert run(tmp_path / "run", *words, user_code=small).codes == [75]
     resumed = run(tmp_path / "run", *words)
     assert resumed.digest == whole.digest
-    assert resumed.result["micro_batch"] == whole.result["micro_batch"] == written(resumed) == 6
-    assert decisions(resumed, "micro-batch")[-1]["text"] == "6 per rank, as in the run so far"
+    assert resumed.result["micro_batch"] == whole.result["micro_batch"] == written(resumed) == 4
+    assert decisions(resumed, "micro-batch")[-1]["text"] == "4 per rank, as in the run so far"
     by_hand = run(tmp_path / "run", "train.max_steps=11", "data.micro_batch_size=5")
     assert by_hand.result["micro_batch"] == 4, "16 in fewest pieces of at most 5"
 
@@ -232,7 +232,7 @@ OF_PARENT = (
     [
         (FORWARD, "in the forward or backward pass of step 6"),
         pytest.param(BACKWARD, "in the forward or backward pass of step 6", marks=pytest.mark.slow),
-        pytest.param(UPDATE, "in the update of step 6", marks=pytest.mark.slow),
+        pytest.param(UPDATE, "in update of step 6", marks=pytest.mark.slow),
     ],
     ids=["forward", "backward", "update"],
 )

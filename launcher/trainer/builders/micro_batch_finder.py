@@ -9,8 +9,6 @@ What a trial draws changes nothing either: the generators are seeded before each
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,42 +22,24 @@ from launcher.recipe.contract import loss_of
 from launcher.trainer.context import TrainContext
 from launcher.trainer.device import free_memory
 
-
-def candidate_sizes(plan: BatchPlan) -> list[int]:
-    """The sizes that differ in the number of micro-batches per step, largest first; the last is 1.
-
-    They are about twice the square root of a rank's share, so that few trials by halves decide.
-    """
-    share = plan.largest_share
-    return sorted({-(-share // number) for number in range(1, share + 1)}, reverse=True)
-
-
-def next_smaller(plan: BatchPlan) -> int | None:
-    """The largest size of at most half of the present one, rounded up; None where there is none."""
-    present = plan.largest_micro_batch
-    return next((size for size in candidate_sizes(plan) if size <= -(-present // 2) and size < present), None)
-
-
-MOST_TRIALS = 8  # each takes as long as a step or two, before the first one
-MOST_SIZES = 2 ** (MOST_TRIALS - 1)  # the first, and those of which so many trials by halves decide
 PASSES = 2  # per trial: the second adds to the sums of the first
 
 
-def bisect_largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """The first of `sizes`, which fall, that `fits`, by at most MOST_TRIALS calls; None where none does.
+def candidate_sizes(plan: BatchPlan) -> list[int]:
+    """The largest share of a rank, and half of the size before, rounded up, down to 1."""
+    sizes = [plan.largest_share]
+    while sizes[-1] > 1:
+        sizes.append(-(-sizes[-1] // 2))
+    return sizes
 
-    The whole share comes first: it usually fits. Of very many sizes some are tried, the last among them.
-    """
-    if len(sizes) > MOST_SIZES:
-        sizes = [sizes[at * (len(sizes) - 1) // (MOST_SIZES - 1)] for at in range(MOST_SIZES)]
-    # Bisection: memory grows with the size, so what fits is a tail of `sizes`. Where an algorithm chosen by
-    # size breaks that, a size below the largest may be found, but never one that was not tried.
-    at = 0 if fits(sizes[0]) else bisect_left(sizes, True, lo=1, key=fits)
-    return sizes[at] if at < len(sizes) else None
+
+def half_of(plan: BatchPlan) -> int | None:
+    """Half of the present micro-batch, rounded up; None for one sample."""
+    return -(-plan.largest_micro_batch // 2) if plan.largest_micro_batch > 1 else None
 
 
 def search(context: TrainContext) -> int:
-    """The largest micro-batch that fits on all ranks, of a run that has not begun.
+    """The first of `candidate_sizes` that fits on all ranks, of a run that has not begun.
 
     A collective: all ranks make the same trials. Raises OutOfMemoryError on all ranks.
     """
@@ -69,7 +49,7 @@ def search(context: TrainContext) -> int:
     # cuDNN would time its algorithms anew for the shapes of each trial.
     tunes, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:
-        size = bisect_largest(sizes, lambda size: _fits(context, size, tried))
+        size = next((size for size in sizes if _fits(context, size, tried)), None)
     finally:
         torch.backends.cudnn.benchmark = tunes
     last = next(reversed(tried.values()))
