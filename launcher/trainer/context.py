@@ -26,7 +26,7 @@ from launcher.telemetry import Telemetry
 from launcher.trainer.callback import CallbackList
 from launcher.trainer.progress import TrainLength
 from launcher.trainer.pruning import SweepStopListener
-from launcher.trainer.step_flags import AgreedFlags
+from launcher.trainer.step_flags import StepFlag
 from launcher.trainer.step_reader import StepReader
 from launcher.trainer.train_accuracy import TrainAccuracy
 
@@ -52,7 +52,7 @@ class TrainContext:
     ema: ExponentialMovingAverage | None = None  # of the weights, where ema.decay asks for one
     batches: Batches = field(init=False)  # known once it is known where the run starts
     callbacks: CallbackList = field(default_factory=CallbackList)
-    flags: AgreedFlags = field(default_factory=AgreedFlags)
+    flags: set[StepFlag] = field(default_factory=set)  # that some rank has set, since the end of a step
     train_metrics: Mapping[str, float] = field(default_factory=dict)  # since the last evaluation
     best: BestEvaluation | None = None  # of all evaluations since the run began
     samples: float = 0.0  # trained on since the run began

@@ -63,7 +63,7 @@ class EvaluationLoop:
                 self.latest = {name: self._evaluate(name, position) for name in self.data}
                 after_evaluation.show(self._context, position)
         except EvaluationStopped:
-            self._context.flags.agree(StepFlag.STOP)
+            self._context.flags.add(StepFlag.STOP)
             return None
         finally:
             self._context.step_reader.restart_timer()
@@ -74,13 +74,6 @@ class EvaluationLoop:
             self._context.telemetry.warn(
                 f"{compared.name}, by which runs are compared, is NaN at step {position.step}, so this "
                 "evaluation cannot be the best. Correct the metric, or name another with monitor."
-            )
-        best = self._context.best
-        if best is not None and not best.same_metric(compared):
-            self._context.telemetry.decision(
-                "comparison",
-                f"by {compared.name} from here on. The best checkpoint so far is that by {best.name}, "
-                "whose values cannot be compared with these: the best is found anew",
             )
         loss = next(iter(self.latest.values())).loss
         return EvalOutcome(compared, self.is_best(compared, position.step), loss, self.latest)

@@ -16,18 +16,18 @@ from launcher.engine.step_timer import PARTS
 from launcher.telemetry import Telemetry
 from launcher.trainer.callback import CallbackList, StepMetrics
 from launcher.trainer.progress import Position
-from launcher.trainer.step_flags import AgreedFlags, samples_of
+from launcher.trainer.step_flags import StepFlag, samples_of
 
 log = logging.getLogger("launcher")
 
 
 class StepReader:
-    """Passes the metrics of each step to the callbacks, and counts its votes."""
+    """Passes the metrics of each step to the callbacks, and adds the flags that its report carries."""
 
     def __init__(
         self,
         telemetry: Telemetry,
-        votes: AgreedFlags,
+        flags: set[StepFlag],
         callbacks: CallbackList,
         plan: BatchPlan,
         reads_late: bool = True,
@@ -37,7 +37,7 @@ class StepReader:
         self._callbacks = callbacks
         self._plan = plan
         self._telemetry = telemetry
-        self._votes = votes
+        self._flags = flags
         self._waiting: tuple[Position, StepResult, float] | None = None
         self._is_first = True
         self._first_step_done = first_step_done  # all ranks have started and compiled
@@ -62,7 +62,7 @@ class StepReader:
         (position, result, seconds), self._waiting = self._waiting, None
         report = result.read()
         if any(report.votes):
-            self._votes.count(report)
+            self._flags.update(flag for flag in StepFlag if report.votes[flag])
         self._telemetry.on_step(position.epoch, position.step)
         if log.isEnabledFor(logging.DEBUG):
             spans = ", ".join(f"{part} {report.spans_ms.get(part, 0.0):.2f}" for part in PARTS)

@@ -265,7 +265,7 @@ FAILURES = {
     "it has a tests.evaluation.test_measuring.Nameless. Numbers, ",
     "getstate": "RecipeError: the metric Broken's __getstate__ failed: no state today",
     "column": "ConfigError: the metrics without merge (Pairs) are updated on rank 0, but a batch cannot be "
-    "sent there: cannot pickle '_thread.lock' object. Return only tensors from",
+    "sent to rank 0: cannot pickle '_thread.lock' object. Numbers, text, bytes",
     "feed": "RecipeError: the metric RefusingFeed's update failed: no second batch today",
     "": "",
 }

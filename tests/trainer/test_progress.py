@@ -15,6 +15,7 @@ TRAIN = TrainConfig(
     log_every_steps=10,
     on_oom="halve",
     compile=False,
+    activation_checkpointing=False,
     channels_last=False,
     label_smoothing=0.0,
     deterministic=False,

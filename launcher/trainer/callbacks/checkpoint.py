@@ -72,9 +72,10 @@ class CheckpointCallback(Callback):
         StorageError for one that cannot be saved.
         """
         due = self.due.after_step(position.step)
-        if measured is None and not (self._context.flags.some or due):
+        if measured is None and not (self._context.flags or due):
             return
-        agreed = self._context.flags.take()
+        agreed = set(self._context.flags)
+        self._context.flags.clear()
         at_end = measured is not None and measured.is_last
         is_best = measured is not None and measured.is_best
         stops = StepFlag.STOP in agreed and not at_end
